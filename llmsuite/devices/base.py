@@ -40,7 +40,8 @@ class DeviceBackend(abc.ABC):
     precisions: ClassVar[tuple[str, ...]]
     """The values of `engine.precision` and `--precision` it has."""
     training_precisions: ClassVar[tuple[str, ...]] = ()
-    """Those it has beside `precisions` for stages that train, op by op: neither in programs nor for generation."""
+    """Those it has beside `precisions` for stages that train: all tensors are float32, and products have a form of the
+    device's (`Ops.matmul`, in programs `Ops.program_matmul`). Models that only answer do not have them."""
     stored_precisions: ClassVar[tuple[str, ...]] = ()
     """What the matrices of a model that answers on one device may be stored in, beside that: `Ops.stored_product`
     multiplies with them, and all else is float32."""

@@ -239,6 +239,8 @@ class Ops:
     """The logits are needed for nothing else: their memory may be taken."""
     matmul: Callable[[Tensor, Tensor, bool, bool], Tensor] = matmul
     """Takes plain tensors. A form of a device has no gradient: `llmsuite.models.products` makes it."""
+    program_matmul: Callable[[Tensor, Tensor, bool], Tensor] | None = None
+    """The same form with a gradient, for programs. None: there it is Paddle's own product, or the form has none."""
     operand: Callable[[Tensor], Tensor] = operand
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of

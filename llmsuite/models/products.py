@@ -74,11 +74,18 @@ class Products:
 
     def several(self, x: Tensor, matrices: Sequence[Tensor], transpose_y: bool = False) -> list[Tensor]:
         """The products of x with several matrices; what is kept of x for their gradients is kept once."""
+        if not paddle.in_dynamic_mode():
+            return [self.in_program(x, matrix, transpose_y) for matrix in matrices]
         if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *matrices)):
             place = self.place(x, matrices[0], transpose_y)
             operand = self.ops.operand(place.input(x))
             return [place.output(self.ops.matmul(operand, place.local(m), False, transpose_y)) for m in matrices]
         return list(_Products.apply(x, *matrices, (self, transpose_y)))
+
+    def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool) -> Tensor:
+        """The same while a program is made, whose way back has no Python."""
+        assert self.ops.program_matmul is not None, "refused before the run"
+        return self.ops.program_matmul(x, matrix, transpose_y)
 
     def of_layers(self, layers: Sequence[nn.Layer], x: Tensor) -> list[Tensor]:
         """As `blocks.products`."""
@@ -136,21 +143,27 @@ class _Products(PyLayer):
 
 
 class _Linear:
-    """Computes in place of an `nn.Linear`."""
+    """Computes in place of an `nn.Linear`. Those of all layers are equal: layers that are alike share a program."""
 
     def __init__(self, layer: nn.Linear, products: Products):
         self._layer, self._products = layer, products
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
         return self._products.linear(x, self._layer.weight, self._layer.bias)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Linear) and other._products is self._products
+
+    def __hash__(self) -> int:
+        return hash(id(self._products))
 
 
 def use_products(model: nn.Layer, products: Products) -> None:
     """Let the linear layers of a model, its adapters, experts and head multiply so."""
     for module in model.sublayers(include_self=True):
         if type(module) is nn.Linear:
-            module.__dict__["forward"] = _Linear(module, products).forward
+            module.__dict__["forward"] = _Linear(module, products)
         if hasattr(type(module), "matmul"):
             module.matmul = products
         if hasattr(type(module), "linear"):

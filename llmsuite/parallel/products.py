@@ -1,12 +1,17 @@
 """Products of distributed tensors on the parts of the ranks, where a device has a form of its own for products.
 
-Messages are those that Paddle's rules have for its own product.
+Messages are those that Paddle's rules have for its own product. A rank of the tensor parallel group with a matrix that
+is cut along its outputs makes its part of them, and has a part of the sum that the gradient of the input is; with one
+that is cut along its inputs the other way round. With one that all have whole it computes for the part of the tokens
+that it has.
 """
 
 from __future__ import annotations
 
+import dataclasses
+
 import paddle.distributed as dist
-from paddle.distributed.auto_parallel.api import dtensor_from_local
+from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.devices.ops import Ops
 from llmsuite.models.products import Place, Products
@@ -27,31 +32,52 @@ class RankProducts(Products):
             return Place()
         return _RankPlace(self._mesh, x, matrix, transpose_y)
 
+    def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool) -> Tensor:
+        """On the mesh [data, tp] of a program of a whole step, where each data rank has rows of its own."""
+        if not x.is_dist():
+            return super().in_program(x, matrix, transpose_y)
+        assert self.ops.program_matmul is not None, "refused before the run"
+        mesh, (rows, given), (_, of_matrix) = x.process_mesh, x.placements, matrix.placements
+        own = _Placements.of(given, of_matrix, x.ndim, transpose_y)
+        x = x if given == own.input else dist.reshard(x, mesh, [rows, own.input])
+        share = dist.Partial() if rows.is_shard() else dist.Replicate()  # of a sum over the data ranks
+        of_x = dtensor_to_local(x, mesh, [rows, own.input_gradient])
+        of_matrix = dtensor_to_local(matrix, mesh, [share, own.matrix_gradient])
+        y = self.ops.program_matmul(of_x, of_matrix, transpose_y)
+        return dtensor_from_local(y, mesh, [rows, own.output])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Placements:
+    """Placements over tp of what a product takes and makes."""
+
+    input: dist.Placement
+    output: dist.Placement
+    input_gradient: dist.Placement
+    matrix_gradient: dist.Placement
+
+    @classmethod
+    def of(cls, given: dist.Placement, matrix: dist.Placement, ndim: int, transpose_y: bool) -> _Placements:
+        """For an input of so many dims as it is given, and a matrix [I, O], or with `transpose_y` [O, I]."""
+        whole, part, last = dist.Replicate(), dist.Partial(), dist.Shard(ndim - 1)
+        if not matrix.is_shard():
+            assert given != last, "an input that is cut along what is summed, and a matrix that is whole"
+            kept = whole if given.is_partial() else given
+            return cls(kept, kept, kept, part if kept.is_shard() else whole)
+        if matrix.get_dim() == (1 if transpose_y else 0):
+            return cls(last, part, last, matrix)
+        return cls(whole, last, part, matrix)
+
 
 class _RankPlace(Place):
-    """A rank of the tensor parallel group.
-
-    With a matrix that is cut along its outputs it makes its part of them, and has a part of the sum that the gradient
-    of the input is; with one cut along its inputs the other way round. With one that all have whole it computes for the
-    part of the tokens that it has.
-    """
+    """A rank of the tensor parallel group, op by op."""
 
     def __init__(self, mesh: Mesh, x: Tensor, matrix: Tensor, transpose_y: bool):
         self._mesh, self._given = mesh, x.placements if x.is_dist() else [dist.Replicate()]
-        self._matrix = matrix.placements if matrix.is_dist() else [dist.Replicate()]
-        (given,), (of_matrix,), last = self._given, self._matrix, [dist.Shard(x.ndim - 1)]
-        whole, part = [dist.Replicate()], [dist.Partial()]
-        cut = of_matrix.get_dim() if of_matrix.is_shard() else None
-        self._of_matrix = self._matrix
-        if cut is None:
-            assert self._given != last, "an input that is cut along what is summed, and a matrix that is whole"
-            self._input = whole if given.is_partial() else self._given
-            self._output = self._of_input = self._input
-            self._of_matrix = part if self._input[0].is_shard() else whole
-        elif cut == (1 if transpose_y else 0):
-            self._input, self._output, self._of_input = last, part, last
-        else:
-            self._input, self._output, self._of_input = whole, last, part
+        (given,), (of_matrix,) = self._given, matrix.placements if matrix.is_dist() else [dist.Replicate()]
+        own = _Placements.of(given, of_matrix, x.ndim, transpose_y)
+        self._input, self._output, self._of_input = [own.input], [own.output], [own.input_gradient]
+        self._of_matrix = [own.matrix_gradient]
 
     def local(self, tensor: Tensor) -> Tensor:
         return local_value(tensor)

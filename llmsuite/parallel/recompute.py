@@ -35,7 +35,11 @@ def _layers(model: Any, plan: ShardPlan) -> list[tuple[int, Any]]:
 
 
 def _again(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    in_program = paddle.jit.not_to_static(lambda *given: function(*given))
+
     def computed_again(first: Tensor, *rest: Tensor | None) -> Tensor:
+        if not paddle.in_dynamic_mode():  # a program is being made, which computes again what is marked here
+            return paddle.distributed.fleet.utils.recompute(in_program, first, *rest)
         if not paddle.is_grad_enabled():
             return function(first, *rest)
         if first.stop_gradient:  # as behind a frozen embedding: recompute needs an input that has a gradient

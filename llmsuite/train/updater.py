@@ -96,7 +96,15 @@ class ProgramUpdater(Updater):
         self._objective = objective
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
         model, ranks = built.part.model, mesh.rows("tp")
-        self._programs = StepPrograms(model, self.optimizer, objective.program_loss, ranks, slices, built.pipeline)
+        self._programs = StepPrograms(
+            model,
+            self.optimizer,
+            objective.program_loss,
+            ranks,
+            slices,
+            built.pipeline,
+            recompute=plan.recipe.engine.recompute != "none",
+        )
         multiple = length_multiple(plan)
         self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
 

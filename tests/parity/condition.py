@@ -59,8 +59,16 @@ def _limits(one: Case, exact: Mapping[str, np.ndarray], moved: Sequence[Mapping[
 
 def bf16_gradient_limits(runner: Runner, one: Case) -> dict[str, float]:
     """As `gradient_limits`, for products whose inputs are rounded to bfloat16: see `BF16`."""
-    scale = 2 * BF16 / (2 * math.sqrt(plan_of(one).model_config.hidden_size) * ROUNDING)
-    return {name: scale * limit for name, limit in gradient_limits(runner, one).items()}
+    return {name: _bf16_scale(one) * limit for name, limit in gradient_limits(runner, one).items()}
+
+
+def bf16_change_limits(runner: Runner, one: Case, stem: str) -> dict[str, float]:
+    """As `change_limits`, for the same."""
+    return {name: _bf16_scale(one) * limit for name, limit in change_limits(runner, one, stem, 0.0).items()}
+
+
+def _bf16_scale(one: Case) -> float:
+    return 2 * BF16 / (2 * math.sqrt(plan_of(one).model_config.hidden_size) * ROUNDING)
 
 
 def bf16_metric_limits(runner: Runner, one: Case) -> dict[str, float]:

@@ -41,8 +41,8 @@ _KERNELS = {
 }
 _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
 _BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
-_BF16_PRODUCTS = {"matmul": "bf16_matmul", "operand": "bf16_operand"}
-_BF16_BY_ROUNDING = {"matmul": "rounded_matmul", "operand": "bf16_operand"}
+_BF16_PRODUCTS = {"matmul": "bf16_matmul", "operand": "bf16_operand", "program_matmul": "bf16_linear"}
+_BF16_BY_ROUNDING = {"matmul": "rounded_matmul", "operand": "bf16_operand", "program_matmul": "rounded_linear"}
 _BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "operand": "plain_rounded_operand"}
 
 

@@ -70,6 +70,7 @@ class StepPrograms:
         ranks: np.ndarray = ONE_RANK,
         slices: Mapping[str, SlicedShard] = MappingProxyType({}),
         pipeline: Pipeline | None = None,
+        recompute: bool = False,
     ):
         """
         Args:
@@ -80,8 +81,9 @@ class StepPrograms:
                 Those of one pipeline stage stand before those of the next.
             slices: the parameters whose slices the data ranks have, by name; the model has none of them itself.
             pipeline: what the stages have of the model; None where this rank's part is all of it.
+            recompute: whether layers of the model ask to be computed again (`parallel.recompute`).
         """
-        self._optimizer, self._loss, self._pipeline = optimizer, loss, pipeline
+        self._optimizer, self._loss, self._pipeline, self._recompute = optimizer, loss, pipeline, recompute
         stages = np.split(ranks, 1 if pipeline is None else pipeline.num_stages)
         self._meshes = [dist.ProcessMesh(of_stage, dim_names=["data", "tp"]) for of_stage in stages]
         self._programs: dict[Any, Program] = {}
@@ -164,6 +166,7 @@ class StepPrograms:
 
     def _strategy(self, num_micro_batches: int) -> Any:
         strategy = dist.Strategy()
+        strategy._recompute.enable = self._recompute
         if self._pipeline is not None:
             pipeline = strategy.pipeline
             pipeline.enable, pipeline.schedule_mode = True, self._pipeline.schedule

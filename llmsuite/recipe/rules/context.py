@@ -23,8 +23,8 @@ class RuleContext:
     shard_plan: ShardPlan
     precisions: Sequence[str] | None
     """The precisions of the device; None when there is no such device."""
-    dynamic_precisions: Sequence[str]
-    """Those of them that programs compiled by to_static do not have."""
+    product_precisions: Sequence[str]
+    """Those of them in which the device computes products, and nothing else: `DeviceBackend.training_precisions`."""
     stage: StageSpec
     family: ModelFamily
     given: Set[tuple[str, ...]]

@@ -24,9 +24,9 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
     if parallel.sharding != "none" and context.degrees.dp > 1:
         shared = f"is {context.degrees.sharding}, and programs of engine.program step shard over all data ranks"
         yield "parallel.sharding_parallel_degree", f"{shared}; leave it out, or set engine.program to layers"
+    is_narrow = engine.precision not in ("fp32", *context.product_precisions)
     for key, value, is_set, default in (
-        ("engine.precision", engine.precision, engine.precision != "fp32", "fp32"),
-        ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
+        ("engine.precision", engine.precision, is_narrow, "fp32"),
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
         ("reft.rank", recipe.reft.rank, recipe.reft.rank is not None, "null"),
         ("prefix.tokens", recipe.prefix.tokens, recipe.prefix.tokens is not None, "null"),
@@ -99,7 +99,7 @@ def _not_skipped(context: RuleContext) -> Iterator[Violation]:
 PROGRAM_RULES = (
     Rule(
         "`program: step` with sharding over some of the data ranks, another stage than `pretrain`, "
-        "`sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `recompute`, `offload_optimizer`, another "
+        "`sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `offload_optimizer`, parameters of another "
         "precision than fp32, `reft`, `prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
         "such a program does not have it yet",
         (

@@ -156,11 +156,13 @@ def _no_such_precision(context: RuleContext) -> Iterator[Violation]:
 
 def _not_in_programs(context: RuleContext) -> Iterator[Violation]:
     engine, device = context.recipe.engine, context.recipe.device
-    if engine.mode == "to_static" and engine.precision in context.dynamic_precisions:
+    is_own_product = engine.precision in context.product_precisions
+    if is_own_product and engine.compiles_layers and context.recipe.parallel.tensor_parallel_degree > 1:
         yield (
             "engine.precision",
-            f"is {engine.precision}, which on {device} programs compiled by to_static do not have; set engine.mode to "
-            "dynamic, or engine.precision to fp32",
+            f"is {engine.precision}, whose products on {device} are computed by each rank on its part, and with tensor "
+            "parallel programs of layers have no parts; set engine.program to step, engine.mode to dynamic, or "
+            "engine.precision to fp32",
         )
 
 
@@ -248,8 +250,9 @@ STRATEGY_RULES = (
         _no_such_precision,
     ),
     Rule(
-        "`to_static` with bf16 on cpu",
-        "its products are no operations of Paddle, and Paddle's own are float32 there",
+        "`to_static` of layers with bf16 on cpu and tensor parallel",
+        "its products are no operations of Paddle: a rank computes them on its part, and in a program of "
+        "`paddle.jit.to_static` that has no gradient (Paddle 3.3.1)",
         ("--device=cpu", "--engine.precision=bf16", "--engine.mode=to_static"),
         _not_in_programs,
     ),

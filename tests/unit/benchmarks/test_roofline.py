@@ -120,4 +120,5 @@ def test_steps_of_a_run_are_told(
     assert len({line.count("|") for line in lines}) == 1
     lines = roofline.table_of_parts(found)
     shares = [float(line.split("|")[2].strip().rstrip("%") or 0) for line in lines[2:]]
-    assert len(shares) == len(parts.PARTS) and sum(shares) == pytest.approx(100, abs=1)
+    assert len(shares) == len(parts.PARTS)
+    assert sum(shares) == pytest.approx(100, abs=1)

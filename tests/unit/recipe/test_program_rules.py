@@ -97,7 +97,6 @@ def test_on_a_pipeline(registry: Registry, schedule: str) -> None:
             ["--launch.num_devices=4", '--parallel={"sharding":"stage1","sharding_parallel_degree":2}'],
             "parallel.sharding_parallel_degree: is 2, and programs of engine.program step shard over all data ranks",
         ),
-        ("llama/sft", ["--engine.recompute=full"], "engine.recompute: is full, which engine.program step does not"),
         ("llama/sft", ["--engine.offload_optimizer=true"], "engine.offload_optimizer: is true, .* set it to false, or"),
         ("llama/lora", ["--lora.method=mora"], "lora.method: is mora, which is computed again in the backward pass"),
         ("llama/lora", ["--lora.init=lora_ga"], "lora.init: is lora_ga, which takes gradients of frozen matrices"),
@@ -118,6 +117,21 @@ def test_on_a_pipeline(registry: Registry, schedule: str) -> None:
 def test_what_it_does_not_have(registry: Registry, recipe: str, words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         _plan(registry, recipe, *words)
+
+
+def test_bf16_is_a_precision_of_products_alone(registry: Registry) -> None:
+    """On the CPU, whose parameters stay float32. With tensor parallel, layers that are compiled do not have it."""
+    bf16 = "--engine.precision=bf16"
+    assert _plan(registry, "llama/sft", bf16, "--engine.recompute=full").recipe.engine.compiles_steps
+    ranks = "--launch.num_devices=2"
+    tp2 = (ranks, '--parallel={"tensor_parallel_degree":2}', bf16)
+    assert _plan(registry, "llama/sft", *tp2).degrees.tp == 2
+    with pytest.raises(UserError, match=r"engine.precision: is bf16, whose products on cpu are computed by each rank"):
+        _plan(registry, "llama/sft", *tp2, "--engine.program=layers")
+    assert _plan(registry, "llama/sft", ranks, PP2, bf16, "--engine.program=layers").degrees.pp == 2
+    given = {word.partition("=")[0]: word for word in (*PLAIN, bf16)}
+    with pytest.raises(UserError, match=r"engine.precision: is bf16, which engine.program step does not have; set it"):
+        plan_run(ROOT / "recipes/llama/pretrain.json", list(given.values()), registry)
 
 
 def test_a_spike_may_stop_or_go_back(registry: Registry) -> None:

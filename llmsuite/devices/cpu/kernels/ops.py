@@ -104,6 +104,16 @@ def rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y:
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
+def bf16_linear(x: Tensor, y: Tensor, transpose_y: bool = False) -> Tensor:
+    """`bf16_matmul` of x [..., I] and a matrix, with a gradient: for programs."""
+    return _run("bf16_linear", x, y, transpose_y)[0]
+
+
+def rounded_linear(x: Tensor, y: Tensor, transpose_y: bool = False) -> Tensor:
+    """`rounded_matmul` of x [..., I] and a matrix, with a gradient: for programs."""
+    return _run("rounded_linear", x, y, transpose_y)[0]
+
+
 def plain_rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
     """`rounded_matmul` by Paddle's casts, where there is no compiler."""
     x, y = (t.astype("bfloat16").astype("float32") for t in (x, y))

@@ -14,6 +14,7 @@
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/include/api.h"
 #include "paddle/phi/api/include/tensor.h"
+#include "linear.h"
 #include "rounding.h"
 
 using Tensor = paddle::Tensor;
@@ -134,6 +135,15 @@ std::vector<Tensor> Product(const Tensor& a, const Tensor& b, bool ta, bool tb) 
   return {c};
 }
 
+Tensor Multiply(const Tensor& a, const Tensor& b, bool ta, bool tb) { return Product(a, b, ta, tb)[0]; }
+
+std::vector<Tensor> LinearForward(const Tensor& x, const Tensor& w, bool transpose) {
+  return linear::Forward(x, w, transpose, Multiply);
+}
+std::vector<Tensor> LinearBackward(const Tensor& kept, const Tensor& w, const Tensor& d_y, bool transpose) {
+  return linear::Backward(kept, w, d_y, transpose, Multiply);
+}
+
 std::vector<Dims> ProductShapes(const Dims& a, const Dims& b, bool ta, bool tb) { return {Shape(a, b, ta, tb)}; }
 std::vector<Type> ProductTypes(const Type&, const Type&) { return {Type::FLOAT32}; }
 
@@ -143,3 +153,5 @@ PD_BUILD_OP(llmsuite_bf16_product)
     .Inputs({"a", "b"}).Outputs({"c"}).Attrs({"transpose_a: bool", "transpose_b: bool"})
     .SetKernelFn(PD_KERNEL(Product)).SetInferShapeFn(PD_INFER_SHAPE(ProductShapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(ProductTypes));
+
+LLMSUITE_LINEAR(llmsuite_bf16_linear, LinearForward, LinearBackward);

@@ -12,8 +12,8 @@ from llmsuite.devices.cpu.build import Library, library
 from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
-_FILES = ("attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc")
-_HEADERS = ("common.h", "products.h", "rounding.h", "stored.h")
+_FILES = ("attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc")
+_HEADERS = ("common.h", "linear.h", "products.h", "rounding.h", "stored.h")
 KERNELS = Library(
     name="kernels",
     sources=tuple(_HERE / name for name in (*_FILES, *_HEADERS)),
@@ -28,7 +28,7 @@ KERNELS = Library(
 PRODUCTS = dataclasses.replace(
     KERNELS,
     name="products",
-    sources=tuple(_HERE / name for name in ("products.cc", "onednn.h", "rounding.h")),
+    sources=tuple(_HERE / name for name in ("products.cc", "linear.h", "onednn.h", "rounding.h")),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libdnnl.so.3"),
     without=("products in bfloat16 need", "do without their instructions"),
 )
