@@ -10,7 +10,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo demo-rl test test-unit test-multi parity matrix faults bench scaling check docs site lock audit sbom clean
+.PHONY: demo demo-rl test test-unit test-multi parity matrix faults bench roofline scaling check docs site lock audit sbom clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -50,7 +50,7 @@ test-multi: $(VENV)/test
 	$(BIN)/python -m pytest tests/multi $(WORKERS) -q
 
 # files of which `make test` runs some cases only
-ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 expert_parallel lora lora_further mtp pipelines removals rollouts standin standin_further)
+ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_programs bf16_rollouts expert_parallel lora lora_further mtp pipelines removals rollouts standin standin_further)
 
 parity: $(VENV)/test
 	LLMSUITE_TEST_MESHES=all $(BIN)/python -m pytest tests/parity $(ON_ALL_MESHES) -q --write-parity-table
@@ -74,6 +74,9 @@ faults: $(VENV)/test
 # LLMSUITE_TEST_DATA: a directory with the files that docs/notes/results.md names; for --tasks and the like call step.py itself
 bench: $(VENV)/demo $(MODEL)
 	$(BIN)/python benchmarks/step.py --model $(MODEL) --write
+
+roofline: $(VENV)/demo $(MODEL)
+	$(BIN)/python benchmarks/roofline.py --model $(MODEL) --write
 
 scaling: $(VENV)/test
 	$(BIN)/python benchmarks/scaling.py --write

@@ -66,7 +66,8 @@ class EngineSection(Section):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of parameters and activations. bf16 and fp16 keep float32 master weights and sum gradients in float32.
     fp16 needs a GPU or XPU, scales the loss dynamically and skips steps that overflow. On the cpu, bf16 is another
-    policy: parameters and all else stay float32, and the inputs of matrix products are rounded to bfloat16."""
+    policy: parameters and all else stay float32, and the inputs of matrix products are rounded to bfloat16, in rollouts
+    too."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass instead of keeping them. full: whole layers. selective: the core
     of attention, between queries, keys, values and its output (a fused attention kernel does so by itself)."""
