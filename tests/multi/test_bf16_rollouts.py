@@ -1,9 +1,10 @@
 """Rollouts of a model that is trained in bf16 on the CPU, on meshes: they compute as the training does.
 
 Rollouts are by the whole model, whose weights the ranks have in parts, so that the first completions are the same on
-every mesh. Their log-probabilities are those of the training but for the order of float32's sums: by it an input of a
-product is seldom rounded to another side, and moves what rounding moves by a small part, a quarter at most. Rollouts in
-float32 are off by all of it, which is measured beside them.
+every mesh. Their log-probabilities are those of the training but for the order of float32's sums, by which some inputs
+of products are rounded to another side. What rounding changes in all is how far rollouts in float32 are off, which is
+measured beside them. As both are roundings of the same numbers, they could be off by twice that; before the first update
+they are by less than a quarter, later, when the weights have moved and some completions are near a tie, by less than it.
 """
 
 from __future__ import annotations
@@ -66,10 +67,10 @@ def test_rollouts_compute_as_the_training_on_a_mesh(runner: Runner, failed: dict
     alone, records = runner.metrics(one), runner.metrics(name)
     for key in ("tokens", "supervised_tokens", "reward", "completions/length"):
         assert alone[0][key] == records[0][key], "the first completions are the same"
-    key = "logprob_gap/max" if "logprob_gap/max" in alone[0] else "logprob_gap"
+    key = "logprob_gap"
     rounding = [record[key] for record in runner.metrics(in_float32)]
     for record, far in zip([*alone, *records], rounding * 2, strict=True):
-        print(f"{name}: {key} {record[key]:.1e}, in float32 {far:.1e}")
-        assert record[key] <= far / 4
+        print(f"{name}, step {record['step']}: {key} {record[key]:.1e}, in float32 {far:.1e}")
+        assert record[key] <= (far / 4 if record["step"] == 1 else far)
         assert record.get("ratio", 1.0) == 1.0
-    assert min(rounding) > 1e-4
+    assert min(rounding) > 1e-3

@@ -73,6 +73,23 @@ def test_inputs_are_rounded_and_sums_are_not(
     check(weight.grad, of_matrix.T if is_transposed else of_matrix)
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 37])
+def test_the_form_for_programs_has_the_same_numbers(ops: Ops, rows: int, is_transposed: bool) -> None:
+    """To the last bit, those of its gradients too, in which nothing is Python."""
+    shape = (131, 64) if is_transposed else (64, 131)
+    given = random(2, rows, 64), random(*shape, seed=1), random(2, rows, 131, seed=2)
+    found, in_program = [], ops.program_matmul
+    assert in_program is not None
+    forms = (lambda x, w: Products(ops)(x, w, transpose_y=is_transposed), lambda x, w: in_program(x, w, is_transposed))
+    for form in forms:
+        x, weight = leaf(given[0]), leaf(given[1])
+        y = form(x, weight)
+        y.backward(paddle.to_tensor(given[2]))
+        found.append([tensor.numpy().tobytes() for tensor in (y, x.grad, weight.grad)])
+    assert found[0] == found[1]
+
+
 def test_all_forms_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     values = random(10_001)
     values[:6] = [np.nan, np.inf, -np.inf, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8]  # the last two lie in the middle

@@ -9,8 +9,14 @@ import paddle
 import pytest
 
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.ops import Ops
+from llmsuite.models.products import use_products
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.products import RankProducts
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.recompute import recompute_layers
+from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import TrainSection
 from llmsuite.stages.language_model import program_loss
 from tests.unit import alone
@@ -29,8 +35,8 @@ TRAIN = TrainSection(
 B, L = 4, 12
 
 
-def _llama() -> Any:
-    model = FAMILY.factory()(CONFIG, CpuBackend().ops("fp32"))
+def _llama(ops: Ops | None = None) -> Any:
+    model = FAMILY.factory()(CONFIG, ops or CpuBackend().ops("fp32"))
     for name, value in values().items():
         if (parameter := dict(model.named_parameters()).get(name)) is not None:
             parameter.set_value(value)
@@ -61,3 +67,57 @@ def test_equals_op_by_op(with_documents: bool) -> None:
     kernels = {"attention": layers, "rms_norm": 2 * layers + 1, "rotary": 2 * layers, "swiglu": layers}
     for kernel, count in {**kernels, "cross_entropy": 1}.items():
         assert made[f"custom_op.llmsuite_{kernel}"] == made[f"custom_op.llmsuite_{kernel}_grad"] == count, kernel
+
+
+@pytest.mark.parametrize("by_instructions", [False, None], ids=["by rounding", "as this processor has it"])
+def test_products_in_bf16_are_those_op_by_op(by_instructions: bool | None) -> None:
+    """But for a number of products whose inputs are rounded to another side; a program in float32 is off by more."""
+    backend, changes = CpuBackend(multiplies_bf16=by_instructions), []
+    batch = random_batch(False)
+    for precision, compiles in (("bf16", False), ("bf16", True), ("fp32", True)):
+        ops = backend.ops(precision)
+        model = _llama(ops)
+        if precision == "bf16":
+            use_products(model, RankProducts(ops, Mesh(Degrees(1, 1, 1, 1), 0)))
+        parameters = dict(model.named_parameters())
+        before = {name: parameter.numpy().astype("float64") for name, parameter in parameters.items()}
+        if compiles:
+            programs = StepPrograms(model, ProgramOptimizer(alone.shards(parameters), TRAIN, 2), program_loss)
+            programs.run(1, batch, 1)
+            made = programs.operations()
+            name = f"custom_op.llmsuite_{backend.kernels('bf16')['program_matmul']}"
+            count = (7 * CONFIG.num_hidden_layers + 1) * (precision == "bf16")
+            assert made[name] == made[f"{name}_grad"] == count
+            assert (made["pd_op.matmul"] == 0) == (precision == "bf16")
+        else:
+            program_loss(model, {name: paddle.to_tensor(array) for name, array in batch.items()})["loss"].backward()
+            for parameter in parameters.values():
+                parameter.set_value(parameter - 0.1 * parameter.grad)
+        changes.append({name: parameters[name].numpy() - value for name, value in before.items()})
+    by_op, by_program, in_float32 = changes
+    for name, change in by_op.items():
+        rounding = np.linalg.norm(in_float32[name] - change)
+        assert 1e-4 * np.linalg.norm(change) < rounding
+        assert np.linalg.norm(by_program[name] - change) <= rounding / 4, name
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_layers_that_are_computed_again(every: int) -> None:
+    batch, found = random_batch(False), []
+    layers = CONFIG.num_hidden_layers
+    for again in (False, True):
+        model = _llama()
+        if again:
+            recompute_layers(model, FAMILY.shard_plan, every)
+        model.train()
+        parameters = dict(model.named_parameters())
+        optimizer = ProgramOptimizer(alone.shards(parameters), TRAIN, 2)
+        programs = StepPrograms(model, optimizer, program_loss, recompute=again)
+        programs.run(1, batch, 1)
+        found.append({name: parameter.numpy() for name, parameter in parameters.items()})
+        times = layers + again * -(-layers // every)
+        made = programs.operations()
+        assert made["custom_op.llmsuite_attention"] == times
+        assert made["custom_op.llmsuite_attention_grad"] == layers
+    for name, value in found[0].items():
+        assert np.array_equal(found[1][name], value), name
