@@ -3,8 +3,8 @@
 All tensors that a run keeps or sends are float32. With `engine.precision: bf16` the inputs of products are rounded to
 bfloat16, where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients.
 Sums are float32, and so is all else: parameters, activations, messages, gradients, the optimizer, and the products
-inside attention. It is what PyTorch's autocast does to matrix products. What draws completions for such a model computes
-in the same way, from matrices that are kept in bfloat16.
+inside attention. It is what PyTorch's autocast does to matrix products. What draws completions for such a model
+computes in the same way, from matrices that are kept in bfloat16.
 """
 
 from __future__ import annotations

@@ -243,7 +243,7 @@ def test_a_pass_holds_most_where_the_schedule_does() -> None:
 def test_fused_kernels_are_those_that_models_get(backend: Any, precision: str) -> None:
     plain, ops = Ops(), backend.ops(precision)
     names = ("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits", "matmul", "operand")
-    names += ("stored_product", "stored_outputs")
+    names += ("stored_product", "stored_outputs", "stored_write", "program_matmul")
     assert backend.fused(precision) == {name for name in names if getattr(ops, name) is not getattr(plain, name)}
 
 
