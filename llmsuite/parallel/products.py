@@ -44,7 +44,14 @@ class RankProducts(Products):
         of_x = dtensor_to_local(x, mesh, [rows, own.input_gradient])
         of_matrix = dtensor_to_local(matrix, mesh, [share, own.matrix_gradient])
         y = self.ops.program_matmul(of_x, of_matrix, transpose_y)
-        return dtensor_from_local(y, mesh, [rows, own.output])
+        if not own.output.is_partial():
+            return dtensor_from_local(y, mesh, [rows, own.output])
+        # The gradient of parts of a sum would be made parts of a sum too (Paddle 3.3.1), and each part needs all of it.
+        # So the sum has none, and what is added to it is zero and has the gradient.
+        whole = [rows, dist.Replicate()]
+        total = dist.reshard(dtensor_from_local(y.detach(), mesh, [rows, own.output]), mesh, whole)
+        part = dtensor_from_local(y, mesh, whole)
+        return total + (part - part.detach())
 
 
 @dataclasses.dataclass(frozen=True)
