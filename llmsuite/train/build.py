@@ -14,6 +14,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.prefix_dir import Prefixes
 from llmsuite.checkpoint.reft_dir import Interventions
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.ops import matmul
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
@@ -206,13 +207,19 @@ def _cut_pipeline(chunks: Sequence[Any], plan: RunPlan, mesh: Mesh, shapes: Mapp
 
 def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mapping[str, Sequence[int]]) -> Strategy:
     engine, parallel = plan.recipe.engine, plan.recipe.parallel
+    ops = backend.ops(engine.precision)
+    if engine.mode == "to_static" and ops.matmul is not matmul and ops.program_matmul is None:
+        raise UserError(
+            f"engine.precision: is {engine.precision}, whose products in programs need kernels that are built by g++; "
+            "install it, or set engine.mode to dynamic"
+        )
     stage = SHARDING_STAGES[parallel.sharding]
     in_slices = engine.compiles_steps and stage == 3 and plan.degrees.num_data_ranks > 1
     return Strategy(
         mesh=mesh,
         shard_plan=plan.family.shard_plan or WHOLE,
         dtype=backend.parameter_dtype(engine.precision),
-        ops=backend.ops(engine.precision),
+        ops=ops,
         trained=trained.keys(),
         is_tied=is_tied(plan.model_config),
         shares_embedding=is_embedding_shared(plan.model_config),

@@ -61,7 +61,7 @@ KERNELS = {
         name: getattr(kernels, name)
         for name in (
             *("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits"),
-            *("stored_product", "stored_outputs"),
+            *("stored_product", "stored_outputs", "stored_write"),
         )
     },
     "causal_mask": kernels.no_mask,
@@ -69,12 +69,24 @@ KERNELS = {
 }
 
 
+BY_ROUNDING = {
+    "matmul": kernels.rounded_matmul,
+    "operand": kernels.bf16_operand,
+    "program_matmul": kernels.rounded_linear,
+}
+BY_INSTRUCTIONS = {
+    "matmul": kernels.bf16_matmul,
+    "operand": kernels.bf16_operand,
+    "program_matmul": kernels.bf16_linear,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "fused"),
     [
         ("cpu", "fp32", KERNELS),
-        ("cpu without bf16", "bf16", {**KERNELS, "matmul": kernels.rounded_matmul, "operand": kernels.bf16_operand}),
-        ("cpu with bf16", "bf16", {**KERNELS, "matmul": kernels.bf16_matmul, "operand": kernels.bf16_operand}),
+        ("cpu without bf16", "bf16", {**KERNELS, **BY_ROUNDING}),
+        ("cpu with bf16", "bf16", {**KERNELS, **BY_INSTRUCTIONS}),
         ("gpu", "fp32", {**ROTARY_SWIGLU, **RMS}),  # flash attention takes 16-bit inputs only
         ("gpu", "bf16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
         ("gpu", "fp16", {**ROTARY_SWIGLU, **RMS, **FLASH}),
