@@ -64,7 +64,7 @@ def fuse(model: CausalLM, live: Ops | None = None, cache_dtype: str | None = Non
         model.__dict__["accepts_buffer"] = True
     if attentions and live is not None and live.next_logits and (weights := decoder_weights(model)) is not None:
         model.__dict__["next_logits"] = NextLogits(model, weights, live.next_logits)
-        model.__dict__["prompt_pass"] = PromptPass(model, live)
+        model.__dict__["prompt_pass"] = PromptPass(model, live, cache_dtype)
     elif type(embedding := model.model.embed_tokens) is StoredEmbedding:
         pass
     elif model.lm_head is None and embedding is not None and embedding.weight.place.is_cpu_place():

@@ -110,9 +110,7 @@ def load_model(
     return build_model(source.family, source.config, backend, precision, mesh, values_of(source, mesh), told, stored)
 
 
-def check_precision(
-    source: ModelDirectory, backend: DeviceBackend, precision: str, as_trained: bool = False
-) -> None:
+def check_precision(source: ModelDirectory, backend: DeviceBackend, precision: str, as_trained: bool = False) -> None:
     """Raise UserError for a device that does not have a precision, or does not train in it, and for models that give no
     answers."""
     if head_of(source.config) == "score":

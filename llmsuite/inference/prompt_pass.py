@@ -15,8 +15,9 @@ from llmsuite.typing import Tensor
 class PromptPass:
     """`CausalLM.decode_step` without a cache, of a model that `next_logits.decoder_weights` has weights of."""
 
-    def __init__(self, model: CausalLM, live: Ops):
-        self._model, self._live = model, live
+    def __init__(self, model: CausalLM, live: Ops, cache_dtype: str | None = None):
+        """`cache_dtype`: as in `fused.fuse`."""
+        self._model, self._live, self._cache_dtype = model, live, cache_dtype
 
     def __call__(self, ids: Tensor, padding: Tensor) -> tuple[Tensor, list[LayerCache]]:
         """Ids [B, L], padded on the left by numbers [B] of columns, to normed hidden states of the last column,
@@ -47,9 +48,13 @@ class PromptPass:
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = self._normed(attention.q_norm, q), self._normed(attention.k_norm, k)
         q, k = self._live.rotary(q, cos, sin), self._live.rotary(k, cos, sin)
+        kept = k, v
+        if self._cache_dtype is not None:  # what is seen is what is kept
+            kept = k.astype(self._cache_dtype), v.astype(self._cache_dtype)
+            k, v = (part.astype(q.dtype) for part in kept)
         x = x + attention.o_proj(self._live.attention(q, k, v, mask).reshape([0, 0, -1]))
         x = x + layer.mlp(self._normed(layer.post_attention_layernorm, x))
-        return x, extend_cache(k, v, None, attention.heads_first)
+        return x, extend_cache(*kept, None, attention.heads_first)
 
     def _normed(self, norm: Any, x: Tensor) -> Tensor:
         return self._live.rms_norm(x, norm.weight, norm.eps)
