@@ -138,7 +138,8 @@ def test_the_commands_have_it(
     words: dict[str, Any], of_cache: Any, of_matrices: str, registry: Registry, tmp_path: Path
 ) -> None:
     """`generate` and `serve` in bf16; `serve --rl` in bf16 computes as a model is trained, whose keys are float32."""
-    more = dict.fromkeys(("base", "config", "tokenizer")) | {"allow_pickle": False, "engine": "dynamic"}
+    more = dict.fromkeys(("base", "config", "tokenizer", "tensor_parallel_degree"))
+    more |= {"allow_pickle": False, "engine": "dynamic", "pipeline_parallel_degree": 1}
     args = argparse.Namespace(
         model=str(write_family(tmp_path / "model", "llama")), device="cpu", num_devices=1,
         precision=words["precision"], **more,
