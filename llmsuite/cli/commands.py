@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from llmsuite.cli import (
     align,
+    calibrate,
     checkpoints,
     completion,
     data,
@@ -53,6 +54,7 @@ def llmsuite_register_commands() -> list[Command]:
         generate.COMMAND,
         serve.COMMAND,
         evaluate.COMMAND,
+        calibrate.COMMAND,
         export.EXPORT,
         export.VERIFY,
         export.DEPLOY,

@@ -1,0 +1,76 @@
+"""`llmsuite calibrate`: a model whose layers lose least when they are stored in 4 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from llmsuite.errors import UserError
+from llmsuite.plugins.manager import Registry
+from llmsuite.specs import Command
+
+
+def add_arguments(parser: Any) -> None:
+    from jsonargparse.typing import PositiveInt
+
+    parser.add_argument("source", type=str, help="a run, a checkpoint or model directory, or a LoRA adapter")
+    parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
+    parser.add_argument(
+        "--texts", type=str, required=True, help="a text file, or JSON Lines: what the model will be used for"
+    )
+    parser.add_argument("--key", type=str, default="text", help="of the texts in JSON Lines")
+    parser.add_argument(
+        "--precision", type=Literal["nf4", "fp4"], default="nf4", help="what generate, serve and eval will be given"
+    )
+    parser.add_argument("--max_length", type=PositiveInt, default=512, help="tokens of a window of texts")
+    parser.add_argument("--windows", type=PositiveInt, default=128, help="windows, at most")
+    parser.add_argument("--base", type=str | None, default=None, help="base model of an adapter that names none")
+    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not in SOURCE")
+    parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams, without running any code in them")
+
+
+def run(args: Any, registry: Registry) -> int:
+    from llmsuite.cli.evaluate import read_texts
+    from llmsuite.cli.places import find_model_arguments
+    from llmsuite.devices.start import start_paddle
+
+    target = Path(args.output)
+    if target.exists():
+        raise UserError(f"{target} exists; choose another --output, or remove it first")
+    find_model_arguments(args)
+    texts = read_texts(Path(args.texts), args.key)
+    backend = registry.devices["cpu"].factory()
+    start_paddle(backend, 1)
+    backend.activate(0)
+    from llmsuite.convert.rewrite import OutputFormat, Rewrite
+    from llmsuite.data.tokenizer import TextTokenizer
+    from llmsuite.inference.calibrate import calibrated, windows_of
+    from llmsuite.inference.load import open_any, tokenizer_directory
+    from llmsuite.progress import track_bytes
+
+    source = Path(args.source)
+    base, config = (Path(value) if value else None for value in (args.base, args.config))
+    model = open_any(source, registry.models, base, config, args.allow_pickle)
+    tokenizer = TextTokenizer(tokenizer_directory(source, model))
+    longest = min(args.max_length, model.config.max_position_embeddings)
+    windows = windows_of(tokenizer.encode_batch(texts), longest, args.windows)
+    layers = model.config.num_hidden_layers
+    found = calibrated(
+        model, windows, args.precision, lambda done: print(f"a layer of {layers} is rounded", flush=True)
+    )
+    rewrite = Rewrite(found, OutputFormat("hf"))
+    with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
+        rewrite.write(target, progress)
+    print(
+        f"wrote {target}: {layers} layers on the levels of {args.precision}, by {windows.size} tokens; answer with: "
+        f"llmsuite generate {target} --precision {args.precision}"
+    )
+    return 0
+
+
+COMMAND = Command(
+    name="calibrate",
+    help="round a model to 4 bits by what its layers see of texts (GPTQ)",
+    add_arguments=add_arguments,
+    run=run,
+)

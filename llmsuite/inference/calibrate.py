@@ -1,0 +1,100 @@
+"""Rounds the matrices of a model's layers to 4 bits by what its layers see of given texts, see `models.gptq`.
+
+The values are written as an ordinary model. `--precision nf4` or `fp4` of the same blocks stores them without another
+error. Layers follow each other: each one sees what the rounded ones in front of it make of the texts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ml_dtypes  # noqa: F401  (NumPy knows bfloat16 by it)
+import numpy as np
+import paddle
+from paddle import nn
+
+from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.shapes import check_shapes
+from llmsuite.checkpoint.tensors import HeldTensors
+from llmsuite.devices.ops import Ops
+from llmsuite.errors import UserError
+from llmsuite.inference.next_logits import uncovered
+from llmsuite.inference.packing import block_format
+from llmsuite.models.gptq import rounded_by_inputs
+from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.typing import Tensor
+
+_ROWS = 8
+"""Windows that go through a layer at once."""
+
+
+def windows_of(texts: Sequence[Sequence[int]], length: int, most: int) -> np.ndarray:
+    """Token ids of texts, one behind the other, as windows [N, L]; at most so many.
+
+    Raises:
+        UserError: they are too short for one window.
+    """
+    ids = [token for text in texts for token in text][: length * most]
+    if len(ids) < length:
+        raise UserError(f"the texts have {len(ids)} tokens; one window of --max_length {length} needs more")
+    return np.asarray(ids[: len(ids) // length * length], "int64").reshape(-1, length)
+
+
+@paddle.no_grad()
+def calibrated(
+    source: ModelDirectory, windows: np.ndarray, precision: str, progress: Callable[[int], None] = lambda layers: None
+) -> ModelDirectory:
+    """A model whose layers are rounded, to be written.
+
+    Args:
+        source: the model.
+        windows: token ids, [N, L].
+        precision: nf4 or fp4.
+        progress: called with 1 after every layer.
+
+    Raises:
+        UserError: `--precision` would refuse the model.
+    """
+    model = source.family.factory()(source.config, Ops())
+    check_shapes(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
+    values = {name: np.asarray(source.read(name)) for name in source.names}
+    for name, parameter in model.named_parameters():
+        parameter.set_value(values[name].astype("float32"))
+    model.eval()
+    if reason := uncovered(model):
+        raise UserError(f"{source.path}: its layers are not stored in 4 bits ({source.family.name}): {reason}")
+    states = [model.embed(paddle.to_tensor(windows[i : i + _ROWS])) for i in range(0, len(windows), _ROWS)]
+    inputs = model.layer_inputs(0, windows.shape[1], states[0].dtype)
+    for number, layer in enumerate(model.model.layers):
+        for name, (linear, hessian) in _seen(layer, states, inputs).items():
+            weight = f"model.layers.{number}.{name}.weight"
+            found = rounded_by_inputs(linear.weight.numpy(), hessian, block_format(precision, len(hessian)))
+            linear.weight.set_value(found)
+            values[weight] = found.astype(values[weight].dtype)
+        states = [layer(state, *inputs)[0] for state in states]
+        progress(1)
+    tensors = {name: HfTensors((name,)) for name in values}
+    held = HeldTensors(values, source.files.paths)
+    return dataclasses.replace(source, layout="hf", tensors=tensors, files=held, linears_transposed=False, is_fp8=False)
+
+
+def _seen(layer: Any, states: Sequence[Tensor], inputs: Sequence[Any]) -> dict[str, tuple[nn.Linear, np.ndarray]]:
+    """The matrices of a layer, each with the sum of x xᵀ over its inputs, [I, I]."""
+    found = {name: module for name, module in layer.named_sublayers() if type(module) is nn.Linear}
+    sums: dict[str, np.ndarray] = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def add(module: Any, given: Any) -> None:
+            x = given[0].reshape([-1, given[0].shape[-1]])
+            sums[name] = sums.get(name, 0.0) + paddle.matmul(x, x, transpose_x=True).numpy().astype("float64")
+
+        return add
+
+    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in found.items()]
+    for state in states:
+        layer(state, *inputs)
+    for hook in hooks:
+        hook.remove()
+    return {name: (module, sums[name]) for name, module in found.items()}

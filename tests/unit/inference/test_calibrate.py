@@ -1,0 +1,81 @@
+"""`llmsuite calibrate`: a model that is stored in 4 bits as it was written, and nearer to the one it was made of."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.cli.main import main
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.inference.load import load_model
+from llmsuite.inference.packing import block_format
+from tests.unit import tiny_llama
+from tests.unit.tiny_llama import FAMILIES
+
+CONFIG = dataclasses.replace(
+    tiny_llama.CONFIG, vocab_size=512, hidden_size=64, intermediate_size=96, num_hidden_layers=2, head_dim=16
+)
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+TEXT = "The cat sat on the mat, and 12 birds sang of it. What did they sing? Nobody knows. " * 40
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found = tmp_path_factory.mktemp("calibrate")
+    tiny_llama.write(found / "model", CONFIG, tokenizer=tiny_llama.TOKENIZER)
+    (found / "texts.txt").write_text(TEXT)
+    words = ["-o", str(found / "calibrated"), "--texts", str(found / "texts.txt"), "--max_length", "32"]
+    assert main(["calibrate", str(found / "model"), *words, "--windows", "20"]) == 0
+    return found
+
+
+def test_its_layers_are_stored_without_another_error(place: Path) -> None:
+    before, after = (open_model(place / name, FAMILIES) for name in ("model", "calibrated"))
+    assert before.names == after.names
+    for name in after.names:
+        value = after.read(name)
+        if name.split(".")[-2] not in LAYERS:
+            assert np.array_equal(value, before.read(name)), "all else is as it was"
+            continue
+        form = block_format("nf4", len(value))
+        assert np.array_equal(form.rounded(value), value), name
+        assert not np.array_equal(form.rounded(before.read(name)), value), name
+
+
+def test_its_states_are_nearer_than_those_of_plain_rounding(place: Path) -> None:
+    tokens = TextTokenizer(place / "model").encode(TEXT[7:])
+    ids = paddle.to_tensor(np.asarray(tokens[: 4 * 24], "int64").reshape(4, 24))
+
+    def logits(name: str, rounds: bool = False) -> np.ndarray:
+        model = load_model(open_model(place / name, FAMILIES), CpuBackend())
+        for part, parameter in model.named_parameters():
+            if rounds and part.split(".")[-2] in LAYERS:
+                parameter.set_value(block_format("nf4", parameter.shape[0]).rounded(parameter.numpy()))
+        with paddle.no_grad():
+            hidden, _ = model.decode_step(ids, paddle.zeros([4], "int64"), None)
+            return np.asarray(model.logits(hidden).numpy())
+
+    exact = logits("model")
+    plain, calibrated = (np.square(found - exact).mean() for found in (logits("model", True), logits("calibrated")))
+    assert 0 < calibrated < 0.8 * plain
+
+
+def test_what_is_refused(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    texts = ["--texts", str(place / "texts.txt")]
+    (tmp_path / "short.txt").write_text("Hi")
+    for words, message in (
+        ([str(place / "model"), "-o", str(place / "model"), *texts], "exists; choose another --output"),
+        (
+            [str(place / "model"), "-o", str(tmp_path / "none"), "--texts", str(tmp_path / "short.txt")],
+            "tokens; one window of --max_length 64 needs more",
+        ),
+    ):
+        assert main(["calibrate", *words]) == 2
+        assert message in capfd.readouterr().err
+    assert not (tmp_path / "none").exists()
