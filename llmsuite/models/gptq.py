@@ -13,7 +13,7 @@ import numpy as np
 from llmsuite.models.block_quant import LEVELS, BlockFormat
 
 _DAMPING = 0.01
-"""Of the mean of the diagonal, added to it; as the paper has it."""
+"""Part of the mean of the diagonal that is added to it, as in the paper."""
 
 
 def rounded_by_inputs(weight: np.ndarray, hessian: np.ndarray, form: BlockFormat) -> np.ndarray:
