@@ -73,6 +73,9 @@ def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
         yield "parallel.pipeline_schedule", f"{message}; set it to 1F1B, {or_layers}"
     if parallel.sharding == "stage3":
         yield "parallel.sharding", f"is stage3, which {pipelines} do not have; set it to stage2, {or_layers}"
+    if recipe.engine.recompute != "none":
+        message = f"is {recipe.engine.recompute}, which {pipelines} do not have"
+        yield "engine.recompute", f"{message}; set it to none, {or_layers}"
     if train.micro_batch_size == 1:
         yield "train.micro_batch_size", f"is 1, and {pipelines} take 2 rows or more; set it to 2, {or_layers}"
     if (count := accumulate_steps(train, context.degrees)) is not None and count < stages:
@@ -129,7 +132,7 @@ PROGRAM_RULES = (
     ),
     Rule(
         "`program: step` with a pipeline of more than 2 stages, with the schedule `interleaved`, with "
-        "`stage3`, with `micro_batch_size: 1`, or with fewer micro-batches than stages",
+        "`stage3`, with `recompute`, with `micro_batch_size: 1`, or with fewer micro-batches than stages",
         "it is not tested, or Paddle 3.3.1 has no program for it",
         (),
         _not_in_a_pipeline,

@@ -69,6 +69,11 @@ def test_on_a_pipeline(registry: Registry, schedule: str) -> None:
         ("qwen_moe/sft", [], r"engine.program: is step, which cannot route tokens \(family qwen_moe\)"),
         (
             "llama/sft",
+            ["--launch.num_devices=2", PP2, "--train.micro_batch_size=2", "--engine.recompute=full"],
+            "engine.recompute: is full, which pipelines of engine.program step do not have; set it to none, or",
+        ),
+        (
+            "llama/sft",
             ["--launch.num_devices=4", '--parallel={"pipeline_parallel_degree":4}'],
             "parallel.pipeline_parallel_degree: is 4, and pipelines of .* have 2 stages; set it to 2, or",
         ),
