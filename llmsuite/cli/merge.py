@@ -11,8 +11,11 @@ from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
-_LAYOUT = Literal["hf", "paddlenlp", "gguf"]
-_LAYOUT_HELP = "gguf: one file for llama.cpp, with a Modelfile for Ollama; needs the package gguf"
+_LAYOUT = Literal["hf", "paddlenlp", "distcp", "gguf"]
+_LAYOUT_HELP = (
+    "distcp: what dist.load_state_dict of Paddle reads, by PaddleNLP's names; gguf: one file for llama.cpp, with a "
+    "Modelfile for Ollama; needs the package gguf"
+)
 
 
 def _common_arguments(parser: Any) -> None:
@@ -32,7 +35,9 @@ def _common_arguments(parser: Any) -> None:
     parser.add_argument("--split-num", type=PositiveInt | None, default=None, help="number of files, of equal size")
     parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not in SRC")
     parser.add_argument(
-        "--fused", action="store_true", help="with --layout paddlenlp: fuse qkv and gate-up into one matrix each"
+        "--fused",
+        action="store_true",
+        help="with --layout paddlenlp or distcp: fuse qkv and gate-up into one matrix each",
     )
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams, without running any code in them")
 
@@ -72,6 +77,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
     from llmsuite.cli.places import find_model_arguments
     from llmsuite.convert.adapter import add_adapter
+    from llmsuite.convert.distcp_export import write_distcp
     from llmsuite.convert.rewrite import DTYPES, OutputFormat, Rewrite
     from llmsuite.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
@@ -81,8 +87,10 @@ def run(args: Any, registry: Registry) -> int:
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     _check_gguf(args)
-    if args.fused and args.layout != "paddlenlp":
+    if args.fused and args.layout not in ("paddlenlp", "distcp"):
         raise UserError("--fused: only PaddleNLP has fused matrices; add --layout paddlenlp")
+    if args.layout == "distcp" and args.dtype in ("fp8", "int8"):
+        raise UserError(f"--dtype {args.dtype}: is not written with --layout distcp; choose fp32, bf16 or fp16")
     if args.max_shard_size is not None and args.split_num:
         raise UserError("--split-num: contradicts --max-shard-size; give one of them")
     find_model_arguments(args)
@@ -117,10 +125,14 @@ def run(args: Any, registry: Registry) -> int:
         else MAX_FILE_BYTES
     )
     dtype = DTYPES[args.dtype] if args.dtype and not is_int8 else None
-    rewrite = Rewrite(model, OutputFormat(args.layout, dtype, size, args.split_num, args.fused))
+    layout = "hf" if args.layout == "hf" else "paddlenlp"
+    rewrite = Rewrite(model, OutputFormat(layout, dtype, size, args.split_num, args.fused))
     with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
-        rewrite.write(target, progress)
-    files = len(list(target.glob("*.safetensors")))
+        if args.layout == "distcp":
+            files = write_distcp(rewrite, target, progress)
+        else:
+            rewrite.write(target, progress)
+            files = len(list(target.glob("*.safetensors")))
     dtypes = "/".join(sorted({spec.dtype for spec in rewrite.specs}))
     print(
         f"wrote {target}: {model.family.name}, {len(rewrite.specs)} tensors in {files} file{'s' * (files > 1)}, "
@@ -200,8 +212,10 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.files import committed_directory
     from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 
-    if args.layout == "gguf":
-        raise UserError(f"--layout gguf: {source} is an adapter; llmsuite merge writes it into its base, as GGUF too")
+    if args.layout in ("gguf", "distcp"):
+        raise UserError(
+            f"--layout {args.layout}: {source} is an adapter; llmsuite merge writes it into its base, so too"
+        )
     keys = ["dtype", "max_shard_size", "split_num", "fused", *["allow_pickle"] * (not is_beside(source))]
     if idle := [key for key in keys if args.get(key)]:
         raise UserError(f"--{idle[0].replace('_', '-')}: {source} is an adapter, which is written as it is")

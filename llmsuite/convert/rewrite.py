@@ -95,7 +95,7 @@ class Rewrite:
         """
         if target.exists():
             raise UserError(f"{target} exists; choose another --output, or remove it first")
-        self._check_room(target)
+        self.check_room(target)
         try:
             self._write(target, progress)
         except MemoryError as error:
@@ -105,26 +105,34 @@ class Rewrite:
             ) from error
 
     def _write(self, target: Path, progress: Callable[[int], None]) -> None:
-        limit = self._max_file_bytes()
-        model, form = self.model, self.form
+        limit, model, form = self.max_file_bytes, self.model, self.form
         manifest: dict[str, Any] = {"format": FORMAT}
         with resumable_directory(target, self._content(), manifest) as directory:
             metadata = {"format": "pt" if form.layout == "hf" else "np"}
             options = WriteOptions(limit, resumable=True, progress=progress, threads=num_threads())
             written = write_tensors(directory, "model", self.specs, self._read, metadata, options)
-            dtype = next((spec.dtype for spec in self.specs if spec.dtype not in (INT8, FP8)), "float32")
-            config = {**model.config.to_hf(), "torch_dtype": dtype}
-            if form.layout == "paddlenlp":
-                config["dtype"] = dtype
             if isinstance(model.files, Int8Weights):
                 written.add(model.files.write_scales(directory, self._arrangement))
-                config["quantization_config"] = quantization_config()
-            if self._fp8 is not None:
-                config["quantization_config"] = self._fp8.form.to_hf()
-            kinds = {FLAGS[kind] for kind in FLAGS for name in self._parts if f".{kind}." in name}
-            write_json(directory / "config.json", {**config, **dict.fromkeys(sorted(kinds), True)})
+            write_json(directory / "config.json", self.config())
             copy_tokenizer(model.path, directory)
             manifest.update(dataclasses.asdict(written))
+
+    def config(self) -> dict[str, Any]:
+        """The content of its config.json."""
+        dtype = next((spec.dtype for spec in self.specs if spec.dtype not in (INT8, FP8)), "float32")
+        config = {**self.model.config.to_hf(), "torch_dtype": dtype}
+        if self.form.layout == "paddlenlp":
+            config["dtype"] = dtype
+        if isinstance(self.model.files, Int8Weights):
+            config["quantization_config"] = quantization_config()
+        if self._fp8 is not None:
+            config["quantization_config"] = self._fp8.form.to_hf()
+        kinds = {FLAGS[kind] for kind in FLAGS for name in self._parts if f".{kind}." in name}
+        return {**config, **dict.fromkeys(sorted(kinds), True)}
+
+    def read(self, name: str) -> np.ndarray:
+        """A tensor as it is to be written, whole: in its layout and dtype, which is neither FP8 nor int8."""
+        return self._cast(name, self._stored(name, None), self._by_name[name].dtype)
 
     def _read(self, theirs: str) -> StoredTensor | Iterator[np.ndarray]:
         spec = self._by_name[theirs]
@@ -168,7 +176,9 @@ class Rewrite:
             raise UserError(f"{self.model.path}: {name!r} has values too large for fp16; use --dtype bf16 or fp32")
         return result
 
-    def _max_file_bytes(self) -> int:
+    @property
+    def max_file_bytes(self) -> int:
+        """Limit of the bytes of tensors in a file; one that is larger has a file of its own."""
         if self.form.num_files is None:
             return self.form.max_file_bytes
         if self.form.num_files > len(self.specs):
@@ -180,7 +190,8 @@ class Rewrite:
             low, high = (low, middle) if _num_files(self.specs, middle) <= self.form.num_files else (middle + 1, high)
         return low
 
-    def _check_room(self, target: Path) -> None:
+    def check_room(self, target: Path) -> None:
+        """Raises UserError unless the model fits onto the disk."""
         place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
         done = _unfinished(target)
         there = sum(p.stat().st_size for p in done.glob("*")) if done.is_dir() else 0

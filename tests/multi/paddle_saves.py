@@ -4,6 +4,8 @@ python -m tests.multi.paddle_saves DIRECTORY, on 4 ranks. Below DIRECTORY it mak
     plain/          tensors cut over 4 ranks
     nested/         {"model": …, "optimizer": …} in dist_ckpt, cut over 2 x 2 ranks
     flat/           each parameter in bfloat16, flattened and cut over 2 ranks of 4, as sharding stage 1 does
+and the other way round it loads what `llmsuite convert --layout distcp` has written into
+    ours/           into tensors cut over 2 x 2 ranks; loaded.R.npz is what rank R holds of each
 """
 
 from __future__ import annotations
@@ -52,6 +54,9 @@ def main(directory: Path) -> None:
             is_flattened=True,
             flattened_range=mine,
         )
+    loaded = {f"model.{theirs}": paddle.zeros_like(tensor) for theirs, tensor in model.items()}
+    dist.load_state_dict(loaded, str(directory / "ours"))
+    np.savez(directory / f"loaded.{dist.get_rank()}.npz", **{key: t._local_value() for key, t in loaded.items()})
     dist.save_state_dict(plain, str(directory / "plain"))
     dist.save_state_dict({"model": model, "optimizer": optimizer}, str(directory / "nested" / "dist_ckpt"))
     dist.save_state_dict(flat, str(directory / "flat"))

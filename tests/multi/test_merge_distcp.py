@@ -1,4 +1,6 @@
-"""What Paddle's own save_state_dict writes on four ranks is one model after `llmsuite merge`."""
+"""What Paddle's own save_state_dict writes on four ranks is one model after `llmsuite merge`, and what `llmsuite
+convert --layout distcp` writes is cut by its load_state_dict.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +16,22 @@ from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.files import broken_file
 from llmsuite.launch.machines import free_ports
+from llmsuite.models.llama.shard_plan import PLAN
 from tests.multi.conftest import Runner
 from tests.paths import ROOT
+from tests.unit import tiny_llama
 from tests.unit.tiny_llama import FAMILIES
 
 NUM_RANKS = 4
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def saved(tmp_path_factory: pytest.TempPathFactory, runner: Runner) -> Path:
     """The directories tests.multi.paddle_saves makes."""
     directory = tmp_path_factory.mktemp("saved")
+    tiny_llama.write(directory / "model")
+    ours = "--layout", "distcp", "--split-num", "3"
+    runner.run("convert", str(directory / "model"), "-o", str(directory / "ours"), *ours)
     CpuBackend().prepare_ranks()
     master, *endpoints = [f"127.0.0.1:{port}" for port in free_ports("127.0.0.1", NUM_RANKS + 1)]
     ranks = []
@@ -65,3 +72,14 @@ def test_the_merged_model_is_the_one_that_was_cut(
         value = model.read(parameter)
         assert value.dtype.name == ("bfloat16" if name == "flat" else "float32")
         assert value.tobytes() == expected[parameter].astype(value.dtype).tobytes(), parameter
+
+
+@pytest.mark.parametrize("rank", range(NUM_RANKS))
+def test_ranks_load_their_parts_of_what_is_written(saved: Path, rank: int) -> None:
+    loaded = np.load(saved / f"loaded.{rank}.npz")
+    for name, value in tiny_llama.values().items():
+        dim, part = PLAN.dim(name), value
+        if dim is not None:
+            half = -(-value.shape[dim] // 2)
+            part = value[(slice(None),) * dim + (slice(0, half) if rank % 2 == 0 else slice(half, None),)]
+        np.testing.assert_array_equal(loaded[f"model.{tiny_llama.to_paddlenlp(name)}"], part, err_msg=name)
