@@ -74,6 +74,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_base import CONFIGS, Base, base_path, check_base, stored_format
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.int8 import quantised, rounded_layers
+    from llmsuite.checkpoint.model_dir import Layout
     from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
     from llmsuite.cli.places import find_model_arguments
     from llmsuite.convert.adapter import add_adapter
@@ -125,7 +126,7 @@ def run(args: Any, registry: Registry) -> int:
         else MAX_FILE_BYTES
     )
     dtype = DTYPES[args.dtype] if args.dtype and not is_int8 else None
-    layout = "hf" if args.layout == "hf" else "paddlenlp"
+    layout: Layout = "hf" if args.layout == "hf" else "paddlenlp"
     rewrite = Rewrite(model, OutputFormat(layout, dtype, size, args.split_num, args.fused))
     with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
         if args.layout == "distcp":
