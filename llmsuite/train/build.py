@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -20,6 +20,7 @@ from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.mtp import is_embedding_shared, num_layers
 from llmsuite.models.prefix import PrefixNetwork, add_prefixes
+from llmsuite.models.products import use_products
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.reft import add_interventions
@@ -33,6 +34,7 @@ from llmsuite.parallel.p2p import P2PChannels
 from llmsuite.parallel.parallelize import Strategy, parallelize
 from llmsuite.parallel.partition import SHARDING_STAGES
 from llmsuite.parallel.pipeline import PipelineStage
+from llmsuite.parallel.products import RankProducts
 from llmsuite.parallel.program.pipeline import Pipeline
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import apply_tensor_parallel, between_layers
@@ -127,7 +129,9 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
         balance = ExpertBalance(chunks, shard_plan, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
         part.marks_padding = True
     scales = InputScales(rounded, part, moving_rate) if recipe.qat.activation_bits is not None else None
-    pipeline = _pipeline(plan, backend, mesh, strategy, bounds) if recipe.engine.compiles_steps else None
+    pipeline = _pipeline(plan, backend, config, strategy, bounds) if recipe.engine.compiles_steps else None
+    if pipeline is not None:
+        check_stages(pipeline, trained)
     own = [shard for shard in shards if shard.name in trained]
     carried = weights.source if weights.source is not None and weights.source.carried else None
     return BuiltModel(
@@ -237,17 +241,32 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
 
 
 def _pipeline(
-    plan: RunPlan, backend: DeviceBackend, mesh: Mesh, strategy: Strategy, bounds: Sequence[int]
+    plan: RunPlan, backend: DeviceBackend, config: Any | None, strategy: Strategy, bounds: Sequence[int]
 ) -> Pipeline | None:
-    """The modules of all stages, which a program of whole steps is made of; None without a pipeline."""
+    """The modules of all stages, which a program of whole steps is made of; None without a pipeline.
+
+    They are those of `_build_chunks`, with adapters of this `config`, parallelized as the parts of the ranks are."""
+    mesh = strategy.mesh
     if mesh.degrees.pp == 1:
         return None
     assert plan.num_chunks == 1, "refused before the run"
-    assert not plan.recipe.freezes_model, "the same"
-    (whole,), _, _ = _build_chunks(plan, backend, None, mesh.degrees.tp)
+    (whole,), _, _ = _build_chunks(plan, backend, config, mesh.degrees.tp)
     apply_tensor_parallel(whole, strategy.shard_plan, mesh, strategy.sequence_parallel)
+    if strategy.ops.matmul is not matmul:
+        use_products(whole, RankProducts(strategy.ops, mesh))
     shares = strategy.shares_embedding
     return Pipeline(whole, strategy.shard_plan, bounds, shares, plan.schedule, mesh.coordinate["pp"])
+
+
+def check_stages(pipeline: Pipeline, trained: Iterable[str]) -> None:
+    """Raise UserError where a stage has no parameter to train: its part of a program would know of no learning rate."""
+    idle = {*range(pipeline.num_stages)} - {pipeline.stage_of(name) for name in trained}
+    if idle:
+        first, last = pipeline.bounds[min(idle)], pipeline.bounds[min(idle) + 1] - 1
+        raise UserError(
+            f"lora.target_modules: has no matrix of pipeline stage {min(idle)}, and pipelines of engine.program step "
+            f"train on each; add one of layers {first} to {last}, or set engine.program to layers"
+        )
 
 
 def report_size(

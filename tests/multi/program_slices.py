@@ -13,9 +13,9 @@ BYTES = LAYERS * SIZE * SIZE * 4
 """Of the parameters of the whole model."""
 
 
-def main(directory: str) -> int:
+def main(directory: str, num_frozen: str) -> int:
     """Take three steps with AdamW; `RANK.json` in the directory says how many bytes more are alive after each than
-    before the model was made."""
+    before the model was made. So many of its layers are frozen, as the base of adapters is."""
     import numpy as np
     import paddle
     from paddle import nn
@@ -48,8 +48,10 @@ def main(directory: str) -> int:
         return {"loss": (model(inputs["x"]).square().sum(-1) * inputs["weights"]).sum()}
 
     mesh, before = collective.start(Degrees(1, 1, 2, 1)), alive()
-    model = Model()
-    shards = [SlicedShard(name, parameter, mesh, None) for name, parameter in model.named_parameters()]
+    model, shards = Model(), []
+    for number, (name, parameter) in enumerate(model.named_parameters()):
+        parameter.stop_gradient = number < int(num_frozen)
+        shards.append(SlicedShard(name, parameter, mesh, None, is_frozen=parameter.stop_gradient))
     plan = ShardPlan(
         cut=(),
         embedding="none",
@@ -61,7 +63,8 @@ def main(directory: str) -> int:
         problems=lambda config, tp: iter(()),
     )
     Zero3Hooks(model, plan, shards, is_tied=False)
-    optimizer = ProgramOptimizer(shards, ADAMW, 4, Owners(2, mesh.data_rank, mesh.data_group))
+    trained = shards[int(num_frozen) :]
+    optimizer = ProgramOptimizer(trained, ADAMW, 4, Owners(2, mesh.data_rank, mesh.data_group))
     ranks, slices = np.array([[0], [1]]), {shard.name: shard for shard in shards}
     programs, kept = StepPrograms(model, optimizer, loss, ranks, slices), []
     for step in (1, 2, 3):

@@ -82,9 +82,10 @@ def test_a_program_is_as_close_as_rounding_allows(runner: Runner, failed: dict[s
     assert worst[1] <= changes[worst[0]]
 
 
-def test_a_program_in_bf16_is_not_float32(runner: Runner, failed: dict[str, str]) -> None:
-    assert not {ONE.name, "one"} & failed.keys(), failed
-    assert max(_far(runner, ONE.name, "one").values()) > 1e-3
+@pytest.mark.parametrize("name", ["one", "pp2"])
+def test_a_program_in_bf16_is_not_float32(runner: Runner, failed: dict[str, str], name: str) -> None:
+    assert not {ONE.name, name} & failed.keys(), failed
+    assert max(_far(runner, ONE.name, name).values()) > 1e-3
 
 
 def _far(runner: Runner, one: str, many: str) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.parity.cases import (
     compare,
     few,
     once,
+    plan_of,
     run_cases,
 )
 from tests.parity.lora import LORA
@@ -35,7 +37,8 @@ WORDS = (
 )  # fmt: skip
 SAVES = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}")
 ADAPTER_OFF = ("--dpo.reference=adapter_off",)
-JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
+KTO = ("--kto.undesirable_weight=1.5", "--model.config.num_hidden_layers=4")
+_JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     # rows of two buckets, micro-batches that differ in weight
     "sft adamw": ("llama/sft", (*OPTIMIZERS["adamw"], "--data.max_length=512")),
     "sft sgd": ("llama/sft", (*OPTIMIZERS["sgd"], "--data.max_length=512", "--train.micro_batch_size=2")),
@@ -49,62 +52,105 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "gpt": ("gpt/sft", (*OPTIMIZERS["sgd"], "--model.config.vocab_size=513")),
     "ernie": ("ernie/sft", OPTIMIZERS["adamw"]),
     "lora": ("llama/lora", (*OPTIMIZERS["sgd"], *LORA)),
+    "lora adamw": ("llama/lora", (*OPTIMIZERS["adamw"], *LORA)),
+    "mixer": ("llama/lora", (*OPTIMIZERS["sgd"], *LORA, "--lora.method=mixer")),
+    "dora": ("llama/lora", (*OPTIMIZERS["adamw"], "--lora.rank=4", "--lora.method=dora")),
+    "vera": (
+        "llama/lora",
+        (*OPTIMIZERS["adamw"], "--lora.rank=4", "--lora.method=vera", "--train.learning_rate=0.02"),
+    ),
+    "lora, tied": ("qwen/lora", (*OPTIMIZERS["sgd"], *LORA, "--model.config.tie_word_embeddings=true")),
+    "pissa": ("llama/lora", (*OPTIMIZERS["sgd"], *LORA, "--lora.init=pissa")),
     "dpo": ("llama/dpo", OPTIMIZERS["adamw"]),
+    "dpo sgd": ("llama/dpo", OPTIMIZERS["sgd"]),
     # its reference, its mean log-ratios and its number of tokens come from passes over the global batch
     "kto_pair": ("llama/dpo", (*OPTIMIZERS["sgd"], *LORA, *ADAPTER_OFF, "--dpo.loss=kto_pair", "--dpo.sft_weight=0.1")),
     "orpo": ("llama/orpo", OPTIMIZERS["sgd"]),
     "rm": ("llama/rm", (*OPTIMIZERS["sgd"], "--rm.margin=0.5", "--train.learning_rate=0.05")),
+    "rm adamw": ("llama/rm", (*OPTIMIZERS["adamw"], "--rm.margin=0.5")),
     # deep enough that the model moves from where it began
-    "kto": (
-        "llama/kto",
-        (*OPTIMIZERS["sgd"], "--kto.undesirable_weight=1.5", "--model.config.num_hidden_layers=4"),
-    ),
+    "kto": ("llama/kto", (*OPTIMIZERS["sgd"], *KTO)),
+    "kto adamw": ("llama/kto", (*OPTIMIZERS["adamw"], *KTO)),
+    "kto of adapters": ("llama/kto", (*OPTIMIZERS["adamw"], *KTO, *LORA, "--kto.reference=adapter_off")),
+    "rm of adapters": ("llama/rm", (*OPTIMIZERS["sgd"], "--lora.rank=4", "--train.learning_rate=0.05")),
 }
-ADAPTERS = ("lora", "kto_pair")
+JOBS = few(
+    _JOBS,
+    "mixer",
+    "dora",
+    "vera",
+    "lora, tied",
+    "pissa",
+    "dpo sgd",
+    "rm adamw",
+    "kto adamw",
+    "kto of adapters",
+    "rm of adapters",
+)
+ADAPTERS = (
+    *("lora", "lora adamw", "mixer", "dora", "vera", "lora, tied", "pissa"),
+    *("kto_pair", "kto of adapters", "rm of adapters"),
+)
 """Jobs that train adapters only."""
 
 
 TP2, PP2 = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
-FTHENB = {"pipeline_schedule": "FThenB"}
+FTHENB, STAGE3, TWO = {"pipeline_schedule": "FThenB"}, {"sharding": "stage3"}, ("--train.micro_batch_size=2",)
+STAGES = ("dpo", "dpo sgd", "orpo", "rm", "rm adamw", "kto", "kto adamw")
+"""Jobs of preference and reward stages that train all parameters."""
+FURTHER = ("dpo", "kto_pair", "rm", "kto", "lora adamw")
+"""Jobs that are run on four ranks too."""
 ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     # the job, ranks, mesh and words of programs on several ranks, which accumulate
     "dp2 sgd": ("sft sgd", 2, {}, ()),
-    "dp2 packed": ("packed", 2, {}, ("--train.micro_batch_size=2",)),
-    "stage1": ("sft adamw", 2, {"sharding": "stage1"}, ("--train.micro_batch_size=2",)),
-    "stage3": ("sft adamw", 2, {"sharding": "stage3"}, ("--train.micro_batch_size=2",)),
+    "dp2 packed": ("packed", 2, {}, TWO),
+    "stage1": ("sft adamw", 2, {"sharding": "stage1"}, TWO),
+    "stage3": ("sft adamw", 2, {"sharding": "stage3"}, TWO),
     "stage3, tied": ("tied", 2, {"sharding": "stage3"}, ()),
     "stage3 of a vocabulary that 2 does not divide": ("gpt", 2, {"sharding": "stage3"}, ()),
     "tp2 adamw": ("sft adamw", 2, {**TP2, "sequence_parallel": True}, ()),
     "tp2 sgd": ("sft sgd", 2, TP2, ()),
     "tp2 of a vocabulary that 2 does not divide": ("gpt", 2, TP2, ()),
-    "dp2 kto_pair": ("kto_pair", 2, {}, ("--train.micro_batch_size=2",)),
-    "tp2 dpo": ("dpo", 2, TP2, ("--train.micro_batch_size=2",)),
-    "dp2 rm": ("rm", 2, {}, ("--train.micro_batch_size=2",)),
+    "dp2 kto_pair": ("kto_pair", 2, {}, TWO),
+    "tp2 dpo": ("dpo", 2, TP2, TWO),
+    "dp2 rm": ("rm", 2, {}, TWO),
     "tp2 rm": ("rm", 2, {**TP2, "sequence_parallel": True}, ()),
-    "dp2 kto": ("kto", 2, {}, ("--train.micro_batch_size=2",)),
+    "dp2 kto": ("kto", 2, {}, TWO),
     "tp2 kto": ("kto", 2, TP2, ()),
-    "dp2 lora": ("lora", 2, {}, ("--train.micro_batch_size=2",)),
+    "dp2 lora": ("lora", 2, {}, TWO),
     "tp2 lora": ("lora", 2, {**TP2, "sequence_parallel": True}, ()),
     "tp2 dp2 stage3": ("sft sgd", 4, {**TP2, "sequence_parallel": True, "sharding": "stage3"}, ()),
-    "tp2 dp2 stage2": ("sft adamw", 4, {**TP2, "sharding": "stage2"}, ("--train.micro_batch_size=2",)),
+    "tp2 dp2 stage2": ("sft adamw", 4, {**TP2, "sharding": "stage2"}, TWO),
     # two micro-batches are as many as there are stages; the others have four
     "pp2 adamw": ("sft adamw", 2, PP2, ()),
     "pp2 sgd, FThenB": ("sft sgd", 2, {**PP2, **FTHENB}, ()),
-    "pp2 tied": ("tied", 2, PP2, ("--train.micro_batch_size=2",)),
-    "pp2 masked documents": ("masked documents", 2, PP2, ("--train.micro_batch_size=2",)),
+    "pp2 tied": ("tied", 2, PP2, TWO),
+    "pp2 masked documents": ("masked documents", 2, PP2, TWO),
     "pp2 of a vocabulary that 2 does not divide": ("gpt", 2, PP2, ()),
-    "tp2 pp2": ("sft adamw", 4, {**TP2, **PP2, "sequence_parallel": True}, ("--train.micro_batch_size=2",)),
-    "tp2 pp2 packed": ("packed", 4, {**TP2, **PP2}, ("--train.micro_batch_size=2",)),
-    "tp2 pp2 tied": ("tied", 4, {**TP2, **PP2}, ("--train.micro_batch_size=2",)),
+    "tp2 pp2": ("sft adamw", 4, {**TP2, **PP2, "sequence_parallel": True}, TWO),
+    "tp2 pp2 packed": ("packed", 4, {**TP2, **PP2}, TWO),
+    "tp2 pp2 tied": ("tied", 4, {**TP2, **PP2}, TWO),
     "dp2 pp2": ("sft sgd", 4, PP2, ()),
-    "dp2 pp2 stage1": ("sft adamw", 4, {**PP2, "sharding": "stage1"}, ("--train.micro_batch_size=2",)),
+    "dp2 pp2 stage1": ("sft adamw", 4, {**PP2, "sharding": "stage1"}, TWO),
+    **{f"stage3 {job}": (job, 2, STAGE3, TWO) for job in (*STAGES, *ADAPTERS)},
+    **{f"pp2 {job}": (job, 2, PP2, TWO) for job in (*STAGES, *ADAPTERS)},
+    **{f"tp2 dp2 stage3 {job}": (job, 4, {**TP2, **STAGE3}, TWO) for job in FURTHER},
+    **{f"tp2 pp2 {job}": (job, 4, {**TP2, **PP2, "sequence_parallel": True}, TWO) for job in FURTHER},
+    **{f"dp2 pp2 {job}": (job, 4, {**PP2, "sharding": "stage1"}, TWO) for job in FURTHER},
 }
-MESHES = few(
-    ON_RANKS,
+LEFT = (
     *("tp2 dp2 stage2", "tp2 dp2 stage3", "tp2 dpo", "tp2 kto", "dp2 rm"),
     *("pp2 tied", "pp2 masked documents", "pp2 of a vocabulary that 2 does not divide"),
     *("tp2 pp2", "tp2 pp2 packed", "tp2 pp2 tied", "dp2 pp2", "dp2 pp2 stage1"),
+    *(f"{mesh} {job}" for mesh in ("tp2 dp2 stage3", "tp2 pp2", "dp2 pp2") for job in FURTHER),
+    *(f"{mesh} {job}" for mesh in ("stage3", "pp2") for job in (*STAGES, *ADAPTERS)),
 )
+"""Cases that `make test` leaves out, but for some of the last line."""
+MESHES = few(
+    ON_RANKS,
+    *sorted({*LEFT} - {"stage3 dpo", "stage3 kto", "stage3 lora adamw", "stage3 kto_pair"}
+    - {"pp2 rm", "pp2 kto", "pp2 kto_pair", "pp2 lora adamw"}),
+)  # fmt: skip
 
 
 def _case(job: str, *more: str) -> Case:
@@ -121,7 +167,9 @@ def _on_ranks(mesh: str) -> Case:
     return Case(mesh, ranks, given, recipe=f"recipes/{recipe}.json")
 
 
-NO_FALL = ("sft sgd", "kto")
+GO_ON = ("tp2 adamw", "pp2 adamw", "pp2 kto_pair", "stage3 dpo", "stage3 lora adamw")
+"""Of these, runs in other modes go on from each other's checkpoints."""
+NO_FALL = ("sft sgd", "kto", "kto adamw", "kto of adapters")
 
 
 def _compare(runner: Runner, job: str, many: str) -> Comparison:
@@ -141,11 +189,21 @@ def _compare(runner: Runner, job: str, many: str) -> Comparison:
     return found
 
 
+def _run(runner: Runner, cases: Sequence[Case]) -> dict[str, str]:
+    """As `run_cases`, each mesh in processes of its own: a group that is made behind a program may get a number that
+    the program has given to one of its rings (Paddle 3.3.1)."""
+    by_mesh: dict[tuple[int, ...], list[Case]] = {}
+    for case in cases:
+        degrees = plan_of(case).degrees
+        by_mesh.setdefault((degrees.pp, degrees.tp, degrees.sharding, degrees.dp), []).append(case)
+    return {name: printed for alike in by_mesh.values() for name, printed in run_cases(runner, alike).items()}
+
+
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     """Runs all cases; what was printed of those that did not end well."""
     of_one = [_case(job, *more) for job in JOBS for more in ((), PROGRAM)]
-    return run_cases(runner, [*of_one, *map(_on_ranks, MESHES)])
+    return _run(runner, [*of_one, *map(_on_ranks, MESHES)])
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -167,35 +225,39 @@ def test_ranks_equal_one_process(runner: Runner, failed: dict[str, str], mesh: s
     assert _compare(runner, job, many).problems == []
 
 
-def test_stage3_keeps_slices_between_steps(runner: Runner, tmp_path: Path) -> None:
-    """Of parameters and of both moments; with whole parameters a rank would keep a third more."""
-    code, printed = runner.launch(2, "tests.multi.program_slices", str(tmp_path))
+@pytest.mark.parametrize(("num_frozen", "share"), [(0, 3 / 2), (2, 5 / 6)])
+def test_stage3_keeps_slices_between_steps(runner: Runner, tmp_path: Path, num_frozen: int, share: float) -> None:
+    """Of parameters, frozen ones too, and of both moments; with whole parameters a rank would keep half of `BYTES`
+    more."""
+    code, printed = runner.launch(2, "tests.multi.program_slices", str(tmp_path), str(num_frozen))
     assert code == 0, printed
     for rank in range(2):
         kept = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert 1.45 * BYTES < max(kept) < 1.6 * BYTES, kept
+        assert (share - 0.05) * BYTES < max(kept) < (share + 0.1) * BYTES, kept
 
 
-def test_two_ranks_go_on_from_one(runner: Runner, failed: dict[str, str]) -> None:
-    """Programs under tensor parallel, and of a pipeline, from the first checkpoint of a dynamic run in one process; and
-    two dynamic ranks from that of the pipeline."""
-    one, dynamic = _case("sft adamw"), [word for word in _on_ranks("pp2 adamw").words if word not in PROGRAM]
-    assert one.name not in failed, failed
-    again = [
-        (one.name, dataclasses.replace(_on_ranks("tp2 adamw"), name="tp2, again", resume=True)),
-        (one.name, dataclasses.replace(_on_ranks("pp2 adamw"), name="pp2, again", resume=True)),
-        ("pp2 adamw", dataclasses.replace(_on_ranks("pp2 adamw"), name="dynamic, again", words=dynamic, resume=True)),
-    ]
-    for begun, case in again:
+def test_two_ranks_go_on_in_either_mode(runner: Runner, failed: dict[str, str]) -> None:
+    """Programs of two ranks from the first checkpoint of a dynamic run in one process, and two dynamic ranks from that
+    of the programs."""
+    again = []
+    for mesh in GO_ON:
+        job, program = MESHES[mesh][0], _on_ranks(mesh)
+        dynamic = [word for word in program.words if word not in PROGRAM]
+        assert not failed.keys() & {_case(job).name, mesh}, failed
+        again += [
+            (job, _case(job).name, dataclasses.replace(program, name=f"{mesh}, again", resume=True)),
+            (job, mesh, dataclasses.replace(program, name=f"{mesh}, dynamic", words=dynamic, resume=True)),
+        ]
+    for _, begun, case in again:
         step = Path("checkpoints") / "step-1"
         shutil.copytree(runner.directory / begun / step, runner.directory / case.name / step)
-    assert run_cases(runner, [case for _, case in again]) == {}
-    theirs = runner.metrics(one.name)[1:]
-    for _, case in again:
-        ours = runner.metrics(case.name)
+    assert _run(runner, [case for _, _, case in again]) == {}
+    for job, _, case in again:
+        theirs, ours = runner.metrics(_case(job).name)[1:], runner.metrics(case.name)
         assert [record["step"] for record in ours] == [2, 3]
         for a, b in zip(theirs, ours):
-            assert [b[key] for key in ("loss", "grad_norm")] == pytest.approx([a["loss"], a["grad_norm"]], rel=1e-6)
+            expected = pytest.approx([a["loss"], a["grad_norm"]], rel=1e-6)
+            assert [b[key] for key in ("loss", "grad_norm")] == expected, case.name
 
 
 @pytest.mark.parametrize("kind", ["program", "dynamic"])

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle._pir_ops import parameter
 
 from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import LearningRate
@@ -171,12 +172,24 @@ class _WithFactors:
 
     factors: Mapping[str, float]
     """By the name of a parameter."""
+    _learning_rate: StepRate
+    """Paddle's name for it."""
+    _own_rate: Any = None
+    """The rate in the program once more, for parameters of this rank that have a factor: an update takes the rate to
+    its mesh, but a product with it has to be on that of the first update (Paddle 3.3.1), maybe of another stage."""
 
     def _create_param_lr(self, param_and_grad: tuple[Any, Any]) -> Any:
         """Called while a program is made, for each parameter."""
         rate = super()._create_param_lr(param_and_grad)  # type: ignore[misc]
+        if self._own_rate is None and {*self.factors.values()} != {1}:
+            self._own_rate = parameter(self._learning_rate._var_name, rate.dtype, rate.shape)
+            self._own_rate.persistable = True
         factor = self.factors.get(param_and_grad[0].name, 1)  # of another pipeline stage, which updates it: any
-        return rate if factor == 1 else rate * factor
+        if factor == 1:
+            return rate
+        mesh = param_and_grad[0].process_mesh
+        on_mesh = dist.shard_tensor(paddle.full([], factor, "float32"), mesh, [dist.Replicate()] * mesh.ndim)
+        return on_mesh * self._own_rate
 
 
 class _AdamW(_WithFactors, paddle.optimizer.AdamW):

@@ -73,8 +73,9 @@ class Pipeline:
         Args:
             parameters: of this rank, by name.
         """
-        for name, _ in self.model.named_parameters():
-            if len(parts_with(name, self.shard_plan, self.bounds, self.shares_embedding)) == 1:
+        for name, parameter in self.model.named_parameters():
+            parts = parts_with(name, self.shard_plan, self.bounds, self.shares_embedding)
+            if len(parts) == 1 or parameter.stop_gradient:
                 continue
             assert self.num_stages == 2, "a stage in the middle has no copy"
             own, owner = local_value(parameters[name]), self.stage_of(name)
@@ -111,6 +112,10 @@ class StagedModel:
         """As `CausalLM.token_nll`."""
         with self._with_embedding(lambda weight: _on(self._meshes[-1], weight)):
             return self._model.token_nll(hidden, targets)
+
+    def scores(self, hidden: Tensor) -> Tensor:
+        """As `CausalLM.scores`."""
+        return self._model.scores(hidden)
 
     @contextlib.contextmanager
     def _with_embedding(self, form: Callable[[Tensor], Tensor]) -> Iterator[None]:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.degrees import accumulate_steps
-from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.rule import Rule, Violation
 
 
@@ -39,28 +38,10 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
             yield key, f"is {value}, {message}; set it to {default}, or engine.program to layers"
 
 
-def _is_plain(recipe: Recipe) -> bool:
-    """Whether a recipe may have all that programs have on several ranks."""
-    return recipe.stage in ("pretrain", "sft") and recipe.lora.rank is None
-
-
-def _not_on_these_ranks(context: RuleContext) -> Iterator[Violation]:
-    recipe, parallel = context.recipe, context.recipe.parallel
-    if not recipe.engine.compiles_steps or _is_plain(recipe):
-        return
-    what = f"stage {recipe.stage}" if recipe.lora.rank is None else "adapters"
-    if (degree := parallel.pipeline_parallel_degree) > 1:
-        message = f"is {degree}, and programs of {what} have no pipeline"
-        yield "parallel.pipeline_parallel_degree", f"{message}; set it to 1, or engine.program to layers"
-    if parallel.sharding == "stage3":
-        message = f"is stage3, which programs of {what} do not have"
-        yield "parallel.sharding", f"{message}; set it to stage2, or engine.program to layers"
-
-
 def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
     recipe, parallel, train = context.recipe, context.recipe.parallel, context.recipe.train
     stages = parallel.pipeline_parallel_degree
-    if not recipe.engine.compiles_steps or not _is_plain(recipe) or stages == 1:
+    if not recipe.engine.compiles_steps or stages == 1:
         return
     pipelines, or_layers = "pipelines of engine.program step", "or engine.program to layers"
     if stages > 2:
@@ -115,20 +96,6 @@ PROGRAM_RULES = (
             "--engine.offload_optimizer=true",
         ),
         _not_in_a_step,
-    ),
-    Rule(
-        "`program: step` with pipeline parallel or sharding `stage3`, in another stage than `pretrain` and `sft`, or "
-        "with adapters",
-        "it is tested on data and tensor parallel ranks only",
-        (
-            "--engine.mode=to_static",
-            "--engine.program=step",
-            '--parallel={"pipeline_parallel_degree":2}',
-            "--launch.num_devices=2",
-            "--engine.recompute=none",
-            "--engine.precision=fp32",
-        ),
-        _not_on_these_ranks,
     ),
     Rule(
         "`program: step` with a pipeline of more than 2 stages, with the schedule `interleaved`, with "

@@ -44,6 +44,13 @@ def test_on_a_mesh(registry: Registry) -> None:
     assert _plan(registry, "llama/sft", "--launch.num_devices=4", parallel).degrees.num_data_ranks == 2
 
 
+@pytest.mark.parametrize("recipe", ["llama/lora", "llama/dpo", "llama/orpo", "llama/rm", "llama/kto"])
+@pytest.mark.parametrize("parallel", [PP2, '--parallel={"sharding":"stage3"}'])
+def test_on_two_ranks(registry: Registry, recipe: str, parallel: str) -> None:
+    words = "--launch.num_devices=2", parallel, "--train.micro_batch_size=2"
+    assert _plan(registry, recipe, *words).degrees.num_ranks == 2
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "FThenB"])
 def test_on_a_pipeline(registry: Registry, schedule: str) -> None:
     words = "--launch.num_devices=2", PP2, f"--parallel.pipeline_schedule={schedule}", "--train.micro_batch_size=2"
@@ -58,13 +65,13 @@ def test_on_a_pipeline(registry: Registry, schedule: str) -> None:
         ("llama/dpo", ["--data.packing=best_fit"], "data.packing: is best_fit, which stage dpo has no program for"),
         (
             "llama/dpo",
-            ["--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}'],
-            "parallel.pipeline_parallel_degree: is 2, and programs of stage dpo have no pipeline; set it to 1",
+            ["--launch.num_devices=2", PP2, "--train.micro_batch_size=1"],
+            "train.micro_batch_size: is 1, and pipelines of .* take 2 rows or more; set it to 2",
         ),
         (
-            "llama/sft",
-            ["--launch.num_devices=2", '--parallel={"sharding":"stage3"}', "--lora.rank=4"],
-            "parallel.sharding: is stage3, which programs of adapters do not have; set it to stage2",
+            "llama/lora",
+            ["--launch.num_devices=4", '--parallel={"pipeline_parallel_degree":2,"sharding":"stage3"}'],
+            "parallel.sharding: is stage3, which pipelines of .* do not have; set it to stage2",
         ),
         ("qwen_moe/sft", [], r"engine.program: is step, which cannot route tokens \(family qwen_moe\)"),
         (
