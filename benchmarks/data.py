@@ -145,18 +145,19 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
     import paddle
 
     from llmsuite.data.loader import BatchSampler, SampleOrder
-    from llmsuite.stages.language_model import pack
+    from llmsuite.data.packing import packed
+    from llmsuite.stages.language_model import join
 
     stage = sft_stage(rows, tokenizer, length)
     samples = stage.read(rows)
     start = time.perf_counter()
-    packs = pack(samples, length)
+    packs, full = packed(samples, stage.row_lengths, length, join)
     took = time.perf_counter() - start
     inputs = sum(sample.num_inputs for sample in samples)
     print(
         f"{len(samples)} rows of {inputs:,} tokens into {len(packs)} packs of {length} in {took * 1e3:.0f} ms: ", end=""
     )
-    print(f"{inputs / len(packs) / length:.2%} full")
+    print(f"{full:.2%} full")
 
     model = small_llama(stage.context.tokenizer.vocab_size, length)
     optimizer = paddle.optimizer.SGD(1e-4, parameters=model.parameters())

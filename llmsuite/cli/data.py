@@ -102,8 +102,8 @@ def _prepare(args: Any, registry: Registry) -> int:
 def _index(args: Any) -> int:
     from llmsuite.cli.places import find_place
     from llmsuite.data.documents import kind_of
+    from llmsuite.data.faults import Faults
     from llmsuite.data.index import build_corpus
-    from llmsuite.data.read import Faults
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.hub.listing import Want
     from llmsuite.progress import track_bytes

@@ -4,13 +4,30 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 
 _CUT = "\ufdd2"
 """Marks where a text is cut into parts that are encoded by themselves: a character that Unicode keeps from all text."""
+
+
+def warning(found: Sequence[tuple[str, str]], count: int) -> str | None:
+    """Names the first row whose turns would end early, or begin others, by what they say.
+
+    Args:
+        found: place and token of rows that have one, the first one first.
+        count: number of such rows.
+    """
+    if not found:
+        return None
+    place, token = found[0]
+    more = f", and so have {count - 1} more rows" if count > 1 else ""
+    return (
+        f"warning: {place}: what a turn says has the control token {token}{more}; it is trained as that token "
+        "and not as text. If it comes from users, take it out of the data"
+    )
 
 
 class ControlTokens:

@@ -8,8 +8,9 @@ from typing import IO, Any, Literal
 
 from llmsuite.data.columns import renamed
 from llmsuite.data.compressed import lines, open_bytes
+from llmsuite.data.faults import Faults
 from llmsuite.data.parquet import open_parquet
-from llmsuite.data.read import Faults, Parser
+from llmsuite.data.read import Parser
 from llmsuite.data.table import DELIMITERS, table_rows
 from llmsuite.errors import UserError
 from llmsuite.schema.columns import columns_of, is_template

@@ -18,8 +18,8 @@ import numpy as np
 
 from llmsuite.cache import locked
 from llmsuite.data.documents import Division, kind_of, read_documents
+from llmsuite.data.faults import Faults, OnBadRow
 from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, token_dtype
-from llmsuite.data.read import Faults, OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of, write_text_atomic

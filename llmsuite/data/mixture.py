@@ -7,16 +7,19 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, overload
+from typing import TypeVar
+
+import numpy as np
 
 from llmsuite.data.remote import fetch, is_remote
+from llmsuite.data.sequences import Lazy, Measure, lengths_of
 from llmsuite.errors import UserError
 from llmsuite.resources import find
 
 S = TypeVar("S")
 
 
-class Mixture(Sequence[S]):
+class Mixture(Lazy[S]):
     """Samples of several files in proportion to their weights.
 
     One pass has every sample of every file: once for the file that takes longest and for those without a weight, once
@@ -34,17 +37,18 @@ class Mixture(Sequence[S]):
     def __len__(self) -> int:
         return self._ends[-1]
 
-    @overload
-    def __getitem__(self, at: int) -> S: ...
-    @overload
-    def __getitem__(self, at: slice) -> Sequence[S]: ...
-    def __getitem__(self, at: int | slice) -> S | Sequence[S]:
-        if isinstance(at, slice):
-            return [self[i] for i in range(*at.indices(len(self)))]
-        number = range(len(self))[at]
+    def make(self, number: int) -> S:
         part = bisect.bisect_right(self._ends, number)
         first = self._ends[part - 1] if part else 0
         return self._parts[part][(number - first) % len(self._parts[part])]
+
+    def lengths(self, measure: Measure) -> np.ndarray | None:
+        found = [lengths_of(part, measure) for part in self._parts]
+        known = [lengths for lengths in found if lengths is not None]
+        if len(known) < len(found):
+            return None
+        counts = np.diff([0, *self._ends])
+        return np.concatenate([lengths[np.arange(n) % len(lengths)] for lengths, n in zip(known, counts)])
 
 
 def mixed_file(name: str, key: str, report: Callable[[str], None]) -> Path:

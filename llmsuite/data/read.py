@@ -6,65 +6,18 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from llmsuite.data.columns import renamed
 from llmsuite.data.compressed import PACKED, lines, open_bytes
+from llmsuite.data.conversion import Conversion
+from llmsuite.data.faults import Faults, OnBadRow
 from llmsuite.data.parquet import open_parquet
 from llmsuite.data.table import DELIMITERS, table_rows
 from llmsuite.errors import UserError
 from llmsuite.specs import DataFormat
 
-OnBadRow = Literal["error", "skip"]
 KINDS = (".json", ".jsonl", ".parquet", *DELIMITERS)
-_MAX_REPORTED = 10
 _PARQUET_ROWS = 1024
-
-
-class Faults:
-    """Rows that cannot be read: they stop the run, or are counted by reason, as `data.on_bad_row` says."""
-
-    def __init__(self, on_bad_row: OnBadRow = "error"):
-        self.skips = on_bad_row == "skip"
-        self.counts: dict[str, int] = {}
-        self._first: dict[str, str] = {}
-        self._messages: list[str] = []
-
-    @property
-    def total(self) -> int:
-        return sum(self.counts.values())
-
-    def add(self, where: str, reason: str) -> None:
-        """Record the fault of a row."""
-        # faults are counted by reason, without the details, which differ from row to row
-        kind = re.sub(r"(?<![\w-])\d+", "N", re.split(r": |; | \(", reason)[0]) if self.skips else reason
-        self.counts[kind] = self.counts.get(kind, 0) + 1
-        self._first.setdefault(kind, where)
-        if len(self._messages) < _MAX_REPORTED:
-            self._messages.append(f"{where}: {reason}")
-
-    def check(self) -> None:
-        """Raises UserError with the first faults, unless they are to be skipped."""
-        if self._messages and not self.skips:
-            more = f"\nand {self.total - _MAX_REPORTED} more" if self.total > _MAX_REPORTED else ""
-            raise UserError("\n".join(self._messages) + more)
-
-    def summary(self) -> str:
-        """A line such as "3 that cannot be read: is not a JSON line (3, first at rows.jsonl:7)"."""
-        reasons = (f"{kind} ({count}, first at {self._first[kind]})" for kind, count in sorted(self.counts.items()))
-        return f"{self.total} that cannot be read: {', '.join(reasons)}"
-
-    def noted(self, path: Path) -> dict[str, tuple[int, str]]:
-        """The faults that were skipped in a file, by reason: their number and the place of the first. For `of_note`."""
-        return {kind: (count, self._first[kind].removeprefix(str(path))) for kind, count in self.counts.items()}
-
-    @classmethod
-    def of_note(cls, noted: Mapping[str, tuple[int, str]], path: Path) -> Faults:
-        """The faults that `noted` has recorded for a file with the same content."""
-        faults = cls("skip")
-        faults.counts = {kind: count for kind, (count, _) in noted.items()}
-        faults._first = {kind: f"{path}{place}" for kind, (_, place) in noted.items()}
-        return faults
 
 
 class Rows(list[Any]):
@@ -102,30 +55,15 @@ def read_rows(
         UserError: with file, line and reason of the first faulty rows; or no format fits, or the rest of a file cannot
             be read, or there are no rows.
     """
-    chosen: DataFormat | None = None if name == "auto" else formats[name]
-    if chosen is not None and chosen.kind != kind:
-        raise UserError(f"data.format: {name} gives {chosen.kind} rows; this stage trains on {kind} rows")
+    conversion = Conversion(kind, name, formats, columns)
     rows = Rows(Faults(on_bad_row))
     for where, raw, fault in _all_rows(path):
         if len(rows) == limit:
             break
-        if fault is None and not isinstance(raw, Mapping):
-            fault = f"is a {type(raw).__name__}, not an object"
-        if fault is None:
-            fault = _text_fault(raw)
-        if fault is None:
-            try:
-                raw = renamed(raw, columns or {})
-                chosen = chosen or _recognise(raw, where, kind, formats)
-                rows.append(chosen.convert(raw))
-                rows.places.append(where)
-            except KeyError as error:
-                assert chosen is not None
-                fault = f"has no key {error}; {chosen.name} needs: {chosen.help}"
-            except ValueError as error:
-                fault = str(error)
-        if fault is not None:
-            rows.faults.add(where, fault)
+        row = conversion.convert(where, raw, fault, rows.faults)
+        if row is not None:
+            rows.append(row)
+            rows.places.append(where)
     rows.faults.check()
     if not rows:
         skipped = f": {rows.faults.summary()}" if rows.faults.total else ""
@@ -159,27 +97,6 @@ def unpacked_suffix(path: Path) -> str:
     return (path.with_suffix("") if path.suffix in PACKED else path).suffix
 
 
-def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[str, DataFormat]) -> DataFormat:
-    fitting = [f for f in formats.values() if f.kind == kind]
-    for candidate in fitting:
-        if candidate.matches(row):
-            return candidate
-    known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
-    hint = ". Where they are called otherwise, say in data.columns which columns they are" if fitting else ""
-    raise UserError(f"{where}: keys {sorted(row)} fit no format with {kind} rows. Known: {known or 'none'}{hint}")
-
-
-def _text_fault(row: Mapping[str, Any]) -> str | None:
-    """The reason why no tokenizer would take a row, though it is JSON; None if there is none."""
-    try:
-        json.dumps(row, ensure_ascii=False, default=str).encode()
-    except UnicodeEncodeError:
-        return "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
-    except RecursionError:
-        return "is nested too deeply"
-    return None
-
-
 def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     """The place of each row, its value, and the fault for which it could not be parsed, or None.
 
@@ -195,11 +112,23 @@ def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any, str | None]]:
-    parser = Parser()
+    for where, raw, fault, _ in spanned_lines(path):
+        yield where, raw, fault
+
+
+def spanned_lines(path: Path) -> Iterator[tuple[str, Any, str | None, tuple[int, int]]]:
+    """As `raw_rows`, of JSON Lines, with the first of the unpacked bytes of each row and their number."""
+    parser, start = Parser(), 0
     with open_bytes(path) as (stream, _):
         for number, line in lines(stream, path):
-            if row := (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip():
-                yield f"{path}:{number}", *parser.line(row)
+            if row := bare(line, start):
+                yield f"{path}:{number}", *parser.line(row), (start, len(line))
+            start += len(line)
+
+
+def bare(line: bytes, start: int) -> bytes:
+    """A line without white space around it, nor the mark of UTF-8 that a file may begin with."""
+    return (line.removeprefix(b"\xef\xbb\xbf") if start == 0 else line).strip()
 
 
 def _table(path: Path, kind: str) -> Iterator[tuple[str, Any, str | None]]:

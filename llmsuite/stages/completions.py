@@ -25,6 +25,7 @@ class CompletionStage(Stage[Any]):
     """Base of stages with rollouts: samples are prompts until `roll_out` has completed them."""
 
     row_kind = "prompt"
+    row_by_row = True
 
     def __init__(self, section: Any, context: StageContext):
         """`section` has `patience`; the recipe has the sections `rollout`, `reward` and `eval_rollout`, and
@@ -66,17 +67,18 @@ class CompletionStage(Stage[Any]):
                 text = self._template.render(row.messages, add_generation_prompt=True, tools=row.tools)
                 self._template.check_tools(text, row.tools)
                 texts.append(text)
-                kept.append(row)
+                kept.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
         prompts = []
-        for row, text, ids in zip(kept, texts, self.context.encode(texts)):
+        for (number, row), text, ids in zip(kept, texts, self.context.encode(texts)):
             if not ids:
-                counts.drop("with a prompt of no tokens (nothing would predict the completion)")
+                counts.drop("with a prompt of no tokens (nothing would predict the completion)", number)
             elif len(ids) > self._longest_prompt:
                 counts.drop(
                     f"with a prompt of more than {self._longest_prompt} tokens (data.max_length less "
-                    "rollout.max_completion_length)"
+                    "rollout.max_completion_length)",
+                    number,
                 )
             else:
                 prompts.append(RolloutPrompt(tuple(ids), row.columns, text, row.messages, row.tools))

@@ -12,13 +12,16 @@ Shapes: A answers.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import paddle
 
 from llmsuite.data.rows import Unpaired
+from llmsuite.data.sequences import Lazy, Measure, lengths_of
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import (
     Answer,
@@ -50,6 +53,7 @@ class KtoStage(Stage[LabelledAnswer]):
     """Makes wanted answers likelier and others less likely."""
 
     row_kind = "unpaired"
+    row_by_row = True  # but for the unrelated answers, see `read`
 
     def __init__(self, section: KtoSection, context: StageContext):
         super().__init__(section, context)
@@ -66,32 +70,46 @@ class KtoStage(Stage[LabelledAnswer]):
     def make_samples(self, rows: Sequence[Unpaired], counts: DropCounts) -> list[LabelledAnswer]:
         """Answers that fit. Nothing is ever cut: the model would not learn to end a cut answer."""
         texts: list[str] = []
-        kept: list[Unpaired] = []
+        kept: list[tuple[int, Unpaired]] = []
         for number, row in enumerate(rows):
             if not row.completion.strip():
-                counts.drop("with an empty answer")
+                counts.drop("with an empty answer", number)
                 continue
             try:
                 texts += self._template.split(row.prompt, row.completion)
-                kept.append(row)
+                kept.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
         ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
         labelled = []
-        for i, row in enumerate(kept):
+        for i, (number, row) in enumerate(kept):
             answer = Answer(ids[2 * i], ensure_eos(ids[2 * i + 1], eos))
             if not answer.prompt:
-                counts.drop("with a prompt of no tokens (nothing would predict the answer)")
+                counts.drop("with a prompt of no tokens (nothing would predict the answer)", number)
             elif answer.ids.count(eos) > 1:
-                counts.drop("with the end-of-sequence token inside an answer")
+                counts.drop("with the end-of-sequence token inside an answer", number)
             elif len(answer) > self._max_length:
-                counts.drop(f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)")
+                reason = f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)"
+                counts.drop(reason, number)
             else:
                 labelled.append((answer, row.desirable))
         if self._kind == "apo_zero":
             return [LabelledAnswer(*pair, None) for pair in labelled]
         unrelated = unrelated_answers([answer for answer, _ in labelled], self._max_length)
         return [LabelledAnswer(*pair, other) for pair, other in zip(labelled, unrelated)]
+
+    def read(self, path: Path) -> Sequence[LabelledAnswer]:
+        """The answers of a file."""
+        samples = super().read(path)
+        if self._kind != "kto" or not isinstance(samples, Lazy):
+            return samples
+        facts = lengths_of(samples, self.remembered)
+        assert facts is not None
+        return WithUnrelated(samples, facts, self._max_length)
+
+    def remembered(self, samples: Sequence[LabelledAnswer]) -> np.ndarray:
+        """`facts_of` the answers, or their lengths where no unrelated ones are needed."""
+        return facts_of([sample.answer for sample in samples]) if self._kind == "kto" else self.row_lengths(samples)
 
     def row_lengths(self, samples: Sequence[LabelledAnswer]) -> np.ndarray:
         """[answers, 1]; [answers, 2] with the unrelated answers that z is the mean of."""
@@ -197,17 +215,58 @@ class KtoStage(Stage[LabelledAnswer]):
 def unrelated_answers(answers: Sequence[Answer], max_length: int) -> list[Answer | None]:
     """For the prompt of each answer, the next answer in cyclic order to another prompt that fits; None when there is
     none among the next thousand."""
-    found: list[Answer | None] = []
-    for i, answer in enumerate(answers):
-        others = (answers[(i + step) % len(answers)] for step in range(1, min(len(answers), _MAX_STEPS + 1)))
-        fitting = (
-            other
-            for other in others
-            if other.prompt != answer.prompt and len(answer.prompt) + len(other.ids) <= max_length
-        )
-        other = next(fitting, None)
-        found.append(None if other is None else Answer(answer.prompt, other.ids))
+    numbers = unrelated_numbers(facts_of(answers), max_length).tolist()
+    pairs = zip(answers, numbers)
+    return [None if number < 0 else Answer(answer.prompt, answers[number].ids) for answer, number in pairs]
+
+
+def facts_of(answers: Sequence[Answer]) -> np.ndarray:
+    """[answers, 3], int64: tokens of the prompt and of the answer, and a number that prompts have in common only if
+    they are the same."""
+    found = [(len(answer.prompt), len(answer.ids), _number_of(answer.prompt)) for answer in answers]
+    return np.array(found, "int64").reshape(len(answers), 3)
+
+
+def _number_of(prompt: Sequence[int]) -> int:
+    digest = hashlib.sha256(np.asarray(prompt, "<i8").tobytes()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def unrelated_numbers(facts: np.ndarray, max_length: int) -> np.ndarray:
+    """[answers]: the number of what `unrelated_answers` finds, from `facts_of` all answers; -1 for None."""
+    prompt_lengths, lengths, prompts = facts.T
+    found, left = np.full(len(facts), -1), np.arange(len(facts))
+    for step in range(1, min(len(facts), _MAX_STEPS + 1)):
+        other = (left + step) % len(facts)
+        fits = (prompts[other] != prompts[left]) & (prompt_lengths[left] + lengths[other] <= max_length)
+        found[left[fits]] = other[fits]
+        left = left[~fits]
+        if not len(left):
+            break
     return found
+
+
+class WithUnrelated(Lazy[LabelledAnswer]):
+    """Answers of a file that is larger than memory, each with its unrelated one."""
+
+    def __init__(self, samples: Sequence[LabelledAnswer], facts: np.ndarray, max_length: int):
+        """`facts`: `facts_of` the answers."""
+        self._samples, self._facts = samples, facts
+        self._others = unrelated_numbers(facts, max_length)
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def make(self, number: int) -> LabelledAnswer:
+        sample, other = self._samples[number], int(self._others[number])
+        if other < 0:
+            return sample
+        return dataclasses.replace(sample, unrelated=Answer(sample.answer.prompt, self._samples[other].answer.ids))
+
+    def lengths(self, measure: Measure) -> np.ndarray:
+        prompts, answers = self._facts[:, 0], self._facts[:, 1]
+        others = np.where(self._others < 0, answers, answers[self._others])
+        return np.stack([prompts + answers - 1, prompts + others - 1], 1)
 
 
 _MAX_STEPS = 1000

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.data.packing import best_fit
 from llmsuite.train.stage import Batch, LossTerms
 from llmsuite.typing import Tensor
 
@@ -34,12 +33,6 @@ class WeightedTokens:
     def num_inputs(self) -> int:
         """Positions it takes in a row: the last token of a document is only a target."""
         return len(self.ids) - len(self.begins)
-
-
-def pack(samples: Sequence[WeightedTokens], max_length: int) -> list[WeightedTokens]:
-    """Pack samples into sequences of at most `max_length` positions; see `best_fit`."""
-    packs = best_fit([sample.num_inputs for sample in samples], max_length)
-    return [join([samples[i] for i in pack]) for pack in packs]
 
 
 def join(samples: Sequence[WeightedTokens]) -> WeightedTokens:

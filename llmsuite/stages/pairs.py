@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.data.packing import best_fit
+from llmsuite.data.packing import packed
 from llmsuite.data.rows import Preference
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, ensure_eos
@@ -46,6 +46,7 @@ class PairStage(Stage["Pair | Pairs"]):
     """Base of the stages that train on pairs of answers."""
 
     row_kind = "preference"
+    row_by_row = True
 
     def __init__(self, section: Any, context: StageContext):
         super().__init__(section, context)
@@ -56,12 +57,12 @@ class PairStage(Stage["Pair | Pairs"]):
     def make_samples(self, rows: Sequence[Preference], counts: DropCounts) -> list[Pair]:
         """Pairs whose answers differ and fit. Nothing is ever cut: the model would not learn to end a cut answer."""
         texts: list[str] = []
-        kept: list[Preference] = []
+        kept: list[int] = []
         for number, row in enumerate(rows):
             if row.chosen.strip() == row.rejected.strip():
-                counts.drop("with chosen equal to rejected")
+                counts.drop("with chosen equal to rejected", number)
             elif not row.chosen.strip() or not row.rejected.strip():
-                counts.drop("with an empty answer")
+                counts.drop("with an empty answer", number)
             else:
                 try:
                     prompt, chosen = self._template.split(row.prompt, row.chosen)
@@ -70,21 +71,22 @@ class PairStage(Stage["Pair | Pairs"]):
                     counts.bad(number, str(error))
                     continue
                 texts += [prompt, chosen, rejected]
-                kept.append(row)
+                kept.append(number)
         ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
         pairs = []
-        for i in range(len(kept)):
+        for i, number in enumerate(kept):
             pair = Pair(ids[3 * i], ensure_eos(ids[3 * i + 1], eos), ensure_eos(ids[3 * i + 2], eos))
             if pair.chosen == pair.rejected:  # different texts, but the tokenizer maps them to the same ids
-                counts.drop("with chosen equal to rejected")
+                counts.drop("with chosen equal to rejected", number)
             elif not pair.prompt:
-                counts.drop("with a prompt of no tokens (nothing would predict the answer)")
+                counts.drop("with a prompt of no tokens (nothing would predict the answer)", number)
             elif pair.chosen.count(eos) > 1 or pair.rejected.count(eos) > 1:
-                counts.drop("with the end-of-sequence token inside an answer")
+                counts.drop("with the end-of-sequence token inside an answer", number)
             elif len(pair.prompt) >= self._max_length:
-                counts.drop(f"with a prompt of {self._max_length} tokens or more (all masked)")
+                counts.drop(f"with a prompt of {self._max_length} tokens or more (all masked)", number)
             elif max(map(len, pair.answers)) > self._max_length:
-                counts.drop(f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)")
+                reason = f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)"
+                counts.drop(reason, number)
             else:
                 pairs.append(pair)
         return pairs
@@ -94,9 +96,7 @@ class PairStage(Stage["Pair | Pairs"]):
         samples = super().read(path)
         if not self._is_packed:
             return samples
-        lengths = self.row_lengths(samples)
-        packs = pack([pair for sample in samples for pair in sample.pairs], lengths, self._max_length)
-        filled = lengths.sum() / (lengths.shape[1] * len(packs) * self._max_length)
+        packs, filled = packed(samples, self.row_lengths, self._max_length, join)
         self.context.report(f"{path}: packed into {len(packs)} samples, which are {filled:.1%} full")
         return packs
 
@@ -107,16 +107,9 @@ class PairStage(Stage["Pair | Pairs"]):
         return np.array(lengths, dtype="int64").reshape(2, len(samples)).T
 
 
-def pack(pairs: Sequence[Pair], lengths: np.ndarray, max_length: int) -> list[Pairs]:
-    """Pack pairs so that neither the chosen answers of a pack nor the rejected ones take more than `max_length`
-    positions; see `best_fit`.
-
-    Args:
-        pairs: to pack.
-        lengths: [pairs, 2], as `PairStage.row_lengths` gives them.
-        max_length: at least the largest of them.
-    """
-    return [Pairs(tuple(pairs[i] for i in picked)) for picked in best_fit(lengths.max(1).tolist(), max_length)]
+def join(samples: Sequence[Pair | Pairs]) -> Pairs:
+    """One sample with the pairs of several."""
+    return Pairs(tuple(pair for sample in samples for pair in sample.pairs))
 
 
 def chosen_then_rejected(samples: Sequence[Pair | Pairs]) -> list[list[Answer]]:

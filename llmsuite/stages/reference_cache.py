@@ -22,6 +22,8 @@ from llmsuite.parallel import collective
 
 _TABLE = "logps64"
 """The first table, `logps`, has values that were rounded to float32."""
+_MOST_ASKED = 500
+"""Keys in a query; SQLite may be built to take no more than 999."""
 
 
 def answer_key(prompt: Sequence[int], answer: Sequence[int]) -> str:
@@ -46,9 +48,13 @@ class ReferenceCache:
 
     def lookup(self, keys: Iterable[str]) -> dict[str, float]:
         """The entries that are there."""
+        wanted, found = list(keys), dict[str, float]()
         with self._connect() as db:
-            found = dict(db.execute(f"SELECT key, logp FROM {_TABLE}"))
-        return {key: found[key] for key in keys if key in found}
+            for first in range(0, len(wanted), _MOST_ASKED):
+                some = wanted[first : first + _MOST_ASKED]
+                marks = ", ".join("?" * len(some))
+                found.update(db.execute(f"SELECT key, logp FROM {_TABLE} WHERE key IN ({marks})", some))
+        return found
 
     def store(self, entries: Mapping[str, float]) -> None:
         """Add entries; all of them or, after a crash, none."""

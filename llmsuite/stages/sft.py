@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.data.packing import packed
 from llmsuite.data.rows import Conversation
 from llmsuite.errors import UserError
 from llmsuite.stages import language_model
@@ -29,6 +30,7 @@ class SftStage(Stage[WeightedTokens]):
     """Makes the assistant's turns likelier, each up to and including its end-of-sequence token."""
 
     row_kind = "conversation"
+    row_by_row = True
 
     def __init__(self, section: SftSection, context: StageContext):
         super().__init__(section, context)
@@ -41,16 +43,16 @@ class SftStage(Stage[WeightedTokens]):
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
         """The conversations that fit. Raises UserError with the line that the chat template cannot render."""
         turns: list[list[tuple[str, str]]] = []
-        rendered: list[Conversation] = []
+        rendered: list[tuple[int, Conversation]] = []
         for number, row in enumerate(rows):
             try:
                 turns.append(self._template.supervised_turns(row) if _has_answers(row) else [])
-                rendered.append(row)
+                rendered.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
         encoded = iter(self._encode([texts for row in turns for texts in row]))
         samples = []
-        for row, texts in zip(rendered, turns):
+        for (number, row), texts in zip(rendered, turns):
             parts = [next(encoded) for _ in texts]
             try:
                 if not _has_answers(row):
@@ -61,9 +63,7 @@ class SftStage(Stage[WeightedTokens]):
                     counts.cut += 1
                 samples.append(sample)
             except Unusable as reason:
-                counts.drop(str(reason))
-        if counts.cut:
-            self.context.report(f"{counts.path}: {counts.cut} rows are cut to data.max_length {self._max_length}")
+                counts.drop(str(reason), number)
         return samples
 
     def _encode(self, turns: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
@@ -122,8 +122,7 @@ class SftStage(Stage[WeightedTokens]):
         samples = super().read(path)
         if not self._is_packed:
             return samples
-        packs = language_model.pack(samples, self._max_length)
-        filled = sum(pack.num_inputs for pack in packs) / (len(packs) * self._max_length)
+        packs, filled = packed(samples, self.row_lengths, self._max_length, language_model.join)
         self.context.report(f"{path}: packed into {len(packs)} samples, which are {filled:.1%} full")
         return packs
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.packing import best_fit
+from llmsuite.data.sequences import lengths_of
 from llmsuite.errors import UserError
 from llmsuite.stages.pretrain import PretrainStage
 from llmsuite.train.stage import DropCounts, Stage
@@ -87,7 +88,7 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
     recipe, multiple = stage.context.recipe, stage.context.length_multiple
     train, order = recipe.train, SampleOrder(len(sizes), recipe.seed, recipe.data.shuffle)
     by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
-    lengths = stage.row_lengths(samples) if by_length else None
+    lengths = lengths_of(samples, stage.row_lengths) if by_length else None
     # one data rank: the amount of padding hardly depends on their number
     sampler = BatchSampler(
         order,
@@ -114,11 +115,11 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
 def _packing(stage: Stage[Any], samples: Sequence[Any]) -> tuple[int, float] | None:
     """Number of samples that `best_fit` makes, and how full they are; samples that are packed already count as they
     are. None for a stage without `row_lengths`."""
-    data, lengths = stage.context.recipe.data, stage.row_lengths(samples)
+    data, lengths = stage.context.recipe.data, lengths_of(samples, stage.row_lengths)
     if lengths is None:
         return None
     is_packed = data.packing == "best_fit"
-    packs = len(samples) if is_packed else len(best_fit(lengths.max(1).tolist(), data.max_length))
+    packs = len(samples) if is_packed else len(best_fit(lengths.max(1), data.max_length))
     return packs, float(lengths.sum()) / (packs * lengths.shape[1] * data.max_length)
 
 

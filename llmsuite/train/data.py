@@ -13,6 +13,7 @@ import numpy as np
 from llmsuite.checkpoint.model_writer import check_tokenizer, copy_tokenizer
 from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import BatchSampler, SampleOrder
+from llmsuite.data.sequences import Packs, Picked, lengths_of
 from llmsuite.data.tokenizer import NoTokenizer, TextTokenizer
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
@@ -48,16 +49,17 @@ class TrainingData:
             yield self.train[self.order.at(position)]
         yield from self.eval
 
-    def eval_micro_batches(self, mesh: Mesh, size: int) -> tuple[list[Sequence[Any]], int]:
+    def eval_micro_batches(self, mesh: Mesh, size: int) -> tuple[Sequence[list[Any]], int]:
         """This rank's micro-batches of an evaluation, as many on every rank, and how many of them count: the last ones
         only keep ranks company that have more."""
         num_ranks = mesh.degrees.num_data_ranks
-        own = self.eval[mesh.data_rank :: num_ranks]
+        own = range(len(self.eval))[mesh.data_rank :: num_ranks]
         batches = [own[i : i + size] for i in range(0, len(own), size)]
         if mesh.degrees.own_meshes and len(batches) > 1 and len(batches[-1]) < size:
-            batches[-2:] = [[*batches[-2], *batches[-1]]]  # a few rows might not be enough for the ranks of an axis
+            # a few rows might not be enough for the ranks of an axis
+            batches[-2:] = [own[(len(batches) - 2) * size :]]
         num_counted, most = len(batches), math.ceil(math.ceil(len(self.eval) / num_ranks) / size)
-        return batches + batches[-1:] * (most - num_counted), num_counted
+        return Packs(self.eval, batches + batches[-1:] * (most - num_counted), list), num_counted
 
 
 def read_data(
@@ -187,9 +189,10 @@ def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], 
     if 0 < len(evaluation) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(evaluation)} usable samples; every data rank needs one")
-    lengths = stage.row_lengths(evaluation) if plan.recipe.data.group_by_length and evaluation else None
+    by_length = plan.recipe.data.group_by_length and len(evaluation)
+    lengths = lengths_of(evaluation, stage.row_lengths) if by_length else None
     if lengths is not None:
-        evaluation = [evaluation[i] for i in np.argsort(-lengths.max(1), kind="stable")]
+        evaluation = Picked(evaluation, np.argsort(-lengths.max(1), kind="stable"))
     return train, evaluation
 
 
@@ -201,7 +204,7 @@ def _row_lengths(stage: Stage[Any] | None, plan: RunPlan, samples: Sequence[Any]
     if plan.profile.updates:  # they are dealt when they are completed
         return None
     if stage is not None and (by_tokens or plan.recipe.data.group_by_length):
-        lengths = stage.row_lengths(samples)
+        lengths = lengths_of(samples, stage.row_lengths)
         if by_tokens and lengths is None:
             raise UserError(
                 f"train.micro_batch_tokens: the samples of stage {plan.stage.name} are all alike, or it does not tell "

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from llmsuite.data.read import Faults
+from llmsuite.data.faults import Faults
 from llmsuite.errors import UserError
 
 
@@ -25,12 +25,18 @@ class DropCounts:
     places: Sequence[str] = ()
     """File and line of each row that could be read."""
     faults: Faults = dataclasses.field(default_factory=Faults)
+    left_out: set[int] = dataclasses.field(default_factory=set)
+    """Numbers of the rows without a sample, as far as they were told."""
 
-    def drop(self, reason: str) -> None:
+    def drop(self, reason: str, number: int | None = None) -> None:
+        """Count a row that trains nothing: row `number`, counted from 0."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        if number is not None:
+            self.left_out.add(number)
 
     def bad(self, number: int, reason: str) -> None:
         """Row `number`, counted from 0, is faulty. Raises UserError unless such rows are skipped."""
+        self.left_out.add(number)
         self.faults.add(self.places[number] if self.places else f"{self.path}: row {number + 1}", reason)
         self.faults.check()
 

@@ -18,11 +18,10 @@ import numpy as np
 from llmsuite.cache import cache_root
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.control import ControlTokens
 from llmsuite.data.mixture import Mixture, mixed_file
 from llmsuite.data.once import encode_once
+from llmsuite.data.placed import is_large
 from llmsuite.data.read import Rows, read_rows
-from llmsuite.data.rows import texts_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import check_whole, sha256_of
@@ -36,6 +35,7 @@ from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardSpec
 from llmsuite.train.collator import with_collator
 from llmsuite.train.drop_counts import DropCounts
 from llmsuite.train.objective import Batch
+from llmsuite.train.row_samples import held_samples, stored_samples
 from llmsuite.typing import Tensor
 
 __all__ = [
@@ -147,6 +147,9 @@ class Stage(abc.ABC, Generic[S]):
 
     row_kind: ClassVar[str]
     """Type of its rows, such as "preference"; decides which data formats it reads."""
+    row_by_row: ClassVar[bool] = False
+    """Whether the sample of a row depends on that row alone, and `make_samples` tells `DropCounts` the numbers of those
+    it leaves out. Then files may be larger than memory."""
 
     def __init__(self, section: Any, context: StageContext):
         """`section` is the stage's own part of the recipe."""
@@ -267,6 +270,11 @@ class Stage(abc.ABC, Generic[S]):
         are equal, or for a stage that does not define it; then samples are not grouped by length."""
         return None
 
+    def remembered(self, samples: Sequence[S]) -> np.ndarray | None:
+        """[samples, numbers]: what is kept of the samples of a file larger than memory beside their rows, the lengths
+        for all that needs no more."""
+        return self.row_lengths(samples)
+
     @abc.abstractmethod
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Forward pass of one micro-batch: weighted sums, nothing divided."""
@@ -299,18 +307,6 @@ class Stage(abc.ABC, Generic[S]):
         """
         raise AssertionError(f"{type(self).__name__} has `in_programs` in its spec and no method `program_loss`")
 
-    def _warn_of_control_tokens(self, rows: Rows) -> None:
-        """Name the first row whose turns would end early, or begin others, by what they say."""
-        control = ControlTokens(self.context.tokenizer)
-        found = [(place, token) for place, row in zip(rows.places, rows) if (token := control.find(texts_of(row)))]
-        if found:
-            place, token = found[0]
-            more = f", and so have {len(found) - 1} more rows" if len(found) > 1 else ""
-            self.context.report(
-                f"warning: {place}: what a turn says has the control token {token}{more}; it is trained as that token "
-                "and not as text. If it comes from users, take it out of the data"
-            )
-
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[S], Sequence[S]]:
         """The samples for training and for evaluation, of the files `data.train`, `data.mix` and `data.eval`."""
         mix = self.context.recipe.data.mix
@@ -331,11 +327,14 @@ class Stage(abc.ABC, Generic[S]):
 
         Raises UserError with the place of every fault, or when no row is usable.
         """
-        rows = self.read_rows(path)
-        self._warn_of_control_tokens(rows)
-        counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
-        samples = self.make_samples(rows, counts)
+        made = stored_samples if self.row_by_row and is_large(path) else held_samples
+        samples, counts, said = made(self, path)
         self.counts[path] = counts
+        if said is not None:
+            self.context.report(said)
+        if counts.cut:
+            longest = self.context.recipe.data.max_length
+            self.context.report(f"{path}: {counts.cut} rows are cut to data.max_length {longest}")
         counts.check(self.context.report)
         return samples
 

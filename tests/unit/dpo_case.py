@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.formats import BUILTIN
 from llmsuite.data.read import read_rows
@@ -16,8 +18,10 @@ from llmsuite.devices.ops import Ops
 from llmsuite.models.llama.config import SMOKE, LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.schema.recipe import DataSection, ModelSection, Recipe, TrainSection
+from llmsuite.stages.answers import Answer
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
+from llmsuite.stages.reference import KnownLogps
 from llmsuite.stages.sections import DpoSection
 from llmsuite.train.initial_values import initial_values
 from llmsuite.train.stage import DropCounts, StageContext
@@ -62,6 +66,16 @@ def stage(
         report=report,
     )
     return DpoStage(DpoSection(**section), context)
+
+
+class MovedLogps(KnownLogps):
+    """What a reference knows, but for a number of each answer's own around `mean`."""
+
+    def __init__(self, known: KnownLogps, mean: float, answers: Sequence[Answer]):
+        super().__init__()
+        random, keys = np.random.default_rng(1), list(dict.fromkeys(answer.key for answer in answers))
+        assert len(keys) == len(known)
+        self.add({key: value + random.normal(mean) for key, value in zip(keys, known.find(keys).tolist())})
 
 
 def rows(count: int) -> list[Preference]:

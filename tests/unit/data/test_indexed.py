@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from llmsuite.cli.main import main
 from llmsuite.data.documents import Division, read_documents
+from llmsuite.data.faults import OnBadRow
 from llmsuite.data.index import build_corpus, cached_corpus
 from llmsuite.data.indexed import CorpusWriter, IndexedCorpus, index_path, token_dtype
-from llmsuite.data.read import OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.locks import remove_abandoned
@@ -282,7 +282,7 @@ _BUILD = """
 import sys, contextlib
 from pathlib import Path
 from llmsuite.data import index
-from llmsuite.data.read import OnBadRow
+from llmsuite.data.faults import OnBadRow
 from llmsuite.data.tokenizer import TextTokenizer
 real, count = index.build_corpus, []
 def build(*args, **keys):

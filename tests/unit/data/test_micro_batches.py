@@ -16,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.data.loader import BatchSampler, ReadAhead, SampleOrder
+from llmsuite.data.packing import packed as joined
 from llmsuite.data.rows import Unpaired
 from llmsuite.errors import UserError
 from llmsuite.stages.kto import KtoStage
-from llmsuite.stages.language_model import WeightedTokens, collate, pack
+from llmsuite.stages.language_model import WeightedTokens, collate, join
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import KtoSection, RmSection
 from llmsuite.train.stage import DropCounts
@@ -158,7 +159,7 @@ def test_the_ledger_is_the_same_however_it_is_read(
 ) -> None:
     samples = [sample(i, length) for i, length in enumerate(lengths)]
     if packed:
-        samples = pack(samples, 40)
+        samples = list(joined(samples, lambda some: np.array([[s.num_inputs] for s in some]), 40, join)[0])
     if not by_length:
         limit = None
     expected = consumed(samples, range(4), 8, 1, 0, micro=2, by_length=by_length)

@@ -11,16 +11,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.data.packing import best_fit
+from llmsuite.data.packing import best_fit, packed
 from llmsuite.data.read import read_rows
 from llmsuite.devices.ops import Ops
-from llmsuite.stages.language_model import WeightedTokens, collate, pack, weighted_loss
+from llmsuite.stages.language_model import WeightedTokens, collate, join, weighted_loss
 from tests.paths import REAL
 from tests.unit import dpo_case
 from tests.unit.families import FAMILIES
 from tests.unit.stages import test_sft_samples
 
 PAD = 0
+
+
+def pack(samples: Sequence[WeightedTokens], max_length: int) -> Sequence[WeightedTokens]:
+    return packed(samples, lambda some: np.array([[s.num_inputs] for s in some]), max_length, join)[0]
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
@@ -30,14 +34,14 @@ def test_every_sample_is_in_one_pack_and_no_pack_could_take_in_another(lengths: 
     filled = [sum(lengths[i] for i in picked) for picked in packs]
     assert all(0 < tokens <= 40 for tokens in filled)
     assert all(a + b > 40 for a, b in itertools.combinations(filled, 2))
-    assert all(picked == sorted(picked) for picked in packs)
+    assert all(picked.tolist() == sorted(picked) for picked in packs)
 
 
 def test_each_goes_where_it_leaves_the_least_room() -> None:
     # 6 leaves 4, 5 leaves 5; of these 4 fits best to the first, 3 and 2 into the second
-    assert best_fit([3, 6, 2, 5, 4], 10) == [[1, 4], [0, 2, 3]]
-    assert best_fit([], 10) == []
-    assert best_fit([10, 10], 10) == [[0], [1]]
+    assert [pack.tolist() for pack in best_fit([3, 6, 2, 5, 4], 10)] == [[1, 4], [0, 2, 3]]
+    assert list(best_fit([], 10)) == []
+    assert [pack.tolist() for pack in best_fit([10, 10], 10)] == [[0], [1]]
 
 
 weighted = st.lists(st.tuples(st.integers(3, 511), st.sampled_from([0.0, 0.5, 1.0])), min_size=1, max_size=12).map(

@@ -16,6 +16,7 @@ from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
+from llmsuite.stages.reference import KnownLogps
 from llmsuite.train.guard import NonFiniteLoss
 from tests.unit import alone, dpo_case
 
@@ -122,7 +123,7 @@ def test_metrics_of_known_log_ratios(kind: str) -> None:
     # the reference thinks less of the first chosen answer by 1.5, more of the second by 0.5, of the third by 1
     ratios = np.array([[1.5, -0.5, -1.0], [0.5, 0.5, -3.0]])
     keys = np.array([[answer.key for answer in pair.answers] for pair in pairs]).T
-    stage._reference.known = dict(zip(keys.flat, (logps.reshape(2, 3) - ratios).flat))
+    stage._reference.known = KnownLogps(dict(zip(keys.flat, (logps.reshape(2, 3) - ratios).flat)))
     margins = np.array([0.2, -0.2, 0.4])  # 0.2 times (1.5 - 0.5, -0.5 - 0.5, -1 + 3)
     terms = stage.loss(model, stage.collate(pairs))
     assert terms.weight == 3

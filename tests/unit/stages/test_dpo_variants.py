@@ -36,8 +36,9 @@ def made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Dp
     stage = dpo_case.stage(**VARIANTS[name])
     pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
     stage.before_training(dpo_case.model(), pairs)
-    random = np.random.default_rng(1)
-    stage._reference.known = {key: value + random.normal(-0.5) for key, value in stage._reference.known.items()}
+    if stage._reference.known:
+        answers = [answer for pair in pairs for answer in pair.answers]
+        stage._reference.known = dpo_case.MovedLogps(stage._reference.known, -0.5, answers)
     return stage, pairs
 
 
@@ -96,7 +97,7 @@ def test_the_loss_of_a_whole_batch(name: str, tmp_path: Path, monkeypatch: pytes
 
 def test_without_a_reference_nothing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, _ = made("orpo", tmp_path, monkeypatch)
-    assert stage._reference.known == {}
+    assert not stage._reference.known
     assert [path.name for path in tmp_path.iterdir()] == [BUILT]
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from llmsuite.cache import private_cache
 from llmsuite.data.rows import Message, Unpaired
 from llmsuite.stages.answers import Answer, answer_logps
-from llmsuite.stages.kto import KtoStage, LabelledAnswer, unrelated_answers
+from llmsuite.stages.kto import KtoStage, LabelledAnswer, _answers, unrelated_answers
 from llmsuite.stages.sections import KtoSection
 from llmsuite.train.stage import DropCounts
 from tests.unit import alone, dpo_case
@@ -104,8 +104,7 @@ def test_a_step_is_the_published_one_however_it_is_cut(
     monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     stage, samples, _ = made(loss=loss, beta=0.5, desirable_weight=1.5)
     stage.before_training(dpo_case.model(), samples)
-    random = np.random.default_rng(1)
-    stage._reference.known = {key: value + random.normal(-1.0) for key, value in stage._reference.known.items()}
+    stage._reference.known = dpo_case.MovedLogps(stage._reference.known, -1.0, list(_answers(samples)))
 
     def ratios(answers: list[Answer]) -> np.ndarray:
         with paddle.no_grad():
@@ -137,7 +136,6 @@ def test_a_z_of_each_micro_batch_would_be_seen(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     stage, samples, _ = made(beta=0.5)
     stage.before_training(dpo_case.model(), samples)
-    random = np.random.default_rng(1)
-    stage._reference.known = {key: value + random.normal(-1.0) for key, value in stage._reference.known.items()}
+    stage._reference.known = dpo_case.MovedLogps(stage._reference.known, -1.0, list(_answers(samples)))
     alone_each = [step(stage, [sample], [1])[0]["loss"] for sample in samples]
     assert abs(np.mean(alone_each) - step(stage, samples, [5])[0]["loss"]) > 1e-3

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.cache import private_cache
+from llmsuite.data.packing import packed as packed_samples
 from llmsuite.stages.answers import answer_logps, num_tokens
 from llmsuite.stages.dpo import DpoStage
-from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected, pack
+from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected, join
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import DpoSection, RmSection
 from llmsuite.train.supervision import supervised_sequences
@@ -31,6 +32,10 @@ DPO = dpo_case.stage()
 STAGES: dict[str, PairStage] = {"dpo": DPO, "rm": RmStage(RmSection(), DPO.context)}
 
 
+def pack(stage: PairStage, pairs: Sequence[Pair], max_length: int) -> list[Pairs]:
+    return list(packed_samples(pairs, stage.row_lengths, max_length, join)[0])
+
+
 @pytest.mark.parametrize("name", STAGES)
 @settings(max_examples=40)
 @given(some, st.integers(13, 40), st.integers(1, 8))
@@ -39,7 +44,7 @@ def test_every_pair_is_in_one_pack_and_no_row_is_too_long(
 ) -> None:
     stage = STAGES[name]
     stage.context = dataclasses.replace(stage.context, length_multiple=multiple)
-    packs = pack(pairs, stage.row_lengths(pairs), max_length)
+    packs = pack(stage, pairs, max_length)
     found = [pair for sample in packs for pair in sample.pairs]
     assert sorted(map(dataclasses.astuple, found)) == sorted(map(dataclasses.astuple, pairs))
     lengths = stage.row_lengths(packs)
@@ -85,7 +90,7 @@ def gradients(stage: PairStage, batches: Sequence[Sequence[Pair | Pairs]]) -> tu
 def test_packed_or_not_is_the_same_loss_and_the_same_gradients(name: str, pairs: list[Pair], max_length: int) -> None:
     stage = STAGES[name]
     stage.context = dataclasses.replace(stage.context, length_multiple=1)
-    packs = pack(pairs, stage.row_lengths(pairs), max_length)
+    packs = pack(stage, pairs, max_length)
     one_by_one = gradients(stage, [[pair] for pair in pairs])
     for batches in ([pairs], [packs], [[sample] for sample in packs]):
         loss, weight, found = gradients(stage, batches)
@@ -103,7 +108,7 @@ PAIRS = [Pair([5 + i] * i, [40 * i, 7, 2], [9] * (6 - i) + [2]) for i in range(1
 def test_joined_or_not_is_the_same_loss_and_the_same_gradients(name: str) -> None:
     # an answer of one token, and two pairs of one prompt
     pairs = [*PAIRS, Pair([77, 8], [2], [3, 2]), Pair(PAIRS[3].prompt, [31, 32, 2], [33, 2])]
-    packs = pack(pairs, STAGES[name].row_lengths(pairs), 15)
+    packs = pack(STAGES[name], pairs, 15)
     assert len(packs) < len(pairs)
     found = []
     for padding_free in (False, True):
@@ -143,7 +148,7 @@ def test_answers_that_share_a_prompt_are_told_with_their_own(name: str, pairs: l
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_step_with_looks_ahead(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, pairs = made(name, tmp_path, monkeypatch)
-    packs = pack(pairs, stage.row_lengths(pairs), 160)
+    packs = pack(stage, pairs, 160)
     assert len(packs) < len(pairs) - 1
     found = []
     for batches in ([pairs], [packs[:1], packs[1:]]):
@@ -187,7 +192,7 @@ def test_answers_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     stage = dpo_case.stage()
     pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
-    packs = pack(pairs, stage.row_lengths(pairs), 200)
+    packs = pack(stage, pairs, 200)
     model = dpo_case.model()
     stage.before_training(model, packs)
     with paddle.no_grad():

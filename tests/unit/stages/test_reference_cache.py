@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from llmsuite.cache import private_cache
 from llmsuite.errors import UserError
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.schema.degrees import Degrees
+from llmsuite.stages.reference import KnownLogps
 from llmsuite.stages.reference_cache import ReferenceCache, answer_key, complete
 from tests.unit import dpo_case, many
 
@@ -185,7 +187,10 @@ def test_the_stage_computes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         said: list[str] = []
         stage = dpo_case.stage(report=said.append, **keys)
         stage.before_training(dpo_case.model(seed=seed), some)
-        return stage._reference.known, said[-1].removeprefix("reference log-probabilities: ")
+        keys = sorted({answer.key for pair in some for answer in pair.answers})
+        assert len(stage._reference.known) == len(keys)
+        found = dict(zip(keys, stage._reference.known.find(keys).tolist()))
+        return found, said[-1].removeprefix("reference log-probabilities: ")
 
     first, said = fill(1, pairs[:4])
     assert said == "0 cached, 8 computed"
@@ -210,6 +215,37 @@ def test_the_stage_computes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         type(known)(pairs[1].prompt, known.chosen, known.rejected),
     ]
     assert fill(1, changed)[1] == "1 cached, 3 computed"
+
+
+hashes = st.text("0123456789abcdef", min_size=64, max_size=64)
+
+
+@given(st.lists(st.dictionaries(hashes, st.floats(allow_nan=False), max_size=5), max_size=12))
+def test_what_is_known_is_found_again(parts: list[dict[str, float]]) -> None:
+    known, whole = KnownLogps(), dict[str, float]()
+    for part in parts:
+        new = {key: value for key, value in part.items() if key not in whole}
+        known.add(new)
+        whole |= new
+    assert len(known) == len(whole)
+    assert known.find(list(whole)).tolist() == list(whole.values())
+    assert np.isnan(known.find(["0" * 64])).tolist() == ["0" * 64 not in whole]
+    sizes = [len(keys) for keys, _ in known._runs]
+    assert all(2 * b < a for a, b in itertools.pairwise(sizes)), "few runs, however many parts"
+
+
+def test_many_answers_are_computed_a_window_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairs, _ = dpo_case.pairs(dpo_case.stage(), dpo_case.rows(5))
+    found = []
+    for size in (1 << 13, 3):
+        monkeypatch.setattr("llmsuite.stages.reference._AT_ONCE", size)
+        monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path / str(size))))
+        said: list[str] = []
+        stage = dpo_case.stage(report=said.append)
+        stage.before_training(dpo_case.model(), [*pairs, *pairs])
+        assert said[-1] == "reference log-probabilities: 0 cached, 10 computed"
+        found.append(stage._reference.of([answer for pair in pairs for answer in pair.answers]))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["sigmoid", "ipo", "kto_pair"])

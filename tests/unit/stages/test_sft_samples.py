@@ -241,7 +241,7 @@ def test_reasons_to_drop_a_row(stage: SftStage) -> None:
     assert samples(bare, talk("", "a"))[1] == {"with nothing before the first answer (no token would predict it)": 1}
 
 
-def test_long_conversations_are_dropped_or_cut() -> None:
+def test_long_conversations_are_dropped_or_cut(tmp_path: Path) -> None:
     row = talk("Hi?", "Hello.", "And?", "Bye.")
     ((whole,), _) = samples(make_stage(), row)
     length = len(whole.ids)
@@ -249,12 +249,15 @@ def test_long_conversations_are_dropped_or_cut() -> None:
     assert samples(make_stage(max_length=length), row)[1] == {}
     dropped = f"longer than data.max_length {length - 1} (sft.truncate is false)"
     assert samples(make_stage(max_length=length - 1), row)[1] == {dropped: 1}
-    said: list[str] = []
     for kept in range(first + 1, length):
-        ((cut,), _) = samples(make_stage(max_length=kept, truncate=True, report=said.append), row)
+        ((cut,), _) = samples(make_stage(max_length=kept, truncate=True), row)
         assert cut.ids.tolist() == whole.ids[:kept].tolist()
         assert cut.weights.tolist() == whole.weights[:kept].tolist()
-    assert said[-1] == f"rows.jsonl: 1 rows are cut to data.max_length {length - 1}"
+    said: list[str] = []
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"src": ["Hi?", "And?"], "tgt": ["Hello.", "Bye."]}))
+    make_stage(max_length=length - 1, truncate=True, report=said.append).read(path)
+    assert said == [f"{path}: 1 rows are cut to data.max_length {length - 1}", f"{path}: 1 of 1 rows are used"]
     masked = f"with no answer within data.max_length {first}"
     assert samples(make_stage(max_length=first, truncate=True), row)[1] == {masked: 1}
 

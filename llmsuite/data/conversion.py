@@ -1,0 +1,77 @@
+"""Rows as a file has them, converted to what a stage reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from llmsuite.data.columns import renamed
+from llmsuite.data.faults import Faults
+from llmsuite.errors import UserError
+from llmsuite.specs import DataFormat
+
+
+class Conversion:
+    """Converts rows of one kind; the first one decides the format, where none is chosen."""
+
+    def __init__(
+        self, kind: str, name: str, formats: Mapping[str, DataFormat], columns: Mapping[str, str] | None = None
+    ):
+        """
+        Args:
+            kind: the type of rows that the stage needs, such as "preference".
+            name: a format's name, or "auto" to take the first one that matches the first row.
+            formats: the registered formats.
+            columns: what fields a row gets from its columns, see `renamed`; none to take it as it is.
+
+        Raises:
+            UserError: the format gives other rows.
+        """
+        self._kind, self._formats, self._columns = kind, formats, columns or {}
+        self.format: DataFormat | None = None if name == "auto" else formats[name]
+        """None until it is known."""
+        if self.format is not None and self.format.kind != kind:
+            raise UserError(f"data.format: {name} gives {self.format.kind} rows; this stage trains on {kind} rows")
+
+    def convert(self, where: str, raw: Any, fault: str | None, faults: Faults) -> Any:
+        """The row; None for one with a fault, which is recorded in `faults`. Raises UserError when no format fits."""
+        if fault is None and not isinstance(raw, Mapping):
+            fault = f"is a {type(raw).__name__}, not an object"
+        if fault is None:
+            fault = _text_fault(raw)
+        if fault is None:
+            try:
+                raw = renamed(raw, self._columns)
+                self.format = self.format or _recognise(raw, where, self._kind, self._formats)
+                row = self.format.convert(raw)
+                assert row is not None, self.format.name
+                return row
+            except KeyError as error:
+                assert self.format is not None
+                fault = f"has no key {error}; {self.format.name} needs: {self.format.help}"
+            except ValueError as error:
+                fault = str(error)
+        faults.add(where, fault)
+        return None
+
+
+def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[str, DataFormat]) -> DataFormat:
+    fitting = [f for f in formats.values() if f.kind == kind]
+    for candidate in fitting:
+        if candidate.matches(row):
+            return candidate
+    known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
+    hint = ". Where they are called otherwise, say in data.columns which columns they are" if fitting else ""
+    raise UserError(f"{where}: keys {sorted(row)} fit no format with {kind} rows. Known: {known or 'none'}{hint}")
+
+
+def _text_fault(row: Mapping[str, Any]) -> str | None:
+    """The reason why no tokenizer would take a row, though it is JSON; None if there is none."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
+    except RecursionError:
+        return "is nested too deeply"
+    return None
