@@ -1,6 +1,7 @@
 """A run of a recipe made of another suite's file has the losses that the suite's own script had with it.
 
-tests/reference/make_trl_runs.py has run TRL's scripts and written their losses.
+tests/reference/make_trl_runs.py has run TRL's scripts and written their losses, make_suite_runs.py LLaMA-Factory's
+command. The first loss of ms-swift and Axolotl is computed by hand, of the tokens that their templates teach.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.paths import REFERENCE, ROOT
+from tests.reference.loss_by_hand import first_loss
+from tests.reference.make_suite_runs import FILES, MODEL, write_inputs
 from tests.reference.make_trl_runs import COUNT, ROWS
 from tests.reference.tiny_llama_files import write_model, write_rows
 
@@ -37,3 +40,24 @@ def test_losses_of_trl(command: str, runner: Runner, tmp_path: Path) -> None:
     assert ours == pytest.approx(job["losses"], abs=2e-4)
     assert ours[0] == pytest.approx(job["losses"][0], rel=2e-6)
     assert abs(ours[-1] - ours[0]) > 0.2  # it is a run in which something is learnt
+
+
+@pytest.mark.parametrize("suite", FILES)
+def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    text = json.dumps(FILES[suite])
+    for name in (MODEL, "rows/train.jsonl"):
+        text = text.replace(f'"{name}"', f'"{tmp_path / name}"')
+    text = text.replace('"dataset_dir": "rows"', f'"dataset_dir": "{tmp_path / "rows"}"')
+    text = text.replace('"out"', f'"{runner.directory / suite}"')
+    file, recipe = tmp_path / "job.yaml", tmp_path / "recipe.json"
+    file.write_text(text, encoding="utf-8")
+    runner.run("recipe", f"from-{suite}", str(file), "-o", str(recipe))
+    runner.run("run", str(recipe))
+    ours = [record["loss"] for record in runner.metrics(suite)]
+    assert ours[0] == pytest.approx(first_loss(tmp_path / MODEL, tmp_path / "rows/train.jsonl"), rel=1e-6)
+    assert len(ours) == 8
+    if suite == "llamafactory":
+        theirs = json.loads((REFERENCE / "conversions/llamafactory.json").read_text(encoding="utf-8"))
+        assert theirs["arguments"] == FILES[suite]
+        assert ours == pytest.approx(theirs["losses"], rel=2e-6)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -16,17 +16,28 @@ TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 """What the assistant says is between marks. Nothing is behind the end of a turn: TRL would learn it in preferences."""
+LLAMA3 = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+    "{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+)
+"""The template of Llama 3, with nothing behind the end of a turn either."""
+_LLAMA3_TOKENS = {0: "<|end_of_text|>", 1: "<|begin_of_text|>", 2: "<|eot_id|>"}
+"""What the tokens of the tokenizer that end and begin are called there."""
+_FURTHER = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>")
 _HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS = 32, 64, 2, 4, 2
 
 
-def write_model(target: Path, tokenizer: Path) -> None:
-    """Config, weights and tokenizer, as a directory."""
+def write_model(target: Path, tokenizer: Path, like_llama3: bool = False) -> None:
+    """Config, weights and tokenizer, as a directory; `like_llama3` with Llama 3's template and control tokens."""
     target.mkdir(parents=True)
-    shutil.copy(tokenizer / "tokenizer.json", target)
+    vocabulary = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
     words = json.loads((tokenizer / "tokenizer_config.json").read_text(encoding="utf-8"))
     words |= {"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}
+    if like_llama3:
+        words |= _rename(vocabulary)
+    (target / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (target / "tokenizer_config.json").write_text(json.dumps(words), encoding="utf-8")
-    vocabulary = json.loads((tokenizer / "tokenizer.json").read_text(encoding="utf-8"))
     ids = [*vocabulary["model"]["vocab"].values(), *(token["id"] for token in vocabulary["added_tokens"])]
     size, eos = max(ids) + 1, next(t["id"] for t in vocabulary["added_tokens"] if t["content"] == words["eos_token"])
     config = {
@@ -56,6 +67,18 @@ def write_model(target: Path, tokenizer: Path) -> None:
         ):  # fmt: skip
             tensors[f"{at}.{name}.weight"] = drawn(rows, columns)
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+
+
+def _rename(vocabulary: dict[str, Any]) -> dict[str, str]:
+    """Give a tokenizer the control tokens of Llama 3. Returns what its configuration says then."""
+    by_id = {token["id"]: token for token in vocabulary["added_tokens"]}
+    for number, name in _LLAMA3_TOKENS.items():
+        vocabulary["model"]["vocab"][name] = vocabulary["model"]["vocab"].pop(by_id[number]["content"])
+        by_id[number]["content"] = name
+    first = max(vocabulary["model"]["vocab"].values()) + 1
+    vocabulary["added_tokens"] += [{**by_id[0], "id": first + i, "content": name} for i, name in enumerate(_FURTHER)]
+    end, begin, turn = _LLAMA3_TOKENS.values()
+    return {"chat_template": LLAMA3, "bos_token": begin, "eos_token": turn, "pad_token": end, "unk_token": end}
 
 
 def write_rows(target: Path, source: Path, count: int) -> None:
