@@ -1,84 +1,24 @@
 "use strict";
-// The page to chat on. What is on the screen is what the model is sent: a conversation is a list of turns, kept in this
-// browser; a stopped answer stays with what it said, and a question without an answer is dropped by the next one.
+// The page to chat on. What is on the screen is what models are sent: a conversation is a list of turns, kept in this
+// browser. A message is followed by the answers of all models that were asked, side by side. A stopped answer stays with
+// what it said, and a message without an answer is dropped by the next one.
 (() => {
+  const {load, keep, element, act, copy, render} = parts;
   const $ = (id) => document.getElementById(id);
-  const CHATS = "llmsuite.chats", SETTINGS = "llmsuite.settings", MOST_CHATS = 50;
+  const CHATS = "llmsuite.chats", SETTINGS = "llmsuite.settings", MOST_CHATS = 50, MOST_MODELS = 3;
   const FIELDS = ["system", "temperature", "top_p", "tokens", "seed"];
-  let chat, running = null;
-
-  // A browser may refuse to keep anything; then it is kept for as long as the page is open.
-  const memory = new Map();
-  const load = (key, other) => {
-    try { return JSON.parse(localStorage.getItem(key)) ?? memory.get(key) ?? other; } catch { return memory.get(key) ?? other; }
-  };
-  const keep = (key, value) => {
-    memory.set(key, value);
-    try { localStorage.setItem(key, JSON.stringify(value)); } catch { /* it is full or not allowed */ }
-  };
-  const element = (tag, properties = {}, ...children) => {
-    const made = Object.assign(document.createElement(tag), properties);
-    made.append(...children);
-    return made;
-  };
-  const act = (text, does, label = text) => {
-    const made = element("button", {type: "button", textContent: text});
-    if (label !== text) made.setAttribute("aria-label", `${text}: ${label}`);
-    made.addEventListener("click", () => does(made));
-    return made;
-  };
-
-  async function copy(text, button) {
-    const before = button.textContent;
-    const copied = await navigator.clipboard?.writeText(text).then(() => true, () => false) || copyBySelection(text);
-    button.textContent = copied ? "Copied" : "The browser refused";
-    setTimeout(() => { button.textContent = before; }, 1500);
-  }
-
-  // where pages have no clipboard: those of other machines without TLS
-  function copyBySelection(text) {
-    const area = element("textarea", {value: text}), before = document.activeElement;
-    document.body.append(area);
-    area.select();
-    const done = document.execCommand("copy");
-    area.remove();
-    before?.focus();
-    return done;
-  }
-
-  // What models write is Markdown at best and hostile at worst. HTML in it is shown as the text it is, images by their
-  // names; of what Markdown makes, nothing but text, lists, tables, links and code is let through.
-  const escaped = (text) => element("span", {textContent: text}).innerHTML;
-  marked.use({gfm: true, breaks: true, renderer: {html: ({text}) => escaped(text), image: ({text}) => escaped(text)}});
-  DOMPurify.addHook("afterSanitizeAttributes", (node) => {
-    if (node.tagName === "A") { node.setAttribute("target", "_blank"); node.setAttribute("rel", "noopener noreferrer"); }
-  });
-  const SAFE = {USE_PROFILES: {html: true}, FORBID_ATTR: ["style", "id", "name"], ALLOW_DATA_ATTR: false,
-    FORBID_TAGS: ["img", "picture", "video", "audio", "style", "form", "input", "button", "textarea", "select", "map",
-      "area", "dialog"]};
-
-  function render(place, text, whole) {
-    place.innerHTML = DOMPurify.sanitize(marked.parse(text), SAFE);
-    for (const code of place.querySelectorAll("pre > code")) {
-      const language = /language-([\w+#-]+)/.exec(code.className)?.[1];
-      if (language && hljs.getLanguage(language)) {
-        code.innerHTML = hljs.highlight(code.textContent, {language}).value;  // hljs escapes what it is given
-      }
-      if (!whole) continue;
-      const pre = code.parentElement, block = element("div", {className: "block"});
-      pre.tabIndex = 0;
-      pre.replaceWith(block);
-      block.append(pre, act("Copy", (button) => copy(code.textContent, button), "this code"));
-    }
-  }
+  const running = new Map();  // answers that are being given, and what stops them
+  const places = new WeakMap();  // where answers are shown
+  let chat, names = [];
 
   // --- conversations
 
   const began = () => ({id: `${Date.now()}-${Math.random()}`, turns: []});
 
   function save(one) {
-    if (one.turns.length && !one.gone)
-      keep(CHATS, [one, ...load(CHATS, []).filter((each) => each.id !== one.id)].slice(0, MOST_CHATS));
+    const turns = one.turns.filter((turn) => !running.has(turn));
+    if (turns.length && !one.gone)
+      keep(CHATS, [{...one, turns}, ...load(CHATS, []).filter((each) => each.id !== one.id)].slice(0, MOST_CHATS));
     list();
   }
 
@@ -95,7 +35,11 @@
     $("forget").hidden = !chats.length;
     $("conversations").replaceChildren(...chats.map((each) => {
       const title = each.turns[0].content.slice(0, 80);
-      const open = act(title, () => { $("system").value = each.system ?? ""; leave(each); });
+      const open = act(title, () => {
+        $("system").value = each.system ?? "";
+        tick(rounds(each.turns).at(-1).answers.map((answer) => answer.model));
+        leave(each);
+      });
       open.className = "open";
       return element("li", {}, open, act("Delete", () => {
         keep(CHATS, load(CHATS, []).filter((one) => one.id !== each.id));
@@ -107,39 +51,81 @@
 
   // --- turns
 
+  // messages, each with its answers
+  function rounds(turns) {
+    const found = [];
+    for (const turn of turns) {
+      if (turn.role === "user") found.push({asked: turn, answers: []});
+      else found.at(-1).answers.push(turn);
+    }
+    return found;
+  }
+
+  const isAnswer = (turn) => !turn.error || !!turn.content.trim();
+
   function draw() {
-    $("turns").replaceChildren(...chat.turns.map(item));
-    if (!running && chat.turns.at(-1)?.role === "user")
-      $("turns").lastChild.querySelector(".acts").append(act("Try again", answer));
+    const all = rounds(chat.turns), last = all.at(-1);
+    $("turns").replaceChildren(...all.flatMap((round) => {
+      const items = round.answers.map((turn) => answer(turn, round, round === last));
+      return [question(round.asked), ...(items.length ? [element("li", {className: "answers"}, ...items)] : [])];
+    }));
+    if (last && !last.answers.length)  // the page was closed before there was one
+      $("turns").lastChild.querySelector(".acts").append(act("Try again", ask));
+    document.body.classList.toggle("beside", all.some((round) => round.answers.length > 1));
     state();
   }
 
-  function item(turn, index) {
-    const said = element("div", {className: "said"});
-    const made = element("li", {className: turn.role}, said);
-    made.setAttribute("aria-label", turn.role === "user" ? "You" : "The model");
-    if (turn.role === "user") said.textContent = turn.content;
-    else if (turn.content.trim()) render(said, turn.content, true);
-    else said.append(element("em", {className: "muted", textContent: turn.note?.includes("stopped") ?
-      "Stopped before the first word." : "The model ended its answer without a word."}));
-    const acts = [act("Copy", (button) => copy(turn.content, button), turn.role === "user" ? "your message" : "the answer")];
-    if (turn.role === "user") acts.push(act("Edit", () => edit(made, turn, index), "your message"));
-    else acts.push(act("Regenerate", () => { chat.turns.length = index; answer(); }, "the answer"));
-    acts[1].dataset.changes = "yes";
-    if (turn.note) acts.push(element("span", {className: "muted note", textContent: turn.note}));
-    made.append(element("div", {className: "acts"}, ...acts));
-    if (turn.role === "assistant") made.dataset.done = "yes";
+  function question(turn) {
+    const again = act("Edit", () => edit(made, turn), "your message");
+    again.dataset.changes = "yes";
+    const acts = element("div", {className: "acts"}, act("Copy", (button) => copy(turn.content, button), "your message"), again);
+    const made = element("li", {className: "user"}, element("div", {className: "said", textContent: turn.content}), acts);
+    made.setAttribute("aria-label", "You");
     return made;
   }
 
-  function edit(place, turn, index) {
+  function answer(turn, round, isLast) {
+    const said = element("div", {className: "said"}), acts = element("div", {className: "acts"});
+    const made = element("article", {className: "assistant"}, said, acts);
+    const who = names.length > 1 && turn.model || "", whose = who ? `the answer of ${who}` : "the answer";
+    made.setAttribute("aria-label", who || "The model");
+    if (who) made.prepend(element("h2", {textContent: who}));
+    if (turn.content.trim()) render(said, turn.content, !running.has(turn));
+    else if (turn.error) said.textContent = turn.error;
+    else if (!running.has(turn)) said.append(element("em", {className: "muted", textContent: turn.note?.includes("stopped") ?
+      "Stopped before the first word." : "The model ended its answer without a word."}));
+    if (running.has(turn)) {
+      if (round.answers.length > 1) acts.append(act("Stop", () => running.get(turn)?.abort(), whose));
+    } else {
+      const again = act(isAnswer(turn) ? "Regenerate" : "Try again", () => replace(turn, round), whose);
+      if (!isLast) again.dataset.changes = "yes";
+      if (isAnswer(turn)) acts.append(act("Copy", (button) => copy(turn.content, button), whose));
+      acts.append(again);
+      if (turn.note) acts.append(element("span", {className: "muted note", textContent: turn.note}));
+      if (isAnswer(turn)) made.dataset.done = "yes";
+      else made.classList.add("error");
+      if (turn.error && turn.content.trim()) acts.before(element("p", {className: "bad", textContent: turn.error}));
+    }
+    places.set(turn, {made, round, isLast});
+    return made;
+  }
+
+  // an answer has ended: only its own place changes, those beside it go on
+  function ended(turn) {
+    const {made, round, isLast} = places.get(turn), hadFocus = made.contains(document.activeElement);
+    const whole = answer(turn, round, isLast);
+    made.replaceWith(whole);
+    if (hadFocus) whole.querySelector("button").focus();
+  }
+
+  function edit(place, turn) {
     const area = element("textarea", {className: "edit", value: turn.content, rows: 3});
     area.setAttribute("aria-label", "Your message, to be changed");
     const send = () => {
       if (!area.value.trim()) return;
-      chat.turns.length = index;
+      chat.turns.length = chat.turns.indexOf(turn);
       chat.turns.push({role: "user", content: area.value.trim()});
-      answer();
+      ask();
     };
     place.replaceChildren(area, element("div", {className: "acts"}, act("Send again", send), act("Cancel", draw)));
     area.addEventListener("keydown", (event) => {
@@ -151,26 +137,35 @@
 
   // --- answers
 
-  function stop() { running?.abort(); running = null; state(); }
+  function stop() { for (const one of running.values()) one.abort(); }
   function state() {
-    $("send").textContent = running ? "Stop" : "Send";
-    $("turns").setAttribute("aria-busy", String(!!running));
-    for (const button of document.querySelectorAll("[data-changes]")) button.disabled = !!running;
+    $("send").textContent = running.size ? "Stop" : "Send";
+    $("turns").setAttribute("aria-busy", String(running.size > 0));
+    for (const button of document.querySelectorAll("[data-changes]")) button.disabled = running.size > 0;
   }
 
-  function asked() {
+  // What a model reads is its own answers, and the first one that there is where it was not asked. A message that it
+  // could not answer is not there for it.
+  function messages(turns, own) {
+    const system = $("system").value.trim(), found = system ? [{role: "system", content: system}] : [];
+    for (const {asked, answers} of rounds(turns)) {
+      const message = {role: "user", content: asked.content};
+      if (answers.includes(own)) return [...found, message];
+      const read = answers.find((one) => one.model === own.model) ?? answers.find(isAnswer);
+      if (read && isAnswer(read)) found.push(message, {role: "assistant", content: read.content});
+    }
+  }
+
+  function request(turns, own) {
     const number = (id) => $(id).value === "" ? undefined : Number($(id).value);
-    const system = $("system").value.trim();
-    const turns = chat.turns.map(({role, content}) => ({role, content}));
-    return {model: $("which").value || undefined, stream: true, stream_options: {include_usage: true},
-      messages: [...(system ? [{role: "system", content: system}] : []), ...turns],
+    return {model: own.model, stream: true, stream_options: {include_usage: true}, messages: messages(turns, own),
       temperature: number("temperature"), top_p: number("top_p"), max_tokens: number("tokens"), seed: number("seed")};
   }
 
   const headers = () => $("key").value ? {Authorization: `Bearer ${$("key").value}`} : {};
 
-  async function* chunks(signal) {
-    const response = await fetch("v1/chat/completions", {method: "POST", signal, body: JSON.stringify(asked()),
+  async function* chunks(body, signal) {
+    const response = await fetch("v1/chat/completions", {method: "POST", signal, body: JSON.stringify(body),
       headers: {"Content-Type": "application/json", ...headers()}});
     if (!response.ok) throw new Error((await response.json().catch(() => null))?.error?.message ?? `HTTP ${response.status}`);
     const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
@@ -190,23 +185,45 @@
     }
   }
 
-  async function answer() {
+  // ask the models that are ticked to answer the last message
+  function ask() {
     stop();
-    const own = chat, mine = running = new AbortController();
-    own.system = $("system").value;
+    const asked = ticked().map((model) => ({role: "assistant", model, content: ""}));
+    chat.turns.push(...asked);
+    begin(asked);
+  }
+
+  // draw an answer again; what comes after it goes, what is beside it stays
+  function replace(turn, round) {
+    const stays = round.answers.length > 1 || ticked().includes(turn.model);
+    const fresh = {role: "assistant", model: stays ? turn.model : ticked()[0], content: ""};
+    chat.turns.length = chat.turns.indexOf(round.answers.at(-1)) + 1;
+    chat.turns[chat.turns.indexOf(turn)] = fresh;
+    begin([fresh]);
+  }
+
+  function begin(turns) {
+    for (const turn of turns) running.set(turn, new AbortController());
+    chat.system = $("system").value;
     draw();
-    save(own);
-    const said = element("div", {className: "said"}), place = element("li", {className: "assistant"}, said);
-    $("turns").append(place);
+    save(chat);
     follow(true);
-    let text = "", first = 0, last = 0, tokens = 0, reason = "", frame = 0, error = null;
-    const paint = () => { frame = 0; render(said, text, false); follow(); };
+    for (const turn of turns) give(chat, turn);
+  }
+
+  async function give(own, turn) {
+    let first = 0, last = 0, tokens = 0, reason = "", frame = 0;
+    const paint = () => {
+      frame = 0;
+      render(places.get(turn).made.querySelector(".said"), turn.content, false);
+      follow();
+    };
     try {
-      for await (const chunk of chunks(mine.signal)) {
+      for await (const chunk of chunks(request(own.turns, turn), running.get(turn).signal)) {
         if (chunk.usage) tokens = chunk.usage.completion_tokens;
         for (const choice of chunk.choices) {
           if (choice.delta.content) {
-            text += choice.delta.content;
+            turn.content += choice.delta.content;
             last = performance.now();
             first ||= last;
             if (!chunk.usage) tokens += 1;  // until the server counts them
@@ -216,18 +233,15 @@
         frame ||= requestAnimationFrame(paint);
       }
     } catch (problem) {
-      error = problem.name === "AbortError" ? null : problem;
-      reason = error ? "broken off" : "stopped";
+      if (problem.name !== "AbortError") turn.error = problem.message;
+      reason = turn.error ? "broken off" : "stopped";
     }
     cancelAnimationFrame(frame);
-    if (!error || text) own.turns.push({role: "assistant", content: text, note: note(tokens, first, last, reason)});
-    if (running === mine) running = null;
+    if (isAnswer(turn)) turn.note = note(tokens, first, last, reason);
+    running.delete(turn);
     save(own);
-    if (chat === own) {
-      draw();
-      if (error) fail(error);
-      follow();
-    }
+    if (chat === own) { ended(turn); follow(); }
+    state();
   }
 
   function note(tokens, first, last, reason) {
@@ -235,12 +249,6 @@
     const speed = tokens > 1 && seconds > 0 ? `, ${((tokens - 1) / seconds).toFixed(1)} tokens/s` : "";
     const why = {length: "; the limit of tokens is reached", stopped: "; stopped", "broken off": "; broken off"}[reason] ?? "";
     return `${tokens} token${tokens === 1 ? "" : "s"}${speed}${why}`;
-  }
-
-  function fail(error) {
-    const made = element("li", {className: "error"}, element("div", {className: "said", textContent: error.message}));
-    $("turns").append(made);
-    follow(true);
   }
 
   // keep the end in sight, unless somebody has scrolled up to read
@@ -253,35 +261,66 @@
 
   $("form").addEventListener("submit", (event) => {
     event.preventDefault();
-    if (running) { stop(); return; }
+    if (running.size) { stop(); return; }
     const text = $("text").value.trim();
     if (!text) return;
     $("text").value = "";
-    if (chat.turns.at(-1)?.role === "user") chat.turns.pop();  // it got no answer
+    const last = rounds(chat.turns).at(-1);
+    if (last && !last.answers.some(isAnswer)) chat.turns.length = chat.turns.indexOf(last.asked);
     chat.turns.push({role: "user", content: text});
-    answer();
+    ask();
   });
   $("text").addEventListener("keydown", (event) => {
     if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); $("form").requestSubmit(); }
   });
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && running) stop(); });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") stop(); });
   $("new").addEventListener("click", () => { leave(began()); $("text").focus(); });
   $("forget").addEventListener("click", () => { keep(CHATS, []); leave(began(), true); list(); });
-  for (const id of FIELDS)
-    $(id).addEventListener("change", () => keep(SETTINGS, Object.fromEntries(FIELDS.map((each) => [each, $(each).value]))));
+  for (const id of FIELDS) $(id).addEventListener("change", keepSettings);
   $("key").addEventListener("change", models);
+  $("which").addEventListener("change", (event) => {
+    if (!boxes().some((box) => box.checked)) event.target.checked = true;  // somebody has to answer
+    told();
+    keepSettings();
+  });
 
-  // the models served here, where there is more than one
+  function keepSettings() {
+    keep(SETTINGS, {...Object.fromEntries(FIELDS.map((each) => [each, $(each).value])), models: ticked()});
+  }
+
+  // --- the models served here, where there is more than one
+
+  const boxes = () => [...$("which").querySelectorAll("input")];
+  const ticked = () => names.length ? boxes().filter((box) => box.checked).map((box) => box.value) : [undefined];
+
+  // tick those of these models that are served; without any everything stays
+  function tick(wanted) {
+    const served = names.filter((name) => wanted.includes(name)).slice(0, MOST_MODELS);
+    if (!served.length) return;
+    for (const box of boxes()) box.checked = served.includes(box.value);
+    told();
+  }
+
+  function told() {
+    const now = ticked();
+    for (const box of boxes()) box.disabled = !box.checked && now.length === MOST_MODELS;
+    $("models").querySelector("summary").textContent = `Model${now.length > 1 ? "s" : ""}: ${now.join(", ")}`;
+  }
+
   async function models() {
     const health = await fetch("healthz").then((r) => r.json()).catch(() => null);
     if (health) $("model").textContent = document.title = health.model;
-    const answer = await fetch("v1/models", {headers: headers()}).catch(() => null);
-    if (!answer?.ok) return;
-    const names = (await answer.json()).data.map((model) => model.id);
+    const response = await fetch("v1/models", {headers: headers()}).catch(() => null);
+    if (!response?.ok) return;
+    const served = (await response.json()).data.map((model) => model.id);
+    if (served.join() === names.join()) return;
+    const before = names.length ? ticked() : load(SETTINGS, {}).models ?? [];
+    names = served;
     $("models").hidden = names.length < 2;
-    const before = $("which").value;
-    $("which").replaceChildren(...names.map((name) => element("option", {value: name, textContent: name})));
-    if (names.includes(before)) $("which").value = before;
+    $("which").replaceChildren(...names.map((name) =>
+      element("label", {}, element("input", {type: "checkbox", value: name}), ` ${name}`)));
+    tick(names.slice(0, 1));
+    tick(before);
   }
 
   const settings = load(SETTINGS, {});

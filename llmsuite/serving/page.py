@@ -14,4 +14,5 @@ _HERE = Path(__file__).parent
 def chat_page() -> Document:
     """The page. It asks the server that it comes from, by OpenAI's API."""
     libraries = [vendored(f"{name}.js") for name in ("marked", "dompurify", "highlight")]
-    return make_document(_HERE / "page.html", [_HERE / "page.css"], [*libraries, _HERE / "page.js"])
+    scripts = [_HERE / "page_parts.js", _HERE / "page.js"]
+    return make_document(_HERE / "page.html", [_HERE / "page.css"], [*libraries, *scripts])

@@ -2,70 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmsuite.serving.page import chat_page
-from llmsuite.web.local import LocalHandler, LocalServer
-from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view, waiting
+from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view
+from tests.tools.chat import press, said, say, scripted_page, talk, tick, wait
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
-MARKDOWN = """Here is **how**, with `x = 1`:
-
-```python
-def double(x):  # twice
-    return 2 * x
-```
-
-| a | b |
-|---|---|
-| 1 | 2 |
-
-<img src=x onerror="document.title='owned'"><script>document.title='owned'</script>
-[a link](javascript:document.title='owned') and [another](https://example.com) ![picture](https://example.com/x.png)
-<form action="https://example.com"><input name="password"></form><p style="position:fixed" id="send">end</p>
-"""
-
-
-class Scripted(LocalHandler):
-    """A chat server: echoes, and knows the words "markdown", "nothing", "slowly" and "fail"."""
-
-    asked: list[dict[str, Any]]
-
-    def do_GET(self) -> None:
-        if self.path == "/":
-            self.answer(chat_page().html, Content_Security_Policy=chat_page().policy)
-        elif self.path == "/healthz":
-            self.answer(json.dumps({"status": "ok", "model": "scripted"}), "application/json")
-        else:
-            self.answer(json.dumps({"data": [{"id": "scripted"}, {"id": "other"}]}), "application/json")
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.asked.append(body)
-        said = body["messages"][-1]["content"]
-        if said == "fail":
-            self.answer(json.dumps({"error": {"message": "max_tokens: at most 64"}}), "application/json", 400)
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.end_headers()
-        words = {"markdown": MARKDOWN, "nothing": "", "slowly": "word " * 600}.get(said, f"You said: {said}")
-        for part in words.splitlines(keepends=True) if said == "markdown" else words.split(" "):
-            self.event({"choices": [{"delta": {"content": part + ("" if said == "markdown" else " ")}}]})
-            time.sleep(0.02)
-        self.event({"choices": [{"delta": {}, "finish_reason": "stop"}]})
-        self.event({"choices": [], "usage": {"completion_tokens": len(words.split())}})
-        self.wfile.write(b"data: [DONE]\n\n")
-
-    def event(self, chunk: dict[str, Any]) -> None:
-        self.wfile.write(f"data: {json.dumps(chunk)}\n\n".encode())
 
 
 @pytest.fixture(scope="module")
@@ -76,41 +22,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any) -> Iterator[Any]:
-    """The page in the browser, with nothing kept; `page.asked` is what its server was asked."""
-    handler = type("Handler", (Scripted,), {"asked": []})
-    server = LocalServer(0, handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    view(browser, 1440, "light")
-    browser.get(f"http://127.0.0.1:{server.server_port}/")
-    browser.asked = handler.asked
-    yield browser
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def say(page: Any, text: str) -> None:
-    page.find_element("id", "text").send_keys(text + "\n")
-
-
-def wait(page: Any, done: Any) -> None:
-    waiting(page).until(done)
-
-
-def talk(page: Any, text: str) -> None:
-    """Say something and wait for the end of the answer."""
-    count = len(page.find_elements("css selector", "li[data-done]"))
-    say(page, text)
-    wait(page, lambda b: len(b.find_elements("css selector", "li[data-done]")) == count + 1)
-
-
-def said(page: Any) -> list[str]:
-    return [place.text for place in page.find_elements("css selector", "#turns .said")]
-
-
-def press(page: Any, name: str, number: int = -1) -> None:
-    page.find_elements("xpath", f"//ol[@id='turns']//button[normalize-space()='{name}']")[number].click()
+    with scripted_page(browser) as shown:
+        yield shown
 
 
 @pytest.mark.parametrize(("width", "scheme"), VIEWS)
@@ -119,9 +32,13 @@ def test_it_can_be_read_and_used_everywhere(page: Any, tmp_path: Path, width: in
     talk(page, "markdown")
     talk(page, "nothing")
     say(page, "fail")
-    wait(page, lambda b: b.find_elements("css selector", "li.error"))
+    wait(page, lambda b: b.find_elements("css selector", ".error"))
+    tick(page, "scripted", "other", "third")
+    say(page, "split")
+    wait(page, lambda b: len(b.find_elements("css selector", ".error")) == 1)
+    wait(page, lambda b: len(b.find_elements("css selector", "[data-done]")) == 4)
     assert any("400" in line for line in severe(page)), "the refused request, which the browser tells"
-    for summary in page.find_elements("css selector", "summary"):
+    for summary in page.find_elements("css selector", "details:not([open]) summary"):
         summary.click()
     page.execute_script("document.activeElement.blur(); scrollTo(0, 0)")
     assert faults(page) == []
@@ -130,7 +47,7 @@ def test_it_can_be_read_and_used_everywhere(page: Any, tmp_path: Path, width: in
 
 def test_markdown_is_shown_and_nothing_of_it_acts(page: Any) -> None:
     talk(page, "markdown")
-    answer = page.find_element("css selector", "li.assistant .said")
+    answer = page.find_element("css selector", ".assistant .said")
     assert answer.find_element("css selector", "strong").text == "how"
     assert answer.find_element("css selector", "pre .hljs-keyword").text == "def"
     assert len(answer.find_elements("css selector", "td")) == 2
@@ -158,7 +75,7 @@ def test_settings_are_sent_and_kept(page: Any) -> None:
         element.clear()
         element.send_keys(value)
     page.find_element("id", "key").send_keys("secret")
-    page.find_element("css selector", "#which option[value=other]").click()
+    tick(page, "other")
     talk(page, "Hello")
     asked = page.asked[-1]
     assert asked["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
@@ -174,7 +91,7 @@ def test_a_stopped_answer_stays_in_the_conversation(page: Any) -> None:
     say(page, "slowly")
     wait(page, lambda b: len(b.find_elements("css selector", ".said")) == 2 and said(b)[1].count("word") > 3)
     page.find_element("id", "send").click()
-    wait(page, lambda b: b.find_elements("css selector", "li[data-done]"))
+    wait(page, lambda b: b.find_elements("css selector", "[data-done]"))
     kept = said(page)[1]
     assert "stopped" in page.find_element("css selector", ".note").text
     talk(page, "And now?")
@@ -192,11 +109,11 @@ def test_an_answer_without_a_word_says_so(page: Any) -> None:
 
 def test_what_fails_is_told_and_tried_again(page: Any) -> None:
     say(page, "fail")
-    wait(page, lambda b: b.find_elements("css selector", "li.error"))
+    wait(page, lambda b: b.find_elements("css selector", ".error"))
     assert said(page) == ["fail", "max_tokens: at most 64"]
     press(page, "Try again")
     wait(page, lambda b: len(b.asked) == 2)
-    wait(page, lambda b: b.find_elements("css selector", "li.error"))
+    wait(page, lambda b: b.find_elements("css selector", ".error"))
     talk(page, "better")
     assert page.asked[-1]["messages"] == [{"role": "user", "content": "better"}], "what had no answer is gone"
     assert said(page) == ["better", "You said: better"]
@@ -208,13 +125,13 @@ def test_answers_are_drawn_again_and_messages_changed(page: Any) -> None:
     talk(page, "two")
     press(page, "Regenerate", 0)
     wait(page, lambda b: len(b.asked) == 3)
-    wait(page, lambda b: len(b.find_elements("css selector", "li[data-done]")) == 1)
+    wait(page, lambda b: len(b.find_elements("css selector", "[data-done]")) == 1)
     assert page.asked[-1]["messages"] == [{"role": "user", "content": "one"}]
     press(page, "Edit", 0)
     area = page.find_element("css selector", ".edit")
     area.clear()
     area.send_keys("three\n")
-    wait(page, lambda b: len(b.asked) == 4 and b.find_elements("css selector", "li[data-done]"))
+    wait(page, lambda b: len(b.asked) == 4 and b.find_elements("css selector", "[data-done]"))
     assert said(page) == ["three", "You said: three"]
 
 

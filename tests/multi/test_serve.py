@@ -312,8 +312,8 @@ def test_the_chat_page_shows_what_the_api_answers(server: Server, tmp_path: Path
         wait.until(lambda b: b.find_element("id", "model").text == "tiny")
         # without the key, the server's own words are shown
         browser.find_element("id", "text").send_keys("Hello there\n")
-        wait.until(lambda b: b.find_elements("css selector", "li.error"))
-        assert "API key" in browser.find_element("css selector", "li.error").text
+        wait.until(lambda b: b.find_elements("css selector", ".error"))
+        assert "API key" in browser.find_element("css selector", ".error").text
         browser.find_element("css selector", "#settings summary").click()
         for field, value in (("key", KEY), ("temperature", "0"), ("tokens", "12")):
             element = browser.find_element("id", field)
@@ -322,7 +322,7 @@ def test_the_chat_page_shows_what_the_api_answers(server: Server, tmp_path: Path
         browser.find_element("id", "new").click()
         for number, text in enumerate(("Hello there", "<b>And</b> now?"), 1):
             browser.find_element("id", "text").send_keys(text + "\n")
-            wait.until(lambda b, n=number: len(b.find_elements("css selector", "li.assistant[data-done]")) == n)
+            wait.until(lambda b, n=number: len(b.find_elements("css selector", ".assistant[data-done]")) == n)
         turns = browser.execute_script("return JSON.parse(localStorage['llmsuite.chats'])[0].turns")
         ask: Any = [{key: turn[key] for key in ("role", "content")} for turn in turns]
         assert [turn["content"] for turn in ask[::2]] == ["Hello there", "<b>And</b> now?"]

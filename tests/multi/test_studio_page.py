@@ -115,6 +115,6 @@ def test_from_a_recipe_to_a_model_that_talks(browser: Any, address: str, runner:
     assert browser.find_element("css selector", "[data-card=Stage] .value").text == "lora"
     browser.get(chat)
     browser.find_element("id", "text").send_keys("What is 1 plus 1?\n")
-    wait(browser, 120, lambda b: b.find_elements("css selector", "li.assistant[data-done]"))
+    wait(browser, 120, lambda b: b.find_elements("css selector", ".assistant[data-done]"))
     assert re.match(r"\d+ tokens", browser.find_element("css selector", ".note").text)
     assert severe(browser) == []
