@@ -118,12 +118,12 @@ class TextTokenizer:
                 return [list(e.ids) for e in self._fast.encode_batch(list(texts), add_special_tokens=False)]
         return [self.encode(text) for text in texts]
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, without special tokens."""
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ids."""
         if self._fast:
             with self._panics():
-                return str(self._fast.decode(list(ids), skip_special_tokens=True))
-        return str(self._paddlenlp.decode(list(ids), skip_special_tokens=True))
+                return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
+        return str(self._paddlenlp.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Text of each token by itself, special ones too; tokens that are no whole character as in the vocabulary."""

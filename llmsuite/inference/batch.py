@@ -56,6 +56,8 @@ class Line:
         self.prompt, self.sampling, self.stop_ids, self.text = list(prompt), sampling, stop_ids, text
         self.ids: list[int] = []
         self.logprobs: list[TokenLogprob] = []
+        self.ending: TokenLogprob | None = None
+        """The token that ended it, where log-probabilities are kept."""
         self.finished: FinishReason | None = None if sampling.max_new_tokens else "length"
         self.error: Exception | None = None
         """Why it cannot go on."""
@@ -79,6 +81,8 @@ class Line:
         """Append the chosen token; returns the text that became certain."""
         if token in self.stop_ids:
             self.finished = "stop"
+            if self.sampling.num_logprobs is not None:
+                self.ending = token_logprob(token, logits, self.sampling.num_logprobs)
             return self.text.finish() if self.text else ""
         self.ids.append(token)
         if self._guide is not None:
@@ -97,7 +101,10 @@ class Line:
 def token_logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
     """The log-probability of a token by logits [V], with so many of the most likely ones."""
     values = log_softmax(logits)
-    best = np.argsort(-values, kind="stable")[:count]
+    # sorting a whole vocabulary takes far longer than finding those that may be among the first
+    likely = np.flatnonzero(values >= np.partition(values, -count)[-count]) if 0 < count < len(values) else None
+    order = np.argsort(-values if likely is None else -values[likely], kind="stable")[:count]
+    best = order if likely is None else likely[order]
     return TokenLogprob(token, float(values[token]), tuple((int(i), float(values[i])) for i in best))
 
 

@@ -37,6 +37,14 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return self._generator.tokenizer.eos_id
 
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context: as of the harness's own models, the beginning of a sequence, or
+        the end of one where the tokenizer has no token for that."""
+        tokenizer = self._generator.tokenizer
+        begin = tokenizer.special_tokens.get("bos_token")
+        return tokenizer.token_id(begin) if begin else tokenizer.eos_id
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Ids of a text; special tokens are only those written out in it."""
         return self._generator.tokenizer.encode(string)

@@ -52,6 +52,11 @@ class Prompter:
         if template is not None:
             self._template = load_template(template, tokenizer.directory, tokenizer.special_tokens)
 
+    @property
+    def template_source(self) -> str | None:
+        """The chat template, in Jinja; None for plain text."""
+        return self._template.source if self._template is not None else None
+
     def text(self, text: str) -> Prompt:
         """A user's turn, or without a template the text itself."""
         if self._template is not None:

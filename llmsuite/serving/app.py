@@ -12,7 +12,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
 from llmsuite.inference.batch import Line
-from llmsuite.serving import embeddings, protocol, responses, training
+from llmsuite.serving import embeddings, protocol, responses, tokens, training
 from llmsuite.serving.events import EventStream
 from llmsuite.serving.limits import BodyLimits, KnownHosts
 from llmsuite.serving.page import chat_page
@@ -29,6 +29,7 @@ _PATHS = (
     "/v1/chat/completions",
     responses.PATH,
     embeddings.PATH,
+    *tokens.PATHS,
     *training.PATHS,
 )
 
@@ -43,7 +44,7 @@ def make_app(
 
     Args:
         service: answers.
-        api_key: everything under /v1 and the metrics ask for it.
+        api_key: everything under /v1, the tokenizer and the metrics ask for it.
         weights: can be replaced by a trainer, which is answered too.
         hosts: names of this server; requests to any other name are refused. None for no check.
     """
@@ -67,6 +68,7 @@ def make_app(
     _add_api(app, service, weights)
     responses.add_api(app, service)
     embeddings.add_api(app, service)
+    tokens.add_api(app, service)
     _add_pages(app, service)
     return app
 
@@ -77,7 +79,7 @@ def _guard(app: FastAPI, service: Service, api_key: str | None) -> None:
     @app.middleware("http")
     async def guard(request: Request, proceed: Any) -> Response:
         path = request.url.path
-        if api_key is not None and (path.startswith("/v1") or path == "/metrics"):
+        if api_key is not None and (path.startswith("/v1") or path in ("/metrics", *tokens.PATHS)):
             given = request.headers.get("authorization", "")
             if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
                 service.metrics.requests.labels("refused", "401").inc()
@@ -156,10 +158,11 @@ async def _answer(
         one["text"] = text + one["text"]
     given = service.chosen(asked, job, num_prompts)
     for number, of_prompt in enumerate(await service.prompt_logprobs(asked, job, num_prompts)):
-        both = of_prompt + given[number].logprobs
-        choices[number]["logprobs"] = protocol.echoed_logprobs(
-            given[number].prompt[0], both, service.generator.tokenizer
-        )
+        answer = given[number]
+        # with the token that ended the answer: harnesses take off one, of an answer of one token
+        ending = [answer.ending] if answer.ending is not None else []
+        both = of_prompt + answer.logprobs + ending
+        choices[number]["logprobs"] = protocol.echoed_logprobs(answer.prompt[0], both, service.generator.tokenizer)
     head = protocol.envelope(name, asked.model or service.name)
     return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
 

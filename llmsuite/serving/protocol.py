@@ -6,6 +6,7 @@ such as who asks or what is kept of it, are accepted: see `Request`.
 
 from __future__ import annotations
 
+import itertools
 import json
 import secrets
 import time
@@ -20,6 +21,9 @@ from llmsuite.inference.batch import Line, TokenLogprob
 from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERATURE, MIN_REPETITION, Sampling
 
 MAX_ANSWERS = 16
+"""To one prompt."""
+MAX_LINES = 128
+"""Answers to all prompts of a request."""
 _MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _MAX_TOOLS = 128
@@ -212,6 +216,8 @@ class CompletionRequest(Request):
     """POST /v1/completions."""
 
     prompt: str | list[str] | list[_Id] | list[list[_Id]]
+    max_tokens: _Count | None = None
+    """0, with `echo`, for the prompt alone."""
     logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
@@ -272,7 +278,7 @@ def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin:
 def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
     """Log-probabilities of a choice of a completion, from token `begin` on."""
     texts = [tokenizer.decode([t.token]) for t in kept]
-    offsets = [sum(map(len, texts[:i])) for i in range(len(texts))]
+    offsets = list(itertools.accumulate(map(len, texts), initial=0))[:-1]
     top = [{tokenizer.decode([other]): value for other, value in t.top} for t in kept[begin:]]
     logprobs = [t.logprob for t in kept[begin:]]
     return {"tokens": texts[begin:], "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets[begin:]}

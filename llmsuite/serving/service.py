@@ -63,11 +63,13 @@ class Job:
 
             return on_token
 
-        scheduler.submit(lines, [listener(number) for number in range(len(lines))])
+        begun = [number for number, line in enumerate(lines) if line.finished is None]  # all, or none of no tokens
+        self._num_open = len(begun)
+        scheduler.submit([lines[number] for number in begun], [listener(number) for number in begun])
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The pieces of all answers, until each has ended. Raises HTTPException when one cannot."""
-        num_open = len(self.lines)
+        num_open = self._num_open
         try:
             while num_open:
                 left = self._deadline - time.monotonic()
@@ -139,22 +141,13 @@ class Service:
                 raise UserError("top_logprobs: only with logprobs: true")
         else:
             prompts, num_logprobs = self._prompts(asked.prompt), asked.logprobs
-            wanted = wanted or 16  # as OpenAI has it
-            if asked.logprobs is not None and asked.echo and asked.stream:
-                raise UserError("echo: not with logprobs in a stream")
-            if asked.logprobs is not None and asked.echo and not hasattr(self.generator.decoder, "prompt_logits"):
-                raise UserError(
-                    "echo: not with logprobs and --engine static, whose programs give those of answers only"
-                )
-            if asked.stream and (asked.best_of or 1) > (asked.n or 1):
-                raise UserError("best_of: not with stream, as the best answer is known at the end only")
-            if asked.best_of is not None and asked.best_of < (asked.n or 1):
-                raise UserError(f"best_of: is {asked.best_of}; it has to be at least n, {asked.n}")
+            self._check_completion(asked)
+            wanted = 16 if wanted is None else wanted  # as OpenAI has it
             if asked.num_drawn > (asked.n or 1):
                 num_logprobs = num_logprobs or 0
         count = asked.num_drawn
-        if len(prompts) * count > protocol.MAX_ANSWERS:
-            raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_ANSWERS} a request")
+        if len(prompts) * count > protocol.MAX_LINES:
+            raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_LINES} a request")
         self._check_biases(asked)
         guide = self._guide(asked)
         adapter = [asked.model] if asked.model in self.adapters else []
@@ -163,10 +156,23 @@ class Service:
             room = max(1, min(self.limits.max_new_tokens, self.generator.decoder.max_length - len(prompt)))
             if wanted is not None and wanted > self.limits.max_new_tokens:
                 raise UserError(f"max_tokens: is {wanted}; this server gives at most {self.limits.max_new_tokens}")
-            sampling = asked.sampling(wanted or room, num_logprobs)
+            sampling = asked.sampling(room if wanted is None else wanted, num_logprobs)
             guides = [guide.copy() if guide is not None else None for _ in range(count)]
             lines += [self.generator.line(prompt, sampling, number, own, *adapter) for number, own in enumerate(guides)]
         return lines, len(prompts)
+
+    def _check_completion(self, asked: CompletionRequest) -> None:
+        """Raises UserError for values that contradict each other, or that this model has no answer to."""
+        if asked.max_tokens == 0 and (asked.stream or not asked.echo):
+            raise UserError("max_tokens: 0 is for prompts that are echoed, and not with stream")
+        if asked.logprobs is not None and asked.echo and asked.stream:
+            raise UserError("echo: not with logprobs in a stream")
+        if asked.logprobs is not None and asked.echo and not hasattr(self.generator.decoder, "prompt_logits"):
+            raise UserError("echo: not with logprobs and --engine static, whose programs give those of answers only")
+        if asked.stream and (asked.best_of or 1) > (asked.n or 1):
+            raise UserError("best_of: not with stream, as the best answer is known at the end only")
+        if asked.best_of is not None and asked.best_of < (asked.n or 1):
+            raise UserError(f"best_of: is {asked.best_of}; it has to be at least n, {asked.n}")
 
     def _guide(self, asked: ChatRequest | CompletionRequest) -> Guide | None:
         """The grammar that answers have to follow. Raises UserError."""

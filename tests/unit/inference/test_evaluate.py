@@ -182,6 +182,8 @@ def test_the_harness_gets_greedy_answers_and_rolling_sums(directory: Path, model
     assert short == [text[: text.index(text[3:5])]]
     ids = tokenizer.encode("One two three")
     (rolling,) = harness.loglikelihood_rolling([ask("loglikelihood_rolling", "One two three")])
-    assert rolling == pytest.approx(sum(alone(model, [tokenizer.eos_id, *ids])), rel=1e-5)
+    assert rolling == pytest.approx(
+        sum(alone(model, [tokenizer.token_id(tokenizer.special_tokens["bos_token"]), *ids])), rel=1e-5
+    )
     greedy = [((""), tokenizer.encode("Once"), answer), ("", tokenizer.encode("Once"), [*answer[:-1], 5])]
     assert [is_greedy for _, is_greedy in harness._loglikelihood_tokens(greedy)] == [True, False]

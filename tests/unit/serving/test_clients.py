@@ -130,6 +130,7 @@ def test_the_best_of_several_is_given(client: openai.OpenAI) -> None:
     assert [choice.index for choice in best.choices] == [0, 1, 2, 3]
     assert best.choices[0].logprobs is None
     assert best.usage == every.usage
-    for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 16}):
-        with pytest.raises(openai.BadRequestError, match=r"best_of: |more than 16"):
-            client.completions.create(**TEXT, **wrong)
+    many = ["a"] * 9
+    for wrong in ({"n": 3, "best_of": 2}, {"best_of": 2, "stream": True}, {"best_of": 16, "prompt": many}):
+        with pytest.raises(openai.BadRequestError, match=r"best_of: |144 answers are more than 128"):
+            client.completions.create(**{**TEXT, **wrong})
