@@ -92,6 +92,11 @@ class DeviceBackend(abc.ABC):
         module = importlib.import_module(self.kernel_module) if table else None
         return Ops(**{field: getattr(module, function) for field, function in table.items()})
 
+    def stores_as_trained(self, precision: str) -> bool:
+        """Whether what draws for a model that is trained in a precision has matrices in bf16: the training rounds the
+        inputs of products, and a kernel for stored matrices computes as that does. Imports no Paddle."""
+        return {"matmul", "stored_product"} <= self.kernels(precision).keys()
+
     def padding_free(self, precision: str) -> bool:
         """Whether its attention skips what a token does not see of its row: then the sequences of a batch cost less as
         documents of one row than as rows with padding, and answers may share a prompt, see `ops.document_spans`.

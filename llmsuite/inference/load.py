@@ -173,7 +173,6 @@ def build_model(
 
     from llmsuite.checkpoint.prefix_dir import Prefixes
     from llmsuite.checkpoint.reft_dir import Interventions
-    from llmsuite.devices.ops import matmul
     from llmsuite.inference.next_logits import uncovered
     from llmsuite.inference.stages import keep_stage
     from llmsuite.inference.stored import store, store_rounding
@@ -199,7 +198,7 @@ def build_model(
         read = pad_values(read, parameter_shapes(family, config))
     ops = backend.ops(precision)
     if stored == AS_TRAINED:
-        if ops.matmul is not matmul and ops.stored_product is not None and uncovered(model) is None:
+        if backend.stores_as_trained(precision) and uncovered(model) is None:
             store_rounding(model, read, ops)
     elif stored is not None:
         if ops.stored_product is None:

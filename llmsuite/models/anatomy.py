@@ -97,6 +97,14 @@ class LayerAnatomy:
         """Whether `to_static` compiles the module of a parameter of this layer, given by its full name."""
         return not isinstance(self.mlp, MoE) or any(f".{module}." in parameter for module in ATTENTION_MODULES)
 
+    @property
+    def is_plain(self) -> bool:
+        """See `Anatomy.is_plain`."""
+        attention, mlp = self.attention, self.mlp
+        has_plain_mlp = isinstance(mlp, GatedMLP) and not mlp.biased
+        has_plain_attention = isinstance(attention, GroupedQuery) and attention.rotary and not attention.output_biased
+        return self.norm == "rms" and has_plain_attention and has_plain_mlp
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Anatomy:
@@ -108,3 +116,9 @@ class Anatomy:
     norm: Literal["rms", "layer"] = "rms"
     learned_positions: bool = False
     """Whether positions are embedded, not rotated."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its layers are those of `models.blocks`, and no more than queries, keys and values have biases: such
+        a decoder one kernel takes a token through (`inference.next_logits.uncovered`)."""
+        return self.norm == "rms" and not self.learned_positions and all(layer.is_plain for layer in self.layers)

@@ -253,7 +253,7 @@ def _memory_of_rank(
         buffers=buffers,
         update=_update_bytes(held, plan.recipe.train.optimizer, offloads),
         host=masters + moments if offloads else 0.0,
-        decoder=decoder_bytes(layout, mesh),
+        decoder=decoder_bytes(layout, anatomy, mesh),
         reward=reward_bytes(plan, mesh),
         reference=reference_bytes(plan, held),
         cache=cache_bytes(layout, anatomy, mesh),

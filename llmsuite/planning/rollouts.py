@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from llmsuite.models.anatomy import Anatomy, GroupedQuery
+from llmsuite.models.anatomy import Anatomy, GatedMLP, GroupedQuery, LayerAnatomy
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
@@ -18,15 +18,22 @@ from llmsuite.recipe.shape import local_weights
 
 _COPIES = 2
 """The cache is copied where completions join it or leave it."""
+_STORED_BYTES, _TILE = 2, 32
+"""Bytes of a number of a stored matrix, and outputs of a tile of it: those of `inference.packing` for bfloat16."""
 
 
-def decoder_bytes(layout: Layout, mesh: Mesh) -> float:
+def decoder_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
     """The weights for generation, whole on each rank that reads data; 0 for a stage that generates nothing, or where
     servers draw."""
     plan = layout.plan
     if not mesh.reads_data or not (_draws_here(plan) or _answers(plan)):
         return 0.0
-    return _weight_bytes(layout)
+    return _weight_bytes(layout, anatomy)
+
+
+def stores_matrices(plan: RunPlan, anatomy: Anatomy) -> bool:
+    """Whether what draws on a rank has its matrices in bfloat16, see `AS_TRAINED` in `inference.load`."""
+    return plan.device.factory().stores_as_trained(plan.recipe.engine.precision) and anatomy.is_plain
 
 
 def reward_bytes(plan: RunPlan, mesh: Mesh) -> float:
@@ -36,9 +43,33 @@ def reward_bytes(plan: RunPlan, mesh: Mesh) -> float:
     return float(_reward_values(plan.recipe) * element_bytes(plan))
 
 
-def _weight_bytes(layout: Layout) -> float:
-    values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
-    return float(values * element_bytes(layout.plan))
+def _weight_bytes(layout: Layout, anatomy: Anatomy, each_token: bool = False) -> float:
+    """Bytes of the weights for generation. With `each_token` those that every token reads: of an embedding beside the
+    stored head it reads a row."""
+    if not stores_matrices(layout.plan, anatomy):
+        values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
+        return float(values * element_bytes(layout.plan))
+    words = layout.model_shapes[f"{layout.shard_plan.embedding}.weight"]
+    vectors = sum(math.prod(shape) for shape in layout.model_shapes.values() if len(shape) == 1)
+    stored = [sizes for layer in anatomy.layers for sizes in _stored_sizes(anatomy.hidden, layer)]
+    stored.append((anatomy.hidden, words[0]))  # the head, also where it is tied
+    num_bytes = 4 * vectors + sum(_STORED_BYTES * inputs * _tiled(outputs) for inputs, outputs in stored)
+    return float(num_bytes if each_token else num_bytes + 4 * math.prod(words))
+
+
+def _stored_sizes(hidden: int, layer: LayerAnatomy) -> list[tuple[int, int]]:
+    """Inputs and outputs of the matrices that a plain layer is stored in: queries, keys and values are one, and so are
+    gate and up."""
+    attention, mlp = layer.attention, layer.mlp
+    assert isinstance(attention, GroupedQuery), "see `Anatomy.is_plain`"
+    assert isinstance(mlp, GatedMLP), "likewise"
+    queries, keys = (heads * attention.head_size for heads in (attention.heads, attention.kv_heads))
+    return [(hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * mlp.width), (mlp.width, hidden)]
+
+
+def _tiled(outputs: int) -> int:
+    """Outputs of a stored matrix with those that fill its last tile, see `inference.packing`."""
+    return -(-outputs // _TILE) * _TILE
 
 
 def _reward_values(recipe: Any) -> int:
@@ -91,8 +122,8 @@ def _token_bytes(plan: RunPlan, anatomy: Anatomy) -> int:
         attention = layer.attention
         if isinstance(attention, GroupedQuery):
             each += 2 * attention.kv_heads * attention.head_size
-        else:
-            each += attention.heads * (attention.nope + attention.rope + attention.value)
+        else:  # what keys and values are made of, and the keys' part with positions, for all heads
+            each += attention.kv_rank + attention.rope
     return each * element_bytes(plan)
 
 
@@ -115,7 +146,8 @@ def rollout_seconds(layout: Layout, anatomy: Anatomy, device: Hardware, by: Effi
     drawn = num * (whole - read + longest * 2.0 * anatomy.hidden * anatomy.vocabulary)
     times = prompts * num * longest / rows
     cached = rows * (before + longest / 2) * _token_bytes(plan, anatomy)
-    fetched = times * (_weight_bytes(layout) + cached) / (device.memory_bandwidth * by.bandwidth)
+    read_bytes = times * (_weight_bytes(layout, anatomy, each_token=True) + cached)
+    fetched = read_bytes / (device.memory_bandwidth * by.bandwidth)
     speed = device.flops * by.flops
     return float(prompts * read / speed + max(prompts * drawn / speed, fetched)) / plan.profile.updates
 

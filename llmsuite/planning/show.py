@@ -12,6 +12,7 @@ from llmsuite.planning.beginning import num_beginning_steps
 from llmsuite.planning.cost import FAST, SLOW, Hardware, axis_size, total_bytes
 from llmsuite.planning.estimate import Estimate
 from llmsuite.planning.memory import NOT_COUNTED, StageMemory
+from llmsuite.planning.rollouts import stores_matrices
 from llmsuite.planning.schedule import draw_text, peak_passes
 from llmsuite.planning.search import Fitting, Rejected
 
@@ -100,7 +101,8 @@ def _memory(found: Estimate, memory: float | None) -> Iterator[str]:
     if any(stage.decoder for stage in found.stages):
         weights, cache = (max(getattr(stage, name) for stage in found.stages) for name in ("decoder", "cache"))
         what, when = ("rollouts", "before a step") if found.plan.profile.updates else ("generation", "in evaluations")
-        yield f"for {what}, {when} and not during passes: {size(weights)} of weights, whole; {size(cache)} of cache"
+        how = "whole, matrices in bfloat16" if stores_matrices(found.plan, found.anatomy) else "whole"
+        yield f"for {what}, {when} and not during passes: {size(weights)} of weights, {how}; {size(cache)} of cache"
     if any(stage.reward for stage in found.stages):
         yield f"of it for the reward model: {size(max(stage.reward for stage in found.stages))} of weights, whole"
     if any(stage.reference for stage in found.stages):

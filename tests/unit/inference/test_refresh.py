@@ -55,6 +55,9 @@ def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None
     refreshed = RefreshableModel(model, backend.ops("bf16"))
     is_stored = any(isinstance(layer, StoredLinear) for layer in model.sublayers())
     assert is_stored == (case.startswith(("llama/", "qwen/", "ernie/")) and "bias" not in case)
+    anatomy = FAMILIES[case.partition("/")[0]].anatomy
+    assert anatomy is not None
+    assert anatomy(model.config).is_plain == is_stored
     assert ("next_logits" in model.__dict__) == is_stored
     assert refreshed.names == values.keys()
     found = _by_token(model, ids)

@@ -13,6 +13,7 @@ import pytest
 
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.load import parameter_shapes
+from llmsuite.planning.estimate import estimate
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.rl.drawing import Drawing, Request
@@ -26,8 +27,8 @@ DRAWING = Drawing(num_generations=3, max_completion_length=6, temperature=1.0, b
 REQUESTS = [Request((7, 5, i), (0, 1, i)) for i in range(4)]
 
 
-def plan_of(registry: Registry, recipe: str) -> RunPlan:
-    return plan_run(ROOT / "recipes" / recipe, [], registry, smoke=True)
+def plan_of(registry: Registry, recipe: str, *words: str) -> RunPlan:
+    return plan_run(ROOT / "recipes" / recipe, words, registry, smoke=True)
 
 
 def weights(plan: RunPlan, seed: int) -> Iterator[tuple[str, Any]]:
@@ -79,6 +80,36 @@ def test_nothing_is_left_of_weights_and_cache(registry: Registry) -> None:
     assert allocated() - before >= size
     engine.release()
     assert allocated() - before < 0.05 * size
+
+
+_TIED = "--model.config.tie_word_embeddings=true"
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("llama/grpo.json", ()),
+        ("llama/grpo.json", (_TIED, "--model.config.intermediate_size=72")),
+        ("qwen/grpo.json", ("--model.config.vocab_size=300",)),
+        ("qwen_moe/grpo.json", ()),
+        ("deepseek/grpo.json", ()),
+    ],
+)
+def test_a_plan_counts_what_is_held(registry: Registry, recipe: str, words: tuple[str, ...], precision: str) -> None:
+    """Weights to the byte, in bf16 those of stored matrices with what fills their last tile; tokens in the cache."""
+    alone = ("--parallel={}", "--launch.num_devices=1", "--rollout.batch_size=16", f"--engine.precision={precision}")
+    plan = plan_of(registry, recipe, *words, *alone)
+    engine = LocalEngine(EngineContext(plan, CpuBackend(), True, print))
+    values, before = list(weights(plan, 1)), allocated()
+    engine.refresh(0, values)
+    (stage,) = estimate(plan).stages
+    assert allocated() - before == stage.decoder
+    is_stored = precision == "bf16" and recipe.startswith(("llama", "qwen/"))
+    assert (stage.decoder < 0.8 * 4 * sum(value.size for _, value in values)) == is_stored
+    _, cache = engine._decoder.forward(np.ones([3, 5], "int64"), np.zeros(3, "int64"), None)
+    found = sum(tensor.size * tensor.element_size() for tensor in cache)
+    assert found / (3 * 5) == stage.cache / (2 * 16 * plan.recipe.data.max_length)
 
 
 class Counting:
