@@ -57,7 +57,7 @@ _JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dora": ("llama/lora", (*OPTIMIZERS["adamw"], "--lora.rank=4", "--lora.method=dora")),
     "vera": (
         "llama/lora",
-        (*OPTIMIZERS["adamw"], "--lora.rank=4", "--lora.method=vera", "--train.learning_rate=0.02"),
+        (*OPTIMIZERS["sgd"], "--lora.rank=4", "--lora.method=vera", "--train.learning_rate=2"),
     ),
     "lora, tied": ("qwen/lora", (*OPTIMIZERS["sgd"], *LORA, "--model.config.tie_word_embeddings=true")),
     "pissa": ("llama/lora", (*OPTIMIZERS["sgd"], *LORA, "--lora.init=pissa")),
