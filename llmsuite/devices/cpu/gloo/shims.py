@@ -34,6 +34,7 @@ FRONT = dataclasses.replace(KERNELS, name="gloo_front", sources=_FRONT_SOURCES, 
 
 _STORE_SECONDS, _MOST_STORE_SECONDS = 1800, 86400  # the store counts milliseconds in 32 bits
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
+_FIRST_RING = 100_000  # there are no more groups than that
 _stores: list[Any] = []  # a store serves its group as long as the process lives
 _ranks_of_group: list[str] = []
 
@@ -103,6 +104,9 @@ def install() -> None:
         self._is_instantiate = True
 
     process_group.ProcessGroup.instantiate = instantiate
+
+    # Rings of programs have numbers that groups which are made later would get again.
+    process_group._new_ring_id = lambda: _FIRST_RING
 
     # Pipelines in programs: their parts wait for events of CUDA that no operation of the CPU records, and run one after
     # the other anyhow.
