@@ -262,12 +262,12 @@ def begin_reduce_scatter(flat: Tensor, group: Any) -> tuple[Tensor, Any]:
     return part, _UnderWay(task, "reduce_scatter", flat, group)
 
 
-def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: int) -> Tensor:
-    """A tensor that one pipeline stage has, on all of them. `value` is None on the others."""
+def from_stage(value: Tensor | None, shape: Sequence[int], dtype: Any, stage: int, group: Any = None) -> Tensor:
+    """A tensor that one pipeline stage has, on all, or on those of a group. `value` is None on the others."""
     if mesh().degrees.pp == 1:
         assert value is not None
         return value
-    group = mesh().pipeline_group
+    group = group or mesh().pipeline_group
     tensor = paddle.empty(list(shape), dtype=dtype) if value is None else value.contiguous()
     with calls.made("broadcast", tensor, group):
         dist.broadcast(tensor, group.ranks[stage], group=group)

@@ -100,11 +100,17 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     if strategy.sharding_stage == 3:
         Zero3Hooks(model, plan, shards, strategy.is_tied)
     # 9. recompute, outermost: a layer that is computed again is gathered again
-    if strategy.recompute == "full":
-        recompute_layers(model, plan, strategy.recompute_every)
-    elif strategy.recompute == "selective":
-        recompute_attention(model, plan)
+    _recompute(model, strategy)
     return shards
+
+
+def parallelize_without_values(model: Any, strategy: Strategy) -> None:
+    """The same for the modules of all pipeline stages, of which each rank makes programs of whole steps: tensor
+    parallel, products and recompute."""
+    apply_tensor_parallel(model, strategy.shard_plan, strategy.mesh, strategy.sequence_parallel)
+    if strategy.ops.matmul is not matmul:
+        use_products(model, RankProducts(strategy.ops, strategy.mesh))
+    _recompute(model, strategy)
 
 
 def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSlice, dtype: str) -> None:
@@ -113,6 +119,13 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
     share_experts(model, plan, mesh)
     apply_tensor_parallel(model, plan, mesh, sequence_parallel=False)
     share_interventions(model, mesh, sequence_parallel=False)
+
+
+def _recompute(model: Any, strategy: Strategy) -> None:
+    if strategy.recompute == "full":
+        recompute_layers(model, strategy.shard_plan, strategy.recompute_every)
+    elif strategy.recompute == "selective":
+        recompute_attention(model, strategy.shard_plan)
 
 
 def _shard_parameter(name: str, parameter: Tensor, strategy: Strategy) -> ParameterShard:

@@ -20,7 +20,6 @@ from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.mtp import is_embedding_shared, num_layers
 from llmsuite.models.prefix import PrefixNetwork, add_prefixes
-from llmsuite.models.products import use_products
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.reft import add_interventions
@@ -31,13 +30,12 @@ from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import modules_to_fuse
 from llmsuite.parallel.p2p import P2PChannels
-from llmsuite.parallel.parallelize import Strategy, parallelize
+from llmsuite.parallel.parallelize import Strategy, parallelize, parallelize_without_values
 from llmsuite.parallel.partition import SHARDING_STAGES
 from llmsuite.parallel.pipeline import PipelineStage
-from llmsuite.parallel.products import RankProducts
 from llmsuite.parallel.program.pipeline import Pipeline
 from llmsuite.parallel.sharding import ParameterShard
-from llmsuite.parallel.tensor import apply_tensor_parallel, between_layers
+from llmsuite.parallel.tensor import between_layers
 from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
@@ -249,13 +247,10 @@ def _pipeline(
     mesh = strategy.mesh
     if mesh.degrees.pp == 1:
         return None
-    assert plan.num_chunks == 1, "refused before the run"
-    (whole,), _, _ = _build_chunks(plan, backend, config, mesh.degrees.tp)
-    apply_tensor_parallel(whole, strategy.shard_plan, mesh, strategy.sequence_parallel)
-    if strategy.ops.matmul is not matmul:
-        use_products(whole, RankProducts(strategy.ops, mesh))
+    (whole, *_), _, _ = _build_chunks(plan, backend, config, mesh.degrees.tp)
+    parallelize_without_values(whole, strategy)
     shares = strategy.shares_embedding
-    return Pipeline(whole, strategy.shard_plan, bounds, shares, plan.schedule, mesh.coordinate["pp"])
+    return Pipeline(whole, strategy.shard_plan, bounds, mesh.degrees.pp, shares, plan.schedule, mesh.coordinate["pp"])
 
 
 def check_stages(pipeline: Pipeline, trained: Iterable[str]) -> None:

@@ -36,7 +36,9 @@ class TrainingData:
     """Samples for training and evaluation. In the middle of a pipeline a sample is a number, which nobody looks at."""
 
     stage: Stage[Any] | None
-    """Made where data is read: on the first and the last stage of a pipeline."""
+    """Where data is read: on the first and the last stage of a pipeline."""
+    in_programs: Stage[Any] | None
+    """The same; also in the middle of a pipeline, where steps are programs: each rank makes that of all of a step."""
     train: Sequence[Any]
     eval: Sequence[Any]
     order: SampleOrder
@@ -77,20 +79,22 @@ def read_data(
     Raises:
         UserError: a file or a row is wrong, or there are too few samples.
     """
-    stage: Stage[Any] | None = None
+    in_programs: Stage[Any] | None = None
     train: Sequence[Any] = ()
     evaluation: Sequence[Any] = ()
-    _ = plan.recipe.data.collator  # read by every rank: ranks in the middle of a pipeline make no stage
-    if mesh.reads_data:
+    _ = plan.recipe.data.collator  # read by every rank: ranks in the middle of a pipeline may make no stage
+    if mesh.reads_data or plan.recipe.engine.compiles_steps:
         tokenizer = load_tokenizer(plan)
-        stage = make_stage(plan, registry, initial_digest, tokenizer, padding_free(plan, backend))
+        in_programs = make_stage(plan, registry, initial_digest, tokenizer, padding_free(plan, backend))
+    stage = in_programs if mesh.reads_data else None
+    if stage is not None:
         train, evaluation = _read(stage, plan, mesh)
     lengths = _row_lengths(stage, plan, train)
     counts = collective.from_first_rank([len(train), len(evaluation)])
     if stage is None:
         train, evaluation = (range(int(count)) for count in counts)
     order = _order(plan, len(train))
-    return TrainingData(stage, train, evaluation, order, _sampler(plan, order, lengths))
+    return TrainingData(stage, in_programs, train, evaluation, order, _sampler(plan, order, lengths))
 
 
 def _order(plan: RunPlan, num_samples: int) -> SampleOrder:

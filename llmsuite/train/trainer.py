@@ -119,7 +119,7 @@ class Trainer:
             self.answers = AnswerEvaluation(plan, backend, mesh, built, data)
 
         # optimizer
-        self.updater = Updater.of(plan, backend, built, data.stage, self.cadence.total_steps)
+        self.updater = Updater.of(plan, backend, built, data.in_programs, self.cadence.total_steps)
         self.optimizer = self.updater.optimizer
         self.rules = StepRules(
             Guard.of(train, self.updater.outcome),

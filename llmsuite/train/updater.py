@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ class Updater(abc.ABC):
     ) -> Updater:
         """The one that a recipe asks for."""
         if plan.recipe.engine.compiles_steps:
+            assert objective is not None
             return ProgramUpdater(plan, built, objective, total_steps)
         return EagerUpdater(plan, backend, built, total_steps)
 
@@ -86,8 +88,8 @@ class ProgramUpdater(Updater):
 
     outcome = "its program has updated the parameters too: --resume goes on from the last checkpoint."
 
-    def __init__(self, plan: RunPlan, built: BuiltModel, objective: ProgramObjective | None, total_steps: int):
-        assert objective is not None, "every rank reads data"
+    def __init__(self, plan: RunPlan, built: BuiltModel, objective: ProgramObjective, total_steps: int):
+        """`objective` is on every rank: each makes programs of all of a step."""
         assert not plan.recipe.engine.offload_optimizer, "refused before the run"
         mesh, owners = collective.mesh(), ONE_OWNER
         if plan.recipe.parallel.sharding != "none":
@@ -95,7 +97,7 @@ class ProgramUpdater(Updater):
         self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps, owners)
         self._objective = objective
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
-        model, ranks = built.part.model, mesh.rows("tp")
+        model, ranks = built.part.model if built.pipeline is None else built.part, mesh.rows("tp")
         self._programs = StepPrograms(
             model,
             self.optimizer,
@@ -128,14 +130,15 @@ class ProgramUpdater(Updater):
         ledger.vote(**votes)
         run_prepasses(passes, batches)
         taken = [batches.take(number) for number in range(len(batches.all()))]
-        for batch in taken:
+        for batch in taken:  # none in the middle of a pipeline
             ledger.count(**{name: batch[entry] for name, entry in COUNTS.items()})
             ledger.count(**{_WEIGHT + name: own for name, own in self._objective.program_weights(batch).items()})
             ledger.book({"loss": (0.0, batch["weight"])})  # the loss itself comes out of the program, added up
         weight, metrics = ledger.reduce()
         rules.check_weight(step, weight)
         weights = {name.removeprefix(_WEIGHT): metrics.pop(name) for name in [*metrics] if name.startswith(_WEIGHT)}
-        metrics |= _means(self._programs.run(step, self._inputs(taken, weight), len(taken)), weight, weights)
+        inputs = self._inputs(taken, weight)
+        metrics |= _means(self._programs.run(step, inputs, len(micro_batches)), weight, weights)
         metrics |= {
             "learning_rate": self.optimizer.learning_rate(step),
             "reader_seconds": batches.seconds,
@@ -150,13 +153,22 @@ class ProgramUpdater(Updater):
 
     def _inputs(self, batches: Sequence[Batch], weight: float) -> dict[str, np.ndarray]:
         """The rows of all micro-batches of this rank, with the weights of the loss divided by that of the global
-        batch: so the loss is a sum over a sum, whatever the program adds up."""
-        (longest,) = collective.max_over_run([max(batch["input_ids"].shape[1] for batch in batches)])
-        length = bucket(int(longest), self._longest)
-        parts = [self._objective.program_inputs(batch, length) for batch in batches]
-        inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        inputs["weights"] = (inputs["weights"] / weight).astype("float32")
-        return inputs
+        batch: so the loss is a sum over a sum, whatever the program adds up. Zeros on ranks that read none."""
+        lengths = [batch["input_ids"].shape[1] for batch in batches]
+        (longest,) = collective.max_over_run([max(lengths, default=0)])
+        length, inputs = bucket(int(longest), self._longest), dict[str, np.ndarray]()
+        if batches:
+            parts = [self._objective.program_inputs(batch, length) for batch in batches]
+            inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+            inputs["weights"] = (inputs["weights"] / weight).astype("float32")
+        return _of_every_rank(inputs) if collective.mesh().has_middle else inputs
+
+
+def _of_every_rank(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The inputs of a rank; where it has none, zeros in their place, which its program does not use."""
+    of_first = [(name, array.shape, array.dtype.str) for name, array in inputs.items()]
+    message = collective.message_of_first_rank(json.dumps(of_first).encode() if collective.rank() == 0 else None)
+    return inputs or {name: np.zeros(shape, dtype) for name, shape, dtype in json.loads(message)}
 
 
 def _means(sums: Mapping[str, float], weight: float, weights: Mapping[str, float]) -> dict[str, float]:

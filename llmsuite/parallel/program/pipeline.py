@@ -1,4 +1,4 @@
-"""Pipelines inside of whole-step programs: the layers of a stage compute on the mesh of its ranks.
+"""Pipelines inside of whole-step programs: the layers of a part compute on the mesh of its stage's ranks.
 
 Every rank makes the program of the whole model, in the same way, and Paddle leaves each the operations of its own
 stage; activations and their gradients are sent where they go to another mesh. So a rank needs the modules of all stages
@@ -22,17 +22,20 @@ import paddle.distributed as dist
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage, parts_with
+from llmsuite.parallel.program.chunks import by_parts, of_part
 from llmsuite.parallel.schedule import Kind
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
 FIRST_INPUTS = ("input_ids", "document_starts")
 """Inputs of a program that the first stage takes; the last one takes the others."""
+SCHEDULES: Mapping[Kind, str] = {"FThenB": "FThenB", "1F1B": "1F1B", "interleaved": "VPP"}
+"""Paddle's names."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipeline:
-    """How the stages of a pipeline share the model, with one part of the layers each."""
+    """How the stages of a pipeline share the model: part p of the layers is on stage p % stages."""
 
     model: Any
     """All modules, parallelized as those of a rank; its parameters have no memory."""
@@ -40,6 +43,7 @@ class Pipeline:
     """The family's."""
     bounds: Sequence[int]
     """Bounds of the parts, see `cut.part_bounds`."""
+    num_stages: int
     shares_embedding: bool
     """Whether the last stage has a copy of the embedding."""
     schedule: Kind
@@ -47,8 +51,20 @@ class Pipeline:
     """This rank's."""
 
     @property
-    def num_stages(self) -> int:
-        return len(self.bounds) - 1
+    def num_chunks(self) -> int:
+        """Parts on each stage."""
+        return (len(self.bounds) - 1) // self.num_stages
+
+    def configure(self, strategy: Any, num_micro_batches: int) -> None:
+        """Let a strategy of Paddle's be this pipeline."""
+        pipeline = strategy.pipeline
+        pipeline.enable, pipeline.schedule_mode = True, SCHEDULES[self.schedule]
+        pipeline.accumulate_steps, pipeline.pp_degree = num_micro_batches, self.num_stages
+        pipeline.vpp_degree = self.num_chunks
+
+    def chunks(self) -> contextlib.AbstractContextManager[None]:
+        """While active, programs that are made have the chunks of this pipeline."""
+        return by_parts(self.num_stages) if self.num_chunks > 1 else contextlib.nullcontext()
 
     def stage_of(self, parameter: str) -> int:
         """The stage that updates a parameter."""
@@ -73,13 +89,16 @@ class Pipeline:
         Args:
             parameters: of this rank, by name.
         """
+        ends = collective.mesh().tied_group
+        if ends is None:  # a stage in the middle has no copy
+            return
         for name, parameter in self.model.named_parameters():
             parts = parts_with(name, self.shard_plan, self.bounds, self.shares_embedding)
             if len(parts) == 1 or parameter.stop_gradient:
                 continue
-            assert self.num_stages == 2, "a stage in the middle has no copy"
             own, owner = local_value(parameters[name]), self.stage_of(name)
-            updated = collective.from_stage(own if self.stage == owner else None, own.shape, own.dtype, owner)
+            assert owner == 0, "a tied embedding"
+            updated = collective.from_stage(own if self.stage == owner else None, own.shape, own.dtype, owner, ends)
             if self.stage != owner:
                 own.copy_(updated, True)
 
@@ -99,13 +118,20 @@ class StagedModel:
         # of a copy, where the last stage is sent the table: Paddle 3.3.1 cannot send what local operations use too
         with self._with_embedding(paddle.assign):
             x = self._model.embed(input_ids, document_starts=document_starts)
-        for mesh, (begin, end) in zip(self._meshes, itertools.pairwise(self._pipeline.bounds)):
+        # round the stages, once a chunk
+        parts = zip(itertools.cycle(self._meshes), itertools.pairwise(self._pipeline.bounds))
+        for part, (mesh, (begin, end)) in enumerate(parts):
             x = _on(mesh, x)
             starts = None if starts is None else _on(mesh, starts)
-            # made anew: a constant belongs to the first mesh that computes with it (Paddle 3.3.1)
-            inputs = self._model.layer_inputs(0, x.shape[1], x.dtype, starts)
-            for layer in layers[begin:end]:
-                x = layer.forward_train(x, *inputs)
+            with of_part(part):
+                if self._pipeline.num_chunks > 1:
+                    # by a single operation of the part, so that its gradient is no sum: one with terms that local
+                    # operations make belongs to no chunk (Paddle 3.3.1)
+                    x = paddle.assign(x)
+                # made anew: a constant belongs to the first mesh that computes with it (Paddle 3.3.1)
+                inputs = self._model.layer_inputs(0, x.shape[1], x.dtype, starts)
+                for layer in layers[begin:end]:
+                    x = layer.forward_train(x, *inputs)
         return self._model.final_norm(x), []
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:

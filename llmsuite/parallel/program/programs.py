@@ -74,7 +74,7 @@ class StepPrograms:
     ):
         """
         Args:
-            model: this rank's part of the model, as it runs op by op.
+            model: this rank's part of the model, as it runs op by op; of a pipeline, all its chunks.
             optimizer: over its parameters.
             loss: of the stage.
             ranks: all of them, [data, tp]: in a row those that have the same samples, and a part of the model each.
@@ -159,7 +159,8 @@ class StepPrograms:
             ]
             strategy = self._strategy(num_micro_batches)
             run = dist.to_static(net, None, _first, optimizer, strategy=strategy, input_spec=[specs, []])
-            run.train()
+            with contextlib.nullcontext() if self._pipeline is None else self._pipeline.chunks():
+                run.train()
         self._take(self._parameters)
         variables = {**self._parameters, **self._state(run, clip.variable)}
         return Program(run, rate, clip, net.sums, variables, scale)
@@ -168,9 +169,7 @@ class StepPrograms:
         strategy = dist.Strategy()
         strategy._recompute.enable = self._recompute
         if self._pipeline is not None:
-            pipeline = strategy.pipeline
-            pipeline.enable, pipeline.schedule_mode = True, self._pipeline.schedule
-            pipeline.accumulate_steps, pipeline.pp_degree = num_micro_batches, self._pipeline.num_stages
+            self._pipeline.configure(strategy, num_micro_batches)
         elif num_micro_batches > 1:
             merge = strategy.gradient_merge
             merge.enable, merge.k_steps, merge.avg = True, num_micro_batches, False

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.degrees import accumulate_steps
+from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.rule import Rule, Violation
 
 
@@ -38,32 +39,51 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
             yield key, f"is {value}, {message}; set it to {default}, or engine.program to layers"
 
 
+def _not_in_this_pipeline(recipe: Recipe) -> Iterator[Violation]:
+    parallel, engine = recipe.parallel, recipe.engine
+    if recipe.stage in ("pretrain", "sft") and recipe.lora.rank is None:
+        return
+    what = f"stage {recipe.stage}" if recipe.lora.rank is None else "adapters"
+    for key, value, is_set, other in (
+        (
+            "parallel.pipeline_parallel_degree",
+            parallel.pipeline_parallel_degree,
+            parallel.pipeline_parallel_degree > 2,
+            2,
+        ),
+        ("parallel.pipeline_schedule", "interleaved", parallel.pipeline_schedule == "interleaved", "1F1B"),
+        ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
+    ):
+        if is_set:
+            message = f"is {value}, which pipelines of engine.program step do not have for {what}"
+            yield key, f"{message}; set it to {other}, or engine.program to layers"
+
+
 def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
     recipe, parallel, train = context.recipe, context.recipe.parallel, context.recipe.train
     stages = parallel.pipeline_parallel_degree
     if not recipe.engine.compiles_steps or stages == 1:
         return
     pipelines, or_layers = "pipelines of engine.program step", "or engine.program to layers"
-    if stages > 2:
-        yield (
-            "parallel.pipeline_parallel_degree",
-            f"is {stages}, and {pipelines} have 2 stages; set it to 2, {or_layers}",
-        )
-    if parallel.pipeline_schedule == "interleaved":
-        message = f"is interleaved, which {pipelines} do not have"
-        yield "parallel.pipeline_schedule", f"{message}; set it to 1F1B, {or_layers}"
+    yield from _not_in_this_pipeline(recipe)
     if parallel.sharding == "stage3":
         yield "parallel.sharding", f"is stage3, which {pipelines} do not have; set it to stage2, {or_layers}"
-    if recipe.engine.recompute != "none":
-        message = f"is {recipe.engine.recompute}, which {pipelines} do not have"
-        yield "engine.recompute", f"{message}; set it to none, {or_layers}"
     if train.micro_batch_size == 1:
         yield "train.micro_batch_size", f"is 1, and {pipelines} take 2 rows or more; set it to 2, {or_layers}"
-    if (count := accumulate_steps(train, context.degrees)) is not None and count < stages:
-        message = f"is {train.global_batch_size}, of which a data rank makes {count} micro-batch"
+    count = accumulate_steps(train, context.degrees)
+    if count is None:
+        return
+    found = f"is {train.global_batch_size}, of which a data rank makes {count} micro-batch{'' if count == 1 else 'es'}"
+    if count < stages:
         yield (
             "train.global_batch_size",
-            f"{message}; {pipelines} take {stages} or more: raise it, or lower train.micro_batch_size",
+            f"{found}; {pipelines} take {stages} or more: raise it, or lower train.micro_batch_size",
+        )
+    elif parallel.pipeline_schedule == "interleaved" and count % stages:
+        yield (
+            "train.global_batch_size",
+            f"{found}; interleaved {pipelines} take a multiple of {stages}: change it or train.micro_batch_size, or "
+            "set parallel.pipeline_schedule to 1F1B",
         )
 
 
@@ -98,9 +118,11 @@ PROGRAM_RULES = (
         _not_in_a_step,
     ),
     Rule(
-        "`program: step` with a pipeline of more than 2 stages, with the schedule `interleaved`, with "
-        "`stage3`, with `recompute`, with `micro_batch_size: 1`, or with fewer micro-batches than stages",
-        "it is not tested, or Paddle 3.3.1 has no program for it",
+        "`program: step` with a pipeline and `stage3`, with `micro_batch_size: 1`, with fewer micro-batches than "
+        "stages, or with the schedule `interleaved` and a number of micro-batches that the stages do not divide; of "
+        "another stage than `pretrain` and `sft`, or adapters, with more than 2 stages, `interleaved` or `recompute`",
+        "it is not tested, or Paddle 3.3.1 has no program for it; with such a number of micro-batches, stages would "
+        "take gradients for activations",
         (),
         _not_in_a_pipeline,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from llmsuite.errors import UserError
@@ -51,10 +53,14 @@ def test_on_two_ranks(registry: Registry, recipe: str, parallel: str) -> None:
     assert _plan(registry, recipe, *words).degrees.num_ranks == 2
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", "FThenB"])
-def test_on_a_pipeline(registry: Registry, schedule: str) -> None:
-    words = "--launch.num_devices=2", PP2, f"--parallel.pipeline_schedule={schedule}", "--train.micro_batch_size=2"
-    assert _plan(registry, "llama/sft", *words).degrees.pp == 2
+@pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "interleaved"])
+@pytest.mark.parametrize("stages", [2, 4])
+def test_on_a_pipeline(registry: Registry, stages: int, schedule: str) -> None:
+    parallel = {"pipeline_parallel_degree": stages, "pipeline_schedule": schedule}
+    words = f"--launch.num_devices={stages}", f"--parallel={json.dumps(parallel)}", "--engine.recompute=full"
+    sizes = "--train.global_batch_size=16", "--train.micro_batch_size=2", "--model.config.num_hidden_layers=8"
+    plan = _plan(registry, "llama/sft", *words, *sizes)
+    assert (plan.degrees.pp, plan.num_chunks) == (stages, 2 if schedule == "interleaved" else 1)
 
 
 @pytest.mark.parametrize(
@@ -76,18 +82,28 @@ def test_on_a_pipeline(registry: Registry, schedule: str) -> None:
         ("qwen_moe/sft", [], r"engine.program: is step, which cannot route tokens \(family qwen_moe\)"),
         (
             "llama/sft",
-            ["--launch.num_devices=2", PP2, "--train.micro_batch_size=2", "--engine.recompute=full"],
-            "engine.recompute: is full, which pipelines of engine.program step do not have; set it to none, or",
+            [
+                "--launch.num_devices=2",
+                '--parallel={"pipeline_parallel_degree":2,"pipeline_schedule":"interleaved"}',
+                *("--train.micro_batch_size=2", "--train.global_batch_size=6", "--model.config.num_hidden_layers=4"),
+            ],
+            "train.global_batch_size: is 6, of which a data rank makes 3 micro-batches; interleaved pipelines of .* "
+            "take a multiple of 2: change it or train.micro_batch_size, or set parallel.pipeline_schedule to 1F1B",
         ),
         (
-            "llama/sft",
+            "llama/dpo",
             ["--launch.num_devices=4", '--parallel={"pipeline_parallel_degree":4}'],
-            "parallel.pipeline_parallel_degree: is 4, and pipelines of .* have 2 stages; set it to 2, or",
+            "parallel.pipeline_parallel_degree: is 4, which pipelines of .* do not have for stage dpo; set it to 2, or",
         ),
         (
-            "llama/sft",
+            "llama/kto",
             ["--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2,"pipeline_schedule":"interleaved"}'],
-            "parallel.pipeline_schedule: is interleaved, .* set it to 1F1B, or engine.program to layers",
+            "parallel.pipeline_schedule: is interleaved, which pipelines of .* do not have for stage kto; set it to",
+        ),
+        (
+            "llama/lora",
+            ["--launch.num_devices=2", PP2, "--train.micro_batch_size=2", "--engine.recompute=full"],
+            "engine.recompute: is full, which pipelines of .* do not have for adapters; set it to none, or",
         ),
         (
             "llama/sft",

@@ -14,7 +14,7 @@ FIRST, LAST = "model.layers.0.mlp.up_proj.lora_A", "model.layers.2.self_attn.q_p
 
 def test_programs_of_a_pipeline_train_on_each_stage() -> None:
     assert FAMILY.shard_plan is not None
-    pipeline = Pipeline(None, FAMILY.shard_plan, [0, 1, 3], False, "1F1B", 0)
+    pipeline = Pipeline(None, FAMILY.shard_plan, [0, 1, 3], 2, False, "1F1B", 0)
     check_stages(pipeline, [FIRST, LAST])
     check_stages(pipeline, [FIRST, "score.weight"])
     with pytest.raises(UserError, match=r"has no matrix of pipeline stage 1, .* add one of layers 1 to 2, or"):

@@ -15,6 +15,7 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.pipeline import Pipeline
 from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.schema.degrees import Degrees
 from llmsuite.stages.language_model import program_loss
 from tests.unit import alone, many
@@ -34,9 +35,11 @@ def _llama(config: Any) -> Any:
     return model
 
 
-def _pipeline(model: Any, bounds: list[int], stage: int = 0, is_tied: bool = False) -> Pipeline:
+def _pipeline(
+    model: Any, bounds: list[int], stage: int = 0, is_tied: bool = False, num_stages: int | None = None
+) -> Pipeline:
     assert FAMILY.shard_plan is not None
-    return Pipeline(model, FAMILY.shard_plan, bounds, is_tied, "1F1B", stage)
+    return Pipeline(model, FAMILY.shard_plan, bounds, num_stages or len(bounds) - 1, is_tied, "1F1B", stage)
 
 
 @pytest.mark.parametrize(("schedule", "train"), [("1F1B", SGD), ("FThenB", ADAMW)])
@@ -59,6 +62,18 @@ def test_micro_batches_are_added_up(schedule: Any, train: Any) -> None:
         assert parameters[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
+def test_layers_are_computed_again() -> None:
+    model = _llama(CONFIG)
+    assert FAMILY.shard_plan is not None
+    recompute_layers(model, FAMILY.shard_plan, 1)
+    optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), SGD, 4)
+    pipeline = _pipeline(model, [0, NUM_LAYERS])
+    programs = StepPrograms(model, optimizer, program_loss, pipeline=pipeline, recompute=True)
+    programs.run(1, random_batch(with_documents=False), 2)
+    made = programs.operations()
+    assert made["custom_op.llmsuite_attention"] == 2 * made["custom_op.llmsuite_attention_grad"] == 2 * NUM_LAYERS
+
+
 def test_stages_of_parameters() -> None:
     with paddle.LazyGuard():
         pipeline = _pipeline(FAMILY.factory()(CONFIG, CpuBackend().ops("fp32")), [0, 1, NUM_LAYERS])
@@ -74,20 +89,39 @@ def test_stages_of_parameters() -> None:
     assert not parameters[name]._is_initialized()
 
 
-def test_a_tied_embedding_is_the_same_on_both_stages() -> None:
-    """The first stage updates it; evaluations of the last one use a copy."""
+def test_chunks_of_a_stage() -> None:
+    """Part p of the layers is on stage p % stages, and Paddle is told so."""
+    deep = dataclasses.replace(CONFIG, num_hidden_layers=5)
+    with paddle.LazyGuard():
+        model = FAMILY.factory()(deep, CpuBackend().ops("fp32"))
+    pipeline = dataclasses.replace(_pipeline(model, [0, 2, 3, 4, 5], num_stages=2), schedule="interleaved")
+    stages = [pipeline.stage_of(f"model.layers.{layer}.mlp.up_proj.weight") for layer in range(5)]
+    assert stages == [0, 0, 1, 0, 1]
+    assert (pipeline.stage_of("lm_head.weight"), pipeline.num_chunks) == (1, 2)
+    strategy = dist.Strategy()
+    pipeline.configure(strategy, 4)
+    found = strategy.pipeline
+    assert (found.schedule_mode, found.accumulate_steps, found.pp_degree, found.vpp_degree) == ("VPP", 4, 2, 2)
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+def test_a_tied_embedding_is_the_same_at_both_ends(stages: int) -> None:
+    """The first stage updates it; evaluations of the last one use a copy. In the middle there is none."""
 
     def work(mesh: Mesh) -> tuple[Any, Any]:
         with paddle.LazyGuard():
             whole = FAMILY.factory()(TIED, CpuBackend().ops("fp32"))
         stage = mesh.coordinate["pp"]
-        own = {EMBEDDING: paddle.full([3, 2], float(stage)), "model.norm.weight": paddle.full([2], float(stage))}
-        pipeline = _pipeline(whole, [0, 1, NUM_LAYERS], stage, is_tied=True)
+        own = {"model.norm.weight": paddle.full([2], float(stage))}
+        if stage in (0, stages - 1):
+            own[EMBEDDING] = paddle.full([3, 2], float(stage))
+        pipeline = _pipeline(whole, [0, 1, NUM_LAYERS] if stages == 2 else [0, 1, 2, 3], stage, is_tied=True)
         pipeline.update_copies(own)
-        told = pipeline.from_last(np.array([1.5, -2.0]) if stage == 1 else None, 2)
+        told = pipeline.from_last(np.array([1.5, -2.0]) if stage == stages - 1 else None, 2)
         return {name: value.numpy().tolist() for name, value in own.items()}, told.tolist()
 
-    (first, told), (last, other) = many.run(Degrees(2, 1, 1, 1), work)
+    found = many.run(Degrees(stages, 1, 1, 1), work)
+    (first, _), (last, _) = found[0], found[-1]
     assert first[EMBEDDING] == last[EMBEDDING] == [[0, 0]] * 3
-    assert [first["model.norm.weight"], last["model.norm.weight"]] == [[0, 0], [1, 1]]
-    assert told == other == [1.5, -2.0]
+    assert [own["model.norm.weight"] for own, _ in found] == [[float(stage)] * 2 for stage in range(stages)]
+    assert [told for _, told in found] == [[1.5, -2.0]] * stages

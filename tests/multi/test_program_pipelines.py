@@ -1,0 +1,105 @@
+"""Pipelines of whole-step programs, beyond two stages of one chunk each, equal the same steps op by op."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.multi.test_programs import FTHENB, JOBS, PP2, PROGRAM, SAVES, TP2, WORDS
+from tests.parity.cases import Case, compare, few, once, run_cases
+
+PP4 = {"pipeline_parallel_degree": 4}
+INTERLEAVED = {**PP2, "pipeline_schedule": "interleaved"}
+SP, AGAIN = {"sequence_parallel": True}, "--engine.recompute=full"
+FOUR = "--train.micro_batch_size=2"
+"""Rows of a micro-batch where a data rank makes four of eight rows; two where it has half of them."""
+ON_RANKS: dict[str, tuple[str, int, int, dict[str, Any], tuple[str, ...]]] = {
+    # the job, layers, ranks, mesh, words
+    "pp4 adamw": ("sft adamw", 4, 4, PP4, (FOUR,)),
+    "pp4 sgd, FThenB": ("sft sgd", 5, 4, {**PP4, **FTHENB, "pipeline_cut": [2, 3, 4]}, (FOUR,)),
+    "pp4 tied": ("tied", 4, 4, PP4, (FOUR,)),
+    "pp4 masked documents": ("masked documents", 4, 4, PP4, (FOUR,)),
+    "pp4, again": ("sft sgd", 4, 4, PP4, (FOUR, AGAIN)),
+    # two micro-batches are as many as there are stages
+    "interleaved adamw": ("sft adamw", 4, 2, INTERLEAVED, ()),
+    "interleaved sgd": ("sft sgd", 5, 2, {**INTERLEAVED, "pipeline_cut": [1, 3, 4]}, (FOUR,)),
+    "three chunks": ("sft adamw", 6, 2, {**INTERLEAVED, "virtual_pipeline_degree": 3}, (FOUR,)),
+    "interleaved, tied": ("tied", 4, 2, INTERLEAVED, (FOUR,)),
+    "interleaved, masked documents": ("masked documents", 4, 2, INTERLEAVED, (FOUR,)),
+    "interleaved gpt": ("gpt", 4, 2, INTERLEAVED, (FOUR,)),
+    "interleaved, again": ("sft adamw", 4, 2, INTERLEAVED, (FOUR, AGAIN)),
+    "pp4 interleaved": ("sft sgd", 8, 4, {**PP4, "pipeline_schedule": "interleaved"}, (FOUR,)),
+    "tp2 interleaved": ("sft adamw", 4, 4, {**TP2, **SP, **INTERLEAVED}, (FOUR,)),
+    "dp2 interleaved stage1": ("sft adamw", 4, 4, {**INTERLEAVED, "sharding": "stage1"}, (FOUR,)),
+    "pp2, again": ("sft adamw", 4, 2, PP2, (FOUR, AGAIN)),
+    "pp2, every second again": ("sft sgd", 4, 2, PP2, (FOUR, AGAIN, "--engine.recompute_every=2")),
+    "tp2 pp2, again": ("sft adamw", 4, 4, {**TP2, **SP, **PP2}, (FOUR, AGAIN)),
+    "tp2 pp2 dp2 stage1": ("sft adamw", 4, 8, {**TP2, **SP, **PP2, "sharding": "stage1"}, (FOUR,)),
+    "tp2 pp2 dp2": ("sft sgd", 4, 8, {**TP2, **PP2}, (FOUR,)),
+    "tp2 dp2 interleaved stage2": ("sft adamw", 4, 8, {**TP2, **SP, **INTERLEAVED, "sharding": "stage2"}, (FOUR,)),
+}
+MESHES = few(
+    ON_RANKS,
+    *("pp4 sgd, FThenB", "pp4, again", "pp4 interleaved", "three chunks", "interleaved gpt", "interleaved, again"),
+    *("tp2 interleaved", "dp2 interleaved stage1", "pp2, every second again", "tp2 pp2, again"),
+    *("tp2 pp2 dp2", "tp2 dp2 interleaved stage2"),
+)
+
+
+def _one(job: str, layers: int) -> Case:
+    """The run of a job op by op, in one process."""
+    recipe, words = JOBS[job]
+    given = once([*WORDS, *words, f"--model.config.num_hidden_layers={layers}", *SAVES])
+    return Case(f"{job}, {layers} layers", 1, given, recipe=f"recipes/{recipe}.json")
+
+
+def _many(mesh: str) -> Case:
+    job, layers, ranks, parallel, more = MESHES[mesh]
+    one = _one(job, layers)
+    place = (f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}")
+    return dataclasses.replace(one, name=mesh, num_ranks=ranks, words=once([*one.words, *PROGRAM, *place, *more]))
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs all cases; what was printed of those that did not end well."""
+    ones = {case.name: case for case in (_one(job, layers) for job, layers, *_ in MESHES.values())}
+    return run_cases(runner, [*ones.values(), *map(_many, MESHES)])
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equals_one_process(runner: Runner, failed: dict[str, str], mesh: str) -> None:
+    job, layers, *_ = MESHES[mesh]
+    one = _one(job, layers).name
+    assert not failed.keys() & {one, mesh}, failed
+    assert compare(runner, one, mesh, falls=job != "sft sgd", has_gradients=False).problems == []
+
+
+@pytest.mark.parametrize("mesh", ["pp4 adamw", "interleaved adamw"])
+def test_goes_on_in_either_mode(runner: Runner, failed: dict[str, str], mesh: str) -> None:
+    """A pipeline of programs from the first checkpoint of a dynamic process, and dynamic ranks from that of the
+    pipeline."""
+    job, layers, *_ = MESHES[mesh]
+    one, many = _one(job, layers), _many(mesh)
+    assert not failed.keys() & {one.name, mesh}, failed
+    dynamic = [word for word in many.words if word not in PROGRAM]
+    again = [
+        (one.name, dataclasses.replace(many, name=f"{mesh}, from one", resume=True)),
+        (mesh, dataclasses.replace(many, name=f"dynamic, from {mesh}", words=dynamic, resume=True)),
+    ]
+    for begun, case in again:
+        step = Path("checkpoints") / "step-1"
+        shutil.copytree(runner.directory / begun / step, runner.directory / case.name / step)
+    assert run_cases(runner, [case for _, case in again]) == {}
+    theirs = runner.metrics(one.name)[1:]
+    for _, case in again:
+        ours = runner.metrics(case.name)
+        assert [record["step"] for record in ours] == [2, 3]
+        for a, b in zip(theirs, ours):
+            assert [b[key] for key in ("loss", "grad_norm")] == pytest.approx([a["loss"], a["grad_norm"]], rel=1e-6)

@@ -1,0 +1,73 @@
+"""Which chunk an operation of an interleaved program belongs to; programs themselves are in `tests/multi`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+from paddle.distributed.auto_parallel.static import engine
+from paddle.distributed.fleet.meta_optimizers.common import OpRole
+
+from llmsuite.parallel.program.chunks import by_parts
+
+SEND, RECEIVE = "pd_op.send_v2", "pd_op.recv_v2"
+
+
+class Operation:
+    """As much of an operation of Paddle's as has a chunk; one of no distributed tensor."""
+
+    dist_attr = None
+
+    def __init__(self, name: str, chunk: int | None = None, role: int = int(OpRole.Backward)):
+        self._name, self.op_role = name, role
+        self._attributes = {} if chunk is None else {"chunk_id": chunk}
+
+    def name(self) -> str:
+        return self._name
+
+    def has_attr(self, name: str) -> bool:
+        return name in self._attributes
+
+    def attrs(self) -> Mapping[str, int]:
+        return self._attributes
+
+    def set_int_attr(self, name: str, value: int) -> None:
+        self._attributes[name] = value
+
+    @property
+    def chunk_id(self) -> int:
+        return self._attributes["chunk_id"]
+
+
+def _completed(*ops: Operation) -> list[int | None]:
+    program: Any = SimpleNamespace(global_block=lambda: SimpleNamespace(ops=list(ops)))
+    with by_parts(2):
+        engine.check_chunk_id(program)
+    return [op.attrs().get("chunk_id") for op in ops]
+
+
+def test_what_is_unknown_belongs_with_what_stands_before_it() -> None:
+    found = _completed(*(Operation("pd_op.scale", chunk) for chunk in (None, 1, -1, None, 0, -1)))
+    assert found == [0, 1, 1, 1, 0, 0]
+
+
+def test_messages_belong_with_the_pass_that_they_stand_in() -> None:
+    """The gradient of a tied embedding comes to the first stage with its last chunk, and would be used in the first."""
+    found = _completed(
+        *(Operation("pd_op.matmul", 1), Operation(SEND, 0)),
+        *(Operation(RECEIVE, 0), Operation(RECEIVE, 1), Operation("custom_op.norm_grad"), Operation("pd_op.add", 1)),
+        *(Operation(SEND, 0), Operation(RECEIVE, -1), Operation("pd_op.add_grad", 0)),
+    )
+    assert found == [1, 1, 1, 1, 1, 1, 1, 0, 0]
+
+
+def test_the_update_has_no_chunk() -> None:
+    assert _completed(Operation("pd_op.adamw_", role=int(OpRole.Optimize))) == [None]
+
+
+def test_paddle_is_as_before() -> None:
+    before = engine.complete_chunk_id, engine.check_chunk_id, engine.pipeline_pass
+    with by_parts(2):
+        assert engine.check_chunk_id is not before[1]
+    assert (engine.complete_chunk_id, engine.check_chunk_id, engine.pipeline_pass) == before
