@@ -2,7 +2,7 @@
 
 A program keeps what its backward pass needs, and the sums of gradients over micro-batches have memory of their own from
 step to step. Sharding cuts the state of the optimizer where the program computes with it: no rank has a piece of a
-parameter beside the parameter.
+parameter beside the parameter. Masters of parameters in 16 bits are what the program updates, so they are whole.
 """
 
 from __future__ import annotations
@@ -34,8 +34,10 @@ def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batch
     # stage 2 does as stage 1: a gradient is whole until it is summed over the data ranks; in stage 3 it is a slice
     gradients = float(sum(4 * (h.num_owned if h.is_stored_in_parts else h.size) for h in held if h.has_gradient))
     activations = kept + sum(h.size * h.num_bytes for h in held if h.is_stored_in_parts)
+    with_masters = [h for h in held if h.has_master]
+    activations += sum(h.size * h.num_bytes for h in with_masters)  # the copies that a program makes of them
     return {
-        "masters": 0.0,
+        "masters": float(sum(4 * h.size for h in with_masters)),
         "gradients": gradients,
         "sums": gradients if num_micro_batches > 1 else 0.0,
         "activations": activations,

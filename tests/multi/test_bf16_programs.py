@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
@@ -88,15 +90,19 @@ def test_a_program_in_bf16_is_not_float32(runner: Runner, failed: dict[str, str]
     assert max(_far(runner, ONE.name, name).values()) > 1e-3
 
 
+Parameters = Sequence[Mapping[str, np.ndarray]]
+"""Of a run, after the first step and after the last one."""
+
+
 def _far(runner: Runner, one: str, many: str) -> dict[str, float]:
+    """See `far_changes`."""
+    return far_changes(*([runner.weights(name, step) for step in (1, STEPS)] for name in (one, many)))
+
+
+def far_changes(ours: Parameters, theirs: Parameters) -> dict[str, float]:
     """By parameter, how far the changes of a run are from those of another one, as a part of them."""
-    first, last, found = (runner.weights(name, step) for name, step in ((one, 1), (one, STEPS), (many, STEPS)))
-    begun = runner.weights(many, 1)
-    changes = {name: last[name].astype("float64") - first[name] for name in last}
-    return {
-        name: norm(found[name].astype("float64") - begun[name] - change) / norm(change)
-        for name, change in changes.items()
-    }
+    changes = [{name: b.astype("float64") - a[name] for name, b in last.items()} for (a, last) in (ours, theirs)]
+    return {name: norm(changes[1][name] - change) / norm(change) for name, change in changes[0].items()}
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)

@@ -117,9 +117,14 @@ class LateGroup:
 
     def all_reduce(self, tensor: Tensor, op: Any, sync_op: bool) -> Task:
         value = _taken(tensor)
-        return self._begin(
-            "all_reduce", sync_op, lambda: self._gloo.all_reduce(value, op, True).wait(), [(tensor, value)]
-        )
+        return self._begin("all_reduce", sync_op, lambda: self._reduce(value, op), [(tensor, value)])
+
+    def _reduce(self, value: Tensor, op: Any) -> None:
+        """All-reduce in place. Gloo adds up float16 wrongly (Paddle 3.3.1): sums of small numbers become infinite."""
+        wide = value.astype("float32") if value.dtype == paddle.float16 else value
+        self._gloo.all_reduce(wide, op, True).wait()
+        if wide is not value:
+            value.copy_(wide.astype(value.dtype), True)
 
     def reduce_scatter_tensor(self, out: Tensor, tensor: Tensor, op: Any, sync_op: bool) -> Task:
         _check(out, tensor)
@@ -127,7 +132,7 @@ class LateGroup:
         assert tensor.shape[0] == size * self._group.nranks
 
         def work() -> None:
-            self._gloo.all_reduce(value, op, True).wait()
+            self._reduce(value, op)
             part.copy_(value[self._group.rank * size : (self._group.rank + 1) * size], True)
 
         return self._begin("reduce_scatter", sync_op, work, [(out, part)], tensor)

@@ -29,6 +29,8 @@
 #include "paddle/phi/kernels/elementwise_subtract_kernel.h"
 #include "paddle/phi/kernels/expand_grad_kernel.h"
 #include "paddle/phi/kernels/expand_kernel.h"
+#include "paddle/phi/kernels/flatten_grad_kernel.h"
+#include "paddle/phi/kernels/flatten_kernel.h"
 #include "paddle/phi/kernels/gather_grad_kernel.h"
 #include "paddle/phi/kernels/gather_nd_grad_kernel.h"
 #include "paddle/phi/kernels/gather_nd_kernel.h"
@@ -186,8 +188,9 @@ struct Filled<Id, void (*)(const CPUContext&, Arguments...)> {
   }
 };
 
+// `replaces`: also in the place of kernels that there are.
 template <int Id, typename Function>
-void fill(const std::string& name) {
+void fill(const std::string& name, bool replaces = false) {
   auto& all = phi::KernelFactory::Instance().kernels();
   auto found = all.find(name);
   if (found == all.end()) PADDLE_THROW("Paddle has no kernel " + name);
@@ -197,7 +200,8 @@ void fill(const std::string& name) {
   Filled<Id, Function>::plain = plain.GetVariadicKernelFn<Function>();
   for (const auto dtype : {DataType::BFLOAT16, DataType::FLOAT16}) {
     const phi::KernelKey key(phi::Backend::CPU, phi::DataLayout::ALL_LAYOUT, dtype);
-    if (kernels.count(key)) continue;
+    if (kernels.count(key) && !replaces) continue;
+    kernels.erase(key);
     // programs call a kernel by its context, which has the arguments in a list
     const auto in_programs = &phi::KernelImpl<Function, &Filled<Id, Function>::run>::Compute;
     phi::Kernel kernel(in_programs, reinterpret_cast<void*>(&Filled<Id, Function>::run));
@@ -229,12 +233,12 @@ class WidenedReshard final : public phi::distributed::ReshardFunction {
   std::string Name() override { return "WidenedReshard"; }
 };
 
-#define FILL(name, function) fill<__COUNTER__, decltype(&phi::function<float, CPUContext>)>(name);
+#define FILL(name, function, ...) fill<__COUNTER__, decltype(&phi::function<float, CPUContext>)>(name, ##__VA_ARGS__);
 
 [[maybe_unused]] const bool is_filled = [] {
   FILL("all_gather", AllGatherKernel)
-  FILL("all_reduce", AllReduceKernel)
-  FILL("reduce_scatter", ReduceScatterKernel)
+  FILL("all_reduce", AllReduceKernel, true)  // Gloo adds up float16 wrongly: small sums become infinite
+  FILL("reduce_scatter", ReduceScatterKernel, true)
   FILL("add", AddKernel)
   FILL("add_grad", AddGradKernel)
   FILL("divide", DivideKernel)
@@ -243,6 +247,8 @@ class WidenedReshard final : public phi::distributed::ReshardFunction {
   FILL("matmul_grad", MatmulGradKernel)
   FILL("mean", MeanKernel)
   FILL("mean_grad", ReduceMeanGradKernel)
+  FILL("flatten", FlattenKernel)
+  FILL("flatten_grad", FlattenGradKernel)
   FILL("softmax", SoftmaxKernel)
   FILL("softmax_grad", SoftmaxGradKernel)
   FILL("silu", SiluKernel)

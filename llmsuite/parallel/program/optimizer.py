@@ -102,13 +102,16 @@ class ProgramOptimizer:
         """
         self.shards, self._train, self._owners = list(shards), train, owners
         self._max_norm = train.max_grad_norm
-        self.slots = [*OPTIMIZER_SLOTS[train.optimizer]]
+        self.own_slots = [*OPTIMIZER_SLOTS[train.optimizer]]
+        """What an optimizer of Paddle's keeps of a parameter."""
+        has_master = any(shard.has_master for shard in self.shards)
+        self.slots = [*self.own_slots, *(["master"] if has_master else [])]
         # a shard that is a slice itself brings its state together as it does the parameter
         self._has_slices = any(isinstance(shard, SlicedShard) for shard in self.shards)
         self._cuts = {shard.name: None if self._has_slices else owners.dim(shard) for shard in self.shards}
         self.learning_rate = LearningRate(train, total_steps).at
         self._values = {
-            f"{shard.name}_{slot}": self._first_value(shard, slot) for shard in self.shards for slot in self.slots
+            f"{shard.name}_{slot}": self._first_value(shard, slot) for shard in self.shards for slot in self.own_slots
         }
         self._of_paddle([], StepRate(self.learning_rate), None)  # what it refuses is refused before anything is built
 
@@ -120,7 +123,7 @@ class ProgramOptimizer:
 
     @property
     def values(self) -> dict[str, Tensor]:
-        """Every tensor of the state, by "PARAMETER_SLOT"."""
+        """Every tensor of the state but masters, by "PARAMETER_SLOT"."""
         return self._values
 
     def of_paddle(self, parameters: Sequence[Tensor], mesh: Any, scale: float = 1.0) -> tuple[Any, StepRate, NormClip]:
@@ -152,13 +155,18 @@ class ProgramOptimizer:
     def state(self) -> Iterator[StateTensor]:
         """As `Optimizer.state`."""
         for shard in self.shards:
-            for slot in self.slots:
+            for slot in self.own_slots:
                 yield OwnedState(shard, slot, self._values[f"{shard.name}_{slot}"], None, self._owners, self._cuts)
+            if "master" in self.slots:  # whole on every rank: it is the parameter that a program knows
+                yield StateTensor(shard, "master", shard.master_or_shard.detach())
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """As `Optimizer.load_state`."""
         for entry in self.state():
             whole = paddle.to_tensor(read(entry))
+            if entry.slot == "master":
+                entry.shard.load_master(whole)
+                continue
             dim = None if entry.is_scalar else self._cuts[entry.shard.name]
             entry.value.copy_(self._owners.part(whole, dim), True)
 

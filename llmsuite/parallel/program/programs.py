@@ -28,6 +28,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 
 from llmsuite.devices.local_parts import whole_steps
+from llmsuite.parallel.program.masters import in_16_bits
 from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate, over_data
 from llmsuite.parallel.program.pipeline import FIRST_INPUTS, Pipeline, StagedModel
 from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
@@ -93,12 +94,22 @@ class StepPrograms:
         self._whole = model if pipeline is None else pipeline.model
         self._own = dict(model.named_parameters())
         updated = [n for n in self._own if pipeline is None or pipeline.stage_of(n) == pipeline.stage]
-        self._parameters = {name: slices[name].stored if name in slices else self._own[name] for name in updated}
+        self._masters = {s.name: s for s in optimizer.shards if s.has_master and s.name in updated}
+        assert not self._masters or not (slices or pipeline), "refused before the run"
+        self._narrow = {name: self._own[name].dtype for name in self._masters}
+        self._parameters = {name: self._kept(name) for name in updated}
         self.build_seconds = 0.0
         """Seconds that making programs has taken."""
 
     def __len__(self) -> int:
         return len(self._programs)
+
+    def _kept(self, name: str) -> Tensor:
+        """What a program has for a parameter that this rank updates: where the model computes in 16 bits, the float32
+        master."""
+        if name in self._slices:
+            return self._slices[name].stored
+        return self._masters[name].master_or_shard if name in self._masters else self._own[name]
 
     def operations(self) -> Counter[str]:
         """How many operations of each name all programs have."""
@@ -129,6 +140,8 @@ class StepPrograms:
             with _quiet():  # it warns of rows of several micro-batches
                 returned = program.run(*placed)
             self._take(program.variables)
+            for shard in self._masters.values():
+                shard.write_back()
             norm = np.asarray(self._scope.var(program.clip.variable).get_tensor())
         told = None if returned is None else np.asarray(returned).reshape(num_micro_batches, -1).sum(0)
         if self._pipeline is not None:
@@ -144,7 +157,7 @@ class StepPrograms:
         with self._distributed() as parameters, _quiet(), whole_steps():
             called = self._whole if self._pipeline is None else StagedModel(self._pipeline, self._meshes)
             loss = functools.partial(self._loss, called)
-            net = _Step(self._whole, tuple(inputs), loss, self._meshes[-1], scale)
+            net = _Step(self._whole, tuple(inputs), loss, self._meshes[-1], scale, self._narrow)
             trained = [parameter for parameter in parameters.values() if not parameter.stop_gradient]
             optimizer, rate, clip = self._optimizer.of_paddle(trained, self._meshes[0], scale)
             specs = [
@@ -182,7 +195,7 @@ class StepPrograms:
     def _state(self, run: Any, other: str) -> dict[str, Tensor]:
         """The state of the optimizer, which lies beside the `other` variable, by the names of a program: Paddle counts
         the programs of a process in them."""
-        values, slots = self._optimizer.values, self._optimizer.slots
+        values, slots = self._optimizer.values, self._optimizer.own_slots
         updated = [shard.name for shard in self._optimizer.shards if shard.name in self._parameters]
         found = {name: name.rpartition("_")[0] for name in run.state_dict("opt") if name != other}
         expected = [f"{name}_{slot}" for name in updated for slot in slots]
@@ -207,8 +220,6 @@ class StepPrograms:
 
     def _placed(self, name: str, parameter: Tensor) -> Tensor:
         """A distributed parameter in the memory of one of the model, with a name that programs know."""
-        trained = not parameter.stop_gradient
-        placed = EagerParamBase(shape=parameter.shape, dtype=parameter.dtype, name=name, trainable=trained)
         mesh = self._meshes[0 if self._pipeline is None else self._pipeline.stage_of(name)]
         if self._pipeline is not None and name not in self._parameters:
             local, over_tp = self._pipeline.absent(name, parameter, mesh.shape[1])
@@ -216,6 +227,8 @@ class StepPrograms:
             own = self._own[name]
             over_tp = own.placements if own.is_dist() else [dist.Replicate()]
             local = local_value(self._parameters[name]).detach()
+        trained = not parameter.stop_gradient
+        placed = EagerParamBase(shape=parameter.shape, dtype=local.dtype, name=name, trainable=trained)
         dim = self._slices[name].dim if name in self._slices else None
         placed._set_impl(dtensor_from_local(local, mesh, over_data([dist.Replicate(), *over_tp], dim)))
         return placed
@@ -248,10 +261,20 @@ class _Step(nn.Layer):
         loss: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
         mesh: Any,
         scale: float,
+        narrow: Mapping[str, Any],
     ):
-        """`scale` is a factor of what is trained; `mesh` is that of the loss."""
+        """
+        Args:
+            model: that computes.
+            names: of the inputs.
+            loss: of inputs by name.
+            mesh: that of the loss.
+            scale: a factor of what is trained.
+            narrow: dtypes of the parameters that the model computes with as 16-bit copies.
+        """
         super().__init__()
         self.model, self._names, self._loss, self._mesh, self._scale = model, names, loss, mesh, scale
+        self._narrow = narrow
         self.sums: tuple[str, ...] = ()
 
     def forward(self, *inputs: Tensor) -> Tensor:
@@ -260,7 +283,8 @@ class _Step(nn.Layer):
     # nothing in it branches on values, so its code needs no translation
     @paddle.jit.not_to_static
     def _traced(self, *inputs: Tensor) -> Tensor:
-        found = dict(self._loss(dict(zip(self._names, inputs))))
+        with in_16_bits(self.model, self._narrow):
+            found = dict(self._loss(dict(zip(self._names, inputs))))
         trained = found.pop("loss")
         if self._scale != 1:
             trained = trained * self._scale

@@ -24,9 +24,7 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
     if parallel.sharding != "none" and context.degrees.dp > 1:
         shared = f"is {context.degrees.sharding}, and programs of engine.program step shard over all data ranks"
         yield "parallel.sharding_parallel_degree", f"{shared}; leave it out, or set engine.program to layers"
-    is_narrow = engine.precision not in ("fp32", *context.product_precisions)
     for key, value, is_set, default in (
-        ("engine.precision", engine.precision, is_narrow, "fp32"),
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
         ("reft.rank", recipe.reft.rank, recipe.reft.rank is not None, "null"),
         ("prefix.tokens", recipe.prefix.tokens, recipe.prefix.tokens is not None, "null"),
@@ -57,6 +55,23 @@ def _not_in_this_pipeline(recipe: Recipe) -> Iterator[Violation]:
         if is_set:
             message = f"is {value}, which pipelines of engine.program step do not have for {what}"
             yield key, f"{message}; set it to {other}, or engine.program to layers"
+
+
+def _not_of_16_bits(context: RuleContext) -> Iterator[Violation]:
+    recipe, precision = context.recipe, context.recipe.engine.precision
+    if not recipe.engine.compiles_steps or precision in ("fp32", *context.product_precisions):
+        return
+    if precision == "fp16":
+        message = "is fp16, whose steps are skipped where its loss scale is too large, and with engine.program step the"
+        advice = "set it to bf16 or fp32, or engine.program to layers"
+        yield "engine.precision", f"{message} update is over before the step is judged; {advice}"
+        return
+    parallel, what = recipe.parallel, f"programs do not have for parameters in {precision}; set it to"
+    advice = "engine.precision to fp32, or engine.program to layers"
+    if parallel.sharding == "stage3":
+        yield "parallel.sharding", f"is stage3, which {what} stage2, {advice}"
+    if parallel.pipeline_parallel_degree > 1:
+        yield "parallel.pipeline_parallel_degree", f"is {parallel.pipeline_parallel_degree}, which {what} 1, {advice}"
 
 
 def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
@@ -103,8 +118,8 @@ def _not_skipped(context: RuleContext) -> Iterator[Violation]:
 PROGRAM_RULES = (
     Rule(
         "`program: step` with sharding over some of the data ranks, another stage than `pretrain`, "
-        "`sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `offload_optimizer`, parameters of another "
-        "precision than fp32, `reft`, `prefix`, `qat`, `mtp_loss_weight` or `micro_batch_tokens`",
+        "`sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `offload_optimizer`, `reft`, `prefix`, `qat`, "
+        "`mtp_loss_weight` or `micro_batch_tokens`",
         "such a program does not have it yet",
         (
             "--engine.mode=to_static",
@@ -116,6 +131,21 @@ PROGRAM_RULES = (
             "--engine.offload_optimizer=true",
         ),
         _not_in_a_step,
+    ),
+    Rule(
+        "`program: step` with fp16, or with parameters in bf16 and sharding `stage3` or a pipeline",
+        "a step that overflows could not be skipped; slices have no masters in a program, and one of Paddle 3.3.1 "
+        "sends no bfloat16 on CPUs, where it would be tested",
+        (
+            "--device=gpu",
+            "--engine.mode=to_static",
+            "--engine.program=step",
+            "--parallel={}",
+            "--launch.num_devices=1",
+            "--engine.recompute=none",
+            "--engine.precision=fp16",
+        ),
+        _not_of_16_bits,
     ),
     Rule(
         "`program: step` with a pipeline and `stage3`, with `micro_batch_size: 1`, with fewer micro-batches than "

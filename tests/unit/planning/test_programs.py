@@ -53,6 +53,14 @@ def test_stage_3_has_whole_parameters_within_a_step_and_slices_between_them() ->
     assert steps.activations - whole.activations == whole.parameters
 
 
+def test_masters_of_16_bits_are_whole_and_copied_within_a_step() -> None:
+    on_gpu = "--device=gpu", "--engine.precision=bf16"
+    layers, steps = _memory("stage2", *on_gpu), _memory("stage2", *STEP, *on_gpu)
+    assert steps.parameters == layers.parameters
+    assert steps.masters == steps.gradients == 2 * steps.parameters > layers.masters
+    assert steps.activations - layers.activations == steps.parameters
+
+
 def test_there_is_a_program_for_each_length() -> None:
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=500")) == [64, 128, 192, 256, 384, 512]
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=100")) == [64, 128]

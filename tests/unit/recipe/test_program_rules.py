@@ -147,19 +147,68 @@ def test_what_it_does_not_have(registry: Registry, recipe: str, words: list[str]
         _plan(registry, recipe, *words)
 
 
-def test_bf16_is_a_precision_of_products_alone(registry: Registry) -> None:
-    """On the CPU, whose parameters stay float32. With tensor parallel, layers that are compiled do not have it."""
-    bf16 = "--engine.precision=bf16"
+MODES = {
+    "dynamic": ("--engine.mode=dynamic", "--engine.program=layers"),
+    "layers": ("--engine.program=layers",),
+    "step": (),
+}
+NO_FP16 = "engine.precision: fp16 does not work on cpu; use fp32, bf16"
+NO_SCALE = (
+    "engine.precision: is fp16, whose steps are skipped where its loss scale is too large, and with engine.program "
+    "step the update is over before the step is judged; set it to bf16 or fp32, or engine.program to layers"
+)
+REFUSED = {("cpu", mode, "fp16"): NO_FP16 for mode in MODES} | {("gpu", "step", "fp16"): NO_SCALE}
+"""Of all devices, modes and precisions. The others run: on the CPU in tests/multi/test_programs.py and
+test_bf16_programs.py, as on a GPU in test_standin.py, test_standin_further.py and test_standin_programs.py."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("device", ["cpu", "gpu", "xpu"])
+def test_precisions_of_modes(registry: Registry, device: str, mode: str, precision: str) -> None:
+    words = (*MODES[mode], f"--device={device}", f"--engine.precision={precision}")
+    refused = REFUSED.get(("cpu" if device == "cpu" else "gpu", mode, precision))
+    if refused is None:
+        assert _plan(registry, "llama/sft", *words).recipe.engine.precision == precision
+        return
+    with pytest.raises(UserError) as caught:
+        _plan(registry, "llama/sft", *words)
+    assert refused in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "message"),
+    [
+        (
+            '{"sharding":"stage3"}',
+            "sharding: is stage3, which .* parameters in bf16; set it to stage2, engine.precision",
+        ),
+        (
+            '{"pipeline_parallel_degree":2}',
+            "pipeline_parallel_degree: is 2, which .* in bf16; set it to 1, engine.precision",
+        ),
+    ],
+)
+def test_parameters_of_16_bits_are_not_everywhere(registry: Registry, parallel: str, message: str) -> None:
+    words = (
+        "--launch.num_devices=2",
+        f"--parallel={parallel}",
+        "--train.micro_batch_size=2",
+        "--engine.precision=bf16",
+    )
+    assert _plan(registry, "llama/sft", *words).degrees.num_ranks == 2  # on the CPU, whose parameters stay float32
+    with pytest.raises(UserError, match=f"parallel.{message}"):
+        _plan(registry, "llama/sft", *words, "--device=gpu")
+
+
+def test_bf16_on_the_cpu_is_not_for_layers_with_tensor_parallel(registry: Registry) -> None:
+    bf16, ranks = "--engine.precision=bf16", "--launch.num_devices=2"
     assert _plan(registry, "llama/sft", bf16, "--engine.recompute=full").recipe.engine.compiles_steps
-    ranks = "--launch.num_devices=2"
     tp2 = (ranks, '--parallel={"tensor_parallel_degree":2}', bf16)
     assert _plan(registry, "llama/sft", *tp2).degrees.tp == 2
     with pytest.raises(UserError, match=r"engine.precision: is bf16, whose products on cpu are computed by each rank"):
         _plan(registry, "llama/sft", *tp2, "--engine.program=layers")
     assert _plan(registry, "llama/sft", ranks, PP2, bf16, "--engine.program=layers").degrees.pp == 2
-    given = {word.partition("=")[0]: word for word in (*PLAIN, bf16)}
-    with pytest.raises(UserError, match=r"engine.precision: is bf16, which engine.program step does not have; set it"):
-        plan_run(ROOT / "recipes/llama/pretrain.json", list(given.values()), registry)
 
 
 def test_a_spike_may_stop_or_go_back(registry: Registry) -> None:

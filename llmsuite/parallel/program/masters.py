@@ -1,0 +1,33 @@
+"""Parameters in 16 bits inside of whole-step programs: a program updates float32 masters, and the model computes with
+copies that it makes of them.
+
+So gradients become float32 where the copies were made, and their sum over micro-batches, the norm and the update are
+float32 without a further word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+@contextlib.contextmanager
+def in_16_bits(model: Any, narrow: Mapping[str, Any]) -> Iterator[None]:
+    """While active, a program that is made has copies in 16 bits in the place of masters.
+
+    Args:
+        model: whose parameters are masters.
+        narrow: dtypes of the copies by the name of a parameter.
+    """
+    modules, masters = dict(model.named_sublayers(include_self=True)), []
+    for name, dtype in narrow.items():
+        prefix, _, attribute = name.rpartition(".")
+        module = modules[prefix]
+        masters.append((module._parameters, attribute, module._parameters[attribute]))
+        module._parameters[attribute] = getattr(module, attribute).astype(dtype)  # of the program's own value
+    try:
+        yield
+    finally:
+        for table, attribute, master in masters:
+            table[attribute] = master

@@ -1,0 +1,146 @@
+"""Programs with parameters in 16 bits, on CPU processes that stand in for GPUs (`tests.standin`): whole steps in bf16,
+which update float32 masters, and layers in fp16, whose loss is scaled outside of them.
+
+They are as close to the same steps op by op as two roundings can be, see `tests.multi.test_standin_further`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.multi.test_bf16_programs import far_changes
+from tests.multi.test_programs import OPTIMIZERS, PP2, PROGRAM, SAVES, TP2, WORDS
+from tests.multi.test_standin import of
+from tests.parity.cases import STEPS, Case, few, once, run_cases
+from tests.parity.condition import bf16_change_limits, bf16_metric_limits, nudged
+from tests.parity.lora import LORA
+
+LAYERS, SP = ("--engine.mode=to_static",), {"sequence_parallel": True}
+TIED, ADAMW = ("--model.config.tie_word_embeddings=true",), OPTIMIZERS["adamw"]
+JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sft": ("llama/sft", OPTIMIZERS["sgd"]),
+    "tied": ("qwen/sft", (*ADAMW, *TIED)),
+    "lora": ("llama/lora", (*OPTIMIZERS["sgd"], *LORA)),
+}
+STEM = {"lora": "adapter_model"}
+RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
+    {
+        "step": ("sft", "bf16", 1, {}, PROGRAM),
+        "step, tied": ("tied", "bf16", 1, {}, PROGRAM),
+        "step, lora": ("lora", "bf16", 1, {}, PROGRAM),
+        "step, tp2": ("sft", "bf16", 2, {**TP2, **SP}, PROGRAM),
+        "step, stage2": ("sft", "bf16", 2, {"sharding": "stage2"}, (*PROGRAM, "--engine.recompute=full")),
+        "layers, fp16": ("sft", "fp16", 1, {}, LAYERS),
+        "layers, fp16, tp2": ("sft", "fp16", 2, {**TP2, **SP}, LAYERS),
+        "layers, fp16, pp2": ("sft", "fp16", 2, PP2, LAYERS),
+        "layers, fp16, stage3": ("sft", "fp16", 2, {"sharding": "stage3"}, LAYERS),
+    },
+    "step, tied", "step, stage2", "layers, fp16, tp2", "layers, fp16, stage3",
+)  # fmt: skip
+"""Job, precision, ranks, mesh and words."""
+
+
+def _case(job: str, ranks: int = 1, parallel: Mapping[str, Any] | None = None, *more: str) -> Case:
+    recipe, words = JOBS[job]
+    place = (f"--parallel={json.dumps(parallel or {})}", f"--launch.num_devices={ranks}", "--train.micro_batch_size=2")
+    return Case(job, ranks, once([*WORDS, "--data.max_length=256", *words, *SAVES, *place, *more]),
+                recipe=f"recipes/{recipe}.json")  # fmt: skip
+
+
+NEEDED = {job: {precision for own, precision, *_ in RUNS.values() if own == job} for job in JOBS}
+WIDE = {job: dataclasses.replace(_case(job), name=f"{job}, float32") for job in NEEDED if NEEDED[job]}
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    """Runs everything; what was printed of the cases that did not end well."""
+    cases = [run for wide in WIDE.values() for run in (wide, *nudged(wide))]
+    cases += [of(_case(job), f"{job}, {p}", precision=p) for job in WIDE for p in sorted(NEEDED[job])]
+    for name, (job, precision, *how, words) in RUNS.items():
+        cases.append(of(_case(job, *how, *words), name, precision=precision))
+    failed = run_cases(runner, cases)
+    assert "step" not in failed, failed["step"]
+    for name, begun in (("again", "step"), ("from dynamic", "sft, bf16")):
+        shutil.copytree(runner.directory / begun / "checkpoints/step-1", runner.directory / name / "checkpoints/step-1")
+    again = [of(_case("sft", 1, {}, *PROGRAM), name, resume=True) for name in ("again", "from dynamic")]
+    return failed | run_cases(runner, again)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_program_is_as_close_as_rounding_allows(runner: Runner, failed: dict[str, str], name: str) -> None:
+    job, precision, *_ = RUNS[name]
+    one = f"{job}, {precision}"
+    assert not {WIDE[job].name, one, name} & failed.keys(), [failed.get(run) for run in (WIDE[job].name, one, name)]
+    _check(runner, job, one, name)
+
+
+def _check(runner: Runner, job: str, one: str, many: str, first: int = 1) -> None:
+    """Metrics from a step on, and what has changed in parameters; twice what rounded inputs of products explain, as
+    what comes out is rounded too."""
+    limits = bf16_metric_limits(runner, WIDE[job])
+    ours, theirs = ([m for m in runner.metrics(run) if m["step"] >= first] for run in (one, many))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["tokens"] == b["tokens"]
+        assert a.get("loss_scale") == b.get("loss_scale")
+        assert not b.get("skipped")
+        for key, limit in limits.items():
+            far = abs(b[key] / a[key] - 1)
+            print(f"{many}, step {a['step']}: {key} {far:.1e} of at most {2 * limit:.1e}")
+            assert far <= 2 * limit, (a["step"], key)
+    stem = STEM.get(job, "model")
+    changes = bf16_change_limits(runner, WIDE[job], stem)
+    found = far_changes(masters(runner, one, stem), masters(runner, many, stem))
+    worst = max(found, key=lambda parameter: found[parameter] / changes[parameter])
+    print(f"{many}: change of {worst} {found[worst]:.1e} of at most {2 * changes[worst]:.1e}")
+    assert found[worst] <= 2 * changes[worst]
+
+
+def masters(runner: Runner, name: str, stem: str) -> list[dict[str, np.ndarray]]:
+    """The float32 parameters after the first step and after the last one, by the names of their files."""
+    found = [runner.weights(name, step, "optimizer") for step in (1, STEPS)]
+    names = {file: _own_name(file) for file in runner.weights(name, STEPS, stem)}
+    return [{file: state[f"{own}/master"] for file, own in names.items()} for state in found]
+
+
+def _own_name(file: str) -> str:
+    """The name of a parameter in the model, of that in a file of adapters or of the model."""
+    own = file.removeprefix("base_model.model.")
+    return own if own == file else own.removesuffix(".weight")
+
+
+def test_a_program_is_not_float32(runner: Runner, failed: dict[str, str]) -> None:
+    assert not {WIDE["sft"].name, "step"} & failed.keys(), failed
+    name = "model.embed_tokens.weight"  # other matrices lie the other way round in files of models
+    wide = [{name: runner.weights(WIDE["sft"].name, step)[name]} for step in (1, STEPS)]
+    assert far_changes(wide, [{name: own[name]} for own in masters(runner, "step", "model")])[name] > 1e-3
+
+
+def test_parameters_are_their_masters_rounded(runner: Runner, failed: dict[str, str]) -> None:
+    """And a master has bits that its parameter has not: the next step goes on from it."""
+    assert "step" not in failed, failed["step"]
+    (_, last), parameters = masters(runner, "step", "model"), runner.weights("step", STEPS)
+    for name, value in parameters.items():
+        rounded = last[name].astype(value.dtype)
+        assert np.array_equal(value, rounded) or np.array_equal(value.T, rounded), name
+        assert (last[name].view("uint32") & 0xFFFF).any(), name
+
+
+def test_a_program_goes_on_bit_by_bit(runner: Runner, failed: dict[str, str]) -> None:
+    assert not {"step", "again"} & failed.keys(), failed
+    for stem in ("model", "optimizer"):
+        whole, again = (runner.weights(name, STEPS, stem) for name in ("step", "again"))
+        assert whole.keys() == again.keys()
+        assert [name for name, value in whole.items() if value.tobytes() != again[name].tobytes()] == []
+
+
+def test_a_program_goes_on_from_steps_op_by_op(runner: Runner, failed: dict[str, str]) -> None:
+    assert not {"sft, bf16", "from dynamic"} & failed.keys(), failed
+    _check(runner, "sft", "sft, bf16", "from dynamic", first=2)
