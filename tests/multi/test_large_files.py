@@ -25,7 +25,6 @@ CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sft, packed": ("recipes/llama/sft.json", "sft", ("--data.packing=best_fit", "--data.max_length=160")),
     "dpo": ("recipes/llama/dpo.json", "preference", ()),
     "kto": ("recipes/llama/kto.json", "unpaired", ()),
-    "grpo": ("recipes/llama/grpo.json", "preference", ()),
 }
 
 
