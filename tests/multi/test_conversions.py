@@ -53,7 +53,7 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
     file, recipe = tmp_path / "job.yaml", tmp_path / "recipe.json"
     file.write_text(text, encoding="utf-8")
     runner.run("recipe", f"from-{suite}", str(file), "-o", str(recipe))
-    runner.run("run", str(recipe))
+    runner.run("run", str(recipe), "--device=cpu")
     ours = [record["loss"] for record in runner.metrics(suite)]
     assert ours[0] == pytest.approx(first_loss(tmp_path / MODEL, tmp_path / "rows/train.jsonl"), rel=1e-6)
     assert len(ours) == 8
