@@ -26,12 +26,16 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "packed": ("llama/sft", PACKED),
     "lora": ("llama/lora", LORA),
     "lokr": ("llama/lora", (*LORA, "--lora.method=lokr", "--lora.lora_plus_ratio=1")),
+    "mora": ("llama/lora", (*LORA, "--lora.method=mora", "--lora.lora_plus_ratio=1")),
+    "experts": ("qwen_moe/sft", ()),
 }
 ON_RANKS: dict[str, tuple[str, int, Mapping[str, Any], tuple[str, ...]]] = {
     "lora, pp2": ("lora", 2, PP, ()),
     "lora, pp2 interleaved, recompute": ("lora", 2, INTERLEAVED, (RECOMPUTE,)),
     "lokr, pp2": ("lokr", 2, PP, ()),
     "lokr, tp2": ("lokr", 2, {**TP, **SP}, ()),
+    "mora, pp2": ("mora", 2, PP, ()),
+    "mora, tp2": ("mora", 2, {**TP, **SP}, ()),
     "packed, dp2": ("packed", 2, {}, ()),
     "packed, pp2": ("packed", 2, PP, ()),
     "packed, tp2": ("packed", 2, {**TP, **SP}, ()),
@@ -42,11 +46,13 @@ ON_RANKS: dict[str, tuple[str, int, Mapping[str, Any], tuple[str, ...]]] = {
     "sft, programs, pp2": ("sft", 2, PP, (STATIC,)),
     "sft, programs, tp2": ("sft", 2, {**TP, **SP}, (STATIC,)),
     "sft, programs, stage3": ("sft", 2, {"sharding": "stage3"}, (STATIC,)),
+    "experts, programs": ("experts", 1, {}, (STATIC,)),
 }
 MESHES = few(
     ON_RANKS,
-    "lora, pp2 interleaved, recompute", "lokr, tp2", "packed, pp2", "packed, tp2", "packed, stage3", "packed, programs",
-    "lora, programs", "sft, programs, pp2",
+    "lora, pp2 interleaved, recompute", "lokr, tp2", "mora, pp2", "packed, pp2",
+    "packed, tp2", "packed, stage3", "packed, programs",
+    "lora, programs", "sft, programs, pp2", "experts, programs",
 )  # fmt: skip
 
 
@@ -55,7 +61,8 @@ def _case(
 ) -> Case:
     recipe, run = JOBS[job]
     given = [
-        *COMMON, *OPTIMIZERS["sgd"], *four_layers("llama"), "--engine.recompute=none", "--checkpoint.save_steps=null",
+        *COMMON, *OPTIMIZERS["sgd"], *four_layers(recipe.partition("/")[0]), "--engine.recompute=none",
+        "--checkpoint.save_steps=null",
         "--train.micro_batch_size=1", f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps(parallel or {})}",
         *run, *words,
     ]  # fmt: skip
