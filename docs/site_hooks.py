@@ -15,6 +15,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 """Pages at the root of the repository that the site has below `project`."""
+PICTURES = "docs/pictures/"
+"""What the English site has as it is, for both."""
 _LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
 _CODE = re.compile(r"^ *(?P<fence>```+).*?^ *(?P=fence) *$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
@@ -37,7 +39,10 @@ def links(text: str) -> Iterator[str]:
 
 
 def place_of(path: str) -> str:
-    """Where the site has a file of the repository, as a path below its root that ends with "/" or is empty."""
+    """Where the site has a file of the repository, as a path below its root: one that ends with "/" or is empty, but
+    for pictures."""
+    if path.startswith(PICTURES):
+        return path.removeprefix("docs/")
     page = path.removeprefix("docs/").removesuffix(".md")
     if path in PROJECT:
         return f"project/{page}/"
@@ -71,7 +76,8 @@ def with_links(text: str, path: str, kept: str) -> str:
         if not (ROOT / found).exists():
             raise FileNotFoundError(f"{path}: there is no {target}")
         there = posixpath.relpath("/" + place_of(found), "/" + here)
-        return f"]({there}/{link['anchor'] or ''})"
+        end = "" if found.startswith(PICTURES) else "/"
+        return f"]({there}{end}{link['anchor'] or ''})"
 
     return outside_code(text, lambda prose: _LINK.sub(lead, prose))
 

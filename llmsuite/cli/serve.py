@@ -35,6 +35,12 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
     parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS)
     parser.add_argument(
+        "--leave_out_tools",
+        action="store_true",
+        help="answer chats without the tools that they may call (off by default): for a model that knows none, and "
+        "clients that always send some; tools that have to be called are still refused",
+    )
+    parser.add_argument(
         "--allowed_host", type=str, action="append", help="a name of this server that clients without a key may use"
     )
     parser.add_argument("--api_key", type=str | None, default=None, help=f"ask for it; better given as {_KEY}")
@@ -115,7 +121,7 @@ def run(args: Any, registry: Registry) -> int:
     prompter = Prompter(opened.generator.tokenizer, args.chat_template, control_tokens=args.control_tokens)
     weights = ServedWeights(opened.refreshable, registry.models) if args.rl else None
     service = Service(opened.generator, prompter, name, limits, Metrics())
-
+    service.leaves_out_tools = args.leave_out_tools
     hosts = None if key is not None else {args.host.lower(), *map(str.lower, args.allowed_host or ())}
     server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port)
     try:

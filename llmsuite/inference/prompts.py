@@ -77,7 +77,10 @@ class Prompter:
             messages, tools = [self._marked(message) for message in messages], self._control.mark(tools)
         text = self._template.render(messages, add_generation_prompt=True, tools=tools)
         if missing := [name for name in tool_names(tools) if name not in text]:
-            raise UserError(f"tools: the model's chat template leaves out {missing[0]!r}, so it knows no tools")
+            raise UserError(
+                f"tools: the model's chat template leaves out {missing[0]!r}, so it knows no tools; send none, or "
+                "start the server with --leave_out_tools, which answers without those that may be called"
+            )
         return self._encode(text)
 
     def _marked(self, message: Message) -> Message:

@@ -97,6 +97,8 @@ class Service:
         self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
         self.marks: Callable[[], dict[str, Any]] = dict
         """What every answer names beside the model, such as the version of its weights."""
+        self.leaves_out_tools = False
+        """Whether chats are answered without the tools that they may call, as of a model that knows none."""
 
     async def body(self, request: Request, kind: type[B]) -> B:
         """The body of a request. Raises HTTPException saying what is wrong with it."""
@@ -267,6 +269,8 @@ class Service:
 
     async def start(self, asked: ChatRequest | CompletionRequest) -> tuple[Job, int]:
         """Queue the answers, and return them with the number of prompts. Raises HTTPException."""
+        if self.leaves_out_tools and isinstance(asked, ChatRequest) and not asked.has_to_call:
+            asked.tools = asked.tool_choice = None
         begun = time.monotonic()
         try:
             lines, num_prompts = await asyncio.to_thread(self.lines, asked)

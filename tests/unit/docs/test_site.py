@@ -75,6 +75,13 @@ def test_python_markdown_reads_a_page_as_github_does(page: Path) -> None:
         ("CHANGELOG.md", "https://semver.org/", "", "https://semver.org/"),
         ("docs/zh/README.md", "../guide/rl.md", "docs/zh", "../guide/rl/"),
         ("docs/zh/README.md", "../README.md", "docs/zh", "../"),
+        ("docs/guide/inference.md", "../pictures/chat-models.png", "docs", "../pictures/chat-models.png"),
+        (
+            "docs/zh/guide/inference.md",
+            "../../pictures/chat-models.png",
+            "docs/zh",
+            "../../../pictures/chat-models.png",
+        ),
         ("docs/guide/rl.md", "#ppo-with-a-critic", "docs", "#ppo-with-a-critic"),
     ],
 )
