@@ -66,7 +66,8 @@ class ModelDecoder:
         """See `models.reft.add_interventions`."""
         self._cache_dtype = model.__dict__.get("cache_dtype")  # see `fused.fuse`
         self._num_prefix = int(getattr(model, "num_prefix_tokens", 0))
-        self.shares_prefixes = mesh is None and self.edited_ends is None and not self._num_prefix
+        is_whole = mesh is None or mesh.degrees.tp == mesh.degrees.pp == 1
+        self.shares_prefixes = is_whole and self.edited_ends is None and not self._num_prefix
         """Whether keys and values depend on the tokens before them only, and are whole on this device."""
 
     @property

@@ -90,6 +90,14 @@ def server(runner: Runner, model: Path) -> Iterator[Server]:
     assert started.stop() == 0
 
 
+def test_what_prompts_begin_with_is_computed_once(server: Server) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": [list(range(40))], "max_tokens": 2, "temperature": 0}
+    first, second = (server.client().completions.create(**asked) for _ in range(2))
+    known = [answer.usage.prompt_tokens_details for answer in (first, second) if answer.usage is not None]
+    assert [told.cached_tokens for told in known if told is not None] == [0, 32]
+    assert first.choices[0].text == second.choices[0].text
+
+
 def test_it_listens_on_this_machine_only(server: Server) -> None:
     assert server.host == "127.0.0.1"
 
