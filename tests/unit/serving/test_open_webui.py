@@ -1,4 +1,4 @@
-"""What Open WebUI 0.12.4 sends a server, without it: requests that were recorded of a conversation on its page."""
+"""What Open WebUI 0.12.4 sends a server, without it: requests as its page made them in a conversation, shortened."""
 
 from __future__ import annotations
 
