@@ -85,6 +85,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def own_plugins() -> Iterator[None]:
+    """`--no-plugins` sets a variable for child processes: it ends with the test that gave the option."""
+    before = os.environ.get(ALLOW_LIST)
+    yield
+    os.environ.pop(ALLOW_LIST, None)
+    if before is not None:
+        os.environ[ALLOW_LIST] = before
+
+
 @pytest.fixture(scope="session")
 def registry() -> Registry:
     """What comes with llmsuite; not to be changed."""
