@@ -1,7 +1,8 @@
 """What lm-evaluation-harness 0.4.13 sends a server, as `local-completions` and `local-chat-completions`, without it.
 
-Requests have the keys of those that were recorded, with other ids. How it reads answers is written down in `read`: of each choice it
-takes the log-probabilities behind the context but the last, which it takes for those of the one token it asked for.
+Requests have the keys of those that were recorded, with other ids. How it reads answers is written down in `read`: of
+each choice it takes the log-probabilities behind the context but the last, which it takes for those of the one token
+it asked for.
 """
 
 from __future__ import annotations
