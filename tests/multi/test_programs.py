@@ -228,12 +228,13 @@ def test_ranks_equal_one_process(runner: Runner, failed: dict[str, str], mesh: s
 @pytest.mark.parametrize(("num_frozen", "share"), [(0, 3 / 2), (2, 5 / 6)])
 def test_stage3_keeps_slices_between_steps(runner: Runner, tmp_path: Path, num_frozen: int, share: float) -> None:
     """Of parameters, frozen ones too, and of both moments; with whole parameters a rank would keep half of `BYTES`
-    more."""
+    more after each step."""
     code, printed = runner.launch(2, "tests.multi.program_slices", str(tmp_path), str(num_frozen))
     assert code == 0, printed
     for rank in range(2):
         kept = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert (share - 0.05) * BYTES < max(kept) < (share + 0.1) * BYTES, kept
+        # of three steps the least: what is kept is kept after each, what is still being freed is not
+        assert (share - 0.05) * BYTES < min(kept) < (share + 0.1) * BYTES, kept
 
 
 def test_two_ranks_go_on_in_either_mode(runner: Runner, failed: dict[str, str]) -> None:
