@@ -27,7 +27,11 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lora": ("llama/lora", LORA),
     "lokr": ("llama/lora", (*LORA, "--lora.method=lokr", "--lora.lora_plus_ratio=1")),
     "mora": ("llama/lora", (*LORA, "--lora.method=mora", "--lora.lora_plus_ratio=1")),
+    "mixer": ("llama/lora", (*LORA, "--lora.method=mixer")),
+    "dora": ("llama/lora", (*LORA, "--lora.method=dora")),
+    "vera": ("llama/lora", (*LORA, "--lora.method=vera", "--lora.lora_plus_ratio=1", "--train.learning_rate=0.05")),
     "experts": ("qwen_moe/sft", ()),
+    "latent": ("deepseek/sft", ()),
 }
 ON_RANKS: dict[str, tuple[str, int, Mapping[str, Any], tuple[str, ...]]] = {
     "lora, pp2": ("lora", 2, PP, ()),
@@ -36,6 +40,9 @@ ON_RANKS: dict[str, tuple[str, int, Mapping[str, Any], tuple[str, ...]]] = {
     "lokr, tp2": ("lokr", 2, {**TP, **SP}, ()),
     "mora, pp2": ("mora", 2, PP, ()),
     "mora, tp2": ("mora", 2, {**TP, **SP}, ()),
+    "mixer, tp2": ("mixer", 2, {**TP, **SP}, ()),
+    "dora, tp2": ("dora", 2, {**TP, **SP}, ()),
+    "vera, tp2": ("vera", 2, {**TP, **SP}, ()),
     "packed, dp2": ("packed", 2, {}, ()),
     "packed, pp2": ("packed", 2, PP, ()),
     "packed, tp2": ("packed", 2, {**TP, **SP}, ()),
@@ -47,6 +54,8 @@ ON_RANKS: dict[str, tuple[str, int, Mapping[str, Any], tuple[str, ...]]] = {
     "sft, programs, tp2": ("sft", 2, {**TP, **SP}, (STATIC,)),
     "sft, programs, stage3": ("sft", 2, {"sharding": "stage3"}, (STATIC,)),
     "experts, programs": ("experts", 1, {}, (STATIC,)),
+    "experts, programs, ep2": ("experts", 2, {"expert_parallel_degree": 2}, (STATIC,)),
+    "latent, programs, pp2": ("latent", 2, PP, (STATIC,)),
 }
 MESHES = few(
     ON_RANKS,
