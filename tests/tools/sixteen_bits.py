@@ -1,4 +1,5 @@
-"""Every recipe, made small by `--smoke`, on its own mesh in 16 bits, on processes that stand in for GPUs.
+"""Every recipe, made small by `--smoke`, on its own mesh in 16 bits, on processes that stand in for GPUs; some op by op
+and by programs of layers, as in `tests.tools.matrix`.
 
     python -m tests.tools.sixteen_bits [--precision fp16] [RECIPE...]
 
@@ -33,10 +34,9 @@ def main(arguments: list[str]) -> int:
     given = parser.parse_args(arguments)
     registry = registry_with()
     registry.add(PluginInfo("standin", "tests", "standin", plugin=standin))
-    # a program would need the kernels of the stand-in in Paddle's executor
-    chosen = [e for e in entries() if e.mode == "dynamic" and e.recipe in (given.recipes or [e.recipe])]
+    chosen = [e for e in entries() if e.recipe in (given.recipes or [e.recipe])]
     if missing := {*given.recipes} - {e.recipe for e in chosen}:
-        parser.error(f"no recipe {', '.join(sorted(missing))} in mode dynamic")
+        parser.error(f"no recipe {', '.join(sorted(missing))}")
     on = ["--device=standin", f"--engine.precision={given.precision}"]
     with tempfile.TemporaryDirectory() as directory:
         runner = Runner(Path(directory))
@@ -47,8 +47,8 @@ def main(arguments: list[str]) -> int:
         for entry, case in cases.items():
             problem = _problem(runner, case.name, entry.trains(registry), failed.get(case.name))
             bad += problem is not None
-            print(f"{entry.recipe}: {problem or 'passed'}", flush=True)
-    print(f"{len(cases)} recipes in {given.precision}, {bad} did not pass")
+            print(f"{entry.recipe}, {entry.mode}: {problem or 'passed'}", flush=True)
+    print(f"{len(cases)} runs in {given.precision}, {bad} did not pass")
     return int(bad > 0)
 
 
