@@ -302,7 +302,8 @@ def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
     if name is None:
         return
     if name not in registry.rollout_engines:
-        yield "rollout.engine", registry.unknown("rollout engine", name)
+        is_server = "; servers of vLLM are engine openai, with rollout.openai.dialect vllm" if name == "vllm" else ""
+        yield "rollout.engine", registry.unknown("rollout engine", name) + is_server
         return
     if registry.rollout_engines[name].remote and getattr(getattr(recipe, "environment", None), "name", None):
         message = f"is {name}, which draws whole completions, not the turns of an environment"

@@ -75,6 +75,7 @@ _TIS = "--grpo.rollout_correction=tis"
         (("--rollout.max_staleness=1", _TIS), "rollout.max_staleness", "engine local draws in the process that"),
         (("--rollout.engine=openai",), "rollout.openai.urls", "is empty; start `llmsuite serve MODEL --rl`"),
         (("--rollout.engine=nothing",), "rollout.engine", "no rollout engine is called 'nothing'"),
+        (("--rollout.engine=vllm",), "rollout.engine", "registered: local, openai; servers of vLLM are engine openai"),
         (("--grpo.correction_cap=3",), "grpo.correction_cap", "has no effect"),
         ((_TIS, "--grpo.correction_cap=1"), "grpo.correction_cap", "expected number > 1"),
         (('--rollout.openai.urls=["x"]',), "rollout.openai.urls", "write http://HOST:PORT"),
