@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ import safetensors.numpy
 from llmsuite.cache import private_cache
 from tests.conftest import PluginSite
 from tests.paths import ROOT
+from tests.tools.browser import chromium
+from tests.tools.chat import scripted_page
 from tests.tools.warm import Started, warm
 
 RECIPE = "recipes/llama/dpo.json"
@@ -158,3 +160,17 @@ _TIMES = {"avg_reader_cost", "avg_rollout_cost", "avg_batch_cost", "speed", "ips
 def learnt(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics without times and memory."""
     return [{k: v for k, v in r.items() if k not in _TIMES and not k.startswith("straggler/")} for r in records]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Chromium, for the pages of a module."""
+    with chromium(tmp_path_factory.mktemp("profile")) as driver:
+        yield driver
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """The page to chat on, before a server that says what it is told to."""
+    with scripted_page(browser) as shown:
+        yield shown

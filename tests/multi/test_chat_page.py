@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view
-from tests.tools.chat import press, said, say, scripted_page, talk, tick, wait
+from tests.tools.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view
+from tests.tools.chat import press, said, say, talk, tick, wait
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with chromium(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
-
-
-@pytest.fixture
-def page(browser: Any) -> Iterator[Any]:
-    with scripted_page(browser) as shown:
-        yield shown
 
 
 @pytest.mark.parametrize(("width", "scheme"), VIEWS)

@@ -6,7 +6,6 @@ import json
 import random
 import re
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,11 @@ import pytest
 from llmsuite.observe.report import write_report
 from llmsuite.observe.runs import read_run
 from tests.multi.conftest import Runner
-from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view, waiting
+from tests.tools.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view, waiting
 from tests.unit.observe.run_folder import PIPELINE, make_preferences, make_run, record
 from tests.unit.observe.test_report import CHARTS
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with chromium(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
 
 
 def _legend(browser: Any, chart: str) -> dict[str, str]:

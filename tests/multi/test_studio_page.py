@@ -11,16 +11,10 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.tools.browser import IS_THERE, REASON, VIEWS, chromium, faults, screenshot, severe, view, waiting
+from tests.tools.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view, waiting
 from tests.unit.inference.test_export import write_family
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    with chromium(tmp_path_factory.mktemp("profile")) as driver:
-        yield driver
 
 
 @pytest.fixture(scope="module")
