@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
 """Pages at the root of the repository that the site has below `project`."""
 PICTURES = "docs/pictures/"
-"""What the English site has as it is, for both."""
+"""What both sites have as it is."""
 _LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".yml": "yaml", ".sh": "bash"}
 _CODE = re.compile(r"^ *(?P<fence>```+).*?^ *(?P=fence) *$|`[^`\n]+`", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
@@ -39,10 +39,7 @@ def links(text: str) -> Iterator[str]:
 
 
 def place_of(path: str) -> str:
-    """Where the site has a file of the repository, as a path below its root: one that ends with "/" or is empty, but
-    for pictures."""
-    if path.startswith(PICTURES):
-        return path.removeprefix("docs/")
+    """Where the site has a file of the repository, as a path below its root: one that ends with "/" or is empty."""
     page = path.removeprefix("docs/").removesuffix(".md")
     if path in PROJECT:
         return f"project/{page}/"
@@ -75,9 +72,11 @@ def with_links(text: str, path: str, kept: str) -> str:
             return link.group()
         if not (ROOT / found).exists():
             raise FileNotFoundError(f"{path}: there is no {target}")
+        if found.startswith(PICTURES):  # mkdocs knows it as a file of the pages' directory, see `on_files`
+            page = posixpath.dirname(path.removeprefix(f"{kept}/"))
+            return f"]({posixpath.relpath(found.removeprefix('docs/'), page)})"
         there = posixpath.relpath("/" + place_of(found), "/" + here)
-        end = "" if found.startswith(PICTURES) else "/"
-        return f"]({there}{end}{link['anchor'] or ''})"
+        return f"]({there}/{link['anchor'] or ''})"
 
     return outside_code(text, lambda prose: _LINK.sub(lead, prose))
 
@@ -136,11 +135,14 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Any, config: Any) -> None:
-    """Add the pages that are no files of docs; the English site has them for both."""
+    """Add the pages that are no files of docs, which the English site has for both, and to the Chinese one pictures."""
     from mkdocs.structure.files import File
 
     docs = Path(config.docs_dir)
     if docs.name != "docs":
+        for picture in sorted((ROOT / PICTURES).iterdir()):
+            name = f"{Path(PICTURES).name}/{picture.name}"
+            files.append(File.generated(config, name, abs_src_path=str(picture)))
         return
     for name in PROJECT:
         text = (ROOT / name).read_text(encoding="utf-8")

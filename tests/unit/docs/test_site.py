@@ -80,7 +80,7 @@ def test_python_markdown_reads_a_page_as_github_does(page: Path) -> None:
             "docs/zh/guide/inference.md",
             "../../pictures/chat-models.png",
             "docs/zh",
-            "../../../pictures/chat-models.png",
+            "../pictures/chat-models.png",
         ),
         ("docs/guide/rl.md", "#ppo-with-a-critic", "docs", "#ppo-with-a-critic"),
     ],
