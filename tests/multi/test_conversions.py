@@ -1,7 +1,8 @@
 """A run of a recipe made of another suite's file has the losses that the suite's own script had with it.
 
 tests/reference/make_trl_runs.py has run TRL's scripts and written their losses, make_suite_runs.py LLaMA-Factory's
-command. The first loss of ms-swift and Axolotl is computed by hand, of the tokens that their templates teach.
+command. The first loss of ms-swift, Axolotl and PaddleFormers is computed by hand, of the tokens that their templates
+teach.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
     runner.run("recipe", f"from-{suite}", str(file), "-o", str(recipe))
     runner.run("run", str(recipe), "--device=cpu")
     ours = [record["loss"] for record in runner.metrics(suite)]
-    assert ours[0] == pytest.approx(first_loss(tmp_path / MODEL, tmp_path / "rows/train.jsonl"), rel=1e-6)
+    by_hand = first_loss(tmp_path / MODEL, tmp_path / "rows/train.jsonl", apart=suite == "paddleformers")
+    assert ours[0] == pytest.approx(by_hand, rel=1e-6)
     assert len(ours) == 8
     if suite == "llamafactory":
         theirs = json.loads((REFERENCE / "conversions/llamafactory.json").read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -12,18 +13,21 @@ from tokenizers import Tokenizer
 _EPSILON, _BASE = 1e-5, 10000.0
 
 
-def first_loss(model: Path, rows: Path) -> float:
-    """Mean over all tokens that the assistant says, with the end of its turns: what ms-swift and Axolotl learn.
+def first_loss(model: Path, rows: Path, apart: bool = False) -> float:
+    """Mean over all tokens that the assistant says, with the end of its turns: what these suites learn.
 
     ms-swift: `Llama3TemplateMeta`, of whose turns the answers and what ends them have a label. Axolotl: `chat_template`
-    with `roles_to_train: [assistant]` and `train_on_eos: turn`, which are its defaults.
+    with `roles_to_train: [assistant]` and `train_on_eos: turn`, which are its defaults. PaddleFormers: the template
+    `llama3`, whose answers are tokenised `apart` from what is in front of them (`Template.encode_multiturn`); the token
+    that ends an answer is learnt (`_add_dynamic_eos`, `efficient_eos`), and a batch has one mean
+    (`sft_postprocess_loss`).
     """
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     tensors = {name: value.astype("float64") for name, value in load_file(model / "model.safetensors").items()}
     total, count = 0.0, 0
     for line in rows.read_text(encoding="utf-8").splitlines():
-        ids, learnt = _tokens(tokenizer, json.loads(line)["messages"])
+        ids, learnt = _tokens(tokenizer, json.loads(line)["messages"], apart)
         logits = _logits(config, tensors, np.array(ids[:-1]))
         logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         at = np.flatnonzero(learnt[1:])
@@ -32,12 +36,18 @@ def first_loss(model: Path, rows: Path) -> float:
     return total / count
 
 
-def _tokens(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> tuple[list[int], list[bool]]:
+def _tokens(tokenizer: Tokenizer, messages: list[dict[str, str]], apart: bool) -> tuple[list[int], list[bool]]:
     """Ids of a conversation, and which of them are learnt."""
     parts = [("<|begin_of_text|>", False)]
     for message in messages:
         parts.append((f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False))
         parts.append((f"{message['content'].strip()}<|eot_id|>", message["role"] == "assistant"))
+    if apart:
+        ids, learnt = list[int](), list[bool]()
+        for is_learnt, group in itertools.groupby(parts, lambda part: part[1]):
+            found = tokenizer.encode("".join(text for text, _ in group), add_special_tokens=False).ids
+            ids, learnt = ids + found, learnt + [is_learnt] * len(found)
+        return ids, learnt
     encoded = tokenizer.encode("".join(text for text, _ in parts), add_special_tokens=False)
     owner = [is_learnt for text, is_learnt in parts for _ in text]  # by character
     return encoded.ids, [owner[begin] for begin, _ in encoded.offsets]

@@ -46,6 +46,14 @@ FILES: dict[str, dict[str, Any]] = {
         "warmup_steps": 3, "weight_decay": 0.1, "bf16": False, "fp16": False, "logging_steps": 1, "save_steps": STEPS,
         "output_dir": "out",
     },
+    "paddleformers": {
+        "model_name_or_path": MODEL, "stage": "SFT", "fine_tuning": "full", "do_train": True,
+        "train_dataset_path": "rows/train.jsonl", "train_dataset_type": "messages", "template": "llama3",
+        "template_backend": "custom", "max_seq_len": 256, "compute_type": "float32", "device": "cpu",
+        "per_device_train_batch_size": COUNT, "gradient_accumulation_steps": 1, "max_steps": STEPS,
+        "learning_rate": 0.002, "lr_scheduler_type": "cosine", "warmup_steps": 3, "weight_decay": 0.1,
+        "logging_steps": 1, "save_steps": STEPS, "output_dir": "out",
+    },
 }  # fmt: skip
 """What the command takes; places are below the directory in which it runs."""
 
