@@ -172,12 +172,12 @@ GO_ON = ("tp2 adamw", "pp2 adamw", "pp2 kto_pair", "stage3 dpo", "stage3 lora ad
 NO_FALL = ("sft sgd", "kto", "kto adamw", "kto of adapters")
 
 
-def _compare(runner: Runner, job: str, many: str) -> Comparison:
-    """A run beside the dynamic one of its job in one process."""
+def compare_job(runner: Runner, job: str, one: str, many: str) -> Comparison:
+    """A run beside another of its job, which is dynamic and in one process."""
     # a second factor begins at zero: it is nothing but a sum of gradients, and has no more digits than those
     more = {"stem": "adapter_model", "limit": GRADIENT_LIMIT} if job in ADAPTERS else {}
-    found = compare(runner, _case(job).name, many, falls=job not in NO_FALL, has_gradients=False, **more)
-    for ours, theirs in zip(runner.metrics(_case(job).name), runner.metrics(many)):
+    found = compare(runner, one, many, falls=job not in NO_FALL, has_gradients=False, **more)
+    for ours, theirs in zip(runner.metrics(one), runner.metrics(many)):
         for name in ours.keys() & theirs.keys():
             if "/" not in name or name.startswith("straggler"):
                 continue
@@ -210,7 +210,7 @@ def failed(runner: Runner) -> dict[str, str]:
 def test_equals_the_dynamic_mode(runner: Runner, failed: dict[str, str], job: str) -> None:
     one, many = _case(job).name, _case(job, *PROGRAM).name
     assert not failed.keys() & {one, many}, failed
-    assert _compare(runner, job, many).problems == []
+    assert compare_job(runner, job, one, many).problems == []
     if job == "kto":  # whose estimate of how far the model is from where it began has to be tried
         assert runner.metrics(one)[-1]["kl"] > 0.05
     made = [record["programs"] for record in runner.metrics(many)]
@@ -222,7 +222,7 @@ def test_ranks_equal_one_process(runner: Runner, failed: dict[str, str], mesh: s
     job = MESHES[mesh][0]
     one, many = _case(job).name, _on_ranks(mesh).name
     assert not failed.keys() & {one, many}, failed
-    assert _compare(runner, job, many).problems == []
+    assert compare_job(runner, job, one, many).problems == []
 
 
 @pytest.mark.parametrize(("num_frozen", "share"), [(0, 3 / 2), (2, 5 / 6)])

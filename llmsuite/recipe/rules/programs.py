@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.degrees import accumulate_steps
-from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.rule import Rule, Violation
 
 
@@ -37,26 +36,6 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
             yield key, f"is {value}, {message}; set it to {default}, or engine.program to layers"
 
 
-def _not_in_this_pipeline(recipe: Recipe) -> Iterator[Violation]:
-    parallel, engine = recipe.parallel, recipe.engine
-    if recipe.stage in ("pretrain", "sft") and recipe.lora.rank is None:
-        return
-    what = f"stage {recipe.stage}" if recipe.lora.rank is None else "adapters"
-    for key, value, is_set, other in (
-        (
-            "parallel.pipeline_parallel_degree",
-            parallel.pipeline_parallel_degree,
-            parallel.pipeline_parallel_degree > 2,
-            2,
-        ),
-        ("parallel.pipeline_schedule", "interleaved", parallel.pipeline_schedule == "interleaved", "1F1B"),
-        ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
-    ):
-        if is_set:
-            message = f"is {value}, which pipelines of engine.program step do not have for {what}"
-            yield key, f"{message}; set it to {other}, or engine.program to layers"
-
-
 def _not_of_16_bits(context: RuleContext) -> Iterator[Violation]:
     recipe, precision = context.recipe, context.recipe.engine.precision
     if not recipe.engine.compiles_steps or precision in ("fp32", *context.product_precisions):
@@ -80,7 +59,6 @@ def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
     if not recipe.engine.compiles_steps or stages == 1:
         return
     pipelines, or_layers = "pipelines of engine.program step", "or engine.program to layers"
-    yield from _not_in_this_pipeline(recipe)
     if parallel.sharding == "stage3":
         yield "parallel.sharding", f"is stage3, which {pipelines} do not have; set it to stage2, {or_layers}"
     if train.micro_batch_size == 1:
@@ -149,10 +127,9 @@ PROGRAM_RULES = (
     ),
     Rule(
         "`program: step` with a pipeline and `stage3`, with `micro_batch_size: 1`, with fewer micro-batches than "
-        "stages, or with the schedule `interleaved` and a number of micro-batches that the stages do not divide; of "
-        "another stage than `pretrain` and `sft`, or adapters, with more than 2 stages, `interleaved` or `recompute`",
-        "it is not tested, or Paddle 3.3.1 has no program for it; with such a number of micro-batches, stages would "
-        "take gradients for activations",
+        "stages, or with the schedule `interleaved` and a number of micro-batches that the stages do not divide",
+        "Paddle 3.3.1 has no program for it; with such a number of micro-batches, stages would take gradients for "
+        "activations",
         (),
         _not_in_a_pipeline,
     ),

@@ -52,6 +52,12 @@ def test_what_is_unknown_belongs_with_what_stands_before_it() -> None:
     assert found == [0, 1, 1, 1, 0, 0]
 
 
+def test_arguments_belong_with_what_takes_them() -> None:
+    """The gradient of an input has the first chunk, and that of what was made of it stands behind it."""
+    take = [Operation("builtin.combine"), Operation("pd_op.add_n", 0), Operation("builtin.combine")]
+    assert _completed(Operation("pd_op.slice_grad", 1), *take, Operation("pd_op.add_n", 1)) == [1, 0, 0, 1, 1]
+
+
 def test_messages_belong_with_the_pass_that_they_stand_in() -> None:
     """The gradient of a tied embedding comes to the first stage with its last chunk, and would be used in the first."""
     found = _completed(
