@@ -16,6 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
+from llmsuite.checkpoint.gptq import GptqFormat, GptqTensors
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, Renamed, TensorFiles, TensorSource, TensorSpec
 from llmsuite.errors import UserError
@@ -196,7 +197,7 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     """
     data = read_json_file(path / "config.json")
     model_type = data.get("model_type") if isinstance(data, dict) else None
-    if isinstance(data, dict) and (has_scales(path) or Fp8Format.of(data) is not None):
+    if isinstance(data, dict) and (has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data)):
         data.pop("quantization_config", None)  # the tensors are read as what they stand for
     for family in families.values():
         if model_type in family.hf_model_types:
@@ -252,8 +253,11 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
     files = TensorFiles(path, "model", check)
     if has_scales(path):
         return Dequantised(files, TensorFiles(path, Dequantised.STEM, check))
-    if form := Fp8Format.of(read_json_file(path / "config.json")):
+    config = read_json_file(path / "config.json")
+    if form := Fp8Format.of(config):
         return Fp8Tensors(files, form)
+    if packed := GptqFormat.of(config):
+        return GptqTensors(files, packed)
     alone = {files.spec(name).dtype: name for name in files.names}
     if INT8 in alone:
         raise UserError(f"{path}: {alone[INT8]!r} is int8, and there is no {Dequantised.STEM}{SUFFIX} with its scale")

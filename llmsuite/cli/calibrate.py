@@ -20,7 +20,11 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--key", type=str, default="text", help="of the texts in JSON Lines")
     parser.add_argument(
-        "--precision", type=Literal["nf4", "fp4"], default="nf4", help="what generate, serve and eval will be given"
+        "--precision",
+        type=Literal["nf4", "fp4", "int4"],
+        default="nf4",
+        help="what generate, serve and eval will be given; int4 is written as a GPTQ checkpoint, which transformers, "
+        "vLLM and SGLang load",
     )
     parser.add_argument("--max_length", type=PositiveInt, default=512, help="tokens of a window of texts")
     parser.add_argument("--windows", type=PositiveInt, default=128, help="windows, at most")
@@ -42,9 +46,10 @@ def run(args: Any, registry: Registry) -> int:
     backend = registry.devices["cpu"].factory()
     start_paddle(backend, 1)
     backend.activate(0)
+    from llmsuite.checkpoint.gptq_writer import write_gptq
     from llmsuite.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.inference.calibrate import calibrated, windows_of
+    from llmsuite.inference.calibrate import calibrated, group_of, matrices_of, windows_of
     from llmsuite.inference.load import open_any, tokenizer_directory
     from llmsuite.progress import track_bytes
 
@@ -54,13 +59,16 @@ def run(args: Any, registry: Registry) -> int:
     tokenizer = TextTokenizer(tokenizer_directory(source, model))
     longest = min(args.max_length, model.config.max_position_embeddings)
     windows = windows_of(tokenizer.encode_batch(texts), longest, args.windows)
-    layers = model.config.num_hidden_layers
+    layers, group = model.config.num_hidden_layers, group_of(model) if args.precision == "int4" else None
     found = calibrated(
         model, windows, args.precision, lambda done: print(f"a layer of {layers} is rounded", flush=True)
     )
-    rewrite = Rewrite(found, OutputFormat("hf"))
-    with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
-        rewrite.write(target, progress)
+    if group is not None:
+        write_gptq(found, target, matrices_of(found), group)
+    else:
+        rewrite = Rewrite(found, OutputFormat("hf"))
+        with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
+            rewrite.write(target, progress)
     print(
         f"wrote {target}: {layers} layers on the levels of {args.precision}, by {windows.size} tokens; answer with: "
         f"llmsuite generate {target} --precision {args.precision}"

@@ -54,10 +54,10 @@ def add_model_arguments(parser: Any) -> None:
     add_degrees(parser)
     parser.add_argument(
         "--precision",
-        type=Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4"],
+        type=Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4", "int4"],
         default="fp32",
-        help="of the model. On cpu, of its matrices, which are multiplied with as they are stored: bf16, int8, nf4 or "
-        "fp4 (with embedding and head in int8); all else is float32, but keys and values with bf16",
+        help="of the model. On cpu, of its matrices, which are multiplied with as they are stored: bf16, int8, nf4, "
+        "fp4 or int4 (these with embedding and head in int8); all else is float32, but keys and values with bf16",
     )
     parser.add_argument(
         "--engine", type=_ENGINES, default="dynamic", help="static: Paddle Inference, on what `llmsuite export` wrote"

@@ -1,7 +1,8 @@
 """Rounds the matrices of a model's layers to 4 bits by what its layers see of given texts, see `models.gptq`.
 
-The values are written as an ordinary model. `--precision nf4` or `fp4` of the same blocks stores them without another
-error. Layers follow each other: each one sees what the rounded ones in front of it make of the texts.
+The values of nf4 and fp4 are written as an ordinary model, those of int4 as a GPTQ checkpoint. `--precision` of the
+same name stores them without another error. Layers follow each other: each one sees what the rounded ones in front of
+it make of the texts.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from llmsuite.typing import Tensor
 
 _ROWS = 8
 """Windows that go through a layer at once."""
+_LEAST_GROUP, _PER_WORD = 32, 8
+"""What kernels for GPTQ checkpoints take: inputs of a group, outputs of a word of zeros."""
 
 
 def windows_of(texts: Sequence[Sequence[int]], length: int, most: int) -> np.ndarray:
@@ -51,7 +54,7 @@ def calibrated(
     Args:
         source: the model.
         windows: token ids, [N, L].
-        precision: nf4 or fp4.
+        precision: nf4, fp4 or int4.
         progress: called with 1 after every layer.
 
     Raises:
@@ -72,12 +75,38 @@ def calibrated(
             weight = f"model.layers.{number}.{name}.weight"
             found = rounded_by_inputs(linear.weight.numpy(), hessian, block_format(precision, len(hessian)))
             linear.weight.set_value(found)
-            values[weight] = found.astype(values[weight].dtype)
+            # codes times float16 scales have too many bits for a 16 bit number
+            values[weight] = found if precision == "int4" else found.astype(values[weight].dtype)
         states = [layer(state, *inputs)[0] for state in states]
         progress(1)
     tensors = {name: HfTensors((name,)) for name in values}
     held = HeldTensors(values, source.files.paths)
     return dataclasses.replace(source, layout="hf", tensors=tensors, files=held, linears_transposed=False, is_fp8=False)
+
+
+def matrices_of(model: ModelDirectory) -> list[str]:
+    """The parameters that `calibrated` rounds, by our names."""
+    names, layers = model.family.names(), "model.layers."
+    return [name for name in model.names if name.startswith(layers) and names.is_linear(name)]
+
+
+def group_of(model: ModelDirectory) -> int:
+    """Inputs of a block of int4, which a GPTQ checkpoint has for all matrices alike.
+
+    Raises:
+        UserError: the model has no such number, or its matrices cannot be stored so.
+    """
+    shapes = {name: model.spec(name).shape for name in matrices_of(model)}
+    blocks = {block_format("int4", num_inputs).block for num_inputs, _ in shapes.values()}
+    odd = next((name for name, shape in shapes.items() if shape[1] % _PER_WORD), None)
+    if len(blocks) != 1 or odd is not None or min(blocks) < _LEAST_GROUP:
+        sizes = sorted({shape[0] for shape in shapes.values()})
+        why = f"{odd} has {shapes[odd][1]} outputs" if odd else f"inputs are {', '.join(map(str, sizes))}"
+        raise UserError(
+            f"{model.path}: --precision int4 has groups of 64 inputs in all matrices, or of {_LEAST_GROUP}, and "
+            f"outputs that are a multiple of {_PER_WORD}; here {why}. Choose nf4"
+        )
+    return blocks.pop()
 
 
 def _seen(layer: Any, states: Sequence[Tensor], inputs: Sequence[Any]) -> dict[str, tuple[nn.Linear, np.ndarray]]:

@@ -1,4 +1,4 @@
-"""Matrices as the kernels of generation read them: in bf16, or in blocks of int8, nf4 or fp4 (`models.block_quant`).
+"""Matrices as the kernels of generation read them: in bf16, or in blocks of 8 or 4 bits (`models.block_quant`).
 
 The outputs of a matrix [I, O] lie in tiles of 32, the last one filled up with zeros; in a tile lies one block of inputs
 behind the other. A block is the scale of each output, float32 (none in bf16), then the codes, input by input; in 4 bits
@@ -51,7 +51,7 @@ def pack(values: np.ndarray, precision: str) -> np.ndarray:
 
     Args:
         values: [I, n].
-        precision: bf16, int8, nf4 or fp4.
+        precision: bf16, int8, nf4, fp4 or int4.
     """
     missing = -values.shape[1] % TILE
     if missing:

@@ -81,7 +81,7 @@ def store(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) -> None:
     Args:
         model: one that `fused.uncovered` finds nothing in.
         read: gives the values; only a part of a matrix is in memory in float32.
-        precision: bf16, int8, nf4 or fp4.
+        precision: bf16, int8, nf4, fp4 or int4.
         ops: the device's operations.
 
     Raises:

@@ -1,8 +1,12 @@
 """Matrices stored in 4 or 8 bits, a block at a time (Dettmers et al. 2023, QLoRA, arXiv 2305.14314, section 3).
 
 A block is `block` inputs of one output; its scale is its largest magnitude. In 4 bits a value divided by the scale is
-the nearest of 16 levels, those of nf4 (appendix E of the paper: quantiles of a normal distribution) or of fp4 (2 bits
-of exponent, 1 of mantissa); in int8 one of 255 even steps. Halves round down in 4 bits, to even in int8.
+the nearest of 16 levels, those of nf4 (appendix E of the paper: quantiles of a normal distribution), of fp4 (2 bits of
+exponent, 1 of mantissa) or of int4 (16 even steps); in int8 one of 255 even steps. Halves round down in 4 bits, to even
+in int8.
+
+Of 16 even steps around 0 one side has one more. In int4 that is the side of the block's largest value: its scale has
+the sign of that value, which is stored exactly, as llama.cpp's Q4_0 does.
 
 Codes of 4 bits lie two in a byte, the input with the even number in the upper half: transposed, these are the bytes
 that bitsandbytes stores of a matrix [outputs, inputs] whose rows are whole blocks (fp4 has two zeros, of which it may
@@ -29,7 +33,8 @@ NF4 = (
 _MAGNITUDES = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 FP4 = (*(m / 12 for m in _MAGNITUDES), *(-m / 12 for m in _MAGNITUDES))
 """The upper bit of a code is the sign. The least magnitude is that of bitsandbytes, 1 / 192."""
-LEVELS = {"nf4": NF4, "fp4": FP4}
+INT4 = tuple(1 - code / 8 for code in range(16))
+LEVELS = {"nf4": NF4, "fp4": FP4, "int4": INT4}
 """The value of each code."""
 _STEPS = 127
 CODES, ABSMAX = "codes", "absmax"
@@ -49,7 +54,7 @@ class BlockFormat:
     """
 
     dtype: str
-    """nf4, fp4 or int8."""
+    """nf4, fp4, int4 or int8."""
     block: int
     """Inputs of a block: even, and a divisor of I."""
 
@@ -86,10 +91,18 @@ class BlockFormat:
         rows = self.block // self.per_code
         for number in range(len(absmax)):  # one after the other, so that what is made on the way stays small
             block = values[number * self.block : (number + 1) * self.block].astype("float32", copy=False)
-            absmax[number] = np.abs(block).max(0)
-            scaled = block / np.where(absmax[number] > 0, absmax[number], np.float32(1))
+            absmax[number] = self.scales(block)
+            scaled = block / np.where(absmax[number] != 0, absmax[number], np.float32(1))
             codes[number * rows : (number + 1) * rows] = self._codes(scaled)
         return codes, absmax
+
+    def scales(self, block: np.ndarray) -> np.ndarray:
+        """The scale of each output of a block [inputs, O]."""
+        import numpy as np
+
+        if self.dtype != "int4":
+            return np.asarray(np.abs(block).max(0))
+        return np.asarray(np.take_along_axis(block, np.abs(block).argmax(0)[None], 0)[0])
 
     def _codes(self, scaled: np.ndarray) -> np.ndarray:
         """Codes of values from -1 to 1."""

@@ -32,10 +32,9 @@ def rounded_by_inputs(weight: np.ndarray, hessian: np.ndarray, form: BlockFormat
         end = first + form.block
         block, errors = values[first:end], np.empty((form.block, weight.shape[1]))
         # the largest of a block stays the largest, so that the block keeps its scale when it is stored
-        largest = np.abs(block).argmax(0)
-        signs = np.sign(np.take_along_axis(block, largest[None], 0)[0])
-        scales = np.abs(block).max(0).astype("float32")
-        divisors = np.where(scales > 0, scales, np.float32(1)).astype("float64")
+        largest, scales = np.abs(block).argmax(0), kept_scales(form.scales(block), form)
+        divisors = np.where(scales != 0, scales, np.float32(1)).astype("float64")
+        signs = np.sign(np.take_along_axis(block, largest[None], 0)[0] / divisors)
         for i in range(form.block):
             row, diagonal = block[i], upper[first + i, first + i]
             level = codes[np.searchsorted(middles, row / divisors)]
@@ -45,6 +44,13 @@ def rounded_by_inputs(weight: np.ndarray, hessian: np.ndarray, form: BlockFormat
             block[i + 1 :] -= np.outer(upper[first + i, first + i + 1 : end], errors[i])
         values[end:] -= upper[first:end, end:].T @ errors
     return found
+
+
+def kept_scales(scales: np.ndarray, form: BlockFormat) -> np.ndarray:
+    """Scales as files keep them, in float32: of int4 the steps between levels are float16 there."""
+    if form.dtype != "int4":
+        return scales.astype("float32")
+    return (scales / 8).astype("float16").astype("float32") * np.float32(8)
 
 
 def _inverse_factor(hessian: np.ndarray) -> np.ndarray:

@@ -53,7 +53,7 @@ class CpuBackend(DeviceBackend):
     deterministic_flags = {}  # noqa: RUF012  (none are needed)
     precisions = ("fp32",)
     training_precisions = ("bf16",)
-    stored_precisions = ("bf16", "int8", "nf4", "fp4")
+    stored_precisions = ("bf16", "int8", "nf4", "fp4", "int4")
     install = "pip install paddlepaddle==3.3.1"
     forks = True
     kernel_module = "llmsuite.devices.cpu.kernels.ops"

@@ -33,7 +33,7 @@ from tests.unit.families import CASES, FAMILIES, read_config, reference
 from tests.unit.inference.test_export import write_family
 from tests.unit.models.test_adapters import adapted, section, write
 
-PRECISIONS = ("bf16", "int8", "nf4", "fp4")
+PRECISIONS = ("bf16", "int8", "nf4", "fp4", "int4")
 COVERED = [case for case in CASES if case.startswith(("llama/", "qwen/", "ernie/")) and "bias" not in case]
 LIMIT = 1e-5
 """Limit of the largest difference, relative to the largest value."""

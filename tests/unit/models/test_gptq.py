@@ -17,7 +17,7 @@ def case(num_inputs: int, num_outputs: int) -> tuple[np.ndarray, np.ndarray]:
     return random.normal(size=(num_inputs, num_outputs)).astype("float32"), inputs
 
 
-@pytest.mark.parametrize("dtype", ["nf4", "fp4"])
+@pytest.mark.parametrize("dtype", ["nf4", "fp4", "int4"])
 @pytest.mark.parametrize(("num_inputs", "block"), [(128, 64), (48, 16)])
 def test_outputs_change_less_and_blocks_are_kept(dtype: str, num_inputs: int, block: int) -> None:
     weight, inputs = case(num_inputs, 40)

@@ -1,0 +1,178 @@
+"""Models with 4 or 8 bit matrices in the layout of GPTQ checkpoints, which transformers, vLLM and SGLang load.
+
+config.json     `quantization_config` {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": true, …}
+NAME.qweight    int32, [I * bits / 32, O]: codes of consecutive inputs, the first one in the lowest bits
+NAME.scales     float16, [groups, O]: the step between codes
+NAME.qzeros     int32, [groups, O * bits / 32]: the code of 0 of consecutive outputs, less 1 (as it is, where
+                `checkpoint_format` is gptq_v2)
+NAME.g_idx      int32, [I]: the group of each input; without it, group_size inputs follow each other
+
+The weight is (code - zero) * scale. The layout is AutoGPTQ's (its `nn_modules/qlinear/qlinear_cuda_old.py`). It is read
+as float32, a slice at a time.
+
+Shapes: I inputs and O outputs of a matrix.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
+from llmsuite.errors import UserError
+
+_CODES, _SCALES, _ZEROS, _GROUPS = ".qweight", ".scales", ".qzeros", ".g_idx"
+_WORD = 32
+"""Bits of a number that has several codes."""
+
+
+@dataclasses.dataclass(frozen=True)
+class GptqFormat:
+    """Bits of a code, and inputs that share a scale."""
+
+    bits: int = 4
+    group: int = 64
+    """-1: all of them."""
+    offset: int = 1
+    """What is added to stored zeros."""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> GptqFormat | None:
+        """The format that a config.json names; None for a model without it.
+
+        Raises:
+            UserError: it is GPTQ of another kind.
+        """
+        found = data.get("quantization_config")
+        if not isinstance(found, Mapping) or found.get("quant_method") != "gptq":
+            return None
+        bits, group, version = (found.get(key) for key in ("bits", "group_size", "checkpoint_format"))
+        if bits not in (4, 8):
+            raise UserError(f"config.json: quantization_config.bits is {bits!r}; GPTQ is read with 4 or 8")
+        if type(group) is not int or (group < 1 and group != -1):
+            raise UserError(
+                f"config.json: quantization_config.group_size is {group!r}; it is a number of inputs, or -1 for all"
+            )
+        if version not in (None, "gptq", "gptq_v2"):
+            raise UserError(
+                f"config.json: quantization_config.checkpoint_format is {version!r}; GPTQ is read as gptq or gptq_v2"
+            )
+        return cls(bits, group, 0 if version == "gptq_v2" else 1)
+
+    def to_hf(self) -> dict[str, Any]:
+        """The `quantization_config` of a config.json."""
+        return {
+            "bits": self.bits,
+            "checkpoint_format": "gptq" if self.offset else "gptq_v2",
+            "desc_act": False,
+            "group_size": self.group,
+            "lm_head": False,
+            "quant_method": "gptq",
+            "sym": True,
+        }
+
+    @property
+    def per_word(self) -> int:
+        """Codes in a stored number."""
+        return _WORD // self.bits
+
+
+class GptqTensors:
+    """The tensors of a directory, of which those of matrices with codes are read as float32 [O, I]."""
+
+    def __init__(self, files: TensorFiles, form: GptqFormat):
+        """Raises UserError when a matrix lacks a tensor, or they do not fit."""
+        self._files, self.form = files, form
+        self._known = set(files.names)
+        self._packed = {name.removesuffix(_CODES) for name in self._known if name.endswith(_CODES)}
+        parts = {f"{name}{part}" for name in self._packed for part in (_SCALES, _ZEROS, _GROUPS)}
+        self._names = [
+            f"{name.removesuffix(_CODES)}.weight" if name.endswith(_CODES) else name
+            for name in files.names
+            if name not in parts
+        ]
+        for name in sorted(self._packed):
+            self._check(name)
+
+    def _check(self, layer: str) -> None:
+        if lacking := [part for part in (_SCALES, _ZEROS) if layer + part not in self._known]:
+            raise UserError(f"{self._files.directory}: {layer}{_CODES} has no {layer}{lacking[0]}")
+        num_outputs, num_inputs = self._shape(layer)
+        groups = 1 if self.form.group == -1 else -(-num_inputs // self.form.group)
+        wanted: dict[str, tuple[int, ...]] = {
+            _SCALES: (groups, num_outputs),
+            _ZEROS: (groups, num_outputs // self.form.per_word),
+            _GROUPS: (num_inputs,),
+        }
+        for part, shape in wanted.items():
+            if layer + part in self._known and self._files.spec(layer + part).shape != shape:
+                found = list(self._files.spec(layer + part).shape)
+                raise UserError(
+                    f"{self._files.directory}: {layer}{part} is {found}; codes of [{num_outputs}, {num_inputs}] in "
+                    f"groups of {self.form.group} have {list(shape)}"
+                )
+
+    def _shape(self, layer: str) -> tuple[int, int]:
+        words, num_outputs = self._files.spec(layer + _CODES).shape
+        return num_outputs, words * self.form.per_word
+
+    @property
+    def names(self) -> list[str]:
+        return self._names
+
+    @property
+    def paths(self) -> list[Path]:
+        return self._files.paths
+
+    def spec(self, name: str) -> TensorSpec:
+        layer = name.removesuffix(".weight")
+        return TensorSpec(name, self._shape(layer), "float32") if layer in self._packed else self._files.spec(name)
+
+    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
+        """As `TensorFiles.read`. Of a matrix with codes, no more than the slice and its edges are there as float32."""
+        layer, form = name.removesuffix(".weight"), self.form
+        if layer not in self._packed:
+            return self._files.read(name, index)
+        shape = self._shape(layer)
+        (first, last), (begin, end) = (s.indices(n)[:2] for s, n in zip(index or [slice(None)] * 2, shape))
+        columns, rows, per_word = slice(first, last), _words(begin, end, form), form.per_word
+        codes = unpacked(self._files.read(layer + _CODES, [rows, columns]), form)
+        codes = codes[begin - rows.start * per_word : end - rows.start * per_word]
+        groups = self._groups(layer, begin, end)
+        used = slice(int(groups.min()), int(groups.max()) + 1)
+        scales = self._files.read(layer + _SCALES, [used, columns]).astype("float32")
+        words = _words(first, last, form)
+        zeros = unpacked(self._files.read(layer + _ZEROS, [used, words]).T, form).T
+        zeros = zeros[:, first - words.start * per_word : last - words.start * per_word]
+        # GPTQ kernels add the offset within the code's bits
+        zeros = (zeros + form.offset) & ((1 << form.bits) - 1) if form.offset else zeros
+        own = groups - used.start
+        return np.ascontiguousarray(((codes - zeros[own]).astype("float32") * scales[own]).T)
+
+    def _groups(self, layer: str, begin: int, end: int) -> np.ndarray:
+        if layer + _GROUPS in self._known:
+            return self._files.read(layer + _GROUPS, [slice(begin, end)])
+        return np.arange(begin, end) // (self.form.group if self.form.group > 0 else end)
+
+
+def _words(first: int, last: int, form: GptqFormat) -> slice:
+    """The stored numbers that have the codes from `first` up to `last`."""
+    return slice(first // form.per_word, -(-last // form.per_word))
+
+
+def unpacked(words: np.ndarray, form: GptqFormat) -> np.ndarray:
+    """Codes [n * per_word, m] int32 of stored numbers [n, m]."""
+    shifts = np.arange(0, _WORD, form.bits, dtype="uint32")[:, None]
+    codes = words.view("uint32")[:, None] >> shifts & np.uint32((1 << form.bits) - 1)
+    return codes.reshape(-1, words.shape[1]).astype("int32")
+
+
+def packed(codes: np.ndarray, form: GptqFormat) -> np.ndarray:
+    """Stored numbers [n, m] of codes [n * per_word, m]."""
+    shifts = np.arange(0, _WORD, form.bits, dtype="uint32")[:, None]
+    words = codes.astype("uint32").reshape(-1, form.per_word, codes.shape[1]) << shifts
+    return np.asarray(np.bitwise_or.reduce(words, 1).view("int32"))
