@@ -16,7 +16,7 @@ from paddle.autograd import PyLayer
 
 from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.models.shard_plan import ShardPlan
-from llmsuite.parallel.gather_units import gather_units
+from llmsuite.parallel.gather_units import GatherUnit, gather_units
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.typing import Tensor
 
@@ -26,13 +26,46 @@ _of_program: list[tuple[OfNames, OfNames]] = []
 
 @contextlib.contextmanager
 def in_program(gather: OfNames, free: OfNames) -> Iterator[None]:
-    """While active, a program of whole steps is made: in place of shards, these functions make parameters whole in it
-    and let go of them, by their names."""
+    """While active, a program of whole steps is made: these functions make parameters whole in it and let go of them,
+    by their names, where `gather_in_programs` has prepared a model."""
     _of_program.append((gather, free))
     try:
         yield
     finally:
         _of_program.pop()
+
+
+def gather_in_programs(model: Any, plan: ShardPlan, is_tied: bool) -> None:
+    """Prepare a model for programs of whole steps, in which its parameters are slices: the modules that `Zero3Hooks`
+    gathers for are told to `in_program`. Op by op nothing changes."""
+    modules, names = dict(model.named_sublayers()), [name for name, _ in model.named_parameters()]
+
+    def gather(unit: GatherUnit) -> None:
+        for make_whole, _ in _of_program:
+            make_whole(unit.parameters)
+
+    def free(unit: GatherUnit) -> None:
+        for _, let_go in _of_program:
+            let_go(unit.parameters)
+
+    def watch(module: Any, unit: GatherUnit) -> None:
+        module.register_forward_pre_hook(lambda module, inputs: gather(unit))
+        module.register_forward_post_hook(lambda module, inputs, output: free(unit))
+
+    def around(function: Callable[[Tensor], Tensor], unit: GatherUnit) -> Callable[[Tensor], Tensor]:
+        def gathered(hidden: Tensor) -> Tensor:
+            gather(unit)
+            output = function(hidden)
+            free(unit)
+            return output
+
+        return gathered
+
+    for unit in gather_units(plan, names, is_tied):
+        if unit.place == "logits":
+            model.logits = around(model.logits, unit)
+        elif modules.get(unit.module) is not None:  # else on another pipeline stage, or not in this model
+            watch(modules[unit.module], unit)
 
 
 class Zero3Hooks:
@@ -65,7 +98,6 @@ class Zero3Hooks:
     def _watch(self, module: Any, shards: list[ParameterShard], in_backward: list[ParameterShard]) -> None:
         def before(module: Any, inputs: Any) -> Any:
             if not paddle.in_dynamic_mode():
-                _gather_in_program(shards)
                 return None
             if _is_computed_again(module):
                 self._gather_for_backward(in_backward)
@@ -75,7 +107,6 @@ class Zero3Hooks:
 
         def after(module: Any, inputs: Any, output: Any) -> None:
             if not paddle.in_dynamic_mode():
-                _free_in_program(shards)
                 return
             if not _is_computed_again(module):
                 _free(shards)
@@ -98,10 +129,7 @@ class Zero3Hooks:
     def _around(self, function: Callable[[Tensor], Tensor], shards: list[ParameterShard]) -> Callable[[Tensor], Tensor]:
         def gathered(hidden: Tensor) -> Tensor:
             if not paddle.in_dynamic_mode():
-                _gather_in_program(shards)
-                output = function(hidden)
-                _free_in_program(shards)
-                return output
+                return function(hidden)
             _gather(shards)
             output = function(hidden)
             _free(shards)
@@ -165,13 +193,3 @@ def _gather(shards: Sequence[ParameterShard]) -> None:
 def _free(shards: Sequence[ParameterShard]) -> None:
     for shard in shards:
         shard.free()
-
-
-def _gather_in_program(shards: Sequence[ParameterShard]) -> None:
-    for gather, _ in _of_program:  # none for a program of one layer: the hooks stand around it
-        gather([shard.name for shard in shards])
-
-
-def _free_in_program(shards: Sequence[ParameterShard]) -> None:
-    for _, free in _of_program:
-        free([shard.name for shard in shards])

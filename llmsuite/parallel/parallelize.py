@@ -16,7 +16,7 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.experts import share_experts
 from llmsuite.parallel.fill import ReadSlice, fill
-from llmsuite.parallel.gathering import Zero3Hooks
+from llmsuite.parallel.gathering import Zero3Hooks, gather_in_programs
 from llmsuite.parallel.interventions import share_interventions
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import fuse_projections, overlap_sums
@@ -99,6 +99,8 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     # 8. sharding stage 3 gathers parameters in front of each layer and frees them behind it
     if strategy.sharding_stage == 3:
         Zero3Hooks(model, plan, shards, strategy.is_tied)
+    if strategy.slices:
+        gather_in_programs(model, plan, strategy.is_tied)
     # 9. recompute, outermost: a layer that is computed again is gathered again
     _recompute(model, strategy)
     return shards
@@ -106,10 +108,12 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
 
 def parallelize_without_values(model: Any, strategy: Strategy) -> None:
     """The same for the modules of all pipeline stages, of which each rank makes programs of whole steps: tensor
-    parallel, products and recompute."""
+    parallel, products, sharding and recompute."""
     apply_tensor_parallel(model, strategy.shard_plan, strategy.mesh, strategy.sequence_parallel)
     if strategy.ops.matmul is not matmul:
         use_products(model, RankProducts(strategy.ops, strategy.mesh))
+    if strategy.slices:
+        gather_in_programs(model, strategy.shard_plan, strategy.is_tied)
     _recompute(model, strategy)
 
 

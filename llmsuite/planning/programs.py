@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from llmsuite.models.mtp import is_embedding_shared
 from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE, bucket
 from llmsuite.planning.layout import LocalParameter
 from llmsuite.recipe.resolve import RunPlan
@@ -49,3 +50,6 @@ def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batch
 def notes(plan: RunPlan) -> Iterator[str]:
     """What of a plan for such programs is not exact."""
     yield "programs of whole steps: what they keep is taken as what layers keep; messages as those of compiled layers"
+    is_copied = plan.degrees.pp > 1 and is_embedding_shared(plan.model_config)
+    if is_copied and plan.recipe.parallel.sharding == "stage3":
+        yield "programs of whole steps: a tied embedding of a pipeline is counted in slices, and stays whole"

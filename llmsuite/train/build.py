@@ -249,8 +249,16 @@ def _pipeline(
         return None
     (whole, *_), _, _ = _build_chunks(plan, backend, config, mesh.degrees.tp)
     parallelize_without_values(whole, strategy)
-    shares = strategy.shares_embedding
-    return Pipeline(whole, strategy.shard_plan, bounds, mesh.degrees.pp, shares, plan.schedule, mesh.coordinate["pp"])
+    return Pipeline(
+        whole,
+        strategy.shard_plan,
+        bounds,
+        mesh.degrees.pp,
+        strategy.shares_embedding,
+        plan.schedule,
+        mesh.coordinate["pp"],
+        mesh.degrees.sharding if strategy.slices else 1,
+    )
 
 
 def check_stages(pipeline: Pipeline, trained: Iterable[str]) -> None:

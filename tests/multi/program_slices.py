@@ -24,7 +24,7 @@ def main(directory: str, num_frozen: str) -> int:
 
     from llmsuite.models.shard_plan import ShardPlan
     from llmsuite.parallel import collective
-    from llmsuite.parallel.gathering import Zero3Hooks
+    from llmsuite.parallel.gathering import Zero3Hooks, gather_in_programs
     from llmsuite.parallel.program.optimizer import Owners, ProgramOptimizer
     from llmsuite.parallel.program.programs import StepPrograms
     from llmsuite.parallel.program.slices import SlicedShard
@@ -69,6 +69,7 @@ def main(directory: str, num_frozen: str) -> int:
         problems=lambda config, tp: iter(()),
     )
     Zero3Hooks(model, plan, shards, is_tied=False)
+    gather_in_programs(model, plan, is_tied=False)
     trained = shards[int(num_frozen) :]
     optimizer = ProgramOptimizer(trained, ADAMW, 4, Owners(2, mesh.data_rank, mesh.data_group))
     ranks, slices = np.array([[0], [1]]), {shard.name: shard for shard in shards}

@@ -19,6 +19,7 @@ from tests.multi.test_programs import (
     PP2,
     PROGRAM,
     SAVES,
+    STAGE3,
     STAGES,
     TP2,
     WORDS,
@@ -64,6 +65,18 @@ ON_RANKS: dict[str, tuple[str, int, int, dict[str, Any], tuple[str, ...]]] = {
     "tp2 pp2 dp2 stage1": ("sft adamw", 4, 8, {**TP2, **SP, **PP2, "sharding": "stage1"}, (FOUR,)),
     "tp2 pp2 dp2": ("sft sgd", 4, 8, {**TP2, **PP2}, (FOUR,)),
     "tp2 dp2 interleaved stage2": ("sft adamw", 4, 8, {**TP2, **SP, **INTERLEAVED, "sharding": "stage2"}, (FOUR,)),
+    "dp2 pp2 stage3 adamw": ("sft adamw", 4, 4, {**PP2, **STAGE3}, (FOUR,)),
+    "dp2 pp2 stage3 sgd, FThenB": ("sft sgd", 5, 4, {**PP2, **FTHENB, **STAGE3}, (FOUR,)),
+    "dp2 pp2 stage3 tied": ("tied", 4, 4, {**PP2, **STAGE3}, (FOUR,)),
+    "dp2 pp2 stage3 gpt": ("gpt", 4, 4, {**PP2, **STAGE3}, (FOUR,)),
+    "dp2 pp2 stage3, again": ("sft adamw", 4, 4, {**PP2, **STAGE3}, (FOUR, AGAIN)),
+    "dp2 interleaved stage3": ("sft adamw", 4, 4, {**INTERLEAVED, **STAGE3}, (FOUR,)),
+    "dp2 interleaved stage3, again": ("sft sgd", 4, 4, {**INTERLEAVED, **STAGE3}, (FOUR, AGAIN)),
+    "dp2 interleaved stage3 tied": ("tied", 4, 4, {**INTERLEAVED, **STAGE3}, (FOUR,)),
+    "tp2 pp2 dp2 stage3": ("sft adamw", 4, 8, {**TP2, **SP, **PP2, **STAGE3}, (FOUR,)),
+    "tp2 dp2 interleaved stage3": ("sft sgd", 4, 8, {**TP2, **SP, **INTERLEAVED, **STAGE3}, (FOUR,)),
+    **{f"dp2 pp2 stage3 {job}": (job, 4, 4, {**PP2, **STAGE3}, (FOUR,)) for job in FURTHER},
+    **{f"dp2 interleaved stage3 {job}": (job, 4, 4, {**INTERLEAVED, **STAGE3}, (FOUR,)) for job in FURTHER},
     **{f"pp4 {job}": (job, 4, 4, PP4, (FOUR,)) for job in (*STAGES, *ADAPTERS, *LOSSES)},
     **{f"interleaved {job}": (job, 4, 2, INTERLEAVED, (FOUR,)) for job in (*STAGES, *ADAPTERS)},
     **{f"pp2 {job}, again": (job, 4, 2, PP2, (FOUR, AGAIN)) for job in (*STAGES, *ADAPTERS)},
@@ -72,14 +85,18 @@ ON_RANKS: dict[str, tuple[str, int, int, dict[str, Any], tuple[str, ...]]] = {
     **{f"tp2 interleaved {job}": (job, 4, 4, {**TP2, **SP, **INTERLEAVED}, (FOUR,)) for job in ON_TP},
     **{f"tp2 pp2 dp2 {job}": (job, 4, 8, {**TP2, **SP, **PP2, "sharding": "stage1"}, (FOUR,)) for job in ON_TP},
 }
-KEPT = ("interleaved dpo", "pp4 kto", "pp2 lora adamw, again")
-"""Of stages that compare answers and of adapters, those that `make test` runs."""
+KEPT = ("interleaved dpo", "pp4 kto", "pp2 lora adamw, again", "dp2 pp2 stage3 adamw")
+"""Of stages that compare answers, of adapters, and with `stage3`, those that `make test` runs."""
 MESHES = few(
     ON_RANKS,
     *("pp4 sgd, FThenB", "pp4, again", "pp4 interleaved", "three chunks", "interleaved gpt", "interleaved, again"),
     *("tp2 interleaved", "dp2 interleaved stage1", "pp2, every second again", "tp2 pp2, again"),
     *("tp2 pp2 dp2", "tp2 dp2 interleaved stage2"),
-    *(mesh for mesh, (job, *_) in ON_RANKS.items() if job in (*STAGES, *ADAPTERS, *LOSSES) and mesh not in KEPT),
+    *(
+        mesh
+        for mesh, (job, *_) in ON_RANKS.items()
+        if (job in (*STAGES, *ADAPTERS, *LOSSES) or "stage3" in mesh) and mesh not in KEPT
+    ),
 )
 
 
@@ -112,7 +129,7 @@ def test_equals_one_process(runner: Runner, failed: dict[str, str], mesh: str) -
     assert compare_job(runner, job, one, mesh).problems == []
 
 
-@pytest.mark.parametrize("mesh", ["pp4 adamw", "interleaved adamw"])
+@pytest.mark.parametrize("mesh", ["pp4 adamw", "interleaved adamw", "dp2 pp2 stage3 adamw"])
 def test_goes_on_in_either_mode(runner: Runner, failed: dict[str, str], mesh: str) -> None:
     """A pipeline of programs from the first checkpoint of a dynamic process, and dynamic ranks from that of the
     pipeline."""

@@ -8,6 +8,7 @@ part of the layers that they stem from, by name, and what has no name belongs wi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -20,6 +21,7 @@ from paddle.distributed.fleet.meta_optimizers.common import OpRole
 _NAME = "pipeline_part"
 _UNKNOWN = -1
 _SEND, _RECEIVE = "pd_op.send_v2", "pd_op.recv_v2"
+_SUM_OVER_RANKS = "pd_op.all_reduce"
 _COMBINE = "builtin.combine"
 """Makes several values the one argument of the operation behind it, such as a sum."""
 
@@ -63,11 +65,16 @@ def _name(program: Any, num_stages: int) -> None:
 def _complete(program: Any) -> None:
     """Set the chunks that are missing in a forward and backward pass: those of the operation before, and of arguments
     that of the operation which takes them. And those of messages, so that both stages send and receive in one order:
-    what is sent belongs with what stands before it, what is received with what stands behind it."""
+    what is sent belongs with what stands before it, what is received, or received and summed, with what stands behind
+    it."""
     ops = [op for op in program.global_block().ops if op.op_role != int(OpRole.Optimize)]
-    known = [_UNKNOWN if op.name() == _SEND else _chunk(op) for op in ops]
+    names = [op.name() for op in ops]
+    known = [_UNKNOWN if name == _SEND else _chunk(op) for name, op in zip(names, ops)]
+    for i, pair in enumerate(itertools.pairwise(names)):
+        if pair == (_RECEIVE, _SUM_OVER_RANKS):
+            known[i + 1] = _UNKNOWN
     for i in reversed(range(len(ops) - 1)):
-        if ops[i].name() in (_RECEIVE, _COMBINE):
+        if names[i] in (_RECEIVE, _COMBINE):
             known[i] = next((chunk for chunk in known[i + 1 :] if chunk != _UNKNOWN), _UNKNOWN)
     chunk = 0
     for op, own in zip(ops, known):

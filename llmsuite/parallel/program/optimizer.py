@@ -137,12 +137,19 @@ class ProgramOptimizer:
         Returns:
             The optimizer, its learning rate, and what clips its gradients.
         """
-        dims = {p.name: slice_dim(p.shape, p.placements[1:], self._owners.count) for p in parameters}
+        dims = {p.name: self._state_dim(p) for p in parameters}
         rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims, scale)
         made = self._of_paddle(parameters, rate, clip)
         # the state of a slice is cut as it is, by itself
         shares = StateShards(mesh, dims) if self._owners.count > 1 and not self._has_slices else None
         return dist.shard_optimizer(made, shares), rate, clip
+
+    def _state_dim(self, parameter: Tensor) -> int | None:
+        """The dim that the state of a distributed parameter is cut along over the data ranks."""
+        over_data, *others = parameter.placements
+        if self._has_slices:
+            return over_data.get_dim() if over_data.is_shard() else None
+        return slice_dim(parameter.shape, others, self._owners.count)
 
     def _of_paddle(self, parameters: Sequence[Tensor], rate: StepRate, clip: NormClip | None) -> Any:
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}

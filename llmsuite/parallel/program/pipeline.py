@@ -23,6 +23,7 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage, parts_with
 from llmsuite.parallel.program.chunks import by_parts, of_part
+from llmsuite.parallel.program.slices import slice_dim
 from llmsuite.parallel.schedule import Kind
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
@@ -49,6 +50,8 @@ class Pipeline:
     schedule: Kind
     stage: int
     """This rank's."""
+    num_slices: int = 1
+    """Of a parameter that the data ranks share out, see `slices`."""
 
     @property
     def num_chunks(self) -> int:
@@ -70,12 +73,17 @@ class Pipeline:
         """The stage that updates a parameter."""
         return owner_stage(parameter, self.shard_plan, self.bounds, self.num_stages)
 
-    def absent(self, name: str, parameter: Tensor, tp: int) -> tuple[Tensor, list[Any]]:
-        """What stands for a rank's part of a parameter of another stage, and its placements over tp."""
+    def absent(self, name: str, parameter: Tensor, tp: int) -> tuple[Tensor, list[Any], int | None]:
+        """What stands for a rank's part of a parameter of another stage, its placements over tp, and the dim that the
+        data ranks cut it along."""
         shape, dim = list(parameter.shape), self.shard_plan.dim(name) if tp > 1 else None
-        if dim is not None:
-            shape[dim] //= tp
-        return paddle.empty(shape, parameter.dtype), [dist.Replicate() if dim is None else dist.Shard(dim)]
+        placements = [dist.Replicate() if dim is None else dist.Shard(dim)]
+        is_copied = self.shares_embedding and name == f"{self.shard_plan.embedding}.weight"
+        sliced = None if is_copied else slice_dim(shape, placements, self.num_slices)
+        for cut, count in ((dim, tp), (sliced, self.num_slices)):
+            if cut is not None:
+                shape[cut] //= count
+        return paddle.empty(shape, parameter.dtype), placements, sliced
 
     def from_last(self, told: np.ndarray | None, count: int) -> np.ndarray:
         """The numbers of a step, `count` of them, which the last stage is told, on all stages."""
@@ -87,7 +95,7 @@ class Pipeline:
         """Give the stages that have a parameter beside the one that updates it the values of that one.
 
         Args:
-            parameters: of this rank, by name.
+            parameters: what this rank keeps of its own, by name.
         """
         ends = collective.mesh().tied_group
         if ends is None:  # a stage in the middle has no copy

@@ -146,7 +146,7 @@ class StepPrograms:
         told = None if returned is None else np.asarray(returned).reshape(num_micro_batches, -1).sum(0)
         if self._pipeline is not None:
             told = self._pipeline.from_last(told, len(program.sums))
-            self._pipeline.update_copies(self._own)
+            self._pipeline.update_copies({name: self._kept(name) for name in self._own})
         assert told is not None
         told = told / [program.scale, *[1.0] * (len(told) - 1)]
         return {**{name: float(number) for name, number in zip(program.sums, told)}, "grad_norm": float(norm[0])}
@@ -212,7 +212,7 @@ class StepPrograms:
         try:
             for name, (table, attribute) in places.items():
                 table[attribute] = placed[name]
-            with whole_where_used(places, list(self._slices)):
+            with whole_where_used(places):
                 yield placed
         finally:
             for name, (table, attribute) in places.items():
@@ -222,14 +222,14 @@ class StepPrograms:
         """A distributed parameter in the memory of one of the model, with a name that programs know."""
         mesh = self._meshes[0 if self._pipeline is None else self._pipeline.stage_of(name)]
         if self._pipeline is not None and name not in self._parameters:
-            local, over_tp = self._pipeline.absent(name, parameter, mesh.shape[1])
+            local, over_tp, dim = self._pipeline.absent(name, parameter, mesh.shape[1])
         else:
             own = self._own[name]
             over_tp = own.placements if own.is_dist() else [dist.Replicate()]
             local = local_value(self._parameters[name]).detach()
+            dim = self._slices[name].dim if name in self._slices else None
         trained = not parameter.stop_gradient
         placed = EagerParamBase(shape=parameter.shape, dtype=local.dtype, name=name, trainable=trained)
-        dim = self._slices[name].dim if name in self._slices else None
         placed._set_impl(dtensor_from_local(local, mesh, over_data([dist.Replicate(), *over_tp], dim)))
         return placed
 

@@ -42,7 +42,11 @@ def over_tp(parameter: Tensor) -> list[Any]:
 
 
 class SlicedShard(ParameterShard):
-    """A parameter of sharding stage 3 in whole-step programs: between steps a rank has its slice only."""
+    """A parameter of sharding stage 3 in whole-step programs: between steps a rank has its slice only.
+
+    Not of a table that two pipeline stages have: the gradient of its slices would be sent among local operations of the
+    last stage, and what Paddle 3.3.1 takes out of the first stage's program with these is what that receives, too.
+    """
 
     def __init__(
         self,
@@ -54,7 +58,8 @@ class SlicedShard(ParameterShard):
         is_frozen: bool = False,
     ):
         """As `ParameterShard`."""
-        self.dim = slice_dim(parameter.shape, over_tp(parameter), mesh.degrees.sharding)
+        is_copied = is_tied and mesh.degrees.pp > 1
+        self.dim = None if is_copied else slice_dim(parameter.shape, over_tp(parameter), mesh.degrees.sharding)
         self._slice = mesh.coordinate["sharding"]
         super().__init__(name, parameter, mesh, tp_dim, 0 if self.dim is None else 3, is_tied, is_frozen)
         # one tensor for both: a program may leave its results in other memory
@@ -89,26 +94,28 @@ class SlicedShard(ParameterShard):
 
 
 @contextlib.contextmanager
-def whole_where_used(places: Places, sliced: Sequence[str]) -> Iterator[None]:
+def whole_where_used(places: Places) -> Iterator[None]:
     """While active, a program that is made brings slices together in front of the modules that compute with them; the
     gradients of the slices are summed and cut in one go.
 
     Args:
-        places: of the parameters, which are distributed tensors over [data, tp].
-        sliced: names of those whose slices the data ranks have.
+        places: of the parameters, which are distributed tensors over [data, tp], in slices or whole.
     """
-    slices = {name: places[name][0][places[name][1]] for name in sliced}
+    slices: dict[str, Tensor] = {}
 
     def gather(names: Sequence[str]) -> None:
-        for name in slices.keys() & {*names}:
+        for name in names:
             table, attribute = places[name]
-            placements = [dist.Replicate(), *slices[name].placements[1:]]
-            table[attribute] = dist.reshard(slices[name], slices[name].process_mesh, placements)
+            found = table[attribute]
+            if found.placements[0].is_shard():
+                slices[name] = found
+                placements = [dist.Replicate(), *found.placements[1:]]
+                table[attribute] = dist.reshard(found, found.process_mesh, placements)
 
     def free(names: Sequence[str]) -> None:
         for name in slices.keys() & {*names}:
             table, attribute = places[name]
-            table[attribute] = slices[name]
+            table[attribute] = slices.pop(name)
 
     with in_program(gather, free):
         yield

@@ -59,8 +59,6 @@ def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
     if not recipe.engine.compiles_steps or stages == 1:
         return
     pipelines, or_layers = "pipelines of engine.program step", "or engine.program to layers"
-    if parallel.sharding == "stage3":
-        yield "parallel.sharding", f"is stage3, which {pipelines} do not have; set it to stage2, {or_layers}"
     if train.micro_batch_size == 1:
         yield "train.micro_batch_size", f"is 1, and {pipelines} take 2 rows or more; set it to 2, {or_layers}"
     count = accumulate_steps(train, context.degrees)
@@ -126,7 +124,7 @@ PROGRAM_RULES = (
         _not_of_16_bits,
     ),
     Rule(
-        "`program: step` with a pipeline and `stage3`, with `micro_batch_size: 1`, with fewer micro-batches than "
+        "`program: step` with a pipeline and `micro_batch_size: 1`, with fewer micro-batches than "
         "stages, or with the schedule `interleaved` and a number of micro-batches that the stages do not divide",
         "Paddle 3.3.1 has no program for it; with such a number of micro-batches, stages would take gradients for "
         "activations",

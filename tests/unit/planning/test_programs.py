@@ -9,7 +9,7 @@ from llmsuite.cli import commands
 from llmsuite.cli.main import main
 from llmsuite.planning.estimate import estimate
 from llmsuite.planning.memory import StageMemory
-from llmsuite.planning.programs import lengths
+from llmsuite.planning.programs import lengths, notes
 from llmsuite.plugins.manager import load_plugins
 from llmsuite.recipe.resolve import RunPlan, plan_run
 
@@ -65,6 +65,15 @@ def test_there_is_a_program_for_each_length() -> None:
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=500")) == [64, 128, 192, 256, 384, 512]
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=100")) == [64, 128]
     assert lengths(_plan("pretrain", "none", *STEP, "--data.max_length=500")) == [512]
+
+
+@pytest.mark.parametrize(("sharding", "is_told"), [("stage2", False), ("stage3", True)])
+def test_a_tied_embedding_of_a_pipeline_is_counted_in_slices(sharding: str, is_told: bool) -> None:
+    parallel = f'--parallel={{"pipeline_parallel_degree":2,"sharding":"{sharding}"}}'
+    words = [*STEP, "--launch.num_devices=4", parallel, "--train.micro_batch_size=2", "--train.global_batch_size=8"]
+    words.append("--model.config.tie_word_embeddings=true")
+    plan = plan_run("recipes/llama/sft.json", words, load_plugins(builtin, commands), True)
+    assert any("a tied embedding" in note for note in notes(plan)) == is_told
 
 
 def test_a_plan_tells_of_them(capsys: pytest.CaptureFixture[str]) -> None:

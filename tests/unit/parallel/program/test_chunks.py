@@ -68,6 +68,15 @@ def test_messages_belong_with_the_pass_that_they_stand_in() -> None:
     assert found == [1, 1, 1, 1, 1, 1, 1, 0, 0]
 
 
+def test_what_is_received_and_summed_belongs_with_what_stands_behind_it() -> None:
+    """As the gradient of a tied embedding that no rank has slices of, with `stage3`."""
+    found = _completed(
+        *(Operation(SEND, 1), Operation(RECEIVE, 0), Operation("pd_op.all_reduce", 0)),
+        *(Operation(RECEIVE, 1), Operation("pd_op.add_grad", 1), Operation("pd_op.all_reduce", 0)),
+    )
+    assert found == [0, 1, 1, 1, 1, 0]
+
+
 def test_the_update_has_no_chunk() -> None:
     assert _completed(Operation("pd_op.adamw_", role=int(OpRole.Optimize))) == [None]
 

@@ -84,8 +84,14 @@ def test_stages_of_parameters() -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     wide = CONFIG.intermediate_size
     for tp, size, placements in ((1, wide, [dist.Replicate()]), (2, wide // 2, [dist.Shard(1)])):
-        part, found = pipeline.absent(name, parameters[name], tp)
-        assert (part.shape, found) == ([CONFIG.hidden_size, size], placements)
+        part, found, dim = pipeline.absent(name, parameters[name], tp)
+        assert (part.shape, found, dim) == ([CONFIG.hidden_size, size], placements, None)
+        sliced = dataclasses.replace(pipeline, num_slices=2)
+        part, found, dim = sliced.absent(name, parameters[name], tp)
+        assert (part.shape, found, dim) == ([CONFIG.hidden_size // 2, size], placements, 0)
+    copied = dataclasses.replace(sliced, shares_embedding=True)
+    dims = [each.absent(EMBEDDING, parameters[EMBEDDING], 1)[2] for each in (sliced, copied)]
+    assert dims == [1, None], "its rows are odd"
     assert not parameters[name]._is_initialized()
 
 

@@ -105,6 +105,14 @@ def test_a_slice_is_where_the_program_leaves_it() -> None:
     assert all(np.array_equal(found, expected) for found in many.run(DEGREES, work))
 
 
+def test_a_table_of_two_pipeline_stages_is_not_cut() -> None:
+    def work(mesh: Mesh) -> list[bool]:
+        return [SlicedShard("even", paddle.create_parameter([6, 4], "float32"), mesh, None, is_tied).is_sliced
+                for is_tied in (False, True)]  # fmt: skip
+
+    assert many.run(dataclasses.replace(DEGREES, pp=2), work) == [[True, False]] * 4
+
+
 def test_alone_nothing_is_cut() -> None:
     shard = _shard("even", Mesh(dataclasses.replace(DEGREES, sharding=1), 0))
     assert not shard.is_sliced
