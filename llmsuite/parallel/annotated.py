@@ -8,9 +8,8 @@ ledger of the loss, gradients that are complete, their norm, the update of what 
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
@@ -22,6 +21,7 @@ from llmsuite.launch import calls
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.own_meshes import check_ranks, op_by_op
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.sharding import ParameterShard
@@ -72,16 +72,6 @@ def held_slices(name: str, shape: Sequence[int], mesh: Any, placements: Sequence
     return found
 
 
-def check_ranks(what: str, ranks: Sequence[int], num_ranks: int) -> None:
-    """Raise UserError for a mesh with ranks that the run does not have: Paddle computes with the parts of those it has,
-    and says nothing."""
-    if max(ranks) >= num_ranks:
-        raise UserError(
-            f"{what} on ranks {sorted(ranks)}, and the run has {num_ranks}: set launch.num_devices to the number of "
-            "ranks in the model's meshes, or let the meshes follow dist.get_world_size()"
-        )
-
-
 class AnnotatedShard(ParameterShard):
     """A parameter as its model has placed it: this rank's optimizer updates the part that lies here, if one does. One
     that is not placed is whole on every rank."""
@@ -108,6 +98,16 @@ class AnnotatedShard(ParameterShard):
             self._slices = held_slices(name, parameter.shape, parameter.process_mesh, parameter.placements)
         self._own = self._slices.get(mesh.rank)
         super().__init__(name, parameter, mesh, None, 0, is_frozen=bool(parameter.stop_gradient))
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this rank has a part of it."""
+        return self._own is not None
+
+    @property
+    def part_shape(self) -> list[int]:
+        """Shape of the part that a rank has."""
+        return [part.stop - part.start for part in self._slices[self._first]]
 
     def _local(self) -> Tensor:
         return paddle.zeros([0]) if self._own is None else local_value(self.parameter)
@@ -147,8 +147,7 @@ class AnnotatedShard(ParameterShard):
     def _whole(self, local: Tensor) -> Tensor:
         if not self._is_placed or len(self._slices) == self._mesh.degrees.num_ranks == 1:
             return local
-        part_shape = [part.stop - part.start for part in self._slices[self._first]]
-        part = paddle.zeros(part_shape) if self._own is None else local.detach()
+        part = paddle.zeros(self.part_shape) if self._own is None else local.detach()
         parts = collective.all_gather(part.unsqueeze(0), self._mesh.tensor_group).numpy()
         whole = np.empty(self.shape, "float32")
         for rank, index in self._slices.items():
@@ -226,7 +225,7 @@ class AnnotatedModel(PipelineStage):
         """As `PipelineStage.forward`. The numbers of a loss are made known to all ranks: they lie on those of the mesh
         that the model ends on."""
         assert loss is not None, "every rank reads data"
-        with _checked_meshes():
+        with op_by_op():
             result: Any = loss()
         if not isinstance(result, LossTerms):  # sums of a pre-pass
             return cast("T", self._told(result))
@@ -259,42 +258,6 @@ class AnnotatedModel(PipelineStage):
         """A number on the one rank that tells it, on others 0."""
         teller = min(value.process_mesh.process_ids) if value.is_dist() else 0
         return local_value(value) if teller == self._mesh.rank else 0.0
-
-
-@contextlib.contextmanager
-def _checked_meshes() -> Iterator[None]:
-    """While active, `dist.shard_tensor` and `dist.reshard` raise UserError where Paddle 3.3.1 would compute with a part
-    of the rows, as the ranks that have the others are not there, or would end the process: where a rank has no rows, or
-    stays in its place, so that it sends to itself and nobody receives that."""
-    shard_tensor, reshard = dist.shard_tensor, dist.reshard
-
-    def checked_shard_tensor(data: Any, mesh: Any, placements: Any, *arguments: Any, **named: Any) -> Tensor:
-        check_ranks("dist.shard_tensor: the mesh is", mesh.process_ids, collective.num_ranks())
-        for parts, placement in zip(mesh.shape, placements):
-            if placement.is_shard() and (size := np.shape(data)[placement.get_dim()]) < parts:
-                raise UserError(
-                    f"dist.shard_tensor: {parts} ranks cut a tensor of {list(np.shape(data))} along dim "
-                    f"{placement.get_dim()}, and some of them would have none of {size}: raise train.micro_batch_size, "
-                    "or evaluate on more rows"
-                )
-        return shard_tensor(data, mesh, placements, *arguments, **named)
-
-    def checked_reshard(tensor: Tensor, mesh: Any, *arguments: Any, **named: Any) -> Tensor:
-        ours, theirs = tensor.process_mesh.process_ids, mesh.process_ids
-        check_ranks("dist.reshard: the mesh is", theirs, collective.num_ranks())
-        staying = [rank for rank, other in zip(ours, theirs) if rank == other]
-        if staying and ours != theirs:
-            raise UserError(
-                f"dist.reshard: from the mesh of ranks {ours} to that of {theirs}, rank {staying[0]} stays in its "
-                "place, which Paddle cannot do; let all ranks of a mesh stay where they are, or none"
-            )
-        return reshard(tensor, mesh, *arguments, **named)
-
-    dist.shard_tensor, dist.reshard = checked_shard_tensor, checked_reshard
-    try:
-        yield
-    finally:
-        dist.shard_tensor, dist.reshard = shard_tensor, reshard
 
 
 def _complete(value: Tensor) -> Tensor:

@@ -281,11 +281,12 @@ class Stage(abc.ABC, Generic[S]):
 
     def program_inputs(self, batch: Batch, length: int) -> Mapping[str, np.ndarray]:
         """What the program of a step takes of a batch. Called where `StageSpec.in_programs` is set, with
-        `engine.program: step`; batches have "input_ids" [B, L] and "weight" then.
+        `engine.program: step`; batches have "weight" then, and "input_ids" [B, L] if rows have lengths.
 
         Args:
             batch: of a micro-batch.
-            length: that its rows get, at least their own: with few lengths, few programs have to be made.
+            length: that its rows get, at least their own: with few lengths, few programs have to be made. 0 without
+                "input_ids".
 
         Returns:
             Arrays whose shapes follow from the number of rows B, which is their first dim, and the length. The loss is

@@ -16,6 +16,7 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
+from llmsuite.parallel.program.annotated import AnnotatedPrograms
 from llmsuite.parallel.program.lengths import bucket
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
@@ -98,15 +99,19 @@ class ProgramUpdater(Updater):
         self._objective = objective
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
         model, ranks = built.part.model if built.pipeline is None else built.part, mesh.rows("tp")
-        self._programs = StepPrograms(
-            model,
-            self.optimizer,
-            objective.program_loss,
-            ranks,
-            slices,
-            built.pipeline,
-            recompute=plan.recipe.engine.recompute != "none",
-        )
+        self._programs: StepPrograms
+        if plan.degrees.own_meshes:
+            self._programs = AnnotatedPrograms(model, self.optimizer, objective.program_loss)
+        else:
+            self._programs = StepPrograms(
+                model,
+                self.optimizer,
+                objective.program_loss,
+                ranks,
+                slices,
+                built.pipeline,
+                recompute=plan.recipe.engine.recompute != "none",
+            )
         multiple = length_multiple(plan)
         self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
 
@@ -154,9 +159,10 @@ class ProgramUpdater(Updater):
     def _inputs(self, batches: Sequence[Batch], weight: float) -> dict[str, np.ndarray]:
         """The rows of all micro-batches of this rank, with the weights of the loss divided by that of the global
         batch: so the loss is a sum over a sum, whatever the program adds up. Zeros on ranks that read none."""
-        lengths = [batch["input_ids"].shape[1] for batch in batches]
+        lengths = [batch["input_ids"].shape[1] for batch in batches if "input_ids" in batch]
         (longest,) = collective.max_over_run([max(lengths, default=0)])
-        length, inputs = bucket(int(longest), self._longest), dict[str, np.ndarray]()
+        # rows without tokens have a length that the stage knows
+        length, inputs = bucket(int(longest), self._longest) if longest else 0, dict[str, np.ndarray]()
         if batches:
             parts = [self._objective.program_inputs(batch, length) for batch in batches]
             inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -291,7 +291,8 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
 
     def _summed(self, parameter: Any, gradient: Any) -> Any:
         """A gradient summed over the data ranks, once for the norm and the update."""
-        wanted = over_data(parameter.placements, self._dims[parameter.name])
+        dim = self._dims[parameter.name]
+        wanted = parameter.placements if dim is None else over_data(parameter.placements, dim)
         return dist.reshard(gradient, gradient.process_mesh, wanted)
 
 

@@ -93,7 +93,7 @@ class StepPrograms:
         self._slices = slices
         self._whole = model if pipeline is None else pipeline.model
         self._own = dict(model.named_parameters())
-        updated = [n for n in self._own if pipeline is None or pipeline.stage_of(n) == pipeline.stage]
+        updated = [name for name in self._own if self._updates(name)]
         self._masters = {s.name: s for s in optimizer.shards if s.has_master and s.name in updated}
         assert not self._masters or not (slices or pipeline), "refused before the run"
         self._narrow = {name: self._own[name].dtype for name in self._masters}
@@ -103,6 +103,10 @@ class StepPrograms:
 
     def __len__(self) -> int:
         return len(self._programs)
+
+    def _updates(self, name: str) -> bool:
+        """Whether this rank updates a parameter."""
+        return self._pipeline is None or self._pipeline.stage_of(name) == self._pipeline.stage
 
     def _kept(self, name: str) -> Tensor:
         """What a program has for a parameter that this rank updates: where the model computes in 16 bits, the float32
@@ -135,7 +139,7 @@ class StepPrograms:
                 self.build_seconds += time.perf_counter() - started
             program = self._programs[key]
             program.rate.begin(step)
-            placed = [dtensor_from_local(paddle.to_tensor(a), self._mesh_of(n), ROWS) for n, a in inputs.items()]
+            placed = [self._given(name, paddle.to_tensor(array)) for name, array in inputs.items()]
             self._give(program.variables)
             with _quiet():  # it warns of rows of several micro-batches
                 returned = program.run(*placed)
@@ -143,13 +147,19 @@ class StepPrograms:
             for shard in self._masters.values():
                 shard.write_back()
             norm = np.asarray(self._scope.var(program.clip.variable).get_tensor())
-        told = None if returned is None else np.asarray(returned).reshape(num_micro_batches, -1).sum(0)
-        if self._pipeline is not None:
-            told = self._pipeline.from_last(told, len(program.sums))
-            self._pipeline.update_copies({name: self._kept(name) for name in self._own})
-        assert told is not None
+        own = None if returned is None else np.asarray(returned).reshape(num_micro_batches, -1).sum(0)
+        told, norm = self._told(own, norm, len(program.sums))
         told = told / [program.scale, *[1.0] * (len(told) - 1)]
         return {**{name: float(number) for name, number in zip(program.sums, told)}, "grad_norm": float(norm[0])}
+
+    def _told(self, own: np.ndarray | None, norm: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of a step on every rank, `count` of them, and the norm of its gradient [1]; `own` is what the
+        program of this rank has told."""
+        if self._pipeline is not None:
+            own = self._pipeline.from_last(own, count)
+            self._pipeline.update_copies({name: self._kept(name) for name in self._own})
+        assert own is not None
+        return own, norm
 
     def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
         # the mean over micro-batches that pipelines make, whatever they are told (Paddle 3.3.1), is to be their sum
@@ -157,19 +167,10 @@ class StepPrograms:
         with self._distributed() as parameters, _quiet(), whole_steps():
             called = self._whole if self._pipeline is None else StagedModel(self._pipeline, self._meshes)
             loss = functools.partial(self._loss, called)
-            net = _Step(self._whole, tuple(inputs), loss, self._meshes[-1], scale, self._narrow)
+            net = _Step(self._whole, tuple(inputs), loss, self._whole_number, scale, self._narrow)
             trained = [parameter for parameter in parameters.values() if not parameter.stop_gradient]
             optimizer, rate, clip = self._optimizer.of_paddle(trained, self._meshes[0], scale)
-            specs = [
-                DistributedInputSpec(
-                    [self._meshes[0].shape[0] * len(array) // num_micro_batches, *array.shape[1:]],
-                    array.dtype.name,
-                    name=name,
-                    mesh=self._mesh_of(name),
-                    placements=ROWS,
-                )
-                for name, array in inputs.items()
-            ]
+            specs = [self._spec(name, array, num_micro_batches) for name, array in inputs.items()]
             strategy = self._strategy(num_micro_batches)
             run = dist.to_static(net, None, _first, optimizer, strategy=strategy, input_spec=[specs, []])
             with contextlib.nullcontext() if self._pipeline is None else self._pipeline.chunks():
@@ -191,6 +192,20 @@ class StepPrograms:
     def _mesh_of(self, given: str) -> Any:
         """The mesh of an input."""
         return self._meshes[0 if given in FIRST_INPUTS else -1]
+
+    def _spec(self, name: str, array: np.ndarray, num_micro_batches: int) -> Any:
+        """An input of a program, which gets the rows of this rank in micro-batches."""
+        rows = self._meshes[0].shape[0] * len(array) // num_micro_batches
+        shape, mesh = [rows, *array.shape[1:]], self._mesh_of(name)
+        return DistributedInputSpec(shape, array.dtype.name, name=name, mesh=mesh, placements=ROWS)
+
+    def _given(self, name: str, rows: Tensor) -> Tensor:
+        """An input of a step."""
+        return dtensor_from_local(rows, self._mesh_of(name), ROWS)
+
+    def _whole_number(self, number: Tensor) -> Tensor:
+        """A sum of the loss on every rank of the mesh that the loss lies on."""
+        return dist.reshard(number, self._meshes[-1], [dist.Replicate()] * 2)
 
     def _state(self, run: Any, other: str) -> dict[str, Tensor]:
         """The state of the optimizer, which lies beside the `other` variable, by the names of a program: Paddle counts
@@ -259,7 +274,7 @@ class _Step(nn.Layer):
         model: Any,
         names: Sequence[str],
         loss: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
-        mesh: Any,
+        whole: Callable[[Tensor], Tensor],
         scale: float,
         narrow: Mapping[str, Any],
     ):
@@ -268,12 +283,12 @@ class _Step(nn.Layer):
             model: that computes.
             names: of the inputs.
             loss: of inputs by name.
-            mesh: that of the loss.
+            whole: a sum to the same number on every rank of its mesh.
             scale: a factor of what is trained.
             narrow: dtypes of the parameters that the model computes with as 16-bit copies.
         """
         super().__init__()
-        self.model, self._names, self._loss, self._mesh, self._scale = model, names, loss, mesh, scale
+        self.model, self._names, self._loss, self._make_whole, self._scale = model, names, loss, whole, scale
         self._narrow = narrow
         self.sums: tuple[str, ...] = ()
 
@@ -293,7 +308,7 @@ class _Step(nn.Layer):
         sums = [trained, *(number.detach() for number in found.values())]
         # each by itself: of parts of sums and whole ones in one stack Paddle 3.3.1 takes all for parts. And else its
         # placement would decide whether a rank is told the sum or its own part
-        return paddle.stack([dist.reshard(number, self._mesh, [dist.Replicate()] * 2) for number in sums])
+        return paddle.stack([self._make_whole(number) for number in sums])
 
 
 def _first(sums: Tensor, *labels: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ def _not_beside_own_meshes(context: RuleContext) -> Iterator[Violation]:
     ):
         if is_set:
             yield key, f"is {value}, {what}; set it to {instead}"
-    if engine.mode == "to_static":
+    if engine.compiles_layers:
         yield (
-            "engine.mode",
-            f"is to_static, whose programs are layers of a shard plan, or steps on the engine's own mesh; family "
-            f"{context.family.name} has neither; set it to dynamic",
+            "engine.program",
+            f"is {engine.program}, and a shard plan would name the layers; family {context.family.name} has none; set "
+            "it to step, or engine.mode to dynamic",
         )
     profile = context.stage.profile(getattr(recipe, context.stage.section_name))
     if profile.updates:
@@ -70,8 +70,8 @@ ANNOTATED_RULES = (
         _own_meshes,
     ),
     Rule(
-        "`to_static`, `recompute`, 16 bits, `offload_optimizer`, `lora`, `reft`, `prefix`, `qat`, `mtp_loss_weight`, "
-        "`sequence_parallel`, `fuse_projections`, generation or rollouts with such a family",
+        "`program: layers`, `recompute`, 16 bits, `offload_optimizer`, `lora`, `reft`, `prefix`, `qat`, "
+        "`mtp_loss_weight`, `sequence_parallel`, `fuse_projections`, generation or rollouts with such a family",
         "they change layers that the engine knows, and it knows none of these",
         (),
         _not_beside_own_meshes,
