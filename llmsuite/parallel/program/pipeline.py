@@ -51,7 +51,7 @@ class Pipeline:
     stage: int
     """This rank's."""
     num_slices: int = 1
-    """Of a parameter that the data ranks share out, see `slices`."""
+    """How many slices the data ranks have of a parameter that they share out, see `slices`."""
 
     @property
     def num_chunks(self) -> int:
