@@ -111,13 +111,14 @@ def _first_line(file: Path) -> str:
 
 
 def linked_code(pages: dict[str, str]) -> list[str]:
-    """Files and directories outside of docs that pages link to, by the path and the text of each page."""
+    """Files and directories outside of docs that pages link to, by the path and the text of each page; no pictures."""
     found = {
         posixpath.normpath(posixpath.join(posixpath.dirname(path), target))
         for path, text in pages.items()
         for target in links(text)
     }
-    return sorted(path for path in found if place_of(path).startswith("code/") and (ROOT / path).exists())
+    pages_of = (path for path in found if place_of(path).startswith("code/") and not path.startswith(PICTURES))
+    return sorted(path for path in pages_of if (ROOT / path).exists())
 
 
 # what mkdocs calls

@@ -98,7 +98,8 @@ def test_links_in_code_stay_and_broken_ones_end_the_build(hooks: Any) -> None:
 
 def test_code_that_pages_name_becomes_pages(hooks: Any) -> None:
     pages = {
-        "docs/a.md": "[x](../llmsuite/cli/run.py), [y](../llmsuite/checkpoint), [z](architecture.md), `[n](../no.py)`"
+        "docs/a.md": "[x](../llmsuite/cli/run.py), [y](../llmsuite/checkpoint), [z](architecture.md), `[n](../no.py)`",
+        "docs/zh/b.md": "![p](../pictures/report.png)",
     }
     assert hooks.linked_code(pages) == ["llmsuite/checkpoint", "llmsuite/cli/run.py"]
     assert "```python\n" in hooks.code_page("llmsuite/cli/run.py")
