@@ -74,7 +74,7 @@ def test_all_ranks_are_one_group_with_the_same_samples(write_recipe: Any) -> Non
         ("--parallel.tensor_parallel_degree=2", "parallel.tensor_parallel_degree", "meshes of its own, which say how"),
         ("--parallel.pipeline_parallel_degree=2", "parallel.pipeline_parallel_degree", "which say how; remove it"),
         ("--parallel.sharding=stage1", "parallel.sharding", "what lies there is updated there; set it to none"),
-        ("--engine.mode=to_static", "engine.mode", "steps on the engine's own mesh; family for_rules has neither"),
+        ("--engine.mode=to_static", "engine.program", "is layers, and a shard plan would name the layers; family"),
         ("--engine.recompute=full", "engine.recompute", "is full, which family for_rules, with meshes of its own"),
         ("--engine.precision=bf16", "engine.precision", "set it to fp32"),
         ("--lora.rank=4", "lora.rank", "set it to null"),
