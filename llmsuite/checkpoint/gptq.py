@@ -1,4 +1,4 @@
-"""Models with 4 or 8 bit matrices in the layout of GPTQ checkpoints, which transformers, vLLM and SGLang load.
+"""Models with 4 or 8 bit matrices in the layout of GPTQ checkpoints.
 
 config.json     `quantization_config` {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": true, …}
 NAME.qweight    int32, [I * bits / 32, O]: codes of consecutive inputs, the first one in the lowest bits

@@ -23,8 +23,7 @@ def add_arguments(parser: Any) -> None:
         "--precision",
         type=Literal["nf4", "fp4", "int4"],
         default="nf4",
-        help="what generate, serve and eval will be given; int4 is written as a GPTQ checkpoint, which transformers, "
-        "vLLM and SGLang load",
+        help="what generate, serve and eval will be given; int4 is written in the layout of GPTQ checkpoints",
     )
     parser.add_argument("--max_length", type=PositiveInt, default=512, help="tokens of a window of texts")
     parser.add_argument("--windows", type=PositiveInt, default=128, help="windows, at most")
