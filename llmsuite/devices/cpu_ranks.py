@@ -1,0 +1,37 @@
+"""`import llmsuite.devices.cpu_ranks` before `import paddle`: a Paddle script of your own on several CPU processes.
+
+For scripts that call `paddle.distributed` themselves and that `python -m paddle.distributed.launch` starts, with
+`dist.shard_tensor`, `dist.reshard`, `dist.shard_dataloader`, `dist.shard_optimizer` and `dist.to_static`. Paddle's
+wheel for the CPU has some of their communication missing or wrong; this import mends it in the process that it is
+called in, as `llmsuite run` does in its ranks. Where Paddle is installed for another device, it does nothing.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.start import start_paddle
+from llmsuite.devices.variables import NUM_RANKS, number_in
+
+_FOR_OTHER_DEVICES = {"paddlepaddle-gpu", "paddlepaddle-xpu"}
+_LOCAL_SIZE = "PADDLE_LOCAL_SIZE"  # paddle.distributed.launch sets it
+
+
+def _start() -> None:
+    """Start Paddle as a rank on the CPU.
+
+    Raises:
+        ImportError: Paddle has been imported already.
+        UserError: the kernels for several processes cannot be built, or the variables of a rank cannot be.
+    """
+    if "paddle" in sys.modules:
+        raise ImportError("import llmsuite.devices.cpu_ranks before paddle: what it mends is chosen at Paddle's import")
+    num_ranks = number_in(os.environ, NUM_RANKS, 1)
+    start_paddle(CpuBackend(), number_in(os.environ, _LOCAL_SIZE, num_ranks), join=num_ranks > 1)
+
+
+if not _FOR_OTHER_DEVICES & {package.name for package in importlib.metadata.distributions()}:
+    _start()
