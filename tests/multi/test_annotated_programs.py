@@ -48,7 +48,9 @@ def test_programs_equal_one_process_and_go_on_in_the_other_mode(page: Page, case
     assert_equal(page, name, f"alone-{optimizer}", wanted)
 
 
-@pytest.mark.parametrize("style", ["rows", "an irregular mesh", "layers of Paddle, by shard_layer"])
+@pytest.mark.parametrize(
+    "style", ["rows", "matrices", "a pipeline", "an irregular mesh", "layers of Paddle, by shard_layer"]
+)
 def test_each_style_equals_one_process_without_annotations(page: Page, style: str) -> None:
     (count, model), found = STYLES[style], list[tuple[Any, Any]]()
     parameters = '["w0.weight", "w0.bias", "w1.weight", "w1.bias"]' if "Linear" in model else '["w0", "w1"]'

@@ -72,7 +72,7 @@ def test_what_one_mesh_saves_another_one_loads(found: tuple[Path, list[dict[str,
 @pytest.mark.parametrize("words", [(), ("--to_static",)])
 def test_the_script_of_the_guide_runs(tmp_path: Path, words: tuple[str, ...]) -> None:
     """Four ranks of the last mesh print losses of their rows, which fall."""
-    text = (ROOT / "docs" / "guide" / "auto-parallel.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "guide" / "paddle-scripts.md").read_text(encoding="utf-8")
     (script,) = re.findall(r"```python\n(# train_mlp.py\n.*?)```", text, re.DOTALL)
     (tmp_path / "train_mlp.py").write_text(script, encoding="utf-8")
     printed = launch(tmp_path / "train_mlp.py", *words, logs=tmp_path / "log")
