@@ -155,6 +155,7 @@ class ProgramOptimizer:
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
         made = paddle_optimizer(self._train, list(parameters), rate, decay, clip, _KINDS)
         made.factors = {shard.name: shard.parameter.optimize_attr["learning_rate"] for shard in self.shards}
+        made.kept = self._values.get
         return made
 
     # the interface for checkpoints
@@ -207,12 +208,31 @@ class _WithFactors:
         return on_mesh * self._own_rate
 
 
-class _AdamW(_WithFactors, paddle.optimizer.AdamW):
-    """Paddle's, with these factors."""
+class _WithState:
+    """A part of an optimizer: its state is there when a program is made. What is not there Paddle 3.3.1 makes, with
+    this run's beside it: for a moment a process would hold twice as much."""
+
+    kept: Callable[[str], Tensor | None]
+    """The state by "PARAMETER_SLOT"; None of parameters that another rank updates. A function, for Paddle copies an
+    optimizer with all tensors that it has."""
+    _opti_name_list: list[str]
+    """Paddle's name for the names of variables, in the order in which they were made."""
+
+    def _add_accumulator(self, name: str, param: Any, *arguments: Any, **options: Any) -> Any:
+        """Called while a program is made, for each slot of each parameter."""
+        made = super()._add_accumulator(name, param, *arguments, **options)  # type: ignore[misc]
+        if (value := self.kept(f"{param.name}_{name}")) is not None:
+            variable = paddle.static.global_scope().var(self._opti_name_list[-1])
+            variable.get_tensor()._share_data_with(value.get_tensor())
+        return made
+
+
+class _AdamW(_WithFactors, _WithState, paddle.optimizer.AdamW):
+    """Paddle's, with these factors and this state."""
 
 
 class _SGD(_WithFactors, paddle.optimizer.SGD):
-    """The same."""
+    """Paddle's, with these factors."""
 
 
 _KINDS = PaddleKinds(_AdamW, _SGD)

@@ -212,7 +212,8 @@ class StepPrograms:
         the programs of a process in them."""
         values, slots = self._optimizer.values, self._optimizer.own_slots
         updated = [shard.name for shard in self._optimizer.shards if shard.name in self._parameters]
-        found = {name: name.rpartition("_")[0] for name in run.state_dict("opt") if name != other}
+        names = run.dist_main_program("train").state_dict("opt", paddle.static.global_scope())
+        found = {name: name.rpartition("_")[0] for name in names if name != other}
         expected = [f"{name}_{slot}" for name in updated for slot in slots]
         assert sorted(found.values()) == sorted(expected), "Paddle has another state for the optimizer"
         return {name: values[slot] for name, slot in found.items()}

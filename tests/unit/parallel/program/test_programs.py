@@ -38,9 +38,10 @@ ADAMW = dataclasses.replace(SGD, optimizer="adamw", weight_decay=0.1, adam_epsil
 class Product(nn.Layer):
     """Rows times a vector, which has no bias; and a number that is not trained."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 3) -> None:
         super().__init__()
-        self.vector = self.create_parameter([3], default_initializer=nn.initializer.Assign([1.0, -2.0, 0.5]))
+        first = np.resize(np.array([1.0, -2.0, 0.5], "float32"), size)
+        self.vector = self.create_parameter([size], default_initializer=nn.initializer.Assign(first))
         self.frozen = self.create_parameter([1], default_initializer=nn.initializer.Assign([2.0]))
         self.frozen.stop_gradient = True
 
@@ -113,6 +114,30 @@ def test_programs_share_the_state_of_the_optimizer() -> None:
             model.vector.set_value(other.vector.numpy())
             programs, optimizer = _programs(model, ADAMW)
             _load(optimizer, expected)
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_making_a_program_makes_no_state(parts: int) -> None:
+    """What it allocates for long: sums of gradients where there are several micro-batches, once; no second state."""
+    size, core = 1 << 20, paddle.base.core
+    model = Product(size)
+    programs, _ = _programs(model, ADAMW)
+    grown: list[int] = []
+    build = StepPrograms._build
+
+    def measured(*arguments: Any) -> Any:
+        before = core.host_memory_stat_current_value("Allocated", 0)
+        core.host_memory_stat_reset_peak_value("Allocated", 0)
+        made = build(*arguments)
+        grown.append(core.host_memory_stat_peak_value("Allocated", 0) - before)
+        return made
+
+    batch = {"x": np.zeros([2, 1, size], "float32"), "weights": np.ones([2, 1], "float32")}
+    with mock.patch.object(StepPrograms, "_build", measured):
+        programs.run(1, batch, parts)
+        programs.run(2, {name: array.repeat(2, 0) for name, array in batch.items()}, parts)  # of another shape
+    sums = 4 * size if parts > 1 else 0
+    assert grown == pytest.approx([sums, 0], abs=1 << 20)  # programs share these sums
 
 
 def test_values_that_are_loaded_later_count() -> None:
