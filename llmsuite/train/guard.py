@@ -43,14 +43,11 @@ class Guard:
     """Steps that were not accepted since `max_step`."""
     max_step: int = 0
     """The last step that was accepted, before any roll-back."""
-    outcome: str = "nothing was updated."
-    """What a message says has become of the step that the run stops at."""
 
     @classmethod
-    def of(cls, train: TrainSection, outcome: str) -> Guard:
+    def of(cls, train: TrainSection) -> Guard:
         """The guard that a recipe asks for."""
-        given = train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps
-        return cls(*given, outcome=outcome)
+        return cls(train.on_nonfinite, train.on_spike, train.spike_factor, train.max_bad_steps)
 
     def state(self) -> dict[str, Any]:
         """Fields of a checkpoint's `TrainState`."""
@@ -63,6 +60,16 @@ class Guard:
     def roll_back(self, state: TrainState) -> None:
         """Compare with the steps before a checkpoint again; bad steps stay counted, or the run might go in circles."""
         self.norms = list(state.norms)
+
+    @property
+    def _usual(self) -> float:
+        """The gradient norm that others are compared with; infinite while there are too few."""
+        return statistics.median(self.norms) if len(self.norms) >= LEAST else math.inf
+
+    @property
+    def largest_norm(self) -> float:
+        """The largest gradient norm that is no spike in the next step."""
+        return math.inf if self.spike_factor is None else self.spike_factor * self._usual
 
     def judge(self, step: int, loss: float, norm: float, note: str = "") -> Verdict:
         """What to do with a step.
@@ -77,8 +84,7 @@ class Guard:
             NonFiniteLoss, LossSpike: the run has to stop.
         """
         finite = math.isfinite(loss) and math.isfinite(norm)
-        usual = statistics.median(self.norms) if len(self.norms) >= LEAST else math.inf
-        if finite and (self.spike_factor is None or norm <= self.spike_factor * usual):
+        if finite and norm <= self.largest_norm:
             if self.spike_factor is not None:
                 self.norms = [*self.norms, norm][-WINDOW:]
             if step > self.max_step:
@@ -91,12 +97,13 @@ class Guard:
             return answer
         why = f" This has happened {self.bad_steps} times, more than train.max_bad_steps." if many else ""
         if finite:
+            usual = self._usual
             raise LossSpike(
                 f"step {step}: gradient norm {norm:.4g} is {norm / usual:.3g} times the usual {usual:.4g}, more than "
-                f"train.spike_factor; {self.outcome}{why} Lower train.learning_rate, or look at the rows of "
+                f"train.spike_factor; nothing was updated.{why} Lower train.learning_rate, or look at the rows of "
                 "this step"
             )
         raise NonFiniteLoss(
-            f"step {step}: loss is {loss}, gradient norm {norm}; {self.outcome}{note}{why} "
+            f"step {step}: loss is {loss}, gradient norm {norm}; nothing was updated.{note}{why} "
             "Lower train.learning_rate, or look at the rows of this step"
         )

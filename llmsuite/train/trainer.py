@@ -122,7 +122,7 @@ class Trainer:
         self.updater = Updater.of(plan, backend, built, data.in_programs, self.cadence.total_steps)
         self.optimizer = self.updater.optimizer
         self.rules = StepRules(
-            Guard.of(train, self.updater.outcome),
+            Guard.of(train),
             LossScale() if precision == "fp16" else NoLossScale(),
             [part for part in (built.balance, built.input_scales, self.critic) if part is not None],
             may_be_empty=self.rollouts is not None,

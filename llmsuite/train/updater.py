@@ -35,8 +35,6 @@ class Updater(abc.ABC):
     """Takes the steps of a run."""
 
     optimizer: SavedOptimizer
-    outcome: str
-    """What has become of a step that the rules do not accept, for messages."""
 
     @staticmethod
     def of(
@@ -64,8 +62,6 @@ class Updater(abc.ABC):
 class EagerUpdater(Updater):
     """Op by op, but for layers that are compiled: `train_step`."""
 
-    outcome = "nothing was updated."
-
     def __init__(self, plan: RunPlan, backend: DeviceBackend, built: BuiltModel, total_steps: int):
         host = backend if plan.recipe.engine.offload_optimizer else None
         self.optimizer: Optimizer = Optimizer(built.shards, plan.recipe.train, total_steps, host)
@@ -84,10 +80,7 @@ class EagerUpdater(Updater):
 
 
 class ProgramUpdater(Updater):
-    """Each step as one program. What the rules say of a step comes after its update: so a step cannot be skipped, and a
-    run that stops at one goes on from its last checkpoint."""
-
-    outcome = "its program has updated the parameters too: --resume goes on from the last checkpoint."
+    """Each step as one program, which updates nothing in a step that the rules are not going to accept."""
 
     def __init__(self, plan: RunPlan, built: BuiltModel, objective: ProgramObjective, total_steps: int):
         """`objective` is on every rank: each makes programs of all of a step."""
@@ -98,6 +91,7 @@ class ProgramUpdater(Updater):
         self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps, owners)
         self._objective = objective
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
+        self._scales_loss = plan.recipe.engine.precision == "fp16"
         model, ranks = built.part.model if built.pipeline is None else built.part, mesh.rows("tp")
         self._programs: StepPrograms
         if plan.degrees.own_meshes:
@@ -111,6 +105,7 @@ class ProgramUpdater(Updater):
                 slices,
                 built.pipeline,
                 recompute=plan.recipe.engine.recompute != "none",
+                scales_loss=self._scales_loss,
             )
         multiple = length_multiple(plan)
         self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
@@ -124,11 +119,7 @@ class ProgramUpdater(Updater):
         votes: Mapping[str, bool],
         is_logged: bool,
     ) -> dict[str, float]:
-        """As `train_step`.
-
-        Raises:
-            NonFiniteLoss, LossSpike: when the parameters are updated.
-        """
+        """As `train_step`."""
         calls.step(step)
         passes.model.step = step
         ledger, batches = LossLedger(), BatchReader(passes.objective, micro_batches)
@@ -143,16 +134,21 @@ class ProgramUpdater(Updater):
         rules.check_weight(step, weight)
         weights = {name.removeprefix(_WEIGHT): metrics.pop(name) for name in [*metrics] if name.startswith(_WEIGHT)}
         inputs = self._inputs(taken, weight)
-        metrics |= _means(self._programs.run(step, inputs, len(micro_batches)), weight, weights)
+        # differentiated is a sum over the samples, as op by op: the same gradients have to fit into 16 bits
+        scale = rules.loss_scale.value * weight if self._scales_loss else 1.0
+        told = self._programs.run(step, inputs, len(micro_batches), rules.guard.largest_norm, scale)
+        is_updated = told.pop("updated") > 0
+        metrics |= _means(told, weight, weights)
         metrics |= {
             "learning_rate": self.optimizer.learning_rate(step),
             "reader_seconds": batches.seconds,
             "programs": float(len(self._programs)),
             "program_seconds": self._programs.build_seconds,
         }
-        verdict = rules.judge(step, weight, metrics)
-        assert verdict != "skip", "refused before the run: the parameters are updated"
-        if verdict == "accept":
+        is_accepted = rules.judge(step, weight, metrics) == "accept"
+        assert is_accepted == is_updated, "the program has judged otherwise"
+        if is_accepted:
+            rules.loss_scale.grow()
             return metrics
         return {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON holds no others
 

@@ -20,6 +20,7 @@ from tests.parity.cases import (
     KL_LIMIT,
     OPTIMIZERS,
     STEPS,
+    WORKER,
     Case,
     Comparison,
     compare,
@@ -189,21 +190,21 @@ def compare_job(runner: Runner, job: str, one: str, many: str) -> Comparison:
     return found
 
 
-def _run(runner: Runner, cases: Sequence[Case]) -> dict[str, str]:
+def run_apart(runner: Runner, cases: Sequence[Case], module: str = WORKER) -> dict[str, str]:
     """As `run_cases`, each mesh in processes of its own: a group that is made behind a program may get a number that
     the program has given to one of its rings (Paddle 3.3.1)."""
     by_mesh: dict[tuple[int, ...], list[Case]] = {}
     for case in cases:
         degrees = plan_of(case).degrees
         by_mesh.setdefault((degrees.pp, degrees.tp, degrees.sharding, degrees.dp), []).append(case)
-    return {name: printed for alike in by_mesh.values() for name, printed in run_cases(runner, alike).items()}
+    return {name: printed for alike in by_mesh.values() for name, printed in run_cases(runner, alike, module).items()}
 
 
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     """Runs all cases; what was printed of those that did not end well."""
     of_one = [_case(job, *more) for job in JOBS for more in ((), PROGRAM)]
-    return _run(runner, [*of_one, *map(_on_ranks, MESHES)])
+    return run_apart(runner, [*of_one, *map(_on_ranks, MESHES)])
 
 
 @pytest.mark.parametrize("job", JOBS)
@@ -252,7 +253,7 @@ def test_two_ranks_go_on_in_either_mode(runner: Runner, failed: dict[str, str]) 
     for _, begun, case in again:
         step = Path("checkpoints") / "step-1"
         shutil.copytree(runner.directory / begun / step, runner.directory / case.name / step)
-    assert _run(runner, [case for _, _, case in again]) == {}
+    assert run_apart(runner, [case for _, _, case in again]) == {}
     for job, _, case in again:
         theirs, ours = runner.metrics(_case(job).name)[1:], runner.metrics(case.name)
         assert [record["step"] for record in ours] == [2, 3]

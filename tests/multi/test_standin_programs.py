@@ -1,5 +1,5 @@
-"""Programs with parameters in 16 bits, on CPU processes that stand in for GPUs (`tests.standin`): whole steps in bf16,
-which update float32 masters, and layers in fp16, whose loss is scaled outside of them.
+"""Programs with parameters in 16 bits, on CPU processes that stand in for GPUs (`tests.standin`): whole steps, which
+update float32 masters and scale the loss of fp16 themselves, and layers in fp16, whose loss is scaled outside of them.
 
 They are as close to the same steps op by op as two roundings can be, see `tests.multi.test_standin_further`.
 """
@@ -38,12 +38,16 @@ RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
         "step, lora": ("lora", "bf16", 1, {}, PROGRAM),
         "step, tp2": ("sft", "bf16", 2, {**TP2, **SP}, PROGRAM),
         "step, stage2": ("sft", "bf16", 2, {"sharding": "stage2"}, (*PROGRAM, "--engine.recompute=full")),
+        "step, fp16": ("sft", "fp16", 1, {}, PROGRAM),
+        "step, fp16, lora": ("lora", "fp16", 1, {}, PROGRAM),
+        "step, fp16, tp2": ("sft", "fp16", 2, {**TP2, **SP}, PROGRAM),
+        "step, fp16, stage2": ("sft", "fp16", 2, {"sharding": "stage2"}, (*PROGRAM, "--engine.recompute=full")),
         "layers, fp16": ("sft", "fp16", 1, {}, LAYERS),
         "layers, fp16, tp2": ("sft", "fp16", 2, {**TP2, **SP}, LAYERS),
         "layers, fp16, pp2": ("sft", "fp16", 2, PP2, LAYERS),
         "layers, fp16, stage3": ("sft", "fp16", 2, {"sharding": "stage3"}, LAYERS),
     },
-    "step, tied", "step, stage2", "layers, fp16, tp2", "layers, fp16, stage3",
+    "step, tied", "step, stage2", "step, fp16, lora", "step, fp16, stage2", "layers, fp16, tp2", "layers, fp16, stage3",
 )  # fmt: skip
 """Job, precision, ranks, mesh and words."""
 

@@ -24,6 +24,7 @@ from tests.parity.points import Point
 from tests.paths import ROOT
 
 STEPS = 3
+WORKER = "tests.parity.worker"
 RECIPES = {"dpo": RECIPE, "tokens": token_stage.RECIPE}
 OPTIMIZERS = {
     # at a rate that moves: an error of scale in the gradients cannot hide
@@ -123,8 +124,9 @@ def run_points(runner: Runner, points: Iterable[Point], trace: bool = False) -> 
     return run_cases(runner, [*ones.values(), *(dataclasses.replace(many_processes(p), trace=trace) for p in points)])
 
 
-def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
-    """Run cases into directories of their names, those of as many ranks in the same processes.
+def run_cases(runner: Runner, cases: Iterable[Case], module: str = WORKER) -> dict[str, str]:
+    """Run cases into directories of their names, those of as many ranks in the same processes, by the `main` of a
+    module.
 
     Returns:
         Name and what was printed of each case that did not end well; it was passed over.
@@ -135,9 +137,7 @@ def run_cases(runner: Runner, cases: Iterable[Case]) -> dict[str, str]:
         while left:
             path = runner.directory / f"cases-{num_ranks}.json"
             path.write_text(json.dumps([dataclasses.asdict(case) for case in left]))
-            code, printed = runner.launch(
-                num_ranks, "tests.parity.worker", str(path), fresh=any(case.trace for case in left)
-            )
+            code, printed = runner.launch(num_ranks, module, str(path), fresh=any(case.trace for case in left))
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
             before, left = left, [case for case in left if not (runner.directory / case.name / "done").exists()]

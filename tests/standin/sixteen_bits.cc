@@ -57,6 +57,8 @@
 #include "paddle/phi/kernels/take_along_axis_kernel.h"
 #include "paddle/phi/kernels/tile_grad_kernel.h"
 #include "paddle/phi/kernels/tile_kernel.h"
+#include "paddle/phi/kernels/unsqueeze_grad_kernel.h"
+#include "paddle/phi/kernels/unsqueeze_kernel.h"
 #include "paddle/phi/kernels/unstack_grad_kernel.h"
 #include "paddle/phi/kernels/unstack_kernel.h"
 #include "paddle/phi/kernels/where_grad_kernel.h"
@@ -267,6 +269,8 @@ class WidenedReshard final : public phi::distributed::ReshardFunction {
   FILL("stack_grad", StackGradKernel)
   FILL("unstack", UnStackKernel)
   FILL("unstack_grad", UnStackGradKernel)
+  FILL("unsqueeze", UnsqueezeKernel)
+  FILL("unsqueeze_grad", UnsqueezeGradKernel)
   FILL("gather_grad", GatherGradKernel)
   FILL("gather_nd", GatherNdKernel)
   FILL("gather_nd_grad", GatherNdGradKernel)

@@ -86,9 +86,9 @@ class AnnotatedPrograms(StepPrograms):
     def _told(self, own: np.ndarray | None, norm: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         tells = collective.rank() == self._teller
         assert own is not None or not tells
-        numbers = [*own, norm[0]] if tells and own is not None else [0.0] * (count + 1)
+        numbers = [*own, *norm] if tells and own is not None else [0.0] * (count + len(norm))
         told = collective.sum_on_device([float(number) for number in numbers]).numpy()
-        return told[:-1], told[-1:]
+        return told[:count], told[count:]
 
     def _placed(self, name: str, parameter: Tensor) -> Tensor:
         shard, mesh, placements = self._shards[name], self._common_mesh, [dist.Replicate()] * self._common_mesh.ndim

@@ -7,7 +7,6 @@ that programs know it by: so a program takes over where another one stopped, and
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,12 +19,11 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import LearningRate
 from llmsuite.parallel.optimizer import PaddleKinds, StateTensor, paddle_optimizer
 from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
+from llmsuite.parallel.program.clip import LARGEST, NormClip, StepNumber, over_data
 from llmsuite.parallel.program.slices import SlicedShard, over_tp, slice_dim
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.recipe import TrainSection
 from llmsuite.typing import Tensor
-
-_numbers = itertools.count()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,11 +79,6 @@ class StateShards(dist.ShardingStage1):
         return self._apply_placement(tensor, parameter, placements)
 
 
-def over_data(placements: Sequence[Any], dim: int | None) -> list[Any]:
-    """Placements over [data, tp] of what is cut along a dim over the data ranks, or is whole on each."""
-    return [dist.Replicate() if dim is None else dist.Shard(dim), *placements[1:]]
-
-
 class ProgramOptimizer:
     """AdamW or SGD with its state, as programs update it; the interface of `parallel.optimizer.Optimizer` to all that
     saves and restores."""
@@ -126,19 +119,22 @@ class ProgramOptimizer:
         """Every tensor of the state but masters, by "PARAMETER_SLOT"."""
         return self._values
 
-    def of_paddle(self, parameters: Sequence[Tensor], mesh: Any, scale: float = 1.0) -> tuple[Any, StepRate, NormClip]:
+    def of_paddle(
+        self, parameters: Sequence[Tensor], mesh: Any, scale: float = 1.0, loss_scale: StepNumber | None = None
+    ) -> tuple[Any, StepRate, NormClip]:
         """A new optimizer of Paddle's for a program.
 
         Args:
             parameters: all that the program updates, on whatever rank.
             mesh: [data, tp], whose data ranks share the state.
             scale: factor that gradients have when they are clipped.
+            loss_scale: a further one, which the clipping takes off.
 
         Returns:
             The optimizer, its learning rate, and what clips its gradients.
         """
         dims = {p.name: self._state_dim(p) for p in parameters}
-        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims, scale)
+        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims, scale, loss_scale)
         made = self._of_paddle(parameters, rate, clip)
         # the state of a slice is cut as it is, by itself
         shares = StateShards(mesh, dims) if self._owners.count > 1 and not self._has_slices else None
@@ -228,11 +224,25 @@ class _WithState:
 
 
 class _AdamW(_WithFactors, _WithState, paddle.optimizer.AdamW):
-    """Paddle's, with these factors and this state."""
+    """Paddle's, with these factors; of a step that is not accepted it leaves parameters and state as they are."""
+
+    _grad_clip: NormClip
+
+    def _append_optimize_op(self, block: Any, param_and_grad: tuple[Any, Any]) -> Any:
+        self._set_auxiliary_var("found_inf", paddle.logical_not(self._grad_clip.accepted(param_and_grad[1])))
+        return super()._append_optimize_op(block, param_and_grad)
 
 
 class _SGD(_WithFactors, paddle.optimizer.SGD):
-    """Paddle's, with these factors."""
+    """The same, though Paddle's has no such input: the gradients of a step that is not accepted become 0."""
+
+    _grad_clip: NormClip
+
+    def _append_optimize_op(self, block: Any, param_and_grad: tuple[Any, Any]) -> Any:
+        parameter, gradient = param_and_grad
+        # what is no number is not below the bound either, and gives way to it
+        bound = self._grad_clip.accepted(gradient).astype("float32") * LARGEST
+        return super()._append_optimize_op(block, (parameter, paddle.fmin(paddle.fmax(gradient, -bound), bound)))
 
 
 _KINDS = PaddleKinds(_AdamW, _SGD)
@@ -253,86 +263,3 @@ class StepRate(paddle.optimizer.lr.LRScheduler):
     def begin(self, step: int) -> None:
         """The next run of the program is this step."""
         self.step(step)
-
-
-class NormClip(paddle.nn.ClipGradByGlobalNorm):
-    """Clipping by the global norm, which also tells the norm; it is told where nothing is clipped, too."""
-
-    def __init__(self, max_norm: float | None, dims: Mapping[str, int | None], scale: float = 1.0):
-        """
-        Args:
-            max_norm: the limit; None for none.
-            dims: by the name of a parameter, along which its gradient is cut over the data ranks.
-            scale: factor that the gradients have; the norm is told, and limited, without it.
-        """
-        super().__init__(1.0 if max_norm is None else max_norm)
-        self._max_norm, self._dims, self._scale = max_norm, dims, scale
-        self.variable = f"global_norm_{next(_numbers)}"
-        """Name of the variable in which a step leaves the norm before clipping. Where programs have one in common, only
-        the last one that was made writes it (Paddle 3.3.1), and Paddle's own numbers begin anew for each."""
-
-    def _pir_clip(self, params_grads: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
-        """Called while a program is made, with the gradients of a step; parameters that are frozen have none."""
-        params_grads = [(p, g if g is None else self._summed(p, g)) for p, g in params_grads]
-        norms = self._norms([gradient for _, gradient in params_grads if gradient is not None])
-        for norm in norms.values():
-            if collective.rank() in norm.process_mesh.process_ids:
-                told = norm.reshape([1])
-                told.persistable = True  # else it is freed before anybody can read it
-                paddle._C_ops.set_persistable_value(told, self.variable)
-        if self._max_norm is None:
-            if self._scale == 1:
-                return params_grads
-            # a copy: Paddle 3.3.1 divides what it updates with where it lies, and the norm may be made behind that
-            return [(p, g if g is None else paddle.scale(g, 1.0)) for p, g in params_grads]
-        factors = {ranks: self._factor(norm, self._max_norm) for ranks, norm in norms.items()}
-        return [(p, g if g is None else g * factors[_ranks(g)]) for p, g in params_grads]
-
-    def _norms(self, gradients: Sequence[Any]) -> dict[tuple[int, ...], Any]:
-        """The norm over all gradients, on each of their meshes: by its ranks."""
-        of_mesh: dict[tuple[int, ...], list[Any]] = {}
-        for gradient in gradients:
-            of_mesh.setdefault(_ranks(gradient), []).append(gradient)
-        squares = [_sum_of_squares(found) for found in of_mesh.values()]
-        if len(squares) > 1:  # of several pipeline stages; what is sent has at least one dim
-            squares = [square.reshape([1]) for square in squares]
-        meshes = [square.process_mesh for square in squares]
-        total = squares[0]
-        for square in squares[1:]:
-            total = total + _on(meshes[0], square)
-        norm = paddle.sqrt(total)
-        if self._scale != 1:
-            norm = norm / self._scale
-        return {ranks: _on(mesh, norm) for ranks, mesh in zip(of_mesh, meshes)}
-
-    def _factor(self, norm: Any, max_norm: float) -> Any:
-        limit = paddle.full([], max_norm, "float32")
-        return limit / paddle.maximum(norm, limit)
-
-    def _summed(self, parameter: Any, gradient: Any) -> Any:
-        """A gradient summed over the data ranks, once for the norm and the update."""
-        dim = self._dims[parameter.name]
-        wanted = parameter.placements if dim is None else over_data(parameter.placements, dim)
-        return dist.reshard(gradient, gradient.process_mesh, wanted)
-
-
-def _ranks(x: Any) -> tuple[int, ...]:
-    return tuple(x.process_mesh.process_ids)
-
-
-def _on(mesh: Any, x: Any) -> Any:
-    """The same number on the mesh of another pipeline stage."""
-    return x if x.process_mesh == mesh else dist.reshard(x, mesh, x.placements)
-
-
-def _sum_of_squares(gradients: Sequence[Any]) -> Any:
-    """Over all elements of gradients, each counted once however many ranks hold it.
-
-    Where some are cut and others are not, their sums are not stacked together: Paddle 3.3.1 takes all of them for parts
-    of a sum then, and counts once a rank what every rank has whole.
-    """
-    alike: dict[str, list[Any]] = {}
-    for gradient in gradients:
-        alike.setdefault(str(gradient.placements), []).append(gradient.square().sum())
-    sums = [paddle.stack(squares).sum() for squares in alike.values()]
-    return paddle.stack([dist.reshard(s, s.process_mesh, [dist.Replicate()] * len(s.placements)) for s in sums]).sum()

@@ -87,8 +87,8 @@ class Pipeline:
 
     def from_last(self, told: np.ndarray | None, count: int) -> np.ndarray:
         """The numbers of a step, `count` of them, which the last stage is told, on all stages."""
-        value = None if told is None else paddle.to_tensor(told, dtype="float32")
-        return np.asarray(collective.from_stage(value, [count], "float32", self.num_stages - 1).numpy())
+        value = None if told is None else paddle.to_tensor(told, dtype="float64")
+        return np.asarray(collective.from_stage(value, [count], "float64", self.num_stages - 1).numpy())
 
     @paddle.no_grad()
     def update_copies(self, parameters: Mapping[str, Tensor]) -> None:

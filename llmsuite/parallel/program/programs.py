@@ -12,24 +12,25 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
-from paddle import nn
 from paddle.base.framework import EagerParamBase
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 
 from llmsuite.devices.local_parts import whole_steps
-from llmsuite.parallel.program.masters import in_16_bits
-from llmsuite.parallel.program.optimizer import NormClip, ProgramOptimizer, StepRate, over_data
+from llmsuite.parallel.program.clip import NormClip, StepNumber, over_data
+from llmsuite.parallel.program.forward import LossFactor, Step, trained_sums
+from llmsuite.parallel.program.optimizer import ProgramOptimizer, StepRate
 from llmsuite.parallel.program.pipeline import FIRST_INPUTS, Pipeline, StagedModel
 from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
 from llmsuite.parallel.tensor import local_value
@@ -53,11 +54,9 @@ class Program:
     rate: StepRate
     clip: NormClip
     sums: tuple[str, ...]
-    """Names of the numbers that it returns, in their order."""
+    """Names of the numbers that it returns behind what is trained, in their order."""
     variables: Mapping[str, Tensor]
     """What outlives a step by the name that the program has for it: parameters, and the state of the optimizer."""
-    scale: float
-    """Factor of the loss that it returns."""
 
 
 class StepPrograms:
@@ -72,6 +71,7 @@ class StepPrograms:
         slices: Mapping[str, SlicedShard] = MappingProxyType({}),
         pipeline: Pipeline | None = None,
         recompute: bool = False,
+        scales_loss: bool = False,
     ):
         """
         Args:
@@ -83,8 +83,10 @@ class StepPrograms:
             slices: the parameters whose slices the data ranks have, by name; the model has none of them itself.
             pipeline: what the stages have of the model; None where this rank's part is all of it.
             recompute: whether layers of the model ask to be computed again (`parallel.recompute`).
+            scales_loss: whether steps have a factor of the loss.
         """
         self._optimizer, self._loss, self._pipeline, self._recompute = optimizer, loss, pipeline, recompute
+        self._scales_loss = scales_loss
         stages = np.split(ranks, 1 if pipeline is None else pipeline.num_stages)
         self._meshes = [dist.ProcessMesh(of_stage, dim_names=["data", "tp"]) for of_stage in stages]
         self._programs: dict[Any, Program] = {}
@@ -120,16 +122,26 @@ class StepPrograms:
         made = (program.run.dist_main_program("train") for program in self._programs.values())
         return Counter(operation.name() for program in made for operation in program.global_block().ops)
 
-    def run(self, step: int, inputs: Inputs, num_micro_batches: int) -> dict[str, float]:
-        """Do one step: update the parameters and the state of the optimizer.
+    def run(
+        self,
+        step: int,
+        inputs: Inputs,
+        num_micro_batches: int,
+        largest_norm: float = math.inf,
+        loss_scale: float = 1.0,
+    ) -> dict[str, float]:
+        """Do one step: update the parameters and the state of the optimizer, unless the loss of a micro-batch or the
+        norm of the gradient is not finite, or the norm is too large.
 
         Args:
             step: counted from 1.
             inputs: of this rank, the same shapes on all ranks.
             num_micro_batches: of this rank, whose gradients are added up.
+            largest_norm: of a gradient that updates, before it is clipped.
+            loss_scale: factor of the loss in the backward pass.
 
         Returns:
-            The sums of the loss over the global batch, and "grad_norm".
+            The sums of the loss over the global batch, "grad_norm", and "updated": 1 or 0.
         """
         key = num_micro_batches, tuple((name, array.shape, array.dtype.str) for name, array in inputs.items())
         with paddle.static.scope_guard(self._scope), _in_order():
@@ -140,21 +152,22 @@ class StepPrograms:
             program = self._programs[key]
             program.rate.begin(step)
             placed = [self._given(name, paddle.to_tensor(array)) for name, array in inputs.items()]
-            self._give(program.variables)
+            self._give({**program.variables, **program.clip.given(largest_norm, loss_scale)})
             with _quiet():  # it warns of rows of several micro-batches
                 returned = program.run(*placed)
             self._take(program.variables)
             for shard in self._masters.values():
                 shard.write_back()
             norm = np.asarray(self._scope.var(program.clip.variable).get_tensor())
-        own = None if returned is None else np.asarray(returned).reshape(num_micro_batches, -1).sum(0)
-        told, norm = self._told(own, norm, len(program.sums))
-        told = told / [program.scale, *[1.0] * (len(told) - 1)]
-        return {**{name: float(number) for name, number in zip(program.sums, told)}, "grad_norm": float(norm[0])}
+        # in float64 no sum of finite numbers is infinite: so it is finite where the program has found its terms to be
+        parts = None if returned is None else np.asarray(returned, "float64").reshape(num_micro_batches, -1)[:, 1:]
+        told, norm = self._told(None if parts is None else parts.sum(0), norm, len(program.sums))
+        names = *program.sums, "grad_norm", "updated"
+        return {name: float(number) for name, number in zip(names, [*told, *norm])}
 
     def _told(self, own: np.ndarray | None, norm: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of a step on every rank, `count` of them, and the norm of its gradient [1]; `own` is what the
-        program of this rank has told."""
+        """The numbers of a step on every rank, `count` of them, and the norm of its gradient and whether it was
+        accepted [2]; `own` is what the program of this rank has told."""
         if self._pipeline is not None:
             own = self._pipeline.from_last(own, count)
             self._pipeline.update_copies({name: self._kept(name) for name in self._own})
@@ -164,20 +177,23 @@ class StepPrograms:
     def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
         # the mean over micro-batches that pipelines make, whatever they are told (Paddle 3.3.1), is to be their sum
         scale = 1 if self._pipeline is None else num_micro_batches
+        loss_scale = StepNumber() if self._scales_loss else None
         with self._distributed() as parameters, _quiet(), whole_steps():
             called = self._whole if self._pipeline is None else StagedModel(self._pipeline, self._meshes)
             loss = functools.partial(self._loss, called)
-            net = _Step(self._whole, tuple(inputs), loss, self._whole_number, scale, self._narrow)
+            net = Step(
+                self._whole, tuple(inputs), loss, self._whole_number, LossFactor(scale, loss_scale), self._narrow
+            )
             trained = [parameter for parameter in parameters.values() if not parameter.stop_gradient]
-            optimizer, rate, clip = self._optimizer.of_paddle(trained, self._meshes[0], scale)
+            optimizer, rate, clip = self._optimizer.of_paddle(trained, self._meshes[0], scale, loss_scale)
             specs = [self._spec(name, array, num_micro_batches) for name, array in inputs.items()]
             strategy = self._strategy(num_micro_batches)
-            run = dist.to_static(net, None, _first, optimizer, strategy=strategy, input_spec=[specs, []])
+            run = dist.to_static(net, None, trained_sums, optimizer, strategy=strategy, input_spec=[specs, []])
             with contextlib.nullcontext() if self._pipeline is None else self._pipeline.chunks():
                 run.train()
         self._take(self._parameters)
-        variables = {**self._parameters, **self._state(run, clip.variable)}
-        return Program(run, rate, clip, net.sums, variables, scale)
+        variables = {**self._parameters, **self._state(run, clip.variables)}
+        return Program(run, rate, clip, net.sums, variables)
 
     def _strategy(self, num_micro_batches: int) -> Any:
         strategy = dist.Strategy()
@@ -207,13 +223,13 @@ class StepPrograms:
         """A sum of the loss on every rank of the mesh that the loss lies on."""
         return dist.reshard(number, self._meshes[-1], [dist.Replicate()] * 2)
 
-    def _state(self, run: Any, other: str) -> dict[str, Tensor]:
-        """The state of the optimizer, which lies beside the `other` variable, by the names of a program: Paddle counts
-        the programs of a process in them."""
+    def _state(self, run: Any, others: Collection[str]) -> dict[str, Tensor]:
+        """The state of the optimizer, which lies beside `others`, by the names of a program: Paddle counts the programs
+        of a process in them."""
         values, slots = self._optimizer.values, self._optimizer.own_slots
         updated = [shard.name for shard in self._optimizer.shards if shard.name in self._parameters]
         names = run.dist_main_program("train").state_dict("opt", paddle.static.global_scope())
-        found = {name: name.rpartition("_")[0] for name in names if name != other}
+        found = {name: name.rpartition("_")[0] for name in names if name not in others}
         expected = [f"{name}_{slot}" for name in updated for slot in slots]
         assert sorted(found.values()) == sorted(expected), "Paddle has another state for the optimizer"
         return {name: values[slot] for name, slot in found.items()}
@@ -265,55 +281,6 @@ def _memory(tensor: Tensor) -> Any:
     """Where the part of a tensor that lies on this rank has its memory."""
     found = tensor.get_tensor()
     return found.get_tensor() if tensor.is_dist() else found
-
-
-class _Step(nn.Layer):
-    """The forward pass of a micro-batch, from its inputs to the sums of its loss, [sums]."""
-
-    def __init__(
-        self,
-        model: Any,
-        names: Sequence[str],
-        loss: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
-        whole: Callable[[Tensor], Tensor],
-        scale: float,
-        narrow: Mapping[str, Any],
-    ):
-        """
-        Args:
-            model: that computes.
-            names: of the inputs.
-            loss: of inputs by name.
-            whole: a sum to the same number on every rank of its mesh.
-            scale: a factor of what is trained.
-            narrow: dtypes of the parameters that the model computes with as 16-bit copies.
-        """
-        super().__init__()
-        self.model, self._names, self._loss, self._make_whole, self._scale = model, names, loss, whole, scale
-        self._narrow = narrow
-        self.sums: tuple[str, ...] = ()
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        return self._traced(*inputs)
-
-    # nothing in it branches on values, so its code needs no translation
-    @paddle.jit.not_to_static
-    def _traced(self, *inputs: Tensor) -> Tensor:
-        with in_16_bits(self.model, self._narrow):
-            found = dict(self._loss(dict(zip(self._names, inputs))))
-        trained = found.pop("loss")
-        if self._scale != 1:
-            trained = trained * self._scale
-        self.sums = ("loss", *found)
-        # what is trained is the sum of all of them, of which only the first has a gradient
-        sums = [trained, *(number.detach() for number in found.values())]
-        # each by itself: of parts of sums and whole ones in one stack Paddle 3.3.1 takes all for parts. And else its
-        # placement would decide whether a rank is told the sum or its own part
-        return paddle.stack([self._make_whole(number) for number in sums])
-
-
-def _first(sums: Tensor, *labels: Tensor) -> Tensor:
-    return sums
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What becomes of bad steps where a step is one program: the same as op by op, though the update comes first."""
+"""What becomes of bad steps where a step is one program: the same as op by op."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.sft import SftStage
 from llmsuite.train.guard import NonFiniteLoss
 from llmsuite.train.trainer import run
+from llmsuite.train.updater import EagerUpdater, ProgramUpdater
 from tests.paths import ROOT
 
 STEPS, BAD, SAVED, BATCH = 4, 3, 2, 2
 DYNAMIC, PROGRAM = (), ("--engine.mode=to_static", "--engine.program=step")
-BACK = "--train.on_nonfinite=roll_back"
 
 Train = Callable[..., Path]
 
@@ -62,22 +62,44 @@ def _learnt(directory: Path) -> dict[str, np.ndarray]:
     return {name: value for file in files for name, value in safetensors.numpy.load_file(file).items()}
 
 
-def test_a_run_that_stops_says_what_it_has_done(train: Train, tmp_path: Path) -> None:
-    told = rf"^step {BAD}: loss is nan, .* its program has updated the parameters too: --resume goes on from the last"
-    with pytest.raises(NonFiniteLoss, match=told):
-        train("stop", *PROGRAM)
+@pytest.mark.parametrize("mode", [DYNAMIC, PROGRAM])
+def test_a_run_that_stops_has_updated_nothing(
+    train: Train, tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[bytes] = []
+    for kind in (EagerUpdater, ProgramUpdater):
+
+        def watched(self: Any, step: int, *args: Any, take: Any = kind.take) -> Any:
+            try:
+                return take(self, step, *args)
+            finally:
+                seen.append(b"".join(shard.parameter.numpy().tobytes() for shard in self.optimizer.shards))
+
+        monkeypatch.setattr(kind, "take", watched)
+    with pytest.raises(NonFiniteLoss, match=rf"^step {BAD}: loss is nan, gradient norm nan; nothing was updated\. L"):
+        train("stop", *mode)
+    assert len(seen) == BAD
+    assert seen[BAD - 1] == seen[BAD - 2] != seen[BAD - 3]
     assert [path.name for path in (tmp_path / "stop" / "checkpoints").glob("step-*")] == [f"step-{SAVED}"]
 
 
-def test_goes_back_as_op_by_op(train: Train) -> None:
-    expected, found = train("dynamic", BACK, *DYNAMIC), train("program", BACK, *PROGRAM)
+@pytest.mark.parametrize("answer", ["roll_back", "skip"])
+def test_answers_as_op_by_op(train: Train, answer: str) -> None:
+    word = f"--train.on_nonfinite={answer}"
+    expected, found = train("dynamic", word, *DYNAMIC), train("program", word, *PROGRAM)
     for directory in (expected, found):
         events = [(e["event"], e.get("step"), e.get("to")) for e in read_events(directory)]
-        assert ("rolled back", BAD, SAVED) in events
+        assert (("rolled back", BAD, SAVED) in events) == (answer == "roll_back")
+        assert ("skipped", BAD, None) in events
         assert [record["step"] for record in read_run(directory).steps] == list(range(1, STEPS + 1))
     theirs, ours = _learnt(expected), _learnt(found)
     assert theirs.keys() == ours.keys()
     for name, value in theirs.items():
         assert np.linalg.norm(ours[name] - value) <= 1e-5 * np.linalg.norm(value), name
-    records = zip(read_run(expected).steps, read_run(found).steps)
-    assert all(a[key] == pytest.approx(b[key], rel=1e-6) for a, b in records for key in ("loss", "grad_norm"))
+    records = list(zip(read_run(expected).steps, read_run(found).steps, strict=True))
+    assert all(
+        a[key] == pytest.approx(b[key], rel=1e-6) for a, b in records for key in ("loss", "grad_norm") if key in a
+    )
+    assert [sorted({"loss", "skipped"} & a.keys()) for a, _ in records] == [
+        sorted({"loss", "skipped"} & b.keys()) for _, b in records
+    ]

@@ -82,6 +82,7 @@ def test_equals_the_formula() -> None:
         norm = np.linalg.norm(gradient)
         told = programs.run(step, batch, parts)
         expected = {"loss": (y**2 * batch["weights"]).sum(), "y": (y * batch["weights"]).sum(), "grad_norm": norm}
+        assert told.pop("updated") == 1
         assert told == pytest.approx(expected, rel=1e-6)
         vector -= optimizer.learning_rate(step) * gradient * min(1.0, 0.3 / norm)
         assert model.vector.numpy() == pytest.approx(vector, rel=1e-6)

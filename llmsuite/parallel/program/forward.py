@@ -1,0 +1,82 @@
+"""The forward pass of a micro-batch inside of a whole-step program, and what of it is trained and told."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import paddle
+from paddle import nn
+
+from llmsuite.parallel.program.clip import StepNumber
+from llmsuite.parallel.program.masters import in_16_bits
+from llmsuite.typing import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class LossFactor:
+    """What the loss of a micro-batch is multiplied with before its backward pass."""
+
+    constant: float = 1.0
+    of_step: StepNumber | None = None
+    """A further factor, which is another one in each step."""
+
+    def of(self, loss: Tensor) -> Tensor:
+        """The factor of a loss. It is no number where that is not finite, and neither is any gradient then: so the
+        norm of the gradient alone tells whether a step is accepted, on every pipeline stage."""
+        factor = paddle.full_like(loss, self.constant)
+        if self.of_step is not None:
+            factor = factor * self.of_step.read(loss.process_mesh).reshape(loss.shape)
+        return paddle.where(paddle.isfinite(loss), factor, paddle.full_like(loss, math.nan))
+
+
+class Step(nn.Layer):
+    """The forward pass of a micro-batch, from its inputs to [trained, *sums]."""
+
+    def __init__(
+        self,
+        model: Any,
+        names: Sequence[str],
+        loss: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]],
+        whole: Callable[[Tensor], Tensor],
+        factor: LossFactor,
+        narrow: Mapping[str, Any],
+    ):
+        """
+        Args:
+            model: that computes.
+            names: of the inputs.
+            loss: of inputs by name.
+            whole: a sum to the same number on every rank of its mesh.
+            factor: of what is trained.
+            narrow: dtypes of the parameters that the model computes with as 16-bit copies.
+        """
+        super().__init__()
+        self.model, self._names, self._loss, self._make_whole, self._factor = model, names, loss, whole, factor
+        self._narrow = narrow
+        self.sums: tuple[str, ...] = ()
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self._traced(*inputs)
+
+    # nothing in it branches on values, so its code needs no translation
+    @paddle.jit.not_to_static
+    def _traced(self, *inputs: Tensor) -> Tensor:
+        with in_16_bits(self.model, self._narrow):
+            found = dict(self._loss(dict(zip(self._names, inputs))))
+        # each by itself: of parts of sums and whole ones in one stack Paddle 3.3.1 takes all for parts. And else its
+        # placement would decide whether a rank is told the sum or its own part
+        loss = self._make_whole(found.pop("loss"))
+        told = loss.detach()
+        self.sums = ("loss", *found)
+        # what is trained is the sum of all of them, of which only the first has a gradient
+        return paddle.stack(
+            [loss * self._factor.of(told), told, *(self._make_whole(number.detach()) for number in found.values())]
+        )
+
+
+def trained_sums(sums: Tensor, *labels: Tensor) -> Tensor:
+    """The loss that Paddle asks for: the sums of a step as they are."""
+    return sums
