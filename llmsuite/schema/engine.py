@@ -21,11 +21,12 @@ def _program_without_mode(engine: EngineSection) -> Iterator[Violation]:
         yield "program", "is step, but mode is dynamic, which compiles nothing; set mode to to_static"
 
 
-def _selective_in_program(engine: EngineSection) -> Iterator[Violation]:
-    if engine.recompute == "selective" and engine.mode == "to_static":
+def _selective_in_layers(engine: EngineSection) -> Iterator[Violation]:
+    if engine.recompute == "selective" and engine.compiles_layers:
         yield (
             "recompute",
-            "is selective, but to_static compiles whole layers; choose full or none, or engine.mode dynamic",
+            "is selective, but to_static compiles whole layers; choose full or none, engine.program step, or "
+            "engine.mode dynamic",
         )
 
 
@@ -43,10 +44,10 @@ ENGINE_RULES = (
         _program_without_mode,
     ),
     Rule(
-        "`recompute: selective` with `to_static`",
+        "`recompute: selective` with `to_static` and `program: layers`",
         "a layer is compiled whole",
         ("--engine.recompute=selective", "--engine.mode=to_static"),
-        _selective_in_program,
+        _selective_in_layers,
     ),
 )
 """Rules between keys of the section `engine`."""

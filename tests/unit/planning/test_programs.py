@@ -61,6 +61,18 @@ def test_masters_of_16_bits_are_whole_and_copied_within_a_step() -> None:
     assert steps.activations - layers.activations == steps.parameters
 
 
+def test_attention_that_is_computed_again_keeps_no_scores() -> None:
+    """As op by op; on a GPU in float32, which has no kernel for attention."""
+    on_gpu, kinds = ("--device=gpu", "--engine.precision=fp32"), ("none", "selective")
+    in_steps = [word for word in STEP if "recompute" not in word]
+    dynamic, steps = (
+        [_memory("none", *on_gpu, *mode, f"--engine.recompute={kind}").activations for kind in kinds]
+        for mode in ((), in_steps)
+    )
+    assert steps == dynamic
+    assert steps[1] < steps[0]
+
+
 def test_there_is_a_program_for_each_length() -> None:
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=500")) == [64, 128, 192, 256, 384, 512]
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=100")) == [64, 128]
