@@ -73,6 +73,11 @@ class Packs(Lazy[S]):
     def __len__(self) -> int:
         return len(self._packs)
 
+    @property
+    def most(self) -> int:
+        """Samples of the largest pack."""
+        return max(map(len, self._packs), default=0)
+
     def make(self, number: int) -> S:
         return self._join([self._samples[int(i)] for i in self._packs[number]])
 

@@ -167,20 +167,67 @@ def logps_of_answers(nll: Tensor, batch: Batch) -> Tensor:
     return -paddle.mv(paddle.to_tensor(is_owner.astype("float64")), nll.astype("float64"))
 
 
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Places for the answers of packed rows in a program, which has as many in each row, S. One without an answer has
+    the first of its row once more, and weighs 0."""
+
+    answers: np.ndarray
+    """[B, S]: the number of the answer in each."""
+    is_taken: np.ndarray
+    """[B, S], float32: 1 where it is that answer's own place, else 0."""
+
+    @classmethod
+    def of(cls, rows: np.ndarray, num_rows: int, size: int) -> Slots:
+        """
+        Args:
+            rows: that of each answer, in ascending order; none is empty.
+            num_rows: B.
+            size: S.
+        """
+        counts = np.bincount(rows, minlength=num_rows)
+        first, place = np.cumsum(counts) - counts, np.arange(size)
+        is_taken = place < counts[:, None]
+        return cls(first[:, None] + np.where(is_taken, place, 0), is_taken.astype("float32"))
+
+    @property
+    def numbers(self) -> np.ndarray:
+        """[B, S], float32: which answer of its row each place has, counted from 1."""
+        return (self.answers - self.answers[:, :1] + 1).astype("float32")
+
+
+def slots_of(batch: Batch) -> Slots:
+    """The places for the answers of a batch with "pairs_per_row", the most that there are in any row."""
+    _, firsts = np.unique(batch["owners"], return_index=True)
+    rows, length = batch["input_ids"].shape
+    return Slots.of(batch["positions"][firsts] // length, rows, batch["pairs_per_row"])
+
+
 def program_inputs(batch: Batch, length: int) -> dict[str, np.ndarray]:
-    """A batch of one answer a row as arrays [A, length]: of each position the id, the target behind it, and 1 where
-    that is a token of the answer, else 0."""
-    ones = np.ones(len(batch["targets"]), "float32")
-    found = language_model.program_inputs({**batch, "weights": ones}, length, has_documents=False)
-    found["is_answer"] = found.pop("weights")
-    return found
+    """A batch as arrays [B, length]: of each position the id, the target behind it, and which answer of its row that is
+    a token of, counted from 1, or 0 for none. Of packed rows also where documents begin, and "slots", [B, S]: the
+    answers whose log-probabilities are told."""
+    is_packed, ids = "pairs_per_row" in batch, batch["input_ids"]
+    numbers = np.ones(len(batch["targets"]), "float32")
+    if is_packed:
+        rows = batch["positions"] // ids.shape[1]
+        firsts = np.searchsorted(rows, np.arange(len(ids)))  # the answers of a row are numbered one after the other
+        numbers += batch["owners"] - batch["owners"][firsts][rows]
+    found = language_model.program_inputs({**batch, "weights": numbers}, length, is_packed)
+    found["answers"] = found.pop("weights")
+    return {**found, "slots": slots_of(batch).numbers} if is_packed else found
 
 
 def program_logps(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:
-    """`answer_logps` of `program_inputs`. Logits are made for all positions, as a program cannot pick some."""
-    hidden, _ = model.hidden_states(inputs["input_ids"])  # [A, L, D]
+    """`answer_logps` of `program_inputs`, [B]; of packed rows [B, S]. Logits are made for all positions, as a program
+    cannot pick some."""
+    starts = {"document_starts": inputs["document_starts"]} if "document_starts" in inputs else {}
+    hidden, _ = model.hidden_states(inputs["input_ids"], **starts)  # [B, L, D]
     nll = model.token_nll(hidden.flatten(0, 1), inputs["targets"].flatten()).reshape(inputs["targets"].shape)
-    return -(nll.astype("float64") * inputs["is_answer"].astype("float64")).sum(-1)
+    nll, is_own = nll.astype("float64"), inputs["answers"]
+    if "slots" in inputs:
+        nll, is_own = nll.unsqueeze(1), is_own.unsqueeze(1) == inputs["slots"].unsqueeze(-1)  # [B, S, L]
+    return -(nll * is_own.astype("float64")).sum(-1)
 
 
 def log_ratios(logps: Tensor, batch: Batch) -> Tensor:

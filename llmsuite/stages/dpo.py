@@ -41,6 +41,7 @@ class DpoStage(PairStage):
         rows = [list(itertools.chain(*answers))] if one_row else answers
         batch = pack_rows(rows, self.context.tokenizer.pad_id, self.context.length_multiple, shares_prompts=one_row)
         batch["weight"] = float(sum(map(len, answers)) // 2)
+        batch |= self.places(one_row)
         if self._takes_reference == "cache" and self._reference.known:
             batch["reference"] = self._reference.of([answer for row in answers for answer in row])
         return batch

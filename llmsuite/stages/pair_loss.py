@@ -20,6 +20,7 @@ from llmsuite.stages.answers import (
     num_tokens,
     program_inputs,
     program_logps,
+    slots_of,
     token_nll,
 )
 from llmsuite.stages.pairs import side_by_side
@@ -123,18 +124,25 @@ class PairLoss:
 
     def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
         """See `answers.program_inputs`; of the pairs their weights [P] and, [P, 2], what the loss takes of both sides:
-        numbers of tokens, log-probabilities under the reference, mean log-ratios of the global batch."""
+        numbers of tokens, log-probabilities under the reference, mean log-ratios of the global batch. Of packed rows
+        these are [P, S] and [P, 2, S], P being the rows of chosen answers."""
         found = {name: side_by_side(array) for name, array in program_inputs(batch, length).items()}
         weights, stats = _pair_weights(batch), batch.get("prepass_stats", {})
-        found |= {"weights": weights, "num_tokens": np.stack(np.split(num_tokens(batch), 2), 1)}
+        of_answers = {"num_tokens": num_tokens(batch)}
         if self._has_reference:
-            found["reference"] = np.stack(np.split(batch["reference"], 2), 1)
+            of_answers["reference"] = batch["reference"]
+        if "pairs_per_row" in batch:
+            slots = slots_of(batch)
+            of_answers = {name: array[slots.answers] for name, array in of_answers.items()}
+            of_chosen, is_taken = np.split(slots.answers, 2)[0], np.split(slots.is_taken, 2)[0]
+            weights = weights[of_chosen] * is_taken
+        found |= {name: np.stack(np.split(array, 2), 1) for name, array in of_answers.items()}
         if self._kind == "kto_pair":
-            kl = [max(0.0, stats[f"kl/{side}"]) for side in SIDES]
-            found["kl"] = np.tile(np.array(kl, "float32"), [len(weights), 1])
+            kl = np.array([max(0.0, stats[f"kl/{side}"]) for side in SIDES], "float32")
+            found["kl"] = np.broadcast_to(kl.reshape([1, 2, *[1] * (weights.ndim - 1)]), found["num_tokens"].shape)
         if self._sft_weight:
-            found["pairs_per_token"] = np.full(len(weights), stats["pairs_per_token"], "float32")
-        return found
+            found["pairs_per_token"] = np.full(weights.shape, stats["pairs_per_token"], "float32")
+        return {**found, "weights": weights}
 
     def program_weights(self, batch: Batch) -> dict[str, float]:
         """Those of the sums that are no means over pairs."""
@@ -142,7 +150,8 @@ class PairLoss:
 
     def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`terms` of `program_inputs`."""
-        logps, weights = program_logps(model, inputs).reshape([-1, 2]), inputs["weights"]
+        logps, weights = program_logps(model, inputs), inputs["weights"]
+        logps = logps.reshape([-1, 2, *logps.shape[1:]])
         sides = [
             _Side(
                 logps[:, i],

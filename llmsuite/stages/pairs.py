@@ -13,7 +13,7 @@ from llmsuite.data.packing import packed
 from llmsuite.data.rows import Preference
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, ensure_eos
-from llmsuite.train.stage import DropCounts, Stage, StageContext
+from llmsuite.train.stage import Batch, DropCounts, Stage, StageContext
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +53,7 @@ class PairStage(Stage["Pair | Pairs"]):
         self._max_length = context.recipe.data.max_length
         self._is_packed = context.recipe.data.packing == "best_fit"
         self._template = context.template()
+        self._most_pairs = 1
 
     def make_samples(self, rows: Sequence[Preference], counts: DropCounts) -> list[Pair]:
         """Pairs whose answers differ and fit. Nothing is ever cut: the model would not learn to end a cut answer."""
@@ -98,7 +99,13 @@ class PairStage(Stage["Pair | Pairs"]):
             return samples
         packs, filled = packed(samples, self.row_lengths, self._max_length, join)
         self.context.report(f"{path}: packed into {len(packs)} samples, which are {filled:.1%} full")
+        self._most_pairs = max(self._most_pairs, packs.most)
         return packs
+
+    def places(self, one_row: bool) -> Batch:
+        """Of a batch of packed rows, for how many answers a row has places in a program: as many as any that was read
+        has, so that batches have one shape. Nothing with `one_row`, as programs have none of these."""
+        return {"pairs_per_row": self._most_pairs} if self._is_packed and not one_row else {}
 
     def row_lengths(self, samples: Sequence[Pair | Pairs]) -> np.ndarray:
         """[samples, 2]: lengths of the row of chosen answers and of the row of rejected ones."""

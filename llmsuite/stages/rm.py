@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.stages.answers import pack_inputs
+from llmsuite.stages.answers import Slots, pack_inputs
 from llmsuite.stages.language_model import hidden_at_positions
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected, side_by_side
 from llmsuite.stages.preference_losses import bradley_terry
@@ -48,6 +48,7 @@ class RmStage(PairStage):
             "weight": len(answers) / 2,
             "num_tokens": sum(map(len, answers)),
             "num_supervised": len(answers),
+            **self.places(one_row),
         }
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
@@ -72,20 +73,32 @@ class RmStage(PairStage):
         }
 
     def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
-        """Ids and, 1 at the last token of each answer and 0 elsewhere, [A, length], each pair side by side; the weights
-        of the pairs, [P]."""
+        """Ids and, counted from 1, the answers of a row at their last tokens, 0 elsewhere, [A, length], each pair side
+        by side; the weights of the pairs, [P]. Of packed rows also where documents begin, and "slots"; weights are [P,
+        S], P being the rows of chosen answers."""
         ids = batch["input_ids"]
-        is_last = np.zeros([len(ids), length], "float32")
-        is_last[np.divmod(batch["positions"], ids.shape[1])] = 1
-        wider = np.pad(ids, [(0, 0), (0, length - ids.shape[1])])  # nothing sees what is behind it
-        found = {"input_ids": side_by_side(wider), "is_last": side_by_side(is_last)}
-        return {**found, "weights": np.ones(len(ids) // 2, "float32")}
+        at, wider = np.divmod(batch["positions"], ids.shape[1]), [(0, 0), (0, length - ids.shape[1])]
+        last, weights = np.zeros([len(ids), length], "float32"), np.ones(len(ids) // 2, "float32")
+        last[at] = 1
+        found = {"input_ids": np.pad(ids, wider), "last": last}  # nothing sees what is behind it
+        if "pairs_per_row" in batch:
+            slots = Slots.of(at[0], len(ids), batch["pairs_per_row"])
+            last[at] += np.arange(len(at[0])) - slots.answers[at[0], 0]
+            starts = batch.get("document_starts", np.zeros_like(ids))
+            found |= {"document_starts": np.pad(starts, wider, "edge"), "slots": slots.numbers}
+            weights = np.split(slots.is_taken, 2)[0]
+        return {**{name: side_by_side(array) for name, array in found.items()}, "weights": weights}
 
     def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sum over the pairs."""
-        hidden, _ = model.hidden_states(inputs["input_ids"])  # [A, L, D]
-        last = paddle.matmul(inputs["is_last"].unsqueeze(1), hidden).squeeze(1)  # [A, D]; a program cannot pick some
-        scores, weights = model.scores(last).reshape([-1, 2]), inputs["weights"]
-        losses, observed = self._compare(scores[:, 0], scores[:, 1])
+        starts = {"document_starts": inputs["document_starts"]} if "document_starts" in inputs else {}
+        hidden, _ = model.hidden_states(inputs["input_ids"], **starts)  # [A, L, D]
+        is_last = inputs["last"].unsqueeze(1)  # [A, S, L]
+        if "slots" in inputs:
+            is_last = is_last == inputs["slots"].unsqueeze(-1)
+        picked = paddle.matmul(is_last.astype(hidden.dtype), hidden)  # [A, S, D]; a program cannot pick some
+        scores, weights = model.scores(picked), inputs["weights"]
+        chosen, rejected = (scores.reshape([-1, 2, *weights.shape[1:]])[:, side] for side in (0, 1))
+        losses, observed = self._compare(chosen, rejected)
         sums = {name: (value.detach() * weights).sum() for name, value in observed.items()}
         return {"loss": (losses * weights).sum(), **self._profile.checked(sums)}

@@ -12,6 +12,7 @@ import pytest
 
 from llmsuite.cache import private_cache
 from llmsuite.stages.kto import _answers
+from llmsuite.stages.pairs import join
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import RmSection
 from llmsuite.train.stage import Stage
@@ -52,8 +53,10 @@ def _gradients(model: Any) -> dict[str, np.ndarray]:
     return found
 
 
-@pytest.mark.parametrize("name", [*DPO, *KTO, *RM])
-def test_equals_the_loss_op_by_op(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_packed"), [*((name, False) for name in (*DPO, *KTO, *RM)), *((name, True) for name in (*DPO, *RM))]
+)
+def test_equals_the_loss_op_by_op(name: str, is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
     stage, samples = _made(name)
     model = dpo_case.model(head="score" if name in RM else "language_model")
@@ -67,6 +70,10 @@ def test_equals_the_loss_op_by_op(name: str, tmp_path: Path, monkeypatch: pytest
         by_row = [_answers([sample]) if name in KTO else sample.answers for sample in samples]
         answers = list(itertools.chain.from_iterable(by_row))
         reference.known = dpo_case.MovedLogps(reference.known, -0.5, answers)
+    if is_packed:  # rows of two pairs, one and two, and places for three
+        samples = [join(samples[:2]), samples[2], join(samples[3:])]
+        monkeypatch.setattr(stage, "_is_packed", True)
+        monkeypatch.setattr(stage, "_most_pairs", 3)
     batch = {**stage.collate(samples), "prepass_stats": STATS}
     terms = stage.loss(model, batch)
     terms.total.backward()
@@ -75,7 +82,7 @@ def test_equals_the_loss_op_by_op(name: str, tmp_path: Path, monkeypatch: pytest
     # as the engine does: divided before, and other means brought to their own weight
     inputs = dict(stage.program_inputs(batch, LENGTH))
     assert {len(array) for array in inputs.values()} <= {len(samples), 2 * len(samples)}
-    assert {array.shape[1] for array in inputs.values() if array.ndim > 1} <= {2, LENGTH}
+    assert {size for array in inputs.values() for size in array.shape[1:]} <= {2, LENGTH, *([3] if is_packed else [])}
     inputs["weights"] = (inputs["weights"] / terms.weight).astype("float32")
     found = stage.program_loss(model, {key: paddle.to_tensor(array) for key, array in inputs.items()})
     found["loss"].backward()
@@ -98,4 +105,4 @@ def test_a_pair_stays_together() -> None:
         for row, answer in zip(inputs["input_ids"][2 * i : 2 * i + 2], pair.answers):
             ids = [*answer.prompt, *answer.ids]
             assert row[: len(ids)].tolist() == ids
-    assert inputs["is_last"].sum(1).tolist() == [1.0] * 2 * len(pairs)
+    assert inputs["last"].sum(1).tolist() == [1.0] * 2 * len(pairs)
