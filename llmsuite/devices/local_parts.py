@@ -30,6 +30,11 @@ def whole_steps() -> Iterator[None]:
         _whole_steps[0] = before
 
 
+def in_whole_step() -> bool:
+    """Whether a program of a whole step is being made: all its tensors are distributed ones."""
+    return _whole_steps[0] and not paddle.in_dynamic_mode()
+
+
 def is_split(x: Tensor) -> bool:
     """Whether ranks hold a distributed tensor in parts, or as copies, that they can compute with by themselves: not
     where each holds a summand, and not in a program of `paddle.jit.to_static`, where local parts have no gradient

@@ -1,7 +1,8 @@
 """Interventions on hidden states under tensor parallel.
 
 Every rank has their parameters whole, and computes with its own tokens: with all of them, or under sequence parallel
-with a part of each row. Then the gradients of the parameters are sums over the ranks.
+with a part of each row. Then the gradients of the parameters are sums over the ranks; in programs of whole steps Paddle
+adds them up.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
+from llmsuite.devices.local_parts import in_whole_step
 from llmsuite.models.reft import Intervention, chosen, intervene
 from llmsuite.parallel.gradients import SumGradients
 from llmsuite.parallel.mesh import Mesh
@@ -36,6 +38,9 @@ class SharedIntervention:
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D], as activations lie between layers."""
+        if in_whole_step():
+            is_chosen = reshard(chosen(), self._mesh, self._placements)
+            return intervene(reshard(x, self._mesh, self._placements), is_chosen, *self._module.parts())
         tensor = self._mesh.tensor
         here = dtensor_to_local(reshard(x, self._mesh, self._placements), tensor, self._placements)
         parts = [dtensor_to_local(part, tensor, [dist.Replicate()]) for part in self._module.parts()]

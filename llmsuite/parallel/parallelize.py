@@ -110,6 +110,8 @@ def parallelize_without_values(model: Any, strategy: Strategy) -> None:
     """The same for the modules of all pipeline stages, of which each rank makes programs of whole steps: tensor
     parallel, products, sharding and recompute."""
     apply_tensor_parallel(model, strategy.shard_plan, strategy.mesh, strategy.sequence_parallel)
+    share_interventions(model, strategy.mesh, strategy.sequence_parallel)
+    share_prefixes(model, strategy.mesh)
     if strategy.ops.matmul is not matmul:
         use_products(model, RankProducts(strategy.ops, strategy.mesh))
     if strategy.slices:

@@ -103,8 +103,8 @@ class PairStage(Stage["Pair | Pairs"]):
         return packs
 
     def places(self, one_row: bool) -> Batch:
-        """Of a batch of packed rows, for how many answers a row has places in a program: as many as any that was read
-        has, so that batches have one shape. Nothing with `one_row`, as programs have none of these."""
+        """How many places for answers a row has in a program, as a part of a batch of packed rows: as many as any row
+        that was read needs, so that batches have one shape. Nothing with `one_row`, as programs have none of these."""
         return {"pairs_per_row": self._most_pairs} if self._is_packed and not one_row else {}
 
     def row_lengths(self, samples: Sequence[Pair | Pairs]) -> np.ndarray:

@@ -129,7 +129,7 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     scales = InputScales(rounded, part, moving_rate) if recipe.qat.activation_bits is not None else None
     pipeline = _pipeline(plan, backend, config, strategy, bounds) if recipe.engine.compiles_steps else None
     if pipeline is not None:
-        check_stages(pipeline, trained)
+        check_stages(pipeline, trained, recipe.reft.rank is not None)
     own = [shard for shard in shards if shard.name in trained]
     carried = weights.source if weights.source is not None and weights.source.carried else None
     return BuiltModel(
@@ -261,14 +261,16 @@ def _pipeline(
     )
 
 
-def check_stages(pipeline: Pipeline, trained: Iterable[str]) -> None:
-    """Raise UserError where a stage has no parameter to train: its part of a program would know of no learning rate."""
+def check_stages(pipeline: Pipeline, trained: Iterable[str], edits: bool = False) -> None:
+    """Raise UserError where a stage has no parameter to train: its part of a program would know of no learning rate.
+    With `edits`, these are interventions, else adapters."""
     idle = {*range(pipeline.num_stages)} - {pipeline.stage_of(name) for name in trained}
     if idle:
         first, last = pipeline.bounds[min(idle)], pipeline.bounds[min(idle) + 1] - 1
+        what = "reft.layers: has no layer" if edits else "lora.target_modules: has no matrix"
         raise UserError(
-            f"lora.target_modules: has no matrix of pipeline stage {min(idle)}, and pipelines of engine.program step "
-            f"train on each; add one of layers {first} to {last}, or set engine.program to layers"
+            f"{what} of pipeline stage {min(idle)}, and pipelines of engine.program step train on each; add one of "
+            f"layers {first} to {last}, or set engine.program to layers"
         )
 
 

@@ -9,9 +9,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import paddle
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.launch import calls
+from llmsuite.models.reft import chosen_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import LossLedger
@@ -19,6 +21,7 @@ from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
 from llmsuite.parallel.program.annotated import AnnotatedPrograms
 from llmsuite.parallel.program.lengths import bucket
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
+from llmsuite.parallel.program.pipeline import TOKEN_VALUES
 from llmsuite.parallel.program.programs import StepPrograms
 from llmsuite.parallel.program.slices import SlicedShard
 from llmsuite.recipe.resolve import RunPlan
@@ -89,7 +92,7 @@ class ProgramUpdater(Updater):
         if plan.recipe.parallel.sharding != "none":
             owners = Owners(plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
         self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps, owners)
-        self._objective = objective
+        self._objective, self._edited_ends = objective, built.part.edited_ends
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
         self._scales_loss = plan.recipe.engine.precision == "fp16"
         model, ranks = built.part.model if built.pipeline is None else built.part, mesh.rows("tp")
@@ -160,10 +163,21 @@ class ProgramUpdater(Updater):
         # rows without tokens have a length that the stage knows
         length, inputs = bucket(int(longest), self._longest) if longest else 0, dict[str, np.ndarray]()
         if batches:
-            parts = [self._objective.program_inputs(batch, length) for batch in batches]
+            parts = [self._inputs_of(batch, length) for batch in batches]
             inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             inputs["weights"] = (inputs["weights"] / weight).astype("float32")
         return _of_every_rank(inputs) if collective.mesh().has_middle else inputs
+
+    def _inputs_of(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
+        """What the program takes of a micro-batch: what the stage says, and which tokens layers edit."""
+        found = dict(self._objective.program_inputs(batch, length))
+        if self._edited_ends is not None:
+            wider = [(0, 0), (0, length - batch["prompt_lengths"].shape[1])]
+            prompts, starts = np.pad(batch["prompt_lengths"], wider), found.get("document_starts")
+            starts = None if starts is None else paddle.to_tensor(starts)
+            chosen = chosen_tokens(paddle.to_tensor(prompts), starts, self._edited_ends)
+            found[TOKEN_VALUES] = chosen.numpy().astype("int64")  # as pipelines send ids
+        return found
 
 
 def _of_every_rank(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

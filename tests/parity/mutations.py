@@ -122,17 +122,18 @@ def scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:
 def weight_scale_of_own_part(patch: pytest.MonkeyPatch) -> None:
     """Every rank rounds a matrix that is cut by its inputs by the largest weight of its own part."""
     import paddle.distributed as dist
-    from paddle.distributed.auto_parallel.api import dtensor_from_local
+    from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
     from llmsuite.models import qat
 
     scale_of = qat.weight_scale
 
     def own_scale(weight: Any) -> Any:
-        if not (weight.is_dist() and weight.placements[0].is_shard(0)):
+        if not (weight.is_dist() and weight.placements[-1].is_shard(0)):
             return scale_of(weight)
-        mine = scale_of(weight._local_value())
-        return dtensor_from_local(mine, weight.process_mesh, [dist.Replicate()])  # which it is not
+        mesh = weight.process_mesh
+        mine = scale_of(dtensor_to_local(weight, mesh, weight.placements))
+        return dtensor_from_local(mine, mesh, [dist.Replicate() for _ in mesh.shape])  # which it is not
 
     patch.setattr(qat, "weight_scale", own_scale)
 
@@ -180,6 +181,13 @@ def products_by_rounding(patch: pytest.MonkeyPatch) -> None:
     from llmsuite.devices.cpu import CpuBackend
 
     patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
+
+
+def plain_kernels(patch: pytest.MonkeyPatch) -> None:
+    """No error: the CPU as without a compiler, so that attention makes scores of all pairs of tokens."""
+    from llmsuite.devices.cpu import CpuBackend
+
+    patch.setattr(CpuBackend, "kernels", lambda self, precision: {})
 
 
 def rollouts_in_float32(patch: pytest.MonkeyPatch) -> None:
@@ -258,7 +266,8 @@ OF_16_BITS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     mutation.__name__: mutation for mutation in (no_masters, sums_in_16_bits, wide_embedding)
 }
 OF_PRODUCTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
-    mutation.__name__: mutation for mutation in (products_bent, products_by_rounding, rollouts_in_float32)
+    mutation.__name__: mutation
+    for mutation in (products_bent, products_by_rounding, plain_kernels, rollouts_in_float32)
 }
 
 

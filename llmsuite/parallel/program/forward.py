@@ -10,8 +10,10 @@ from typing import Any
 import paddle
 from paddle import nn
 
+from llmsuite.models import token_values
 from llmsuite.parallel.program.clip import StepNumber
 from llmsuite.parallel.program.masters import in_16_bits
+from llmsuite.parallel.program.pipeline import TOKEN_VALUES
 from llmsuite.typing import Tensor
 
 
@@ -64,8 +66,11 @@ class Step(nn.Layer):
     # nothing in it branches on values, so its code needs no translation
     @paddle.jit.not_to_static
     def _traced(self, *inputs: Tensor) -> Tensor:
-        with in_16_bits(self.model, self._narrow):
-            found = dict(self._loss(dict(zip(self._names, inputs))))
+        given = dict(zip(self._names, inputs))
+        keys = given.pop(TOKEN_VALUES, None)
+        keys = None if keys is None else keys.detach()  # else Paddle 3.3.1 makes a gradient of integers
+        with in_16_bits(self.model, self._narrow), token_values.tokens(keys):
+            found = dict(self._loss(given))
         # each by itself: of parts of sums and whole ones in one stack Paddle 3.3.1 takes all for parts. And else its
         # placement would decide whether a rank is told the sum or its own part
         loss = self._make_whole(found.pop("loss"))

@@ -19,6 +19,7 @@ import numpy as np
 import paddle
 import paddle.distributed as dist
 
+from llmsuite.models import token_values
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage, parts_with
@@ -28,7 +29,9 @@ from llmsuite.parallel.schedule import Kind
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
-FIRST_INPUTS = ("input_ids", "document_starts")
+TOKEN_VALUES = "token_values"
+"""Input of a program with `models.token_values`, [B, L], where its layers ask for them."""
+FIRST_INPUTS = ("input_ids", "document_starts", TOKEN_VALUES)
 """Inputs of a program that the first stage takes; the last one takes the others."""
 SCHEDULES: Mapping[Kind, str] = {"FThenB": "FThenB", "1F1B": "1F1B", "interleaved": "VPP"}
 """Paddle's names."""
@@ -122,7 +125,7 @@ class StagedModel:
         """As `CausalLM.hidden_states`, on the mesh of the last stage."""
         modules = dict(self._model.named_sublayers())
         layers = list(modules[self._pipeline.shard_plan.layers])
-        starts = document_starts
+        starts, keys = document_starts, token_values.current()
         # of a copy, where the last stage is sent the table: Paddle 3.3.1 cannot send what local operations use too
         with self._with_embedding(paddle.assign):
             x = self._model.embed(input_ids, document_starts=document_starts)
@@ -130,14 +133,16 @@ class StagedModel:
         parts = zip(itertools.cycle(self._meshes), itertools.pairwise(self._pipeline.bounds))
         for part, (mesh, (begin, end)) in enumerate(parts):
             x = _on(mesh, x)
-            starts = None if starts is None else _on(mesh, starts)
-            with of_part(part):
+            starts, keys = (None if given is None else _on(mesh, given) for given in (starts, keys))
+            with of_part(part), token_values.tokens(keys):
+                # of a copy: Paddle 3.3.1 cannot send on what a prefix is joined with
+                own_starts = None if starts is None else paddle.assign(starts)
                 if self._pipeline.num_chunks > 1:
                     # by a single operation of the part, so that its gradient is no sum: one with terms that local
                     # operations make belongs to no chunk (Paddle 3.3.1)
                     x = paddle.assign(x)
                 # made anew: a constant belongs to the first mesh that computes with it (Paddle 3.3.1)
-                inputs = self._model.layer_inputs(0, x.shape[1], x.dtype, starts)
+                inputs = self._model.layer_inputs(0, x.shape[1], x.dtype, own_starts)
                 for layer in layers[begin:end]:
                     x = layer.forward_train(x, *inputs)
         return self._model.final_norm(x), []

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import paddle.distributed as dist
 
+from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.parallel import collective
 from llmsuite.parallel.gathering import in_program
 from llmsuite.parallel.mesh import Mesh
@@ -44,7 +45,8 @@ def over_tp(parameter: Tensor) -> list[Any]:
 class SlicedShard(ParameterShard):
     """A parameter of sharding stage 3 in whole-step programs: between steps a rank has its slice only.
 
-    Not of a table that two pipeline stages have: the gradient of its slices would be sent among local operations of the
+    Not of what no module of a layer gathers (`prefix_shapes.is_in_every_part`), nor of a table that two pipeline stages
+    have: the gradient of its slices would be sent among local operations of the
     last stage, and what Paddle 3.3.1 takes out of the first stage's program with these is what that receives, too.
     """
 
@@ -58,8 +60,8 @@ class SlicedShard(ParameterShard):
         is_frozen: bool = False,
     ):
         """As `ParameterShard`."""
-        is_copied = is_tied and mesh.degrees.pp > 1
-        self.dim = None if is_copied else slice_dim(parameter.shape, over_tp(parameter), mesh.degrees.sharding)
+        stays_whole = is_in_every_part(name) or (is_tied and mesh.degrees.pp > 1)
+        self.dim = None if stays_whole else slice_dim(parameter.shape, over_tp(parameter), mesh.degrees.sharding)
         self._slice = mesh.coordinate["sharding"]
         super().__init__(name, parameter, mesh, tp_dim, 0 if self.dim is None else 3, is_tied, is_frozen)
         # one tensor for both: a program may leave its results in other memory

@@ -16,24 +16,21 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
     engine, train, parallel = recipe.engine, recipe.train, recipe.parallel
     if not context.stage.in_programs:
         yield "engine.program", f"is step, which stage {recipe.stage} does not have; set it to layers"
-    if recipe.data.packing != "none" and context.stage.rows_per_sample > 1:
-        yield "data.packing", f"is {recipe.data.packing}, which stage {recipe.stage} has no program for; set it to none"
     if context.shard_plan.experts:
         yield "engine.program", f"is step, which cannot route tokens (family {context.family.name}); set it to layers"
     if parallel.sharding != "none" and context.degrees.dp > 1:
         shared = f"is {context.degrees.sharding}, and programs of engine.program step shard over all data ranks"
         yield "parallel.sharding_parallel_degree", f"{shared}; leave it out, or set engine.program to layers"
-    for key, value, is_set, default in (
-        ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
-        ("reft.rank", recipe.reft.rank, recipe.reft.rank is not None, "null"),
-        ("prefix.tokens", recipe.prefix.tokens, recipe.prefix.tokens is not None, "null"),
-        ("qat.weight_bits", recipe.qat.weight_bits, recipe.qat.weight_bits is not None, "null"),
-        ("train.mtp_loss_weight", train.mtp_loss_weight, train.mtp_loss_weight > 0, "0"),
-        ("train.micro_batch_tokens", train.micro_batch_tokens, train.micro_batch_tokens is not None, "null"),
+    missing = "which engine.program step does not have"
+    by_parts = "and a program updates all parameters at once, with all of the optimizer's state on the device"
+    ragged = "and micro-batches of as many tokens differ in their rows, so each step would need a program of its own"
+    for key, value, is_set, default, why in (
+        ("engine.offload_optimizer", "true", engine.offload_optimizer, "false", by_parts),
+        ("train.mtp_loss_weight", train.mtp_loss_weight, train.mtp_loss_weight > 0, "0", missing),
+        ("train.micro_batch_tokens", train.micro_batch_tokens, train.micro_batch_tokens is not None, "null", ragged),
     ):
         if is_set:
-            message = "which engine.program step does not have"
-            yield key, f"is {value}, {message}; set it to {default}, or engine.program to layers"
+            yield key, f"is {value}, {why}; set it to {default}, or engine.program to layers"
 
 
 def _not_of_16_bits(context: RuleContext) -> Iterator[Violation]:
@@ -57,6 +54,8 @@ def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
     if train.micro_batch_size == 1:
         yield "train.micro_batch_size", f"is 1, and {pipelines} take 2 rows or more; set it to 2, {or_layers}"
     count = accumulate_steps(train, context.degrees)
+    if recipe.prefix.tokens is not None and recipe.prefix.projection:
+        yield "prefix.projection", f"is true, whose network all stages share, which {pipelines} cannot; set it to false"
     if count is None:
         return
     found = f"is {train.global_batch_size}, of which a data rank makes {count} micro-batch{'' if count == 1 else 'es'}"
@@ -76,9 +75,9 @@ def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
 PROGRAM_RULES = (
     Rule(
         "`program: step` with sharding over some of the data ranks, another stage than `pretrain`, "
-        "`sft`, `lora`, `dpo`, `kto` and `rm`, packed pairs, experts, `offload_optimizer`, `reft`, `prefix`, `qat`, "
-        "`mtp_loss_weight` or `micro_batch_tokens`",
-        "such a program does not have it yet",
+        "`sft`, `lora`, `dpo`, `kto` and `rm`, experts, `offload_optimizer`, `mtp_loss_weight` or "
+        "`micro_batch_tokens`",
+        "such a program does not have it yet; it moves no state of the optimizer, and is made for one shape of batches",
         (
             "--engine.mode=to_static",
             "--engine.program=step",
@@ -106,7 +105,7 @@ PROGRAM_RULES = (
         _not_of_16_bits,
     ),
     Rule(
-        "`program: step` with a pipeline and `micro_batch_size: 1`, with fewer micro-batches than "
+        "`program: step` with a pipeline and `prefix.projection`, `micro_batch_size: 1`, with fewer micro-batches than "
         "stages, or with the schedule `interleaved` and a number of micro-batches that the stages do not divide",
         "Paddle 3.3.1 has no program for it; with such a number of micro-batches, stages would take gradients for "
         "activations",

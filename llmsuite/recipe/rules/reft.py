@@ -27,8 +27,9 @@ def _not_beside(context: RuleContext) -> Iterator[Violation]:
     if recipe.reft.rank is None:
         return
     key = f"is {recipe.reft.rank}"
-    if recipe.engine.mode == "to_static":
-        yield "reft.rank", f"{key}; programs of to_static have one input for all tokens: set engine.mode to dynamic"
+    if recipe.engine.compiles_layers:
+        told = "programs of layers are not told which tokens are edited"
+        yield "reft.rank", f"{key}; {told}: set engine.program to step, or engine.mode to dynamic"
     yield from what_changes_the_model(recipe, "reft.rank")
 
 
@@ -59,7 +60,7 @@ REFT_RULES = (
         _no_prompts,
     ),
     Rule(
-        "`reft.rank` with `to_static`, `qat`, `mtp_loss_weight` or `expert_bias_rate`",
+        "`reft.rank` with `to_static` and `program: layers`, `qat`, `mtp_loss_weight` or `expert_bias_rate`",
         "which tokens are edited is no input of compiled layers; the others train what is frozen",
         ("--reft.rank=4", "--engine.mode=to_static"),
         _not_beside,

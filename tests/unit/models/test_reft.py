@@ -290,7 +290,7 @@ def test_they_are_not_merged(saved: tuple[Path, Any]) -> None:
     [
         ("llama/sft", ["--lora.rank=2"], "reft.rank: is 4, and lora.rank is 2"),
         ("llama/dpo", [], "reft.rank: is 4; stage dpo does not say where prompts end"),
-        ("llama/sft", ["--engine.mode=to_static"], "reft.rank: is 4; programs of to_static"),
+        ("llama/sft", ["--engine.mode=to_static"], "reft.rank: is 4; programs of layers"),
         ("llama/sft", ["--qat.weight_bits=8"], "qat.weight_bits: changes the model"),
         ("llama/sft", ["--reft.layers=[1,4]"], "reft.layers: has 4; the layers of the model are 0 to 3"),
         ("llama/sft", ["--reft.layers=[1,1]"], "reft.layers: is"),

@@ -41,6 +41,36 @@ def test_what_it_has(registry: Registry, recipe: str) -> None:
     assert _plan(registry, recipe).recipe.engine.compiles_steps
 
 
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        ("llama/sft", ["--engine.recompute=selective"]),
+        ("llama/sft", ["--qat.weight_bits=8"]),
+        ("llama/sft", ["--reft.rank=4"]),
+        ("llama/sft", ["--prefix.tokens=4", "--prefix.projection=true"]),
+        ("llama/dpo", ["--data.packing=best_fit"]),
+        ("llama/rm", ["--data.packing=best_fit"]),
+    ],
+)
+def test_further_keys(registry: Registry, recipe: str, words: list[str]) -> None:
+    assert _plan(registry, recipe, *words).recipe.engine.compiles_steps
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["--engine.recompute=selective"],
+            "engine.recompute: is selective, but to_static compiles whole layers; .* engine.program step, or engine",
+        ),
+        (["--reft.rank=4"], "reft.rank: is 4; programs of layers are not told which .*: set engine.program to step"),
+    ],
+)
+def test_what_programs_of_layers_do_not_have(registry: Registry, words: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        _plan(registry, "llama/sft", "--engine.program=layers", *words)
+
+
 def test_on_a_mesh(registry: Registry) -> None:
     parallel = '--parallel={"tensor_parallel_degree":2,"sequence_parallel":true,"sharding":"stage2"}'
     assert _plan(registry, "llama/sft", "--launch.num_devices=4", parallel).degrees.num_data_ranks == 2
@@ -69,7 +99,6 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
     [
         ("llama/sft", ["--engine.mode=dynamic"], "engine.program: is step, but mode is dynamic"),
         ("llama/grpo", [], "engine.program: is step, which stage grpo does not have; set it to layers"),
-        ("llama/dpo", ["--data.packing=best_fit"], "data.packing: is best_fit, which stage dpo has no program for"),
         (
             "llama/dpo",
             ["--launch.num_devices=2", PP2, "--train.micro_batch_size=1"],
@@ -101,17 +130,32 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
             ["--launch.num_devices=4", '--parallel={"sharding":"stage1","sharding_parallel_degree":2}'],
             "parallel.sharding_parallel_degree: is 2, and programs of engine.program step shard over all data ranks",
         ),
-        ("llama/sft", ["--engine.offload_optimizer=true"], "engine.offload_optimizer: is true, .* set it to false, or"),
+        (
+            "llama/sft",
+            ["--engine.offload_optimizer=true"],
+            "engine.offload_optimizer: is true, and a program updates all parameters at once, .* set it to false, or",
+        ),
         ("llama/lora", ["--lora.method=mora"], "lora.method: is mora, which is computed again in the backward pass"),
         ("llama/lora", ["--lora.init=lora_ga"], "lora.init: is lora_ga, which takes gradients of frozen matrices"),
         ("llama/lora", ["--lora.dropout=0.1"], "lora.dropout: is 0.1, but layers that are alike share one program"),
         ("llama/lora", ["--lora.base_dtype=nf4"], "lora.base_dtype: is nf4, which programs compiled by to_static"),
-        ("llama/sft", ["--prefix.tokens=4"], "prefix.tokens: is 4, which engine.program step does not have"),
-        ("llama/sft", ["--qat.weight_bits=8"], "qat.weight_bits: is 8, which engine.program step does not have"),
+        (
+            "llama/sft",
+            ["--qat.weight_bits=8", "--qat.activation_bits=8"],
+            "qat.activation_bits: is 8, but programs compiled by to_static cannot record",
+        ),
+        (
+            "llama/sft",
+            [
+                *("--launch.num_devices=2", PP2, "--train.micro_batch_size=2"),
+                *("--prefix.tokens=4", "--prefix.projection=true"),
+            ],
+            "prefix.projection: is true, whose network all stages share, which pipelines of .* set it to false",
+        ),
         (
             "llama/sft",
             ["--train.micro_batch_tokens=256"],
-            "train.micro_batch_tokens: is 256, which engine.program step",
+            "train.micro_batch_tokens: is 256, and micro-batches of as many tokens differ in their rows",
         ),
         ("deepseek/pretrain", ["--train.mtp_loss_weight=0.3"], "train.mtp_loss_weight: is 0.3, .* set it to 0, or"),
     ],

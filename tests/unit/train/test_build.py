@@ -21,3 +21,5 @@ def test_programs_of_a_pipeline_train_on_each_stage() -> None:
         check_stages(pipeline, [FIRST])
     with pytest.raises(UserError, match=r"has no matrix of pipeline stage 0, .* add one of layers 0 to 0, or"):
         check_stages(pipeline, [LAST, "lm_head.lora_A"])
+    with pytest.raises(UserError, match=r"^reft.layers: has no layer of pipeline stage 1, .* add one of layers 1 to 2"):
+        check_stages(pipeline, ["model.layers.0.reft.reft_bias"], edits=True)
