@@ -15,7 +15,7 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 
-from llmsuite.devices.local_parts import are_alike, is_split, on_parts, on_rows
+from llmsuite.devices.local_parts import are_alike, constant_part, is_split, on_parts, on_rows
 from llmsuite.typing import Tensor
 
 
@@ -276,7 +276,7 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
     rank has its own heads, as in `llmsuite.devices.local_parts`; in a program Paddle's rule splits them.
     """
     if is_split(q) and are_alike([q, k, v]):
-        mask = _local_mask(mask)
+        mask = None if mask is None else constant_part(mask)  # `recompute` (Paddle 3.3.1) makes it a distributed one
         return on_parts(lambda q, k, v: flash_attention(q, k, v, mask), q, k, v)
     if mask is not None:
         assert mask.dtype == paddle.int32, "flash attention is given its causality as a flag"
@@ -285,11 +285,6 @@ def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Ten
         return F.flashmask_attention(q, k, v, mask, causal=True)
     output, _ = F.flash_attention.flash_attention(q, k, v, causal=q.shape[1] > 1)
     return output
-
-
-def _local_mask(mask: Tensor | None) -> Tensor | None:
-    """A mask that every rank has whole: `recompute` (Paddle 3.3.1) makes it a distributed one."""
-    return mask._local_value() if mask is not None and mask.is_dist() else mask
 
 
 def document_ends(document_starts: Tensor, dtype: Any, window: int | None = None) -> Tensor:

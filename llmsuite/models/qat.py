@@ -34,11 +34,14 @@ def weight_scale(weight: Tensor) -> Tensor:
 
 def fake_quantize_weight(weight: Tensor) -> Tensor:
     """A weight [I, O] as round(w / s) s; its gradient is that of the weight itself."""
-    own = weight.detach()
-    scale = weight_scale(own)
-    rounded = (paddle.round(_float32(own) / scale) * scale).astype(weight.dtype)
+    wide = _float32(weight).detach()  # in this order, as Paddle 3.3.1 detaches no 16 bits in programs on CPUs
+    scale = weight_scale(wide)
+    rounded = (paddle.round(wide / scale) * scale).astype(weight.dtype)
+    if weight.stop_gradient:
+        return rounded
+    own = wide if wide.dtype == weight.dtype else wide.astype(weight.dtype)
     # a zero that carries the gradient: w + (rounded - w) would not be on the grid, to the last bit
-    return rounded if weight.stop_gradient else rounded + (weight - own)
+    return rounded + (weight - own)
 
 
 def fake_quantize(x: Tensor, scale: float) -> Tensor:

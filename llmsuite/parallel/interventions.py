@@ -39,8 +39,9 @@ class SharedIntervention:
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D], as activations lie between layers."""
         if in_whole_step():
-            is_chosen = reshard(chosen(), self._mesh, self._placements)
-            return intervene(reshard(x, self._mesh, self._placements), is_chosen, *self._module.parts())
+            x = reshard(x, self._mesh, self._placements)
+            # while it is integers, as Paddle 3.3.1 places no 16 bits like that
+            return intervene(x, dist.reshard(chosen(), x.process_mesh, x.placements), *self._module.parts())
         tensor = self._mesh.tensor
         here = dtensor_to_local(reshard(x, self._mesh, self._placements), tensor, self._placements)
         parts = [dtensor_to_local(part, tensor, [dist.Replicate()]) for part in self._module.parts()]

@@ -96,7 +96,8 @@ class RmStage(PairStage):
         is_last = inputs["last"].unsqueeze(1)  # [A, S, L]
         if "slots" in inputs:
             is_last = is_last == inputs["slots"].unsqueeze(-1)
-        picked = paddle.matmul(is_last.astype(hidden.dtype), hidden)  # [A, S, D]; a program cannot pick some
+        # [A, S, D]; a program cannot pick some, and Paddle 3.3.1 places no 16-bit ones and zeros in it
+        picked = paddle.matmul(is_last.astype("float32"), hidden.astype("float32")).astype(hidden.dtype)
         scores, weights = model.scores(picked), inputs["weights"]
         chosen, rejected = (scores.reshape([-1, 2, *weights.shape[1:]])[:, side] for side in (0, 1))
         losses, observed = self._compare(chosen, rejected)

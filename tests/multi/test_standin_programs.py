@@ -29,8 +29,11 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sft": ("llama/sft", OPTIMIZERS["sgd"]),
     "tied": ("qwen/sft", (*ADAMW, *TIED)),
     "lora": ("llama/lora", (*OPTIMIZERS["sgd"], *LORA)),
+    # with rows of several documents, whose mask is the kernel's
+    "reft": ("llama/sft", (*ADAMW, "--reft.rank=4", "--data.packing=best_fit", "--train.learning_rate=0.05")),
+    "rm": ("llama/rm", (*OPTIMIZERS["sgd"], "--data.packing=best_fit", "--train.learning_rate=0.05")),
 }
-STEM = {"lora": "adapter_model"}
+STEM = {"lora": "adapter_model", "reft": "reft"}
 RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
     {
         "step": ("sft", "bf16", 1, {}, PROGRAM),
@@ -38,6 +41,8 @@ RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
         "step, lora": ("lora", "bf16", 1, {}, PROGRAM),
         "step, tp2": ("sft", "bf16", 2, {**TP2, **SP}, PROGRAM),
         "step, stage2": ("sft", "bf16", 2, {"sharding": "stage2"}, (*PROGRAM, "--engine.recompute=full")),
+        "step, reft, tp2": ("reft", "bf16", 2, {**TP2, **SP}, PROGRAM),
+        "step, rm, tp2": ("rm", "bf16", 2, {**TP2, **SP}, PROGRAM),
         "step, fp16": ("sft", "fp16", 1, {}, PROGRAM),
         "step, fp16, lora": ("lora", "fp16", 1, {}, PROGRAM),
         "step, fp16, tp2": ("sft", "fp16", 2, {**TP2, **SP}, PROGRAM),
@@ -47,7 +52,8 @@ RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
         "layers, fp16, pp2": ("sft", "fp16", 2, PP2, LAYERS),
         "layers, fp16, stage3": ("sft", "fp16", 2, {"sharding": "stage3"}, LAYERS),
     },
-    "step, tied", "step, stage2", "step, fp16, lora", "step, fp16, stage2", "layers, fp16, tp2", "layers, fp16, stage3",
+    "step, tied", "step, stage2", "step, reft, tp2", "step, rm, tp2", "step, fp16, lora", "step, fp16, stage2",
+    "layers, fp16, tp2", "layers, fp16, stage3",
 )  # fmt: skip
 """Job, precision, ranks, mesh and words."""
 
