@@ -99,6 +99,32 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """Consecutive rows of x [N, I], so many `counts` [E] for each matrix of weight [E, I, O], to [N, O]; zeros in rows
+    that belong to no matrix, which are the last. For programs, which do not know the counts while they are made.
+
+    Rows are laid out in blocks of N / E rows, each of one matrix. However uneven the counts are, 2 E blocks hold them:
+    so shapes are known, and the work is at most twice that of the rows.
+    """
+    (num_rows, num_inputs), num_matrices = x.shape, weight.shape[0]
+    size, num_blocks = -(-num_rows // num_matrices), 2 * num_matrices
+    blocks = (counts + (size - 1)) // size
+    block_ends, row_ends, last = blocks.cumsum(), counts.cumsum(), num_matrices - 1
+    of_block = paddle.searchsorted(block_ends, paddle.arange(num_blocks, dtype="int64"), right=True).clip(max=last)
+    at = paddle.arange(num_rows, dtype="int64")
+    of_row = paddle.searchsorted(row_ends, at, right=True)
+    shift = (block_ends - blocks) * size - (row_ends - counts)
+    # one place behind the blocks is that of rows without a matrix
+    behind = paddle.full_like(at, num_blocks * size)
+    place = paddle.where(of_row > last, behind, at + shift.index_select(of_row.clip(max=last)))
+    # the row at each place; behind the rows is one of zeros, for places without any
+    source = paddle.scatter(paddle.full([num_blocks * size + 1], num_rows, "int64"), place, at)[: num_blocks * size]
+    laid_out = paddle.concat([x, paddle.zeros([1, num_inputs], x.dtype)]).index_select(source, 0)
+    laid_out = laid_out.reshape([num_blocks, size, num_inputs])
+    y = paddle.matmul(laid_out, weight.index_select(of_block, 0)).flatten(0, 1)
+    return paddle.concat([y, paddle.zeros([1, y.shape[-1]], y.dtype)]).index_select(place, 0)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`matmul`, plus a bias [O] if there is one."""
     return F.linear(x, weight, bias)
@@ -242,6 +268,8 @@ class Ops:
     program_matmul: Callable[[Tensor, Tensor, bool], Tensor] | None = None
     """The same form with a gradient, for programs. None: there it is Paddle's own product, or the form has none."""
     operand: Callable[[Tensor], Tensor] = operand
+    grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_matmul
+    """For programs, with a gradient; takes plain tensors."""
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, each tensor [B, J, S, K], float32 or bfloat16, and how many columns

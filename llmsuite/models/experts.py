@@ -16,6 +16,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import Ops, matmul
+from llmsuite.devices.ops import grouped_matmul as grouped_in_program
 from llmsuite.models import token_values
 from llmsuite.models.blocks import ZEROS
 from llmsuite.models.dropout import RowDropout
@@ -24,6 +25,9 @@ from llmsuite.typing import Tensor
 
 Local = Callable[[Tensor], Tensor]
 """A stack of experts to those of this rank, as a plain tensor."""
+Counts = Sequence[int] | Tensor
+"""How many rows each expert has; while a program is made, which does not know them, a tensor [E]. Then there may be
+rows behind them that belong to no expert here."""
 
 
 def whole(stack: Tensor) -> Tensor:
@@ -34,16 +38,24 @@ class Stacked(nn.Layer):
     """The same matrix of every expert, [E, inputs, outputs]."""
 
     matmul = staticmethod(matmul)
+    in_program: Callable[[Tensor, Tensor, Tensor], Tensor] = staticmethod(grouped_in_program)
 
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
         super().__init__()
         self.weight = self.create_parameter([num_experts, num_inputs, num_outputs], attr=ZEROS)
 
-    def product(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
+    def product(self, x: Tensor, counts: Counts, local: Local = whole) -> Tensor:
         """Rows [N, inputs], sorted by expert with so many `counts` for each, to [N, outputs]."""
         if isinstance(self.weight, QuantisedMatrix):
+            assert isinstance(counts, Sequence), "refused before the run"
             return self.weight.grouped_product(x, counts)
-        return grouped_matmul(x, local(self.weight), counts, self.matmul)
+        return self.grouped(x, local(self.weight), counts)
+
+    def grouped(self, x: Tensor, weight: Tensor, counts: Counts) -> Tensor:
+        """`grouped_matmul` in the form of the device."""
+        if isinstance(counts, Sequence):
+            return grouped_matmul(x, weight, counts, self.matmul)
+        return self.in_program(x, weight, counts)
 
 
 class Experts(nn.Layer):
@@ -55,6 +67,8 @@ class Experts(nn.Layer):
         self.gate_proj = Stacked(num_experts, hidden_size, width)
         self.up_proj = Stacked(num_experts, hidden_size, width)
         self.down_proj = Stacked(num_experts, width, hidden_size)
+        for stacked in (self.gate_proj, self.up_proj, self.down_proj):
+            stacked.in_program = ops.grouped_matmul
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [B, L, D], and weights and numbers of each token's experts [B, L, k], to [B, L, D]."""
@@ -72,7 +86,7 @@ class Experts(nn.Layer):
         assert keys is not None, "dropout in a pass whose tokens have no keys"
         return keys.flatten().index_select(token_of_row(route, keys.size), 0)
 
-    def rows(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
+    def rows(self, x: Tensor, counts: Counts, local: Local = whole) -> Tensor:
         """Rows [N, D], sorted by expert with so many `counts` for each, through the experts."""
         inner = self.swiglu(self.gate_proj.product(x, counts, local), self.up_proj.product(x, counts, local))
         return self.down_proj.product(inner, counts, local)
@@ -105,21 +119,38 @@ class Balance:
             scores: scores of all experts, [B, L, E].
             counted: 1 for tokens, 0 for padding, [B, L]; None when there is none.
         """
-        num_experts, num_chosen = scores.shape[-1], chosen.shape[-1]
-        picked = F.one_hot(chosen, num_experts).sum(-2)  # [B, L, E]
-        tokens = paddle.full([1, 1], float(chosen.shape[1]))
-        if counted is not None:
-            picked, tokens = picked * counted.unsqueeze(-1), counted.sum(1, keepdim=True).clip(min=1.0)
-        of_sequence = picked.sum(1).detach()  # [B, E]
-        self.load = self.load + of_sequence.sum(0)
+        loads, tokens = sequence_loads(chosen, scores.shape[-1], counted)
+        self.load = self.load + loads.sum(0)
         if not self.factor:
             return weights
-        parts = scores / scores.sum(-1, keepdim=True)
-        if counted is not None:
-            parts = parts * counted.unsqueeze(-1)
-        loss = (of_sequence * (num_experts / num_chosen) / tokens * (parts.sum(1) / tokens)).sum()
+        loss = sequence_losses(loads, tokens, scores, chosen.shape[-1], counted).sum()
         self.loss = self.loss + loss.detach()
         return _WithLoss.apply(weights, loss, self.factor)
+
+
+def sequence_loads(chosen: Tensor, num_experts: int, counted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """How many tokens of each sequence are routed to each expert, [B, E], and how many there are, [B or 1, 1];
+    arguments as of `Balance.count`."""
+    picked = F.one_hot(chosen, num_experts).sum(-2)  # [B, L, E]
+    if counted is None:
+        return picked.sum(1).detach(), paddle.full([1, 1], float(chosen.shape[1]))
+    return (picked * counted.unsqueeze(-1)).sum(1).detach(), counted.sum(1, keepdim=True).clip(min=1.0)
+
+
+def sequence_losses(loads: Tensor, tokens: Tensor, scores: Tensor, num_chosen: int, counted: Tensor | None) -> Tensor:
+    """The loss of each sequence, [B], see `Balance.count`.
+
+    Args:
+        loads: of `sequence_loads`.
+        tokens: beside them.
+        scores: of all experts, [B, L, E].
+        num_chosen: experts of a token.
+        counted: 1 for tokens, 0 for padding, [B, L]; None when there is none.
+    """
+    parts = scores / scores.sum(-1, keepdim=True)
+    if counted is not None:
+        parts = parts * counted.unsqueeze(-1)
+    return (loads * (scores.shape[-1] / num_chosen) / tokens * (parts.sum(1) / tokens)).sum(-1)
 
 
 class _WithLoss(PyLayer):
@@ -153,6 +184,27 @@ class Route:
     """Rows of each expert."""
 
 
+@dataclasses.dataclass(frozen=True)
+class ProgramRoute:
+    """A `Route` while a program is made."""
+
+    order: Tensor
+    """[T x k]: as `Route.order`; rows whose expert is elsewhere are the last."""
+    places: Tensor
+    """[T x k]: where each row is among the sorted ones."""
+    counts: Tensor
+    """[E]: rows of each expert."""
+
+
+def route_in_program(experts: Tensor, num_experts: int) -> ProgramRoute:
+    """`sort_rows` while a program is made, which has a row for each choice, wherever its expert is."""
+    order = paddle.argsort(experts, stable=True)
+    numbers = paddle.arange(num_experts, dtype=experts.dtype)
+    ends = paddle.searchsorted(experts.index_select(order), numbers, right=True)
+    counts = ends - paddle.concat([paddle.zeros([1], ends.dtype), ends[:-1]])
+    return ProgramRoute(order, paddle.argsort(order), counts)
+
+
 def sort_rows(experts: Tensor, num_experts: int) -> Route:
     """Sort rows by expert.
 
@@ -171,14 +223,20 @@ def token_of_row(route: Route, num_tokens: int) -> Tensor:
     return route.order // (route.places.shape[0] // num_tokens)
 
 
-def dispatch(tokens: Tensor, route: Route) -> Tensor:
+def dispatch(tokens: Tensor, route: Route | ProgramRoute) -> Tensor:
     """Tokens [T, D] to sorted rows [N, D]."""
-    return _Dispatch.apply(tokens, route)
+    if isinstance(route, Route):
+        return _Dispatch.apply(tokens, route)
+    # once for each choice first: so the gradient is a permutation, and a sum in a fixed order
+    (num_tokens, size), num_rows = tokens.shape, route.places.shape[0]
+    copies = tokens.unsqueeze(1).expand([num_tokens, num_rows // num_tokens, size]).reshape([num_rows, size])
+    return copies.index_select(route.order, 0)
 
 
-def combine(rows: Tensor, weights: Tensor, route: Route) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, route: Route | ProgramRoute) -> Tensor:
     """Sorted rows [N, D] to the weighted sum of the rows of each token, [T, D]. weights [T, k]."""
-    parts = _Combine.apply(rows, route).reshape([*weights.shape, rows.shape[-1]])
+    parts = _Combine.apply(rows, route) if isinstance(route, Route) else rows.index_select(route.places, 0)
+    parts = parts.reshape([*weights.shape, rows.shape[-1]])
     return (parts * weights.astype(rows.dtype).unsqueeze(-1)).sum(1)
 
 
@@ -187,8 +245,12 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Sequence[int], matmul: Cal
     return _GroupedMatmul.apply(x, weight, list(counts), (matmul,))
 
 
-def grouped_scale(x: Tensor, scale: Tensor, counts: Sequence[int]) -> Tensor:
+def grouped_scale(x: Tensor, scale: Tensor, counts: Counts) -> Tensor:
     """Consecutive rows of x [N, outputs], so many for each of the vectors of scale [E, outputs], times it."""
+    if not isinstance(counts, Sequence):  # rows behind them are zeros, times whatever
+        at = paddle.arange(x.shape[0], dtype="int64")
+        of_row = paddle.searchsorted(counts.cumsum(), at, right=True).clip(max=scale.shape[0] - 1)
+        return x * scale.index_select(of_row, 0)
     return _GroupedScale.apply(x, scale, list(counts))
 
 

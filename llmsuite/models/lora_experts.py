@@ -17,7 +17,7 @@ from paddle.autograd import PyLayer
 from llmsuite.models.adapter import Adapter, identity
 from llmsuite.models.adapter_sizes import kron_shapes, square_size
 from llmsuite.models.dropout import RowDropout
-from llmsuite.models.experts import Local, Stacked, grouped_matmul, grouped_scale, whole
+from llmsuite.models.experts import Counts, Local, Stacked, grouped_scale, whole
 from llmsuite.models.peft_configs import scale_of
 from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.models.shard_plan import SQUARE
@@ -35,9 +35,10 @@ class ExpertsAdapter(Adapter, Stacked):
         """
         nn.Layer.__init__(self)
         self.weight, self.bias, self.is_on = stacked.weight, None, True
+        self.in_program = stacked.in_program
         self.lora_dropout = self.complete_sum = identity
 
-    def product(self, x: Tensor, counts: Sequence[int], local: Local = whole) -> Tensor:
+    def product(self, x: Tensor, counts: Counts, local: Local = whole) -> Tensor:
         """As of `Stacked`."""
         y = super().product(x, counts, local)
         if not self.is_on:
@@ -45,7 +46,7 @@ class ExpertsAdapter(Adapter, Stacked):
         dropout = self.lora_dropout
         return self.adapted(y, dropout(x, counts) if isinstance(dropout, RowDropout) else x, counts, local)
 
-    def adapted(self, y: Tensor, x: Tensor, counts: Sequence[int], local: Local) -> Tensor:
+    def adapted(self, y: Tensor, x: Tensor, counts: Counts, local: Local) -> Tensor:
         """The outputs [N, O] with the adapter.
 
         Args:
@@ -77,11 +78,11 @@ class LoraExperts(ExpertsAdapter):
                 self.lora_AB = self.create_parameter([num_experts, config.r, config.r])
             self.lora_B = self.create_parameter([num_experts, config.r, num_outputs], attr=faster)
 
-    def adapted(self, y: Tensor, x: Tensor, counts: Sequence[int], local: Local) -> Tensor:
-        narrow = grouped_matmul(x, local(self.lora_A), counts, self.matmul) * self.scaling
+    def adapted(self, y: Tensor, x: Tensor, counts: Counts, local: Local) -> Tensor:
+        narrow = self.grouped(x, local(self.lora_A), counts) * self.scaling
         if self._mixes:
-            narrow = grouped_matmul(narrow, local(self.lora_AB), counts, self.matmul)
-        return y + grouped_matmul(narrow, local(self.lora_B), counts, self.matmul)
+            narrow = self.grouped(narrow, local(self.lora_AB), counts)
+        return y + self.grouped(narrow, local(self.lora_B), counts)
 
 
 class DoraExperts(LoraExperts):
@@ -93,15 +94,19 @@ class DoraExperts(LoraExperts):
         with paddle.LazyGuard():
             self.lora_magnitude = self.create_parameter([num_experts, num_outputs])  # |W|, where values are read
 
-    def adapted(self, y: Tensor, x: Tensor, counts: Sequence[int], local: Local) -> Tensor:
+    def adapted(self, y: Tensor, x: Tensor, counts: Counts, local: Local) -> Tensor:
         y = super().adapted(y, x, counts, local)
         return grouped_scale(y, local(self.lora_magnitude) / self._lengths(counts, local, y.dtype), counts)
 
     @paddle.no_grad()
-    def _lengths(self, counts: Sequence[int], local: Local, dtype: Any) -> Tensor:
+    def _lengths(self, counts: Counts, local: Local, dtype: Any) -> Tensor:
         """|V|, the lengths of the columns of each expert's W + scale A B, [E, O]; 1 for experts without rows, whose W
-        is not made. One W + scale A B is there at a time."""
+        is not made. One W + scale A B is there at a time; in a program all are, as nobody knows which have rows."""
         first, second = local(self.lora_A), local(self.lora_B)
+        if not isinstance(counts, Sequence):
+            every = (local(self.weight) + paddle.matmul(first, second) * self.scaling).astype("float32")
+            # while a program is made, `no_grad` says nothing
+            return paddle.sqrt(every.square().sum(1) + 1e-12).astype(dtype).detach()
         found = []
         for number, count in enumerate(counts):
             if not count:
@@ -126,9 +131,9 @@ class PissaExperts(LoraExperts):
             self.lora_B0 = self.create_parameter([num_experts, config.r, num_outputs])
         self.lora_A0.stop_gradient = self.lora_B0.stop_gradient = True
 
-    def adapted(self, y: Tensor, x: Tensor, counts: Sequence[int], local: Local) -> Tensor:
-        start = grouped_matmul(x, local(self.lora_A0), counts, self.matmul) * self.scaling
-        return super().adapted(y, x, counts, local) - grouped_matmul(start, local(self.lora_B0), counts, self.matmul)
+    def adapted(self, y: Tensor, x: Tensor, counts: Counts, local: Local) -> Tensor:
+        start = self.grouped(x, local(self.lora_A0), counts) * self.scaling
+        return super().adapted(y, x, counts, local) - self.grouped(start, local(self.lora_B0), counts)
 
 
 class StructuredExperts(ExpertsAdapter):
@@ -143,7 +148,7 @@ class StructuredExperts(ExpertsAdapter):
         """The adapter's parameters, a stack each, as `update` takes them."""
         raise AssertionError(f"{type(self).__name__} has to define `own`")
 
-    def adapted(self, y: Tensor, x: Tensor, counts: Sequence[int], local: Local) -> Tensor:
+    def adapted(self, y: Tensor, x: Tensor, counts: Counts, local: Local) -> Tensor:
         return y + _Update.apply(x, *(local(stack) for stack in self.own()), (self, local, list(counts)))
 
 

@@ -40,16 +40,24 @@ class Gate(nn.Layer):
 
         `counted` [B, L] is 1 for tokens and 0 for padding, which the balance does not see.
         """
-        scores = self.scores(paddle.matmul(x.astype("float32"), self.weight.astype("float32")))
-        chosen = paddle.topk(self.selection_scores(scores.detach()), self.num_chosen, -1)[1]
-        weights = paddle.take_along_axis(scores, chosen, -1)
-        if self.is_normed:
-            weights = weights / self.total(weights)
-        weights = weights * self.factor
+        weights, chosen, scores = self.choose(self.logits(x))
         # a recomputed layer is counted the second time only, when there is a graph
         if self.balance is not None and self.training and paddle.is_grad_enabled():
             weights = self.balance.count(weights, chosen, scores, counted)
         return weights, chosen
+
+    def logits(self, x: Tensor) -> Tensor:
+        """x [B, L, D] to a number of each expert, [B, L, E], in float32."""
+        return paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits [B, L, E] to weights and numbers of the chosen experts, both [B, L, k], and the scores of all."""
+        scores = self.scores(logits)
+        chosen = paddle.topk(self.selection_scores(scores.detach()), self.num_chosen, -1)[1]
+        weights = paddle.take_along_axis(scores, chosen, -1)
+        if self.is_normed:
+            weights = weights / self.total(weights)
+        return weights * self.factor, chosen, scores
 
     def scores(self, logits: Tensor) -> Tensor:
         """Logits [B, L, E] to the scores that the weights are made of."""
@@ -168,7 +176,9 @@ class MoELM(RotaryLM):
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Rotation, mask, and which tokens count."""
+        """Rotation, mask, and which tokens count; programs of whole steps know that by themselves."""
+        if not paddle.in_dynamic_mode():
+            return (*super().layer_inputs(start, length, dtype, document_starts), None)
         counted = None if document_starts is None else (document_starts >= 0).astype("float32")
         if document_starts is not None:
             # marked padding would have positions beyond the row

@@ -16,6 +16,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 from llmsuite.devices.ops import Ops
 from llmsuite.models.products import Place, Products
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.program.sums import summed
 from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.typing import Tensor
 
@@ -46,12 +47,8 @@ class RankProducts(Products):
         y = self.ops.program_matmul(of_x, of_matrix, transpose_y)
         if not own.output.is_partial():
             return dtensor_from_local(y, mesh, [rows, own.output])
-        # The gradient of parts of a sum would be made parts of a sum too (Paddle 3.3.1), and each part needs all of it.
-        # So the sum has none, and what is added to it is zero and has the gradient.
         whole = [rows, dist.Replicate()]
-        total = dist.reshard(dtensor_from_local(y.detach(), mesh, [rows, own.output]), mesh, whole)
-        part = dtensor_from_local(y, mesh, whole)
-        return total + (part - part.detach())
+        return summed(y, mesh, [rows, own.output], whole, whole)
 
 
 @dataclasses.dataclass(frozen=True)

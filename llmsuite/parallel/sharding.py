@@ -57,7 +57,9 @@ class ParameterShard:
         self._tp_dim = tp_dim if mesh.degrees.tp > 1 else None
         local = self._local().detach()
         self.shape, self.local_shape = list(parameter.shape), list(local.shape)
-        if mesh.expert_parts > 1:
+        self.is_shared_out = mesh.expert_parts > 1
+        """Whether it is a stack of experts of which other data ranks have others."""
+        if self.is_shared_out:
             self.shape[0] *= mesh.expert_parts
         self._size = int(np.prod(self.local_shape, dtype="int64"))
         own = shard_range(self._size, mesh, stage, is_frozen)

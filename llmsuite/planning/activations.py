@@ -65,6 +65,9 @@ class ActivationSettings:
     """Those of `adapted` that are routed experts: their adapters see the rows of experts."""
     embedding_width: float | None = None
     """Elements that the adapter of the embedding keeps of each token; None without one."""
+    every_expert_row: bool = False
+    """Whether a rank has a row for each choice, wherever the expert is, with expert parallel of the tokens of all data
+    ranks: in programs of whole steps."""
     keeps_expert_rows: bool = True
     """Whether the inputs of the experts' matrices are kept: those of quantised ones only for adapters."""
     edited: Mapping[int, int] = dataclasses.field(default_factory=dict)
@@ -194,7 +197,8 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
     if not isinstance(what, MoE):
         return tokens * e * 2 * what.width / settings.tp
     rows = _expert_rows(what, batch, settings)
-    routed = rows * e * (hidden + times * what.width) + tokens * what.chosen * e * hidden
+    combined = rows if settings.every_expert_row else tokens * what.chosen
+    routed = rows * e * (hidden + times * what.width) + combined * e * hidden
     if not settings.keeps_expert_rows:
         routed -= rows * e * (hidden + what.width)
     shared = tokens * e * times * what.shared_width / settings.tp
@@ -209,7 +213,11 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
 
 def _expert_rows(what: MoE, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Rows of a rank's experts: with an even load, a tensor parallel group has tokens x chosen experts together."""
-    return batch.tokens * what.chosen / settings.tp if batch.expert_rows is None else batch.expert_rows
+    if batch.expert_rows is not None:
+        return batch.expert_rows
+    if settings.every_expert_row:
+        return batch.tokens * what.chosen * settings.ep
+    return batch.tokens * what.chosen / settings.tp
 
 
 def _adapters(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:

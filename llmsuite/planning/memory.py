@@ -105,6 +105,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         adapted=layout.adapted,
         adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted},
         adapted_experts=experts,
+        every_expert_row=engine.compiles_steps,
         embedding_width=_adapter_width(layout, layout.shard_plan.embedding) if layout.adapts_embedding else None,
         keeps_expert_rows=plan.recipe.lora.base_format is None or bool(experts),
         unreached=layout.unreached,

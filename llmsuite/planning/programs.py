@@ -50,6 +50,8 @@ def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batch
 def notes(plan: RunPlan) -> Iterator[str]:
     """What of a plan for such programs is not exact."""
     yield "programs of whole steps: what they keep is taken as what layers keep; messages as those of compiled layers"
+    if plan.degrees.ep > 1:
+        yield "programs of whole steps: experts get the tokens of all data ranks; counted is what is sent op by op"
     is_copied = plan.degrees.pp > 1 and is_embedding_shared(plan.model_config)
     if is_copied and plan.recipe.parallel.sharding == "stage3":
         yield "programs of whole steps: a tied embedding of a pipeline is counted in slices, and stays whole"

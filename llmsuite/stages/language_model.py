@@ -196,9 +196,10 @@ def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0) -> LossTerm
 
 def program_inputs(batch: Batch, length: int, has_documents: bool) -> dict[str, np.ndarray]:
     """A batch of `collate` as arrays [B, length]: of each position the id, the target behind it, and its weight; with
-    `has_documents`, where its document begins too, also for a batch in which each row is one document."""
+    `has_documents`, where its document begins too, also for a batch in which each row is one document. And
+    "row_lengths", how many tokens of each row are no padding, [B]."""
     ids = batch["input_ids"]
-    at, found = np.divmod(batch["positions"], ids.shape[1]), {}
+    at, found = np.divmod(batch["positions"], ids.shape[1]), {"row_lengths": np.asarray(batch["lengths"], "int64")}
     for name, dtype in (("targets", "int64"), ("weights", "float32")):
         found[name] = np.zeros([len(ids), length], dtype)
         found[name][at] = batch[name]

@@ -73,14 +73,15 @@ class RmStage(PairStage):
         }
 
     def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
-        """Ids and, counted from 1, the answers of a row at their last tokens, 0 elsewhere, [A, length], each pair side
-        by side; the weights of the pairs, [P]. Of packed rows also where documents begin, and "slots"; weights are [P,
-        S], P being the rows of chosen answers."""
+        """Ids and, counted from 1, the answers of a row at their last tokens, 0 elsewhere, [A, length], and lengths
+        [A], each pair side by side; the weights of the pairs, [P]. Of packed rows also where documents begin, and
+        "slots"; weights are [P, S], P being the rows of chosen answers."""
         ids = batch["input_ids"]
         at, wider = np.divmod(batch["positions"], ids.shape[1]), [(0, 0), (0, length - ids.shape[1])]
         last, weights = np.zeros([len(ids), length], "float32"), np.ones(len(ids) // 2, "float32")
         last[at] = 1
         found = {"input_ids": np.pad(ids, wider), "last": last}  # nothing sees what is behind it
+        found["row_lengths"] = np.asarray(batch["lengths"], "int64")
         if "pairs_per_row" in batch:
             slots = Slots.of(at[0], len(ids), batch["pairs_per_row"])
             last[at] += np.arange(len(at[0])) - slots.answers[at[0], 0]

@@ -12,6 +12,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 
 from llmsuite.errors import UserError
@@ -19,6 +20,7 @@ from llmsuite.models.experts import Balance
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.program.experts import BALANCE_LOSS, LENGTHS, LOADS, SHARES
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import local_value
 from llmsuite.train.parts import StepPart
@@ -98,6 +100,29 @@ class ExpertBalance(StepPart):
                     mine[:2] = (stacked.max(-1) / stacked.mean(-1)).sum(), float(len(self._layers))
                 mine[2] = paddle.add_n([local_value(balance.loss).astype("float64") for balance, _ in self._layers])
         self._summed = collective.sum_on_device(mine)
+
+    # where a step is a program, in place of `begin` and `finish`
+
+    def program_inputs(self, lengths: np.ndarray, num_rows: int) -> dict[str, np.ndarray]:
+        """What the program of a step takes for the balance, see `parallel.program.experts`.
+
+        Args:
+            lengths: tokens of each row of this rank that are no padding, in the order of the rows.
+            num_rows: of all ranks.
+        """
+        found = {LENGTHS: np.asarray(lengths, "int64")}
+        if self._loss_factor:
+            found[SHARES] = np.full(len(lengths), self._loss_factor / num_rows, "float32")
+        return found
+
+    def take(self, sums: dict[str, Any]) -> None:
+        """Take what the program of a step has told out of its sums."""
+        loads = sums.pop(LOADS).reshape([len(self._layers), -1])
+        self._loads = [paddle.to_tensor(load, dtype="float32") for load in loads]
+        ratios = float((loads.max(-1) / loads.mean(-1)).sum())
+        # it is a mean over sequences already
+        loss = sums.pop(BALANCE_LOSS) / self._loss_factor if self._loss_factor else 0.0
+        self._summed, self._num_sequences = paddle.to_tensor([ratios, float(len(loads)), loss], "float64"), 1.0
 
     def metrics(self) -> dict[str, float]:
         """Load of the fullest expert over the mean, and the balance loss if there is one."""

@@ -290,7 +290,9 @@ class Stage(abc.ABC, Generic[S]):
 
         Returns:
             Arrays whose shapes follow from the number of rows B, which is their first dim, and the length. The loss is
-            linear in the one called "weights"; the engine divides it by the weight of the global batch.
+            linear in the one called "weights"; the engine divides it by the weight of the global batch. Families with
+            routed experts need "row_lengths" [B], int64, too: how many tokens of each row are no padding. The engine
+            takes it out of what `program_loss` gets elsewhere.
         """
         raise AssertionError(f"{type(self).__name__} has `in_programs` in its spec and no method `program_inputs`")
 

@@ -12,6 +12,7 @@ import numpy as np
 import paddle
 
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.errors import UserError
 from llmsuite.launch import calls
 from llmsuite.models.reft import chosen_tokens
 from llmsuite.parallel import collective
@@ -19,6 +20,7 @@ from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
 from llmsuite.parallel.program.annotated import AnnotatedPrograms
+from llmsuite.parallel.program.experts import LENGTHS, with_experts
 from llmsuite.parallel.program.lengths import bucket
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
 from llmsuite.parallel.program.pipeline import TOKEN_VALUES
@@ -93,17 +95,19 @@ class ProgramUpdater(Updater):
             owners = Owners(plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
         self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps, owners)
         self._objective, self._edited_ends = objective, built.part.edited_ends
+        self._balance, self._num_data_ranks = built.balance, plan.degrees.num_data_ranks
+        loss = objective.program_loss if built.balance is None else with_experts(objective.program_loss)
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
         self._scales_loss = plan.recipe.engine.precision == "fp16"
         model, ranks = built.part.model if built.pipeline is None else built.part, mesh.rows("tp")
         self._programs: StepPrograms
         if plan.degrees.own_meshes:
-            self._programs = AnnotatedPrograms(model, self.optimizer, objective.program_loss)
+            self._programs = AnnotatedPrograms(model, self.optimizer, loss)
         else:
             self._programs = StepPrograms(
                 model,
                 self.optimizer,
-                objective.program_loss,
+                loss,
                 ranks,
                 slices,
                 built.pipeline,
@@ -141,6 +145,9 @@ class ProgramUpdater(Updater):
         scale = rules.loss_scale.value * weight if self._scales_loss else 1.0
         told = self._programs.run(step, inputs, len(micro_batches), rules.guard.largest_norm, scale)
         is_updated = told.pop("updated") > 0
+        if self._balance is not None:
+            self._balance.take(told)
+            metrics |= self._balance.metrics()
         metrics |= _means(told, weight, weights)
         metrics |= {
             "learning_rate": self.optimizer.learning_rate(step),
@@ -152,6 +159,8 @@ class ProgramUpdater(Updater):
         assert is_accepted == is_updated, "the program has judged otherwise"
         if is_accepted:
             rules.loss_scale.grow()
+            if self._balance is not None:
+                self._balance.update()
             return metrics
         return {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON holds no others
 
@@ -166,6 +175,14 @@ class ProgramUpdater(Updater):
             parts = [self._inputs_of(batch, length) for batch in batches]
             inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
             inputs["weights"] = (inputs["weights"] / weight).astype("float32")
+            of_rows = inputs.pop(LENGTHS, None)  # for the gates of experts only
+            if self._balance is not None:
+                if of_rows is None:
+                    raise UserError(
+                        "engine.program: is step, and this stage's program_inputs do not say the lengths of the rows, "
+                        "which families with routed experts need; set it to layers"
+                    )
+                inputs |= self._balance.program_inputs(of_rows, len(of_rows) * self._num_data_ranks)
         return _of_every_rank(inputs) if collective.mesh().has_middle else inputs
 
     def _inputs_of(self, batch: Batch, length: int) -> dict[str, np.ndarray]:

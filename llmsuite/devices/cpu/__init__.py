@@ -35,6 +35,7 @@ _KERNELS = {
     "rotary": "rotary",
     "swiglu": "swiglu",
     "cross_entropy": "cross_entropy",
+    "grouped_matmul": "grouped_matmul",
     "next_logits": "next_logits",
     "stored_product": "stored_product",
     "stored_outputs": "stored_outputs",
@@ -42,8 +43,13 @@ _KERNELS = {
 }
 _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
 _BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
-_BF16_PRODUCTS = {"matmul": "bf16_matmul", "operand": "bf16_operand", "program_matmul": "bf16_linear"}
-_BF16_BY_ROUNDING = {"matmul": "rounded_matmul", "operand": "bf16_operand", "program_matmul": "rounded_linear"}
+_BF16_PRODUCTS = {
+    "matmul": "bf16_matmul",
+    "operand": "bf16_operand",
+    "program_matmul": "bf16_linear",
+    "grouped_matmul": "rounded_grouped_matmul",
+}
+_BF16_BY_ROUNDING = {**_BF16_PRODUCTS, "matmul": "rounded_matmul", "program_matmul": "rounded_linear"}
 _BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "operand": "plain_rounded_operand"}
 
 

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 import paddle.distributed as dist
+from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.parallel import collective
 from llmsuite.typing import Tensor
@@ -57,6 +58,7 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
         dims: Mapping[str, int | None],
         scale: float = 1.0,
         loss_scale: StepNumber | None = None,
+        shared_out: Collection[str] = (),
     ):
         """
         Args:
@@ -65,9 +67,12 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
             scale: factor that the gradients have, and Paddle takes off behind this; the norm is told, and limited,
                 without it.
             loss_scale: a further factor, which is taken off here.
+            shared_out: names of stacks of experts of which each data rank has its own. A program takes these for
+                copies of one stack.
         """
         super().__init__(1.0 if max_norm is None else max_norm)
         self._max_norm, self._dims, self._scale, self._loss_scale = max_norm, dims, scale, loss_scale
+        self._shared_out = shared_out
         self._accepted: dict[tuple[int, ...], Any] = {}
         self.variable = f"global_norm_{next(_numbers)}"
         """Name of the variable in which a step leaves the norm before clipping, and 1 where it is accepted, [2]. Where
@@ -98,7 +103,7 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
     def _pir_clip(self, params_grads: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Called while a program is made, with the gradients of a step; parameters that are frozen have none."""
         params_grads = [(p, g if g is None else self._summed(p, g)) for p, g in params_grads]
-        norms = self._norms([gradient for _, gradient in params_grads if gradient is not None])
+        norms = self._norms({p.name: gradient for p, gradient in params_grads if gradient is not None})
         for ranks, norm in norms.items():
             # of a norm that is no number, too, this is false
             self._accepted[ranks] = norm.reshape([1]) <= self._largest_norm.read(norm.process_mesh)
@@ -114,12 +119,12 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
         factors = {ranks: self._factor(norm) for ranks, norm in norms.items()}
         return [(p, g if g is None else g * factors[_ranks(g)]) for p, g in params_grads]
 
-    def _norms(self, gradients: Sequence[Any]) -> dict[tuple[int, ...], Any]:
-        """The norm over all gradients, on each of their meshes: by its ranks."""
-        of_mesh: dict[tuple[int, ...], list[Any]] = {}
-        for gradient in gradients:
-            of_mesh.setdefault(_ranks(gradient), []).append(gradient)
-        squares = [_sum_of_squares(found) for found in of_mesh.values()]
+    def _norms(self, gradients: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
+        """The norm over all gradients, by the names of their parameters, on each of their meshes: by its ranks."""
+        of_mesh: dict[tuple[int, ...], dict[str, Any]] = {}
+        for name, gradient in gradients.items():
+            of_mesh.setdefault(_ranks(gradient), {})[name] = gradient
+        squares = [_sum_of_squares(found, self._shared_out) for found in of_mesh.values()]
         if len(squares) > 1:  # of several pipeline stages; what is sent has at least one dim
             squares = [square.reshape([1]) for square in squares]
         meshes = [square.process_mesh for square in squares]
@@ -166,14 +171,27 @@ def _on(mesh: Any, x: Any) -> Any:
     return x if x.process_mesh == mesh else dist.reshard(x, mesh, x.placements)
 
 
-def _sum_of_squares(gradients: Sequence[Any]) -> Any:
-    """Over all elements of gradients, each counted once however many ranks hold it.
+def _sum_of_squares(gradients: Mapping[str, Any], shared_out: Collection[str]) -> Any:
+    """Over all elements of gradients, each counted once however many ranks hold it; `shared_out` as of `NormClip`.
 
     Where some are cut and others are not, their sums are not stacked together: Paddle 3.3.1 takes all of them for parts
     of a sum then, and counts once a rank what every rank has whole.
     """
-    alike: dict[str, list[Any]] = {}
-    for gradient in gradients:
-        alike.setdefault(str(gradient.placements), []).append(gradient.square().sum())
-    sums = [paddle.stack(squares).sum() for squares in alike.values()]
-    return paddle.stack([dist.reshard(s, s.process_mesh, [dist.Replicate()] * len(s.placements)) for s in sums]).sum()
+    alike: dict[tuple[str, bool], list[Any]] = {}
+    for name, gradient in gradients.items():
+        key = str(gradient.placements), name in shared_out
+        alike.setdefault(key, []).append(gradient.square().sum())
+    sums = {key: _whole(paddle.stack(squares).sum()) for key, squares in alike.items()}
+    return paddle.stack([_over_data(s) if is_part else s for (_, is_part), s in sums.items()]).sum()
+
+
+def _whole(number: Any) -> Any:
+    """The same sum on every rank of its mesh."""
+    return dist.reshard(number, number.process_mesh, [dist.Replicate()] * len(number.placements))
+
+
+def _over_data(number: Any) -> Any:
+    """The sum over the data ranks of what each of them has in place of a copy."""
+    mesh, placements = number.process_mesh, number.placements
+    own = dtensor_to_local(number, mesh, placements)
+    return _whole(dtensor_from_local(own, mesh, [dist.Partial(), *placements[1:]]))

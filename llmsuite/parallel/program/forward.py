@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import paddle
 from paddle import nn
 
 from llmsuite.models import token_values
 from llmsuite.parallel.program.clip import StepNumber
+from llmsuite.parallel.program.experts import BALANCE_LOSS
 from llmsuite.parallel.program.masters import in_16_bits
 from llmsuite.parallel.program.pipeline import TOKEN_VALUES
 from llmsuite.typing import Tensor
@@ -58,7 +61,8 @@ class Step(nn.Layer):
         super().__init__()
         self.model, self._names, self._loss, self._make_whole, self._factor = model, names, loss, whole, factor
         self._narrow = narrow
-        self.sums: tuple[str, ...] = ()
+        self.sums: Mapping[str, int] = {}
+        """Names of what it tells, in their order: of numbers 0, of vectors how many numbers they have."""
 
     def forward(self, *inputs: Tensor) -> Tensor:
         return self._traced(*inputs)
@@ -73,15 +77,27 @@ class Step(nn.Layer):
             found = dict(self._loss(given))
         # each by itself: of parts of sums and whole ones in one stack Paddle 3.3.1 takes all for parts. And else its
         # placement would decide whether a rank is told the sum or its own part
-        loss = self._make_whole(found.pop("loss"))
-        told = loss.detach()
-        self.sums = ("loss", *found)
+        sums = {name: self._make_whole(value) for name, value in found.items()}
+        trained = sums["loss"] + sums[BALANCE_LOSS] if BALANCE_LOSS in sums else sums["loss"]
+        sums = {name: value.detach() for name, value in sums.items()}
+        numbers = {name: value for name, value in sums.items() if not value.shape}
+        vectors = {name: value for name, value in sums.items() if value.shape}
+        self.sums = {**dict.fromkeys(numbers, 0), **{name: value.shape[0] for name, value in vectors.items()}}
         # what is trained is the sum of all of them, of which only the first has a gradient
-        return paddle.stack(
-            [loss * self._factor.of(told), told, *(self._make_whole(number.detach()) for number in found.values())]
-        )
+        told = paddle.stack([trained * self._factor.of(sums["loss"]), *numbers.values()])
+        if not vectors:
+            return told
+        # as rows: of what has one dim only, Paddle 3.3.1 finds no gradient behind a concatenation
+        return paddle.concat([part.unsqueeze(0) for part in (told, *vectors.values())], 1).flatten()
 
 
 def trained_sums(sums: Tensor, *labels: Tensor) -> Tensor:
     """The loss that Paddle asks for: the sums of a step as they are."""
     return sums
+
+
+def split(told: np.ndarray, sizes: Mapping[str, int]) -> dict[str, Any]:
+    """What a step has told by name, numbers and vectors, of `Step.sums`."""
+    ends = itertools.accumulate(size or 1 for size in sizes.values())
+    parts = zip(sizes.items(), np.split(told, [*ends][:-1]), strict=True)
+    return {name: part if size else float(part[0]) for (name, size), part in parts}

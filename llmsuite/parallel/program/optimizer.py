@@ -101,7 +101,9 @@ class ProgramOptimizer:
         self.slots = [*self.own_slots, *(["master"] if has_master else [])]
         # a shard that is a slice itself brings its state together as it does the parameter
         self._has_slices = any(isinstance(shard, SlicedShard) for shard in self.shards)
-        self._cuts = {shard.name: None if self._has_slices else owners.dim(shard) for shard in self.shards}
+        self._shared_out = frozenset(shard.name for shard in self.shards if shard.is_shared_out)
+        whole = {shard.name for shard in self.shards if self._has_slices} | self._shared_out
+        self._cuts = {shard.name: None if shard.name in whole else owners.dim(shard) for shard in self.shards}
         self.learning_rate = LearningRate(train, total_steps).at
         self._values = {
             f"{shard.name}_{slot}": self._first_value(shard, slot) for shard in self.shards for slot in self.own_slots
@@ -134,7 +136,7 @@ class ProgramOptimizer:
             The optimizer, its learning rate, and what clips its gradients.
         """
         dims = {p.name: self._state_dim(p) for p in parameters}
-        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims, scale, loss_scale)
+        rate, clip = StepRate(self.learning_rate), NormClip(self._max_norm, dims, scale, loss_scale, self._shared_out)
         made = self._of_paddle(parameters, rate, clip)
         # the state of a slice is cut as it is, by itself
         shares = StateShards(mesh, dims) if self._owners.count > 1 and not self._has_slices else None
@@ -142,6 +144,8 @@ class ProgramOptimizer:
 
     def _state_dim(self, parameter: Tensor) -> int | None:
         """The dim that the state of a distributed parameter is cut along over the data ranks."""
+        if parameter.name in self._shared_out:
+            return None
         over_data, *others = parameter.placements
         if self._has_slices:
             return over_data.get_dim() if over_data.is_shard() else None

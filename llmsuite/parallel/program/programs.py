@@ -29,7 +29,7 @@ from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedI
 
 from llmsuite.devices.local_parts import whole_steps
 from llmsuite.parallel.program.clip import NormClip, StepNumber, over_data
-from llmsuite.parallel.program.forward import LossFactor, Step, trained_sums
+from llmsuite.parallel.program.forward import LossFactor, Step, split, trained_sums
 from llmsuite.parallel.program.optimizer import ProgramOptimizer, StepRate
 from llmsuite.parallel.program.pipeline import FIRST_INPUTS, Pipeline, StagedModel
 from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
@@ -40,7 +40,8 @@ Inputs = Mapping[str, np.ndarray]
 """Arrays of this rank's rows of a global batch by name, one micro-batch behind the other, rows first."""
 ONE_RANK = np.zeros([1, 1], "int64")
 Loss = Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""The model and the inputs of a micro-batch to sums by name; the one called "loss" is trained."""
+"""The model and the inputs of a micro-batch to sums by name, numbers and vectors; what is trained is the one called
+"loss", and with it that of `experts.BALANCE_LOSS`."""
 
 ROWS = [dist.Shard(0), dist.Replicate()]
 """Placements of inputs: each data rank has rows of its own."""
@@ -53,8 +54,8 @@ class Program:
     run: Any
     rate: StepRate
     clip: NormClip
-    sums: tuple[str, ...]
-    """Names of the numbers that it returns behind what is trained, in their order."""
+    sums: Mapping[str, int]
+    """What it returns behind what is trained, see `Step.sums`."""
     variables: Mapping[str, Tensor]
     """What outlives a step by the name that the program has for it: parameters, and the state of the optimizer."""
 
@@ -129,7 +130,7 @@ class StepPrograms:
         num_micro_batches: int,
         largest_norm: float = math.inf,
         loss_scale: float = 1.0,
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Do one step: update the parameters and the state of the optimizer, unless the loss of a micro-batch or the
         norm of the gradient is not finite, or the norm is too large.
 
@@ -141,7 +142,7 @@ class StepPrograms:
             loss_scale: factor of the loss in the backward pass.
 
         Returns:
-            The sums of the loss over the global batch, "grad_norm", and "updated": 1 or 0.
+            The sums of the loss over the global batch, numbers and vectors [n], "grad_norm", and "updated": 1 or 0.
         """
         key = num_micro_batches, tuple((name, array.shape, array.dtype.str) for name, array in inputs.items())
         with paddle.static.scope_guard(self._scope), _in_order():
@@ -161,9 +162,9 @@ class StepPrograms:
             norm = np.asarray(self._scope.var(program.clip.variable).get_tensor())
         # in float64 no sum of finite numbers is infinite: so it is finite where the program has found its terms to be
         parts = None if returned is None else np.asarray(returned, "float64").reshape(num_micro_batches, -1)[:, 1:]
-        told, norm = self._told(None if parts is None else parts.sum(0), norm, len(program.sums))
-        names = *program.sums, "grad_norm", "updated"
-        return {name: float(number) for name, number in zip(names, [*told, *norm])}
+        count = sum(size or 1 for size in program.sums.values())
+        told, norm = self._told(None if parts is None else parts.sum(0), norm, count)
+        return {**split(told, program.sums), "grad_norm": float(norm[0]), "updated": float(norm[1])}
 
     def _told(self, own: np.ndarray | None, norm: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of a step on every rank, `count` of them, and the norm of its gradient and whether it was
@@ -227,7 +228,9 @@ class StepPrograms:
         """The state of the optimizer, which lies beside `others`, by the names of a program: Paddle counts the programs
         of a process in them."""
         values, slots = self._optimizer.values, self._optimizer.own_slots
-        updated = [shard.name for shard in self._optimizer.shards if shard.name in self._parameters]
+        # the bias of a gate is among them, and has no gradient
+        has_state = {name for name in self._parameters if not self._own[name].stop_gradient}
+        updated = [shard.name for shard in self._optimizer.shards if shard.name in has_state]
         names = run.dist_main_program("train").state_dict("opt", paddle.static.global_scope())
         found = {name: name.rpartition("_")[0] for name in names if name not in others}
         expected = [f"{name}_{slot}" for name in updated for slot in slots]

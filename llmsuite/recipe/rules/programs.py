@@ -16,8 +16,6 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
     engine, train, parallel = recipe.engine, recipe.train, recipe.parallel
     if not context.stage.in_programs:
         yield "engine.program", f"is step, which stage {recipe.stage} does not have; set it to layers"
-    if context.shard_plan.experts:
-        yield "engine.program", f"is step, which cannot route tokens (family {context.family.name}); set it to layers"
     if parallel.sharding != "none" and context.degrees.dp > 1:
         shared = f"is {context.degrees.sharding}, and programs of engine.program step shard over all data ranks"
         yield "parallel.sharding_parallel_degree", f"{shared}; leave it out, or set engine.program to layers"
@@ -31,6 +29,20 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
     ):
         if is_set:
             yield key, f"is {value}, {why}; set it to {default}, or engine.program to layers"
+
+
+def _not_with_experts(context: RuleContext) -> Iterator[Violation]:
+    if not context.recipe.engine.compiles_steps or not context.shard_plan.experts:
+        return
+    parallel, num_data_ranks = context.recipe.parallel, context.degrees.num_data_ranks
+    if parallel.pipeline_parallel_degree > 1:
+        message = f"is {parallel.pipeline_parallel_degree}, which programs of engine.program step do not have for"
+        advice = f"routed experts (family {context.family.name}); set it to 1, or engine.program to layers"
+        yield "parallel.pipeline_parallel_degree", f"{message} {advice}"
+    if parallel.expert_parallel_degree not in (1, num_data_ranks):
+        message = f"is {parallel.expert_parallel_degree}, and programs of engine.program step share experts out over"
+        advice = f"all data ranks, {num_data_ranks}; set it to {num_data_ranks} or 1, or engine.program to layers"
+        yield "parallel.expert_parallel_degree", f"{message} {advice}"
 
 
 def _not_of_16_bits(context: RuleContext) -> Iterator[Violation]:
@@ -75,7 +87,7 @@ def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
 PROGRAM_RULES = (
     Rule(
         "`program: step` with sharding over some of the data ranks, another stage than `pretrain`, "
-        "`sft`, `lora`, `dpo`, `kto` and `rm`, experts, `offload_optimizer`, `mtp_loss_weight` or "
+        "`sft`, `lora`, `dpo`, `kto` and `rm`, `offload_optimizer`, `mtp_loss_weight` or "
         "`micro_batch_tokens`",
         "such a program does not have it yet; it moves no state of the optimizer, and is made for one shape of batches",
         (
@@ -88,6 +100,13 @@ PROGRAM_RULES = (
             "--engine.offload_optimizer=true",
         ),
         _not_in_a_step,
+    ),
+    Rule(
+        "`program: step` with routed experts and a pipeline, or with `expert_parallel_degree` over some of the data "
+        "ranks",
+        "a pipeline does not bring home what its gates have counted; data ranks are one axis of the mesh of a program",
+        (),
+        _not_with_experts,
     ),
     Rule(
         "`program: step` with parameters in 16 bits and sharding `stage3` or a pipeline",

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import paddle
 import pytest
@@ -208,3 +209,29 @@ def test_a_model(document_starts: list[list[int]] | None) -> None:
         found.append([loss.numpy(), *(parameter.grad.numpy() for parameter in model.parameters())])
     for mine, expected in zip(*reversed(found), strict=True):
         assert np.abs(mine - expected).max() <= 5 * LIMIT * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(("counts", "num_rows"), [([30, 0, 41, 1], 72), ([0, 9], 20), ([0, 0, 0], 4), ([5], 5)])
+def test_rows_with_a_matrix_each(counts: list[int], num_rows: int) -> None:
+    x, weight, of = random(num_rows, 33), random(len(counts), 33, 17, seed=1), paddle.to_tensor(counts, dtype="int64")
+    check_equal(lambda *t: kernels.grouped_matmul(*t, of), lambda *t: ops.grouped_matmul(*t, of), x, weight)
+    rounded = [values.astype(ml_dtypes.bfloat16).astype("float32") for values in (x, weight)]
+    values = [paddle.to_tensor(value) for value in (x, weight)]
+    found = kernels.rounded_grouped_matmul(*values, of).numpy()
+    expected = kernels.grouped_matmul(*(paddle.to_tensor(value) for value in rounded), of).numpy()
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_matrices_that_are_not_trained_get_no_gradient() -> None:
+    x, weight, counts = leaf(random(6, 4)), paddle.to_tensor(random(2, 4, 3)), paddle.to_tensor([2, 3], dtype="int64")
+    y = kernels.grouped_matmul(x, weight, counts)
+    assert "grouped_rows" in y.grad_fn.name()
+    y.sum().backward()
+    expected = np.concatenate([weight.numpy().sum(-1)[[0, 0, 1, 1, 1]], np.zeros([1, 4], "float32")])
+    np.testing.assert_allclose(x.grad.numpy(), expected, rtol=1e-6)
+
+
+def test_counts_of_too_many_rows_are_refused() -> None:
+    values = paddle.to_tensor(random(3, 4)), paddle.to_tensor(random(2, 4, 3))
+    with pytest.raises(OSError, match="counts are of more rows than there are"):
+        kernels.grouped_matmul(*values, paddle.to_tensor([2, 2], dtype="int64"))

@@ -60,7 +60,7 @@ KERNELS = {
     **{
         name: getattr(kernels, name)
         for name in (
-            *("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "next_logits"),
+            *("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "grouped_matmul", "next_logits"),
             *("stored_product", "stored_outputs", "stored_write"),
         )
     },
@@ -73,11 +73,13 @@ BY_ROUNDING = {
     "matmul": kernels.rounded_matmul,
     "operand": kernels.bf16_operand,
     "program_matmul": kernels.rounded_linear,
+    "grouped_matmul": kernels.rounded_grouped_matmul,
 }
 BY_INSTRUCTIONS = {
     "matmul": kernels.bf16_matmul,
     "operand": kernels.bf16_operand,
     "program_matmul": kernels.bf16_linear,
+    "grouped_matmul": kernels.rounded_grouped_matmul,
 }
 
 

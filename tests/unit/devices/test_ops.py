@@ -173,3 +173,27 @@ def test_fused_rms_norm_takes_the_first_of_two_results(monkeypatch: pytest.Monke
     x, weight = paddle.to_tensor(random(2, 3, 8)), paddle.to_tensor(random(8, seed=1))
     expected = ops.rms_norm(x, weight, 0.01).numpy()
     np.testing.assert_allclose(ops.fused_rms_norm(x, weight, 0.01).numpy(), expected, rtol=1e-5)
+
+
+# products of rows with a matrix each
+
+COUNTS = [([3, 0, 4, 1], 8), ([0, 0, 0, 8], 8), ([5, 1, 0, 0], 9), ([0, 0], 5), ([7], 7), ([1, 1, 1, 1, 1, 1], 6)]
+"""Rows of each matrix, and how many rows there are: the last may belong to none."""
+
+
+@pytest.mark.parametrize(("counts", "num_rows"), COUNTS)
+def test_rows_with_a_matrix_each(counts: list[int], num_rows: int) -> None:
+    x, weight, given = random(num_rows, 5), random(len(counts), 5, 7, seed=1), random(num_rows, 7, seed=2)
+    expected = [np.zeros([num_rows, 7]), np.zeros_like(x), np.zeros_like(weight)]
+    first = 0
+    for matrix, count in enumerate(counts):
+        rows = slice(first, first + count)
+        expected[0][rows] = x[rows] @ weight[matrix]
+        expected[1][rows] = given[rows] @ weight[matrix].T
+        expected[2][matrix] = x[rows].T @ given[rows]
+        first += count
+    leaves = [paddle.to_tensor(values, stop_gradient=False) for values in (x, weight)]
+    y = ops.grouped_matmul(*leaves, paddle.to_tensor(counts, dtype="int64"))
+    y.backward(paddle.to_tensor(given))
+    for found, values in zip((y, *(leaf.grad for leaf in leaves)), expected, strict=True):
+        np.testing.assert_allclose(found.numpy(), values, rtol=1e-5, atol=1e-6)

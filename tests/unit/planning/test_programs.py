@@ -7,8 +7,11 @@ import pytest
 from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.cli.main import main
-from llmsuite.planning.estimate import estimate
-from llmsuite.planning.memory import StageMemory
+from llmsuite.models.anatomy import MoE
+from llmsuite.planning.activations import _expert_rows
+from llmsuite.planning.estimate import anatomy_of, estimate
+from llmsuite.planning.layout import Layout
+from llmsuite.planning.memory import StageMemory, activation_settings, full_micro_batch
 from llmsuite.planning.programs import lengths, notes
 from llmsuite.plugins.manager import load_plugins
 from llmsuite.recipe.resolve import RunPlan, plan_run
@@ -77,6 +80,23 @@ def test_there_is_a_program_for_each_length() -> None:
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=500")) == [64, 128, 192, 256, 384, 512]
     assert lengths(_plan("sft", "none", *STEP, "--data.max_length=100")) == [64, 128]
     assert lengths(_plan("pretrain", "none", *STEP, "--data.max_length=500")) == [512]
+
+
+def test_a_rank_has_a_row_for_each_choice_of_its_tokens() -> None:
+    """Op by op it has those of its own experts: with tensor parallel a part. And with expert parallel one for each
+    choice of the tokens of all data ranks."""
+    kept = {}
+    for tp, ep in ((1, 1), (2, 1), (1, 2)):
+        for mode in (("--engine.recompute=none",), STEP):
+            parallel = f'--parallel={{"tensor_parallel_degree":{tp},"expert_parallel_degree":{ep}}}'
+            words = ["--launch.num_devices=2", parallel, "--train.micro_batch_size=2", *mode]
+            plan = plan_run("recipes/qwen_moe/pretrain.json", words, load_plugins(builtin, commands), True)
+            assert any("all data ranks" in note for note in notes(plan)) == (ep > 1)
+            settings, batch = activation_settings(Layout(plan)), full_micro_batch(plan)
+            mixture = next(layer.mlp for layer in anatomy_of(plan).layers if isinstance(layer.mlp, MoE))
+            kept[tp, ep, mode is STEP] = _expert_rows(mixture, batch, settings) / (batch.tokens * mixture.chosen)
+    op_by_op = {(1, 1, False): 1, (2, 1, False): 1 / 2, (1, 2, False): 1}
+    assert kept == {**op_by_op, (1, 1, True): 1, (2, 1, True): 1, (1, 2, True): 2}
 
 
 @pytest.mark.parametrize(("sharding", "is_told"), [("stage2", False), ("stage3", True)])

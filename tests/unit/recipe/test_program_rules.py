@@ -35,10 +35,19 @@ def _plan(registry: Registry, recipe: str, *words: str) -> RunPlan:
         "llama/orpo",
         "llama/rm",
         "llama/kto",
+        "qwen_moe/pretrain",
+        "ernie_moe/sft",
+        "deepseek/lora",
+        "deepseek/kto",
     ],
 )
 def test_what_it_has(registry: Registry, recipe: str) -> None:
     assert _plan(registry, recipe).recipe.engine.compiles_steps
+
+
+def test_with_experts_on_all_data_ranks(registry: Registry) -> None:
+    parallel = '--parallel={"tensor_parallel_degree":2,"expert_parallel_degree":4,"sharding":"stage1"}'
+    assert _plan(registry, "ernie_moe/sft", "--launch.num_devices=8", parallel).degrees.ep == 4
 
 
 @pytest.mark.parametrize(
@@ -104,7 +113,16 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
             ["--launch.num_devices=2", PP2, "--train.micro_batch_size=1"],
             "train.micro_batch_size: is 1, and pipelines of .* take 2 rows or more; set it to 2",
         ),
-        ("qwen_moe/sft", [], r"engine.program: is step, which cannot route tokens \(family qwen_moe\)"),
+        (
+            "qwen_moe/sft",
+            ["--launch.num_devices=4", '--parallel={"expert_parallel_degree":2}'],
+            "parallel.expert_parallel_degree: is 2, and programs .* share experts out over all data ranks, 4; set it",
+        ),
+        (
+            "deepseek/sft",
+            ["--launch.num_devices=2", PP2, "--train.micro_batch_size=2"],
+            "parallel.pipeline_parallel_degree: is 2, which programs of engine.program step do not have for routed",
+        ),
         (
             "llama/sft",
             [

@@ -83,6 +83,11 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return _on_parts(lambda local: _run("cross_entropy", local, constant_part(targets))[0], logits)
 
 
+def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """`ops.grouped_matmul` by one product a matrix, of its rows and no others."""
+    return _grouped(x, weight, counts, False) if _takes(x, weight) else ops.grouped_matmul(x, weight, counts)
+
+
 # products of inputs that are rounded to bfloat16, with float32 sums
 
 
@@ -112,6 +117,11 @@ def bf16_linear(x: Tensor, y: Tensor, transpose_y: bool = False) -> Tensor:
 def rounded_linear(x: Tensor, y: Tensor, transpose_y: bool = False) -> Tensor:
     """`rounded_matmul` of x [..., I] and a matrix, with a gradient: for programs."""
     return _run("rounded_linear", x, y, transpose_y)[0]
+
+
+def rounded_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """`grouped_matmul` of inputs rounded to bfloat16, by MKL's products of float32."""
+    return _grouped(x, weight, counts, True)
 
 
 def plain_rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
@@ -165,6 +175,11 @@ def _takes(*tensors: Tensor) -> bool:
     if any(t.dtype != paddle.float32 or 0 in t.shape for t in tensors):
         return False
     return not tensors[0].is_dist() or (is_split(tensors[0]) and are_alike(tensors))
+
+
+def _grouped(x: Tensor, weight: Tensor, counts: Tensor, rounds: bool) -> Tensor:
+    # of matrices that are not trained no gradient is made
+    return _run("grouped_rows" if weight.stop_gradient else "grouped_product", x, weight, counts, rounds)[0]
 
 
 def _on_parts(kernel: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from llmsuite.devices.cpu.build import Library, library
 from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
-_FILES = ("attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc")
+_FILES = ("attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc", "grouped.cc")
 _HEADERS = ("common.h", "linear.h", "products.h", "rounding.h", "stored.h")
 KERNELS = Library(
     name="kernels",

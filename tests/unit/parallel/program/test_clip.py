@@ -118,7 +118,11 @@ def test_the_limit_is_exact(train: str) -> None:
         assert (told["updated"], told["grad_norm"]) == (expected, norm), limit
 
 
-@given(st.floats(0, allow_nan=False), st.floats(width=32))
+# no subnormal numbers, which are 0 to a processor once a library has told it so
+@given(
+    st.floats(0, allow_nan=False, allow_subnormal=False),
+    st.just(math.nan) | st.floats(0, width=32, allow_subnormal=False),
+)
 def test_a_limit_in_float32_decides_as_that_in_float64(limit: float, norm: float) -> None:
     assert (np.float32(norm) <= np.float32(largest_float32(limit))) == (math.isfinite(norm) and norm <= limit)
 
