@@ -1,6 +1,6 @@
-# Every target sets up what it needs in .venv. Needs Python 3.10 or 3.11; tests with several processes need g++ too.
-PYTHON ?= $(shell for p in python3.11 python3.10 python3; do \
-	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 12))' 2>/dev/null && echo $$p && break; done)
+# Every target sets up what it needs in .venv. Needs Python 3.10 to 3.12; tests with several processes need g++ too.
+PYTHON ?= $(shell for p in python3.11 python3.10 python3.12 python3; do \
+	$$p -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] < (3, 13))' 2>/dev/null && echo $$p && break; done)
 VENV := .venv
 BIN := $(VENV)/bin
 TOOLS := .venv-tools
@@ -113,7 +113,7 @@ clean:
 	rm -rf $(VENV) $(TOOLS) runs models
 
 $(VENV)/python: pyproject.toml
-	@test -n "$(PYTHON)" || { echo "Python 3.10 or 3.11 is needed; set PYTHON=/path/to/python3.11"; exit 2; }
+	@test -n "$(PYTHON)" || { echo "Python 3.10, 3.11 or 3.12 is needed; set PYTHON=/path/to/python3.11"; exit 2; }
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 

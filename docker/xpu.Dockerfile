@@ -1,5 +1,5 @@
 # docker build -f docker/xpu.Dockerfile --build-arg BASE=IMAGE -t llmsuite:xpu .
-# IMAGE has the driver's libraries for Kunlun XPUs and Python 3.10 or 3.11, as Paddle's own images for XPU do.
+# IMAGE has the driver's libraries for Kunlun XPUs and Python 3.10 to 3.12, as Paddle's own images for XPU do.
 # Neither built nor run yet: no machine with an XPU was at hand.
 ARG BASE
 FROM ${BASE}

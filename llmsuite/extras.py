@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib.metadata
-import re
 import shlex
+from collections.abc import Collection
+
+from packaging.markers import Marker
+from packaging.requirements import Requirement
 
 
 def install_command(extra: str, without: str = "") -> str:
@@ -21,8 +24,16 @@ def install_command(extra: str, without: str = "") -> str:
         required = importlib.metadata.requires("llmsuite") or []
     except importlib.metadata.PackageNotFoundError:  # run out of a clone that is not installed
         required = []
-    of_extra = re.compile(rf"extra\s*==\s*['\"]{re.escape(extra)}['\"]")
-    parted = (text.partition(";") for text in required)
-    packages = [package.strip() for package, _, marker in parted if of_extra.search(marker)]
+    of_extra = [package for package in map(Requirement, required) if package.marker and _is_of(package.marker, extra)]
+    packages = [f"{package.name}{_bracketed(package.extras)}{package.specifier}" for package in of_extra]
     packages = [package for package in packages if not without or not package.startswith(without)]
     return shlex.join(["pip", "install", *packages]) if packages else f"pip install -e '.[{extra}]'"
+
+
+def _is_of(marker: Marker, extra: str) -> bool:
+    """Whether a package is wanted here for this extra, and not in any case."""
+    return marker.evaluate({"extra": extra}) and not marker.evaluate({"extra": ""})
+
+
+def _bracketed(extras: Collection[str]) -> str:
+    return f"[{','.join(sorted(extras))}]" if extras else ""

@@ -106,8 +106,8 @@ def _findings(args: Any, registry: Registry) -> Iterator[Finding]:
 
 def _machine() -> Iterator[Finding]:
     version = platform.python_version()
-    good = (3, 10) <= sys.version_info[:2] < (3, 12)
-    yield (_OK if good else _BAD), "python", version + ("" if good else "; install Python 3.10 or 3.11")
+    good = (3, 10) <= sys.version_info[:2] < (3, 13)
+    yield (_OK if good else _BAD), "python", version + ("" if good else "; install Python 3.10, 3.11 or 3.12")
     yield _OK, "llmsuite", __version__
     yield _OK, "cores", str(os.cpu_count())
     memory = _available_memory()

@@ -24,7 +24,17 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 
 def built(extra: str) -> list[str]:
     """The requirements of an extra as the metadata of a wheel has them."""
-    return [f'{Requirement(text)}; extra == "{extra}"' for text in PROJECT["optional-dependencies"][extra]]
+    parted = [(Requirement(text), text.partition(";")[0]) for text in PROJECT["optional-dependencies"][extra]]
+    return [
+        f'{package}; ({wanted.marker}) and extra == "{extra}"' if wanted.marker else f'{package}; extra == "{extra}"'
+        for wanted, package in parted
+    ]
+
+
+def wanted_here(extra: str) -> list[Requirement]:
+    """What this version of Python needs of an extra."""
+    parted = [(Requirement(text), text.partition(";")[0]) for text in PROJECT["optional-dependencies"][extra]]
+    return [Requirement(package) for wanted, package in parted if not wanted.marker or wanted.marker.evaluate()]
 
 
 @pytest.mark.parametrize("extra", ["serve", "eval", "gguf", "ms", "math", "verifiers", "cpu"])
@@ -33,9 +43,13 @@ def test_the_packages_of_an_extra_are_named(extra: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(importlib.metadata, "requires", lambda name: every if name == "llmsuite" else None)
     pip, install, *packages = shlex.split(install_command(extra))
     assert (pip, install) == ("pip", "install")
-    assert [Requirement(package) for package in packages] == list(
-        map(Requirement, PROJECT["optional-dependencies"][extra])
-    )
+    assert [Requirement(package) for package in packages] == wanted_here(extra)
+
+
+def test_a_package_of_other_versions_of_python_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    required = ["a[b]<2; extra == 'x'", "old; python_version < '3' and extra == 'x'", "always>=1"]
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: required)
+    assert install_command("x") == "pip install 'a[b]<2'"
 
 
 def test_what_is_there_already_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

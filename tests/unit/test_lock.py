@@ -43,7 +43,8 @@ def locked(path: Path) -> dict[str, list[tuple[str, int]]]:
 def test_it_covers_what_pyproject_asks_for(wanted: Requirement) -> None:
     versions = locked(LOCK).get(canonicalize_name(wanted.name), [])
     assert versions, "run: make lock"
-    assert all(wanted.specifier.contains(version, prereleases=True) for version, _ in versions), "run: make lock"
+    fits = [wanted.specifier.contains(version, prereleases=True) for version, _ in versions]
+    assert any(fits) if wanted.marker else all(fits), "run: make lock"  # with a marker, of some versions of Python
 
 
 def test_every_package_has_hashes() -> None:

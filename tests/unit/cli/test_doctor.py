@@ -48,9 +48,9 @@ def usage(size: float) -> Any:
 
 
 def test_another_python_is_refused(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(doctor.sys, "version_info", (3, 12, 1))
+    monkeypatch.setattr(doctor.sys, "version_info", (3, 13, 1))
     level, text = told(doctor._machine())["python"]
-    assert (level, "install Python 3.10 or 3.11" in text) == ("BAD", True)
+    assert (level, "install Python 3.10, 3.11 or 3.12" in text) == ("BAD", True)
 
 
 def test_packages_outside_of_their_pins(monkeypatch: Patch) -> None:
