@@ -50,7 +50,9 @@ test-multi: $(VENV)/test
 	$(BIN)/python -m pytest tests/multi $(WORKERS) -q
 
 # files of which `make test` runs some cases only
-ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_programs bf16_rollouts expert_parallel lora lora_further mtp pipelines removals rollouts standin standin_further standin_programs)
+ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_programs bf16_rollouts expert_parallel lora \
+	lora_further mtp pipelines program_experts program_guard program_options program_pipelines programs removals \
+	rollouts standin standin_further standin_programs windows)
 
 parity: $(VENV)/test
 	LLMSUITE_TEST_MESHES=all $(BIN)/python -m pytest tests/parity $(ON_ALL_MESHES) -q --write-parity-table
