@@ -74,6 +74,7 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
         self._max_norm, self._dims, self._scale, self._loss_scale = max_norm, dims, scale, loss_scale
         self._shared_out = shared_out
         self._accepted: dict[tuple[int, ...], Any] = {}
+        self._factors: dict[tuple[int, ...], Any] = {}
         self.variable = f"global_norm_{next(_numbers)}"
         """Name of the variable in which a step leaves the norm before clipping, and 1 where it is accepted, [2]. Where
         programs have one in common, only the last one that was made writes it (Paddle 3.3.1), and Paddle's own numbers
@@ -100,6 +101,14 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
         """Whether the step is accepted, [1], on the mesh of a gradient in the program that is being made."""
         return self._accepted[_ranks(gradient)]
 
+    def clipped(self, gradient: Any) -> Any:
+        """A gradient as its update takes it. To be asked for right in front of that, not by `_pir_clip`: of all
+        gradients at once that would take as much memory as the parameters do."""
+        if self._factors:
+            return gradient * self._factors[_ranks(gradient)]
+        # a copy: Paddle 3.3.1 divides what it updates with where it lies, and the norm may be made behind that
+        return gradient if self._scale == 1 else paddle.scale(gradient, 1.0)
+
     def _pir_clip(self, params_grads: list[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         """Called while a program is made, with the gradients of a step; parameters that are frozen have none."""
         params_grads = [(p, g if g is None else self._summed(p, g)) for p, g in params_grads]
@@ -111,13 +120,9 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
                 told = paddle.concat([norm.reshape([1]), self._accepted[ranks].astype("float32")])
                 told.persistable = True  # else it is freed before anybody can read it
                 paddle._C_ops.set_persistable_value(told, self.variable)
-        if self._max_norm is None and self._loss_scale is None:
-            if self._scale == 1:
-                return params_grads
-            # a copy: Paddle 3.3.1 divides what it updates with where it lies, and the norm may be made behind that
-            return [(p, g if g is None else paddle.scale(g, 1.0)) for p, g in params_grads]
-        factors = {ranks: self._factor(norm) for ranks, norm in norms.items()}
-        return [(p, g if g is None else g * factors[_ranks(g)]) for p, g in params_grads]
+        if self._max_norm is not None or self._loss_scale is not None:
+            self._factors = {ranks: self._factor(norm) for ranks, norm in norms.items()}
+        return params_grads
 
     def _norms(self, gradients: Mapping[str, Any]) -> dict[tuple[int, ...], Any]:
         """The norm over all gradients, by the names of their parameters, on each of their meshes: by its ranks."""

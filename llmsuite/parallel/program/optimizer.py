@@ -233,8 +233,9 @@ class _AdamW(_WithFactors, _WithState, paddle.optimizer.AdamW):
     _grad_clip: NormClip
 
     def _append_optimize_op(self, block: Any, param_and_grad: tuple[Any, Any]) -> Any:
-        self._set_auxiliary_var("found_inf", paddle.logical_not(self._grad_clip.accepted(param_and_grad[1])))
-        return super()._append_optimize_op(block, param_and_grad)
+        parameter, gradient = param_and_grad
+        self._set_auxiliary_var("found_inf", paddle.logical_not(self._grad_clip.accepted(gradient)))
+        return super()._append_optimize_op(block, (parameter, self._grad_clip.clipped(gradient)))
 
 
 class _SGD(_WithFactors, paddle.optimizer.SGD):
@@ -246,7 +247,8 @@ class _SGD(_WithFactors, paddle.optimizer.SGD):
         parameter, gradient = param_and_grad
         # what is no number is not below the bound either, and gives way to it
         bound = self._grad_clip.accepted(gradient).astype("float32") * LARGEST
-        return super()._append_optimize_op(block, (parameter, paddle.fmin(paddle.fmax(gradient, -bound), bound)))
+        within = paddle.fmin(paddle.fmax(self._grad_clip.clipped(gradient), -bound), bound)
+        return super()._append_optimize_op(block, (parameter, within))
 
 
 _KINDS = PaddleKinds(_AdamW, _SGD)
