@@ -28,6 +28,7 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "lora": ("deepseek/lora", (*SGD, *LORA, EXPERTS, "--train.learning_rate=0.5")),
     "dora": ("deepseek/lora", (*ADAMW, "--lora.rank=4", "--lora.method=dora", EXPERTS, "--train.learning_rate=3e-2")),
     "dpo": ("qwen_moe/dpo", (*SGD, BALANCE)),
+    "packed pairs": ("qwen_moe/dpo", (*SGD, BALANCE, "--data.packing=best_fit")),
     "rm": ("deepseek/rm", (*SGD, "--train.learning_rate=0.2", BALANCE)),
     "kto": ("deepseek/kto", (*SGD, BALANCE, BIAS)),
 }
@@ -44,6 +45,8 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "tp2 packed": ("packed", 2, TP2, ()),
     "tp2 lora": ("lora", 2, {**TP2, **SP}, ()),
     "tp2 dpo": ("dpo", 2, TP2, (TWO,)),
+    "tp2 packed pairs": ("packed pairs", 2, {**TP2, **SP}, (TWO,)),
+    "tp2 selective": ("qwen_moe", 2, {**TP2, **SP}, ("--engine.recompute=selective",)),
     "ep2 sgd": ("deepseek sgd", 2, EP2, (TWO,)),
     "ep2 stage1, again": ("deepseek adamw", 2, {**EP2, "sharding": "stage1"}, (TWO, AGAIN)),
     "ep2 stage3": ("packed", 2, {**EP2, "sharding": "stage3"}, (TWO,)),

@@ -46,8 +46,8 @@ class SlicedShard(ParameterShard):
     """A parameter of sharding stage 3 in whole-step programs: between steps a rank has its slice only.
 
     Not of what no module of a layer gathers (`prefix_shapes.is_in_every_part`), nor of a table that two pipeline stages
-    have: the gradient of its slices would be sent among local operations of the
-    last stage, and what Paddle 3.3.1 takes out of the first stage's program with these is what that receives, too.
+    have: the gradient of its slices would be sent among local operations of the last stage, and what Paddle 3.3.1 takes
+    out of the first stage's program with these is what that receives, too.
     """
 
     def __init__(
