@@ -14,7 +14,7 @@ import pytest
 
 from llmsuite.data import rendering
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
-from llmsuite.data.rendering import Refused, render
+from llmsuite.data.rendering import Refused, render, render_all
 from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
@@ -56,10 +56,30 @@ def test_a_template_has_so_much_time(source: str) -> None:
 
 def test_a_text_is_not_endless() -> None:
     with pytest.raises(Refused, match="renders 134,217,738 bytes; a text has at most 134,217,728"):
-        render("{{ 'x' * (134217728 + 10) }}", TURNS)
+        # of a variable: Jinja computes constants when it compiles, and Python then takes seconds to read such a one
+        render("{{ messages[0].content * (134217728 + 10) }}", {"messages": [{"role": "user", "content": "x"}]})
     with pytest.raises(Refused) as caught:
         render("{{ raise_exception('x' * 10 ** 6) }}", TURNS)
     assert str(caught.value) == "x" * 1000
+
+
+def test_of_many_texts_each_has_its_own_limits() -> None:
+    source = "{% if n == 3 %}{{ (n * n) ** (9 ** 9) }}{% elif n == 5 %}{{ 1 / 0 }}{% else %}{{ n }}{% endif %}"
+    texts = render_all(source, [{"n": n} for n in range(600)])
+    assert [text for text in texts if isinstance(text, str)] == [str(n) for n in range(600) if n not in (3, 5)]
+    refused = {n: str(text) for n, text in enumerate(texts) if isinstance(text, Refused)}
+    assert refused == {3: "takes more than 2 s of the processor", 5: "division by zero"}
+    assert render_all(source, []) == []
+    (broken,) = render_all("{% if %}", [{}])
+    assert isinstance(broken, Refused)
+
+
+def test_no_message_takes_much_memory() -> None:
+    long, asked = "x" * 400_000, [{"text": "x"}] * 257
+    assert [len(part) for part in rendering._parts(asked)] == [256, 1]
+    assert [len(part) for part in rendering._parts([{"text": long}] * 5)] == [2, 2, 1]
+    assert [len(part) for part in rendering._parts([{"text": 4 * long}] * 2)] == [1, 1]
+    assert render_all("{{ text }}", [{"text": 4 * long}, {"text": long}]) == [4 * long, long]
 
 
 @pytest.mark.parametrize("name", sorted(BUILTIN))
