@@ -7,18 +7,19 @@ access to attributes of Python, cannot change their arguments, and have a proces
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 
 from llmsuite.data.jinja import Marked, environment, has_mark, unmark
-from llmsuite.data.rendering import Refused, render
+from llmsuite.data.rendering import Refused, render, render_all
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
@@ -48,6 +49,8 @@ BUILTIN = {
 PLACEHOLDER = "<think>\nplaceholder\n</think>\n\nplaceholder"
 """Stands for a turn of the model where only the text around it is used, and has what some templates leave out later."""
 _MOST_SOURCE = 1 << 20
+_Asked = tuple[tuple[Message, ...], bool, str]
+"""Turns, whether the prompt of generation follows them, tools as in `Conversation`."""
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
 
 
@@ -59,27 +62,50 @@ class ChatTemplate:
         self.source, self._tokens, self._name = source, special_tokens, name
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
         self._is_ours = source in BUILTIN.values()
+        self._known: Mapping[_Asked, str | Refused] = {}
+        """Texts that were rendered ahead."""
         try:
             if not self._is_ours:
                 render(source, None)
         except Refused as error:
             raise UserError(f"chat template of {name}: {error}") from error
 
+    def ahead_of_turns(self, conversations: Iterable[Conversation]) -> ChatTemplate:
+        """This template, which has rendered what `supervised_turns` of these asks for, all at a time."""
+        asked: list[_Asked] = []
+        for conversation in conversations:
+            messages, tools = conversation.messages, conversation.tools
+            asked.append((messages, False, tools))
+            for i in (i for i in range(len(messages)) if conversation.supervised[i]):
+                asked += [(messages[:i], not self._has_marks, tools), (messages[: i + 1], False, tools)]
+        return self._ahead_of(asked)
+
+    def ahead_of_splits(self, answered: Iterable[tuple[Sequence[Message], str]]) -> ChatTemplate:
+        """As `ahead_of_turns`, for `split` of these prompts with their answers."""
+        asked: list[_Asked] = []
+        for prompt, answer in answered:
+            asked += [(tuple(prompt), True, ""), ((*prompt, Message("assistant", answer)), False, "")]
+        return self._ahead_of(asked)
+
+    def ahead_of_prompts(self, prompts: Iterable[tuple[Sequence[Message], str]]) -> ChatTemplate:
+        """As `ahead_of_turns`, for `render` of these messages with their tools and the prompt of generation."""
+        return self._ahead_of((tuple(messages), True, tools) for messages, tools in prompts)
+
+    def _ahead_of(self, asked: Iterable[_Asked]) -> ChatTemplate:
+        if self._is_ours:
+            return self
+        found = copy.copy(self)
+        unique = list(dict.fromkeys(asked))
+        found._known = dict(zip(unique, render_all(self.source, [self._variables(*each) for each in unique])))
+        return found
+
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> str:
         """Text of a conversation; `tools` as in `Conversation`. Raises UserError when the template refuses it."""
         return self._marked(messages, add_generation_prompt, tools).text
 
     def _marked(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> Marked:
-        turns = [_as_plain(message) for message in messages]
-        functions = json.loads(tools) if tools else None
-        variables = {
-            "messages": turns,
-            "add_generation_prompt": add_generation_prompt,
-            "tools": functions,
-            **self._tokens,
-        }
         try:
-            rendered = _built_in(self.source).render(variables) if self._is_ours else render(self.source, variables)
+            rendered = self._rendered((tuple(messages), add_generation_prompt, tools))
         except Refused as error:
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
@@ -90,6 +116,23 @@ class ChatTemplate:
                 f"chat template of {self._name} has {{% generation %}}, and a turn a character that marks it"
             )
         return unmark(rendered)
+
+    def _rendered(self, asked: _Asked) -> str:
+        """Raises Refused."""
+        if self._is_ours:
+            return _built_in(self.source).render(self._variables(*asked))
+        known = self._known.get(asked)
+        if isinstance(known, Refused):
+            raise known
+        return render(self.source, self._variables(*asked)) if known is None else known
+
+    def _variables(self, messages: Sequence[Message], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
+        return {
+            "messages": [_as_plain(message) for message in messages],
+            "add_generation_prompt": add_generation_prompt,
+            "tools": json.loads(tools) if tools else None,
+            **self._tokens,
+        }
 
     def continuation(self, messages: Sequence[Message], replies: Sequence[Message], tools: str = "") -> str:
         """Text between the end of the last turn, which is the assistant's, and the turn that it writes next: whatever

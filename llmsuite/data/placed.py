@@ -23,7 +23,7 @@ from llmsuite.files import sha256_of, temporary_of
 from llmsuite.progress import report
 from llmsuite.regular import open_regular
 
-MOST_IN_MEMORY = 32 << 20
+MOST_IN_MEMORY = 4 << 20
 """Bytes of files whose rows are held in memory. While they are read they take up to thirty times as many."""
 _PACKED_RATIO = 4
 """Text that is compressed, or Parquet, has about so many times its bytes."""

@@ -17,6 +17,8 @@ from llmsuite.errors import UserError
 from llmsuite.specs import DataFormat
 
 KINDS = (".json", ".jsonl", ".parquet", *DELIMITERS)
+_UNREAD = (".arrow", ".feather", ".ods", ".xls", ".xlsx")
+"""Tables that people have, and that would be read as JSON Lines."""
 _PARQUET_ROWS = 1024
 
 
@@ -83,7 +85,10 @@ def _all_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file, or the files of data in a directory, by name. Raises UserError when there are none."""
+    """The file, or the files of data in a directory, by name. Raises UserError when there are none, or the file is a
+    table that is not read."""
+    if path.suffix.lower() in _UNREAD:
+        raise UserError(f"{path}: {path.suffix} files are not read; save it as .csv, .jsonl or .parquet")
     if not path.is_dir():
         return [path]
     found = sorted(file for file in path.iterdir() if file.is_file() and unpacked_suffix(file) in KINDS)

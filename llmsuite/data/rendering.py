@@ -18,7 +18,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -30,7 +30,9 @@ MEMORY = 1 << 30
 MOST_TEXT = 128 << 20
 """Bytes of a text."""
 _MOST_REASON = 1000
-_TEXT, _REASON, _UNKNOWN = b"T", b"R", b"U"
+_MOST_ASKED, _MOST_BYTES = 256, 1 << 20
+"""Texts that are asked for at a time, and what their variables take as JSON, unless one alone takes more."""
+_TEXT, _REASON = b"T", b"R"
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from llmsuite.data.rendering import serve; serve({pipe})"
 
 
@@ -48,6 +50,15 @@ def render(source: str, variables: Mapping[str, Any] | None) -> str:
     Raises:
         Refused: it is no valid Jinja, raises an error, or takes too much time or memory.
     """
+    (text,) = render_all(source, [variables])
+    if isinstance(text, Refused):
+        raise text
+    return text
+
+
+def render_all(source: str, variables: Sequence[Mapping[str, Any] | None]) -> list[str | Refused]:
+    """What `render` returns or raises for each. Many texts at a time: waiting for the other process takes ten times as
+    long as a text."""
     return _renderer().ask(source, variables)
 
 
@@ -62,24 +73,25 @@ def serve(pipe: int) -> None:
         except (EOFError, ConnectionError):
             return
         limit_seconds(SECONDS)
-        try:
-            reply = _answer(json.loads(request), compiled)
-        except MemoryError:
-            reply = _REASON + f"takes more than {MEMORY >> 30} GiB of memory".encode()
-        except Exception as error:  # a template is a stranger's program: it can fail in any way
-            reply = _REASON + str(error)[:_MOST_REASON].encode("utf-8", "replace")
-        connection.send_bytes(reply)
+        asked = json.loads(request)
+        for variables in asked["variables"]:
+            limit_seconds(SECONDS)
+            try:
+                reply = _answer(asked, variables, compiled)
+            except MemoryError:
+                reply = _REASON + f"takes more than {MEMORY >> 30} GiB of memory".encode()
+            except Exception as error:  # a template is a stranger's program: it can fail in any way
+                reply = _REASON + str(error)[:_MOST_REASON].encode("utf-8", "replace")
+            connection.send_bytes(reply)
 
 
-def _answer(request: Mapping[str, Any], compiled: dict[str, Any]) -> bytes:
-    key = request["key"]
-    if "source" in request:
-        compiled[key] = environment().from_string(request["source"])
+def _answer(asked: Mapping[str, Any], variables: Mapping[str, Any] | None, compiled: dict[str, Any]) -> bytes:
+    key = asked["key"]
     if key not in compiled:
-        return _UNKNOWN
-    if request["variables"] is None:
+        compiled[key] = environment().from_string(asked["source"])
+    if variables is None:
         return _TEXT
-    text = compiled[key].render(request["variables"]).encode("utf-8", "surrogatepass")
+    text = compiled[key].render(variables).encode("utf-8", "surrogatepass")
     if len(text) > MOST_TEXT:
         return _REASON + f"renders {len(text):,} bytes; a text has at most {MOST_TEXT:,}".encode()
     return _TEXT + bytes(text)
@@ -90,6 +102,20 @@ def _key(source: str) -> str:
     return hashlib.sha256(source.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+def _parts(variables: Sequence[Mapping[str, Any] | None]) -> Iterator[list[str]]:
+    """As JSON, so many at a time as are asked for together."""
+    part, size = list[str](), 0
+    for each in variables:
+        text = json.dumps(each)
+        if part and (len(part) == _MOST_ASKED or size + len(text) > _MOST_BYTES):
+            yield part
+            part, size = [], 0
+        part.append(text)
+        size += len(text)
+    if part:
+        yield part
+
+
 class _Renderer:
     """The process of the templates, as seen by the program that uses them."""
 
@@ -97,29 +123,37 @@ class _Renderer:
         self.owner, self._lock = os.getpid(), threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Any = None
+        self._known: set[str] = set()
+        """Keys of the templates that the process has compiled."""
 
-    def ask(self, source: str, variables: Mapping[str, Any] | None) -> str:
-        """See `render`."""
-        request: Mapping[str, Any] = {"key": _key(source), "variables": variables}
+    def ask(self, source: str, variables: Sequence[Mapping[str, Any] | None]) -> list[str | Refused]:
+        """See `render_all`."""
+        key, texts = _key(source), list[str | Refused]()
         with self._lock:
-            reply = self._exchange(request)
-            if reply == _UNKNOWN:
-                reply = self._exchange({**request, "source": source})
-        if reply[:1] == _TEXT:
-            return reply[1:].decode("utf-8", "surrogatepass")
-        raise Refused(reply[1:].decode())
+            for part in _parts(variables):
+                end = len(texts) + len(part)
+                while len(texts) < end:  # a text that ended the process is told; another process goes on behind it
+                    texts += self._exchange(key, source, part[len(texts) - end :])
+        return texts
 
-    def _exchange(self, request: Mapping[str, Any]) -> bytes:
-        connection = self._connection or self._start()
+    def _exchange(self, key: str, source: str, variables: Sequence[str]) -> list[str | Refused]:
+        """Texts for variables, as JSON, up to the one that ends the process, if one does."""
+        connection, texts = self._connection or self._start(), list[str | Refused]()
+        told = "" if key in self._known else f', "source": {json.dumps(source)}'
         try:
-            connection.send_bytes(json.dumps(request).encode())
-            reply: bytes = connection.recv_bytes()
+            connection.send_bytes(f'{{"key": "{key}"{told}, "variables": [{",".join(variables)}]}}'.encode())
+            for _ in variables:
+                reply: bytes = connection.recv_bytes()
+                is_text = reply[:1] == _TEXT
+                texts.append(reply[1:].decode("utf-8", "surrogatepass") if is_text else Refused(reply[1:].decode()))
+                if is_text:
+                    self._known.add(key)
         except (EOFError, ConnectionError):
-            return _REASON + self._ended().encode()
+            texts.append(Refused(self._ended()))
         except BaseException:
             self.close()  # it is in the middle of something: Ctrl-C
             raise
-        return reply
+        return texts
 
     def _start(self) -> Any:
         here, there = multiprocessing.Pipe()
@@ -156,6 +190,7 @@ class _Renderer:
             self._process.kill()
             self._process.wait()
         self._connection = self._process = None
+        self._known.clear()
 
 
 _renderers: list[_Renderer] = []

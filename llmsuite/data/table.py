@@ -36,7 +36,7 @@ def table_rows(stream: IO[bytes], path: Path, kind: str) -> Iterator[tuple[str, 
         fault = None
         if len(cells) != len(header):
             fault = f"has {len(cells)} columns, and the header {len(header)}: {', '.join(header)}"
-        elif any("\udc80" <= char <= "\udcff" for cell in cells for char in cell):
+        elif not _is_text(cells):
             fault = "is not UTF-8"
         yield f"{path}:{number}", dict(zip(header, cells)), fault
 
@@ -57,10 +57,18 @@ def _cells(stream: IO[bytes], path: Path, delimiter: str) -> Iterator[tuple[int,
                 yield begin, cells
             begin = reader.line_num + 1
     except csv.Error as error:
+        if "new-line character" in str(error):
+            raise UserError(f"{path}:{begin}: has a \\r within a line; lines end with \\n or \\r\\n") from error
         raise UserError(f"{path}:{begin}: cannot be read: {error}; quotes within a quoted cell are doubled") from error
 
 
+def _is_text(cells: list[str]) -> bool:
+    return not any("\udc80" <= char <= "\udcff" for cell in cells for char in cell)
+
+
 def _check_header(header: list[str], path: Path, number: int, kind: str) -> None:
+    if not _is_text(header):
+        raise UserError(f"{path}:{number}: is not UTF-8; save the file as UTF-8")
     twice = next((name for name in header if header.count(name) > 1), None)
     if twice is not None:
         raise UserError(f"{path}:{number}: names the column {twice!r} twice")

@@ -115,7 +115,7 @@ class TextTokenizer:
         """Ids of many texts, in parallel where the tokenizer can. Raises as `encode`."""
         if self._fast:
             with self._panics():
-                return [list(e.ids) for e in self._fast.encode_batch(list(texts), add_special_tokens=False)]
+                return [list(e.ids) for e in self._fast.encode_batch_fast(list(texts), add_special_tokens=False)]
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -62,10 +62,11 @@ class CompletionStage(Stage[Any]):
     def make_samples(self, rows: Sequence[Prompt], counts: DropCounts) -> list[RolloutPrompt]:
         """Prompts that leave room for a completion."""
         texts, kept = [], []
+        template = self._template.ahead_of_prompts((row.messages, row.tools) for row in rows)
         for number, row in enumerate(rows):
             try:
-                text = self._template.render(row.messages, add_generation_prompt=True, tools=row.tools)
-                self._template.check_tools(text, row.tools)
+                text = template.render(row.messages, add_generation_prompt=True, tools=row.tools)
+                template.check_tools(text, row.tools)
                 texts.append(text)
                 kept.append((number, row))
             except UserError as error:

@@ -71,12 +71,13 @@ class KtoStage(Stage[LabelledAnswer]):
         """Answers that fit. Nothing is ever cut: the model would not learn to end a cut answer."""
         texts: list[str] = []
         kept: list[tuple[int, Unpaired]] = []
+        template = self._template.ahead_of_splits((row.prompt, row.completion) for row in rows)
         for number, row in enumerate(rows):
             if not row.completion.strip():
                 counts.drop("with an empty answer", number)
                 continue
             try:
-                texts += self._template.split(row.prompt, row.completion)
+                texts += template.split(row.prompt, row.completion)
                 kept.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))

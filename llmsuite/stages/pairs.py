@@ -59,6 +59,7 @@ class PairStage(Stage["Pair | Pairs"]):
         """Pairs whose answers differ and fit. Nothing is ever cut: the model would not learn to end a cut answer."""
         texts: list[str] = []
         kept: list[int] = []
+        template = self._template.ahead_of_splits((row.prompt, a) for row in rows for a in (row.chosen, row.rejected))
         for number, row in enumerate(rows):
             if row.chosen.strip() == row.rejected.strip():
                 counts.drop("with chosen equal to rejected", number)
@@ -66,8 +67,8 @@ class PairStage(Stage["Pair | Pairs"]):
                 counts.drop("with an empty answer", number)
             else:
                 try:
-                    prompt, chosen = self._template.split(row.prompt, row.chosen)
-                    _, rejected = self._template.split(row.prompt, row.rejected)
+                    prompt, chosen = template.split(row.prompt, row.chosen)
+                    _, rejected = template.split(row.prompt, row.rejected)
                 except UserError as error:
                     counts.bad(number, str(error))
                     continue

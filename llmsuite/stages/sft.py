@@ -44,9 +44,10 @@ class SftStage(Stage[WeightedTokens]):
         """The conversations that fit. Raises UserError with the line that the chat template cannot render."""
         turns: list[list[tuple[str, str]]] = []
         rendered: list[tuple[int, Conversation]] = []
+        template = self._template.ahead_of_turns(filter(_has_answers, rows))
         for number, row in enumerate(rows):
             try:
-                turns.append(self._template.supervised_turns(row) if _has_answers(row) else [])
+                turns.append(template.supervised_turns(row) if _has_answers(row) else [])
                 rendered.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))

@@ -14,18 +14,20 @@ import pytest
 
 from llmsuite.data.placed import MOST_IN_MEMORY, is_large
 from tests.multi.conftest import Runner, learnt
+from tests.parity.cases import few
 from tests.paths import DATA
 
-STEPS = 6
+STEPS = 4
 SAME = ("--data.num_workers=2", f"--train.max_steps={STEPS}", "--train.global_batch_size=8",
         "--train.micro_batch_size=2", "--train.num_epochs=null", "--checkpoint.save_steps=2",
         "--checkpoint.keep_last=3")  # fmt: skip
-CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
+_CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sft": ("recipes/llama/sft.json", "sft", ()),
     "sft, packed": ("recipes/llama/sft.json", "sft", ("--data.packing=best_fit", "--data.max_length=160")),
     "dpo": ("recipes/llama/dpo.json", "preference", ()),
     "kto": ("recipes/llama/kto.json", "unpaired", ()),
 }
+CASES = few(_CASES, "sft", "kto")
 
 
 def widened(source: Path, target: Path) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import typing
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.data import chat_template
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.errors import UserError
@@ -191,6 +193,46 @@ def test_blocks_of_generation_are_what_is_supervised() -> None:
     unmarked = re.sub(r"{%-? (end)?generation %}", "", MARKED)
     with pytest.raises(UserError, match="renders what is before messages"):
         template(unmarked).supervised_turns(both)
+
+
+BLOCKS = (
+    "{% if messages[-1].content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}{% generation %}{{ m.content }};"
+    "{% endgeneration %}{% else %}{{ m.content }};{% endif %}{% endfor %}"
+)
+PICKY = (
+    "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not this') }}{% endif %}"
+    "<{{ m.role }}>{{ m.content }};{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def _told(what: Any, *arguments: Any) -> Any:
+    try:
+        return what(*arguments)
+    except UserError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("source", [BLOCKS, PICKY], ids=["marked", "picky"])
+def test_what_is_rendered_ahead_is_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = ["Hi?", "no", "Hello.", "x\ud800", ""]
+    talks = [
+        Conversation(tuple(Message(role, text) for role, text in zip(["user", "assistant"] * 2, texts)), supervised)
+        for texts in itertools.product(says, repeat=4)
+        for supervised in [(False, True, False, True), (False, False, False, True)]
+    ]
+    answered = [(talk.messages[:3], talk.messages[3].content) for talk in talks]
+    alone = template(source)
+    turns = [_told(alone.supervised_turns, talk) for talk in talks[:300]]
+    splits = [_told(alone.split, *pair) for pair in answered[:300]]
+    prompts = [_told(alone.render, prompt, True) for prompt, _ in answered[:300]]
+    assert {type(found) for found in (*turns, *splits)} == {list, tuple, str}
+    ahead = alone.ahead_of_turns(talks[:300]), alone.ahead_of_splits(answered[:300])
+    of_prompts = alone.ahead_of_prompts((prompt, "") for prompt, _ in answered[:300])
+    monkeypatch.setattr(chat_template, "render", None)  # all is known
+    assert [_told(ahead[0].supervised_turns, talk) for talk in talks[:300]] == turns
+    assert [_told(ahead[1].split, *pair) for pair in answered[:300]] == splits
+    assert [_told(of_prompts.render, prompt, True) for prompt, _ in answered[:300]] == prompts
 
 
 def test_a_turn_without_a_block_is_not_supervised() -> None:

@@ -65,6 +65,8 @@ def test_a_table_is_read_to_the_letter(tmp_path: Path, name: str) -> None:
         ('a,b\n"1"x,2\n', 2, "cannot be read: ',' expected after '\"'"),
         ('a,b\n1,2\n"1,2\n3,4\n', 3, "cannot be read: unexpected end of data"),
         ("a,b,a\n1,2,3\n", 1, "names the column 'a' twice"),
+        (b"a,b\xe9\n1,2\n", 1, "is not UTF-8; save the file as UTF-8"),
+        ("a,b\n1,2\n1\r2,3\n", 3, r"has a \r within a line; lines end with \n or \r\n"),
         ("a;b\n1;2\n", 1, "has the one column 'a;b'; a .csv file has ',' between its cells, and not ';'"),
     ],
 )
