@@ -9,6 +9,7 @@ import abc
 import importlib
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmsuite.errors import UserError
@@ -92,6 +93,11 @@ class DeviceBackend(abc.ABC):
         module = importlib.import_module(self.kernel_module) if table else None
         return Ops(**{field: getattr(module, function) for field, function in table.items()})
 
+    def program_kernels(self) -> Sequence[Path]:
+        """Files that let a predictor of Paddle's own run a program with stored matrices: the sources of its operations,
+        and what builds and registers them without llmsuite. Imports no Paddle."""
+        return ()
+
     def stores_as_trained(self, precision: str) -> bool:
         """Whether what draws for a model that is trained in a precision has matrices in bf16: the training rounds the
         inputs of products, and a kernel for stored matrices computes as that does. Imports no Paddle."""
@@ -103,8 +109,9 @@ class DeviceBackend(abc.ABC):
         Imports no Paddle."""
         return False
 
-    def environment(self, local_ranks: int) -> dict[str, str]:
-        """Variables a worker needs before it imports Paddle; what the user has set wins."""
+    def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
+        """Variables a worker needs before it imports Paddle; what the user has set wins. `answers`: whether it only
+        draws from a model, one token after the other, and trains nothing."""
         return {}
 
     def patience(self, stall_seconds: float | None) -> dict[str, str]:
@@ -116,9 +123,9 @@ class DeviceBackend(abc.ABC):
         """Variables that differ from rank to rank, for a launcher; they win over what the user has set."""
         return {}
 
-    def variables(self, local_ranks: int, local_rank: int) -> dict[str, str]:
-        """What a launcher adds to the environment of a rank, or replaces there."""
-        mine = self.environment(local_ranks)
+    def variables(self, local_ranks: int, local_rank: int, answers: bool = False) -> dict[str, str]:
+        """What a launcher adds to the environment of a rank, or replaces there; `answers` as for `environment`."""
+        mine = self.environment(local_ranks, answers)
         return {**{name: os.environ.get(name, mine[name]) for name in mine}, **self.rank_environment(local_rank)}
 
     def select(self, numbers: Sequence[int]) -> dict[str, str]:

@@ -27,7 +27,7 @@ class GpuBackend(DeviceBackend):
         # flash attention takes 16-bit inputs only
         return _KERNELS if precision == "fp32" else {**_KERNELS, **FLASH_ATTENTION}
 
-    def environment(self, local_ranks: int) -> dict[str, str]:
+    def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
         # TF32 would make float32 runs differ between strategies by 1e-3; bf16 is the way to ask for speed
         return {"NVIDIA_TF32_OVERRIDE": "0"}
 

@@ -99,6 +99,16 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
+def square_sum(x: Tensor, factor: float) -> Tensor:
+    """The sum of the squares of x times a number, []; what overflows is that and not the squares of x."""
+    return x.scale(factor).square_().sum()
+
+
+def scale(x: Tensor, factor: float) -> None:
+    """x times a number, in place."""
+    x.scale_(factor)
+
+
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """Consecutive rows of x [N, I], so many `counts` [E] for each matrix of weight [E, I, O], to [N, O]; zeros in rows
     that belong to no matrix, which are the last. For programs, which do not know the counts while they are made.
@@ -167,6 +177,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
+def joined_swiglu(both: Tensor) -> Tensor:
+    """`swiglu` of gate and up side by side, [B, L, 2 F]."""
+    return F.swiglu(both)
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Negative log-probability of each target. logits [N, V] float32, targets [N] -> [N]."""
     return F.cross_entropy(logits, targets, reduction="none").flatten()
@@ -201,7 +216,7 @@ class Codes:
     bits: int
     """32: float32, as it is; 16: bf16; 8: steps of a block's scale; 4: levels of it."""
     levels: tuple[float, ...] = ()
-    """The value of each of 16 codes of 4 bits, before it is scaled."""
+    """The value of each of 16 codes of 4 bits, before it is scaled, exact in bfloat16."""
 
 
 FLOATS = Codes(32)
@@ -244,8 +259,6 @@ class DecoderWeights:
     has_bias: bool
     has_head_norms: bool
     is_tied: bool
-    rounds_inputs: bool = False
-    """Whether the inputs of products are rounded to bfloat16."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,14 +283,22 @@ class Ops:
     operand: Callable[[Tensor], Tensor] = operand
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_matmul
     """For programs, with a gradient; takes plain tensors."""
+    joined_swiglu: Callable[[Tensor], Tensor] = joined_swiglu
+    """For generation: a kernel has no gradient."""
+    square_sum: Callable[[Tensor, float], Tensor] = square_sum
+    """For the norm of the gradients; like `scale`, it is not differentiated."""
+    scale: Callable[[Tensor, float], None] = scale
+    """For gradients, before they update their parameters."""
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, each tensor [B, J, S, K], float32 or bfloat16, and how many columns
     are filled, to logits [B, V]; keys and values are written in place. None: layer by layer, by these operations."""
     stored_product: Callable[[Tensor, StoredMatrix], Tensor] | None = None
-    """x [N, I] times a stored matrix, [N, O] in float32. None: the device has no such matrices."""
+    """x [..., I], rounded to bfloat16, times a stored matrix, [..., O] in float32. None: the device has no such
+    matrices."""
     stored_outputs: Callable[[Tensor, StoredMatrix], Tensor] | None = None
-    """Outputs, by number [N], of a stored matrix, [N, I] in float32: embeddings of words. None as `stored_product`."""
+    """Outputs, by number [...], of a stored matrix, [..., I] in float32: embeddings of words. None as
+    `stored_product`."""
     stored_write: Callable[[Tensor, StoredMatrix, int, bool], None] | None = None
     """Writes values [I, n], or turned [n, I], into a matrix stored in bf16, from an output on. None as before."""
     heads_first: bool = False

@@ -15,7 +15,9 @@ from llmsuite.devices.variables import check_rank
 _NOISE = ("OMP_NUM_THREADS set to", "if this PaddlePaddle binary is compiled with OpenBlas", "PLEASE USE OMP_NUM")
 
 
-def start_paddle(backend: DeviceBackend, local_ranks: int, join: bool = False, fork: bool = False) -> None:
+def start_paddle(
+    backend: DeviceBackend, local_ranks: int, join: bool = False, fork: bool = False, answers: bool = False
+) -> None:
     """Set the backend's environment, then import Paddle. What the user has set wins.
 
     Args:
@@ -23,12 +25,13 @@ def start_paddle(backend: DeviceBackend, local_ranks: int, join: bool = False, f
         local_ranks: number of ranks of the run on this machine.
         join: whether this process will be one of several ranks, which some backends have to prepare for.
         fork: whether forks of this process will be ranks; each has to call `backend.after_paddle`.
+        answers: see `DeviceBackend.environment`.
 
     Raises:
         UserError: the environment says that this is a rank that cannot be.
     """
     check_rank()
-    for name, value in backend.environment(local_ranks).items():
+    for name, value in backend.environment(local_ranks, answers).items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("GLOG_minloglevel", "2")
     if join or fork:

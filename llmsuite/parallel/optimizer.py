@@ -11,6 +11,7 @@ import numpy as np
 import paddle
 
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import LearningRate
@@ -29,6 +30,7 @@ class PaddleKinds:
 
 
 PLAIN = PaddleKinds()
+PLAIN_OPS = Ops()
 
 
 def paddle_optimizer(
@@ -93,6 +95,7 @@ class Optimizer:
         train: TrainSection,
         total_steps: int,
         host: DeviceBackend | None = None,
+        ops: Ops = PLAIN_OPS,
     ):
         """
         Args:
@@ -100,8 +103,9 @@ class Optimizer:
             train: section of the recipe.
             total_steps: steps of the run; where the learning rate ends.
             host: device that moves moments and masters to host memory between updates; None to leave them in place.
+            ops: of the device, for the gradients.
         """
-        self.shards, self._host = list(shards), host
+        self.shards, self._host, self._ops = list(shards), host, ops
         self._finished: list[tuple[ParameterShard, Tensor]] = []
         owned = [shard.master_or_shard for shard in self.shards if not shard.is_empty]
         self.learning_rate = LearningRate(train, total_steps).at
@@ -128,20 +132,18 @@ class Optimizer:
             Their global norm before clipping.
         """
         finished = [(s, gradient) for s in self.shards if (gradient := s.finish_gradient()) is not None]
-        for _, gradient in finished:
-            gradient.scale_(1.0 / weight)
         # every element counts once, however many ranks hold it
         by_replicas: dict[int, list[Tensor]] = {}
         for shard, gradient in finished:
-            by_replicas.setdefault(shard.replica_count, []).append(gradient.square().sum())
+            by_replicas.setdefault(shard.replica_count, []).append(self._ops.square_sum(gradient, 1.0 / weight))
         squares = [
             paddle.add_n(parts).astype("float64") / paddle.full([], replica_count, "float64")
             for replica_count, parts in by_replicas.items()
         ]
         norm = math.sqrt(collective.sum_over_run([paddle.add_n(squares) if squares else 0.0])[0])
-        if self._max_norm is not None and norm > self._max_norm:
-            for _, gradient in finished:
-                gradient.scale_(self._max_norm / norm)
+        clipped = 1.0 if self._max_norm is None or not norm > self._max_norm else self._max_norm / norm
+        for _, gradient in finished:  # one pass for both
+            self._ops.scale(gradient, clipped / weight)
         self._finished = finished
         return norm
 

@@ -121,15 +121,16 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
     part = PipelineStage(chunks, mesh, plan.model_config.hidden_size, placements, channels)
     part.dropout_seed = recipe.seed if lora.dropout else None
     part.edited_ends = recipe.reft.ends if recipe.reft.rank is not None else None
-    balance = None
-    if shard_plan.gates:
-        train = recipe.train
-        balance = ExpertBalance(chunks, shard_plan, shards, mesh, train.expert_balance_loss, train.expert_bias_rate)
-        part.marks_padding = True
-    scales = InputScales(rounded, part, moving_rate) if recipe.qat.activation_bits is not None else None
     pipeline = _pipeline(plan, backend, config, strategy, bounds) if recipe.engine.compiles_steps else None
     if pipeline is not None:
         check_stages(pipeline, trained, recipe.reft.rank is not None)
+    balance = None
+    if shard_plan.gates:
+        loss, rate = recipe.train.expert_balance_loss, recipe.train.expert_bias_rate
+        every_stage = None if pipeline is None else pipeline.model
+        balance = ExpertBalance(chunks, shard_plan, shards, mesh, loss, rate, every_stage)
+        part.marks_padding = True
+    scales = InputScales(rounded, part, moving_rate) if recipe.qat.activation_bits is not None else None
     own = [shard for shard in shards if shard.name in trained]
     carried = weights.source if weights.source is not None and weights.source.carried else None
     return BuiltModel(
@@ -258,6 +259,7 @@ def _pipeline(
         plan.schedule,
         mesh.coordinate["pp"],
         mesh.degrees.sharding if strategy.slices else 1,
+        mesh.degrees.ep,
     )
 
 

@@ -20,10 +20,10 @@ from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
 from llmsuite.parallel.program.annotated import AnnotatedPrograms
-from llmsuite.parallel.program.experts import LENGTHS, with_experts
+from llmsuite.parallel.program.experts import with_experts
 from llmsuite.parallel.program.lengths import bucket
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
-from llmsuite.parallel.program.pipeline import TOKEN_VALUES
+from llmsuite.parallel.program.pipeline import LENGTHS, TOKEN_VALUES
 from llmsuite.parallel.program.programs import StepPrograms
 from llmsuite.parallel.program.slices import SlicedShard
 from llmsuite.recipe.resolve import RunPlan
@@ -69,7 +69,8 @@ class EagerUpdater(Updater):
 
     def __init__(self, plan: RunPlan, backend: DeviceBackend, built: BuiltModel, total_steps: int):
         host = backend if plan.recipe.engine.offload_optimizer else None
-        self.optimizer: Optimizer = Optimizer(built.shards, plan.recipe.train, total_steps, host)
+        ops = backend.ops(plan.recipe.engine.precision)
+        self.optimizer: Optimizer = Optimizer(built.shards, plan.recipe.train, total_steps, host, ops)
 
     def take(
         self,
@@ -93,7 +94,10 @@ class ProgramUpdater(Updater):
         mesh, owners = collective.mesh(), ONE_OWNER
         if plan.recipe.parallel.sharding != "none":
             owners = Owners(plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
-        self.optimizer: ProgramOptimizer = ProgramOptimizer(built.shards, plan.recipe.train, total_steps, owners)
+        shared_out = frozenset[str]() if built.pipeline is None else built.pipeline.shared_out
+        self.optimizer: ProgramOptimizer = ProgramOptimizer(
+            built.shards, plan.recipe.train, total_steps, owners, shared_out
+        )
         self._objective, self._edited_ends = objective, built.part.edited_ends
         self._balance, self._num_data_ranks = built.balance, plan.degrees.num_data_ranks
         loss = objective.program_loss if built.balance is None else with_experts(objective.program_loss)

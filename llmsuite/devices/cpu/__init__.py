@@ -14,19 +14,20 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
-from llmsuite.devices.cpu.kernels.source import PRODUCTS, build_kernels, can_be_built
+from llmsuite.devices.cpu.kernels.source import PRODUCTS, PROGRAM_FILES, build_kernels, can_be_built
 from llmsuite.devices.cpu.processor import mkl_path, multiplies_bf16
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # constants of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # constants of glibc's malloc.h
 _KERNELS = {
     "causal_mask": "no_mask",
     "document_mask": "spans",
@@ -34,12 +35,15 @@ _KERNELS = {
     "rms_norm": "rms_norm",
     "rotary": "rotary",
     "swiglu": "swiglu",
+    "joined_swiglu": "joined_swiglu",
     "cross_entropy": "cross_entropy",
     "grouped_matmul": "grouped_matmul",
     "next_logits": "next_logits",
     "stored_product": "stored_product",
     "stored_outputs": "stored_outputs",
     "stored_write": "stored_write",
+    "square_sum": "square_sum",
+    "scale": "scale",
 }
 _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
 _BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
@@ -76,13 +80,15 @@ class CpuBackend(DeviceBackend):
     def _has_bf16(self) -> bool:
         return multiplies_bf16() and can_be_built(PRODUCTS) if self._multiplies_bf16 is None else self._multiplies_bf16
 
-    def environment(self, local_ranks: int) -> dict[str, str]:
+    def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
         variables = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
-            # threads that spin while they wait take the core the other rank needs
-            "KMP_BLOCKTIME": "0",
+            # milliseconds that a thread spins before it sleeps: a step has thousands of parallel loops, and waking a
+            # thread costs each of them some time; but threads that spin take the core another rank needs, and programs
+            # of Paddle Inference take longer by them
+            "KMP_BLOCKTIME": "1" if local_ranks == 1 and not answers else "0",
             "PADDLE_DISTRI_BACKEND": self.collectives,
         }
         if path := mkl_path():
@@ -109,6 +115,9 @@ class CpuBackend(DeviceBackend):
             if precision == "bf16" and self._has_bf16():
                 load(PRODUCTS)
         return super().ops(precision)
+
+    def program_kernels(self) -> Sequence[Path]:
+        return PROGRAM_FILES
 
     def padding_free(self, precision: str) -> bool:
         return "attention" in self.fused(precision)
@@ -169,13 +178,14 @@ class CpuBackend(DeviceBackend):
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep up to 128 MiB of freed memory.
+    """Let the C library keep up to 512 MiB of freed memory.
 
-    By default it keeps little, so every training step returns memory to the system and faults it in again page by page.
+    By default it keeps little, so every training step returns memory to the system and faults it in again page by page:
+    logits and the gradient of an embedding, which are over 32 MiB, in any case, unless they come from the heap too.
     Nothing is changed where malloc is tuned by its own variables, or replaced by another one.
     """
     library = ctypes.CDLL(None)
-    tuned = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & os.environ.keys()
-    if hasattr(library, "mallopt") and not tuned:
-        library.mallopt(_M_TRIM_THRESHOLD, 128 << 20)
-        library.mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the largest value it adapts to by itself; once set, it stays
+    names = {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES"}
+    if hasattr(library, "mallopt") and not names & os.environ.keys():
+        library.mallopt(_M_TRIM_THRESHOLD, 512 << 20)
+        library.mallopt(_M_MMAP_MAX, 0)

@@ -52,6 +52,19 @@ def check_equal(
         assert np.abs(mine - expected).max() <= limit * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("shape", [[], [7], [300, 700]])
+def test_gradients_before_an_update(shape: list[int]) -> None:
+    values = random(*shape)
+    x = paddle.to_tensor(values)
+    expected = np.square(values.astype("float64") * 0.5).sum()
+    for square_sum in (kernels.square_sum, ops.square_sum):
+        found = square_sum(x, 0.5)
+        assert found.shape == []
+        assert abs(float(found) / expected - 1) <= LIMIT
+    kernels.scale(x, 0.3)
+    assert np.array_equal(x.numpy(), values * np.float32(0.3)), "in place"
+
+
 HEADS = [(4, 4, 8), (6, 2, 16), (3, 1, 10)]
 """Query heads, key-value heads, size."""
 
@@ -119,6 +132,9 @@ def test_rotary(rows: int) -> None:
 def test_swiglu() -> None:
     gate, up = 20 * random(3, 7, 33), random(3, 7, 33, seed=1)
     check_equal(kernels.swiglu, ops.swiglu, gate, up)
+    both = paddle.to_tensor(np.concatenate([gate, up], -1))
+    apart = kernels.swiglu(paddle.to_tensor(gate), paddle.to_tensor(up)).numpy()
+    assert np.abs(kernels.joined_swiglu(both).numpy() - apart).max() <= 1e-6 * np.abs(apart).max()
 
 
 def test_cross_entropy() -> None:
@@ -188,6 +204,7 @@ def test_no_rows() -> None:
 def test_other_numbers_than_float32() -> None:
     x = paddle.to_tensor(random(2, 6).astype("float64"))
     assert np.array_equal(kernels.swiglu(x, x).numpy(), ops.swiglu(x, x).numpy())
+    assert np.array_equal(kernels.joined_swiglu(x).numpy(), ops.joined_swiglu(x).numpy())
 
 
 @pytest.mark.parametrize(

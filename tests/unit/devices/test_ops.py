@@ -120,6 +120,8 @@ def test_swiglu() -> None:
     expected = gate / (1 + np.exp(-gate)) * up
     for form in (ops.swiglu, ops.fused_swiglu):
         np.testing.assert_allclose(form(paddle.to_tensor(gate), paddle.to_tensor(up)).numpy(), expected, atol=1e-6)
+    both = paddle.to_tensor(np.concatenate([gate, up], -1))
+    np.testing.assert_allclose(ops.joined_swiglu(both).numpy(), expected, atol=1e-6)
 
 
 def test_the_plain_forms_are_the_default() -> None:

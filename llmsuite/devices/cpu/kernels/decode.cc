@@ -122,19 +122,12 @@ struct Shape {
 struct Work {
   Shape s;
   Form form;  // of the matrices of layers; 32 bits: as they are
-  bool rounds;  // the inputs of products to bfloat16
   float eps;
   int64_t filled;
   const float *cos, *sin;
   const int64_t* padding;
   float *x, *qkv, *attended, *inner, *added;
 };
-
-// The input of a product, as it is multiplied.
-void RoundInput(const Work& w, int64_t count, float* x) {
-  if (!w.rounds) return;
-  for (int64_t i = 0; i < count; ++i) x[i] = rounding::Whole(rounding::Half(x[i]));
-}
 
 // Writes the new keys and values of key-value head j of row b into the cache, then attends its queries to it.
 template <typename Element>
@@ -152,7 +145,6 @@ void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float*
   float* out = w.attended + (b * s.H + j * group) * s.K;
   for (int64_t g = 0; g < group; ++g)
     Attend(s.K, q + g * s.K, keys, values, w.padding[b], w.filled + 1, scores, out + g * s.K);
-  RoundInput(w, group * s.K, out);
 }
 
 // columns [from, to) of y [B, N] = x [B, I] times a matrix; rows of x begin `x_step` apart
@@ -177,7 +169,6 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
   const Shape& s = w.s;
   const int64_t width = s.heads() * s.K;
   Norm(s.B, s.D, w.x, layer.first_norm, w.eps, normed);
-  RoundInput(w, s.B * s.D, normed);
   const int64_t unit = Unit(w.form);
   const Share heads(width, unit, thread, threads);
   Times(w.form, layer.qkv, s.B, normed, s.D, heads.from, heads.to, w.qkv);
@@ -193,7 +184,6 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
   Add(w, states);
   team.Wait(threads);
   Norm(s.B, s.D, w.x, layer.second_norm, w.eps, normed);
-  RoundInput(w, s.B * s.D, normed);
   const Share inner(s.F, unit, thread, threads);
   // gate and up are adjacent, and so are their products; silu(gate) * up overwrites the gate's
   Times(w.form, layer.gate_up, s.B, normed, s.D, inner.from, inner.to, w.inner);
@@ -202,7 +192,6 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
     float* row = w.inner + b * 2 * s.F;
 #pragma omp simd
     for (int64_t n = inner.from; n < inner.to; ++n) row[n] = row[n] / (1.f + Exp(-row[n])) * row[s.F + n];
-    RoundInput(w, inner.to - inner.from, row + inner.from);
   }
   team.Wait(threads);
   Times(w.form, layer.down, s.B, w.inner, 2 * s.F, states.from, states.to, w.added);
@@ -245,7 +234,7 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
                             const std::vector<Tensor>& layers, const Tensor& norm, const Tensor& head,
                             const std::vector<Tensor>& cache, float eps, int64_t num_queries, int64_t num_inner,
                             int64_t num_words, bool has_bias, bool has_head_norms, bool is_tied, int64_t bits,
-                            int64_t head_bits, std::vector<float> levels, bool rounds, int64_t filled) {
+                            int64_t head_bits, std::vector<float> levels, int64_t filled) {
   Check(x, "x"), Check(cos, "cos"), Check(sin, "sin"), Check(norm, "norm");
   const auto& columns = cache.at(0).shape();
   const Form form(bits, levels), head_form(head_bits, levels);
@@ -258,7 +247,7 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
   Tensor logits = Floats({s.B, s.V}, x);
   std::vector<float> states(x.data<float>(), x.data<float>() + x.numel()), qkv(s.B * s.heads() * s.K),
       attended(s.B * s.H * s.K), inner(s.B * 2 * s.F), added(x.numel());
-  const Work work{s, form, rounds, eps, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
+  const Work work{s, form, eps, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
                   states.data(), qkv.data(), attended.data(), inner.data(), added.data()};
   const float* last = norm.data<float>();
   float* out = logits.data<float>();
@@ -270,7 +259,6 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
     const auto pass = is_narrow ? Pass<uint16_t> : Pass<float>;
     for (const Layer& layer : read) pass(work, layer, team, thread, threads, normed.data(), scores.data());
     Norm(s.B, s.D, work.x, last, eps, normed.data());
-    RoundInput(work, s.B * s.D, normed.data());
     const Share mine(s.V, Unit(head_form), thread, threads);
     if (is_tied && head_bits == 32)
       TurnedProduct(s.B, normed.data(), s.D, words.floats, s.V, mine.from, mine.to, out);
@@ -284,7 +272,7 @@ using Dims = std::vector<int64_t>;
 using ManyDims = std::vector<Dims>;
 ManyDims Shapes(const Dims& x, const Dims&, const Dims&, const Dims&, const ManyDims&, const Dims&, const Dims&,
                 const ManyDims&, float, int64_t, int64_t, int64_t num_words, bool, bool, bool, int64_t, int64_t,
-                std::vector<float>, bool, int64_t) {
+                std::vector<float>, int64_t) {
   return {{x[0], num_words}};
 }
 using Type = paddle::DataType;
@@ -301,7 +289,7 @@ PD_BUILD_OP(llmsuite_next_logits)
     .Outputs({"logits"})
     .Attrs({"eps: float", "num_queries: int64_t", "num_inner: int64_t", "num_words: int64_t", "has_bias: bool",
             "has_head_norms: bool", "is_tied: bool", "bits: int64_t", "head_bits: int64_t",
-            "levels: std::vector<float>", "rounds: bool", "filled: int64_t"})
+            "levels: std::vector<float>", "filled: int64_t"})
     .SetKernelFn(PD_KERNEL(Forward))
     .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(TypeOf));

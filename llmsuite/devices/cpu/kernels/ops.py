@@ -76,6 +76,11 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return _on_parts(lambda *local: _run("swiglu", *local)[0], gate, up)
 
 
+def joined_swiglu(both: Tensor) -> Tensor:
+    """`ops.joined_swiglu` in one pass; for generation, without a gradient."""
+    return _run("joined_swiglu", both)[0] if _takes(both) else ops.joined_swiglu(both)
+
+
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """`ops.cross_entropy` of logits that nothing else needs: their gradient takes their memory."""
     if not _takes(logits) or (logits.is_dist() and paddle.in_dynamic_mode()):
@@ -149,18 +154,18 @@ def next_logits(
     sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
     has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
     levels = list(weights.codes.levels)
-    codes = (weights.codes.bits, weights.head_codes.bits, levels, weights.rounds_inputs)
+    codes = (weights.codes.bits, weights.head_codes.bits, levels)
     return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, filled)[0]
 
 
 def stored_product(x: Tensor, matrix: ops.StoredMatrix) -> Tensor:
-    """x [N, I] times a stored matrix, [N, O]: for a few rows weights are widened in registers, for more in parts that
-    stay in the cache."""
+    """x [..., I], rounded to bfloat16, times a stored matrix, [..., O]: for a few rows weights are widened in
+    registers, for more in parts that stay in the cache."""
     return _run("stored_product", x, matrix.bytes, matrix.codes.bits, list(matrix.codes.levels), matrix.num_outputs)[0]
 
 
 def stored_outputs(numbers: Tensor, matrix: ops.StoredMatrix) -> Tensor:
-    """Outputs of a stored matrix by their numbers [N], [N, I]."""
+    """Outputs of a stored matrix by their numbers [...], [..., I]."""
     codes = (matrix.codes.bits, list(matrix.codes.levels))
     return _run("stored_outputs", numbers, matrix.bytes, *codes, matrix.num_inputs, matrix.num_outputs)[0]
 
@@ -168,6 +173,23 @@ def stored_outputs(numbers: Tensor, matrix: ops.StoredMatrix) -> Tensor:
 def stored_write(values: Tensor, matrix: ops.StoredMatrix, first: int, turned: bool) -> None:
     """Round values [I, n], or turned [n, I], into the outputs of a matrix stored in bf16, from the `first` on."""
     _run("stored_write", values, matrix.bytes, matrix.num_outputs, first, turned)
+
+
+def square_sum(x: Tensor, factor: float) -> Tensor:
+    """`ops.square_sum` in one pass, on all threads."""
+    return _run("square_sum", x, factor)[0] if _is_plain(x) else ops.square_sum(x, factor)
+
+
+def scale(x: Tensor, factor: float) -> None:
+    """`ops.scale` on all threads."""
+    if _is_plain(x) and x.is_contiguous():
+        _run("scale", x, factor)
+    else:
+        ops.scale(x, factor)
+
+
+def _is_plain(x: Tensor) -> bool:
+    return x.dtype == paddle.float32 and x.size > 0 and not x.is_dist()
 
 
 def _takes(*tensors: Tensor) -> bool:

@@ -34,12 +34,13 @@ struct Matmul {
 
 class Matmuls {  // by shape; a primitive takes 0.4 ms to make and 260 KB
  public:
-  // c [m, n] = a [m, k] b [k, n], where what is stored of a and b may be the transpose
-  void Run(int64_t m, int64_t k, int64_t n, bool ta, bool tb, const void* a, const void* b, void* c) {
+  // c [m, n] = x [m, k] y [k, n], where what is stored of x and y may be the transpose
+  void Run(int64_t m, int64_t k, int64_t n, bool ta, bool tb, const Tensor& x, const Tensor& y, void* c) {
     std::lock_guard<std::mutex> hold(lock_);
+    const uint16_t *a = rounding::ToBf16(x, left_), *b = rounding::ToBf16(y, right_);
     Matmul& found = Find({m, k, n, ta, tb});
-    Check(dnnl_memory_set_data_handle(found.a, const_cast<void*>(a)), "take a matrix");
-    Check(dnnl_memory_set_data_handle(found.b, const_cast<void*>(b)), "take a matrix");
+    Check(dnnl_memory_set_data_handle(found.a, const_cast<uint16_t*>(a)), "take a matrix");
+    Check(dnnl_memory_set_data_handle(found.b, const_cast<uint16_t*>(b)), "take a matrix");
     Check(dnnl_memory_set_data_handle(found.c, c), "take a matrix");
     const dnnl_exec_arg_t args[] = {{DNNL_ARG_SRC, found.a}, {DNNL_ARG_WEIGHTS, found.b}, {DNNL_ARG_DST, found.c}};
     Check(dnnl_primitive_execute(found.primitive, stream_, 3, args), "multiply");
@@ -105,6 +106,7 @@ class Matmuls {  // by shape; a primitive takes 0.4 ms to make and 260 KB
   }
 
   std::mutex lock_;
+  rounding::Room left_, right_;
   dnnl_engine_t engine_ = nullptr;
   dnnl_stream_t stream_ = nullptr;
   std::list<std::pair<Key, Matmul>> order_;  // the one used last in front
@@ -129,9 +131,8 @@ std::vector<Tensor> Product(const Tensor& a, const Tensor& b, bool ta, bool tb) 
     std::fill_n(c.data<float>(), c.numel(), 0.f);
     return {c};
   }
-  const Tensor left = rounding::ToBf16(a), right = rounding::ToBf16(b);
   static auto* matmuls = new Matmuls;
-  matmuls->Run(m, k, n, ta, tb, left.data(), right.data(), c.data());
+  matmuls->Run(m, k, n, ta, tb, a, b, c.data());
   return {c};
 }
 

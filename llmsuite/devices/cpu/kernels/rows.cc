@@ -121,6 +121,23 @@ std::vector<Tensor> SwigluBackward(const Tensor& gate, const Tensor& up, const T
   return {d_gate, d_up};
 }
 
+// silu(gate) * up of gate and up side by side, [..., 2 F]; without a gradient
+std::vector<Tensor> JoinedSwiglu(const Tensor& both) {
+  Check(both, "gate and up");
+  std::vector<int64_t> shape = both.shape();
+  const int64_t size = shape.back() /= 2, rows = both.numel() / (2 * size);
+  Tensor y = Floats(shape, both);
+  const float* px = both.data<float>();
+  float* py = y.data<float>();
+#pragma omp parallel for
+  for (int64_t i = 0; i < rows; ++i) {
+    const float *gate = px + i * 2 * size, *up = gate + size;
+#pragma omp simd
+    for (int64_t j = 0; j < size; ++j) py[i * size + j] = gate[j] / (1.f + Exp(-gate[j])) * up[j];
+  }
+  return {y};
+}
+
 // negative log-probability of each target: logits [N, V], targets [N] int64 -> [N]
 
 std::vector<Tensor> CrossEntropyForward(const Tensor& logits, const Tensor& targets) {
@@ -179,10 +196,15 @@ std::vector<Dims> NormShapes(const Dims& x, const Dims& weight, float) {
 std::vector<Dims> RotaryShapes(const Dims& x, const Dims&, const Dims&) { return {x}; }
 std::vector<Dims> RotaryGradShapes(const Dims&, const Dims&, const Dims& d_y) { return {d_y}; }
 std::vector<Dims> SwigluShapes(const Dims& gate, const Dims&) { return {gate}; }
+std::vector<Dims> JoinedSwigluShapes(Dims both) {
+  both.back() /= 2;
+  return {both};
+}
 std::vector<Dims> CrossEntropyShapes(const Dims& logits, const Dims&) { return {{logits[0]}, {logits[0]}}; }
 
 using Type = paddle::DataType;
 std::vector<Type> TwoLikeFirst(const Type& first, const Type&) { return {first, first}; }
+std::vector<Type> Same(const Type& type) { return {type}; }
 std::vector<Type> LikeFirst(const Type& first, const Type&) { return {first}; }
 std::vector<Type> RotaryTypes(const Type& x, const Type&, const Type&) { return {x}; }
 std::vector<Type> RotaryGradTypes(const Type&, const Type&, const Type& d_y) { return {d_y}; }
@@ -224,6 +246,13 @@ PD_BUILD_GRAD_OP(llmsuite_swiglu)
     .Inputs({"gate", "up", paddle::Grad("y")})
     .Outputs({paddle::Grad("gate"), paddle::Grad("up")})
     .SetKernelFn(PD_KERNEL(SwigluBackward));
+
+PD_BUILD_OP(llmsuite_joined_swiglu)
+    .Inputs({"both"})
+    .Outputs({"y"})
+    .SetKernelFn(PD_KERNEL(JoinedSwiglu))
+    .SetInferShapeFn(PD_INFER_SHAPE(JoinedSwigluShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(Same));
 
 PD_BUILD_OP(llmsuite_cross_entropy)
     .Inputs({"logits", "targets"})

@@ -12,7 +12,10 @@ from llmsuite.devices.cpu.build import Library, library
 from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
-_FILES = ("attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc", "grouped.cc")
+_FILES = (
+    *("attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc", "grouped.cc"),
+    "gradients.cc",
+)
 _HEADERS = ("common.h", "linear.h", "products.h", "rounding.h", "stored.h")
 KERNELS = Library(
     name="kernels",
@@ -32,6 +35,11 @@ PRODUCTS = dataclasses.replace(
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libdnnl.so.3"),
     without=("products in bfloat16 need", "do without their instructions"),
 )
+
+PROGRAM_FILES = tuple(
+    _HERE / name for name in ("stored.cc", "products.h", "rounding.h", "stored.h", "common.h", "program_kernels.py")
+)
+"""What is written beside a program with stored matrices."""
 
 
 def can_be_built(what: Library = KERNELS) -> bool:

@@ -1,4 +1,5 @@
-// Matrices in 16, 8 or 4 bits, widened in registers as a product reads them; sums are float32. The layout is that of
+// Matrices in 16, 8 or 4 bits, widened in registers as a product reads them. The inputs of a product are rounded to
+// bfloat16, in which codes and levels are exact; sums are float32, and so are scales. The layout is that of
 // llmsuite/inference/stored.py: tiles of kTile outputs, the last one filled up, and in a tile one block of inputs after
 // the other. A block is the scale of each output (float32; none in 16 bits), then the codes, input by input. In 4 bits
 // two inputs share the bytes of a row, the even one in the upper half.
@@ -8,6 +9,7 @@
 #include <immintrin.h>
 
 #include "products.h"
+#include "rounding.h"
 
 namespace {
 
@@ -173,20 +175,92 @@ constexpr int AtOnce(int R) {
   return count;
 }
 
+// sums[r, n] = sum over q of x[r, q] w[q, n] for the outputs of a tile
+template <int R, typename Way>
+inline void SumTile(const Way& way, const uint8_t* bytes, int64_t I, const float* x, int64_t x_step,
+                    float (&sums)[R][kTile]) {
+  constexpr int C = AtOnce(R);
+  const int64_t block = Block(I), size = BlockBytes<Way>(block);
+  std::fill(sums[0], sums[0] + R * kTile, 0.f);
+  for (int64_t q = 0; q < I; q += block, bytes += size)
+    for (int c = 0; c < kVectors; c += C) AddBlock<Way, R, C>(way, bytes, block, x + q, x_step, c * kWidth, sums);
+}
+
+#ifdef __AVX512BF16__
+inline __m512i Words(const void* p) { return _mm512_loadu_si512(p); }
+// two inputs of 16 outputs each as the instruction takes them, from the lower or upper half of both
+inline __m512i Pairs(__m512i even, __m512i odd, bool upper) {
+  alignas(64) static constexpr auto kOrder = [] {
+    struct { uint16_t of[2][32]; } order{};
+    for (int i = 0; i < 64; ++i) order.of[i / 32][i % 32] = i / 2 + i % 2 * 32;
+    return order;
+  }();
+  return _mm512_permutex2var_epi16(even, Words(kOrder.of[upper]), odd);
+}
+inline __m512bh TwoInputs(const uint16_t* x) {
+  int32_t both;
+  std::memcpy(&both, x, 4);
+  return (__m512bh)_mm512_set1_epi32(both);
+}
+
+// The same by the processor's products of bfloat16, two inputs at a time; behind an odd number of inputs x has a zero.
+template <int R>
+inline void SumTile(const Bf16&, const uint8_t* bytes, int64_t I, const uint16_t* x, int64_t x_step,
+                    float (&sums)[R][kTile]) {
+  __m512 lower[R], upper[R];
+  for (int r = 0; r < R; ++r) lower[r] = upper[r] = _mm512_setzero_ps();
+  for (int64_t q = 0; q < I; q += 2, bytes += 2 * Bf16::kBytes) {
+    _mm_prefetch(bytes + 4096, _MM_HINT_T0), _mm_prefetch(bytes + 4096 + Bf16::kBytes, _MM_HINT_T0);
+    const __m512i even = Words(bytes), odd = q + 1 < I ? Words(bytes + Bf16::kBytes) : _mm512_setzero_si512();
+    const __m512bh first = (__m512bh)Pairs(even, odd, false), second = (__m512bh)Pairs(even, odd, true);
+    for (int r = 0; r < R; ++r) {
+      const __m512bh both = TwoInputs(x + r * x_step + q);
+      lower[r] = _mm512_dpbf16_ps(lower[r], first, both);
+      upper[r] = _mm512_dpbf16_ps(upper[r], second, both);
+    }
+  }
+  for (int r = 0; r < R; ++r) _mm512_storeu_ps(sums[r], lower[r]), _mm512_storeu_ps(sums[r] + 16, upper[r]);
+}
+template <typename Way>
+using InputOf = std::conditional_t<std::is_same_v<Way, Bf16>, uint16_t, float>;
+#else
+template <typename Way>
+using InputOf = float;
+#endif
+
+inline void RoundTo(float x, float& to) { to = rounding::Whole(rounding::Half(x)); }
+inline void RoundTo(float x, uint16_t& to) { to = rounding::Half(x); }
+
+// x [B, I] rounded to bfloat16, in rows of an even number of elements.
+template <typename Element>
+class Rounded {
+ public:
+  Rounded(int64_t B, int64_t I) : step((I + 1) / 2 * 2), size_(I), room_(B * step) {}
+  void Read(int64_t b, const float* x) {
+    Element* row = room_.data() + b * step;
+    for (int64_t i = 0; i < size_; ++i) RoundTo(x[i], row[i]);
+  }
+  const Element* row(int64_t b) const { return room_.data() + b * step; }
+  const int64_t step;
+
+ private:
+  int64_t size_;
+  std::vector<Element> room_;
+};
+
 // outputs [from, to) of y [B, N] = x [B, I] times a stored matrix; rows of x begin `x_step` apart
 template <typename Way>
 [[gnu::noinline]] void StoredProduct(const Way& way, const Stored& w, int64_t B, const float* x, int64_t x_step,
                                      int64_t from, int64_t to, float* y) {
-  const int64_t block = Block(w.I), size = BlockBytes<Way>(block), per_tile = w.I / block * size;
+  const int64_t block = Block(w.I), per_tile = w.I / block * BlockBytes<Way>(block);
+  Rounded<InputOf<Way>> given(B, w.I);
+  for (int64_t b = 0; b < B; ++b) given.Read(b, x + b * x_step);
   for (int64_t tile = from / kTile; tile * kTile < to; ++tile)
     for (int64_t b = 0; b < B; b += kRows)
       WithRows(B - b, [&](auto rows) {
-        constexpr int R = rows(), C = AtOnce(R);
-        float sums[R][kTile] = {};
-        const uint8_t* bytes = w.bytes + tile * per_tile;
-        for (int64_t q = 0; q < w.I; q += block, bytes += size)
-          for (int c = 0; c < kVectors; c += C)
-            AddBlock<Way, R, C>(way, bytes, block, x + b * x_step + q, x_step, c * kWidth, sums);
+        constexpr int R = rows();
+        float sums[R][kTile];
+        SumTile<R>(way, w.bytes + tile * per_tile, w.I, given.row(b), given.step, sums);
         const int64_t first = tile * kTile, begin = std::max(from, first), end = std::min(to, first + kTile);
         for (int r = 0; r < R; ++r)
           std::copy(sums[r] + begin - first, sums[r] + end - first, y + (b + r) * w.N + begin);
