@@ -86,9 +86,13 @@ class Experts(nn.Layer):
         assert keys is not None, "dropout in a pass whose tokens have no keys"
         return keys.flatten().index_select(token_of_row(route, keys.size), 0)
 
-    def rows(self, x: Tensor, counts: Counts, local: Local = whole) -> Tensor:
-        """Rows [N, D], sorted by expert with so many `counts` for each, through the experts."""
-        inner = self.swiglu(self.gate_proj.product(x, counts, local), self.up_proj.product(x, counts, local))
+    def rows(
+        self, x: Tensor, counts: Counts, local: Local = whole, swiglu: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
+        """Rows [N, D], sorted by expert with so many `counts` for each, through the experts; `swiglu` in another form
+        than the device's."""
+        swiglu = swiglu or self.swiglu
+        inner = swiglu(self.gate_proj.product(x, counts, local), self.up_proj.product(x, counts, local))
         return self.down_proj.product(inner, counts, local)
 
 

@@ -34,6 +34,19 @@ def _layers(model: Any, plan: ShardPlan) -> list[tuple[int, Any]]:
     return [(int(number), layer) for number, layer in dict(model.named_sublayers())[plan.layers].named_children()]
 
 
+def results_again_in_program(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same function while a program is made, which does not keep the result either; for what takes no product.
+    Within a function that is computed again as a whole it changes nothing."""
+
+    def marked(*given: Tensor) -> Tensor:
+        result = function(*given)
+        paddle.shape(result)  # Paddle 3.3.1 keeps the result of an operation that no other one marked with it takes
+        return result
+
+    in_program = paddle.jit.not_to_static(marked)
+    return lambda *given: paddle.distributed.fleet.utils.recompute(in_program, *given)
+
+
 def _again(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     in_program = paddle.jit.not_to_static(lambda *given: function(*given))
 

@@ -69,7 +69,8 @@ class ActivationSettings:
     """Whether a rank has a row for each choice, wherever the expert is, with expert parallel of the tokens of all data
     ranks: in programs of whole steps."""
     keeps_expert_rows: bool = True
-    """Whether the inputs of the experts' matrices are kept: those of quantised ones only for adapters."""
+    """Whether the inputs of the experts' matrices are kept: those of quantised ones only for adapters, and in programs
+    of whole steps they are made again."""
     edited: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Rank of the intervention behind each layer that has one, by number."""
     unreached: frozenset[int] = frozenset()

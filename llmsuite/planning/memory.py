@@ -90,6 +90,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
     fused = backend.fused(engine.precision)
     in_programs = plan.degrees.tp > 1 and engine.compiles_layers
     experts = frozenset(name for name in layout.adapted if layout.shard_plan.is_expert(f"{name}.weight"))
+    rows_again = engine.compiles_steps and plan.degrees.pp == 1 and not plan.recipe.freezes_model
     return ActivationSettings(
         num_bytes=element_bytes(plan),
         tp=plan.degrees.tp,
@@ -107,7 +108,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         adapted_experts=experts,
         every_expert_row=engine.compiles_steps,
         embedding_width=_adapter_width(layout, layout.shard_plan.embedding) if layout.adapts_embedding else None,
-        keeps_expert_rows=plan.recipe.lora.base_format is None or bool(experts),
+        keeps_expert_rows=not rows_again and (plan.recipe.lora.base_format is None or bool(experts)),
         unreached=layout.unreached,
         edited=dict.fromkeys(layout.intervened, plan.recipe.reft.rank or 0),
         prefix=plan.recipe.prefix.tokens or 0,

@@ -93,7 +93,7 @@ class Critic(StepPart):
         self._passes = Passes(objective, part, schedule, ("model",))
         part.train()
         host = backend if recipe.engine.offload_optimizer else None
-        self.optimizer = Optimizer(self.built.shards, train, total_steps, host)
+        self.optimizer = Optimizer(self.built.shards, train, total_steps, host, backend.ops(precision))
         self._dtype = backend.parameter_dtype(precision)
         self._parts = [part for part in (self.built.balance,) if part is not None]
         self._guard = Guard(train.on_nonfinite, max_bad_steps=train.max_bad_steps)

@@ -20,7 +20,8 @@ from llmsuite.models.experts import Balance
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.program.experts import BALANCE_LOSS, LENGTHS, LOADS, SHARES
+from llmsuite.parallel.program.experts import BALANCE_LOSS, LOADS, SHARES
+from llmsuite.parallel.program.pipeline import LENGTHS
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import local_value
 from llmsuite.train.parts import StepPart
@@ -38,6 +39,7 @@ class ExpertBalance(StepPart):
         mesh: Mesh,
         loss_factor: float,
         bias_rate: float,
+        every_stage: Any = None,
     ):
         """
         Args:
@@ -47,15 +49,19 @@ class ExpertBalance(StepPart):
             mesh: this rank's place.
             loss_factor: weight of the balance loss relative to the stage's loss; 0 for none.
             bias_rate: by how much a bias is moved; 0 to leave it as it is.
+            every_stage: the modules of all pipeline stages, where programs tell of all of them; None where `chunks`
+                are the whole model.
         """
         self._mesh, self._loss_factor, self._bias_rate = mesh, loss_factor, bias_rate
         by_name = {shard.name: shard for shard in shards}
         self._layers: list[tuple[Balance, ParameterShard | None]] = []
-        for chunk in chunks:
-            for name, module in chunk.named_sublayers():
-                if fnmatch.fnmatchcase(name, plan.gates):
-                    module.balance = Balance()
-                    self._layers.append((module.balance, by_name.get(f"{name}.{plan.gate_bias}")))
+        own = [found for chunk in chunks for found in _gates(chunk, plan)]
+        for name, module in own:
+            module.balance = Balance()
+            self._layers.append((module.balance, by_name.get(f"{name}.{plan.gate_bias}")))
+        names = [name for name, _ in (own if every_stage is None else _gates(every_stage, plan))]
+        self._places, self._num_gates = [names.index(name) for name, _ in own], len(names)
+        """Where the gates of this rank are among all that a program tells of, and how many these are."""
         self._loads: list[Tensor] = []
         self._summed: Tensor = None
         """Ratios of the fullest expert to the mean, their number, and the loss, added up over all ranks."""
@@ -117,8 +123,8 @@ class ExpertBalance(StepPart):
 
     def take(self, sums: dict[str, Any]) -> None:
         """Take what the program of a step has told out of its sums."""
-        loads = sums.pop(LOADS).reshape([len(self._layers), -1])
-        self._loads = [paddle.to_tensor(load, dtype="float32") for load in loads]
+        loads = sums.pop(LOADS).reshape([self._num_gates, -1])
+        self._loads = [paddle.to_tensor(loads[place], dtype="float32") for place in self._places]
         ratios = float((loads.max(-1) / loads.mean(-1)).sum())
         # it is a mean over sequences already
         loss = sums.pop(BALANCE_LOSS) / self._loss_factor if self._loss_factor else 0.0
@@ -143,3 +149,8 @@ class ExpertBalance(StepPart):
             bias = local_value(shard.parameter) + self._bias_rate * paddle.sign(load.mean() - load)
             shard.load(bias)
             shard.free()
+
+
+def _gates(model: Any, plan: ShardPlan) -> list[tuple[str, Any]]:
+    """The gates of a model by name, in the order of its layers."""
+    return [(name, module) for name, module in model.named_sublayers() if fnmatch.fnmatchcase(name, plan.gates)]

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_programs import OPTIMIZERS, PP2, PROGRAM, SAVES, TP2, WORDS
-from tests.parity.cases import STEPS, Case, compare, few, norm, once, run_cases
+from tests.multi.programs import PP2, PROGRAM, SAVES, TP2, WORDS
+from tests.parity.cases import OPTIMIZERS, STEPS, Case, compare, few, norm, once, run_cases
 from tests.parity.condition import bf16_change_limits, bf16_metric_limits, nudged
 
 BF16, LAYERS, AGAIN = "--engine.precision=bf16", ("--engine.mode=to_static",), "--engine.recompute=full"

@@ -12,10 +12,10 @@ import pytest
 
 from tests.multi.conftest import Runner, learnt
 
-STEPS = 16
-ROWS = 70  # an epoch ends within step 9
+STEPS = 8
+ROWS = 38  # an epoch ends within step 5
 SMALL = ("--train.global_batch_size=8", "--train.micro_batch_size=2")
-COMMON = (f"--train.max_steps={STEPS}", "--checkpoint.save_steps=4", *SMALL)
+COMMON = (f"--train.max_steps={STEPS}", "--checkpoint.save_steps=2", *SMALL)
 
 MESHES = {
     1: ("--launch.num_devices=1", "--parallel={}"),
@@ -58,12 +58,12 @@ def _assert_same_as_whole(runner: Runner, name: str, ranks: int) -> None:
 def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
     name = f"killed-{ranks}"
     words = _words(runner, name, ranks)
-    process = runner.start_and_hold(name, 6, *words)
+    process = runner.start_and_hold(name, 3, *words)
     left = _children(process.pid)
     process.kill()
     process.wait()
     _wait_until_gone(left)  # ranks do not outlive the process that started them
-    assert runner.metrics(name)[-1]["step"] == 6
+    assert runner.metrics(name)[-1]["step"] == 3
     output = runner.run(*words, expect=2)
     assert "--resume" in output  # a new run does not trample on the old one
     output = runner.run(*words, "--resume")
@@ -75,7 +75,7 @@ def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
 def test_stopped_run_saves_and_resumes_bit_exactly(runner: Runner, ranks: int, number: signal.Signals) -> None:
     name = f"stopped-{ranks}-{number.name}"
     words = _words(runner, name, ranks)
-    process = runner.start_and_hold(name, 5, *words, fresh=True)
+    process = runner.start_and_hold(name, 3, *words, fresh=True)
     process.send_signal(number)
     runner.let_go(name)
     output, _ = process.communicate(timeout=60)
@@ -115,7 +115,7 @@ def test_resume_falls_back_from_a_damaged_checkpoint(runner: Runner) -> None:
     victim.write_bytes(data)
     output = runner.run(*words, "--resume")
     assert "is damaged and passed over" in output
-    assert f"resuming from {runner.directory / name / 'checkpoints' / f'step-{STEPS - 4}'}" in output
+    assert f"resuming from {runner.directory / name / 'checkpoints' / f'step-{STEPS - 2}'}" in output
 
 
 def test_resume_with_another_recipe_is_refused(runner: Runner, ranks: int) -> None:

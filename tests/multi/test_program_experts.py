@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_programs import PROGRAM, SAVES, TP2, WORDS, compare_job
+from tests.multi.programs import SAVES, SP, TP2, WORDS, on_mesh, op_by_op, resume_from_first
+from tests.multi.test_programs import compare_job
 from tests.parity.cases import OPTIMIZERS, Case, few, once, run_cases
 from tests.parity.lora import LORA
 
@@ -19,7 +16,7 @@ ADAMW, SGD = OPTIMIZERS["adamw"], (*OPTIMIZERS["sgd"], "--train.weight_decay=0")
 BALANCE, BIAS = "--train.expert_balance_loss=0.3", "--train.expert_bias_rate=0.01"
 EXPERTS = '--lora.target_modules=["experts.*", "o_proj"]'
 EP2 = {"expert_parallel_degree": 2}
-TWO, AGAIN, SP = "--train.micro_batch_size=2", "--engine.recompute=full", {"sequence_parallel": True}
+TWO, AGAIN = "--train.micro_batch_size=2", "--engine.recompute=full"
 JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "deepseek adamw": ("deepseek/sft", (*ADAMW, BALANCE, BIAS)),
     "deepseek sgd": ("deepseek/pretrain", (*SGD, "--pretrain.split=null", BALANCE, BIAS)),
@@ -67,9 +64,7 @@ def _one(job: str) -> Case:
 
 def _many(mesh: str) -> Case:
     job, ranks, parallel, more = MESHES[mesh]
-    place = (f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}")
-    words = once([*_one(job).words, *PROGRAM, *place, *more])
-    return dataclasses.replace(_one(job), name=mesh, num_ranks=ranks, words=words)
+    return on_mesh(_one(job), mesh, ranks, parallel, *more)
 
 
 @pytest.fixture(scope="module")
@@ -79,28 +74,30 @@ def failed(runner: Runner) -> dict[str, str]:
     return run_cases(runner, [*ones.values(), *map(_many, MESHES)])
 
 
-@pytest.mark.parametrize("mesh", MESHES)
-def test_equals_one_process(runner: Runner, failed: dict[str, str], mesh: str) -> None:
-    job = MESHES[mesh][0]
+def check_equal(runner: Runner, failed: dict[str, str], job: str, mesh: str) -> None:
+    """A run on a mesh beside the one of its job in one process."""
     assert not failed.keys() & {job, mesh}, failed
     assert compare_job(runner, job, job, mesh).problems == []
     assert "experts/max_load" in runner.metrics(mesh)[-1]
 
 
-def test_goes_on_in_either_mode(runner: Runner, failed: dict[str, str]) -> None:
-    """A program from the first checkpoint of a run op by op, and the other way round: with the biases of the gates."""
-    job, mesh = "deepseek adamw", "deepseek adamw, again"
-    assert not failed.keys() & {job, mesh}, failed
-    again = [
-        (job, dataclasses.replace(_many(mesh), name="a program goes on", resume=True)),
-        (mesh, dataclasses.replace(_one(job), name="goes on from a program", resume=True)),
-    ]
-    for begun, case in again:
-        step = Path("checkpoints") / "step-1"
-        shutil.copytree(runner.directory / begun / step, runner.directory / case.name / step)
-    assert run_cases(runner, [case for _, case in again]) == {}
-    for _, case in again:
-        for ours, theirs in zip(runner.metrics(case.name), runner.metrics(job)[1:], strict=True):
+def check_resumes(runner: Runner, failed: dict[str, str], job: str, programs: Case) -> None:
+    """Programs from the first checkpoint of a job op by op in one process, and op by op on the same ranks from that of
+    the programs: with the biases of the gates."""
+    assert not failed.keys() & {job, programs.name}, failed
+    again = {"programs go on": (job, programs), "goes on from programs": (programs.name, op_by_op(programs))}
+    resume_from_first(runner, again)
+    for name in again:
+        for ours, theirs in zip(runner.metrics(name), runner.metrics(job)[1:], strict=True):
             for key in ("loss", "grad_norm", "experts/balance_loss"):
-                assert ours[key] == pytest.approx(theirs[key], rel=1e-6), (case.name, key)
+                assert ours[key] == pytest.approx(theirs[key], rel=1e-6), (name, key)
             assert ours["experts/max_load"] == pytest.approx(theirs["experts/max_load"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_equals_one_process(runner: Runner, failed: dict[str, str], mesh: str) -> None:
+    check_equal(runner, failed, MESHES[mesh][0], mesh)
+
+
+def test_goes_on_in_either_mode(runner: Runner, failed: dict[str, str]) -> None:
+    check_resumes(runner, failed, "deepseek adamw", _many("deepseek adamw, again"))

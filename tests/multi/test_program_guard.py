@@ -13,7 +13,8 @@ import pytest
 
 from tests.multi.bad_steps import NO_NUMBER, SPIKE
 from tests.multi.conftest import Runner
-from tests.multi.test_programs import FTHENB, PP2, PROGRAM, TP2, WORDS, run_apart
+from tests.multi.programs import FTHENB, PP2, PROGRAM, TP2, WORDS
+from tests.multi.test_programs import run_apart
 from tests.multi.test_standin import of
 from tests.parity.cases import LIMIT, OPTIMIZERS, ROUNDING, STATE_LIMIT, Case, few, norm, once
 
@@ -47,10 +48,13 @@ MESHES: dict[str, tuple[str, int, dict[str, Any]]] = few(
         "interleaved, sgd": ("sgd", 2, INTERLEAVED),
         "experts, one": ("experts", 1, {}),
         "experts, ep2": ("experts", 2, {"expert_parallel_degree": 2}),
+        "experts, pp2": ("experts", 2, PP2),
+        "experts, interleaved": ("experts", 2, INTERLEAVED),
         "tp2 pp2 dp2 stage1": ("adamw", 8, {**TP2, **PP2, "sharding": "stage1"}),
         "tp2 dp2 interleaved stage3": ("sgd", 8, {**TP2, **INTERLEAVED, "sharding": "stage3"}),
     },
     *("dp2", "stage2", "stage3, sgd", "tp2, sgd", "pp2", "interleaved, sgd", "experts, one", "experts, ep2"),
+    *("experts, pp2", "experts, interleaved"),
     *("tp2 pp2 dp2 stage1", "tp2 dp2 interleaved stage3"),
 )  # fmt: skip
 

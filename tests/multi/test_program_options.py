@@ -4,19 +4,28 @@ process, and go on from each other's checkpoints."""
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_programs import OPTIMIZERS, PP2, PROGRAM, SAVES, STAGE3, TP2, WORDS
+from tests.multi.programs import (
+    INTERLEAVED,
+    PP2,
+    SAVES,
+    SP,
+    STAGE3,
+    TP2,
+    WORDS,
+    on_mesh,
+    op_by_op,
+    resume_from_first,
+)
 from tests.parity.cases import (
     GRADIENT_LIMIT,
     LIMIT,
+    OPTIMIZERS,
     STEPS,
     Case,
     Comparison,
@@ -28,7 +37,6 @@ from tests.parity.cases import (
 )
 from tests.parity.qat import FLIPPED
 
-SP, INTERLEAVED = {"sequence_parallel": True}, {**PP2, "pipeline_schedule": "interleaved"}
 PACKED, SELECTIVE, FULL = "--data.packing=best_fit", ("--engine.recompute=selective",), ("--engine.recompute=full",)
 SGD, ADAMW, FOUR = OPTIMIZERS["sgd"], OPTIMIZERS["adamw"], ("--model.config.num_hidden_layers=4",)
 
@@ -105,15 +113,15 @@ KEPT = (
 RUNS = few(_RUNS, *(name for name in _RUNS if name not in KEPT))
 
 
-def _case(name: str, job: str, ranks: int, parallel: Mapping[str, Any], *more: str) -> Case:
+def _one(job: str) -> Case:
+    """The run of a job op by op, in one process."""
     found = JOBS[job]
-    place = (f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}", "--train.micro_batch_size=2")
-    given = once([*WORDS, *found.words, *SAVES, *place, *more])
-    return Case(name, ranks, given, found.mutation, f"recipes/{found.recipe}.json")
+    words = once([*WORDS, *found.words, *SAVES, "--train.micro_batch_size=2"])
+    return Case(job, 1, words, found.mutation, f"recipes/{found.recipe}.json")
 
 
-ONES = {job: _case(job, job, 1, {}) for job, *_ in RUNS.values()}
-MANY = {name: _case(name, job, ranks, mesh, *PROGRAM, *words) for name, (job, ranks, mesh, words) in RUNS.items()}
+ONES = {job: _one(job) for job, *_ in RUNS.values()}
+MANY = {name: on_mesh(ONES[job], name, ranks, mesh, *words) for name, (job, ranks, mesh, words) in RUNS.items()}
 MUTANT = dataclasses.replace(MANY["qat sgd, tp2"], name="own part", mutation="weight_scale_of_own_part")
 GO_ON = "qat, stage3", "reft, tp2", "prefix, pp2", "rm, tp2"
 """Of these, runs in other modes go on from each other's checkpoints."""
@@ -160,23 +168,18 @@ def test_a_scale_that_is_not_of_the_whole_matrix_is_noticed(runner: Runner, fail
 def test_runs_go_on_in_either_mode(runner: Runner, failed: dict[str, str]) -> None:
     """Programs of two ranks from the first checkpoint of a dynamic run in one process, and dynamic ranks from that of
     the programs."""
-    again = []
+    again: dict[str, tuple[str, Case]] = {}
     for name in GO_ON:
-        job, program = RUNS[name][0], MANY[name]
-        dynamic = [word for word in program.words if word not in PROGRAM]
+        job = RUNS[name][0]
         assert not failed.keys() & {job, name}, failed
-        again += [
-            (job, job, dataclasses.replace(program, name=f"{name}, from one", resume=True)),
-            (job, name, dataclasses.replace(program, name=f"{name}, dynamic", words=dynamic, resume=True)),
-        ]
-    for _, begun, case in again:
-        step = Path("checkpoints") / "step-1"
-        shutil.copytree(runner.directory / begun / step, runner.directory / case.name / step)
-    assert run_cases(runner, [case for _, _, case in again]) == {}
-    for job, _, case in again:
-        theirs, ours = runner.metrics(job)[1:], runner.metrics(case.name)
+        again[f"{name}, from one"] = (job, MANY[name])
+        again[f"{name}, dynamic"] = (name, op_by_op(MANY[name]))
+    resume_from_first(runner, again)
+    for name in again:
+        job = RUNS[name.removesuffix(", from one").removesuffix(", dynamic")][0]
+        theirs, ours = runner.metrics(job)[1:], runner.metrics(name)
         assert [record["step"] for record in ours] == [2, 3]
         for a, b in zip(theirs, ours):
             for key in ("loss", "grad_norm"):
                 limit = FLIPPED[key] if JOBS[job].rounds else LIMIT
-                assert b[key] == pytest.approx(a[key], rel=limit), case.name
+                assert b[key] == pytest.approx(a[key], rel=limit), name

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
-import shutil
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_programs import (
-    ADAPTERS,
+from tests.multi.programs import (
     FTHENB,
-    FURTHER,
-    JOBS,
+    INTERLEAVED,
     PP2,
-    PROGRAM,
     SAVES,
+    SP,
     STAGE3,
-    STAGES,
     TP2,
     WORDS,
-    compare_job,
+    on_mesh,
+    op_by_op,
+    resume_from_first,
 )
+from tests.multi.test_programs import ADAPTERS, FURTHER, JOBS, STAGES, compare_job
 from tests.parity.cases import OPTIMIZERS, Case, few, once, run_cases
 
 LOSSES = {
@@ -37,8 +33,7 @@ ON_TP = ("dpo", "kto_pair", "rm", "kto", "lora")
 """As `FURTHER`, with SGD: on eight ranks AdamW brings the rounding of an adapter to the limit, 3.0e-6 (2.4e-6 op by
 op)."""
 PP4 = {"pipeline_parallel_degree": 4}
-INTERLEAVED = {**PP2, "pipeline_schedule": "interleaved"}
-SP, AGAIN = {"sequence_parallel": True}, "--engine.recompute=full"
+AGAIN = "--engine.recompute=full"
 FOUR = "--train.micro_batch_size=2"
 """Rows of a micro-batch where a data rank makes four of eight rows; two where it has half of them."""
 ON_RANKS: dict[str, tuple[str, int, int, dict[str, Any], tuple[str, ...]]] = {
@@ -109,9 +104,7 @@ def _one(job: str, layers: int) -> Case:
 
 def _many(mesh: str) -> Case:
     job, layers, ranks, parallel, more = MESHES[mesh]
-    one = _one(job, layers)
-    place = (f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}")
-    return dataclasses.replace(one, name=mesh, num_ranks=ranks, words=once([*one.words, *PROGRAM, *place, *more]))
+    return on_mesh(_one(job, layers), mesh, ranks, parallel, *more)
 
 
 @pytest.fixture(scope="module")
@@ -136,18 +129,11 @@ def test_goes_on_in_either_mode(runner: Runner, failed: dict[str, str], mesh: st
     job, layers, *_ = MESHES[mesh]
     one, many = _one(job, layers), _many(mesh)
     assert not failed.keys() & {one.name, mesh}, failed
-    dynamic = [word for word in many.words if word not in PROGRAM]
-    again = [
-        (one.name, dataclasses.replace(many, name=f"{mesh}, from one", resume=True)),
-        (mesh, dataclasses.replace(many, name=f"dynamic, from {mesh}", words=dynamic, resume=True)),
-    ]
-    for begun, case in again:
-        step = Path("checkpoints") / "step-1"
-        shutil.copytree(runner.directory / begun / step, runner.directory / case.name / step)
-    assert run_cases(runner, [case for _, case in again]) == {}
+    again = {f"{mesh}, from one": (one.name, many), f"dynamic, from {mesh}": (mesh, op_by_op(many))}
+    resume_from_first(runner, again)
     theirs = runner.metrics(one.name)[1:]
-    for _, case in again:
-        ours = runner.metrics(case.name)
+    for name in again:
+        ours = runner.metrics(name)
         assert [record["step"] for record in ours] == [2, 3]
         for a, b in zip(theirs, ours):
             assert [b[key] for key in ("loss", "grad_norm")] == pytest.approx([a["loss"], a["grad_norm"]], rel=1e-6)

@@ -14,8 +14,8 @@ import pytest
 
 from tests.multi.conftest import Runner, learnt
 from tests.multi.program_slices import BYTES
+from tests.multi.programs import FTHENB, PP2, PROGRAM, SAVES, STAGE3, TP2, WORDS, on_mesh, op_by_op
 from tests.parity.cases import (
-    COMMON,
     GRADIENT_LIMIT,
     KL_LIMIT,
     OPTIMIZERS,
@@ -31,12 +31,6 @@ from tests.parity.cases import (
 )
 from tests.parity.lora import LORA
 
-PROGRAM = ("--engine.mode=to_static", "--engine.program=step")
-WORDS = (
-    *COMMON, "--engine.recompute=none", "--parallel={}", "--launch.num_devices=1", "--train.micro_batch_size=4",
-    "--model.config.num_hidden_layers=2", "--train.lr_schedule=linear",
-)  # fmt: skip
-SAVES = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}")
 ADAPTER_OFF = ("--dpo.reference=adapter_off",)
 KTO = ("--kto.undesirable_weight=1.5", "--model.config.num_hidden_layers=4")
 _JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -95,8 +89,7 @@ ADAPTERS = (
 """Jobs that train adapters only."""
 
 
-TP2, PP2 = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
-FTHENB, STAGE3, TWO = {"pipeline_schedule": "FThenB"}, {"sharding": "stage3"}, ("--train.micro_batch_size=2",)
+TWO = ("--train.micro_batch_size=2",)
 STAGES = ("dpo", "dpo sgd", "orpo", "rm", "rm adamw", "kto", "kto adamw")
 """Jobs of preference and reward stages that train all parameters."""
 FURTHER = ("dpo", "kto_pair", "rm", "kto", "lora adamw")
@@ -162,10 +155,7 @@ def _case(job: str, *more: str) -> Case:
 
 def _on_ranks(mesh: str) -> Case:
     job, ranks, parallel, more = MESHES[mesh]
-    recipe, words = JOBS[job]
-    place = (f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}")
-    given = once([*WORDS, *words, *SAVES, *PROGRAM, *place, *more])
-    return Case(mesh, ranks, given, recipe=f"recipes/{recipe}.json")
+    return on_mesh(_case(job), mesh, ranks, parallel, *more)
 
 
 GO_ON = ("tp2 adamw", "pp2 adamw", "pp2 kto_pair", "stage3 dpo", "stage3 lora adamw")
@@ -244,11 +234,10 @@ def test_two_ranks_go_on_in_either_mode(runner: Runner, failed: dict[str, str]) 
     again = []
     for mesh in GO_ON:
         job, program = MESHES[mesh][0], _on_ranks(mesh)
-        dynamic = [word for word in program.words if word not in PROGRAM]
         assert not failed.keys() & {_case(job).name, mesh}, failed
         again += [
             (job, _case(job).name, dataclasses.replace(program, name=f"{mesh}, again", resume=True)),
-            (job, mesh, dataclasses.replace(program, name=f"{mesh}, dynamic", words=dynamic, resume=True)),
+            (job, mesh, dataclasses.replace(op_by_op(program), name=f"{mesh}, dynamic", resume=True)),
         ]
     for _, begun, case in again:
         step = Path("checkpoints") / "step-1"

@@ -20,14 +20,17 @@ from llmsuite.inference.load import load_model
 from llmsuite.inference.sampling import Sampling
 from tests.multi.conftest import Runner
 from tests.multi.rank_programs import VARIATIONS
+from tests.parity.cases import few
 from tests.unit.families import FAMILIES
 from tests.unit.inference.test_export import write_family
+
+ON_TWO = [*few(dict.fromkeys([*FAMILIES, *VARIATIONS]), *({*FAMILIES} - {"llama", "gpt", "deepseek", "qwen"}))]
 
 
 @pytest.mark.parametrize(
     ("tp", "pp", "names"),
     [
-        (2, 1, [*FAMILIES, *VARIATIONS]),
+        (2, 1, ON_TWO),
         (1, 2, ["llama", "llama-tied", "gpt", "deepseek"]),
         (2, 2, ["llama"]),
     ],

@@ -53,6 +53,8 @@ MESHES = few(
     "dp2", "stage2 pp2", "pp4", "interleaved stage3", "tp2 selective",
 )  # fmt: skip
 FLIPPED = 2.0**-16
+FP16 = 2.0**-3
+"""Largest error of a rounding to fp16 beside one to bf16."""
 TIED = point(pp=2, **{**RUN, "tied": True})
 
 
@@ -87,16 +89,19 @@ def failed(runner: Runner) -> dict[str, str]:
     return failed | run_cases(runner, [of(SMALL, "again", resume=True)])
 
 
-def problems(runner: Runner, one: str, many: str, cuts: bool = False, wide: Case = ONE) -> list[str]:
+def problems(
+    runner: Runner, one: str, many: str, cuts: bool = False, wide: Case = ONE, later: float = FLIPPED**0.5
+) -> list[str]:
     """What is beyond the limits; `cuts`: sums are rounded in parts, or activations in one of the runs only. `wide`: the
-    run in float32, whose condition the limits are from."""
+    run in float32, whose condition the limits are from. `later`: without cuts, the part of them that is for the steps
+    behind the first."""
     close, found = bf16_metric_limits(runner, wide), []
     for step, (ours, theirs) in enumerate(zip(runner.metrics(one), runner.metrics(many), strict=True), 1):
         assert ours["tokens"] == theirs["tokens"]
         for key, limit in close.items():
             limit *= 2  # not only inputs of products are rounded, as there, but what comes out too
             if not cuts:
-                limit = LIMIT if step == 1 else max(LIMIT, limit * FLIPPED**0.5)
+                limit = LIMIT if step == 1 else max(LIMIT, limit * later)
             far = abs(theirs[key] / ours[key] - 1)
             print(f"{many}, step {step}: {key} {far:.1e} of at most {limit:.1e}")
             found += [f"step {step}: {key} differs by {far:.1e}"] if not far <= limit else []
@@ -117,8 +122,10 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], mesh:
 
 
 def test_fp16_on_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str]) -> None:
+    """Its numbers are so close to each other that after an update many more parameters move to their neighbours, and
+    each has others rounded otherwise behind it: later steps are as close as two roundings to fp16."""
     assert not {"one, fp16", "pp2, fp16"} & failed.keys(), failed
-    assert problems(runner, "one, fp16", "pp2, fp16") == []
+    assert problems(runner, "one, fp16", "pp2, fp16", later=FP16) == []
 
 
 def test_16_bits_are_close_to_float32_and_not_float32(runner: Runner, failed: dict[str, str]) -> None:

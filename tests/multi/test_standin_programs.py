@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
+from tests.multi.programs import PP2, PROGRAM, SAVES, TP2, WORDS
 from tests.multi.test_bf16_programs import far_changes
-from tests.multi.test_programs import OPTIMIZERS, PP2, PROGRAM, SAVES, TP2, WORDS
 from tests.multi.test_standin import of
-from tests.parity.cases import STEPS, Case, few, once, run_cases
+from tests.parity.cases import OPTIMIZERS, STEPS, Case, few, once, run_cases
 from tests.parity.condition import bf16_change_limits, bf16_metric_limits, nudged
 from tests.parity.lora import LORA
 
@@ -30,10 +30,16 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "tied": ("qwen/sft", (*ADAMW, *TIED)),
     "lora": ("llama/lora", (*OPTIMIZERS["sgd"], *LORA)),
     "experts": ("qwen_moe/sft", (*OPTIMIZERS["sgd"], "--train.weight_decay=0", "--train.expert_balance_loss=0.3")),
+    # at a rate at which rounding sends few tokens to other experts
+    "deepseek": (
+        "deepseek/sft",
+        (*OPTIMIZERS["sgd"], "--train.weight_decay=0", "--train.expert_bias_rate=0.01", "--train.learning_rate=0.05"),
+    ),
     # with rows of several documents, whose mask is the kernel's
     "reft": ("llama/sft", (*ADAMW, "--reft.rank=4", "--data.packing=best_fit", "--train.learning_rate=0.05")),
     "rm": ("llama/rm", (*OPTIMIZERS["sgd"], "--data.packing=best_fit", "--train.learning_rate=0.05")),
 }
+EXPERTS = ("experts", "deepseek")
 STEM = {"lora": "adapter_model", "reft": "reft"}
 RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
     {
@@ -44,6 +50,11 @@ RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
         "step, experts": ("experts", "bf16", 1, {}, (*PROGRAM, "--engine.recompute=full")),
         "step, experts, tp2": ("experts", "bf16", 2, {**TP2, **SP}, PROGRAM),
         "step, experts, ep2": ("experts", "bf16", 2, {"expert_parallel_degree": 2, "sharding": "stage2"}, PROGRAM),
+        "step, experts, fp16": ("experts", "fp16", 1, {}, PROGRAM),
+        "step, experts, fp16, tp2": ("experts", "fp16", 2, {**TP2, **SP}, PROGRAM),
+        "step, deepseek": ("deepseek", "bf16", 1, {}, PROGRAM),
+        "step, deepseek, tp2": ("deepseek", "bf16", 2, {**TP2, **SP}, PROGRAM),
+        "step, deepseek, fp16, ep2": ("deepseek", "fp16", 2, {"expert_parallel_degree": 2}, PROGRAM),
         "step, stage2": ("sft", "bf16", 2, {"sharding": "stage2"}, (*PROGRAM, "--engine.recompute=full")),
         "step, reft, tp2": ("reft", "bf16", 2, {**TP2, **SP}, PROGRAM),
         "step, rm, tp2": ("rm", "bf16", 2, {**TP2, **SP}, PROGRAM),
@@ -57,6 +68,7 @@ RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
         "layers, fp16, stage3": ("sft", "fp16", 2, {"sharding": "stage3"}, LAYERS),
     },
     "step, tied", "step, experts", "step, experts, tp2", "step, experts, ep2", "step, stage2",
+    "step, experts, fp16", "step, experts, fp16, tp2", "step, deepseek", "step, deepseek, fp16, ep2",
     "step, reft, tp2", "step, rm, tp2", "step, fp16, lora", "step, fp16, stage2",
     "layers, fp16, tp2", "layers, fp16, stage3",
 )  # fmt: skip
@@ -110,7 +122,7 @@ def _check(runner: Runner, job: str, one: str, many: str, first: int = 1) -> Non
             far = abs(b[key] / a[key] - 1)
             print(f"{many}, step {a['step']}: {key} {far:.1e} of at most {2 * limit:.1e}")
             assert far <= 2 * limit, (a["step"], key)
-    if job == "experts":
+    if job in EXPERTS:
         return  # rounding decides where single tokens are routed, and so what single experts learn
     stem = STEM.get(job, "model")
     changes = bf16_change_limits(runner, WIDE[job], stem)

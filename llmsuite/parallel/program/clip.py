@@ -74,6 +74,7 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
         self._max_norm, self._dims, self._scale, self._loss_scale = max_norm, dims, scale, loss_scale
         self._shared_out = shared_out
         self._accepted: dict[tuple[int, ...], Any] = {}
+        self._rejected: dict[tuple[int, ...], Any] = {}
         self._factors: dict[tuple[int, ...], Any] = {}
         self.variable = f"global_norm_{next(_numbers)}"
         """Name of the variable in which a step leaves the norm before clipping, and 1 where it is accepted, [2]. Where
@@ -100,6 +101,13 @@ class NormClip(paddle.nn.ClipGradByGlobalNorm):
     def accepted(self, gradient: Any) -> Any:
         """Whether the step is accepted, [1], on the mesh of a gradient in the program that is being made."""
         return self._accepted[_ranks(gradient)]
+
+    def rejected(self, gradient: Any) -> Any:
+        """The contrary of `accepted`, made once on each mesh."""
+        ranks = _ranks(gradient)
+        if ranks not in self._rejected:
+            self._rejected[ranks] = paddle.logical_not(self._accepted[ranks])
+        return self._rejected[ranks]
 
     def clipped(self, gradient: Any) -> Any:
         """A gradient as its update takes it. To be asked for right in front of that, not by `_pir_clip`: of all

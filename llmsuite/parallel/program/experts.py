@@ -10,7 +10,7 @@ Shapes: B rows of a micro-batch, L length, D hidden, E experts, k experts of a t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import paddle
@@ -20,11 +20,11 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 from llmsuite.models.experts import Experts, combine, dispatch, route_in_program, sequence_loads, sequence_losses
 from llmsuite.models.moe import Gate
 from llmsuite.parallel import collective
+from llmsuite.parallel.program.pipeline import LENGTHS, Beside, StagedModel
 from llmsuite.parallel.program.sums import summed
+from llmsuite.parallel.recompute import results_again_in_program
 from llmsuite.typing import Tensor
 
-LENGTHS = "row_lengths"
-"""The input of a program that says how many tokens of each row are no padding."""
 SHARES = "balance_shares"
 """The input that says what the balance loss of each row weighs in what is trained."""
 LOADS, BALANCE_LOSS = "experts/loads", "experts/balance_loss"
@@ -36,27 +36,91 @@ def with_experts(loss: Any) -> Any:
     `SHARES`, `BALANCE_LOSS`."""
 
     def with_balance(model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        with _in_program(model, inputs) as gates:
+        seen = _Seen(inputs[LENGTHS], has_losses=SHARES in inputs)
+        travels = model.beside(seen) if isinstance(model, StagedModel) else contextlib.nullcontext()
+        with _in_program(model, seen), travels:
             found = dict(loss(model, inputs))
-        found[LOADS] = paddle.stack([gate.loads for gate in gates]).sum(1).flatten()
+        found[LOADS] = seen.loads().sum(0)
         if SHARES in inputs:
-            found[BALANCE_LOSS] = (paddle.add_n([gate.losses for gate in gates]) * inputs[SHARES]).sum()
+            found[BALANCE_LOSS] = (seen.losses() * inputs[SHARES]).sum()
         return found
 
     return with_balance
 
 
+def makes_rows_again(model: Any) -> bool:
+    """Whether a program computes rows of experts again: where all experts are trained, as nothing else asks for them;
+    and not of a pipeline."""
+    found = [module for module in model.sublayers() if isinstance(module, Experts)]
+    return not isinstance(model, StagedModel) and bool(found) and all(_is_trained(experts) for experts in found)
+
+
+def _is_trained(experts: Experts) -> bool:
+    stacks = experts.gate_proj, experts.up_proj, experts.down_proj
+    return not any(stack.weight.stop_gradient for stack in stacks)
+
+
+class _Seen(Beside):
+    """What the gates of a model have made of a micro-batch, in the order of its layers, on the mesh that the model has
+    come to."""
+
+    def __init__(self, lengths: Tensor, has_losses: bool):
+        """The input `LENGTHS`, and whether there is a balance loss."""
+        self.lengths, self.has_losses = lengths, has_losses
+        self._sent_lengths = lengths
+        self._loads: list[Tensor] = []
+        self._losses: list[Tensor] = []
+
+    def add(self, loads: Tensor, losses: Tensor | None) -> None:
+        """Tokens of each row that a gate has sent to each expert, [B, E], and its balance loss of each row, [B]."""
+        self._loads.append(loads)
+        if losses is not None:
+            self._losses.append(losses)
+
+    def loads(self) -> Tensor:
+        """[B, gates x E]: those of all gates."""
+        return self._loads[0] if len(self._loads) == 1 else paddle.concat(self._loads, 1)
+
+    def losses(self) -> Tensor:
+        """[B]: the sum over all gates."""
+        return self._losses[0] if len(self._losses) == 1 else paddle.add_n(self._losses)
+
+    def leave(self, x: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
+        """As `program.pipeline.Beside`. Losses go as a further column of the activations, spread over the tokens: by
+        themselves, their gradients would be made, and sent, long before those of the activations, in other chunks."""
+        self._sent_lengths = send(self._sent_lengths)
+        self._loads = [send(self.loads())] if self._loads else []
+        if not self._losses:
+            return send(x)
+        (num_rows, length), dtype = x.shape[:2], x.dtype
+        assert dtype == paddle.float32, "refused before the run"
+        column = (self.losses() / length).reshape([num_rows, 1, 1]).expand([num_rows, length, 1])
+        return send(paddle.concat([x, dist.reshard(column, x.process_mesh, x.placements)], -1))
+
+    def arrive(self, x: Tensor) -> Tensor:
+        """As `program.pipeline.Beside`."""
+        # of copies: Paddle 3.3.1 cannot send on what local operations use
+        self.lengths = paddle.assign(self._sent_lengths)
+        if self._losses:
+            x, column = paddle.split(x, [x.shape[-1] - 1, 1], -1)
+            whole = [dist.Shard(0), dist.Replicate()]
+            self._losses = [dist.reshard(column, column.process_mesh, whole).sum([1, 2])]
+        return x
+
+
 @contextlib.contextmanager
-def _in_program(model: Any, inputs: Mapping[str, Tensor]) -> Iterator[list[_ProgramGate]]:
+def _in_program(model: Any, seen: _Seen) -> Iterator[None]:
     """While active, gates and experts of a model compute as programs need it."""
-    gates = {module: _ProgramGate(module, inputs) for module in model.sublayers() if isinstance(module, Gate)}
-    experts = {module: _ProgramExperts(module) for module in model.sublayers() if isinstance(module, Experts)}
-    forms: dict[Any, Any] = {**gates, **experts}
+    forms: dict[Any, Any] = {
+        module: _ProgramGate(module, seen) for module in model.sublayers() if isinstance(module, Gate)
+    }
+    is_again = makes_rows_again(model)
+    forms |= {module: _ProgramExperts(module, is_again) for module in model.sublayers() if isinstance(module, Experts)}
     before = [(module, module.__dict__.get("forward")) for module in forms]
     for module, form in forms.items():
         module.__dict__["forward"] = form.forward
     try:
-        yield list(gates.values())
+        yield
     finally:
         for module, forward in before:
             if forward is None:
@@ -69,30 +133,26 @@ class _ProgramGate:
     """`Gate.forward`; the tokens of a data rank are the same on all its tensor parallel ranks, and so is what it
     makes of them."""
 
-    def __init__(self, gate: Gate, inputs: Mapping[str, Tensor]):
-        """`inputs` of the program."""
-        self._gate, self._inputs = gate, inputs
-        self.loads: Tensor = None
-        """Tokens of each row that go to each expert, [B, E]."""
-        self.losses: Tensor = None
-        """The balance loss of each row, [B]; without one, None."""
+    def __init__(self, gate: Gate, seen: _Seen):
+        self._gate, self._seen = gate, seen
 
     def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As of `Gate`; which tokens count, the inputs tell."""
+        """As of `Gate`; which tokens count, the lengths of the rows tell."""
         logits = self._gate.logits(x)
         mesh, placements = logits.process_mesh, logits.placements
         local = dtensor_to_local(logits, mesh, placements)
         with self._own_bias():
             weights, chosen, scores = self._gate.choose(local)
-        lengths = self._inputs[LENGTHS]
+        lengths = self._seen.lengths
         lengths = dtensor_to_local(lengths, mesh, lengths.placements)
         at = paddle.arange(local.shape[1], dtype=lengths.dtype)
         is_token = (at < lengths.unsqueeze(-1)).astype("float32")  # [B, L]
         loads, tokens = sequence_loads(chosen, scores.shape[-1], is_token)
-        self.loads = dtensor_from_local(loads, mesh, placements)
-        if SHARES in self._inputs:
+        losses = None
+        if self._seen.has_losses:
             losses = sequence_losses(loads, tokens, scores, chosen.shape[-1], is_token)
-            self.losses = dtensor_from_local(losses, mesh, placements)
+            losses = dtensor_from_local(losses, mesh, placements)
+        self._seen.add(dtensor_from_local(loads, mesh, placements), losses)
         return dtensor_from_local(weights, mesh, placements), dtensor_from_local(chosen, mesh, placements)
 
     @contextlib.contextmanager
@@ -116,8 +176,10 @@ class _ProgramExperts:
     A program takes the stacks of experts that data ranks share out for copies of one stack.
     """
 
-    def __init__(self, experts: Experts):
-        self._experts = experts
+    def __init__(self, experts: Experts, is_again: bool):
+        """`is_again`: whether rows of tokens, and what the last product takes, are made again for the backward pass:
+        they are more than op by op, and cost no product."""
+        self._experts, self._is_again = experts, is_again
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """As of `Experts`."""
@@ -138,7 +200,14 @@ class _ProgramExperts:
             is_here = paddle.logical_and(numbers >= 0, numbers < num_here)
             numbers = paddle.where(is_here, numbers, paddle.full_like(numbers, num_here))
         route = route_in_program(numbers, num_here)
-        sorted_rows = self._experts.rows(dispatch(own_x.flatten(0, 1), route), route.counts, self._local)
+        swiglu = self._experts.swiglu
+
+        def gather(x: Tensor) -> Tensor:
+            return dispatch(x.flatten(0, 1), route)
+
+        if self._is_again:
+            gather, swiglu = results_again_in_program(gather), results_again_in_program(swiglu)
+        sorted_rows = self._experts.rows(gather(own_x), route.counts, self._local, swiglu)
         y = combine(sorted_rows, own_weights.flatten(0, 1), route).reshape(own_x.shape)
         if ep * tp == 1:
             return dtensor_from_local(y, mesh, placements)

@@ -71,6 +71,8 @@ class Step(nn.Layer):
     @paddle.jit.not_to_static
     def _traced(self, *inputs: Tensor) -> Tensor:
         given = dict(zip(self._names, inputs))
+        for value in given.values():
+            value.stop_gradient = True  # else there are operations for gradients that nobody asks for
         keys = given.pop(TOKEN_VALUES, None)
         keys = None if keys is None else keys.detach()  # else Paddle 3.3.1 makes a gradient of integers
         with in_16_bits(self.model, self._narrow), token_values.tokens(keys):

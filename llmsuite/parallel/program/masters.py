@@ -11,6 +11,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import paddle
+
+from llmsuite.typing import Tensor
+
 
 @contextlib.contextmanager
 def in_16_bits(model: Any, narrow: Mapping[str, Any]) -> Iterator[None]:
@@ -31,3 +35,19 @@ def in_16_bits(model: Any, narrow: Mapping[str, Any]) -> Iterator[None]:
     finally:
         for table, attribute, master in masters:
             table[attribute] = master
+
+
+@contextlib.contextmanager
+def without_shared_memory() -> Iterator[None]:
+    """While active, programs that are made copy a tensor in bfloat16 where another one would be in its memory, as where
+    one rank is all that cuts it: of `share_data_` Paddle 3.3.1 has no bfloat16 on CPUs."""
+    before = paddle._C_ops.share_data_
+
+    def share(x: Tensor) -> Tensor:
+        return paddle.assign(x) if x.dtype == paddle.bfloat16 else before(x)
+
+    paddle._C_ops.share_data_ = share
+    try:
+        yield
+    finally:
+        paddle._C_ops.share_data_ = before

@@ -7,7 +7,7 @@ that programs know it by: so a program takes over where another one stopped, and
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,7 +84,12 @@ class ProgramOptimizer:
     saves and restores."""
 
     def __init__(
-        self, shards: Sequence[ParameterShard], train: TrainSection, total_steps: int, owners: Owners = ONE_OWNER
+        self,
+        shards: Sequence[ParameterShard],
+        train: TrainSection,
+        total_steps: int,
+        owners: Owners = ONE_OWNER,
+        shared_out: Collection[str] = (),
     ):
         """
         Args:
@@ -92,6 +97,7 @@ class ProgramOptimizer:
             train: section of the recipe.
             total_steps: steps of the run; where the learning rate ends.
             owners: the data ranks that share the state.
+            shared_out: names of stacks of experts of which each data rank has its own, on other pipeline stages.
         """
         self.shards, self._train, self._owners = list(shards), train, owners
         self._max_norm = train.max_grad_norm
@@ -101,7 +107,7 @@ class ProgramOptimizer:
         self.slots = [*self.own_slots, *(["master"] if has_master else [])]
         # a shard that is a slice itself brings its state together as it does the parameter
         self._has_slices = any(isinstance(shard, SlicedShard) for shard in self.shards)
-        self._shared_out = frozenset(shard.name for shard in self.shards if shard.is_shared_out)
+        self._shared_out = frozenset([*shared_out, *(shard.name for shard in self.shards if shard.is_shared_out)])
         whole = {shard.name for shard in self.shards if self._has_slices} | self._shared_out
         self._cuts = {shard.name: None if shard.name in whole else owners.dim(shard) for shard in self.shards}
         self.learning_rate = LearningRate(train, total_steps).at
@@ -234,7 +240,7 @@ class _AdamW(_WithFactors, _WithState, paddle.optimizer.AdamW):
 
     def _append_optimize_op(self, block: Any, param_and_grad: tuple[Any, Any]) -> Any:
         parameter, gradient = param_and_grad
-        self._set_auxiliary_var("found_inf", paddle.logical_not(self._grad_clip.accepted(gradient)))
+        self._set_auxiliary_var("found_inf", self._grad_clip.rejected(gradient))
         return super()._append_optimize_op(block, (parameter, self._grad_clip.clipped(gradient)))
 
 

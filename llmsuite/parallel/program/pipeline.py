@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.cut import owner_stage, parts_with
 from llmsuite.parallel.program.chunks import by_parts, of_part
+from llmsuite.parallel.program.pruning import by_use
 from llmsuite.parallel.program.slices import slice_dim
 from llmsuite.parallel.schedule import Kind
 from llmsuite.parallel.tensor import local_value
@@ -31,7 +33,9 @@ from llmsuite.typing import Tensor
 
 TOKEN_VALUES = "token_values"
 """Input of a program with `models.token_values`, [B, L], where its layers ask for them."""
-FIRST_INPUTS = ("input_ids", "document_starts", TOKEN_VALUES)
+LENGTHS = "row_lengths"
+"""The input that says how many tokens of each row are no padding, for gates of experts."""
+FIRST_INPUTS = ("input_ids", "document_starts", TOKEN_VALUES, LENGTHS)
 """Inputs of a program that the first stage takes; the last one takes the others."""
 SCHEDULES: Mapping[Kind, str] = {"FThenB": "FThenB", "1F1B": "1F1B", "interleaved": "VPP"}
 """Paddle's names."""
@@ -55,6 +59,8 @@ class Pipeline:
     """This rank's."""
     num_slices: int = 1
     """How many slices the data ranks have of a parameter that they share out, see `slices`."""
+    expert_parts: int = 1
+    """How many data ranks share out a stack of routed experts."""
 
     @property
     def num_chunks(self) -> int:
@@ -68,13 +74,22 @@ class Pipeline:
         pipeline.accumulate_steps, pipeline.pp_degree = num_micro_batches, self.num_stages
         pipeline.vpp_degree = self.num_chunks
 
-    def chunks(self) -> contextlib.AbstractContextManager[None]:
-        """While active, programs that are made have the chunks of this pipeline."""
-        return by_parts(self.num_stages) if self.num_chunks > 1 else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def making(self) -> Iterator[None]:
+        """While active, programs that are made have the chunks of this pipeline, and the operations of this stage."""
+        chunks = by_parts(self.num_stages) if self.num_chunks > 1 else contextlib.nullcontext()
+        with chunks, by_use():
+            yield
 
     def stage_of(self, parameter: str) -> int:
         """The stage that updates a parameter."""
         return owner_stage(parameter, self.shard_plan, self.bounds, self.num_stages)
+
+    @functools.cached_property
+    def shared_out(self) -> frozenset[str]:
+        """Names of the stacks of experts of which each data rank has its own."""
+        names = (name for name, _ in self.model.named_parameters()) if self.expert_parts > 1 else ()
+        return frozenset(name for name in names if self.shard_plan.is_expert(name))
 
     def absent(self, name: str, parameter: Tensor, tp: int) -> tuple[Tensor, list[Any], int | None]:
         """What stands for a rank's part of a parameter of another stage, its placements over tp, and the dim that the
@@ -82,8 +97,10 @@ class Pipeline:
         shape, dim = list(parameter.shape), self.shard_plan.dim(name) if tp > 1 else None
         placements = [dist.Replicate() if dim is None else dist.Shard(dim)]
         is_copied = self.shares_embedding and name == f"{self.shard_plan.embedding}.weight"
-        sliced = None if is_copied else slice_dim(shape, placements, self.num_slices)
-        for cut, count in ((dim, tp), (sliced, self.num_slices)):
+        is_shared_out = name in self.shared_out
+        sliced = None if is_copied or is_shared_out else slice_dim(shape, placements, self.num_slices)
+        of_experts = 0 if is_shared_out else None
+        for cut, count in ((dim, tp), (sliced, self.num_slices), (of_experts, self.expert_parts)):
             if cut is not None:
                 shape[cut] //= count
         return paddle.empty(shape, parameter.dtype), placements, sliced
@@ -114,12 +131,39 @@ class Pipeline:
                 own.copy_(updated, True)
 
 
+class Beside:
+    """What goes beside the activations from part to part of the layers while a program is made; here nothing."""
+
+    def leave(self, x: Tensor, send: Callable[[Tensor], Tensor]) -> Tensor:
+        """Activations [B, L, D] at the end of a part, with what goes beside them, on the mesh of the next part, to
+        which `send` sends a tensor."""
+        return send(x)
+
+    def arrive(self, x: Tensor) -> Tensor:
+        """What came out of `leave` to the activations, at the beginning of the next part."""
+        return x
+
+
 class StagedModel:
     """The model as a loss calls it while a program of a pipeline is made."""
 
     def __init__(self, pipeline: Pipeline, meshes: Sequence[Any]):
         """`meshes` of the stages, each [data, tp]."""
         self._pipeline, self._model, self._meshes = pipeline, pipeline.model, meshes
+        self._beside = Beside()
+
+    def sublayers(self) -> list[Any]:
+        """The modules of all stages."""
+        return list(self._model.sublayers())
+
+    @contextlib.contextmanager
+    def beside(self, what: Beside) -> Iterator[None]:
+        """While active, something goes beside the activations."""
+        before, self._beside = self._beside, what
+        try:
+            yield
+        finally:
+            self._beside = before
 
     def hidden_states(self, input_ids: Tensor, document_starts: Tensor | None = None) -> tuple[Tensor, list[Any]]:
         """As `CausalLM.hidden_states`, on the mesh of the last stage."""
@@ -132,11 +176,12 @@ class StagedModel:
         # round the stages, once a chunk
         parts = zip(itertools.cycle(self._meshes), itertools.pairwise(self._pipeline.bounds))
         for part, (mesh, (begin, end)) in enumerate(parts):
-            x = _on(mesh, x)
+            x = self._beside.leave(x, functools.partial(_on, mesh))
             starts, keys = (None if given is None else _on(mesh, given) for given in (starts, keys))
             with of_part(part), token_values.tokens(keys):
                 # of a copy: Paddle 3.3.1 cannot send on what a prefix is joined with
                 own_starts = None if starts is None else paddle.assign(starts)
+                x = self._beside.arrive(x)
                 if self._pipeline.num_chunks > 1:
                     # by a single operation of the part, so that its gradient is no sum: one with terms that local
                     # operations make belongs to no chunk (Paddle 3.3.1)

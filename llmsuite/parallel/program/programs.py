@@ -28,8 +28,13 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 
 from llmsuite.devices.local_parts import whole_steps
+from llmsuite.parallel.program.callstacks import without_callstacks
 from llmsuite.parallel.program.clip import NormClip, StepNumber, over_data
+from llmsuite.parallel.program.constants import share_constants
+from llmsuite.parallel.program.experts import makes_rows_again
 from llmsuite.parallel.program.forward import LossFactor, Step, split, trained_sums
+from llmsuite.parallel.program.jobs import by_micro_batch, in_order
+from llmsuite.parallel.program.masters import without_shared_memory
 from llmsuite.parallel.program.optimizer import ProgramOptimizer, StepRate
 from llmsuite.parallel.program.pipeline import FIRST_INPUTS, Pipeline, StagedModel
 from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
@@ -52,6 +57,9 @@ class Program:
     """One compiled step."""
 
     run: Any
+    update: Callable[[], None] | None
+    """What updates the parameters where `run` makes gradients of one micro-batch, see `jobs`; None where it does all of
+    a step."""
     rate: StepRate
     clip: NormClip
     sums: Mapping[str, int]
@@ -86,7 +94,8 @@ class StepPrograms:
             recompute: whether layers of the model ask to be computed again (`parallel.recompute`).
             scales_loss: whether steps have a factor of the loss.
         """
-        self._optimizer, self._loss, self._pipeline, self._recompute = optimizer, loss, pipeline, recompute
+        self._optimizer, self._loss, self._pipeline = optimizer, loss, pipeline
+        self._recompute = recompute or (pipeline is None and makes_rows_again(model))
         self._scales_loss = scales_loss
         stages = np.split(ranks, 1 if pipeline is None else pipeline.num_stages)
         self._meshes = [dist.ProcessMesh(of_stage, dim_names=["data", "tp"]) for of_stage in stages]
@@ -145,17 +154,16 @@ class StepPrograms:
             The sums of the loss over the global batch, numbers and vectors [n], "grad_norm", and "updated": 1 or 0.
         """
         key = num_micro_batches, tuple((name, array.shape, array.dtype.str) for name, array in inputs.items())
-        with paddle.static.scope_guard(self._scope), _in_order():
+        with paddle.static.scope_guard(self._scope), in_order():
             if key not in self._programs:
                 started = time.perf_counter()
                 self._programs[key] = self._build(inputs, num_micro_batches)
                 self.build_seconds += time.perf_counter() - started
             program = self._programs[key]
             program.rate.begin(step)
-            placed = [self._given(name, paddle.to_tensor(array)) for name, array in inputs.items()]
             self._give({**program.variables, **program.clip.given(largest_norm, loss_scale)})
             with _quiet():  # it warns of rows of several micro-batches
-                returned = program.run(*placed)
+                returned = self._returned(program, inputs, num_micro_batches)
             self._take(program.variables)
             for shard in self._masters.values():
                 shard.write_back()
@@ -165,6 +173,23 @@ class StepPrograms:
         count = sum(size or 1 for size in program.sums.values())
         told, norm = self._told(None if parts is None else parts.sum(0), norm, count)
         return {**split(told, program.sums), "grad_norm": float(norm[0]), "updated": float(norm[1])}
+
+    def _returned(self, program: Program, inputs: Inputs, num_micro_batches: int) -> Any:
+        """Run a program. Returns what it tells of all micro-batches, one behind the other; None on ranks that it tells
+        nothing."""
+        if program.update is None:
+            return program.run(*self._all_given(inputs))
+        # by itself each: of pairs there are half as many as rows
+        parts = {name: np.split(array, num_micro_batches) for name, array in inputs.items()}
+        returned = [
+            program.run(*self._all_given({name: part[number] for name, part in parts.items()}))
+            for number in range(num_micro_batches)
+        ]
+        program.update()
+        return None if returned[0] is None else np.concatenate(returned)
+
+    def _all_given(self, inputs: Inputs) -> list[Tensor]:
+        return [self._given(name, paddle.to_tensor(array)) for name, array in inputs.items()]
 
     def _told(self, own: np.ndarray | None, norm: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of a step on every rank, `count` of them, and the norm of its gradient and whether it was
@@ -179,7 +204,7 @@ class StepPrograms:
         # the mean over micro-batches that pipelines make, whatever they are told (Paddle 3.3.1), is to be their sum
         scale = 1 if self._pipeline is None else num_micro_batches
         loss_scale = StepNumber() if self._scales_loss else None
-        with self._distributed() as parameters, _quiet(), whole_steps():
+        with self._distributed() as parameters, _quiet(), whole_steps(), without_callstacks():
             called = self._whole if self._pipeline is None else StagedModel(self._pipeline, self._meshes)
             loss = functools.partial(self._loss, called)
             net = Step(
@@ -190,11 +215,14 @@ class StepPrograms:
             specs = [self._spec(name, array, num_micro_batches) for name, array in inputs.items()]
             strategy = self._strategy(num_micro_batches)
             run = dist.to_static(net, None, trained_sums, optimizer, strategy=strategy, input_spec=[specs, []])
-            with contextlib.nullcontext() if self._pipeline is None else self._pipeline.chunks():
+            making = contextlib.nullcontext() if self._pipeline is None else self._pipeline.making()
+            with making, without_shared_memory():
                 run.train()
+        share_constants(run)
         self._take(self._parameters)
         variables = {**self._parameters, **self._state(run, clip.variables)}
-        return Program(run, rate, clip, net.sums, variables)
+        update = by_micro_batch(run) if num_micro_batches > 1 and self._pipeline is None else None
+        return Program(run, update, rate, clip, net.sums, variables)
 
     def _strategy(self, num_micro_batches: int) -> Any:
         strategy = dist.Strategy()
@@ -284,19 +312,6 @@ def _memory(tensor: Tensor) -> Any:
     """Where the part of a tensor that lies on this rank has its memory."""
     found = tensor.get_tensor()
     return found.get_tensor() if tensor.is_dist() else found
-
-
-@contextlib.contextmanager
-def _in_order() -> Iterator[None]:
-    """While active, the operations of a program run one after the other, in the thread that calls it. By itself Paddle
-    3.3.1 gives them to threads as they become ready; on the CPU each of these keeps freed memory to itself."""
-    flag = "FLAGS_enable_pir_in_executor_trace_run"
-    before = paddle.get_flags([flag])
-    paddle.set_flags({flag: True})
-    try:
-        yield
-    finally:
-        paddle.set_flags(before)
 
 
 @contextlib.contextmanager

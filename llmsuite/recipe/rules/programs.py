@@ -35,10 +35,6 @@ def _not_with_experts(context: RuleContext) -> Iterator[Violation]:
     if not context.recipe.engine.compiles_steps or not context.shard_plan.experts:
         return
     parallel, num_data_ranks = context.recipe.parallel, context.degrees.num_data_ranks
-    if parallel.pipeline_parallel_degree > 1:
-        message = f"is {parallel.pipeline_parallel_degree}, which programs of engine.program step do not have for"
-        advice = f"routed experts (family {context.family.name}); set it to 1, or engine.program to layers"
-        yield "parallel.pipeline_parallel_degree", f"{message} {advice}"
     if parallel.expert_parallel_degree not in (1, num_data_ranks):
         message = f"is {parallel.expert_parallel_degree}, and programs of engine.program step share experts out over"
         advice = f"all data ranks, {num_data_ranks}; set it to {num_data_ranks} or 1, or engine.program to layers"
@@ -102,9 +98,8 @@ PROGRAM_RULES = (
         _not_in_a_step,
     ),
     Rule(
-        "`program: step` with routed experts and a pipeline, or with `expert_parallel_degree` over some of the data "
-        "ranks",
-        "a pipeline does not bring home what its gates have counted; data ranks are one axis of the mesh of a program",
+        "`program: step` with `expert_parallel_degree` over some of the data ranks",
+        "data ranks are one axis of the mesh of a program",
         (),
         _not_with_experts,
     ),

@@ -82,6 +82,21 @@ def test_there_is_a_program_for_each_length() -> None:
     assert lengths(_plan("pretrain", "none", *STEP, "--data.max_length=500")) == [512]
 
 
+def test_inputs_of_experts_are_made_again() -> None:
+    """Rows of tokens, and what the last product takes; not on pipelines, nor where experts are not trained."""
+
+    def keeps(recipe: str, *words: str) -> bool:
+        given = ["--launch.num_devices=2", "--train.micro_batch_size=2", "--train.global_batch_size=8", *words]
+        plan = plan_run(f"recipes/qwen_moe/{recipe}.json", given, load_plugins(builtin, commands), True)
+        return activation_settings(Layout(plan)).keeps_expert_rows
+
+    data, pipeline = "--parallel={}", '--parallel={"pipeline_parallel_degree": 2}'
+    assert keeps("pretrain", data, "--engine.recompute=none")
+    assert not keeps("pretrain", data, *STEP)
+    assert keeps("pretrain", pipeline, *STEP)
+    assert keeps("lora", data, *STEP)
+
+
 def test_a_rank_has_a_row_for_each_choice_of_its_tokens() -> None:
     """Op by op it has those of its own experts: with tensor parallel a part. And with expert parallel one for each
     choice of the tokens of all data ranks."""

@@ -119,11 +119,6 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
             "parallel.expert_parallel_degree: is 2, and programs .* share experts out over all data ranks, 4; set it",
         ),
         (
-            "deepseek/sft",
-            ["--launch.num_devices=2", PP2, "--train.micro_batch_size=2"],
-            "parallel.pipeline_parallel_degree: is 2, which programs of engine.program step do not have for routed",
-        ),
-        (
             "llama/sft",
             [
                 "--launch.num_devices=2",

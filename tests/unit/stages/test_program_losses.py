@@ -91,7 +91,8 @@ def test_equals_the_loss_op_by_op(name: str, is_packed: bool, tmp_path: Path, mo
     assert found.keys() == {"loss", *terms.sums}
     for key, (total, weight) in terms.sums.items():
         assert weights.get(key, terms.weight) == weight, key
-        assert float(found[key]) * terms.weight == pytest.approx(float(total), rel=1e-5, abs=1e-6), key
+        # margins are differences of sums over an answer, which may be large beside them: their rounding is absolute
+        assert float(found[key]) * terms.weight == pytest.approx(float(total), rel=1e-5, abs=1e-5), key
     for key, gradient in _gradients(model).items():
         far = np.linalg.norm(gradient * terms.weight - expected[key])
         assert far <= 3e-6 * np.linalg.norm(expected[key]), key

@@ -18,6 +18,7 @@ from llmsuite.models.experts import Balance
 from llmsuite.parallel.fill import fill
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.parallel.program.experts import BALANCE_LOSS, LOADS
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import TrainSection
@@ -125,6 +126,22 @@ def test_a_bias_moves_towards_the_mean() -> None:
             assert set(np.abs(bias)) <= {np.float32(0.25), np.float32(0)}
             assert (bias > 0).any()
             assert (bias < 0).any()
+
+
+def test_a_pipeline_stage_takes_its_own_loads_out_of_what_a_program_tells() -> None:
+    """And says of all of them how even they are."""
+    whole, part = model(), model()
+    del part.model.layers._sub_layers["0"], part.model.layers._sub_layers["1"]
+    shards = [ParameterShard(name, p, alone.MESH, None, 0) for name, p in part.named_parameters()]
+    balance = ExpertBalance([part], PLAN, shards, alone.MESH, 0.5, 0.25, every_stage=whole)
+    loads = np.array([[8, 0, 0, 0, 0, 0, 0, 0], [3, 0, 1, 1, 1, 1, 1, 0]], "float64")  # the first layer has no gate
+    told = {"loss": 2.0, LOADS: loads.flatten(), BALANCE_LOSS: 0.6}
+    balance.take(told)
+    assert told == {"loss": 2.0}
+    assert balance.metrics() == {"experts/max_load": (8 + 3) / 2, "experts/balance_loss": pytest.approx(1.2)}
+    balance.update()
+    (bias,) = (p for name, p in part.named_parameters() if name.endswith(PLAN.gate_bias))
+    assert bias.tolist() == [-0.25, 0.25, 0, 0, 0, 0, 0, 0.25]
 
 
 def test_a_stage_that_does_not_say_what_its_loss_weighs() -> None:

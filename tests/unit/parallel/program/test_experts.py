@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import paddle
 import pytest
+from paddle.base import core
 
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.models.experts import Balance
+from llmsuite.models.experts import Balance, Experts
 from llmsuite.models.moe import Gate
 from llmsuite.models.products import use_products
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.products import RankProducts
+from llmsuite.parallel.program import experts
 from llmsuite.parallel.program.experts import BALANCE_LOSS, LENGTHS, LOADS, SHARES, with_experts
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
@@ -124,3 +128,28 @@ def test_matrices_that_are_frozen_get_no_gradient() -> None:
     assert made["custom_op.llmsuite_grouped_product"] == 0
     for name, parameter in parameters.items():
         assert np.array_equal(parameter.numpy(), before[name]) == (name not in trained), name
+
+
+def test_inputs_of_products_are_not_kept() -> None:
+    """Rows of tokens, and what the last product takes of them: the same numbers, and a backward pass that asks for what
+    the first two products made alone."""
+    told, batch = [], _batch()
+    num_rows = B // 2 * L * FAMILIES["qwen_moe"].smoke["num_experts_per_tok"]
+    for is_kept in (False, True):
+        model = _model("qwen_moe", CpuBackend().ops("fp32"))
+        optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), TRAIN, 2)
+        trained = mock.patch.object(experts, "_is_trained", return_value=False) if is_kept else contextlib.nullcontext()
+        with trained:
+            programs = StepPrograms(model, optimizer, with_experts(program_loss))
+            told.append(programs.run(1, batch, 2))
+        (program,) = programs._programs.values()
+        plan = program.run._engine._job_plan
+        parts = {name: plan.ir_program(name) for name in plan.job_types()}
+        shapes_alone = core.get_no_need_buffer_values(parts)["forward"]
+        kept = parts["backward"].global_block().kwargs().items()
+        needed = [list(value.shape) for name, value in kept if name not in shapes_alone]
+        num_kept = sum(len(shape) == 2 and shape[0] == num_rows for shape in needed)
+        num_layers = sum(isinstance(module, Experts) for module in model.sublayers())
+        assert num_kept == (4 if is_kept else 2) * num_layers
+    assert told[0].pop(LOADS).tolist() == told[1].pop(LOADS).tolist()
+    assert told[0] == pytest.approx(told[1], rel=1e-6)

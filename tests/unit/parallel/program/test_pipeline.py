@@ -19,6 +19,7 @@ from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.schema.degrees import Degrees
 from llmsuite.stages.language_model import program_loss
 from tests.unit import alone, many
+from tests.unit.families import FAMILIES
 from tests.unit.parallel.program.test_kernels import random_batch
 from tests.unit.parallel.program.test_programs import ADAMW, SGD
 from tests.unit.tiny_llama import CONFIG, FAMILY, values
@@ -60,6 +61,22 @@ def test_micro_batches_are_added_up(schedule: Any, train: Any) -> None:
         assert told[step] == pytest.approx(expected[step], rel=1e-6)
     for name, value in whole.items():
         assert parameters[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
+def test_stacks_of_experts_that_data_ranks_share_out() -> None:
+    """They are cut by experts, before tensor parallel cuts them, and in no slices."""
+    spec = FAMILIES["qwen_moe"]
+    assert spec.shard_plan is not None
+    with paddle.LazyGuard():
+        model = spec.factory()(spec.config_cls(**spec.smoke), CpuBackend().ops("fp32"))
+    pipeline = Pipeline(model, spec.shard_plan, [0, 2, 4], 2, False, "1F1B", 0, num_slices=4, expert_parts=2)
+    name = "model.layers.3.mlp.experts.up_proj.weight"
+    shape = dict(model.named_parameters())[name].shape
+    assert name in pipeline.shared_out
+    assert all(".experts." in shared for shared in pipeline.shared_out)
+    part, placements, dim = pipeline.absent(name, dict(model.named_parameters())[name], 2)
+    assert (part.shape, placements, dim) == ([shape[0] // 4, *shape[1:]], [dist.Shard(0)], None)
+    assert dataclasses.replace(pipeline, expert_parts=1).shared_out == frozenset()
 
 
 def test_layers_are_computed_again() -> None:

@@ -1,0 +1,57 @@
+"""What a program costs beside its tensors: it is prepared for one micro-batch, and keeps no Python stacks."""
+
+from __future__ import annotations
+
+import gc
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from llmsuite.parallel.program.optimizer import ProgramOptimizer
+from llmsuite.parallel.program.programs import StepPrograms
+from tests.unit import alone
+from tests.unit.parallel.program.test_programs import SGD, Product, _batch, _programs
+
+
+@pytest.mark.parametrize("parts", [2, 4])
+def test_is_prepared_for_one_micro_batch(parts: int) -> None:
+    """However many there are: each is a call of the same two jobs."""
+    programs, _ = _programs(Product(), SGD)
+    programs.run(1, _batch(1), parts)
+    (program,) = programs._programs.values()
+    assert [job.type() for job in program.run._engine._executor.plan.job_list()] == ["forward", "backward"]
+
+
+def test_inputs_may_have_fewer_rows() -> None:
+    """As those of pairs: of each input a micro-batch gets its own part."""
+
+    def loss(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
+        scores = model(inputs["x"]).sum(-1).reshape([-1, 2])
+        return {"loss": ((scores[:, 0] - scores[:, 1]).square() * inputs["weights"]).sum()}
+
+    told, batch = [], {"x": _batch(1)["x"], "weights": np.array([0.25, 0.75], "float32")}
+    for parts in (1, 2):
+        model = Product()
+        optimizer = ProgramOptimizer(alone.shards({"vector": model.vector}), SGD, 4)
+        told.append(StepPrograms(model, optimizer, loss).run(1, batch, parts))
+    assert told[0]["loss"] > 0
+    assert told[1] == pytest.approx(told[0], rel=1e-6)
+
+
+def test_operations_keep_no_stacks() -> None:
+    """By itself Paddle would keep one of each operation that a program is made of."""
+    extract_stack = traceback.extract_stack
+
+    def num_frames() -> int:
+        gc.collect()
+        return sum(isinstance(found, traceback.FrameSummary) for found in gc.get_objects())
+
+    before = num_frames()
+    programs, _ = _programs(Product(), SGD)
+    programs.run(1, _batch(1), 2)
+    # what fetches the loss is made beside the program; a stack has more than one frame
+    assert num_frames() - before < sum(programs.operations().values())
+    assert traceback.extract_stack is extract_stack
