@@ -59,9 +59,7 @@ def run(args: Any, registry: Registry) -> int:
     longest = min(args.max_length, model.config.max_position_embeddings)
     windows = windows_of(tokenizer.encode_batch(texts), longest, args.windows)
     layers, group = model.config.num_hidden_layers, group_of(model) if args.precision == "int4" else None
-    found = calibrated(
-        model, windows, args.precision, lambda done: print(f"a layer of {layers} is rounded", flush=True)
-    )
+    found = calibrated(model, windows, args.precision)
     if group is not None:
         write_gptq(found, target, matrices_of(found), group)
     else:

@@ -34,9 +34,9 @@ def _add_source(parser: Any) -> None:
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
     parser.add_argument(
         "--precision",
-        type=Literal["fp32", "bf16", "fp16", "int8"],
+        type=Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4", "int4"],
         default="fp32",
-        help="int8 quantizes the weights only, on devices that support it",
+        help="of the program; on cpu, of its matrices",
     )
     parser.add_argument(
         "--decoding_loop", action="store_true", help="also export greedy decoding as one program (loop.json)"
@@ -144,7 +144,7 @@ def _start(args: Any, registry: Registry, num_ranks: int = 1) -> DeviceBackend:
     backend: DeviceBackend = registry.devices[args.device].factory()
     from llmsuite.devices.start import start_paddle
 
-    start_paddle(backend, num_ranks, join=num_ranks > 1)
+    start_paddle(backend, num_ranks, join=num_ranks > 1, answers=True)
     if reason := backend.unavailable(num_ranks):
         raise UserError(f"--device {args.device}: {reason}")
     backend.activate(number_in(os.environ, LOCAL_RANK, 0) if num_ranks > 1 else 0)
@@ -187,6 +187,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.inference.decoder import ModelDecoder
     from llmsuite.inference.exported import read_manifest
+    from llmsuite.inference.fused import fuse
     from llmsuite.inference.load import load_model
     from llmsuite.inference.predictor import Predictor
     from llmsuite.inference.verify import check_files, compare, compare_loop
@@ -197,16 +198,21 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     beside = program.parent / MERGED  # as `deploy` lays them
     source = Path(args.source or (beside if beside.is_dir() else exported.source))
     num_files = check_files(program, source) if _is_first_rank() else 0
-    precision = "bf16" if exported.precision == "int8" else exported.precision
     opened = _open(source, args, registry)
-    model = load_model(opened, backend, precision, mesh)
-    # a last bit may turn an input from one step of int8 to the next
-    tolerance = "int8" if input_scales(opened) else exported.precision
+    tolerance = exported.precision
+    if exported.has_kernels:  # whatever its matrices are in, inputs are rounded to bfloat16
+        model = load_model(opened, backend, mesh=mesh, stored=exported.precision)
+        fuse(model, backend.ops("fp32"))  # the kernels that a live model answers with
+        tolerance = "bf16"
+    else:
+        model = load_model(opened, backend, "bf16" if exported.precision == "int8" else exported.precision, mesh)
+    if input_scales(opened):
+        tolerance = "int8"  # a last bit may turn an input from one step of int8 to the next
     trained = ModelDecoder(model, mesh)
     predictor = Predictor(program, backend.name, mesh=mesh)
     count, difference, num_tokens = compare(predictor, trained, tolerance)
-    if predictor.has_loop and tolerance == "fp32":
-        num_tokens += compare_loop(predictor, trained)
+    if predictor.has_loop:
+        num_tokens += compare_loop(predictor, trained, tolerance)
     return (
         f"{num_files} digests match, {count:,} logits differ by at most {difference:.1e} of the largest, "
         f"{num_tokens} greedy tokens are the same"

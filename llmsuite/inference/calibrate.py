@@ -25,6 +25,7 @@ from llmsuite.inference.next_logits import uncovered
 from llmsuite.inference.packing import block_format
 from llmsuite.models.gptq import rounded_by_inputs
 from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.progress import track
 from llmsuite.typing import Tensor
 
 _ROWS = 8
@@ -46,16 +47,13 @@ def windows_of(texts: Sequence[Sequence[int]], length: int, most: int) -> np.nda
 
 
 @paddle.no_grad()
-def calibrated(
-    source: ModelDirectory, windows: np.ndarray, precision: str, progress: Callable[[int], None] = lambda layers: None
-) -> ModelDirectory:
-    """A model whose layers are rounded, to be written.
+def calibrated(source: ModelDirectory, windows: np.ndarray, precision: str) -> ModelDirectory:
+    """A model whose layers are rounded, to be written; with a progress bar.
 
     Args:
         source: the model.
         windows: token ids, [N, L].
         precision: nf4, fp4 or int4.
-        progress: called with 1 after every layer.
 
     Raises:
         UserError: `--precision` would refuse the model.
@@ -70,7 +68,7 @@ def calibrated(
         raise UserError(f"{source.path}: its layers are not stored in 4 bits ({source.family.name}): {reason}")
     states = [model.embed(paddle.to_tensor(windows[i : i + _ROWS])) for i in range(0, len(windows), _ROWS)]
     inputs = model.layer_inputs(0, windows.shape[1], states[0].dtype)
-    for number, layer in enumerate(model.model.layers):
+    for number, layer in enumerate(track(model.model.layers, "rounding layers")):
         for name, (linear, hessian) in _seen(layer, states, inputs).items():
             weight = f"model.layers.{number}.{name}.weight"
             found = rounded_by_inputs(linear.weight.numpy(), hessian, block_format(precision, len(hessian)))
@@ -78,7 +76,6 @@ def calibrated(
             # codes times float16 scales have too many bits for a 16 bit number
             values[weight] = found if precision == "int4" else found.astype(values[weight].dtype)
         states = [layer(state, *inputs)[0] for state in states]
-        progress(1)
     tensors = {name: HfTensors((name,)) for name in values}
     held = HeldTensors(values, source.files.paths)
     return dataclasses.replace(source, layout="hf", tensors=tensors, files=held, linears_transposed=False, is_fp8=False)

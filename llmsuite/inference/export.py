@@ -4,6 +4,9 @@ The program is one decoding step with dynamic batch and lengths: from token ids,
 the last column and the extended cache. Generation starts with a cache of no columns. A second program with the same
 parameters may hold the whole decoding loop (`llmsuite.inference.loop`).
 
+On a device that multiplies with stored matrices (`DeviceBackend.stored_precisions`) a program has these, and operations
+of llmsuite's for their products. The sources of the operations are written beside it, for predictors elsewhere.
+
 For several ranks each has a program and parameters of its own, in `rank_N`. Sums over tensor parallel ranks are
 operations of the programs. The programs of a pipeline pass hidden states on: those behind the first take them as a
 further input, those before the last give them in place of logits.
@@ -12,6 +15,7 @@ further input, those before the last give them in place of logits.
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 import warnings
 from pathlib import Path
@@ -25,15 +29,27 @@ from llmsuite import __version__
 from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.model_writer import copy_tokenizer
-from llmsuite.devices.base import PADDLE_DTYPE, DeviceBackend
+from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, sha256_of, write_json
-from llmsuite.inference.exported import ALONE, FORMAT, KIND, LOOP, PARAMETERS, PROGRAM, Exported, rank_directory
-from llmsuite.inference.fused import fuse
-from llmsuite.inference.load import check_cut, check_precision
+from llmsuite.inference.exported import (
+    ALONE,
+    FORMAT,
+    KERNELS,
+    KIND,
+    LOOP,
+    PARAMETERS,
+    PROGRAM,
+    Exported,
+    rank_directory,
+)
+from llmsuite.inference.exported_readme import readme
+from llmsuite.inference.fused import fold_gains, fuse
+from llmsuite.inference.load import check_cut, check_precision, load_model
 from llmsuite.inference.loop import SPEC, GreedyLoop
 from llmsuite.inference.rank_parts import join_parts, load_part, ring_of
 from llmsuite.inference.static_experts import make_static
+from llmsuite.inference.stored import keep_matrices
 from llmsuite.models.adapter import is_plain_linear
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel.mesh import Mesh
@@ -78,15 +94,19 @@ def export(
     `degrees`, write the programs of each; one part of the model is in memory at a time.
 
     Raises:
-        UserError: the target exists, the device cannot run the precision, or the model not be cut so.
+        UserError: the target exists, the device cannot run the precision, or the model not be cut or stored so.
     """
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
-    if precision == "int8" and backend.name == "cpu":
-        raise UserError("--precision int8: Paddle 3.3.1 has no kernel for int8 weights on cpu; use fp32, or a gpu")
+    _check_precision(precision, backend)
+    if (has_kernels := _is_stored(precision, backend)) and degrees.num_ranks > 1:
+        raise UserError(
+            f"--precision {precision}: on {backend.name} for one device; leave out --tensor_parallel_degree and "
+            "--pipeline_parallel_degree"
+        )
     if decoding_loop and degrees.pp > 1:
         raise UserError("--decoding_loop: is a program of one pipeline stage; leave out --pipeline_parallel_degree")
-    check_precision(source, backend, "bf16" if precision == "int8" else precision)
+    check_precision(source, backend, "fp32" if has_kernels else "bf16" if precision == "int8" else precision)
     check_cut(source.family, source.config, degrees, "--tensor_parallel_degree")
     files = {path.name: sha256_of(path) for path in _files(source)}
     manifest = {"format": FORMAT, "kind": KIND, "llmsuite": __version__, "paddle": paddle.__version__}
@@ -103,8 +123,12 @@ def export(
         copy_tokenizer(tokenizer, directory)
         for path in sorted(source.path.glob(f"{SCALES}*")):  # for runtimes that multiply integers
             copy_regular(path, directory / path.name)
+        if has_kernels:
+            _write_kernels(directory / KERNELS, backend)
         place = str(source.path.absolute())
-        exported = Exported(precision, shapes, place, files, degrees.tp, degrees.pp, stages)
+        exported = Exported(precision, shapes, place, files, degrees.tp, degrees.pp, stages, has_kernels)
+        if degrees.num_ranks == 1:
+            (directory / "README.md").write_text(readme(exported))
         manifest |= dataclasses.asdict(exported)
     return exported
 
@@ -113,12 +137,17 @@ def _write_part(
     source: ModelDirectory, directory: Path, backend: DeviceBackend, precision: str, mesh: Mesh, decoding_loop: bool
 ) -> list[list[int]]:
     """Write the programs of a rank; returns the shapes of its cache, see `Exported.cache_shapes`."""
-    model = load_part(source, backend, "bf16" if precision == "int8" else precision, mesh)
+    has_kernels = _is_stored(precision, backend)
+    if has_kernels:
+        model = load_model(source, backend, stored=precision)
+        keep_matrices(model)
+    else:
+        model = load_part(source, backend, "bf16" if precision == "int8" else precision, mesh)
     fuse(model)
-    if precision == "int8":
+    if precision == "int8" and not has_kernels:
         _quantise(model)
     stage, last = mesh.coordinate["pp"], mesh.degrees.pp - 1
-    dtype = PADDLE_DTYPE["bf16" if precision == "int8" else precision]
+    dtype = Exported(precision, [], "", {}, has_kernels=has_kernels).dtype
     hidden = InputSpec([None, None, source.config.hidden_size], dtype, "hidden")
     shapes = cache_shapes(model, None if stage == 0 else paddle.zeros([1, 1, source.config.hidden_size], dtype))
     spec = [
@@ -129,15 +158,37 @@ def _write_part(
     ]
     join_parts(model, source.family.shard_plan or WHOLE, mesh, ring_of(mesh))
     make_static(model)
-    _skip_transcription(model)
+    fold_gains(model)
+    _skip_transcription(model, backend.kernel_module)
     directory.mkdir(exist_ok=True)
     _save(DecodeStep(model, stage == last), directory / PROGRAM, spec)
     if decoding_loop:
-        _save(GreedyLoop(model, shapes), directory / LOOP, SPEC)
+        _save(GreedyLoop(model, shapes, dtype), directory / LOOP, SPEC)
         parameters = (directory / LOOP).with_suffix(".pdiparams")
         assert sha256_of(parameters) == sha256_of(directory / PARAMETERS), "the programs have other parameters"
         parameters.unlink()
     return shapes
+
+
+def _is_stored(precision: str, backend: DeviceBackend) -> bool:
+    """Whether the matrices of a program are stored in a precision and multiplied by kernels of llmsuite's."""
+    return precision in backend.stored_precisions and precision not in backend.precisions
+
+
+def _check_precision(precision: str, backend: DeviceBackend) -> None:
+    """Raise UserError for a precision that programs for a device do not have."""
+    known = [*backend.precisions, *(p for p in backend.stored_precisions if p not in backend.precisions)]
+    if "bf16" in backend.precisions:
+        known.append("int8")  # weights only, with scales of columns
+    if precision not in known:
+        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}")
+
+
+def _write_kernels(directory: Path, backend: DeviceBackend) -> None:
+    """Write what registers the operations of programs with stored matrices, and how such programs are run."""
+    directory.mkdir()
+    for path in backend.program_kernels():
+        shutil.copyfile(path, directory / path.name)
 
 
 def _save(program: nn.Layer, path: Path, spec: list[Any]) -> None:
@@ -162,7 +213,7 @@ def _files(source: ModelDirectory) -> list[Path]:
     return [source.path / "config.json", *source.files.paths, *(path for path in recipe if path.is_file())]
 
 
-def _skip_transcription(model: Any) -> None:
+def _skip_transcription(model: Any, kernels: str) -> None:
     """Keep Paddle from rewriting the Python code of a pass: no branch depends on the values of a tensor, and rewriting
     takes long and would turn decisions by shape into branches of the program."""
     modules = {type(layer).__module__ for layer in model.sublayers(include_self=True)}
@@ -176,6 +227,7 @@ def _skip_transcription(model: Any) -> None:
         "llmsuite.inference.rank_parts",
         "llmsuite.inference.static_experts",
         __name__,
+        *({kernels} & sys.modules.keys()),
     }
     paddle.jit.ignore_module([sys.modules[name] for name in sorted(ours)])
 

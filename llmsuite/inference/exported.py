@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from llmsuite.devices.base import PADDLE_DTYPE
 from llmsuite.errors import UserError
 from llmsuite.files import MANIFEST, read_json_file
 from llmsuite.parallel.mesh import Mesh
@@ -15,9 +16,12 @@ KIND = "llmsuite static program"
 PROGRAM, PARAMETERS = "model.json", "model.pdiparams"
 LOOP = "loop.json"
 """The program with the decoding loop, where it was exported."""
+KERNELS = "kernels"
+"""Directory of the operations that a program with stored matrices has beside Paddle's: their sources, and a script that
+builds and registers them by Paddle's own tools."""
 ALONE = Degrees(1, 1, 1, 1)
-_LATER = ("tensor_parallel_degree", "pipeline_parallel_degree", "stages")
-"""What manifests of programs for one rank did not have from the start."""
+_LATER = ("tensor_parallel_degree", "pipeline_parallel_degree", "stages", "has_kernels")
+"""What manifests did not have from the start."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +39,15 @@ class Exported:
     pipeline_parallel_degree: int = 1
     stages: list[int] = dataclasses.field(default_factory=lambda: [0])
     """Number of the first tensor of the cache of each pipeline stage."""
+    has_kernels: bool = False
+    """Whether its matrices are stored in the precision, and all else is float32; see `KERNELS`."""
+
+    @property
+    def dtype(self) -> str:
+        """Paddle's name of the dtype of the cache, and of hidden states between stages."""
+        if self.has_kernels:
+            return PADDLE_DTYPE["fp32"]
+        return PADDLE_DTYPE["bf16" if self.precision == "int8" else self.precision]
 
     @property
     def degrees(self) -> Degrees:

@@ -113,6 +113,8 @@ class FusedAttention:
     ) -> tuple[Tensor, LayerCache]:
         """As `Attention.forward`; cos and sin as `_for_whole_heads` makes them. The cache may have spare columns:
         then its third part is the index of the first one."""
+        if not paddle.in_dynamic_mode():
+            return self._in_program(x, cos, sin, mask, past)
         own = self._attention
         qkv = _product(own.qkv_proj, x).reshape(self._shape)
         rotated, v = qkv.split([sum(self._parts), self._parts[1]], 2)
@@ -133,6 +135,27 @@ class FusedAttention:
         if self._cache_dtype is not None:  # so what is new is seen as it is kept, whatever is in the cache already
             keys, values = k.astype(q.dtype), v.astype(q.dtype)
         return _product(own.o_proj, own.core(q, keys, values, mask).reshape([0, 0, -1])), (k, v)
+
+    def _in_program(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past: Any) -> tuple[Tensor, LayerCache]:
+        """The same with as few operations as there can be: in a pass over one token each takes longer to start than to
+        compute, and one that asks for a size is two or three. cos, sin and mask as `_for_programs` makes them."""
+        own, (num_queries, num_keys) = self._attention, self._parts
+        assert own.heads_first
+        assert self._cache_dtype is None
+        width = own.head_size
+        qkv = _product(own.qkv_proj, x).reshape(self._shape).transpose([0, 2, 1, 3])
+        rotated, v = qkv.split([num_queries + num_keys, num_keys], 1)
+        if own.q_norm is not None and own.k_norm is not None:
+            q, k = rotated.split([num_queries, num_keys], 1)
+            rotated = paddle.concat([own.q_norm(q), own.k_norm(k)], 1)
+        q, k = _rotate(rotated, cos, sin).split([num_queries, num_keys], 1)
+        if past is not None:
+            k, v = (paddle.concat([before, new], 2) for before, new in zip(past, (k, v)))
+        # the queries of a group are laid end to end: one product a group
+        scores = paddle.matmul(q.reshape([0, num_keys, -1, width]), k, transpose_y=True) + mask
+        out = paddle.matmul(F.softmax(scores, -1), v).reshape([0, num_queries, -1, width])
+        out = out.transpose([0, 2, 1, 3]).reshape([0, 0, num_queries * width])
+        return _product(own.o_proj, out), (k, v)
 
 
 class FusedMLP:
@@ -193,6 +216,8 @@ def _for_whole_heads(layer_inputs: Any, num_queries: int, num_keys: int) -> Any:
 
     def repeated(*args: Any) -> tuple[Tensor, ...]:
         cos, sin, mask, *further = layer_inputs(*args)
+        if not paddle.in_dynamic_mode():
+            return *_for_programs(cos, sin, mask, num_queries, num_keys), *further
         heads = [1, 1, num_queries + num_keys, 1]
         cos, sin = (paddle.concat(halves, -1).tile(heads) for halves in ([cos, cos], [-sin, sin]))
         if mask is not None and mask.shape[2] == 1:
@@ -202,8 +227,23 @@ def _for_whole_heads(layer_inputs: Any, num_queries: int, num_keys: int) -> Any:
     return repeated
 
 
+def _for_programs(
+    cos: Tensor, sin: Tensor, mask: Tensor, num_queries: int, num_keys: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What attentions take in a program: cos and sin of every head, [B, H + J, L, K], those of queries times the scale
+    of scores; the mask for queries of a group end to end, [B, J, H / J L, S]."""
+    cos, sin = (paddle.concat(halves, -1).transpose([0, 2, 1, 3]) for halves in ([cos, cos], [-sin, sin]))
+    scale = cos.shape[-1] ** -0.5
+    cos, sin = (
+        paddle.concat([(part * scale).tile([1, num_queries, 1, 1]), part.tile([1, num_keys, 1, 1])], 1)
+        for part in (cos, sin)
+    )
+    return cos, sin, mask.tile([1, num_keys, num_queries // num_keys, 1])
+
+
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding as `llmsuite.devices.ops.rotary`, with half as many ops. x, cos and sin [B, L, H, K]."""
+    """Rotary embedding as `llmsuite.devices.ops.rotary`, with half as many ops. x, cos and sin [B, L, H, K], or all of
+    them [B, H, L, K]."""
     return x * cos + paddle.roll(x, x.shape[-1] // 2, -1) * sin
 
 
@@ -212,6 +252,20 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     `paddle.incubate.nn.functional.fused_rms_norm` is no choice: in the wheel of 3.3.1 it needs AVX-512."""
     size = x.shape[-1]
     return paddle._C_ops.norm(x, -1, eps * size, False)[0] * (weight * math.sqrt(size))
+
+
+@paddle.no_grad()
+def fold_gains(model: CausalLM) -> None:
+    """Make the factor of each norm's gain (`_rms_norm`) part of its values, for a program, which would multiply them in
+    every pass."""
+    for module in model.sublayers():
+        if isinstance(module, RMSNorm) and module.norm is _rms_norm:
+            module.weight.set_value(module.weight * math.sqrt(module.weight.shape[-1]))
+            module.norm = _folded_rms_norm
+
+
+def _folded_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return paddle._C_ops.norm(x, -1, eps * x.shape[-1], False)[0] * weight
 
 
 class TiedLogits:
@@ -231,6 +285,8 @@ class TiedLogits:
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """[..., D] to [..., V]."""
+        if not paddle.in_dynamic_mode() and hidden.ndim == 2:  # the words as rows: with 8 rows 1.6 times as fast
+            return paddle.matmul(self._weight, hidden, transpose_y=True).t()
         if not paddle.in_dynamic_mode() or list(hidden.shape[:-1]) != [1]:
             return paddle.matmul(hidden, self._weight, transpose_y=True)
         if self._transposed is None:

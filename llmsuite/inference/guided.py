@@ -68,9 +68,39 @@ class Grammars:
         Raises:
             UserError: as `of_schema`, for the parameters of a tool.
         """
+        return self._of_tools(form, tools, f"start: {_calls(form, several)}")
+
+    def of_text_or_calls(
+        self, form: CallFormat, tools: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None = None
+    ) -> Guide:
+        """Text, calls of tools, or text with calls in it. What begins as a call is one: of a tool that there is, with
+        arguments that its parameters allow if it is `strict`.
+
+        Args:
+            form: how a model's template writes calls.
+            tools: as OpenAI's API has them.
+            schema: of the text, in JSON Schema; there are no calls in it then.
+
+        Raises:
+            UserError: as `of_schema`, for the schema or the parameters of a tool; or there is a schema, and calls have
+                no mark, so that such a text could be taken for one.
+        """
+        if schema is not None and not form.mark:
+            raise UserError(
+                "response_format: not with tools that are strict and tool_choice auto: this model's calls are JSON "
+                "without a mark, and an answer could be taken for one"
+            )
+        tools = [tool if tool["function"].get("strict") else _of_any_arguments(tool) for tool in tools]
+        if schema is None:
+            return self._of_tools(form, tools, _free_or_calls(form))
+        self.of_schema(schema, "response_format")
+        text = json.dumps({**schema, "x-guidance": _OPTIONS}, ensure_ascii=False)
+        return self._of_tools(form, tools, f"start: text | {_calls(form, several=True)}\ntext: %json {text}")
+
+    def _of_tools(self, form: CallFormat, tools: Sequence[Mapping[str, Any]], start: str) -> Guide:
         for tool in tools:  # each by itself, to name the one that is wrong
             self.of_schema(_parameters(tool), f"tools: parameters of {tool['function']['name']!r}")
-        grammar = _grammar_of_calls(form, tools, several)
+        grammar = f"{start}\n{_rules_of_calls(form, tools)}"
         if (size := len(grammar.encode())) > 2 * MAX_SCHEMA_BYTES:
             raise UserError(f"tools: have {size:,} bytes together; {2 * MAX_SCHEMA_BYTES:,} are possible")
         return self._guide(lambda library: library.grammar_from_lark(grammar), "tools")
@@ -141,8 +171,29 @@ class Guide:
             raise UserError(f"{self._key}: following it takes too long; make it simpler")
 
 
-def _grammar_of_calls(form: CallFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> str:
-    """A Lark grammar. The parameters of each tool are a schema of their own, whose references stay in it."""
+def _free_or_calls(form: CallFormat) -> str:
+    """Text that may have calls in it, as the first rules of a Lark grammar."""
+    if not form.mark:  # an answer is a call by its first character behind what Python takes for space
+        space = r"\s\x1c-\x1f"
+        text = rf"/[{space}]*([^{space}\[{{](.|\n)*)?/"
+        return f"start: TEXT | SPACE? ({_calls(form, several=True)})\nTEXT: {text}"
+    mark = json.dumps(form.mark, ensure_ascii=False)
+    # lazy: as soon as the mark is there, text is over and a call has to follow
+    return f"start: (begin SPACE? called)* TEXT\nbegin[lazy]: TEXT {mark}\nTEXT: /(.|\\n)*/"
+
+
+def _calls(form: CallFormat, several: bool) -> str:
+    """Calls and nothing else, as a part of a Lark grammar."""
+    more = f"{{0,{MOST_CALLS - 1}}}"
+    if not several:
+        return "call"
+    if form.mark:
+        return f"call (SPACE? call){more}"
+    return f'call | "[" SPACE? call (SPACE? "," SPACE? call){more} SPACE? "]"'
+
+
+def _rules_of_calls(form: CallFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Rules of a Lark grammar. The parameters of each tool are a schema of their own, whose references stay in it."""
     rules = ["SPACE: /[ \\n]{1,2}/"]
     for number, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"])
@@ -150,17 +201,15 @@ def _grammar_of_calls(form: CallFormat, tools: Sequence[Mapping[str, Any]], seve
         rules.append(f'tool{number}: {" SPACE? ".join(map(json.dumps, parts))} SPACE? arguments{number} SPACE? "}}"')
         parameters = json.dumps({**_parameters(tool), "x-guidance": _OPTIONS}, ensure_ascii=False)
         rules.append(f"arguments{number}: %json {parameters}")
-    body = " | ".join(f"tool{number}" for number in range(len(tools)))
-    begin, end = (f"{json.dumps(mark, ensure_ascii=False)} SPACE? " if mark else "" for mark in (form.mark, form.end))
-    rules.append(f"call: {begin}({body}){' SPACE? ' + end.removesuffix(' SPACE? ') if end else ''}")
-    more = f"{{0,{MOST_CALLS - 1}}}"
-    if not several:
-        start = "call"
-    elif form.mark:
-        start = f"call (SPACE? call){more}"
-    else:
-        start = f'call | "[" SPACE? call (SPACE? "," SPACE? call){more} SPACE? "]"'
-    return "\n".join([f"start: {start}", *rules]) + "\n"
+    mark, end = (json.dumps(text, ensure_ascii=False) for text in (form.mark, form.end))
+    rules.append(f"tool: {' | '.join(f'tool{number}' for number in range(len(tools)))}")
+    rules.append(f"called: tool SPACE? {end}" if form.end else "called: tool")
+    rules.append(f"call: {mark} SPACE? called" if form.mark else "call: called")
+    return "\n".join(rules) + "\n"
+
+
+def _of_any_arguments(tool: Mapping[str, Any]) -> dict[str, Any]:
+    return {"function": {"name": tool["function"]["name"], "parameters": {"type": "object"}}}
 
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:

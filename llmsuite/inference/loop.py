@@ -22,10 +22,10 @@ SPEC = [
 class GreedyLoop(nn.Layer):
     """Greedy decoding of a batch, which becomes the program."""
 
-    def __init__(self, model: Any, cache_shapes: list[list[int]]):
-        """`cache_shapes`: see `llmsuite.inference.exported.Exported`."""
+    def __init__(self, model: Any, cache_shapes: list[list[int]], dtype: str):
+        """`cache_shapes` and `dtype`: see `llmsuite.inference.exported.Exported`."""
         super().__init__()
-        self.model, self._cache_shapes = model, cache_shapes
+        self.model, self._cache_shapes, self._dtype = model, cache_shapes, dtype
 
     def forward(self, input_ids: Tensor, padding: Tensor, max_new_tokens: Tensor, stop_ids: Tensor) -> Tensor:
         """Decode the most likely tokens, one after the other.
@@ -56,8 +56,8 @@ class GreedyLoop(nn.Layer):
             ended = paddle.logical_or(ended, ends(token))
             return [count + 1, token, paddle.concat([found, token], 1), ended, *_flat(present)]
 
-        rows, dtype = dim_size(input_ids, 0), self.model.model.embed_tokens.weight.dtype
-        empty = [paddle.zeros([rows, *shape], dtype) for shape in self._cache_shapes]
+        rows = dim_size(input_ids, 0)
+        empty = [paddle.zeros([rows, *shape], self._dtype) for shape in self._cache_shapes]
         hidden, present = self.model.decode_step(input_ids, padding, list(zip(empty[::2], empty[1::2])))
         token = choose(hidden)
         state = [paddle.ones([1], "int64"), token, token, ends(token), *_flat(present)]

@@ -93,7 +93,6 @@ def decoder_weights(model: CausalLM) -> DecoderWeights | None:
         has_bias=attention.qkv_proj.bias is not None,
         has_head_norms=attention.q_norm is not None,
         is_tied=model.lm_head is None,
-        rounds_inputs=isinstance(attention.o_proj, StoredLinear) and attention.o_proj.rounds_input,
     )
     kinds = (paddle.float32, paddle.uint8)
     if any(tensor.dtype not in kinds or not tensor.is_contiguous() for tensor in (*found, weights.head)):

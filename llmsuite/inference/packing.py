@@ -26,7 +26,17 @@ _MAX_BLOCK = 64
 _CHUNK_BYTES = 32 << 20
 """Size in float32 of what is read at once."""
 
-_CODES = {"bf16": Codes(16), "int8": Codes(8), **{name: Codes(4, levels) for name, levels in LEVELS.items()}}
+
+def _in_bf16(levels: Sequence[float]) -> tuple[float, ...]:
+    """Levels as kernels have them, which multiply in bfloat16: off by 1/512 of themselves at most."""
+    return tuple(np.asarray(levels, "float32").astype(ml_dtypes.bfloat16).astype("float32").tolist())
+
+
+_CODES = {
+    "bf16": Codes(16),
+    "int8": Codes(8),
+    **{name: Codes(4, _in_bf16(levels)) for name, levels in LEVELS.items()},
+}
 
 
 def codes_of(precision: str) -> Codes:
@@ -40,10 +50,15 @@ def block_format(precision: str, num_inputs: int) -> BlockFormat:
 
 
 def rounded(values: np.ndarray, precision: str) -> np.ndarray:
-    """A matrix [I, O] as it is after it was stored, in float32."""
+    """A matrix [I, O] as kernels read it after it was stored, in float32."""
     if precision == "bf16":
         return values.astype(ml_dtypes.bfloat16).astype("float32")
-    return block_format(precision, len(values)).rounded(values)
+    blocks = block_format(precision, len(values))
+    if precision == "int8":
+        return blocks.rounded(values)
+    codes, scales = blocks.quantise(values)
+    both = np.stack([codes >> 4, codes & 15], 1).reshape(len(values), -1)
+    return np.asarray(codes_of(precision).levels, "float32")[both] * np.repeat(scales, blocks.block, 0)
 
 
 def pack(values: np.ndarray, precision: str) -> np.ndarray:

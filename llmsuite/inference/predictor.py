@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.devices.base import PADDLE_DTYPE
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, read_json_file
 from llmsuite.inference.batch import check_room
@@ -46,7 +45,8 @@ class Predictor:
             mesh: this rank's place among those that the programs are for; all of them make the same passes.
 
         Raises:
-            UserError: there is no whole exported model, or it is for other ranks.
+            UserError: there is no whole exported model, it is for other ranks or another device, or its kernels cannot
+                be built here.
         """
         self.exported = read_manifest(directory)
         self._mesh = mesh or Mesh(ALONE, 0)
@@ -59,7 +59,9 @@ class Predictor:
         self._max_length = int(shape.get("max_position_embeddings") or shape["n_positions"])
         self._vocab_size = int(shape["vocab_size"])
         self._hidden_size = int(shape.get("hidden_size") or shape["n_embd"])
-        self._dtype = PADDLE_DTYPE["bf16" if self.exported.precision == "int8" else self.exported.precision]
+        self._dtype = self.exported.dtype
+        if self.exported.has_kernels:
+            _load_kernels(directory, device)
         make_rings(self._mesh)
 
     @property
@@ -171,6 +173,23 @@ class _Runner:
         results = list(self._predictor.run(inputs))
         self._results = [weakref.ref(tensor) for tensor in results]
         return results
+
+
+def _load_kernels(directory: Path, device: str) -> None:
+    """Register the operations of a program with stored matrices.
+
+    Raises:
+        UserError: it is for another device, or they cannot be built here.
+    """
+    if device != "cpu":
+        raise UserError(f"{directory}: its matrices are stored for cpu; export the model again with --device {device}")
+    from llmsuite.devices.cpu.kernels.ops import load
+
+    if not load():
+        raise UserError(
+            f"{directory}: its products need kernels that are built by g++; install it, or export the model again "
+            "with --precision fp32"
+        )
 
 
 def _current_device() -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, LayerCache, extend_cache
+from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, LayerCache, extend_cache
 from llmsuite.typing import Tensor
 
 
@@ -53,7 +53,9 @@ class PromptPass:
             kept = k.astype(self._cache_dtype), v.astype(self._cache_dtype)
             k, v = (part.astype(q.dtype) for part in kept)
         x = x + attention.o_proj(self._live.attention(q, k, v, mask).reshape([0, 0, -1]))
-        x = x + layer.mlp(self._normed(layer.post_attention_layernorm, x))
+        mlp: GatedMLP = layer.mlp
+        both = mlp.gate_up_proj(self._normed(layer.post_attention_layernorm, x))
+        x = x + mlp.down_proj(self._live.joined_swiglu(both))
         return x, extend_cache(*kept, None, attention.heads_first)
 
     def _normed(self, norm: Any, x: Tensor) -> Tensor:

@@ -1,11 +1,12 @@
 """A model that answers with matrices in 16, 8 or 4 bits: kernels widen them in registers, all sums are float32.
 
-Stored so are the matrices of the decoder layers, the embedding and the head. Norms, biases and activations are float32,
-and so is the cache but in bf16. Where layers are in 4 bits, the embedding and the head are in int8: with them the model
+Stored so are the matrices of the decoder layers, the embedding and the head. The inputs of their products are rounded
+to bfloat16, as they are where a model is trained in it. Norms, biases and what is between products are float32, and so
+is the cache but in bf16. Where layers are in 4 bits, the embedding and the head are in int8: with them the model
 chooses words.
 
-A model that draws for one that is trained in bf16 computes as that does (`store_rounding`): the inputs of products are
-rounded too, and embedding and cache are float32.
+A model that draws for one that is trained in bf16 computes as that does (`store_rounding`): embedding and cache are
+float32.
 """
 
 from __future__ import annotations
@@ -35,23 +36,19 @@ class StoredLinear(nn.Layer):
         matrix: StoredMatrix,
         bias: Tensor | None,
         product: Callable[[Tensor, StoredMatrix], Tensor],
-        rounds_input: bool = False,
     ):
         """
         Args:
             matrix: [I, O].
             bias: [O], or none.
-            product: that of the device.
-            rounds_input: whether inputs are rounded to bfloat16.
+            product: that of the device, which rounds inputs to bfloat16.
         """
         super().__init__()
-        self.matrix, self.bias, self._product, self.rounds_input = matrix, bias, product, rounds_input
+        self.matrix, self.bias, self._product = matrix, bias, product
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
-        if self.rounds_input:
-            x = x.astype("bfloat16").astype("float32")
-        y = self._product(x.reshape([-1, x.shape[-1]]), self.matrix).reshape([*x.shape[:-1], self.matrix.num_outputs])
+        y = self._product(x, self.matrix)
         return y if self.bias is None else y + self.bias
 
 
@@ -64,7 +61,7 @@ class StoredEmbedding(nn.Layer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Ids [...] to [..., D]."""
-        return self._outputs(ids.flatten(), self.matrix).reshape([*ids.shape, self.matrix.num_inputs])
+        return self._outputs(ids, self.matrix)
 
 
 def head_precision(precision: str) -> str:
@@ -97,20 +94,26 @@ def store(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) -> None:
 
 @paddle.no_grad()
 def store_rounding(model: CausalLM, read: ReadSlice, ops: Ops) -> None:
-    """`store` in bf16, for the same numbers as those of a model that is trained in it on such a device: the inputs of
-    products are rounded too, and the embedding, which is no product, is float32."""
-    own = _Store(read, "bf16", ops, rounds_inputs=True)
+    """`store` in bf16, for the same numbers as those of a model that is trained in it on such a device: the embedding,
+    which is no product, is float32."""
+    own = _Store(read, "bf16", ops)
     own.layers(model)
     own.head(model, own.words(model, "bf16") if model.lm_head is None else None)
+
+
+def keep_matrices(model: CausalLM) -> None:
+    """Make the stored matrices of a model buffers of their layers, so that they are saved with a program."""
+    for module in model.sublayers():
+        if isinstance(module, (StoredLinear, StoredEmbedding)):
+            module.register_buffer("bytes", module.matrix.bytes)
 
 
 class _Store:
     """Reads matrices and stores them."""
 
-    def __init__(self, read: ReadSlice, precision: str, ops: Ops, rounds_inputs: bool = False):
+    def __init__(self, read: ReadSlice, precision: str, ops: Ops):
         assert ops.stored_product is not None, "the device has no kernel for stored matrices"
         self._read, self._precision, self._product = read, precision, ops.stored_product
-        self._rounds_inputs = rounds_inputs
 
     def layers(self, model: CausalLM) -> None:
         """Store the matrices of the layers."""
@@ -165,7 +168,7 @@ class _Store:
         return self._layer(matrix, bias)
 
     def _layer(self, matrix: StoredMatrix, bias: Tensor | None) -> StoredLinear:
-        return StoredLinear(matrix, bias, self._product, self._rounds_inputs)
+        return StoredLinear(matrix, bias, self._product)
 
     def matrix(
         self,

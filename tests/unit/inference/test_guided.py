@@ -96,6 +96,80 @@ def test_calls_are_those_that_are_read(form: CallFormat, several: bool) -> None:
     assert names == {"add", "now"}
 
 
+def begun(guide: Guide, text: str) -> Guide:
+    """The guide behind a text, which it has to allow."""
+    for token in TOKENIZER.encode(text):
+        assert guide.allowed()[token], f"{TOKENIZER.decode([token])!r} of {text!r}"
+        guide.take(token)
+    return guide
+
+
+def is_allowed(guide: Guide, text: str) -> bool:
+    """Whether a text may follow, to its end."""
+    for token in TOKENIZER.encode(text):
+        if not guide.allowed()[token]:
+            return False
+        guide.take(token)
+    return bool(guide.allowed()[list(STOPS)].any())
+
+
+STRICT_ADD = {"type": "function", "function": {**ADD["function"], "strict": True}}  # type: ignore[dict-item]
+GOOD = '{"name": "add", "%s": {"name": "a", "age": 3}}'
+WRONG = '{"name": "add", "%s": {"name": "a"}}'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "is_right"),
+    [
+        (TAGGED, "", True),
+        (TAGGED, "I do not know.\nYou < I [1] {2}", True),
+        (TAGGED, f"Let me see. <tool_call>{GOOD % 'arguments'}</tool_call>", True),
+        (
+            TAGGED,
+            f"<tool_call>\n{GOOD % 'arguments'}\n</tool_call> and <tool_call>{GOOD % 'arguments'}</tool_call>.",
+            True,
+        ),
+        (TAGGED, f"<tool_call>{WRONG % 'arguments'}</tool_call>", False),
+        (TAGGED, f"<tool_call>{GOOD % 'arguments'}</tool_call> <tool_call>{WRONG % 'arguments'}</tool_call>", False),
+        (TAGGED, "<tool_call> is how I call tools", False),
+        (TAGGED, '<tool_call>{"name": "now", "arguments": {"zone": [1]}}</tool_call>', True),
+        (BARE, "I do not know {or do I}.", True),
+        (BARE, " \n", True),
+        (BARE, GOOD % "parameters", True),
+        (BARE, f"[{GOOD % 'parameters'}, {GOOD % 'parameters'}]", True),
+        (BARE, WRONG % "parameters", False),
+        (BARE, "{braces}", False),
+        (BARE, f"\u00a0{WRONG % 'parameters'}", False),
+        (BARE, f"\x1c{WRONG % 'parameters'}", False),
+    ],
+)
+def test_calls_that_may_be(form: CallFormat, text: str, is_right: bool) -> None:
+    """Those of strict tools have to fit the parameters, those of others have any."""
+    assert is_allowed(GRAMMARS.of_text_or_calls(form, [STRICT_ADD, NOW]), text) == is_right
+
+
+@pytest.mark.parametrize("form", [TAGGED, BARE], ids=["tagged", "bare"])
+def test_a_call_that_is_begun_is_right(form: CallFormat) -> None:
+    for seed in range(4):
+        head = f'{form.mark}{{"name": "add", "'
+        guide = begun(GRAMMARS.of_text_or_calls(form, [STRICT_ADD, NOW]), head)
+        said, calls = form.parse(head + drawn(guide, seed), ["add", "now"])
+        assert (said, [sorted(json.loads(call.arguments)) for call in calls]) == ("", [["age", "name"]])
+
+
+def test_text_of_a_schema_or_calls() -> None:
+    schema = {"type": "array", "items": {"type": "string"}}
+    for text, is_right in {
+        json.dumps(["a"]): True,
+        "a": False,
+        f"<tool_call>{GOOD % 'arguments'}</tool_call>": True,
+        f"<tool_call>{WRONG % 'arguments'}</tool_call>": False,
+    }.items():
+        assert is_allowed(GRAMMARS.of_text_or_calls(TAGGED, [STRICT_ADD], schema), text) == is_right, text
+    said = refusal(lambda: GRAMMARS.of_text_or_calls(BARE, [STRICT_ADD], schema))
+    assert said.startswith("response_format: not with tools that are strict"), said
+
+
 def test_references_stay_within_a_tool() -> None:
     tool = {"type": "function", "function": {"name": "grow", "parameters": TREE}}
     _, (call,) = TAGGED.parse(drawn(GRAMMARS.of_calls(TAGGED, [NOW, tool][1:], False), 1), ["grow"])

@@ -1,0 +1,51 @@
+"""The README of an exported model: how a predictor of Paddle's own runs it, without llmsuite."""
+
+from __future__ import annotations
+
+from llmsuite.inference.exported import KERNELS, Exported
+
+_TEXT = """\
+# A model as a program of Paddle Inference
+
+Written by `llmsuite export`; `llmsuite generate DIR --engine static` and `llmsuite serve DIR --engine static` answer
+with it, `llmsuite verify DIR` compares it with the model it was made of. A predictor of Paddle's own needs no llmsuite:
+
+```python
+{kernels}import numpy as np
+import paddle
+from paddle.inference import Config, create_predictor
+
+config = Config("model.json", "model.pdiparams")
+config.disable_mkldnn()  # on CPU: with it one token takes several times as long
+config.set_cpu_math_library_num_threads(2)
+predictor = create_predictor(config)
+
+ids, padding = np.array([[5, 6, 7]]), np.array([0])  # [B, L], and how many columns of each row are padding, on the left
+shapes = {shapes}  # of the cache: no columns yet
+cache = [paddle.zeros([len(ids), *shape], "{dtype}") for shape in shapes]
+logits, *cache = predictor.run([paddle.to_tensor(ids), paddle.to_tensor(padding), *cache])
+token = logits.argmax(-1, keepdim=True)  # [B, V] to [B, 1], the next input; the cache has L more columns
+cache = [tensor.clone() for tensor in cache]  # else the next run may write over what it reads
+```
+
+On AMD processors MKL takes its slowest path unless MKL_DEBUG_CPU_TYPE is set before Paddle is imported: 7 where
+/proc/cpuinfo shows avx512f, cd, bw, dq and vl, else 5. KMP_BLOCKTIME=0 keeps threads from spinning between operations.
+"""
+_KERNELS = """\
+import sys
+
+sys.path.insert(0, "{directory}")
+import program_kernels
+
+program_kernels.register()  # the operations that multiply with its matrices: built by g++, once a machine
+
+"""
+
+
+def readme(exported: Exported) -> str:
+    """The text for an exported model of one rank."""
+    kernels = _KERNELS.format(directory=KERNELS) if exported.has_kernels else ""
+    shapes = exported.cache_shapes
+    same = all(shape == shapes[0] for shape in shapes)
+    shown = f"[{shapes[0]}] * {len(shapes)}" if same else str(shapes)
+    return _TEXT.format(kernels=kernels, shapes=shown, dtype=exported.dtype)
