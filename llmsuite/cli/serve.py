@@ -30,7 +30,10 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
     parser.add_argument(
-        "--name", type=str | None, default=None, help="what clients call the model (default: its directory)"
+        "--name",
+        type=str,
+        action="append",
+        help="what clients call the model (default: its directory); may be given several times",
     )
     parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
     parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS)
@@ -95,9 +98,9 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.cli.places import find_model_arguments
     from llmsuite.launch.launch import is_worker
 
-    name = args.name or _name(args.model)
+    names = args.name or [_name(args.model)]
     find_model_arguments(args)
-    adapters = _adapters(args, name)
+    adapters = _adapters(args, names)
     if args.num_devices > 1 and not is_worker():
         check_precision(args, registry)
         return launch_ranks(args, registry)
@@ -120,7 +123,8 @@ def run(args: Any, registry: Registry) -> int:
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
     prompter = Prompter(opened.generator.tokenizer, args.chat_template, control_tokens=args.control_tokens)
     weights = ServedWeights(opened.refreshable, registry.models) if args.rl else None
-    service = Service(opened.generator, prompter, name, limits, Metrics())
+    service = Service(opened.generator, prompter, names[0], limits, Metrics())
+    service.aliases = tuple(names[1:])
     service.leaves_out_tools = args.leave_out_tools
     hosts = None if key is not None else {args.host.lower(), *map(str.lower, args.allowed_host or ())}
     server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port)
@@ -151,14 +155,14 @@ def _check_rl(args: Any, key: str | None) -> None:
         raise UserError(f"--rl: {args.host} can be reached by others, who could replace the weights; set --api_key")
 
 
-def _adapters(args: Any, name: str) -> dict[str, Path]:
+def _adapters(args: Any, names: list[str]) -> dict[str, Path]:
     """The directories of `--adapters` by their names. Raises UserError."""
     found: dict[str, Path] = {}
     for given in args.adapters:
         own, sign, place = given.partition("=")
         if not (own and sign and place):
             raise UserError(f"--adapters {given}: has to be NAME=DIR")
-        if own in found or own == name:
+        if own in found or own in names:
             raise UserError(
                 f"--adapters {given}: {own!r} is the name of the model or of another adapter; choose another"
             )

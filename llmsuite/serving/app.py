@@ -28,10 +28,12 @@ _PATHS = (
     "/v1/completions",
     "/v1/chat/completions",
     responses.PATH,
+    responses.COUNT_PATH,
     embeddings.PATH,
     *tokens.PATHS,
     *training.PATHS,
 )
+_MODEL = "/v1/models/"
 
 
 def make_app(
@@ -86,7 +88,7 @@ def _guard(app: FastAPI, service: Service, api_key: str | None) -> None:
                 body = protocol.error("the API key is wrong or missing", "authentication_error", "invalid_api_key")
                 return JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})
         response: Response = await proceed(request)
-        known = path if path in _PATHS else "other"  # paths of strangers would fill the memory
+        known = "/v1/models" if path.startswith(_MODEL) else path if path in _PATHS else "other"  # labels stay few
         service.metrics.requests.labels(known, str(response.status_code)).inc()
         return response
 
@@ -96,7 +98,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
     assert hasattr(error, "status_code")
     status = error.status_code
     kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
-    code = "model_not_found" if status == 404 and request.url.path in _PATHS else None
+    path = request.url.path
+    code = "model_not_found" if status == 404 and (path in _PATHS or path.startswith(_MODEL)) else None
     headers = {"Retry-After": "1"} if status == 429 else None
     return JSONResponse(protocol.error(str(getattr(error, "detail", error)), kind, code), status, headers)
 
@@ -135,11 +138,20 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
 
         return await _answer(service, request, CompletionRequest, "text_completion", choice)
 
+    def described(name: str) -> dict[str, Any]:
+        more = {"parent": service.name} if name in service.adapters else service.marks()
+        alias = {"root": service.name} if name in service.aliases else {}
+        return {"id": name, "object": "model", "created": 0, "owned_by": "local", **alias, **more}
+
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        head = {"object": "model", "created": 0, "owned_by": "local"}
-        adapters = [{"id": name, **head, "parent": service.name} for name in service.adapters]
-        return {"object": "list", "data": [{"id": service.name, **head, **service.marks()}, *adapters]}
+        names = (service.name, *service.aliases, *service.adapters)
+        return {"object": "list", "data": [described(name) for name in names]}
+
+    @app.get(_MODEL + "{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return described(name)
 
 
 async def _answer(

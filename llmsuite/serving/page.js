@@ -312,7 +312,8 @@
     if (health) $("model").textContent = document.title = health.model;
     const response = await fetch("v1/models", {headers: headers()}).catch(() => null);
     if (!response?.ok) return;
-    const served = (await response.json()).data.map((model) => model.id);
+    const all = (await response.json()).data;
+    const served = all.filter(({id, root}) => (root ?? id) === id).map((model) => model.id);  // one name of each
     if (served.join() === names.join()) return;
     const before = names.length ? ticked() : load(SETTINGS, {}).models ?? [];
     names = served;

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
@@ -27,6 +27,7 @@ MAX_LINES = 128
 _MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _MAX_TOOLS = 128
+_UNSUPPORTED = "is not supported here; leave it out"
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
@@ -57,7 +58,7 @@ class Request(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Bias], Field(max_length=_MAX_BIASES)] | (
@@ -85,7 +86,7 @@ class Request(BaseModel):
             repetition_penalty=self.repetition_penalty,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
-            seed=secrets.randbits(62) if self.seed is None else self.seed,
+            seed=secrets.randbits(62) if self.seed is None else self.seed % 2**64,  # those below 0 have their own
             max_new_tokens=max_new_tokens,
             min_new_tokens=self.min_tokens,
             stop=tuple(stop),
@@ -102,7 +103,7 @@ class Function(BaseModel):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    """Whether calls have to fit the parameters; they do where `tool_choice` asks for a call."""
+    """Whether each call has to fit the parameters; it has to anyway where `tool_choice` asks for one."""
 
 
 class Tool(BaseModel):
@@ -181,6 +182,7 @@ class ChatRequest(Request):
     prediction: dict[str, Any] | None = None
     prompt_cache_key: _Short | None = None
     prompt_cache_retention: _Short | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     # these would change it; null does not
     audio: None = None
     reasoning_effort: None = None
@@ -292,6 +294,12 @@ def echoed_logprobs(first: int, kept: Sequence[TokenLogprob], tokenizer: TextTok
         "token_logprobs": [None, *found["token_logprobs"][1:]],
         "top_logprobs": [None, *found["top_logprobs"][1:]],
     }
+
+
+def faults(error: ValidationError) -> str:
+    """What is wrong with a request, by its keys."""
+    given = [(e, ".".join(map(str, e["loc"])) or "body") for e in error.errors()[:5]]
+    return "; ".join(f"{key}: {_UNSUPPORTED if e['type'] == 'none_required' else e['msg']}" for e, key in given)
 
 
 def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:

@@ -5,6 +5,7 @@ Nothing is kept of a response, so that a conversation is sent whole each time.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import secrets
 import time
@@ -13,17 +14,27 @@ from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmsuite.data.rows import ToolCall
+from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line
 from llmsuite.inference.sampling import MAX_TEMPERATURE
 from llmsuite.serving.events import CallReader
-from llmsuite.serving.protocol import ChatRequest
+from llmsuite.serving.protocol import ChatRequest, faults
 from llmsuite.serving.service import Job, Service
 
 PATH = "/v1/responses"
+COUNT_PATH = "/v1/responses/input_tokens"
 _Short = Annotated[str, Field(max_length=1000)]
+_OfTools = Literal[
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""What can be included of calls that no answer has here."""
 _PARTS = ("input_text", "output_text", "text")
 
 
@@ -87,9 +98,13 @@ class ResponseRequest(_Strict):
     service_tier: _Short | None = None
     prompt_cache_key: _Short | None = None
     prompt_cache_retention: _Short | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None
-    truncation: Literal["disabled"] | None = None
-    include: Annotated[list[str], Field(max_length=0)] | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+    """An input without room is refused either way."""
+    include: list[_OfTools] | None = None
+    max_tool_calls: int | None = None
+    """Calls of built-in tools, of which there are none here."""
     background: Literal[False] | None = None
     top_logprobs: Literal[0] | None = None
     # these would change it; null does not
@@ -97,9 +112,8 @@ class ResponseRequest(_Strict):
     conversation: None = None
     reasoning: None = None
     prompt: None = None
-    max_tool_calls: None = None
     # not in OpenAI's API
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
     def as_chat(self) -> ChatRequest:
         """The same as a chat. Raises HTTPException naming an item of the input that is not understood."""
@@ -122,8 +136,8 @@ class ResponseRequest(_Strict):
             asked["response_format"] = {"type": form["type"], **({"json_schema": schema} if schema else {})}
         try:
             return ChatRequest.model_validate(asked)
-        except ValueError as error:
-            raise HTTPException(400, _first_fault(error)) from None
+        except ValidationError as error:
+            raise HTTPException(400, faults(error)) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -162,14 +176,8 @@ def _text(content: Any, where: str) -> str:
     return "".join(map(str, found))
 
 
-def _first_fault(error: ValueError) -> str:
-    errors = getattr(error, "errors", None)
-    found = errors()[0] if errors is not None else {"loc": (), "msg": str(error)}
-    return f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
-
-
 def add_api(app: FastAPI, service: Service) -> None:
-    """The route of responses."""
+    """The routes of responses, and of how many tokens one would read."""
 
     @app.post(PATH)
     async def respond(request: Request) -> Response:
@@ -186,6 +194,15 @@ def add_api(app: FastAPI, service: Service) -> None:
         said, calls = service.calls(chat, line.text.text)
         output = [made.message(said, line)] if said or not calls else []
         return JSONResponse(made.whole([*output, *map(_call, calls)], line))
+
+    @app.post(COUNT_PATH)
+    async def count(request: Request) -> dict[str, Any]:
+        chat = (await service.body(request, ResponseRequest)).as_chat()
+        try:
+            ids = await asyncio.to_thread(service.conversation, chat)
+        except UserError as error:
+            raise HTTPException(400, str(error)) from None
+        return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
@@ -239,7 +256,7 @@ class _Response:
             "text": {"format": (given["text"] or {}).get("format") or {"type": "text"}},
             "tool_choice": given["tool_choice"] or "auto",
             "tools": given["tools"] or [],
-            "truncation": "disabled",
+            "truncation": given["truncation"] or "disabled",
             "store": False,
             "usage": usage,
         }

@@ -95,6 +95,8 @@ class Service:
         prefixes = SharedPrefixes(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
         self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting, prefixes)
         self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
+        self.aliases: tuple[str, ...] = ()
+        """Further names of the model."""
         self.marks: Callable[[], dict[str, Any]] = dict
         """What every answer names beside the model, such as the version of its weights."""
         self.leaves_out_tools = False
@@ -110,16 +112,18 @@ class Service:
             asked = kind.model_validate(content)
         except (ValueError, RecursionError) as error:
             if isinstance(error, ValidationError):
-                wrong = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'body'}: {e['msg']}" for e in error.errors()[:5])
-                raise HTTPException(400, wrong) from None
+                raise HTTPException(400, protocol.faults(error)) from None
             if isinstance(error, UnicodeEncodeError):
                 raise HTTPException(400, f"the body {NO_TEXT}") from None
             raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
-        model = getattr(asked, "model", None)
-        if model not in (None, self.name, *self.adapters):
-            served = " and ".join(map(repr, (self.name, *self.adapters)))
-            raise HTTPException(404, f"model {model!r} is not served here; this is {served}")
+        self.check_model(getattr(asked, "model", None))
         return asked
+
+    def check_model(self, name: str | None) -> None:
+        """Raises HTTPException for a name of no model that is served; None is the first."""
+        names = (self.name, *self.aliases, *self.adapters)
+        if name is not None and name not in names:
+            raise HTTPException(404, f"model {name!r} is not served here; this is {' and '.join(map(repr, names))}")
 
     async def read(self, request: Request, kind: type[R]) -> R:
         """A request for answers. Raises as `body`."""
@@ -132,10 +136,7 @@ class Service:
         """The answers to be made, and the number of prompts. Raises UserError."""
         wanted, num_logprobs = asked.max_tokens, None
         if isinstance(asked, ChatRequest):
-            tools = asked.tools_as_text
-            prompts = [self.prompter.turns(read_messages(asked.messages), tools)]
-            if tools:
-                self.prompter.calls  # noqa: B018  (the model has to have a form for them)
+            prompts = [self.conversation(asked)]
             wanted = asked.max_completion_tokens or wanted
             if asked.logprobs:
                 num_logprobs = asked.top_logprobs or 0
@@ -163,6 +164,20 @@ class Service:
             lines += [self.generator.line(prompt, sampling, number, own, *adapter) for number, own in enumerate(guides)]
         return lines, len(prompts)
 
+    def conversation(self, asked: ChatRequest) -> list[int]:
+        """The ids of a chat, with the beginning of its answer. Tools that are left out are taken from the request.
+
+        Raises:
+            UserError: the template refuses the chat, or has no form for calls.
+        """
+        if self.leaves_out_tools and not asked.has_to_call:
+            asked.tools = asked.tool_choice = None
+        tools = asked.tools_as_text
+        ids = self.prompter.turns(read_messages(asked.messages), tools)
+        if tools:
+            self.prompter.calls  # noqa: B018  (the model has to have a form for them)
+        return ids
+
     def _check_completion(self, asked: CompletionRequest) -> None:
         """Raises UserError for values that contradict each other, or that this model has no answer to."""
         if asked.max_tokens == 0 and (asked.stream or not asked.echo):
@@ -181,15 +196,13 @@ class Service:
         if isinstance(asked, CompletionRequest):
             return None
         schema = asked.response_format.schema_of_answer if asked.response_format is not None else None
-        if not asked.has_to_call and any(tool.function.strict for tool in asked.tools or ()):
-            raise UserError(
-                "tools: strict: true is for calls that have to be: with tool_choice required, or a function"
-            )
         if (schema is not None or asked.has_to_call) and asked.min_tokens:
             raise UserError(
                 "min_tokens: not with response_format or a tool_choice that ends the answer where it is whole"
             )
         if not asked.has_to_call:
+            if asked.tools_as_text and any(tool.function.strict for tool in asked.tools or ()):
+                return self.generator.grammars.of_text_or_calls(self.prompter.calls, asked.callable_tools, schema)
             return None if schema is None else self.generator.grammars.of_schema(schema, "response_format")
         if schema is not None:
             raise UserError("response_format: not with a tool_choice that asks for a call")
@@ -269,8 +282,6 @@ class Service:
 
     async def start(self, asked: ChatRequest | CompletionRequest) -> tuple[Job, int]:
         """Queue the answers, and return them with the number of prompts. Raises HTTPException."""
-        if self.leaves_out_tools and isinstance(asked, ChatRequest) and not asked.has_to_call:
-            asked.tools = asked.tool_choice = None
         begun = time.monotonic()
         try:
             lines, num_prompts = await asyncio.to_thread(self.lines, asked)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from tests.tools.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view
-from tests.tools.chat import QUESTION, columns, press, say, talk, tick, wait
+from tests.tools.chat import MODELS, QUESTION, columns, press, say, talk, tick, wait
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
 
 
 def test_several_models_answer_side_by_side(page: Any) -> None:
     tick(page, "scripted", "other", "third")
+    assert [box.get_attribute("value") for box in page.find_elements("css selector", "#which input")] == [*MODELS]
     assert not page.find_element("css selector", "#which input[value=fourth]").is_enabled(), "three are the most"
     assert page.find_element("css selector", "#models summary").text == "Models: scripted, other, third"
     count = "one two three four five six seven eight nine ten"  # long enough to have a speed
@@ -78,7 +79,7 @@ def test_each_answer_is_stopped_and_drawn_again_by_itself(page: Any) -> None:
     say(page, "apart")
     wait(page, lambda b: len(b.find_elements("css selector", "[data-done]")) == 1)
     assert page.find_element("id", "send").text == "Stop"
-    press(page, "Regenerate")
+    press(page, "Regenerate", by="keyboard")
     wait(page, lambda b: len(b.asked) == 3)
     assert page.asked[2]["model"] == "scripted"
     wait(page, lambda b: len(b.find_elements("css selector", "[data-done]")) == 1)

@@ -1,8 +1,4 @@
-"""LangChain against `llmsuite serve`: conversations, streams, tools, structured answers, embeddings.
-
-langchain-openai 1.7 asks for an openai below 3, over which pip searches for many minutes beside what else the tests
-need. So it is in no extra: `pip install langchain-openai` behind them.
-"""
+"""LangChain against `llmsuite serve`: conversations, streams, tools, structured answers, embeddings."""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from tests.multi.conftest import Runner
 from tests.multi.test_serve import KEY, Server
 from tests.unit.inference.test_export import write_family
 
-langchain_openai = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
+langchain_openai = pytest.importorskip("langchain_openai", reason="the extra test brings it")
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage  # noqa: E402
 from langchain_core.output_parsers import StrOutputParser  # noqa: E402
 from langchain_core.prompts import ChatPromptTemplate  # noqa: E402

@@ -51,7 +51,8 @@ class Scripted(LocalHandler):
         elif self.path == "/healthz":
             self.answer(json.dumps({"status": "ok", "model": "scripted"}), "application/json")
         else:
-            self.answer(json.dumps({"data": [{"id": name} for name in MODELS]}), "application/json")
+            known = [*({"id": name} for name in MODELS), {"id": "another name", "root": "scripted"}]
+            self.answer(json.dumps({"data": known}), "application/json")
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -115,8 +116,10 @@ def said(page: Any) -> list[str]:
     return [place.text for place in page.find_elements("css selector", "#turns .said")]
 
 
-def press(page: Any, name: str, number: int = -1) -> None:
-    page.find_elements("xpath", f"//ol[@id='turns']//button[normalize-space()='{name}']")[number].click()
+def press(page: Any, name: str, number: int = -1, by: str = "mouse") -> None:
+    """Press a button of the conversation; by "keyboard" where the page moves under a mouse, as answers grow in it."""
+    button = page.find_elements("xpath", f"//ol[@id='turns']//button[normalize-space()='{name}']")[number]
+    button.click() if by == "mouse" else button.send_keys(" ")
 
 
 def tick(page: Any, *models: str) -> None:

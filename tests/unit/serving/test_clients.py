@@ -28,6 +28,7 @@ def said(client: openai.OpenAI, **more: Any) -> str:
     return str(client.chat.completions.create(**{**CHAT, **more}).choices[0].message.content)
 
 
+STRICT: list[Any] = [{"type": "function", "function": {"name": "now", "strict": True}}]
 IDLE: dict[str, Any] = {
     "tools": [],
     "tool_choice": "none",
@@ -38,6 +39,7 @@ IDLE: dict[str, Any] = {
     "safety_identifier": "somebody",
     "service_tier": "auto",
     "prompt_cache_key": "key",
+    "prompt_cache_options": {"mode": "implicit", "ttl": "30m"},
     "modalities": ["text"],
     "prediction": {"type": "content", "content": "Hello"},
     "verbosity": "medium",
@@ -56,6 +58,36 @@ def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
     assert said(client, **IDLE) == alone
 
 
+def test_strict_tools_that_cannot_be_called_change_nothing(client: openai.OpenAI) -> None:
+    assert said(client, tools=STRICT, tool_choice="none") == said(client)
+
+
+def test_every_whole_number_of_64_bits_is_a_seed(client: openai.OpenAI) -> None:
+    seeds = [-(2**63), -3, 3, 2**63 - 1]
+    answers = {said(client, seed=seed, temperature=1) for seed in seeds for _ in range(2)}
+    assert len(answers) == len(seeds)
+
+
+def test_a_model_has_all_its_names() -> None:
+    service = make_service()
+    service.aliases = ("gpt-x", "org/other")
+    with TestClient(make_app(service)) as http:
+        client = openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=http)
+        assert [model.id for model in client.models.list()] == ["toy", "gpt-x", "org/other"]
+        assert [model.to_dict().get("root") for model in client.models.list()] == [None, "toy", "toy"]
+        answers = {said(client, model=name) for name in ("toy", "gpt-x", "org/other")}
+        assert len(answers) == 1
+        for name in ("toy", "org/other"):
+            assert client.models.retrieve(name).id == name
+        with pytest.raises(openai.NotFoundError, match="model 'z' is not served here") as caught:
+            client.models.retrieve("z")
+        assert caught.value.code == "model_not_found"
+        assert client.chat.completions.create(**{**CHAT, "model": "gpt-x"}).model == "gpt-x"
+        metrics = http.get("/metrics").text
+        assert 'path="/v1/models",status="404"' in metrics
+        assert "org/other" not in metrics
+
+
 def test_a_developer_is_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
     service, seen = make_service(), list[list[int]]()
     line = service.generator.line
@@ -70,7 +102,8 @@ def test_a_developer_is_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"reasoning_effort": "high"}, "reasoning_effort: "),
+        ({"reasoning_effort": "high"}, "reasoning_effort: is not supported here; leave it out"),
+        ({"seed": -(2**63) - 1}, "seed: "),
         ({"verbosity": "low"}, "verbosity: "),
         ({"modalities": ["audio"]}, "modalities"),
         ({"web_search_options": {}}, "web_search_options: "),

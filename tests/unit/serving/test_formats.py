@@ -99,6 +99,28 @@ def test_a_call_that_has_to_be(client: openai.OpenAI) -> None:
     assert [call.function.name for call in choice.message.tool_calls or () if call.type == "function"] == ["now"]
 
 
+def test_calls_that_may_be_fit_what_is_strict(client: openai.OpenAI) -> None:
+    """The model calls or answers as it likes; the client parses what it says into its own types either way."""
+
+    class Answer(pydantic.BaseModel):
+        text: str = pydantic.Field(max_length=6)
+
+    class Add(pydantic.BaseModel):
+        name: str = pydantic.Field(max_length=6)
+        age: int = pydantic.Field(ge=0, le=99)
+
+    tools: Any = [openai.pydantic_function_tool(Add, name="add")]
+    decode = make_service().generator.tokenizer.decode
+    for begin, calls_it in (("{", False), ("<", True)):  # what the model would rather begin with
+        liked: Any = {i: 50 for i in range(3, 400) if decode([i]).startswith(begin)}
+        for seed in range(3):
+            asked = {**CHAT, "seed": seed, "max_tokens": 1000, "logit_bias": liked}
+            (choice,) = client.chat.completions.parse(**asked, tools=tools, response_format=Answer).choices
+            calls = choice.message.tool_calls or []
+            assert all(isinstance(call.function.parsed_arguments, Add) for call in calls)
+            assert (bool(calls), isinstance(choice.message.parsed, Answer)) == (calls_it, not calls_it)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -110,7 +132,7 @@ def test_a_call_that_has_to_be(client: openai.OpenAI) -> None:
         ),
         ({"response_format": AS_PERSON, "extra_body": {"min_tokens": 3}}, "min_tokens: not with response_format"),
         ({"response_format": AS_PERSON, "tools": TOOLS, "tool_choice": "required"}, "response_format: not with"),
-        ({"tools": TOOLS}, "strict: true is for calls that have to be"),
+        ({"tools": TOOLS, "response_format": AS_PERSON, "extra_body": {"min_tokens": 3}}, "min_tokens: not with"),
         (
             {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "rm"}}},
             "tool_choice: asks for a call of a tool that is not in tools",

@@ -116,6 +116,28 @@ def test_calls_and_what_came_of_them() -> None:
     assert last.response.output_text == "Let me see.\n"
 
 
+def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
+    alone = client.responses.create(**ASK)
+    idle: Any = {"truncation": "auto", "max_tool_calls": 0, "include": ["file_search_call.results"]}
+    found = client.responses.create(**ASK, **idle)
+    assert found.output_text == alone.output_text
+    assert (alone.truncation, found.truncation) == ("disabled", "auto")
+    long = "word " * 9000
+    with pytest.raises(openai.BadRequestError, match="has room for"):
+        client.responses.create(**{**ASK, "input": long}, truncation="auto")
+
+
+def test_tokens_of_an_input_are_counted() -> None:
+    with says("Yes.") as client:
+        whole: Any = {"model": "toy", "instructions": "Be brief.", "input": "Who?", "tools": FLAT}
+        made = client.responses.create(**whole)
+        assert made.usage is not None
+        assert client.responses.input_tokens.count(**whole).input_tokens == made.usage.input_tokens
+        assert client.responses.input_tokens.count(input="Who?").input_tokens < made.usage.input_tokens
+        with pytest.raises(openai.BadRequestError, match="needs role"):
+            client.responses.input_tokens.count(input=[{"role": "wizard", "content": "Hi"}])  # type: ignore[list-item]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -202,7 +202,10 @@ def test_tools_have_no_control_tokens() -> None:
     [
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
-        ({"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]}, "strict"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"not": {}}}}]},
+            "tools: parameters of 'a': ",
+        ),
         ({"tool_choice": "required", "tools": []}, "tool_choice: asks for a call"),
         ({"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}, "a call without a name"),
     ],
