@@ -44,7 +44,7 @@ _DIFFERENT = 3
 def add_arguments(parser: Any) -> None:
     from jsonargparse.typing import PositiveFloat, PositiveInt
 
-    parser.add_argument("a", type=str, help="a recipe (JSON), or a run, checkpoint or model directory, or an adapter")
+    parser.add_argument("a", type=str, help="a recipe, or a run, checkpoint or model directory, or an adapter")
     parser.add_argument("b", type=str, nargs="?", default=None, help="another; without it: the recipe on one process")
     parser.add_argument(
         "--against",

@@ -19,7 +19,7 @@ def add_arguments(parser: Any) -> None:
         help="explain RECIPE: each token of a row as it is trained; stats RECIPE: lengths, dropped rows, padding; "
         "index IN…: tokenise text into OUT.bin and OUT.idx; prepare NAME: fetch a public set of data",
     )
-    parser.add_argument("inputs", type=str, nargs="+", help="a recipe (JSON); files of text; a name")
+    parser.add_argument("inputs", type=str, nargs="+", help="a recipe; files of text; a name")
     parser.add_argument("--smoke", action="store_true", help="explain, stats: of the small run that --smoke makes")
     parser.add_argument("--row", type=PositiveInt | None, default=None, help="explain: which one, from 1")
     parser.add_argument("--plot", type=str | None, default=None, help="stats: also draw the lengths, into this PNG")

@@ -7,12 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from jsonargparse import ArgumentParser
-
 from llmsuite import __version__, builtin
 from llmsuite.cli import commands, completion
 from llmsuite.cli.exits import exit_code
-from llmsuite.cli.help import PlainHelp
+from llmsuite.cli.parser import CommandParser
 from llmsuite.errors import UserError
 from llmsuite.plugins.given import add_files, plugin_files
 from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
@@ -52,14 +50,13 @@ def take_plugins(words: list[str]) -> list[str]:
 
 
 def _run(words: list[str], registry: Registry) -> int:
-    parser = ArgumentParser(prog="llmsuite", description=_DESCRIPTION, version=__version__, formatter_class=PlainHelp)
+    parser = CommandParser(prog="llmsuite", description=_DESCRIPTION, version=__version__)
     parser.add_argument(_NO_PLUGINS, action="store_true", help="use what comes with llmsuite only")
     parser.add_argument(_PLUGIN, type=str, help="a Python file that is a plugin; with any command, also several times")
     subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
     options: dict[str, set[str]] = {}
-    parsers: dict[str, ArgumentParser] = {}
     for command in list(registry.commands.values()):
-        subparser = ArgumentParser(description=command.help, formatter_class=PlainHelp)
+        subparser = CommandParser(description=command.help)
         try:
             command.add_arguments(subparser)
         except Exception as error:  # a plugin's code: it may raise anything
@@ -67,9 +64,9 @@ def _run(words: list[str], registry: Registry) -> int:
             continue
         subcommands.add_subcommand(command.name, subparser, help=command.help)
         options[command.name] = {option for action in subparser._actions for option in action.option_strings}
-        parsers[command.name] = subparser
+        parser.commands[command.name] = subparser
     if completion.COMPLETES in os.environ:
-        completion.answer(parsers, registry)
+        completion.answer(parser.commands, registry)
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in registry.commands:
         raise UserError(registry.unknown("command", chosen))

@@ -58,7 +58,7 @@ def open_generator(
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
 
-    start_paddle(backend, args.num_devices, join=is_worker())
+    start_paddle(backend, args.num_devices, join=is_worker(), answers=True)
     from llmsuite.cli.export import find_program, find_weights
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.inference.adapters import AdaptedDecoder, read_adapters

@@ -52,7 +52,7 @@ def launch_ranks(args: Any, registry: Registry) -> int:
     backend.prepare_ranks()
 
     def environment(local_rank: int) -> dict[str, str]:
-        return dict(backend.variables(args.num_devices, local_rank))
+        return dict(backend.variables(args.num_devices, local_rank, answers=True))
 
     def write(text: str) -> None:
         print(text, end="", flush=True)

@@ -19,6 +19,7 @@ from llmsuite.errors import RecipeError, UserError
 from llmsuite.locks import empty_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.recipe.smoke import names_own_data
 from llmsuite.schema.section import as_plain
 from llmsuite.specs import Command
 
@@ -90,7 +91,9 @@ def run(args: Any, registry: Registry) -> int:
     if args.smoke:
         reduced = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
         mesh = f"mesh {plan.degrees} on cpu{reduced}"
-        print(f"smoke run of {args.recipe}: tiny {plan.family.name}, embedded data, {mesh}", flush=True)
+        is_own = names_own_data(plan.loaded, "train" if plan.stage.trains else "prompts")
+        data = str(plan.train_file) if is_own else "embedded data"
+        print(f"smoke run of {args.recipe}: tiny {plan.family.name}, {data}, {mesh}", flush=True)
     for note in few_rows(plan):
         print(f"warning: {note}", file=sys.stderr)
     plan = fetch_names(plan, registry, _say, args.resume)  # once, before ranks wait for each other

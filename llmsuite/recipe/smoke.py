@@ -37,6 +37,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             "parallel": {"tensor_parallel_degree": tp},
             **_place(recipe, tp),
             **stage.smoke,
+            **_reading(loaded, "prompts"),
         }
     sharded = recipe.parallel.sharding != "none" and data > 1
     degree = small.sharding if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1 else 1
@@ -44,8 +45,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     return {
         **_model(shape),
         "data.max_length": 256,
-        "data.format": "auto",
-        **dict.fromkeys(("data.columns", "data.mix", "data.max_samples"), REMOVE),
+        **dict.fromkeys(("data.mix", "data.max_samples"), REMOVE),
         "parallel": {
             "tensor_parallel_degree": tp,
             "pipeline_parallel_degree": pp,
@@ -66,7 +66,24 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "checkpoint.save_steps": 4,
         **_place(recipe, tp * pp * data),
         **copy.deepcopy(dict(stage.smoke)),  # overrides are written into it
+        **_reading(loaded, "train"),
     }
+
+
+def names_own_data(loaded: LoadedRecipe, first: str) -> bool:
+    """Whether the command line names the data of key `first` of section `data`, in place of the embedded ones."""
+    return loaded.origins.get(("data", first), "").startswith("--data.")
+
+
+def _reading(loaded: LoadedRecipe, first: str) -> dict[str, Any]:
+    """How the rows are read: embedded ones as they are, those that the command line names as the recipe says.
+
+    Embedded rows do not have the recipe's columns: evaluations are of the rows that are trained on then.
+    """
+    data: Any = loaded.recipe.data
+    if not names_own_data(loaded, first):
+        return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {})}
+    return {"data.eval": data.train} if first == "train" and (data.columns or data.format != "auto") else {}
 
 
 _ANSWERS = {"generation.max_new_tokens": 16, "generation.max_samples": 8}

@@ -63,6 +63,8 @@ def read_text(path: str | Path) -> str:
     try:
         with open(find(str(path)), "rb") as file:
             raw = file.read(MAX_BYTES + 1)
+    except IsADirectoryError as error:
+        raise UserError(f"{path}: is a directory; a recipe is a file, in a run recipe.json") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: ~somebody who has no home here
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(raw) > MAX_BYTES:

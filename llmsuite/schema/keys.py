@@ -27,7 +27,13 @@ class KeyInfo:
     annotation: Any
     default: Any
     """`dataclasses.MISSING` where the key is required."""
-    doc: str
+    declared_in: type
+    """The section or TypedDict that has it."""
+
+    @property
+    def doc(self) -> str:
+        """Its docstring, in one line; empty where there is none. Read when asked for: sources are slow to read."""
+        return field_docs(self.declared_in).get(self.key[-1], "")
 
     @property
     def dotted(self) -> str:
@@ -47,7 +53,6 @@ def type_hints(cls: type) -> Mapping[str, Any]:
 def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
     """Every leaf key below a section, in the order it is declared."""
     hints = type_hints(cls)
-    docs = field_docs(cls)
     for field in dataclasses.fields(cls):
         annotation = hints[field.name]
         if isinstance(annotation, type) and issubclass(annotation, Section):
@@ -56,11 +61,10 @@ def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
-        yield KeyInfo((*prefix, field.name), annotation, default, docs.get(field.name, ""))
+        yield KeyInfo((*prefix, field.name), annotation, default, cls)
         if is_typeddict(annotation):
             for name, hint in type_hints(annotation).items():
-                doc = getattr(annotation, "docs", {}).get(name, "")
-                yield KeyInfo((*prefix, field.name, name), hint, None, doc)
+                yield KeyInfo((*prefix, field.name, name), hint, None, annotation)
 
 
 def sections(cls: type, prefix: tuple[str, ...] = ()) -> dict[tuple[str, ...], type[Section]]:
@@ -84,7 +88,10 @@ def section_doc(cls: type[Section]) -> str:
 
 @functools.cache
 def field_docs(cls: type) -> dict[str, str]:
-    """Docstrings written under the fields of a dataclass and its bases; empty where there is no source."""
+    """Docstrings written under the fields of a dataclass and its bases; empty where there is no source. Those of a
+    TypedDict are its `docs`."""
+    if is_typeddict(cls):
+        return getattr(cls, "docs", {})
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         if not dataclasses.is_dataclass(base):

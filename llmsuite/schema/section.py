@@ -20,7 +20,6 @@ class Section:
         "extra": "forbid",
         "strict": True,
         "allow_inf_nan": False,
-        "use_attribute_docstrings": True,
     }
 
     extended_by: ClassVar[str] = ""

@@ -15,6 +15,7 @@ _STAGES = {"sft": "sft", "dpo": "dpo", "pt": "pretrain"}
 _TEMPLATES = {"qwen3_nothink": "chatml", "llama3": "llama3"}
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
 _ROUTED = ("qwen_moe", "ernie_moe", "deepseek")
+_OFFLOAD = ("tensorwise_offload_optimizer", "optimizer_cpu_offload", "offload_optim")
 _LENGTH = 4096
 
 
@@ -22,7 +23,12 @@ def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
     if not is_on(values.get("do_train")):
         raise UserError(f"{name}: do_train is not true, so nothing is trained; that is `llmsuite generate`, `llmsuite "
                         "merge` or `llmsuite export`, not a recipe")  # fmt: skip
-    kind = str(values.get("stage", "SFT"))
+    kind = str(values.get("stage") or "")
+    if told is None and not kind:
+        raise UserError(
+            f"{name}: has no stage: PaddleFormers 1.2.0 trains adapters by SFT then, older versions as the script that "
+            "reads the file; write stage (SFT, DPO or PT) and fine_tuning (full or LoRA) into it"
+        )
     if told is None and kind.lower() not in _STAGES:
         raise UserError(f"{name}: stage {kind} is no job of a recipe; there are SFT, DPO and PT")
     stage = told or _STAGES[kind.lower()]
@@ -30,18 +36,20 @@ def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
 
 
 def _trains_adapters(values: Mapping[str, Any]) -> bool:
-    """By `fine_tuning` alone, which is LoRA unless it says otherwise; `lora` is overwritten there."""
+    """By `fine_tuning` alone, which is LoRA unless it says otherwise and overwrites `lora`.
+
+    A file without both it and `stage` is of a version before them, where `lora` says it.
+    """
+    if not values.get("stage") and values.get("fine_tuning") is None:
+        return is_on(values.get("lora"))
     return str(values.get("fine_tuning", "LoRA")).lower() == "lora"
 
 
 def _recipe(run: Run) -> dict[str, Any]:
-    adapters = _trains_adapters(run.arguments.values)
+    adapters = run.stage == "lora" or _trains_adapters(run.arguments.values)
     for key in ("stage", "fine_tuning", "lora"):
         run.take(key)
-    if run.family.name in _ROUTED:
-        run.refuse(
-            "model_name_or_path", run.given("model_name_or_path"), "its experts are balanced by its config there"
-        )
+    _balance(run)
     parallel = _parallel(run)
     recipe: dict[str, Any] = {
         "stage": run.stage,
@@ -68,6 +76,31 @@ def _recipe(run: Run) -> dict[str, Any]:
     return {key: value for key, value in recipe.items() if value != {}}
 
 
+def _balance(run: Run) -> None:
+    """Experts are balanced by the config of their model; an argument that does so is read only where there are some."""
+    key = "router_aux_loss_coef"
+    weight, routed = run.take(key), run.family.name in _ROUTED
+    if routed:
+        run.refuse(
+            "model_name_or_path", run.given("model_name_or_path"), "its experts are balanced by its config there"
+        )
+    if weight is not None and routed:
+        run.refuse(key, weight, "balances experts over a micro-batch; nearest key: train.expert_balance_loss")
+    elif weight is not None:
+        run.left_out(key, weight, paddleformers_words.EXPERTS)
+
+
+def _expert_ranks(run: Run) -> int:
+    """Over how many ranks of a pipeline stage experts are divided. So many must be there, with experts or without."""
+    found = 1
+    for key in ("expert_model_parallel_size", "expert_parallel_degree"):
+        degree = run.number(key, None)
+        if degree is not None:
+            found = max(found, int(degree))
+            run.left_out(key, degree, paddleformers_words.EXPERTS)
+    return found
+
+
 def _parallel(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {}
     degrees = []
@@ -77,15 +110,17 @@ def _parallel(run: Run) -> dict[str, Any]:
         (("sharding_parallel_size", "sharding_parallel_degree"), "sharding_parallel_degree"),
     ):
         degree = max(run.number(name, 1) for name in names)
-        degrees.append(max(1, degree))
+        degrees.append(max(1, int(degree)))
         found |= {ours: degree} if degree > 1 else {}
     words = str(run.take("sharding") or ("stage1" if degrees[2] > 1 else "")).split()
-    run.offload = "offload" in words or run.flag("tensorwise_offload_optimizer")
+    offloads = [run.flag(key) for key in _OFFLOAD]
+    run.offload = "offload" in words or any(offloads)
     stages = [word for word in words if word in ("stage1", "stage2", "stage3")]
     found |= {"sharding": stages[0]} if stages else {}
     if run.flag("sequence_parallel") and "tensor_parallel_degree" in found:
         found["sequence_parallel"] = True
-    run.hinted_devices = math.prod(degrees) if math.prod(degrees) > 1 else None
+    least = math.lcm(math.prod(degrees), degrees[1] * _expert_ranks(run))
+    run.hinted_devices = least if least > 1 else None
     if run.hinted_devices and not run.told_devices:
         run.note(
             f"launch: {run.hinted_devices} devices, as many as the degrees need; --num_devices N for another number, "
@@ -137,7 +172,7 @@ def _data(run: Run) -> dict[str, Any]:
         if share is not None and len(paths) == 1 and float(share) != 1:
             run.refuse(key.replace("_path", "_prob"), share, "one file is read whole")
     if "train" not in found:
-        raise UserError(f"{run.name}: has no train_dataset_path")
+        raise UserError(f"{run.name}: has no train_dataset_path; name the file of rows by it")
     found["max_length"] = run.number("max_seq_len", _LENGTH)
     packs = run.flag("packing")
     if run.section == "pretrain":

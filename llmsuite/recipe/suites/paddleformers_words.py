@@ -9,7 +9,7 @@ from llmsuite.recipe.suites import trainer
 from llmsuite.recipe.suites.suite import Refusal
 
 _KERNELS = "the device backend chooses its fused kernels"
-_EXPERTS = "belongs to models with experts"
+EXPERTS = "belongs to models with experts"
 _FILES = "every checkpoint is whole, written by all ranks"
 _ROWS = "rows are read by one process, once"
 
@@ -43,6 +43,9 @@ REFUSED: Mapping[str, Refusal] = {
     "use_template": Refusal("nearest key: data.chat_template plain", lambda value: value is False),
     "split_multi_turn": Refusal("a conversation is one sequence"),
     "truncate_packing": Refusal("documents are cut where a sample ends", lambda value: value is False),
+    "convert_from_hf": Refusal(
+        "model.weights are in the format of Hugging Face; nearest: llmsuite convert", lambda value: value is False
+    ),
     "new_special_tokens_path": Refusal("tokens are those of the tokenizer"),
     "custom_register_path": Refusal("nothing is run that comes with a recipe; see the guide on plugins"),
     "continue_training": Refusal("nearest: leave out model.weights", lambda value: value in (False, 0)),
@@ -68,8 +71,12 @@ WITHOUT: Mapping[str, str] = {
     "fuse_*": _KERNELS,
     "*_fusion": _KERNELS,
     "enable_linear_fused_grad_add": _KERNELS,
-    "moe_*": _EXPERTS,
-    "use_expert_parallel": _EXPERTS,
+    "use_filtered_label_loss": "tokens that are not learnt have no loss",
+    "to_static": "nearest key: engine.mode, to_static",
+    "moe_*": EXPERTS,
+    "use_expert_parallel": EXPERTS,
+    "use_unified_moe": EXPERTS,
+    "ep_communication_type": EXPERTS,
     "*_dataset_type": "rows are read by their format: data.format",
     "dataset_type": "rows are read as they are needed",
     "num_samples_each_epoch": "one file has as many rows as it has",
@@ -103,6 +110,8 @@ WITHOUT: Mapping[str, str] = {
     "partial_send_recv": "the engine decides what is overlapped and fused",
     "overlap_p2p_comm": "the engine decides what is overlapped and fused",
     "batch_p2p_comm": "the engine decides what is overlapped and fused",
+    "hybrid_parallel_topo_order": "the engine decides what is overlapped and fused",
+    "sharding_comm_buffer_size_MB": "the engine decides what is overlapped and fused",
     "variable_seq_lengths": "the engine decides what is overlapped and fused",
     "sd_*": "the engine decides what is overlapped and fused",
     "pp_*": "layers are split by parallel.pipeline_cut",
@@ -113,6 +122,7 @@ WITHOUT: Mapping[str, str] = {
     "unified_checkpoint*": _FILES,
     "*_checkpoint_format": _FILES,
     "save_to_hf": _FILES,
+    "convert_from_hf": "model.weights are in the format of Hugging Face",
     "save_hf_*": _FILES,
     "save_tokenizer": _FILES,
     "save_rng_states": _FILES,
@@ -131,7 +141,7 @@ WITHOUT: Mapping[str, str] = {
     "dpop_lambda": "belongs to loss_type dpop",
     "lora_*": "belongs to fine_tuning LoRA",
     "rslora*": "belongs to fine_tuning LoRA",
-    "expert_*parallel*": _EXPERTS,
+    "expert_*parallel*": EXPERTS,
     **trainer.WITHOUT,
 }
 BECOMES: Mapping[str, str] = {
@@ -157,6 +167,8 @@ BECOMES: Mapping[str, str] = {
     "sequence_parallel": "parallel.sequence_parallel",
     "sharding": "parallel.sharding",
     "tensorwise_offload_optimizer": "engine.offload_optimizer",
+    "optimizer_cpu_offload": "engine.offload_optimizer",
+    "offload_optim": "engine.offload_optimizer",
     "loss_type": "dpo.loss",
     "beta": "dpo.beta",
     "label_smoothing": "dpo.label_smoothing",

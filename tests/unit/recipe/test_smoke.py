@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,6 +65,39 @@ def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
     assert small.engine.recompute == whole.engine.recompute
     for key in ("sharding", "sequence_parallel", "pipeline_schedule", "virtual_pipeline_degree", "pipeline_cut"):
         assert as_plain(small.parallel)[key] == as_plain(whole.parallel)[key]
+
+
+COLUMNS = {"instruction": "question", "output": "answer"}
+OF_COLUMNS = {"data.columns": COLUMNS, "data.format": "alpaca"}
+
+
+@pytest.mark.parametrize("smoke", [False, True])
+def test_rows_that_the_command_line_names_are_read_as_the_recipe_says(plan: Plan, smoke: bool) -> None:
+    data = plan(OF_COLUMNS, "--data.train=mine.csv", smoke=smoke).recipe.data
+    assert (data.train, data.columns, data.format) == ("mine.csv", COLUMNS, "alpaca")
+    assert data.eval == ("mine.csv" if smoke else plan(OF_COLUMNS).recipe.data.eval)
+    words = ("--data.train=mine.csv", "--data.eval=held.csv", "--data.columns.output=text", "--data.format=auto")
+    data = plan(OF_COLUMNS, *words, smoke=smoke).recipe.data
+    assert (data.eval, data.columns, data.format) == ("held.csv", {**COLUMNS, "output": "text"}, "auto")
+    data = plan(OF_COLUMNS, "--data.train=mine.csv", "--data.columns={}", smoke=smoke).recipe.data
+    assert data.columns == {}
+
+
+def test_embedded_rows_are_read_as_they_are(plan: Plan) -> None:
+    data = plan(OF_COLUMNS, smoke=True).recipe.data
+    assert (data.columns, data.format) == ({}, "auto")
+    embedded = data.eval
+    assert plan({}, "--data.train=mine.csv", smoke=True).recipe.data.eval == embedded
+
+
+def test_prompts_of_columns(registry: Registry, tmp_path: Path) -> None:
+    recipe = tmp_path / "infer.json"
+    value = json.loads((bundled("recipes") / "llama/infer.json").read_text(encoding="utf-8"))
+    value["data"] = {"prompts": "questions.csv", "columns": {"prompt": "question"}}
+    recipe.write_text(json.dumps(value), encoding="utf-8")
+    assert plan_run(recipe, [], registry, smoke=True).recipe.data.columns == {}
+    mine = plan_run(recipe, ["--data.prompts=mine.csv"], registry, smoke=True).recipe.data
+    assert (mine.prompts, mine.columns) == ("mine.csv", {"prompt": "question"})
 
 
 @pytest.mark.parametrize(("steps", "expected"), [(30, 2), (2, 2), (1, 1)])

@@ -151,7 +151,7 @@ def test_file_size(tmp_path: Path) -> None:
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing\.json: cannot be read: No such file"):
         read_json(tmp_path / "nothing.json")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match="is a directory; a recipe is a file"):
         read_json(tmp_path)
     with pytest.raises(UserError, match=r"is not a path: .*File name too long"):
         read_json("x" * 300)

@@ -10,7 +10,10 @@ from llmsuite.errors import UserError
 from tests.unit.recipe.suites.conftest import Converted
 
 ACTION = "from-paddleformers"
-BARE: dict[str, Any] = {"model_name_or_path": "Qwen/Qwen3-0.6B", "do_train": True, "train_dataset_path": "train.jsonl"}
+BARE: dict[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen3-0.6B", "do_train": True, "train_dataset_path": "train.jsonl", "stage": "SFT",
+}  # fmt: skip
+OLD = {key: value for key, value in BARE.items() if key != "stage"}
 SFT: dict[str, Any] = {
     **BARE, "train_dataset_type": "erniekit", "train_dataset_prob": "1.0", "eval_dataset_type": "erniekit",
     "eval_dataset_path": "eval.jsonl", "eval_dataset_prob": "1.0", "max_seq_len": 8192, "packing": True,
@@ -64,6 +67,16 @@ def test_what_it_does_by_default(converted: Converted) -> None:
     assert converted(ACTION, {**BARE, "compute_type": "float32"}).recipe["engine"] == {"precision": "fp32"}
 
 
+def test_files_from_before_there_was_a_stage(converted: Converted) -> None:
+    """They tell neither stage nor `fine_tuning`. With `--stage` their `lora` says whether there are adapters."""
+    with pytest.raises(UserError, match=r"has no stage: .*write stage \(SFT, DPO or PT\) and fine_tuning"):
+        converted(ACTION, {**OLD, "lora": True, "lora_rank": 8})
+    assert "lora" not in converted(ACTION, OLD, stage="dpo").recipe
+    assert converted(ACTION, {**OLD, "lora": True}, stage="dpo").recipe["lora"]["rank"] == 8
+    assert converted(ACTION, OLD, stage="sft").recipe["stage"] == "sft"
+    assert converted(ACTION, OLD, stage="lora").recipe["lora"] == {"rank": 8, "alpha": 16.0}
+
+
 def test_adapters(converted: Converted) -> None:
     def lora(**values: Any) -> Any:
         return converted(ACTION, {**BARE, **values}).recipe["lora"]
@@ -94,9 +107,30 @@ def test_devices_follow_from_the_degrees(converted: Converted) -> None:
         "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sharding": "stage1", "sequence_parallel": True,
     }  # fmt: skip
     assert recipe["train"]["global_batch_size"] == 16
+    experts = converted(ACTION, SFT)
+    assert experts.recipe["launch"] == {"num_devices": 8}  # 2 stages of 4 ranks over which there would be experts
+    assert experts.recipe["train"]["global_batch_size"] == 8
+    assert ("expert_model_parallel_size", 4, "belongs to models with experts") in experts.left_out
+    dense = converted(ACTION, {**SFT, "expert_model_parallel_size": 1}).recipe
+    assert (dense["launch"], dense["train"]["global_batch_size"]) == ({"num_devices": 4}, 4)
     cosine = converted(ACTION, {**SFT, "lr_scheduler_type": "cosine", "min_lr": 1e-6}).recipe["train"]
     assert cosine["min_lr_ratio"] == 0.1
     assert converted(ACTION, {**SFT, "truncation_strategy": "right"}).recipe["sft"] == {"truncate": True}
+
+
+@pytest.mark.parametrize("key", ["tensorwise_offload_optimizer", "optimizer_cpu_offload", "offload_optim"])
+def test_moments_in_host_memory(key: str, converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, key: True})
+    assert found.recipe["engine"] == {"precision": "bf16", "offload_optimizer": True}
+    assert (key, True, "engine.offload_optimizer") in found.translated
+    assert "offload_optimizer" not in converted(ACTION, {**BARE, key: False}).recipe["engine"]
+
+
+def test_what_belongs_to_experts(converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, "router_aux_loss_coef": 0.01})
+    assert ("router_aux_loss_coef", 0.01, "belongs to models with experts") in found.left_out
+    with pytest.raises(UserError, match=r"router_aux_loss_coef = 0\.01: .*train\.expert_balance_loss"):
+        converted(ACTION, {**BARE, "model_name_or_path": "Qwen/Qwen3-30B-A3B", "router_aux_loss_coef": 0.01})
 
 
 @pytest.mark.parametrize(
@@ -106,6 +140,7 @@ def test_devices_follow_from_the_degrees(converted: Converted) -> None:
         ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "its experts are balanced by its config there"),
         ({**SFT, "model_name_or_path": "baidu/ERNIE-4.5-0.3B-PT", "fine_tuning": "lora"}, "fine_tuning = LoRA"),
         ({**SFT, "train_dataset_path": "a,b"}, "train_dataset_path = a, b: files are mixed by probability"),
+        ({**SFT, "convert_from_hf": False}, "convert_from_hf = False: model.weights are in the format"),
         ({**SFT, "mix_strategy": "random"}, "mix_strategy = random"),
         ({**SFT, "truncation_strategy": "oral"}, "truncation_strategy = oral"),
         ({**SFT, "stage": "PT", "packing": False}, "packing = False: samples are cut"),
@@ -118,7 +153,8 @@ def test_devices_follow_from_the_degrees(converted: Converted) -> None:
         ({**SFT, "stage": "VL-SFT"}, "stage VL-SFT is no job of a recipe"),
         ({**SFT, "model_name_or_path": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, "of type qwen3_5 or qwen3_next"),
         ({**SFT, "do_train": False}, "do_train is not true"),
-        ({**SFT, "train_dataset_path": None}, "has no train_dataset_path"),
+        ({**SFT, "train_dataset_path": None}, "has no train_dataset_path; name the file of rows"),
+        ({**SFT, "dataset_type": "pretrain", "input_dir": "1.0 x"}, "input_dir = 1.0 x: nearest key: data.train"),
         ({**SFT, "learning_rat": 1}, "learning_rat = 1: is not known"),
     ],
 )
