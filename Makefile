@@ -41,7 +41,7 @@ $(MODEL): $(VENV)/demo
 WORKERS = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test: $(VENV)/test
-	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q
+	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q --durations=60
 
 test-unit: $(VENV)/test
 	$(BIN)/python -m pytest tests/unit $(WORKERS) -q
@@ -50,9 +50,9 @@ test-multi: $(VENV)/test
 	$(BIN)/python -m pytest tests/multi $(WORKERS) -q
 
 # files of which `make test` runs some cases only
-ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_programs bf16_rollouts expert_parallel lora \
-	lora_further mtp pipelines program_experts program_guard program_options program_pipelines programs removals \
-	rollouts standin standin_further standin_programs windows)
+ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_programs bf16_rollouts expert_parallel \
+	large_files lora lora_further mtp pipelines program_expert_pipelines program_experts program_guard program_options \
+	program_pipelines programs rank_programs removals rollouts standin standin_further standin_programs windows)
 
 parity: $(VENV)/test
 	LLMSUITE_TEST_MESHES=all $(BIN)/python -m pytest tests/parity $(ON_ALL_MESHES) -q --write-parity-table

@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,20 @@ VALID: dict[str, Any] = {
     "train": {"max_steps": 10, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3},
     "output_dir": "runs/test",
 }
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """With `--durations`, the files that take longest too: what a change costs all runs of the tests."""
+    if not (most := terminalreporter.config.getoption("durations")):
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds[report.nodeid.partition("::")[0]] += report.duration
+    terminalreporter.section(f"slowest {most} files of {len(seconds)}, {seconds.total():.0f}s in all")
+    for file, total in seconds.most_common(most):
+        terminalreporter.line(f"{total:8.1f}s  {file}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
