@@ -1,12 +1,13 @@
-"""Tokens a second of generation: a live model in several precisions, its exported program, the one with the decoding
+"""Tokens a second of generation: a live model in several precisions, its exported programs, those with the decoding
 loop, llama.cpp, and HF transformers in bf16 and float32, on the same weights.
 
     python benchmarks/generate.py models/smollm2-135m-instruct --transformers /path/to/python
-    python benchmarks/generate.py models/smollm2-135m-instruct --llama_cpp /path/to/python --gguf f16.gguf q8_0.gguf
+    python benchmarks/generate.py models/smollm2-135m-instruct --llama_cpp /path/to/python \\
+        --gguf f16/model.gguf q8_0/model.gguf
 
 with the path of a Python that has torch and transformers, or llama-cpp-python; without it that engine is left out.
-llama.cpp reads GGUF files, which have to be of the same model, and answers one prompt at a time: it is asked for
-batches of one only. Each engine runs in a
+llama.cpp reads GGUF files, which have to be of the same model (`llmsuite convert --layout gguf`) and are told apart by
+their directories, and answers one prompt at a time: it is asked for batches of one only. Each engine runs in a
 process of its own with the same number of threads. It reads prompts of `--prompt_tokens` random tokens and makes
 `--new_tokens` greedily without an end. After one round to warm up the engines take turns for `--rounds` rounds, so that
 what else the machine does meets all of them; the median of tokens a second counts, and the median over rounds of each
@@ -70,7 +71,7 @@ def run_llmsuite(path: str, engine: str) -> None:
     asked = json.loads(Path(path).read_text())
     registry = load_plugins(builtin, commands)
     backend = registry.devices["cpu"].factory()
-    start_paddle(backend, 1)
+    start_paddle(backend, 1, answers=True)
     from llmsuite.inference.batch import Batch, Line
     from llmsuite.inference.decoder import Decoder, ModelDecoder
     from llmsuite.inference.fused import fuse
@@ -78,8 +79,9 @@ def run_llmsuite(path: str, engine: str) -> None:
     from llmsuite.inference.predictor import Predictor
     from llmsuite.inference.sampling import Sampling
 
-    if engine in ("static", "loop"):
-        decoder: Decoder = Predictor(Path(asked["static"]), num_threads=asked["threads"])
+    program, _, precision = engine.partition("_")
+    if program in ("static", "loop"):
+        decoder: Decoder = Predictor(Path(asked["programs"][precision or "fp32"]), num_threads=asked["threads"])
     else:
         stored = None if engine == "dynamic" else engine
         model = load_model(open_any(Path(asked["model"]), registry.models), backend, stored=stored)
@@ -88,7 +90,7 @@ def run_llmsuite(path: str, engine: str) -> None:
     sampling = Sampling(max_new_tokens=asked["new_tokens"])
     for number in sys.stdin:
         prompts = asked["batches"][int(number)]
-        if isinstance(decoder, Predictor) and engine == "loop":
+        if isinstance(decoder, Predictor) and program == "loop":
             begun = time.perf_counter()
             tokens = decoder.greedy(prompts, asked["new_tokens"])
             print("RESULT " + json.dumps({"seconds": time.perf_counter() - begun, "tokens": tokens}), flush=True)
@@ -128,7 +130,13 @@ class Engine:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0] if __doc__ else None)
     parser.add_argument("model", help="model directory in the HF layout")
-    parser.add_argument("--precisions", nargs="*", default=["bf16", "int8", "nf4"], help="beside fp32")
+    parser.add_argument(
+        "--engines",
+        nargs="*",
+        default=["dynamic", "bf16", "int8", "nf4", "static", "loop", "static_bf16", "loop_bf16"],
+        help="ours; behind static and loop the precision of the program, unless it is fp32",
+    )
+    parser.add_argument("--programs", help="a directory for what `llmsuite export` writes; default: a temporary one")
     parser.add_argument("--transformers", help="a Python that has torch and transformers")
     parser.add_argument("--llama_cpp", help="a Python that has llama-cpp-python")
     parser.add_argument("--gguf", nargs="*", default=[], help="files for it, each an engine of its own")
@@ -141,22 +149,28 @@ def main() -> int:
     import random
 
     with tempfile.TemporaryDirectory() as place:
-        static, asked = Path(place) / "static", Path(place) / "asked.json"
+        asked, programs = Path(place) / "asked.json", Path(arguments.programs or place).absolute()
         model, draw = str(Path(arguments.model).absolute()), random.Random(0)
         llmsuite = [sys.executable, "-m", "llmsuite"]
-        subprocess.run([*llmsuite, "export", model, "-o", str(static), "--decoding_loop"], check=True)
+        split = [engine.partition("_") for engine in arguments.engines]
+        precisions = {precision or "fp32" for name, _, precision in split if name in ("static", "loop")}
+        exported = {precision: str(programs / f"program-{precision}") for precision in sorted(precisions)}
+        for precision, target in exported.items():
+            if not Path(target).exists():
+                options = ["--precision", precision, "--decoding_loop"]
+                subprocess.run([*llmsuite, "export", model, "-o", target, *options], check=True)
         vocabulary = json.loads((Path(model) / "config.json").read_text())["vocab_size"]
         batches = [
             [[draw.randrange(vocabulary) for _ in range(arguments.prompt_tokens)] for _ in range(size)]
             for size in arguments.batch_sizes
         ]
-        content: dict[str, Any] = {**vars(arguments), "model": model, "static": str(static), "batches": batches}
+        content: dict[str, Any] = {**vars(arguments), "model": model, "programs": exported, "batches": batches}
         asked.write_text(json.dumps(content))
-        ours = ("dynamic", *arguments.precisions, "static", "loop")
-        commands = {name: [sys.executable, __file__, "--run", str(asked), name] for name in ours}
+        commands = {name: [sys.executable, __file__, "--run", str(asked), name] for name in arguments.engines}
         if arguments.llama_cpp:
             for file in arguments.gguf:
-                commands[f"llama.cpp {Path(file).stem}"] = [arguments.llama_cpp, "-c", _LLAMA_CPP, str(asked), file]
+                name = f"llama.cpp {Path(file).absolute().parent.name}"
+                commands[name] = [arguments.llama_cpp, "-c", _LLAMA_CPP, str(asked), file]
         if arguments.transformers:
             python = [arguments.transformers, "-c", _TRANSFORMERS, str(asked)]
             commands["transformers bf16"] = [*python, "bfloat16"]

@@ -1,7 +1,8 @@
 """A training step op by op, by programs of layers, and as one program: time and peak memory, in turns.
 
-    python benchmarks/programs.py             # some ten minutes
-    python benchmarks/programs.py --write     # the table into docs/notes/results.md
+    python benchmarks/programs.py                     # some ten minutes
+    python benchmarks/programs.py --write             # the table into docs/notes/results.md
+    python benchmarks/programs.py --model experts     # of a model with routed experts
 
 Each run is `llmsuite run` in processes of its own, so its peak is its own; the modes of a mesh follow on each other, as
 often as `--rounds` says. A step is the median over all rounds, without the first steps of a run, in which programs are
@@ -25,11 +26,32 @@ from pathlib import Path
 import page
 
 ROOT = Path(__file__).resolve().parents[1]
-RECIPE = "recipes/llama/pretrain.json"
-MODEL = {
-    "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8, "num_attention_heads": 8,
-    "num_key_value_heads": 8, "max_position_embeddings": 256, "vocab_size": 2048,
+SIZES = {
+    "hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
+    "max_position_embeddings": 256, "vocab_size": 2048,
 }  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """What is trained."""
+
+    title: str
+    recipe: str
+    config: Mapping[str, object]
+    place: str
+    """Section of docs/notes/results.md."""
+
+
+MODELS = {
+    "dense": Model("Llama", "recipes/llama/pretrain.json", {**SIZES, "intermediate_size": 1024}, "programs"),
+    "experts": Model(
+        "Qwen3-MoE with 16 experts of width 256, of which a token has 4,",
+        "recipes/qwen_moe/pretrain.json",
+        {**SIZES, "head_dim": 32, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+        "programs of experts",
+    ),
+}
 BATCH, MICRO_BATCH, LENGTH, WARM_UP = 8, 2, 128, 3
 MODES = {
     "dynamic": ("--engine.mode=dynamic",),
@@ -41,6 +63,7 @@ MESHES = {
     "data 2, stage 2": (2, {"sharding": "stage2"}),
     "tensor 2": (2, {"tensor_parallel_degree": 2}),
     "pipeline 2": (2, {"pipeline_parallel_degree": 2}),
+    "experts 2": (2, {"expert_parallel_degree": 2}),
 }
 RECOMPUTE = ("none", "full")
 
@@ -69,17 +92,17 @@ Key = tuple[str, str, str]
 """Mesh, `engine.recompute`, mode."""
 
 
-def measure(key: Key, steps: int, directory: Path) -> list[dict[str, float]]:
+def measure(model: Model, key: Key, steps: int, directory: Path) -> list[dict[str, float]]:
     """The metrics of one run, a record a step."""
     mesh, recompute, mode = key
     num_ranks, parallel = MESHES[mesh]
     words = [
-        sys.executable, "-m", "llmsuite", "run", RECIPE, "--smoke", f"--launch.num_devices={num_ranks}",
+        sys.executable, "-m", "llmsuite", "run", model.recipe, "--smoke", f"--launch.num_devices={num_ranks}",
         f"--parallel={json.dumps(parallel)}", f"--engine.recompute={recompute}", *MODES[mode],
         f"--train.max_steps={WARM_UP + steps}", f"--train.global_batch_size={BATCH}",
         f"--train.micro_batch_size={MICRO_BATCH}", f"--data.max_length={LENGTH}", "--data.eval=null",
         "--pretrain.split=null", "--checkpoint.save_steps=null", "--train.log_steps=1",
-        *(f"--model.config.{name}={value}" for name, value in MODEL.items()), f"--output_dir={directory}",
+        *(f"--model.config.{name}={value}" for name, value in model.config.items()), f"--output_dir={directory}",
     ]  # fmt: skip
     search = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "LLMSUITE_PLUGINS": "", "PYTHONPATH": search}
@@ -117,30 +140,37 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each mode, in turns")
     parser.add_argument("--steps", type=int, default=8, help="timed steps of a run")
-    parser.add_argument("--meshes", nargs="+", choices=MESHES, default=list(MESHES), metavar="MESH")
+    parser.add_argument("--model", choices=MODELS, default="dense")
+    parser.add_argument(
+        "--meshes", nargs="+", choices=MESHES, metavar="MESH", help="all that the model has if not given"
+    )
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), metavar="MODE")
+    parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=list(RECOMPUTE))
     parser.add_argument("--write", action="store_true", help="write the table into docs/notes/results.md")
     arguments = parser.parse_args()
+    model, modes = MODELS[arguments.model], ["dynamic", *(mode for mode in arguments.modes if mode != "dynamic")]
+    meshes = arguments.meshes or [mesh for mesh in MESHES if mesh != "experts 2" or arguments.model == "experts"]
     load, found = os.getloadavg()[0], dict[Key, Found]()
     with tempfile.TemporaryDirectory(prefix="llmsuite-programs-") as place:
-        for mesh in arguments.meshes:
-            for recompute in RECOMPUTE:
+        for mesh in meshes:
+            for recompute in arguments.recompute:
                 for turn in range(arguments.rounds):
-                    for mode in MODES:
+                    for mode in modes:
                         key, directory = (mesh, recompute, mode), Path(place) / f"{mesh}-{recompute}-{mode}-{turn}"
-                        add(found.setdefault(key, Found()), measure(key, arguments.steps, directory))
-                for mode in MODES:
+                        add(found.setdefault(key, Found()), measure(model, key, arguments.steps, directory))
+                for mode in modes:
                     one = found[mesh, recompute, mode]
                     print(f"{mesh}, {recompute}, {mode}: {one.step:.3f} s, {one.peak / 1e6:.0f} MB", file=sys.stderr)
     lines = [
-        f"{page.processor()}, {os.cpu_count()} cores; paddlepaddle {importlib.metadata.version('paddlepaddle')}. Llama "
-        f"with {MODEL['num_hidden_layers']} layers of width {MODEL['hidden_size']}, {BATCH} rows of {LENGTH} tokens in "
-        f"micro-batches of {MICRO_BATCH}, float32. Medians of {arguments.rounds} runs in turns, {arguments.steps} "
-        f"steps each; load average {load:.0f} when it began.",
+        f"{page.processor()}, {os.cpu_count()} cores; paddlepaddle {importlib.metadata.version('paddlepaddle')}. "
+        f"{model.title} with {SIZES['num_hidden_layers']} layers of width {SIZES['hidden_size']}, {BATCH} rows of "
+        f"{LENGTH} tokens in micro-batches of {MICRO_BATCH}, float32. Medians of {arguments.rounds} runs in turns, "
+        f"{arguments.steps} steps each; load average {load:.0f} when it began.",
         "", *table(found),
     ]  # fmt: skip
     print("\n".join(lines))
     if arguments.write:
-        page.write("programs", lines)
+        page.write(model.place, lines)
     return 0
 
 

@@ -63,8 +63,7 @@ ALPACA, PAIRS = INSTRUCTIONS_AND_PAIRS = ("alpaca_en_demo.json", "dpo_en_demo.js
 TRL = ("trl", "trl-as-is")
 DIGITS = str(ROOT / "data" / "digits" / "sft" / "train.jsonl")
 GRPO_LORA = Task("grpo-lora", "GRPO, LoRA", "grpo", 4, 1e-5, TRL, ALPACA, True, group=4, drawn=64)
-RECOMPUTED: dict[str, Any] = {"peers": ("trl-as-is",), "recompute": "full"}
-TASKS = {
+PLAIN = {
     task.name: task
     for task in (
         Task("pretrain", "pretraining", "pretrain", 4, 1e-4, ("transformers", "paddlenlp", "paddlenlp-as-is")),
@@ -74,9 +73,18 @@ TASKS = {
         Task("dpo", "DPO", "dpo", 2, 1e-5, (*TRL, "trl-precomputed", "paddlenlp"), PAIRS),
         Task("grpo", "GRPO", "grpo", 4, 1e-6, TRL, ALPACA, group=4, drawn=64),
         GRPO_LORA,
-        dataclasses.replace(GRPO_LORA, name="grpo-lora-recompute", title="GRPO, LoRA, recompute", **RECOMPUTED),
         Task("grpo-digits", "GRPO, digits", "grpo", 64, 2e-4, TRL, DIGITS, group=8, drawn=12, length=128),
     )
+}
+TASKS = PLAIN | {
+    f"{name}-recompute": dataclasses.replace(
+        PLAIN[name],
+        name=f"{name}-recompute",
+        title=f"{PLAIN[name].title}, recompute",
+        peers=("trl-as-is",),
+        recompute="full",
+    )
+    for name in ("sft", "lora", "dpo", "grpo-lora")
 }
 
 

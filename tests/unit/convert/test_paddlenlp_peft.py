@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,9 @@ def reft_logits(model: Any) -> np.ndarray:
     return np.asarray((found[0] if isinstance(found, tuple) else found).numpy())
 
 
+@pytest.mark.xfail(
+    sys.version_info >= (3, 12), reason="paddlenlp 3.0.0b4's ReFTConfig cannot be saved there", raises=UnboundLocalError
+)
 @pytest.mark.parametrize("kind", ["loreft", "tiny"])
 def test_reft(base: Path, tmp_path: Path, kind: str) -> None:
     from paddlenlp.peft.reft import ReFTModel
