@@ -10,7 +10,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo demo-rl test test-unit test-multi parity matrix faults bench roofline scaling check docs site lock audit sbom clean
+.PHONY: demo demo-rl test test-further parity matrix faults bench roofline scaling check docs site lock audit sbom clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -41,15 +41,13 @@ $(MODEL): $(VENV)/demo
 WORKERS = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 test: $(VENV)/test
-	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q --durations=60
+	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q --durations=60 -m "not further"
 
-test-unit: $(VENV)/test
-	$(BIN)/python -m pytest tests/unit $(WORKERS) -q
+# what takes long, by tests/further.py; CI runs both
+test-further: $(VENV)/test
+	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q --durations=60 -m further
 
-test-multi: $(VENV)/test
-	$(BIN)/python -m pytest tests/multi $(WORKERS) -q
-
-# files of which `make test` runs some cases only
+# files of which the two run some cases only
 ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_programs bf16_rollouts expert_parallel \
 	large_files lora lora_further mtp pipelines program_expert_pipelines program_experts program_guard program_options \
 	program_pipelines programs rank_programs removals rollouts standin standin_further standin_programs windows)

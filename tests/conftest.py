@@ -27,6 +27,8 @@ from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import ALLOW_LIST, PluginInfo, Registry, load_plugins
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from tests.further import FURTHER_FILES
+from tests.paths import ROOT
 
 # before Paddle is imported; one thread, as the models are tiny and test processes share the cores
 for _name, _value in CpuBackend().environment(os.cpu_count() or 1).items():
@@ -54,6 +56,13 @@ VALID: dict[str, Any] = {
     "train": {"max_steps": 10, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3},
     "output_dir": "runs/test",
 }
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves out."""
+    for item in items:
+        if item.path.relative_to(ROOT).as_posix() in FURTHER_FILES:
+            item.add_marker(pytest.mark.further)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

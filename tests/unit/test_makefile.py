@@ -1,9 +1,10 @@
-"""The Makefile knows all tests of which `make test` runs some cases only."""
+"""The commands for tests, which leave some to other commands, leave none out."""
 
 from __future__ import annotations
 
 import re
 
+from tests.further import FURTHER_FILES
 from tests.paths import ROOT
 
 
@@ -14,3 +15,7 @@ def test_parity_runs_the_cases_that_are_left_out() -> None:
     tests = (ROOT / "tests" / "multi").glob("test_*.py")
     cut = {path.stem.removeprefix("test_") for path in tests if re.search(r"\bfew\(", path.read_text(encoding="utf-8"))}
     assert {*listed[1].split()} >= cut
+
+
+def test_what_make_test_leaves_out_is_there() -> None:
+    assert [path for path in FURTHER_FILES if not (ROOT / path).is_file()] == []
