@@ -19,10 +19,11 @@ PARTS = (
     PYTHON,
 )  # fmt: skip
 OF_KERNELS = {
-    "attention": ATTENTION, "rotary": ROTATION, "rms_norm": NORMS, "swiglu": SWIGLU, "cross_entropy": LOSS,
-    "operand": ROUNDING,
+    "attention": ATTENTION, "bf16_attention": ATTENTION, "rotary": ROTATION, "rms_norm": NORMS, "swiglu": SWIGLU,
+    "cross_entropy": LOSS, "operand": ROUNDING,
 }  # fmt: skip
-"""Parts of the fields of `llmsuite.devices.ops.Ops` that are kernels of ours, which are also their names there."""
+"""Parts of the fields of `llmsuite.devices.ops.Ops` that are kernels of ours, and of those whose gradients have other
+names."""
 WHOLE, WITHIN = "whole: ", "within: "
 """How events are named that a part is told by: all of their time is the part's, or what no event within them says."""
 STEP = f"{WITHIN}{PYTHON}"

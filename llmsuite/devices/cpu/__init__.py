@@ -1,10 +1,11 @@
 """CPU processes over Gloo: the laptop's way to run a recipe, and the test bed.
 
 All tensors that a run keeps or sends are float32. With `engine.precision: bf16` the inputs of products are rounded to
-bfloat16, where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients.
-Sums are float32, and so is all else: parameters, activations, messages, gradients, the optimizer, and the products
-inside attention. It is what PyTorch's autocast does to matrix products. What draws completions for such a model
-computes in the same way, from matrices that are kept in bfloat16.
+bfloat16, where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients;
+and those inside attention, where the processor has instructions for it. Sums are float32, and so is all else:
+parameters, activations, messages, gradients and the optimizer. It is what PyTorch's autocast does to matrix products.
+What draws completions for such a model computes in the same way, from matrices that are kept in bfloat16, but for its
+attention, which is float32.
 """
 
 from __future__ import annotations
@@ -47,13 +48,18 @@ _KERNELS = {
 }
 _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
 _BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
-_BF16_PRODUCTS = {
-    "matmul": "bf16_matmul",
+_BF16_BY_ROUNDING = {
+    "matmul": "rounded_matmul",
     "operand": "bf16_operand",
-    "program_matmul": "bf16_linear",
+    "program_matmul": "rounded_linear",
     "grouped_matmul": "rounded_grouped_matmul",
 }
-_BF16_BY_ROUNDING = {**_BF16_PRODUCTS, "matmul": "rounded_matmul", "program_matmul": "rounded_linear"}
+_BF16_PRODUCTS = {
+    **_BF16_BY_ROUNDING,
+    "matmul": "bf16_matmul",
+    "program_matmul": "bf16_linear",
+    "attention": "bf16_attention",
+}
 _BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "operand": "plain_rounded_operand"}
 
 

@@ -44,7 +44,7 @@ def library(what: Library) -> Path:
     """
     paddle = _paddle()
     # the library is linked to this very installation, so its place is part of the name
-    content = b"".join(source.read_bytes() for source in what.sources) + str(paddle).encode()
+    content = b"".join(source.read_bytes() for source in what.sources) + " ".join([str(paddle), *what.options]).encode()
     content += _processor() if what.is_for_this_cpu else b""
     directory = own_directory(cache_root() / BUILT / what.name)
     version = importlib.metadata.version("paddlepaddle")

@@ -31,6 +31,10 @@ def random(*shape: int, seed: int = 0) -> np.ndarray:
     return np.random.Generator(np.random.Philox(seed)).standard_normal(shape).astype("float32")
 
 
+def rounded(x: np.ndarray) -> np.ndarray:
+    return x.astype(ml_dtypes.bfloat16).astype("float32")
+
+
 def leaf(values: np.ndarray) -> Tensor:
     tensor = paddle.to_tensor(values)
     tensor.stop_gradient = False
@@ -40,7 +44,7 @@ def leaf(values: np.ndarray) -> Tensor:
 def with_gradients(function: Callable[..., Tensor], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
     leaves = [leaf(values) for values in inputs]
     output = function(*leaves)
-    (output * paddle.to_tensor(random(*output.shape, seed=9))).sum().backward()
+    (output * paddle.to_tensor(rounded(random(*output.shape, seed=9)))).sum().backward()
     return [output.numpy(), *(tensor.grad.numpy() for tensor in leaves)]
 
 
@@ -101,6 +105,49 @@ def test_attention_sees_its_document_only(heads: tuple[int, int, int], name: str
     mask = ops.document_mask(document_starts, paddle.float32)
     given = kernels.spans(document_starts, paddle.float32)
     check_equal(lambda *x: kernels.attention(*x, given), lambda *x: ops.attention(*x, mask), q, k, v)
+
+
+ROUNDED_LIMIT = 2.0**-7
+"""Weights and gradients of scores are rounded by up to 2^-9; sums of their errors stay below this part of the largest sum."""
+
+
+@pytest.mark.parametrize("heads", [*HEADS, (4, 2, 64), (2, 1, 80)])
+@pytest.mark.parametrize("length", [2, 5, 64, 131, 320])
+def test_attention_of_rounded_inputs_is_causal(heads: tuple[int, int, int], length: int) -> None:
+    num_queries, num_keys, size = heads
+    q = rounded(random(2, length, num_queries, size, seed=1))
+    k, v = (rounded(random(2, length, num_keys, size, seed=seed)) for seed in (2, 3))
+    mask = ops.causal_mask(length, length, paddle.float32)
+    plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
+    check_equal(lambda *x: kernels.bf16_attention(*x, None), plain, q, k, v, limit=ROUNDED_LIMIT)
+
+
+@pytest.mark.parametrize("name", ROWS_OF_DOCUMENTS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_of_rounded_inputs_sees_its_document_only(heads: tuple[int, int, int], name: str) -> None:
+    num_queries, num_keys, size = heads
+    lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
+    document_starts = paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)]))
+    length = document_starts.shape[1]
+    q = rounded(random(2, length, num_queries, size, seed=1))
+    k, v = (rounded(random(2, length, num_keys, size, seed=seed)) for seed in (2, 3))
+    mask = ops.document_mask(document_starts, paddle.float32)
+    given = kernels.spans(document_starts, paddle.float32)
+    plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
+    check_equal(lambda *x: kernels.bf16_attention(*x, given), plain, q, k, v, limit=ROUNDED_LIMIT)
+
+
+def test_attention_rounds_its_inputs() -> None:
+    """A key of 1 + 2^-9 is 1, and the query beside it too; the weights of equal scores are exact."""
+    q = k = np.full((1, 2, 1, 8), 1 + 2.0**-9, "float32")
+    v = np.array([1 + 2.0**-9, 3], "float32").reshape(1, 2, 1, 1) * np.ones((1, 1, 1, 8), "float32")
+    found = kernels.bf16_attention(*(paddle.to_tensor(x) for x in (q, k, v)), None).numpy()
+    assert np.array_equal(found, np.array([1, 2], "float32").reshape(1, 2, 1, 1) * np.ones((1, 1, 1, 8)))
+
+
+def test_new_tokens_of_a_generation_are_not_rounded() -> None:
+    q, k, v = (paddle.to_tensor(random(2, length, 2, 8, seed=length)) for length in (3, 7, 7))
+    assert np.array_equal(kernels.bf16_attention(q, k, v, None).numpy(), kernels.attention(q, k, v, None).numpy())
 
 
 def test_attention_takes_a_mask_that_is_added() -> None:

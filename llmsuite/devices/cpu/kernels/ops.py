@@ -44,13 +44,23 @@ def spans(document_starts: Tensor, dtype: Any, window: int | None = None) -> Ten
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Causal attention that computes no score of a key which a token does not see. A mask is in the form of `spans`, or
     is added to the scores, as in generation."""
+    return _attention("attention", q, k, v, mask)
+
+
+def bf16_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`attention` whose products, and those of its gradients, are of inputs rounded to bfloat16, with float32 sums. New
+    tokens of a generation, which see keys of a cache, go by `attention`."""
+    return _attention("bf16_attention" if q.shape[1] == k.shape[1] else "attention", q, k, v, mask)
+
+
+def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.dtype != paddle.int64:
         return ops.attention(q, k, v, mask)
     if not _takes(q, k, v):
         plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.span_mask(mask, q.dtype)
         return ops.attention(q, k, v, plain)
     given = None if mask is None else constant_part(mask)
-    return _on_parts(lambda *local: _run("attention", *local, _spans(local[0]) if given is None else given)[0], q, k, v)
+    return _on_parts(lambda *local: _run(kernel, *local, _spans(local[0]) if given is None else given)[0], q, k, v)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

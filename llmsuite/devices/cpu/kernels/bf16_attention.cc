@@ -1,0 +1,227 @@
+// Attention whose products are of inputs rounded to bfloat16, with float32 sums: queries, keys, values, weights and
+// their gradients. All else is float32, as are the tensors: see attention.h.
+#include "attention.h"
+#include "tiles.h"
+
+namespace {
+
+using tiles::Multiplier;
+using tiles::Scratch;
+
+int64_t Heads(const Shape& s) { return s.B * s.J; }
+
+// Keys or values [B, S, J, K] as the products take them, one head after the other.
+class Packed {
+ public:
+  explicit Packed(const Shape& s) : s_(s) {}
+  const Shape& s_;
+  const int64_t size = tiles::Whole(s_.K), keys = tiles::Whole(s_.S);
+  const int64_t turned_lead = tiles::Lead(keys, 4), lead = tiles::Lead(size, 4);
+  const int64_t turned_size = size / 2 * turned_lead, pairs_size = keys / 2 * lead;  // of a head
+
+  // [K, S] in pairs of rows: for scores
+  void Turned(const float* x, uint32_t* to) const {
+#pragma omp parallel
+    {
+      const int64_t rows_lead = tiles::Lead(size, 2);
+      Scratch<uint16_t> rows(keys * rows_lead);
+#pragma omp for
+      for (int64_t head = 0; head < Heads(s_); ++head) {
+        tiles::Rows(Of(x, head), s_.narrow(), s_.S, s_.K, rows.data(), rows_lead, keys, size);
+        tiles::Turn(reinterpret_cast<const uint32_t*>(rows.data()), rows_lead / 2, keys, size / 2,
+                    to + head * turned_size, turned_lead);
+      }
+    }
+  }
+  // [S, K] in pairs of rows: for sums over keys
+  void Pairs(const float* x, uint32_t* to) const {
+#pragma omp parallel for
+    for (int64_t head = 0; head < Heads(s_); ++head)
+      tiles::Pairs(Of(x, head), s_.narrow(), s_.S, s_.K, to + head * pairs_size, lead, keys, size);
+  }
+
+ private:
+  const float* Of(const float* x, int64_t head) const {
+    return x + head / s_.J * s_.S * s_.narrow() + head % s_.J * s_.K;
+  }
+};
+
+const uint16_t* Halves(const uint32_t* pairs) { return reinterpret_cast<const uint16_t*>(pairs); }
+
+std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                            const paddle::optional<Tensor>& spans) {
+  const Shape s = Read(q, k, v, spans);
+  const Packed packed(s);
+  Tensor out = Like(q), sums = Floats({s.B, s.H, s.L}, q);
+  const float* pq = q.data<float>();
+  const int64_t* pb = spans ? spans->data<int64_t>() : nullptr;
+  float *po = out.data<float>(), *ps = sums.data<float>();
+  const float scale = 1.f / std::sqrt(static_cast<float>(s.K));
+  Scratch<uint32_t> turned(Heads(s) * packed.turned_size), values(Heads(s) * packed.pairs_size);
+  packed.Turned(k.data<float>(), turned.data()), packed.Pairs(v.data<float>(), values.data());
+  const int64_t size = packed.size, q_lead = tiles::Lead(size, 2), out_lead = tiles::Lead(size, 4);
+  const int64_t lead = tiles::Lead(packed.keys, 4), w_lead = tiles::Lead(packed.keys, 2);
+#pragma omp parallel
+  {
+    const Multiplier multiply;
+    Scratch<float> scores(kBlock * lead), found(kBlock * out_lead);
+    Scratch<uint16_t> queries(kBlock * q_lead), weights(kBlock * w_lead);
+    float inverse[kBlock];
+#pragma omp for collapse(3) schedule(monotonic : dynamic)
+    for (int64_t b = 0; b < s.B; ++b)
+      for (int64_t h = 0; h < s.H; ++h)
+        for (int64_t number = s.blocks() - 1; number >= 0; --number) {  // the longest first
+          const Block block(s, number, pb ? pb + b * s.spans_step : nullptr, tiles::kStep);
+          const int64_t n = block.keys(), rows = tiles::Whole(block.rows), head = b * s.J + h / (s.H / s.J);
+          const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
+          tiles::Rows(pq + at_q, s.wide(), block.rows, s.K, queries.data(), q_lead, rows, size);
+          for (int run = 0; run < 2; ++run)
+            multiply(rows, block.runs[run].size(), size, queries.data(), q_lead,
+                     Halves(turned.data() + head * packed.turned_size + block.runs[run].from), packed.turned_lead,
+                     scores.data() + block.at(run), lead, false);
+          for (int64_t r = 0; r < rows; ++r) {
+            float* row = scores.data() + r * lead;
+            if (r < block.rows) {
+              const std::array<Range, 2> seen = block.Scores(r);
+              float highest;
+              const float sum = Exponentials(row, seen, scale, highest);
+              inverse[r] = 1.f / sum;
+              ps[(b * s.H + h) * s.L + block.first + r] = highest + std::log(sum);
+              Clear(row, n, seen);
+            } else {
+              std::fill(row, row + n, 0.f);
+            }
+            uint16_t* weight = weights.data() + r * w_lead;
+            for (int64_t i = 0; i < n; ++i) weight[i] = rounding::Half(row[i]);
+          }
+          for (int run = 0; run < 2; ++run)
+            multiply(rows, size, block.runs[run].size(), weights.data() + block.at(run), w_lead,
+                     Halves(values.data() + head * packed.pairs_size + block.runs[run].from / 2 * packed.lead),
+                     packed.lead, found.data(), out_lead, run > 0);
+          for (int64_t r = 0; r < block.rows; ++r) {
+            const float* from = found.data() + r * out_lead;
+            float* to = po + at_q + r * s.wide();
+            for (int64_t i = 0; i < s.K; ++i) to[i] = from[i] * inverse[r];
+          }
+        }
+  }
+  return {out, sums};
+}
+
+// What a thread needs for the backward pass of a head.
+struct Work {
+  const int64_t size, keys, q_lead, t_lead, lead, w_lead, out_lead;
+  Scratch<uint16_t> queries, d_outs, turned_queries, turned_d_outs, rows;
+  Scratch<uint32_t> weights, slopes;
+  Scratch<float> scores, d_scores, dq, dk, dv;
+
+  explicit Work(const Packed& packed)
+      : size(packed.size), keys(packed.keys), q_lead(tiles::Lead(size, 2)), t_lead(tiles::Lead(kBlock, 2)),
+        lead(tiles::Lead(keys, 4)), w_lead(tiles::Lead(keys, 2)), out_lead(tiles::Lead(size, 4)),
+        queries(kBlock * q_lead), d_outs(kBlock * q_lead), turned_queries(size * t_lead), turned_d_outs(size * t_lead),
+        rows(kBlock * w_lead), weights(kBlock / 2 * lead), slopes(kBlock / 2 * lead), scores(kBlock * lead),
+        d_scores(kBlock * lead), dq(kBlock * out_lead), dk(size * lead), dv(size * lead) {}
+
+  // One block of queries or of their outputs' gradients, in rows and turned.
+  void Read(const float* x, int64_t step, int64_t count, int64_t whole, int64_t K, const Scratch<uint16_t>& in_rows,
+            const Scratch<uint16_t>& turned) const {
+    tiles::Rows(x, step, count, K, in_rows.data(), q_lead, whole, size);
+    tiles::Turn(in_rows.data(), q_lead, whole, size, turned.data(), t_lead);
+  }
+
+  // The block's products and gradients of its weights, which are in `scores` and `d_scores`, as weights and gradients of
+  // products, rounded, as the next products take them.
+  void Weigh(const Block& block, int64_t whole, float scale, const float* log_sums) const {
+    const int64_t n = block.keys();
+    for (int64_t r = 0; r < whole; ++r) {
+      float *weight = scores.data() + r * lead, *slope = d_scores.data() + r * lead;
+      if (r < block.rows) {
+        const std::array<Range, 2> seen = block.Scores(r);
+        Slopes(weight, slope, seen, scale, log_sums[r]);
+        Clear(weight, n, seen), Clear(slope, n, seen);
+      } else {
+        std::fill(weight, weight + n, 0.f), std::fill(slope, slope + n, 0.f);
+      }
+    }
+    tiles::Pairs(scores.data(), lead, whole, n, weights.data(), lead, whole, n);
+    tiles::Pairs(d_scores.data(), lead, whole, n, slopes.data(), lead, whole, n);
+    tiles::Rows(d_scores.data(), lead, whole, n, rows.data(), w_lead, whole, n);
+  }
+};
+
+std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans,
+                             const Tensor& sums, const Tensor& d_out) {
+  const Shape s = Read(q, k, v, spans);
+  const Packed packed(s);
+  const Tensor d_whole = d_out.contiguous();
+  const int64_t group = s.H / s.J;
+  // one gradient per query head, so that threads can take heads without locks; heads of a group are summed
+  Tensor dq = Like(q), dk = Floats({s.B, s.S, s.H, s.K}, q), dv = Floats({s.B, s.S, s.H, s.K}, q);
+  const float *pq = q.data<float>(), *ps = sums.data<float>(), *pd = d_whole.data<float>();
+  const int64_t* pb = spans ? spans->data<int64_t>() : nullptr;
+  float *pdq = dq.data<float>(), *pdk = dk.data<float>(), *pdv = dv.data<float>();
+  const float scale = 1.f / std::sqrt(static_cast<float>(s.K));
+  Scratch<uint32_t> keys(Heads(s) * packed.turned_size), values(Heads(s) * packed.turned_size);
+  Scratch<uint32_t> key_pairs(Heads(s) * packed.pairs_size);
+  packed.Turned(k.data<float>(), keys.data()), packed.Turned(v.data<float>(), values.data());
+  packed.Pairs(k.data<float>(), key_pairs.data());
+#pragma omp parallel
+  {
+    const Multiplier multiply;
+    const Work work(packed);
+    const int64_t size = work.size, lead = work.lead;
+#pragma omp for collapse(2) schedule(monotonic : dynamic)
+    for (int64_t b = 0; b < s.B; ++b)
+      for (int64_t h = 0; h < s.H; ++h) {
+        const int64_t head = b * s.J + h / group;
+        std::fill(work.dk.data(), work.dk.data() + size * lead, 0.f);
+        std::fill(work.dv.data(), work.dv.data() + size * lead, 0.f);
+        for (int64_t number = 0; number < s.blocks(); ++number) {
+          const Block block(s, number, pb ? pb + b * s.spans_step : nullptr, tiles::kStep);
+          const int64_t whole = tiles::Whole(block.rows);
+          const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
+          work.Read(pq + at_q, s.wide(), block.rows, whole, s.K, work.queries, work.turned_queries);
+          work.Read(pd + at_q, s.wide(), block.rows, whole, s.K, work.d_outs, work.turned_d_outs);
+          for (int run = 0; run < 2; ++run) {
+            const int64_t from = head * packed.turned_size + block.runs[run].from, at = block.at(run);
+            const int64_t count = block.runs[run].size();
+            multiply(whole, count, size, work.queries.data(), work.q_lead, Halves(keys.data() + from),
+                     packed.turned_lead, work.scores.data() + at, lead, false);
+            multiply(whole, count, size, work.d_outs.data(), work.q_lead, Halves(values.data() + from),
+                     packed.turned_lead, work.d_scores.data() + at, lead, false);
+          }
+          work.Weigh(block, whole, scale, ps + (b * s.H + h) * s.L + block.first);
+          for (int run = 0; run < 2; ++run) {
+            const auto [from, to] = block.runs[run];
+            const int64_t at = block.at(run), count = to - from;
+            multiply(size, count, whole, work.turned_d_outs.data(), work.t_lead, Halves(work.weights.data() + at), lead,
+                     work.dv.data() + from, lead, true);
+            multiply(size, count, whole, work.turned_queries.data(), work.t_lead, Halves(work.slopes.data() + at), lead,
+                     work.dk.data() + from, lead, true);
+            multiply(whole, size, count, work.rows.data() + at, work.w_lead,
+                     Halves(key_pairs.data() + head * packed.pairs_size + from / 2 * packed.lead), packed.lead,
+                     work.dq.data(), work.out_lead, run > 0);
+          }
+          for (int64_t r = 0; r < block.rows; ++r)
+            std::copy_n(work.dq.data() + r * work.out_lead, s.K, pdq + at_q + r * s.wide());
+        }
+        const int64_t at = b * s.S * s.wide() + h * s.K;
+        tiles::Turn(work.dk.data(), lead, s.K, s.S, pdk + at, s.wide());
+        tiles::Turn(work.dv.data(), lead, s.K, s.S, pdv + at, s.wide());
+      }
+  }
+  return {dq, Grouped(dk, k, group), Grouped(dv, v, group)};
+}
+
+}  // namespace
+
+PD_BUILD_OP(llmsuite_bf16_attention)
+    .Inputs({"q", "k", "v", paddle::Optional("spans")})
+    .Outputs({"out", "sums"})
+    .SetKernelFn(PD_KERNEL(Forward))
+    .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(Types));
+PD_BUILD_GRAD_OP(llmsuite_bf16_attention)
+    .Inputs({"q", "k", "v", paddle::Optional("spans"), "sums", paddle::Grad("out")})
+    .Outputs({paddle::Grad("q"), paddle::Grad("k"), paddle::Grad("v")})
+    .SetKernelFn(PD_KERNEL(Backward));

@@ -1,0 +1,252 @@
+// Products of bfloat16 matrices with float32 sums, for blocks that stay in a core's cache:
+//   c [m, n] = a [m, k] b [k, n], or added to c. m, n and k are multiples of kStep.
+// a is in rows; b in pairs of rows, as the processors' instructions take it: b[i, j] is at (i / 2 * ldb + j) * 2 + i % 2.
+// By AMX where the system lets a process use it, by AVX-512 where it has products of bfloat16, else by plain loops.
+#pragma once
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+
+#include "rounding.h"
+
+#if defined(__AMX_BF16__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace tiles {
+
+constexpr int64_t kStep = 32;
+constexpr int64_t kLine = 64;  // bytes
+
+inline int64_t Whole(int64_t count) { return (count + kStep - 1) / kStep * kStep; }
+
+// Elements of `bytes` bytes from one row to the next of at least `count`: an odd number of cache lines, because rows that
+// are a power of two apart would push each other out of the cache.
+inline int64_t Lead(int64_t count, int64_t bytes) { return ((count * bytes + kLine - 1) / kLine | 1) * kLine / bytes; }
+
+// Memory at the beginning of a cache line.
+template <typename T>
+class Scratch {
+ public:
+  explicit Scratch(int64_t count) : memory_(static_cast<T*>(std::aligned_alloc(kLine, Bytes(count))), std::free) {}
+  T* data() const { return memory_.get(); }
+
+ private:
+  static size_t Bytes(int64_t count) { return (count * sizeof(T) + kLine - 1) / kLine * kLine; }
+  std::unique_ptr<T, decltype(&std::free)> memory_;
+};
+
+#if defined(__AVX512BF16__)
+inline __m512bh Words(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+// 8 rows and kStep columns of c
+inline void EightRows(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
+                      bool adds) {
+  __m512 sums[8][2];
+  for (int r = 0; r < 8; ++r)
+    for (int j = 0; j < 2; ++j) sums[r][j] = adds ? _mm512_loadu_ps(c + r * ldc + 16 * j) : _mm512_setzero_ps();
+  for (int64_t i = 0; i < k; i += 2, b += 2 * ldb) {
+    const __m512bh left = Words(b), right = Words(b + 32);
+    for (int r = 0; r < 8; ++r) {
+      int32_t pair;
+      std::memcpy(&pair, a + r * lda + i, 4);
+      const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
+      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], both, left);
+      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], both, right);
+    }
+  }
+  for (int r = 0; r < 8; ++r)
+    for (int j = 0; j < 2; ++j) _mm512_storeu_ps(c + r * ldc + 16 * j, sums[r][j]);
+}
+#else
+inline void EightRows(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
+                      bool adds) {
+  for (int r = 0; r < 8; ++r) {
+    float sums[kStep] = {};
+    if (adds) std::memcpy(sums, c + r * ldc, sizeof sums);
+    for (int64_t i = 0; i < k; i += 2) {
+      const float first = rounding::Whole(a[r * lda + i]), second = rounding::Whole(a[r * lda + i + 1]);
+      const uint16_t* pairs = b + i * ldb;
+      for (int j = 0; j < kStep; ++j)
+        sums[j] += first * rounding::Whole(pairs[2 * j]) + second * rounding::Whole(pairs[2 * j + 1]);
+    }
+    std::memcpy(c + r * ldc, sums, sizeof sums);
+  }
+}
+#endif
+
+#if defined(__AMX_BF16__)
+// Whether this process may use the registers of AMX; the first one that is asked asks Linux.
+inline bool MayUseAmx() {
+  constexpr int kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM and XFEATURE_XTILEDATA of Linux
+  static const bool may = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return may;
+}
+
+// kStep rows and columns of c: 2 x 2 registers of 16 x 16
+inline void FourTiles(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
+                      bool adds) {
+  const int64_t a_step = 2 * lda, b_step = 4 * ldb, c_step = 4 * ldc;  // in bytes
+  float* below = c + 16 * ldc;
+  asm volatile("" ::: "memory");  // GCC 12 does not know that loading a tile reads memory
+  if (adds) {
+    _tile_loadd(0, c, c_step);
+    _tile_loadd(1, c + 16, c_step);
+    _tile_loadd(2, below, c_step);
+    _tile_loadd(3, below + 16, c_step);
+  } else {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  }
+  for (int64_t i = 0; i < k; i += 32, b += 32 * ldb) {
+    _tile_loadd(4, a + i, a_step);
+    _tile_loadd(5, a + 16 * lda + i, a_step);
+    _tile_loadd(6, b, b_step);
+    _tile_dpbf16ps(0, 4, 6);
+    _tile_dpbf16ps(2, 5, 6);
+    _tile_loadd(7, b + 32, b_step);
+    _tile_dpbf16ps(1, 4, 7);
+    _tile_dpbf16ps(3, 5, 7);
+  }
+  _tile_stored(0, c, c_step);
+  _tile_stored(1, c + 16, c_step);
+  _tile_stored(2, below, c_step);
+  _tile_stored(3, below + 16, c_step);
+}
+#endif
+
+// What multiplies in one thread; it holds the thread's registers of AMX while it is there.
+class Multiplier {
+ public:
+#if defined(__AMX_BF16__)
+  Multiplier() : has_amx_(MayUseAmx()) {
+    if (!has_amx_) return;
+    struct { uint8_t palette = 1, unused[15] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } form;
+    std::fill(form.bytes, form.bytes + 8, 64), std::fill(form.rows, form.rows + 8, 16);
+    _tile_loadconfig(&form);
+  }
+  ~Multiplier() {
+    if (has_amx_) _tile_release();
+  }
+  Multiplier(const Multiplier&) = delete;
+  Multiplier& operator=(const Multiplier&) = delete;
+#endif
+
+  void operator()(int64_t m, int64_t n, int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb,
+                  float* c, int64_t ldc, bool adds) const {
+    for (int64_t i = 0; i < m; i += kStep)
+      for (int64_t j = 0; j < n; j += kStep) {
+        const uint16_t *rows = a + i * lda, *columns = b + 2 * j;
+        float* to = c + i * ldc + j;
+#if defined(__AMX_BF16__)
+        if (has_amx_) {
+          FourTiles(k, rows, lda, columns, ldb, to, ldc, adds);
+          continue;
+        }
+#endif
+        for (int64_t r = 0; r < kStep; r += 8) EightRows(k, rows + r * lda, lda, columns, ldb, to + r * ldc, ldc, adds);
+      }
+  }
+
+#if defined(__AMX_BF16__)
+ private:
+  const bool has_amx_;
+#endif
+};
+
+// to[i] = x[i], rounded
+inline void Round(const float* x, int64_t count, uint16_t* to) {
+  int64_t i = 0;
+#if defined(__AVX512BF16__)
+  for (; i + 16 <= count; i += 16)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
+#endif
+  for (; i < count; ++i) to[i] = rounding::Half(x[i]);
+}
+
+// to[i] = even[i] and odd[i], rounded
+inline void RoundPairs(const float* even, const float* odd, int64_t count, uint32_t* to) {
+  int64_t i = 0;
+#if defined(__AVX512BF16__)
+  for (; i + 16 <= count; i += 16) {
+    const __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(even + i)));
+    const __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(odd + i)));
+    _mm512_storeu_si512(to + i, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
+  }
+#endif
+  for (; i < count; ++i) to[i] = rounding::Half(even[i]) | uint32_t(rounding::Half(odd[i])) << 16;
+}
+
+// x [rows, size], rounded, in rows `lead` apart; what is behind it, up to [rows_whole, size_whole], is 0
+inline void Rows(const float* x, int64_t step, int64_t rows, int64_t size, uint16_t* to, int64_t lead,
+                 int64_t rows_whole, int64_t size_whole) {
+  for (int64_t r = 0; r < rows_whole; ++r) {
+    const int64_t count = r < rows ? size : 0;
+    Round(x + r * step, count, to + r * lead);
+    std::fill(to + r * lead + count, to + r * lead + size_whole, 0);
+  }
+}
+
+// The same in pairs of rows.
+inline void Pairs(const float* x, int64_t step, int64_t rows, int64_t size, uint32_t* to, int64_t lead,
+                  int64_t rows_whole, int64_t size_whole) {
+  for (int64_t r = 0; r < rows_whole; r += 2) {
+    uint32_t* row = to + r / 2 * lead;
+    const float* even = x + r * step;
+    const int64_t count = r < rows ? size : 0;
+    if (r + 1 < rows)
+      RoundPairs(even, even + step, count, row);
+    else
+      for (int64_t i = 0; i < count; ++i) row[i] = rounding::Half(even[i]);
+    std::fill(row + count, row + size_whole, 0);
+  }
+}
+
+// Turns a block of kSide x kSide numbers, kSide = 16 bytes / their size, in registers.
+inline void TurnBlock(const uint16_t* x, int64_t x_step, uint16_t* y, int64_t y_step) {
+  __m128i a[8], b[8];
+  for (int i = 0; i < 8; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i * x_step));
+  for (int i = 0; i < 4; ++i)  // rows 2 i and 2 i + 1, then four of them, then all
+    b[2 * i] = _mm_unpacklo_epi16(a[2 * i], a[2 * i + 1]), b[2 * i + 1] = _mm_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+  for (int i = 0; i < 8; i += 4)
+    for (int j = 0; j < 2; ++j) {
+      a[i + 2 * j] = _mm_unpacklo_epi32(b[i + j], b[i + j + 2]);
+      a[i + 2 * j + 1] = _mm_unpackhi_epi32(b[i + j], b[i + j + 2]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + 2 * i * y_step), _mm_unpacklo_epi64(a[i], a[i + 4]));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + (2 * i + 1) * y_step), _mm_unpackhi_epi64(a[i], a[i + 4]));
+  }
+}
+
+inline void TurnBlock(const float* x, int64_t x_step, float* y, int64_t y_step) {
+  __m128 a[4];
+  for (int i = 0; i < 4; ++i) a[i] = _mm_loadu_ps(x + i * x_step);
+  _MM_TRANSPOSE4_PS(a[0], a[1], a[2], a[3]);
+  for (int i = 0; i < 4; ++i) _mm_storeu_ps(y + i * y_step, a[i]);
+}
+
+inline void TurnBlock(const uint32_t* x, int64_t x_step, uint32_t* y, int64_t y_step) {  // moves bits only
+  TurnBlock(reinterpret_cast<const float*>(x), x_step, reinterpret_cast<float*>(y), y_step);
+}
+
+// y [columns, rows] of x [rows, columns]
+template <typename T>
+void Turn(const T* x, int64_t x_step, int64_t rows, int64_t columns, T* y, int64_t y_step) {
+  constexpr int64_t kSide = 16 / sizeof(T);
+  for (int64_t c = 0; c < columns; c += kSide)  // a line of y is written at once
+    for (int64_t r = 0; r < rows; r += kSide)
+      if (r + kSide <= rows && c + kSide <= columns)
+        TurnBlock(x + r * x_step + c, x_step, y + c * y_step + r, y_step);
+      else
+        for (int64_t j = c; j < std::min(c + kSide, columns); ++j)
+          for (int64_t i = r; i < std::min(r + kSide, rows); ++i) y[j * y_step + i] = x[i * x_step + j];
+}
+
+}  // namespace tiles
