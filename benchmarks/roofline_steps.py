@@ -61,7 +61,7 @@ def measure(plan: Any, registry: Any) -> dict[str, Any]:
 
     precision = plan.recipe.engine.precision
     backend = CpuBackend()
-    if not set(parts.OF_KERNELS) - {"operand"} <= backend.fused(precision):
+    if not set(parts.OF_KERNELS) - {"operand", "bf16_attention"} <= backend.fused(precision):
         raise SystemExit("the parts are told by the kernels' names, and there are none: install g++")
     recorder = _Recorder(backend.ops(precision), plan.model_config.vocab_size)
     plan = dataclasses.replace(

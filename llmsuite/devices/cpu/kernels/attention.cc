@@ -46,7 +46,7 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
             for (const auto [from, to] : seen)
 #pragma omp simd
               for (int64_t i = from; i < to; ++i) row[i] *= inverse;
-            Clear(row, n, seen);
+            FillOthers(row, n, seen, 0.f);
             ps[(b * s.H + h) * s.L + block.first + r] = highest + std::log(sum);
           }
           for (int run = 0; run < 2; ++run) {
@@ -98,7 +98,7 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
             const float log_sum = ps[(b * s.H + h) * s.L + block.first + r];
             const std::array<Range, 2> seen = block.Scores(r);
             Slopes(weight, slope, seen, scale, log_sum);
-            Clear(weight, n, seen), Clear(slope, n, seen);
+            FillOthers(weight, n, seen, 0.f), FillOthers(slope, n, seen, 0.f);
           }
           for (int run = 0; run < 2; ++run) {
             const Range& keys = block.runs[run];

@@ -96,23 +96,27 @@ class Block {
   }
 };
 
-// Clears the scores of a row that lie outside both ranges.
-void Clear(float* row, int64_t size, const std::array<Range, 2>& seen) {
-  std::fill(row, row + seen[0].from, 0.f);
-  std::fill(row + seen[0].to, row + seen[1].from, 0.f);
-  std::fill(row + seen[1].to, row + size, 0.f);
+// Fills the scores of a row that lie outside both ranges.
+void FillOthers(float* row, int64_t size, const std::array<Range, 2>& seen, float value) {
+  std::fill(row, row + seen[0].from, value);
+  std::fill(row + seen[0].to, row + seen[1].from, value);
+  std::fill(row + seen[1].to, row + size, value);
 }
 
-// The largest of some numbers and of `most`. (GCC 12 makes no vectors of a reduction with max.)
+typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
+
+// The largest of some numbers and of `most`. (GCC 12 makes no vectors of a loop with max.)
 inline float Largest(const float* x, int64_t count, float most) {
-  constexpr int kLanes = 16;
-  float lanes[kLanes];
-  std::fill(lanes, lanes + kLanes, most);
+  constexpr int kLanes = sizeof(Lanes) / sizeof(float);
+  Lanes lanes = Lanes{} + most;
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
-    for (int j = 0; j < kLanes; ++j) lanes[j] = x[i + j] > lanes[j] ? x[i + j] : lanes[j];
+  for (; i + kLanes <= count; i += kLanes) {
+    const Lanes& next = *reinterpret_cast<const Lanes*>(x + i);
+    lanes = next > lanes ? next : lanes;
+  }
   for (; i < count; ++i) most = std::max(most, x[i]);
-  return std::max(most, *std::max_element(lanes, lanes + kLanes));
+  for (int j = 0; j < kLanes; ++j) most = std::max(most, lanes[j]);
+  return most;
 }
 
 // Makes the products of a row its weights times their sum, which is returned. Scores are products times `scale`;

@@ -8,6 +8,10 @@ namespace {
 using tiles::Multiplier;
 using tiles::Scratch;
 
+// Scores of keys that a token does not see: their weights are 0, so loops over whole rows need no exceptions.
+constexpr float kUnseen = -INFINITY;
+std::array<Range, 2> All(int64_t keys) { return {Range{0, 0}, Range{0, keys}}; }
+
 int64_t Heads(const Shape& s) { return s.B * s.J; }
 
 // Keys or values [B, S, J, K] as the products take them, one head after the other.
@@ -82,17 +86,15 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
           for (int64_t r = 0; r < rows; ++r) {
             float* row = scores.data() + r * lead;
             if (r < block.rows) {
-              const std::array<Range, 2> seen = block.Scores(r);
+              FillOthers(row, n, block.Scores(r), kUnseen);
               float highest;
-              const float sum = Exponentials(row, seen, scale, highest);
+              const float sum = Exponentials(row, All(n), scale, highest);
               inverse[r] = 1.f / sum;
               ps[(b * s.H + h) * s.L + block.first + r] = highest + std::log(sum);
-              Clear(row, n, seen);
             } else {
               std::fill(row, row + n, 0.f);
             }
-            uint16_t* weight = weights.data() + r * w_lead;
-            for (int64_t i = 0; i < n; ++i) weight[i] = rounding::Half(row[i]);
+            tiles::Round(row, n, weights.data() + r * w_lead);
           }
           for (int run = 0; run < 2; ++run)
             multiply(rows, size, block.runs[run].size(), weights.data() + block.at(run), w_lead,
@@ -136,9 +138,8 @@ struct Work {
     for (int64_t r = 0; r < whole; ++r) {
       float *weight = scores.data() + r * lead, *slope = d_scores.data() + r * lead;
       if (r < block.rows) {
-        const std::array<Range, 2> seen = block.Scores(r);
-        Slopes(weight, slope, seen, scale, log_sums[r]);
-        Clear(weight, n, seen), Clear(slope, n, seen);
+        FillOthers(weight, n, block.Scores(r), kUnseen);
+        Slopes(weight, slope, All(n), scale, log_sums[r]);
       } else {
         std::fill(weight, weight + n, 0.f), std::fill(slope, slope + n, 0.f);
       }
