@@ -10,7 +10,7 @@ ASK := --max_new_tokens 40 \
 	--prompt "Is 9 smaller than 4? Answer yes or no, nothing else." \
 	--prompt "What is 12 plus 5? Reply with the number only."
 
-.PHONY: demo demo-rl test test-further parity matrix faults bench roofline scaling check docs site lock audit sbom clean
+.PHONY: demo demo-rl test test-further pythons parity matrix faults bench roofline scaling check docs site lock audit sbom clean
 
 demo: $(VENV)/demo $(MODEL)
 	@echo; echo "== before"
@@ -51,6 +51,17 @@ test-further: $(VENV)/test
 ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_programs bf16_rollouts expert_parallel \
 	large_files lora lora_further mtp pipelines program_expert_pipelines program_experts program_guard program_options \
 	program_pipelines programs rank_programs removals rollouts standin standin_further standin_programs windows)
+
+# what a user does first, with each Python that it is for: PYTHONS="python3.10 python3.12"
+PYTHONS ?= python3.10 python3.11 python3.12
+pythons: $(PYTHONS:%=with/%)
+with/%:
+	rm -rf .venv-$(notdir $*) runs/$(notdir $*)
+	$* -m venv .venv-$(notdir $*)
+	.venv-$(notdir $*)/bin/pip install --quiet '.[cpu]'
+	.venv-$(notdir $*)/bin/llmsuite run recipes/llama/sft.json --smoke --output_dir=runs/$(notdir $*)
+	.venv-$(notdir $*)/bin/llmsuite run recipes/llama/dpo.json --smoke --output_dir=runs/$(notdir $*)-dpo
+	.venv-$(notdir $*)/bin/llmsuite generate runs/$(notdir $*) --max_new_tokens 8 --prompt "Hi"
 
 parity: $(VENV)/test
 	LLMSUITE_TEST_MESHES=all $(BIN)/python -m pytest tests/parity $(ON_ALL_MESHES) -q --write-parity-table

@@ -145,6 +145,11 @@ def operand(x: Tensor) -> Tensor:
     return x
 
 
+def attention_operand(x: Tensor) -> Tensor:
+    """What the products inside attention take of x: itself."""
+    return x
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     """Softmax(q k^T / sqrt(K) + mask) v. q [B, L, H, K]; k, v [B, S, J, K] -> [B, L, H, K]."""
     groups = q.shape[2] // k.shape[2]
@@ -271,6 +276,9 @@ class Ops:
     document_mask: Callable[..., Tensor] = document_mask
     """The mask of rows of several documents, in the form that `attention` takes; with a window as `causal_mask`."""
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attention
+    attention_operand: Callable[[Tensor], Tensor] = attention_operand
+    """What the products inside `attention` take of queries, keys, values and weights, as float32: for generation, whose
+    attention is of other operations."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
@@ -292,7 +300,8 @@ class Ops:
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, each tensor [B, J, S, K], float32 or bfloat16, and how many columns
-    are filled, to logits [B, V]; keys and values are written in place. None: layer by layer, by these operations."""
+    are filled, to logits [B, V]; keys and values are written in place. They are what `attention_operand` makes of
+    them. None: layer by layer, by these operations."""
     stored_product: Callable[[Tensor, StoredMatrix], Tensor] | None = None
     """x [..., I], rounded to bfloat16, times a stored matrix, [..., O] in float32. None: the device has no such
     matrices."""

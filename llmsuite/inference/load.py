@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -230,12 +231,14 @@ def plain_ops(backend: DeviceBackend, precision: str) -> Any:
     """The operations for generation: the kernels of training know neither a padding on the left nor positions of each
     row."""
     from llmsuite.devices.ops import Ops, causal_mask, rotary
-    from llmsuite.inference.attention import grouped_attention
+    from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
 
+    operand = backend.ops(precision).attention_operand
+    is_plain = operand is Ops.attention_operand
     return dataclasses.replace(
         backend.ops(precision) if backend.kernels_in_programs else Ops(),
         causal_mask=causal_mask,
-        attention=grouped_attention,
+        attention=grouped_attention if is_plain else functools.partial(rounded_grouped_attention, operand),
         rotary=rotary,
         heads_first=True,
     )

@@ -48,7 +48,7 @@ class PromptPass:
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = self._normed(attention.q_norm, q), self._normed(attention.k_norm, k)
         q, k = self._live.rotary(q, cos, sin), self._live.rotary(k, cos, sin)
-        kept = k, v
+        kept = k, v = self._live.attention_operand(k), self._live.attention_operand(v)
         if self._cache_dtype is not None:  # what is seen is what is kept
             kept = k.astype(self._cache_dtype), v.astype(self._cache_dtype)
             k, v = (part.astype(q.dtype) for part in kept)

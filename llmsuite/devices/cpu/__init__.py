@@ -59,6 +59,8 @@ _BF16_PRODUCTS = {
     "matmul": "bf16_matmul",
     "program_matmul": "bf16_linear",
     "attention": "bf16_attention",
+    "attention_operand": "bf16_attention_operand",
+    "next_logits": "bf16_next_logits",
 }
 _BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "operand": "plain_rounded_operand"}
 

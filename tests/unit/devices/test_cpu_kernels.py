@@ -15,6 +15,7 @@ from paddle.base import core
 from llmsuite.devices import ops
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
+from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
 from tests.unit import tiny_llama
 
 Tensor = Any
@@ -135,6 +136,20 @@ def test_attention_of_rounded_inputs_sees_its_document_only(heads: tuple[int, in
     given = kernels.spans(document_starts, paddle.float32)
     plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
     check_equal(lambda *x: kernels.bf16_attention(*x, given), plain, q, k, v, limit=ROUNDED_LIMIT)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_generation_attends_as_training_in_bf16(heads: tuple[int, int, int]) -> None:
+    """Beside the order of sums nothing differs: few weights are rounded to another side."""
+    num_queries, num_keys, size = heads
+    q, k, v = (random(2, 70, number, size, seed=number) for number in (num_queries, num_keys, num_keys + 9))
+    found = kernels.bf16_attention(*(paddle.to_tensor(x) for x in (q, k, v)), None).numpy()
+    first = [paddle.to_tensor(x) for x in (q, k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3]))]
+    mask = paddle.to_tensor(np.triu(np.full([1, 1, 70, 70], -1e9, "float32"), 1))
+    other = rounded_grouped_attention(kernels.bf16_attention_operand, *first, mask).numpy()
+    rounding = np.abs(found - grouped_attention(*first, mask).numpy()).max()
+    assert rounding > 1e-3
+    assert np.abs(found - other).max() <= rounding / 8
 
 
 def test_attention_rounds_its_inputs() -> None:

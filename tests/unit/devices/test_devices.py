@@ -76,10 +76,12 @@ BY_ROUNDING = {
     "grouped_matmul": kernels.rounded_grouped_matmul,
 }
 BY_INSTRUCTIONS = {
+    **BY_ROUNDING,
     "matmul": kernels.bf16_matmul,
-    "operand": kernels.bf16_operand,
     "program_matmul": kernels.bf16_linear,
-    "grouped_matmul": kernels.rounded_grouped_matmul,
+    "attention": kernels.bf16_attention,
+    "attention_operand": kernels.bf16_attention_operand,
+    "next_logits": kernels.bf16_next_logits,
 }
 
 

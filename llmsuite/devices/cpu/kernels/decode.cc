@@ -1,7 +1,8 @@
 // One decoding step: one new token of each row through the whole decoder. Every weight is read once, in memory order,
 // and all threads move from layer to layer together, with no operator launch and no thread wake-up in between. A row is
 // summed in the same order whatever rows are beside it and however many threads there are. Keys and values are kept in
-// float32 or bfloat16; all sums are float32.
+// float32 or bfloat16; all sums are float32. With `rounds` queries, keys, values and weights of attention are rounded to
+// bfloat16 where they are made, as in bf16_attention.cc.
 //
 // Shapes: B rows, D hidden, H query heads, J key-value heads, K head size, F intermediate, S columns of the cache,
 // V vocabulary.
@@ -75,10 +76,14 @@ inline float Widened(uint16_t x) { return rounding::Whole(x); }
 inline void Keep(float x, float& to) { to = x; }
 inline void Keep(float x, uint16_t& to) { to = rounding::Half(x); }
 
+void RoundAll(int64_t count, float* x) {
+  for (int64_t i = 0; i < count; ++i) x[i] = rounding::Whole(rounding::Half(x[i]));
+}
+
 // out [K] = softmax(q k^T / sqrt(K)) v of one query and the columns [from, to) of k and v [S, K]
 template <typename Element>
-void Attend(int64_t K, const float* q, const Element* k, const Element* v, int64_t from, int64_t to, float* scores,
-            float* out) {
+void Attend(int64_t K, const float* q, const Element* k, const Element* v, int64_t from, int64_t to, bool rounds,
+            float* scores, float* out) {
   const float scale = 1.f / std::sqrt(static_cast<float>(K));
   float highest = -INFINITY, sum = 0.f;
   for (int64_t s = from; s < to; ++s) {
@@ -90,6 +95,7 @@ void Attend(int64_t K, const float* q, const Element* k, const Element* v, int64
   }
 #pragma omp simd reduction(+ : sum)
   for (int64_t s = from; s < to; ++s) sum += scores[s] = Exp(scores[s] - highest);
+  if (rounds) RoundAll(to - from, scores + from);
   std::fill(out, out + K, 0.f);
   for (int64_t s = from; s < to; ++s) {
     const float weight = scores[s];
@@ -123,6 +129,7 @@ struct Work {
   Shape s;
   Form form;  // of the matrices of layers; 32 bits: as they are
   float eps;
+  bool rounds;
   int64_t filled;
   const float *cos, *sin;
   const int64_t* padding;
@@ -140,11 +147,13 @@ void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float*
   if (layer.q_norm) Norm(group, s.K, q, layer.q_norm, w.eps, q), Norm(1, s.K, k, layer.k_norm, w.eps, k);
   for (int64_t g = 0; g < group; ++g) Turn(half, q + g * s.K, cos, sin);
   Turn(half, k, cos, sin);
+  if (w.rounds) RoundAll(group * s.K, q), RoundAll(s.K, k), RoundAll(s.K, v);
   Element *keys = static_cast<Element*>(layer.keys) + at, *values = static_cast<Element*>(layer.values) + at;
   for (int64_t i = 0; i < s.K; ++i) Keep(k[i], keys[w.filled * s.K + i]), Keep(v[i], values[w.filled * s.K + i]);
   float* out = w.attended + (b * s.H + j * group) * s.K;
   for (int64_t g = 0; g < group; ++g)
-    Attend(s.K, q + g * s.K, keys, values, w.padding[b], w.filled + 1, scores, out + g * s.K);
+    Attend(s.K, q + g * s.K, keys, values, w.padding[b], w.filled + 1, w.rounds, scores,
+           out + g * s.K);
 }
 
 // columns [from, to) of y [B, N] = x [B, I] times a matrix; rows of x begin `x_step` apart
@@ -234,7 +243,7 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
                             const std::vector<Tensor>& layers, const Tensor& norm, const Tensor& head,
                             const std::vector<Tensor>& cache, float eps, int64_t num_queries, int64_t num_inner,
                             int64_t num_words, bool has_bias, bool has_head_norms, bool is_tied, int64_t bits,
-                            int64_t head_bits, std::vector<float> levels, int64_t filled) {
+                            int64_t head_bits, std::vector<float> levels, bool rounds, int64_t filled) {
   Check(x, "x"), Check(cos, "cos"), Check(sin, "sin"), Check(norm, "norm");
   const auto& columns = cache.at(0).shape();
   const Form form(bits, levels), head_form(head_bits, levels);
@@ -247,7 +256,7 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
   Tensor logits = Floats({s.B, s.V}, x);
   std::vector<float> states(x.data<float>(), x.data<float>() + x.numel()), qkv(s.B * s.heads() * s.K),
       attended(s.B * s.H * s.K), inner(s.B * 2 * s.F), added(x.numel());
-  const Work work{s, form, eps, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
+  const Work work{s, form, eps, rounds, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
                   states.data(), qkv.data(), attended.data(), inner.data(), added.data()};
   const float* last = norm.data<float>();
   float* out = logits.data<float>();
@@ -272,7 +281,7 @@ using Dims = std::vector<int64_t>;
 using ManyDims = std::vector<Dims>;
 ManyDims Shapes(const Dims& x, const Dims&, const Dims&, const Dims&, const ManyDims&, const Dims&, const Dims&,
                 const ManyDims&, float, int64_t, int64_t, int64_t num_words, bool, bool, bool, int64_t, int64_t,
-                std::vector<float>, int64_t) {
+                std::vector<float>, bool, int64_t) {
   return {{x[0], num_words}};
 }
 using Type = paddle::DataType;
@@ -289,7 +298,7 @@ PD_BUILD_OP(llmsuite_next_logits)
     .Outputs({"logits"})
     .Attrs({"eps: float", "num_queries: int64_t", "num_inner: int64_t", "num_words: int64_t", "has_bias: bool",
             "has_head_norms: bool", "is_tied: bool", "bits: int64_t", "head_bits: int64_t",
-            "levels: std::vector<float>", "filled: int64_t"})
+            "levels: std::vector<float>", "rounds: bool", "filled: int64_t"})
     .SetKernelFn(PD_KERNEL(Forward))
     .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(TypeOf));

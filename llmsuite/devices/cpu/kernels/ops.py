@@ -117,6 +117,11 @@ def bf16_operand(x: Tensor) -> Tensor:
     return _run("round_bf16", x)[0]
 
 
+def bf16_attention_operand(x: Tensor) -> Tensor:
+    """x rounded to bfloat16, as float32."""
+    return _run("rounded", x)[0]
+
+
 def rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
     """`bf16_matmul` for processors whose instructions for it are slower than those for float32, or that have none: a
     float32 product of rounded inputs, by MKL."""
@@ -160,12 +165,38 @@ def next_logits(
     filled: int,
 ) -> Tensor:
     """One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
+    return _next_logits(weights, x, cos, sin, padding, cache, filled, False)
+
+
+def bf16_next_logits(
+    weights: ops.DecoderWeights,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    padding: Tensor,
+    cache: Sequence[Tensor],
+    filled: int,
+) -> Tensor:
+    """`next_logits` with the attention of `bf16_attention`; what is in the cache has to be rounded already."""
+    return _next_logits(weights, x, cos, sin, padding, cache, filled, True)
+
+
+def _next_logits(
+    weights: ops.DecoderWeights,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    padding: Tensor,
+    cache: Sequence[Tensor],
+    filled: int,
+    rounds: bool,
+) -> Tensor:
     inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
     sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
     has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
     levels = list(weights.codes.levels)
     codes = (weights.codes.bits, weights.head_codes.bits, levels)
-    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, filled)[0]
+    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, rounds, filled)[0]
 
 
 def stored_product(x: Tensor, matrix: ops.StoredMatrix) -> Tensor:
