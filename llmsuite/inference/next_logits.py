@@ -8,7 +8,7 @@ from typing import Any
 import paddle
 from paddle import nn
 
-from llmsuite.devices.ops import FLOATS, Codes, DecoderWeights
+from llmsuite.devices.decoder_weights import FLOATS, Codes, DecoderWeights
 from llmsuite.inference.stored import StoredEmbedding, StoredLinear
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm
 from llmsuite.typing import Tensor

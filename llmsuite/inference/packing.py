@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 from paddle.utils.dlpack import from_dlpack
 
-from llmsuite.devices.ops import Codes, StoredMatrix
+from llmsuite.devices.decoder_weights import Codes, StoredMatrix
 from llmsuite.models.block_quant import LEVELS, BlockFormat
 
 TILE = 32

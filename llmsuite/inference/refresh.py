@@ -12,7 +12,8 @@ from typing import Any
 
 import paddle
 
-from llmsuite.devices.ops import Ops, StoredMatrix, matmul
+from llmsuite.devices.decoder_weights import StoredMatrix
+from llmsuite.devices.ops import Ops, matmul
 from llmsuite.inference.fused import TiedLogits, fuse
 from llmsuite.inference.stored import StoredLinear
 from llmsuite.models.blocks import Attention, GatedMLP, halves_first

@@ -18,7 +18,8 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, StoredMatrix
+from llmsuite.devices.decoder_weights import StoredMatrix
+from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
 from llmsuite.inference.packing import Part, codes_of, pack_parts
 from llmsuite.models.blocks import Attention, CausalLM, GatedMLP, halves_first

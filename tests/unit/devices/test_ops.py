@@ -126,7 +126,8 @@ def test_swiglu() -> None:
 
 def test_the_plain_forms_are_the_default() -> None:
     assert Ops() == Ops(
-        ops.causal_mask, ops.document_mask, ops.attention, ops.rms_norm, ops.rotary, ops.swiglu, ops.cross_entropy
+        *(ops.causal_mask, ops.document_mask, ops.attention, ops.attention_operand, ops.rms_norm, ops.rotary),
+        *(ops.swiglu, ops.cross_entropy),
     )
 
 

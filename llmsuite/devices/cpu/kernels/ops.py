@@ -15,6 +15,7 @@ import paddle
 from llmsuite.devices import ops
 from llmsuite.devices.cpu.build import Library
 from llmsuite.devices.cpu.kernels.source import KERNELS, build_kernels
+from llmsuite.devices.decoder_weights import DecoderWeights, StoredMatrix
 from llmsuite.devices.local_parts import are_alike, constant_part, is_split, on_parts, on_rows
 from llmsuite.typing import Tensor
 
@@ -156,20 +157,25 @@ def plain_rounded_operand(x: Tensor) -> Tensor:
 
 
 def next_logits(
-    weights: ops.DecoderWeights,
+    weights: DecoderWeights,
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
     padding: Tensor,
     cache: Sequence[Tensor],
     filled: int,
+    rounds: bool = False,
 ) -> Tensor:
     """One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
-    return _next_logits(weights, x, cos, sin, padding, cache, filled, False)
+    inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
+    sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
+    has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
+    codes = (weights.codes.bits, weights.head_codes.bits, list(weights.codes.levels))
+    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, rounds, filled)[0]
 
 
 def bf16_next_logits(
-    weights: ops.DecoderWeights,
+    weights: DecoderWeights,
     x: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -178,40 +184,22 @@ def bf16_next_logits(
     filled: int,
 ) -> Tensor:
     """`next_logits` with the attention of `bf16_attention`; what is in the cache has to be rounded already."""
-    return _next_logits(weights, x, cos, sin, padding, cache, filled, True)
+    return next_logits(weights, x, cos, sin, padding, cache, filled, rounds=True)
 
 
-def _next_logits(
-    weights: ops.DecoderWeights,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    padding: Tensor,
-    cache: Sequence[Tensor],
-    filled: int,
-    rounds: bool,
-) -> Tensor:
-    inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
-    sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
-    has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
-    levels = list(weights.codes.levels)
-    codes = (weights.codes.bits, weights.head_codes.bits, levels)
-    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, rounds, filled)[0]
-
-
-def stored_product(x: Tensor, matrix: ops.StoredMatrix) -> Tensor:
+def stored_product(x: Tensor, matrix: StoredMatrix) -> Tensor:
     """x [..., I], rounded to bfloat16, times a stored matrix, [..., O]: for a few rows weights are widened in
     registers, for more in parts that stay in the cache."""
     return _run("stored_product", x, matrix.bytes, matrix.codes.bits, list(matrix.codes.levels), matrix.num_outputs)[0]
 
 
-def stored_outputs(numbers: Tensor, matrix: ops.StoredMatrix) -> Tensor:
+def stored_outputs(numbers: Tensor, matrix: StoredMatrix) -> Tensor:
     """Outputs of a stored matrix by their numbers [...], [..., I]."""
     codes = (matrix.codes.bits, list(matrix.codes.levels))
     return _run("stored_outputs", numbers, matrix.bytes, *codes, matrix.num_inputs, matrix.num_outputs)[0]
 
 
-def stored_write(values: Tensor, matrix: ops.StoredMatrix, first: int, turned: bool) -> None:
+def stored_write(values: Tensor, matrix: StoredMatrix, first: int, turned: bool) -> None:
     """Round values [I, n], or turned [n, I], into the outputs of a matrix stored in bf16, from the `first` on."""
     _run("stored_write", values, matrix.bytes, matrix.num_outputs, first, turned)
 

@@ -21,7 +21,14 @@ KERNELS = Library(
     name="kernels",
     sources=tuple(_HERE / name for name in (*_FILES, *_HEADERS)),
     # OpenMP's runtime is Paddle's own libiomp5: with a second one beside it each thread would do all the work
-    options=("-O3", "-mprefer-vector-width=512", "-fno-math-errno", "-fno-trapping-math", "-fopenmp", "-Wl,--as-needed"),
+    options=(
+        "-O3",
+        "-mprefer-vector-width=512",
+        "-fno-math-errno",
+        "-fno-trapping-math",
+        "-fopenmp",
+        "-Wl,--as-needed",
+    ),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libmklml_intel.so"),
     is_for_this_cpu=True,
     without=("the CPU's fused operations need", "do without them"),
