@@ -1,4 +1,4 @@
-"""Writes the pages of docs/reference and the example in docs/guide/plugins.md.
+"""Writes the pages of docs/reference and the example in guide/plugins.md, English and Chinese.
 
 python docs/generate.py            # write
 python docs/generate.py --check    # exit 1 when a file is not what would be written
@@ -267,6 +267,7 @@ def pages() -> dict[Path, str]:
         DOCS / "reference" / "plugins.md": plugins_page(),
         DOCS / "reference" / "support.md": support_page(report, registry),
         DOCS / "guide" / "plugins.md": replaced("guide/plugins.md", "example", example()),
+        DOCS / "zh" / "guide" / "plugins.md": replaced("zh/guide/plugins.md", "example", example()),
     }
 
 
