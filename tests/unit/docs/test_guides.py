@@ -110,6 +110,17 @@ def test_what_clusters_start_are_commands(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["clusters", "from-llamafactory", "from-other-suites", "from-trl", "plugin-examples", "plugins"]
+)
+def test_code_on_chinese_pages_is_that_of_the_english_ones(name: str) -> None:
+    """The English pages' commands and programs are run or checked; these are the same."""
+    pages = (directory / f"{name}.md" for directory in (GUIDE, ROOT / "docs" / "zh" / "guide"))
+    english, chinese = (re.findall(r"```\w*\n.*?```", page.read_text(encoding="utf-8"), re.DOTALL) for page in pages)
+    assert english
+    assert chinese == english
+
+
+@pytest.mark.parametrize(
     "page",
     [*sorted(GUIDE.glob("*.md")), *sorted((ROOT / "docs" / "zh" / "guide").glob("*.md"))],
     ids=lambda page: str(page.relative_to(ROOT / "docs")),
