@@ -17,9 +17,9 @@ int64_t Heads(const Shape& s) { return s.B * s.J; }
 // Keys or values [B, S, J, K] as the products take them, one head after the other.
 class Packed {
  public:
-  explicit Packed(const Shape& s) : s_(s) {}
-  const Shape& s_;
-  const int64_t size = tiles::Whole(s_.K), keys = tiles::Whole(s_.S);
+  explicit Packed(const Shape& s) : shape(s) {}
+  const Shape& shape;
+  const int64_t size = tiles::Whole(shape.K), keys = tiles::Whole(shape.S);
   const int64_t turned_lead = tiles::Lead(keys, 4), lead = tiles::Lead(size, 4);
   const int64_t turned_size = size / 2 * turned_lead, pairs_size = keys / 2 * lead;  // of a head
 
@@ -30,8 +30,8 @@ class Packed {
       const int64_t rows_lead = tiles::Lead(size, 2);
       Scratch<uint16_t> rows(keys * rows_lead);
 #pragma omp for
-      for (int64_t head = 0; head < Heads(s_); ++head) {
-        tiles::Rows(Of(x, head), s_.narrow(), s_.S, s_.K, rows.data(), rows_lead, keys, size);
+      for (int64_t head = 0; head < Heads(shape); ++head) {
+        tiles::Rows(Of(x, head), shape.narrow(), shape.S, shape.K, rows.data(), rows_lead, keys, size);
         tiles::Turn(reinterpret_cast<const uint32_t*>(rows.data()), rows_lead / 2, keys, size / 2,
                     to + head * turned_size, turned_lead);
       }
@@ -40,13 +40,13 @@ class Packed {
   // [S, K] in pairs of rows: for sums over keys
   void Pairs(const float* x, uint32_t* to) const {
 #pragma omp parallel for
-    for (int64_t head = 0; head < Heads(s_); ++head)
-      tiles::Pairs(Of(x, head), s_.narrow(), s_.S, s_.K, to + head * pairs_size, lead, keys, size);
+    for (int64_t head = 0; head < Heads(shape); ++head)
+      tiles::Pairs(Of(x, head), shape.narrow(), shape.S, shape.K, to + head * pairs_size, lead, keys, size);
   }
 
  private:
   const float* Of(const float* x, int64_t head) const {
-    return x + head / s_.J * s_.S * s_.narrow() + head % s_.J * s_.K;
+    return x + head / shape.J * shape.S * shape.narrow() + head % shape.J * shape.K;
   }
 };
 
