@@ -136,6 +136,25 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return paddle.concat([y, paddle.zeros([1, y.shape[-1]], y.dtype)]).index_select(place, 0)
 
 
+def dispatch_rows(tokens: Tensor, order: Tensor, places: Tensor, counts: Tensor) -> Tensor:
+    """Tokens [T, D] to rows [T k, D], sorted by the k experts of each. For programs, as `grouped_matmul`.
+
+    `order` [T k] has the place of each sorted row among all, token by token, `places` [T k] where each of these is
+    among the sorted ones. Rows behind the sum of `counts` [E] have no expert here, and any values.
+    """
+    # once for each choice first: so the gradient is a permutation, and a sum in a fixed order
+    (num_tokens, size), num_rows = tokens.shape, order.shape[0]
+    copies = tokens.unsqueeze(1).expand([num_tokens, num_rows // num_tokens, size]).reshape([num_rows, size])
+    return copies.index_select(order, 0)
+
+
+def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, counts: Tensor) -> Tensor:
+    """Sorted rows [T k, D] to the weighted sum of the rows of each token, [T, D]; weights [T, k], the rest as of
+    `dispatch_rows`. Rows without an expert have to be zeros."""
+    parts = rows.index_select(places, 0).reshape([*weights.shape, rows.shape[-1]])
+    return (parts * weights.astype(rows.dtype).unsqueeze(-1)).sum(1)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """`matmul`, plus a bias [O] if there is one."""
     return F.linear(x, weight, bias)
@@ -240,6 +259,10 @@ class Ops:
     operand: Callable[[Tensor], Tensor] = operand
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_matmul
     """For programs, with a gradient; takes plain tensors."""
+    dispatch_rows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = dispatch_rows
+    """As `grouped_matmul`."""
+    combine_rows: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = combine_rows
+    """As `grouped_matmul`."""
     joined_swiglu: Callable[[Tensor], Tensor] = joined_swiglu
     """For generation: a kernel has no gradient."""
     square_sum: Callable[[Tensor, float], Tensor] = square_sum

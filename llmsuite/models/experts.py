@@ -64,6 +64,7 @@ class Experts(nn.Layer):
     def __init__(self, num_experts: int, hidden_size: int, width: int, ops: Ops):
         super().__init__()
         self.swiglu = ops.swiglu
+        self.dispatch_in_program, self.combine_in_program = ops.dispatch_rows, ops.combine_rows
         self.gate_proj = Stacked(num_experts, hidden_size, width)
         self.up_proj = Stacked(num_experts, hidden_size, width)
         self.down_proj = Stacked(num_experts, width, hidden_size)
@@ -227,20 +228,14 @@ def token_of_row(route: Route, num_tokens: int) -> Tensor:
     return route.order // (route.places.shape[0] // num_tokens)
 
 
-def dispatch(tokens: Tensor, route: Route | ProgramRoute) -> Tensor:
+def dispatch(tokens: Tensor, route: Route) -> Tensor:
     """Tokens [T, D] to sorted rows [N, D]."""
-    if isinstance(route, Route):
-        return _Dispatch.apply(tokens, route)
-    # once for each choice first: so the gradient is a permutation, and a sum in a fixed order
-    (num_tokens, size), num_rows = tokens.shape, route.places.shape[0]
-    copies = tokens.unsqueeze(1).expand([num_tokens, num_rows // num_tokens, size]).reshape([num_rows, size])
-    return copies.index_select(route.order, 0)
+    return _Dispatch.apply(tokens, route)
 
 
-def combine(rows: Tensor, weights: Tensor, route: Route | ProgramRoute) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, route: Route) -> Tensor:
     """Sorted rows [N, D] to the weighted sum of the rows of each token, [T, D]. weights [T, k]."""
-    parts = _Combine.apply(rows, route) if isinstance(route, Route) else rows.index_select(route.places, 0)
-    parts = parts.reshape([*weights.shape, rows.shape[-1]])
+    parts = _Combine.apply(rows, route).reshape([*weights.shape, rows.shape[-1]])
     return (parts * weights.astype(rows.dtype).unsqueeze(-1)).sum(1)
 
 

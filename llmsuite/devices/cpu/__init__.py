@@ -39,6 +39,8 @@ _KERNELS = {
     "joined_swiglu": "joined_swiglu",
     "cross_entropy": "cross_entropy",
     "grouped_matmul": "grouped_matmul",
+    "dispatch_rows": "dispatch_rows",
+    "combine_rows": "combine_rows",
     "next_logits": "next_logits",
     "stored_product": "stored_product",
     "stored_outputs": "stored_outputs",

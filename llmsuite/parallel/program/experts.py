@@ -17,7 +17,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
-from llmsuite.models.experts import Experts, combine, dispatch, route_in_program, sequence_loads, sequence_losses
+from llmsuite.models.experts import Experts, route_in_program, sequence_loads, sequence_losses
 from llmsuite.models.moe import Gate
 from llmsuite.parallel import collective
 from llmsuite.parallel.program.pipeline import LENGTHS, Beside, StagedModel
@@ -199,16 +199,16 @@ class _ProgramExperts:
             numbers = numbers - (coordinate["ep"] * tp + coordinate["tp"]) * num_here
             is_here = paddle.logical_and(numbers >= 0, numbers < num_here)
             numbers = paddle.where(is_here, numbers, paddle.full_like(numbers, num_here))
-        route = route_in_program(numbers, num_here)
-        swiglu = self._experts.swiglu
+        route, experts = route_in_program(numbers, num_here), self._experts
+        where, swiglu = (route.order, route.places, route.counts), experts.swiglu
 
         def gather(x: Tensor) -> Tensor:
-            return dispatch(x.flatten(0, 1), route)
+            return experts.dispatch_in_program(x.flatten(0, 1), *where)
 
         if self._is_again:
             gather, swiglu = results_again_in_program(gather), results_again_in_program(swiglu)
-        sorted_rows = self._experts.rows(gather(own_x), route.counts, self._local, swiglu)
-        y = combine(sorted_rows, own_weights.flatten(0, 1), route).reshape(own_x.shape)
+        sorted_rows = experts.rows(gather(own_x), route.counts, self._local, swiglu)
+        y = experts.combine_in_program(sorted_rows, own_weights.flatten(0, 1), *where).reshape(own_x.shape)
         if ep * tp == 1:
             return dtensor_from_local(y, mesh, placements)
         return summed(y, mesh, shares, [of_data, of_tp], placements)

@@ -16,6 +16,7 @@ from llmsuite.devices import ops
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
+from llmsuite.models.experts import route_in_program
 from tests.unit import tiny_llama
 
 Tensor = Any
@@ -316,3 +317,34 @@ def test_counts_of_too_many_rows_are_refused() -> None:
     values = paddle.to_tensor(random(3, 4)), paddle.to_tensor(random(2, 4, 3))
     with pytest.raises(OSError, match="counts are of more rows than there are"):
         kernels.grouped_matmul(*values, paddle.to_tensor([2, 2], dtype="int64"))
+
+
+@pytest.mark.parametrize(("tokens", "chosen", "experts", "elsewhere"), [(40, 3, 5, 0), (40, 3, 5, 2), (7, 1, 2, 1)])
+def test_rows_of_tokens(tokens: int, chosen: int, experts: int, elsewhere: int) -> None:
+    """Sorted by expert and back; the experts with the highest numbers may be elsewhere."""
+    numbers = paddle.to_tensor(np.random.default_rng(0).integers(0, experts, [tokens * chosen]))
+    here = experts - elsewhere
+    route = route_in_program(numbers.clip(max=here), here)
+    where, used = (route.order, route.places, route.counts), int(route.counts.sum())
+    x, weights = random(tokens, 33), random(tokens, chosen, seed=1)
+    is_used = paddle.to_tensor((np.arange(tokens * chosen) < used).astype("float32")[:, None])
+    check_equal(
+        lambda t: kernels.dispatch_rows(t, *where) * is_used, lambda t: ops.dispatch_rows(t, *where) * is_used, x
+    )
+    rows = random(tokens * chosen, 33, seed=2) * is_used.numpy()
+    zeroed = lambda form: lambda r, w: form(r * is_used, w, *where)  # noqa: E731
+    check_equal(zeroed(kernels.combine_rows), zeroed(ops.combine_rows), rows, weights)
+    there_and_back = kernels.combine_rows(
+        kernels.dispatch_rows(paddle.to_tensor(x), *where), paddle.to_tensor(weights), *where
+    )
+    of_here = (numbers.numpy() < here).reshape([tokens, chosen])
+    expected = x * np.where(of_here, weights, 0).sum(1, keepdims=True)
+    np.testing.assert_allclose(there_and_back.numpy(), expected, atol=1e-5)
+
+
+def test_rows_that_do_not_fit_are_refused() -> None:
+    x, two = paddle.to_tensor(random(2, 4)), paddle.to_tensor([1, 2])
+    with pytest.raises(OSError, match="a row is beyond the last one"):
+        kernels.dispatch_rows(x, two, two, paddle.to_tensor([1]))
+    with pytest.raises(OSError, match="rows, tokens and counts do not fit"):
+        kernels.dispatch_rows(x, two - 1, two - 1, paddle.to_tensor([3]))

@@ -104,6 +104,20 @@ def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return _grouped(x, weight, counts, False) if _takes(x, weight) else ops.grouped_matmul(x, weight, counts)
 
 
+def dispatch_rows(tokens: Tensor, order: Tensor, places: Tensor, counts: Tensor) -> Tensor:
+    """`ops.dispatch_rows` in one pass each way; rows without an expert are zeros."""
+    if not _takes(tokens):
+        return ops.dispatch_rows(tokens, order, places, counts)
+    return _run("dispatch_rows", tokens, order, places, counts)[0]
+
+
+def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, counts: Tensor) -> Tensor:
+    """`ops.combine_rows` in one pass each way, without a copy of the rows."""
+    if not _takes(rows, weights):
+        return ops.combine_rows(rows, weights, order, places, counts)
+    return _run("combine_rows", rows, weights, order, places, counts)[0]
+
+
 # products of inputs that are rounded to bfloat16, with float32 sums
 
 
