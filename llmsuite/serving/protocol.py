@@ -24,7 +24,6 @@ MAX_ANSWERS = 16
 """To one prompt."""
 MAX_LINES = 128
 """Answers to all prompts of a request."""
-_MAX_TOP_LOGPROBS = 20
 _MAX_STOPS = 16
 _MAX_TOOLS = 128
 _UNSUPPORTED = "is not supported here; leave it out"
@@ -34,6 +33,8 @@ _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _MAX_BIASES = 1024
+TopLogprobs = Annotated[int, Field(ge=0, le=20)]
+"""How many of the most likely tokens are told at each place."""
 _Short = Annotated[str, Field(max_length=1000)]
 
 
@@ -169,7 +170,7 @@ class ChatRequest(Request):
     messages: list[Any]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
@@ -220,7 +221,7 @@ class CompletionRequest(Request):
     prompt: str | list[str] | list[_Id] | list[list[_Id]]
     max_tokens: _Count | None = None
     """0, with `echo`, for the prompt alone."""
-    logprobs: Annotated[int, Field(ge=0, le=_MAX_TOP_LOGPROBS)] | None = None
+    logprobs: TopLogprobs | None = None
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
     suffix: Literal[""] | None = None

@@ -18,10 +18,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.errors import UserError
-from llmsuite.inference.batch import Line
+from llmsuite.inference.batch import Line, TokenLogprob
 from llmsuite.inference.sampling import MAX_TEMPERATURE
+from llmsuite.inference.text import TextStream
 from llmsuite.serving.events import CallReader
-from llmsuite.serving.protocol import ChatRequest, faults
+from llmsuite.serving.protocol import ChatRequest, TopLogprobs, chat_logprobs, faults
 from llmsuite.serving.service import Job, Service
 
 PATH = "/v1/responses"
@@ -35,6 +36,7 @@ _OfTools = Literal[
     "code_interpreter_call.outputs",
 ]
 """What can be included of calls that no answer has here."""
+_Included = Literal["message.output_text.logprobs", _OfTools]
 _PARTS = ("input_text", "output_text", "text")
 
 
@@ -90,6 +92,9 @@ class ResponseRequest(_Strict):
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
+    include: list[_Included] | None = None
+    top_logprobs: TopLogprobs | None = None
+    """At most so many of the most likely tokens, where log-probabilities are included."""
     # these change no answer
     store: bool | None = None
     metadata: Annotated[dict[_Short, _Short], Field(max_length=64)] | None = None
@@ -102,11 +107,9 @@ class ResponseRequest(_Strict):
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None
     truncation: Literal["auto", "disabled"] | None = None
     """An input without room is refused either way."""
-    include: list[_OfTools] | None = None
     max_tool_calls: int | None = None
     """Calls of built-in tools, of which there are none here."""
     background: Literal[False] | None = None
-    top_logprobs: Literal[0] | None = None
     # these would change it; null does not
     previous_response_id: None = None
     conversation: None = None
@@ -123,6 +126,8 @@ class ResponseRequest(_Strict):
         asked["messages"] = self._messages()
         if self.max_output_tokens is not None:
             asked["max_completion_tokens"] = self.max_output_tokens
+        if "message.output_text.logprobs" in (self.include or ()):
+            asked |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         tools = [{key: value for key, value in tool.items() if key != "type"} for tool in given.get("tools", ())]
         if tools:
             asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
@@ -192,7 +197,7 @@ def add_api(app: FastAPI, service: Service) -> None:
         (line,) = job.lines
         assert line.text is not None
         said, calls = service.calls(chat, line.text.text)
-        output = [made.message(said, line)] if said or not calls else []
+        output = [made.message(said, line, made.logprobs_of_text(bool(calls)))] if said or not calls else []
         return JSONResponse(made.whole([*output, *map(_call, calls)], line))
 
     @app.post(COUNT_PATH)
@@ -253,6 +258,7 @@ class _Response:
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": list(output),
             "parallel_tool_calls": self._asked.parallel_tool_calls is not False,
+            "top_logprobs": given["top_logprobs"] or 0,
             "text": {"format": (given["text"] or {}).get("format") or {"type": "text"}},
             "tool_choice": given["tool_choice"] or "auto",
             "tools": given["tools"] or [],
@@ -261,10 +267,27 @@ class _Response:
             "usage": usage,
         }
 
-    def message(self, text: str | None, line: Line | None) -> dict[str, Any]:
+    def logprobs_of_text(self, has_calls: bool) -> list[dict[str, Any]]:
+        """Log-probabilities of the whole answer's tokens, of those in front of its calls if it has any; none where the
+        request does not include them."""
+        (line,) = self._job.lines
+        if not has_calls or not line.logprobs:
+            return self._logprobs(line.logprobs)
+        assert line.text is not None
+        left, count = self._service.prompter.calls.free(line.text.text), 0
+        text = TextStream(self._service.generator.tokenizer)
+        while left > 0:
+            left -= len(text.push(line.ids[count]))
+            count += 1
+        return self._logprobs(line.logprobs[:count])
+
+    def _logprobs(self, kept: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
+        return chat_logprobs(kept, self._service.generator.tokenizer)["content"]
+
+    def message(self, text: str | None, line: Line | None, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The turn of the assistant; one that has just begun without a text."""
         status = "in_progress" if line is None else "incomplete" if line.finished == "length" else "completed"
-        content = [] if text is None else [_part(text)]
+        content = [] if text is None else [_part(text, logprobs)]
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     async def events(self) -> AsyncIterator[str]:
@@ -276,21 +299,24 @@ class _Response:
         try:
             yield self._event("response.created", response=self.whole([], None))
             yield self._event("response.in_progress", response=self.whole([], None))
-            is_open, calls = False, list[ToolCall]()
+            is_open, calls, num_told = False, list[ToolCall](), 0
             async for piece in self._job.pieces():
                 more, calls = reader.read(piece)
                 if (more or (piece.ended and not calls)) and not is_open:
                     is_open = True
                     metrics.first_token.observe(time.monotonic() - begun)
                     yield self._event("response.output_item.added", output_index=0, item=self.message(None, None))
-                    yield self._event("response.content_part.added", **place, part=_part(""))
+                    yield self._event("response.content_part.added", **place, part=_part("", ()))
                 if more:
                     text += more
-                    yield self._event("response.output_text.delta", **place, delta=more, logprobs=[])
+                    new = [] if calls else self._logprobs(line.logprobs[num_told : piece.num_logprobs])
+                    num_told += len(new)
+                    yield self._event("response.output_text.delta", **place, delta=more, logprobs=new)
             if is_open:
-                yield self._event("response.output_text.done", **place, text=text, logprobs=[])
-                yield self._event("response.content_part.done", **place, part=_part(text))
-                output.append(self.message(text, line))
+                told = self.logprobs_of_text(bool(calls))
+                yield self._event("response.output_text.done", **place, text=text, logprobs=told)
+                yield self._event("response.content_part.done", **place, part=_part(text, told))
+                output.append(self.message(text, line, told))
                 yield self._event("response.output_item.done", output_index=0, item=output[0])
             for call in map(_call, calls):
                 at = {"output_index": len(output), "item_id": call["id"]}
@@ -313,5 +339,5 @@ class _Response:
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}

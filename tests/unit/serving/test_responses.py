@@ -116,6 +116,84 @@ def test_calls_and_what_came_of_them() -> None:
     assert last.response.output_text == "Let me see.\n"
 
 
+INCLUDED: Any = {"include": ["message.output_text.logprobs"]}
+
+
+def logprobs_of(response: Any) -> list[Any]:
+    """Those of the one text of a response, as plain values."""
+    (message,) = [item for item in response.output if item.type == "message"]
+    (part,) = message.content
+    return [entry.model_dump() for entry in part.logprobs]
+
+
+def test_logprobs_are_those_of_a_chat(client: openai.OpenAI) -> None:
+    for count in (0, 3):
+        chat = client.chat.completions.create(**CHAT, max_tokens=20, logprobs=True, top_logprobs=count)
+        found = client.responses.create(**ASK, **INCLUDED, top_logprobs=count)
+        told: Any = chat.choices[0].logprobs
+        entries = logprobs_of(found)
+        assert entries == [entry.model_dump() for entry in told.content]
+        assert [len(entry["top_logprobs"]) for entry in entries] == [count] * 20
+        assert {key for entry in entries for key in entry} == {"token", "bytes", "logprob", "top_logprobs"}
+        assert {key for e in entries for top in e["top_logprobs"] for key in top} <= {"token", "bytes", "logprob"}
+        assert found.top_logprobs == count
+    assert logprobs_of(client.responses.create(**ASK, **INCLUDED)) == [{**e, "top_logprobs": []} for e in entries]
+    # a number of likely tokens is at most so many of what is included, and here nothing is
+    alone = client.responses.create(**ASK, top_logprobs=3)
+    assert (alone.output_text, alone.top_logprobs, logprobs_of(alone)) == (found.output_text, 3, [])
+    events = list(client.responses.create(**ASK, top_logprobs=3, stream=True))
+    assert [event.logprobs for event in events if event.type == "response.output_text.done"] == [[]]
+    # an answer with them is a turn of the next request
+    turns: Any = [
+        {"role": "user", "content": "Who?"},
+        found.output[0].model_dump(),
+        {"role": "user", "content": "Why?"},
+    ]
+    plain: Any = [*turns[:1], {"role": "assistant", "content": found.output_text}, *turns[2:]]
+    texts = [client.responses.create(**{**ASK, "input": given}).output_text for given in (turns, plain)]
+    assert texts[0] == texts[1]
+
+
+def test_events_have_the_logprobs_of_their_tokens(client: openai.OpenAI) -> None:
+    asked = {**ASK, **INCLUDED, "top_logprobs": 2}
+    whole = logprobs_of(client.responses.create(**asked))
+    events = list(client.responses.create(**asked, stream=True))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [entry.model_dump() for event in deltas for entry in event.logprobs] == whole
+    assert all(event.logprobs for event in deltas)
+    assert len(deltas) > 1
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.model_dump() for entry in done.logprobs] == whole
+    (part,) = [event.part for event in events if event.type == "response.content_part.done"]
+    assert part.model_dump()["logprobs"] == whole
+    (last,) = [event for event in events if event.type == "response.incomplete"]
+    assert logprobs_of(last.response) == whole
+    with client.responses.stream(**asked) as stream:
+        of_helper = [event for event in stream if event.type == "response.output_text.delta"]
+    assert [len(event.logprobs) for event in of_helper] == [len(event.logprobs) for event in deltas]
+
+
+@pytest.mark.parametrize("text", ["Let me see.\n", "I ❤ <b> and <tool boxes>: ", ""])
+@pytest.mark.parametrize("behind", ["", " Then?"])
+def test_logprobs_of_a_text_end_where_calls_begin(text: str, behind: str) -> None:
+    with says(f"{text}{CALLS}{behind}") as client:
+        asked: Any = {"model": "toy", "input": "1+1?", "tools": FLAT, **INCLUDED}
+        found = client.responses.create(**asked)
+        events = list(client.responses.create(**asked, stream=True))
+    if not text + behind:
+        assert {item.type for item in found.output} == {"function_call"}
+        assert not [event for event in events if event.type.startswith("response.output_text")]
+        return
+    told = logprobs_of(found)
+    made = b"".join(bytes(entry["bytes"]) for entry in told).decode()
+    assert made.replace("\ufffd", "") == text.replace("❤", "")  # of a part of a character there is no text
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert "".join(event.delta for event in deltas) == text + behind.strip()
+    assert [entry.model_dump() for event in deltas for entry in event.logprobs] == told
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.model_dump() for entry in done.logprobs] == told
+
+
 def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
     alone = client.responses.create(**ASK)
     idle: Any = {"truncation": "auto", "max_tool_calls": 0, "include": ["file_search_call.results"]}
@@ -145,6 +223,10 @@ def test_tokens_of_an_input_are_counted() -> None:
         ({"reasoning": {"effort": "high"}}, "reasoning"),
         ({"background": True}, "background"),
         ({"include": ["reasoning.encrypted_content"]}, "include"),
+        ({"include": ["message.output_text.logprob"]}, r"include\.0: Input should be 'message\.output_text\.logprobs'"),
+        ({"top_logprobs": 21}, "top_logprobs: Input should be less than or equal to 20"),
+        ({**INCLUDED, "top_logprobs": -1}, "top_logprobs: Input should be greater than or equal to 0"),
+        ({**INCLUDED, "top_logprobs": "2"}, "top_logprobs: Input should be a valid integer"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: type 'item_reference' is not understood"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]: a text is needed"),
         ({"input": [{"role": "wizard", "content": "Hi"}]}, "needs role"),
