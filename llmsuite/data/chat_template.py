@@ -111,7 +111,7 @@ class ChatTemplate:
             raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
         if not self._has_marks:
             return Marked(rendered, [])
-        if any(has_mark(message.content) for message in messages):
+        if any(has_mark(message.content + (message.name or "")) for message in messages):
             raise UserError(
                 f"chat template of {self._name} has {{% generation %}}, and a turn a character that marks it"
             )
@@ -256,6 +256,8 @@ def _built_in(source: str) -> jinja2.Template:
 
 def _as_plain(message: Message) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.name is not None:
+        turn["name"] = message.name
     if message.tool_calls:
         turn["tool_calls"] = [
             {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}

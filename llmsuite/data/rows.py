@@ -26,6 +26,8 @@ class Message:
     role: str
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
+    name: str | None = None
+    """Who says it, of several with one role; rows of files have none."""
 
 
 @dataclasses.dataclass(frozen=True)

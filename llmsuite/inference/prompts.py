@@ -86,7 +86,8 @@ class Prompter:
     def _marked(self, message: Message) -> Message:
         mark = self._control.mark
         calls = tuple(ToolCall(mark(call.name), mark(call.arguments)) for call in message.tool_calls)
-        return Message(message.role, mark(message.content), calls)
+        name = None if message.name is None else mark(message.name)
+        return Message(message.role, mark(message.content), calls, name)
 
     @functools.cached_property
     def calls(self) -> CallFormat:
@@ -145,8 +146,11 @@ def tool_names(tools: str) -> list[str]:
     return [tool["function"]["name"] for tool in json.loads(tools or "[]")]
 
 
-def read_messages(turns: Any) -> list[Message]:
-    """Turns in OpenAI's format. Raises UserError naming the first invalid one."""
+def read_messages(turns: Any, with_names: bool = False) -> list[Message]:
+    """Turns in OpenAI's format. Raises UserError naming the first invalid one.
+
+    `with_names`: whether they keep the names of who says them. Rows of files do not, as those to train on.
+    """
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise UserError("messages: has to be a list of turns, at least one")
     messages = []
@@ -166,7 +170,8 @@ def read_messages(turns: Any) -> list[Message]:
             content = "" if content is None else content  # with a call there may be nothing to say
         if role not in ROLES or not isinstance(content, str):
             raise UserError(f"messages[{number}]: needs role (one of {', '.join(ROLES)}) and content, a text")
-        messages.append(Message(role, content, calls))
+        name = turn.get("name") if with_names else None
+        messages.append(Message(role, content, calls, name if isinstance(name, str) else None))
     return messages
 
 

@@ -247,7 +247,23 @@ def test_a_turn_without_a_block_is_not_supervised() -> None:
         template(final).supervised_turns(first)
     with pytest.raises(UserError, match="a character that marks it"):
         template(final).render([Message("user", "a\ufdd0b")])
+    with pytest.raises(UserError, match="a character that marks it"):
+        template(final).render([Message("user", "ab", name="\ufdd1")])
     assert template("{{ messages[0].content }}").render([Message("user", "a\ufdd0b")]) == "a\ufdd0b"
+
+
+def test_names_are_there_where_turns_have_them() -> None:
+    source = template("{% for m in messages %}{{ m | tojson }}{{ 1 if m.name is defined else 0 }} {% endfor %}")
+    turns = [Message("user", "Hi?", name="Ann"), Message("user", "Who?"), Message("assistant", "", name="")]
+    expected = (
+        '{"role": "user", "content": "Hi?", "name": "Ann"}1 {"role": "user", "content": "Who?"}0 '
+        '{"role": "assistant", "content": "", "name": ""}1 '
+    )
+    assert source.render(turns) == expected
+    # what was rendered ahead is that of the same names
+    ahead = source.ahead_of_prompts([(turns, "")])
+    other = [Message("user", "Hi?", name="Bob"), *turns[1:]]
+    assert [ahead.render(each, True) for each in (turns, other)] == [expected, expected.replace("Ann", "Bob")]
 
 
 def test_only_templates_that_write_tools_are_proposed_for_tools() -> None:

@@ -83,6 +83,7 @@ ACCEPTED: list[tuple[Convert, dict[str, Any], Conversation]] = [
     ),
     (openai, {"messages": OPENAI_TWO}, TWO),
     (openai, {"messages": [turn("system", "Be brief."), *OPENAI_TWO]}, with_system(TWO)),
+    (openai, {"messages": [turn("user", "Hi?", name="Ann"), turn("assistant", "Hello.", name="Bob")]}, ONE),
     (openai, {"messages": [OPENAI_TWO[0], turn("assistant", "Hello.", weight=0), *OPENAI_TWO[2:]]}, SECOND),
     (openai, {"messages": [turn("user", "Hi?", weight=0), turn("assistant", "Hello.", weight=1)]}, ONE),
     (openai, {"messages": OPENAI_TOOLS, "tools": [{"type": "function", "function": ADD}]}, CALLED),
