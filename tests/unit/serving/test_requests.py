@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
