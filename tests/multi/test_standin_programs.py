@@ -119,6 +119,9 @@ def _check(runner: Runner, job: str, one: str, many: str, first: int = 1) -> Non
         assert a.get("loss_scale") == b.get("loss_scale")
         assert not b.get("skipped")
         for key, limit in limits.items():
+            # behind an update a token may go to another expert: that is no rounding of its gradient
+            if job in EXPERTS and key == "grad_norm" and a["step"] > 1:
+                continue
             far = abs(b[key] / a[key] - 1)
             print(f"{many}, step {a['step']}: {key} {far:.1e} of at most {2 * limit:.1e}")
             assert far <= 2 * limit, (a["step"], key)
