@@ -2,9 +2,9 @@
 
 Rollouts are by the whole model, whose weights the ranks have in parts, so that the first completions are the same on
 every mesh. Their log-probabilities are those of the training but for the order of float32's sums, by which some inputs
-of products are rounded to another side. What rounding changes in all is how far rollouts in float32 are off, which is
-measured beside them. As both are roundings of the same numbers, they could be off by twice that; before the first
-update they are by less than a quarter, and once the weights have moved by less than it.
+of products are rounded to another side, and with them inputs of later layers. What rounding changes in all is how far
+rollouts in float32 are off, which is measured beside them. As both are roundings of the same numbers, they could be off
+by twice that; before the first update they are by less than half of it, and once the weights have moved by less than it.
 """
 
 from __future__ import annotations
@@ -71,6 +71,6 @@ def test_rollouts_compute_as_the_training_on_a_mesh(runner: Runner, failed: dict
     rounding = [record[key] for record in runner.metrics(in_float32)]
     for record, far in zip([*alone, *records], rounding * 2, strict=True):
         print(f"{name}, step {record['step']}: {key} {record[key]:.1e}, in float32 {far:.1e}")
-        assert record[key] <= (far / 4 if record["step"] == 1 else far)
+        assert record[key] <= (far / 2 if record["step"] == 1 else far)
         assert record.get("ratio", 1.0) == 1.0
     assert min(rounding) > 1e-3
