@@ -4,7 +4,8 @@ Rollouts are by the whole model, whose weights the ranks have in parts, so that 
 every mesh. Their log-probabilities are those of the training but for the order of float32's sums, by which some inputs
 of products are rounded to another side, and with them inputs of later layers. What rounding changes in all is how far
 rollouts in float32 are off, which is measured beside them. As both are roundings of the same numbers, they could be off
-by twice that; before the first update they are by less than half of it, and once the weights have moved by less than it.
+by twice that; before the first update they are by less than half of it, and once the weights have moved by less than
+it.
 """
 
 from __future__ import annotations
