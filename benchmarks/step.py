@@ -44,10 +44,10 @@ from turns import MARK  # noqa: E402
 from venvs import python_of, versions  # noqa: E402
 
 OURS = "llmsuite"
-TOLERANCE, TOLERANCE_BF16, TOLERANCE_BF16_PAIRS = 1e-3, 2e-2, 1e-1
+TOLERANCE, TOLERANCE_BF16, TOLERANCE_BF16_PAIRS = 1e-3, 2e-2, 1.5e-1
 """Between losses of a step, in nats; the second where one of them is of products in bfloat16, as bitsandbytes makes
 them on a CPU of a matrix in 4 bits. The third is for pairs then: a margin is `beta` 0.1 times a sum over about a
-thousand tokens, whose errors of 2e-2 add up to 0.06 where they are independent."""
+thousand tokens, whose errors of 2e-2 add up to 0.06 where they are independent, and both engines have some."""
 
 
 @dataclasses.dataclass
