@@ -4,8 +4,7 @@ All tensors that a run keeps or sends are float32. With `engine.precision: bf16`
 bfloat16, where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients;
 and those inside attention, where the processor has instructions for it. Sums are float32, and so is all else:
 parameters, activations, messages, gradients and the optimizer. It is what PyTorch's autocast does to matrix products.
-What draws completions for such a model computes in the same way, from matrices that are kept in bfloat16, but for its
-attention, which is float32.
+What draws completions for such a model computes in the same way, from matrices that are kept in bfloat16.
 """
 
 from __future__ import annotations

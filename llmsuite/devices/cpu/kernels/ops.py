@@ -49,9 +49,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def bf16_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """`attention` whose products, and those of its gradients, are of inputs rounded to bfloat16, with float32 sums. New
-    tokens of a generation, which see keys of a cache, go by `attention`."""
-    return _attention("bf16_attention" if q.shape[1] == k.shape[1] else "attention", q, k, v, mask)
+    """`attention` whose products, and those of its gradients, are of inputs rounded to bfloat16, with float32 sums."""
+    return _attention("bf16_attention", q, k, v, mask)
 
 
 def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
