@@ -22,12 +22,12 @@ import paddle.distributed as dist
 
 from llmsuite.models import token_values
 from llmsuite.models.shard_plan import ShardPlan
-from llmsuite.parallel import collective
+from llmsuite.parallel import collective, schedule
 from llmsuite.parallel.cut import owner_stage, parts_with
 from llmsuite.parallel.program.chunks import by_parts, of_part
 from llmsuite.parallel.program.pruning import by_use
 from llmsuite.parallel.program.slices import slice_dim
-from llmsuite.parallel.schedule import Kind
+from llmsuite.parallel.schedule import Action, Kind
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
@@ -73,6 +73,13 @@ class Pipeline:
         pipeline.enable, pipeline.schedule_mode = True, SCHEDULES[self.schedule]
         pipeline.accumulate_steps, pipeline.pp_degree = num_micro_batches, self.num_stages
         pipeline.vpp_degree = self.num_chunks
+
+    def order(self, num_micro_batches: int) -> Sequence[Action] | None:
+        """The passes of this stage, as it computes them op by op; None for Paddle's own order, by which stages with
+        several chunks send and receive alike."""
+        if self.num_chunks > 1:
+            return None
+        return schedule.order(self.schedule, self.stage, self.num_stages, num_micro_batches)
 
     @contextlib.contextmanager
     def making(self) -> Iterator[None]:

@@ -16,7 +16,7 @@ import math
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -28,16 +28,18 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 
 from llmsuite.devices.local_parts import whole_steps
+from llmsuite.parallel import schedule
 from llmsuite.parallel.program.callstacks import without_callstacks
 from llmsuite.parallel.program.clip import NormClip, StepNumber, over_data
 from llmsuite.parallel.program.constants import share_constants
 from llmsuite.parallel.program.experts import makes_rows_again
 from llmsuite.parallel.program.forward import LossFactor, Step, split, trained_sums
-from llmsuite.parallel.program.jobs import by_micro_batch, in_order
+from llmsuite.parallel.program.jobs import Jobs, in_order
 from llmsuite.parallel.program.masters import without_shared_memory
 from llmsuite.parallel.program.optimizer import ProgramOptimizer, StepRate
 from llmsuite.parallel.program.pipeline import FIRST_INPUTS, Pipeline, StagedModel
 from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
+from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
@@ -57,9 +59,8 @@ class Program:
     """One compiled step."""
 
     run: Any
-    update: Callable[[], None] | None
-    """What updates the parameters where `run` makes gradients of one micro-batch, see `jobs`; None where it does all of
-    a step."""
+    jobs: Jobs | None
+    """What a step of several micro-batches runs in place of `run`."""
     rate: StepRate
     clip: NormClip
     sums: Mapping[str, int]
@@ -177,19 +178,9 @@ class StepPrograms:
     def _returned(self, program: Program, inputs: Inputs, num_micro_batches: int) -> Any:
         """Run a program. Returns what it tells of all micro-batches, one behind the other; None on ranks that it tells
         nothing."""
-        if program.update is None:
-            return program.run(*self._all_given(inputs))
-        # by itself each: of pairs there are half as many as rows
-        parts = {name: np.split(array, num_micro_batches) for name, array in inputs.items()}
-        returned = [
-            program.run(*self._all_given({name: part[number] for name, part in parts.items()}))
-            for number in range(num_micro_batches)
-        ]
-        program.update()
-        return None if returned[0] is None else np.concatenate(returned)
-
-    def _all_given(self, inputs: Inputs) -> list[Tensor]:
-        return [self._given(name, paddle.to_tensor(array)) for name, array in inputs.items()]
+        if program.jobs is not None:
+            return program.jobs.run(inputs, num_micro_batches)
+        return program.run(*(self._given(name, paddle.to_tensor(array)) for name, array in inputs.items()))
 
     def _told(self, own: np.ndarray | None, norm: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of a step on every rank, `count` of them, and the norm of its gradient and whether it was
@@ -221,8 +212,14 @@ class StepPrograms:
         share_constants(run)
         self._take(self._parameters)
         variables = {**self._parameters, **self._state(run, clip.variables)}
-        update = by_micro_batch(run) if num_micro_batches > 1 and self._pipeline is None else None
-        return Program(run, update, rate, clip, net.sums, variables)
+        jobs = None if num_micro_batches == 1 else Jobs(run, self._order(num_micro_batches))
+        return Program(run, jobs, rate, clip, net.sums, variables)
+
+    def _order(self, num_micro_batches: int) -> Sequence[Action] | None:
+        """The passes of a step on this rank; None where Paddle has an order for them."""
+        if self._pipeline is None:
+            return schedule.order("1F1B", 0, 1, num_micro_batches)
+        return self._pipeline.order(num_micro_batches)
 
     def _strategy(self, num_micro_batches: int) -> Any:
         strategy = dist.Strategy()

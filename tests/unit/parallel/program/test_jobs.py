@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmsuite.parallel.program.jobs import ordered, turns
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.schedule import Kind, order
 from tests.unit import alone
 from tests.unit.parallel.program.test_programs import SGD, Product, _batch, _programs
 
@@ -22,7 +24,29 @@ def test_is_prepared_for_one_micro_batch(parts: int) -> None:
     programs, _ = _programs(Product(), SGD)
     programs.run(1, _batch(1), parts)
     (program,) = programs._programs.values()
-    assert [job.type() for job in program.run._engine._executor.plan.job_list()] == ["forward", "backward"]
+    assert program.jobs is not None
+    assert (len(program.jobs), len(program.jobs.turns)) == (2, 2 * parts)
+
+
+@pytest.mark.parametrize(("schedule", "held"), [("1F1B", [3, 2, 1]), ("FThenB", [8, 8, 8])])
+def test_a_pipeline_is_prepared_for_what_it_holds(schedule: Kind, held: list[int]) -> None:
+    kinds = ["recv_forward", "forward", "backward", "send_backward"]
+    jobs = [(kind, micro_batch) for kind in kinds for micro_batch in range(8)]
+    for stage, expected in enumerate(held):
+        found = turns(ordered(jobs, order(schedule, stage, 3, 8)))
+        assert sorted((turn.job, turn.micro_batch) for turn in found) == sorted(jobs)
+        assert {turn.place for turn in found} == set(range(expected))
+        for micro_batch in range(8):
+            own = [turn for turn in found if turn.micro_batch == micro_batch]
+            assert [turn.job for turn in own] == kinds
+            assert len({turn.place for turn in own}) == 1
+
+
+def test_places_are_taken_again_when_all_is_done() -> None:
+    """Whatever the order is: one of Paddle's own."""
+    given = [("forward", 0), ("forward", 1), ("backward", 0), ("forward", 2), ("send", 0), ("backward", 1)]
+    given += [("send", 1), ("backward", 2), ("send", 2)]
+    assert [turn.place for turn in turns(ordered(given, None))] == [0, 1, 0, 2, 0, 1, 1, 2, 2]
 
 
 def test_inputs_may_have_fewer_rows() -> None:
