@@ -218,6 +218,17 @@ void fill(const std::string& name, bool replaces = false) {
   }
 }
 
+// Messages of programs: the kernels of float32 are llmsuite's own there, which send whatever a tensor has.
+void fill_messages(const std::string& name) {
+  auto& kernels = phi::KernelFactory::Instance().kernels().at(name);
+  const phi::Kernel plain = kernels.at({phi::Backend::CPU, phi::DataLayout::ALL_LAYOUT, DataType::FLOAT32});
+  for (const auto dtype : {DataType::BFLOAT16, DataType::FLOAT16}) {
+    const phi::KernelKey key(phi::Backend::CPU, phi::DataLayout::ALL_LAYOUT, dtype);
+    kernels.erase(key);
+    kernels.emplace(key, plain);
+  }
+}
+
 class WidenedReshard final : public phi::distributed::ReshardFunction {
  public:
   bool IsSuitable(const DistTensor& in, const TensorDistAttr&) override { return is_short(in.value()); }
@@ -291,6 +302,8 @@ class WidenedReshard final : public phi::distributed::ReshardFunction {
   FILL("index_select", IndexSelectKernel)
   FILL("index_select_grad", IndexSelectGradKernel)
   FILL("squared_l2_norm", SquaredL2NormKernel)
+  fill_messages("send_v2");
+  fill_messages("recv_v2");
   auto& reshards = phi::distributed::GetReshardFunctionList();
   reshards.insert(reshards.begin(), std::make_unique<WidenedReshard>());
   return true;
