@@ -260,6 +260,7 @@ def _pipeline(
         mesh.coordinate["pp"],
         mesh.degrees.sharding if strategy.slices else 1,
         mesh.degrees.ep,
+        strategy.dtype,
     )
 
 

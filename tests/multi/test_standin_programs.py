@@ -58,6 +58,19 @@ RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
         "step, stage2": ("sft", "bf16", 2, {"sharding": "stage2"}, (*PROGRAM, "--engine.recompute=full")),
         "step, reft, tp2": ("reft", "bf16", 2, {**TP2, **SP}, PROGRAM),
         "step, rm, tp2": ("rm", "bf16", 2, {**TP2, **SP}, PROGRAM),
+        "step, pp2": ("sft", "bf16", 2, PP2, PROGRAM),
+        "step, tied, pp2": ("tied", "bf16", 2, PP2, (*PROGRAM, "--engine.recompute=full")),
+        "step, lora, pp2": ("lora", "bf16", 2, PP2, PROGRAM),
+        "step, experts, pp2": ("experts", "bf16", 2, PP2, PROGRAM),
+        "step, deepseek, pp2": ("deepseek", "bf16", 2, PP2, PROGRAM),
+        "step, rm, tp2 pp2": ("rm", "bf16", 4, {**TP2, **SP, **PP2}, PROGRAM),
+        "step, stage3": ("sft", "bf16", 2, {"sharding": "stage3"}, (*PROGRAM, "--engine.recompute=full")),
+        "step, tied, stage3": ("tied", "bf16", 2, {"sharding": "stage3"}, PROGRAM),
+        "step, lora, stage3": ("lora", "bf16", 2, {"sharding": "stage3"}, PROGRAM),
+        "step, experts, stage3": ("experts", "bf16", 2, {"sharding": "stage3"}, PROGRAM),
+        "step, stage3, pp2": ("sft", "bf16", 4, {"sharding": "stage3", **PP2}, PROGRAM),
+        "step, fp16, pp2": ("sft", "fp16", 2, PP2, PROGRAM),
+        "step, fp16, stage3": ("sft", "fp16", 2, {"sharding": "stage3"}, PROGRAM),
         "step, fp16": ("sft", "fp16", 1, {}, PROGRAM),
         "step, fp16, lora": ("lora", "fp16", 1, {}, PROGRAM),
         "step, fp16, tp2": ("sft", "fp16", 2, {**TP2, **SP}, PROGRAM),
@@ -67,12 +80,17 @@ RUNS: dict[str, tuple[str, str, int, Mapping[str, Any], tuple[str, ...]]] = few(
         "layers, fp16, pp2": ("sft", "fp16", 2, PP2, LAYERS),
         "layers, fp16, stage3": ("sft", "fp16", 2, {"sharding": "stage3"}, LAYERS),
     },
+    "step, tied, pp2", "step, lora, pp2", "step, experts, pp2", "step, deepseek, pp2", "step, rm, tp2 pp2",
+    "step, tied, stage3", "step, lora, stage3", "step, experts, stage3", "step, stage3, pp2", "step, fp16, stage3",
     "step, tied", "step, experts", "step, experts, tp2", "step, experts, ep2", "step, stage2",
     "step, experts, fp16", "step, experts, fp16, tp2", "step, deepseek", "step, deepseek, fp16, ep2",
     "step, reft, tp2", "step, rm, tp2", "step, fp16, lora", "step, fp16, stage2",
     "layers, fp16, tp2", "layers, fp16, stage3",
 )  # fmt: skip
 """Job, precision, ranks, mesh and words."""
+
+RESUMED = [name for name in ("step", "step, pp2", "step, stage3", "step, stage3, pp2") if name in RUNS]
+"""Those that are also continued from their first checkpoint."""
 
 
 def _case(job: str, ranks: int = 1, parallel: Mapping[str, Any] | None = None, *more: str) -> Case:
@@ -94,10 +112,12 @@ def failed(runner: Runner) -> dict[str, str]:
     for name, (job, precision, *how, words) in RUNS.items():
         cases.append(of(_case(job, *how, *words), name, precision=precision))
     failed = run_cases(runner, cases)
-    assert "step" not in failed, failed["step"]
-    for name, begun in (("again", "step"), ("from dynamic", "sft, bf16")):
+    again = []
+    for begun in (*RESUMED, "sft, bf16"):
+        assert begun not in failed, failed[begun]
+        name, (job, precision, *how, words) = f"{begun}, again", RUNS.get(begun, RUNS["step"])
         shutil.copytree(runner.directory / begun / "checkpoints/step-1", runner.directory / name / "checkpoints/step-1")
-    again = [of(_case("sft", 1, {}, *PROGRAM), name, resume=True) for name in ("again", "from dynamic")]
+        again.append(of(_case(job, *how, *words), name, precision=precision, resume=True))
     return failed | run_cases(runner, again)
 
 
@@ -165,14 +185,15 @@ def test_parameters_are_their_masters_rounded(runner: Runner, failed: dict[str, 
         assert (last[name].view("uint32") & 0xFFFF).any(), name
 
 
-def test_a_program_goes_on_bit_by_bit(runner: Runner, failed: dict[str, str]) -> None:
-    assert not {"step", "again"} & failed.keys(), failed
+@pytest.mark.parametrize("begun", RESUMED)
+def test_a_program_goes_on_bit_by_bit(runner: Runner, failed: dict[str, str], begun: str) -> None:
+    assert not {begun, f"{begun}, again"} & failed.keys(), failed
     for stem in ("model", "optimizer"):
-        whole, again = (runner.weights(name, STEPS, stem) for name in ("step", "again"))
+        whole, again = (runner.weights(name, STEPS, stem) for name in (begun, f"{begun}, again"))
         assert whole.keys() == again.keys()
         assert [name for name, value in whole.items() if value.tobytes() != again[name].tobytes()] == []
 
 
 def test_a_program_goes_on_from_steps_op_by_op(runner: Runner, failed: dict[str, str]) -> None:
-    assert not {"sft, bf16", "from dynamic"} & failed.keys(), failed
-    _check(runner, "sft", "sft, bf16", "from dynamic", first=2)
+    assert not {"sft, bf16", "sft, bf16, again"} & failed.keys(), failed
+    _check(runner, "sft", "sft, bf16", "sft, bf16, again", first=2)

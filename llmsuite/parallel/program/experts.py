@@ -70,6 +70,8 @@ class _Seen(Beside):
         self._sent_lengths = lengths
         self._loads: list[Tensor] = []
         self._losses: list[Tensor] = []
+        self._dtype: Any = None
+        """Of the activations that losses were sent with."""
 
     def add(self, loads: Tensor, losses: Tensor | None) -> None:
         """Tokens of each row that a gate has sent to each expert, [B, E], and its balance loss of each row, [B]."""
@@ -92,8 +94,8 @@ class _Seen(Beside):
         self._loads = [send(self.loads())] if self._loads else []
         if not self._losses:
             return send(x)
-        (num_rows, length), dtype = x.shape[:2], x.dtype
-        assert dtype == paddle.float32, "refused before the run"
+        num_rows, length = x.shape[:2]
+        self._dtype, x = x.dtype, x.astype("float32")  # with activations in 16 bits a loss is none of them
         column = (self.losses() / length).reshape([num_rows, 1, 1]).expand([num_rows, length, 1])
         return send(paddle.concat([x, dist.reshard(column, x.process_mesh, x.placements)], -1))
 
@@ -105,6 +107,7 @@ class _Seen(Beside):
             x, column = paddle.split(x, [x.shape[-1] - 1, 1], -1)
             whole = [dist.Shard(0), dist.Replicate()]
             self._losses = [dist.reshard(column, column.process_mesh, whole).sum([1, 2])]
+            x = x.astype(self._dtype)
         return x
 
 

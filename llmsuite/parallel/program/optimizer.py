@@ -171,7 +171,7 @@ class ProgramOptimizer:
         for shard in self.shards:
             for slot in self.own_slots:
                 yield OwnedState(shard, slot, self._values[f"{shard.name}_{slot}"], None, self._owners, self._cuts)
-            if "master" in self.slots:  # whole on every rank: it is the parameter that a program knows
+            if "master" in self.slots:  # the parameter that a program knows: whole on every rank, or its slice
                 yield StateTensor(shard, "master", shard.master_or_shard.detach())
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:

@@ -61,6 +61,8 @@ class Pipeline:
     """How many slices the data ranks have of a parameter that they share out, see `slices`."""
     expert_parts: int = 1
     """How many data ranks share out a stack of routed experts."""
+    dtype: str = "float32"
+    """Of parameters, but for those that have their own."""
 
     @property
     def num_chunks(self) -> int:
@@ -92,16 +94,20 @@ class Pipeline:
         """The stage that updates a parameter."""
         return owner_stage(parameter, self.shard_plan, self.bounds, self.num_stages)
 
+    def dtype_of(self, name: str, parameter: Tensor) -> Any:
+        """The dtype that a parameter has on the ranks of its stage; `model` has no memory for it."""
+        return parameter.dtype if self.shard_plan.has_own_dtype(name) else getattr(paddle, self.dtype)
+
     @functools.cached_property
     def shared_out(self) -> frozenset[str]:
         """Names of the stacks of experts of which each data rank has its own."""
         names = (name for name, _ in self.model.named_parameters()) if self.expert_parts > 1 else ()
         return frozenset(name for name in names if self.shard_plan.is_expert(name))
 
-    def absent(self, name: str, parameter: Tensor, tp: int) -> tuple[Tensor, list[Any], int | None]:
+    def absent(self, name: str, whole: Sequence[int], dtype: Any, tp: int) -> tuple[Tensor, list[Any], int | None]:
         """What stands for a rank's part of a parameter of another stage, its placements over tp, and the dim that the
-        data ranks cut it along."""
-        shape, dim = list(parameter.shape), self.shard_plan.dim(name) if tp > 1 else None
+        data ranks cut it along; `whole` is the shape of the parameter."""
+        shape, dim = list(whole), self.shard_plan.dim(name) if tp > 1 else None
         placements = [dist.Replicate() if dim is None else dist.Shard(dim)]
         is_copied = self.shares_embedding and name == f"{self.shard_plan.embedding}.weight"
         is_shared_out = name in self.shared_out
@@ -110,7 +116,7 @@ class Pipeline:
         for cut, count in ((dim, tp), (sliced, self.num_slices), (of_experts, self.expert_parts)):
             if cut is not None:
                 shape[cut] //= count
-        return paddle.empty(shape, parameter.dtype), placements, sliced
+        return paddle.empty(shape, dtype), placements, sliced
 
     def from_last(self, told: np.ndarray | None, count: int) -> np.ndarray:
         """The numbers of a step, `count` of them, which the last stage is told, on all stages."""

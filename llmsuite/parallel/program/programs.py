@@ -108,8 +108,10 @@ class StepPrograms:
         self._own = dict(model.named_parameters())
         updated = [name for name in self._own if self._updates(name)]
         self._masters = {s.name: s for s in optimizer.shards if s.has_master and s.name in updated}
-        assert not self._masters or not (slices or pipeline), "refused before the run"
-        self._narrow = {name: self._own[name].dtype for name in self._masters}
+        trained = {name: self._dtype(name, p) for name, p in self._whole.named_parameters() if not p.stop_gradient}
+        self._narrow = {name: dtype for name, dtype in trained.items() if dtype in (paddle.bfloat16, paddle.float16)}
+        """Dtypes of the parameters that have masters, on whatever rank."""
+        assert self._narrow.keys() & {*updated} == self._masters.keys()
         self._parameters = {name: self._kept(name) for name in updated}
         self.build_seconds = 0.0
         """Seconds that making programs has taken."""
@@ -121,12 +123,16 @@ class StepPrograms:
         """Whether this rank updates a parameter."""
         return self._pipeline is None or self._pipeline.stage_of(name) == self._pipeline.stage
 
+    def _dtype(self, name: str, parameter: Tensor) -> Any:
+        """What the model computes with as a parameter, on whatever rank."""
+        return parameter.dtype if self._pipeline is None else self._pipeline.dtype_of(name, parameter)
+
     def _kept(self, name: str) -> Tensor:
         """What a program has for a parameter that this rank updates: where the model computes in 16 bits, the float32
         master."""
-        if name in self._slices:
-            return self._slices[name].stored
-        return self._masters[name].master_or_shard if name in self._masters else self._own[name]
+        if name in self._masters:
+            return self._masters[name].master_or_shard
+        return self._slices[name].stored if name in self._slices else self._own[name]
 
     def operations(self) -> Counter[str]:
         """How many operations of each name all programs have."""
@@ -162,7 +168,9 @@ class StepPrograms:
                 self.build_seconds += time.perf_counter() - started
             program = self._programs[key]
             program.rate.begin(step)
-            self._give({**program.variables, **program.clip.given(largest_norm, loss_scale)})
+            # the factor of a pipeline is a part of this one: gradients in 16 bits are to be no larger than they need be
+            given = loss_scale / self._scale(num_micro_batches) if self._scales_loss else loss_scale
+            self._give({**program.variables, **program.clip.given(largest_norm, given)})
             with _quiet():  # it warns of rows of several micro-batches
                 returned = self._returned(program, inputs, num_micro_batches)
             self._take(program.variables)
@@ -187,13 +195,14 @@ class StepPrograms:
         accepted [2]; `own` is what the program of this rank has told."""
         if self._pipeline is not None:
             own = self._pipeline.from_last(own, count)
-            self._pipeline.update_copies({name: self._kept(name) for name in self._own})
+            # of masters there are no copies
+            of_model = {name: self._own[name] if name in self._narrow else self._kept(name) for name in self._own}
+            self._pipeline.update_copies(of_model)
         assert own is not None
         return own, norm
 
     def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
-        # the mean over micro-batches that pipelines make, whatever they are told (Paddle 3.3.1), is to be their sum
-        scale = 1 if self._pipeline is None else num_micro_batches
+        scale = self._scale(num_micro_batches)
         loss_scale = StepNumber() if self._scales_loss else None
         with self._distributed() as parameters, _quiet(), whole_steps(), without_callstacks():
             called = self._whole if self._pipeline is None else StagedModel(self._pipeline, self._meshes)
@@ -220,6 +229,11 @@ class StepPrograms:
         if self._pipeline is None:
             return schedule.order("1F1B", 0, 1, num_micro_batches)
         return self._pipeline.order(num_micro_batches)
+
+    def _scale(self, num_micro_batches: int) -> int:
+        """A factor of the loss: the mean over micro-batches that pipelines make, whatever they are told (Paddle 3.3.1),
+        is to be their sum."""
+        return 1 if self._pipeline is None else num_micro_batches
 
     def _strategy(self, num_micro_batches: int) -> Any:
         strategy = dist.Strategy()
@@ -272,7 +286,7 @@ class StepPrograms:
         try:
             for name, (table, attribute) in places.items():
                 table[attribute] = placed[name]
-            with whole_where_used(places):
+            with whole_where_used(places, self._narrow):
                 yield placed
         finally:
             for name, (table, attribute) in places.items():
@@ -282,7 +296,8 @@ class StepPrograms:
         """A distributed parameter in the memory of one of the model, with a name that programs know."""
         mesh = self._meshes[0 if self._pipeline is None else self._pipeline.stage_of(name)]
         if self._pipeline is not None and name not in self._parameters:
-            local, over_tp, dim = self._pipeline.absent(name, parameter, mesh.shape[1])
+            dtype = paddle.float32 if name in self._narrow else self._dtype(name, parameter)
+            local, over_tp, dim = self._pipeline.absent(name, parameter.shape, dtype, mesh.shape[1])
         else:
             own = self._own[name]
             over_tp = own.placements if own.is_dist() else [dist.Replicate()]

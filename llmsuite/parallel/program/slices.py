@@ -64,9 +64,10 @@ class SlicedShard(ParameterShard):
         self.dim = None if stays_whole else slice_dim(parameter.shape, over_tp(parameter), mesh.degrees.sharding)
         self._slice = mesh.coordinate["sharding"]
         super().__init__(name, parameter, mesh, tp_dim, 0 if self.dim is None else 3, is_tied, is_frozen)
-        # one tensor for both: a program may leave its results in other memory
-        self._stored = self.master_or_shard
-        self._stored.stop_gradient = True  # the program has a parameter of its own
+        self.master_or_shard.stop_gradient = True  # the program has a parameter of its own
+        if not self.has_master:
+            # one tensor for both: a program may leave its results in other memory
+            self._stored = self.master_or_shard
 
     @property
     def is_sliced(self) -> bool:
@@ -96,12 +97,14 @@ class SlicedShard(ParameterShard):
 
 
 @contextlib.contextmanager
-def whole_where_used(places: Places) -> Iterator[None]:
+def whole_where_used(places: Places, narrow: Mapping[str, Any]) -> Iterator[None]:
     """While active, a program that is made brings slices together in front of the modules that compute with them; the
     gradients of the slices are summed and cut in one go.
 
     Args:
         places: of the parameters, which are distributed tensors over [data, tp], in slices or whole.
+        narrow: dtypes of what modules compute with, where slices are those of masters. These are brought together,
+            so that their gradients are summed in float32.
     """
     slices: dict[str, Tensor] = {}
 
@@ -112,7 +115,8 @@ def whole_where_used(places: Places) -> Iterator[None]:
             if found.placements[0].is_shard():
                 slices[name] = found
                 placements = [dist.Replicate(), *found.placements[1:]]
-                table[attribute] = dist.reshard(found, found.process_mesh, placements)
+                whole = dist.reshard(found, found.process_mesh, placements)
+                table[attribute] = whole.astype(narrow[name]) if name in narrow else whole
 
     def free(names: Sequence[str]) -> None:
         for name in slices.keys() & {*names}:

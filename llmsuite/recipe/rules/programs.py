@@ -41,18 +41,6 @@ def _not_with_experts(context: RuleContext) -> Iterator[Violation]:
         yield "parallel.expert_parallel_degree", f"{message} {advice}"
 
 
-def _not_of_16_bits(context: RuleContext) -> Iterator[Violation]:
-    recipe, precision = context.recipe, context.recipe.engine.precision
-    if not recipe.engine.compiles_steps or precision in ("fp32", *context.product_precisions):
-        return
-    parallel, what = recipe.parallel, f"programs do not have for parameters in {precision}; set it to"
-    advice = "engine.precision to fp32, or engine.program to layers"
-    if parallel.sharding == "stage3":
-        yield "parallel.sharding", f"is stage3, which {what} stage2, {advice}"
-    if parallel.pipeline_parallel_degree > 1:
-        yield "parallel.pipeline_parallel_degree", f"is {parallel.pipeline_parallel_degree}, which {what} 1, {advice}"
-
-
 def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
     recipe, parallel, train = context.recipe, context.recipe.parallel, context.recipe.train
     stages = parallel.pipeline_parallel_degree
@@ -102,21 +90,6 @@ PROGRAM_RULES = (
         "data ranks are one axis of the mesh of a program",
         (),
         _not_with_experts,
-    ),
-    Rule(
-        "`program: step` with parameters in 16 bits and sharding `stage3` or a pipeline",
-        "slices have no masters in a program, and one of Paddle 3.3.1 sends no bfloat16 on CPUs, where it would be "
-        "tested",
-        (
-            "--device=gpu",
-            "--engine.mode=to_static",
-            "--engine.program=step",
-            '--parallel={"sharding":"stage3"}',
-            "--launch.num_devices=2",
-            "--engine.recompute=none",
-            "--engine.precision=fp16",
-        ),
-        _not_of_16_bits,
     ),
     Rule(
         "`program: step` with a pipeline and `prefix.projection`, `micro_batch_size: 1`, with fewer micro-batches than "

@@ -71,10 +71,11 @@ def test_stacks_of_experts_that_data_ranks_share_out() -> None:
         model = spec.factory()(spec.config_cls(**spec.smoke), CpuBackend().ops("fp32"))
     pipeline = Pipeline(model, spec.shard_plan, [0, 2, 4], 2, False, "1F1B", 0, num_slices=4, expert_parts=2)
     name = "model.layers.3.mlp.experts.up_proj.weight"
-    shape = dict(model.named_parameters())[name].shape
+    parameter = dict(model.named_parameters())[name]
+    shape, dtype = parameter.shape, parameter.dtype
     assert name in pipeline.shared_out
     assert all(".experts." in shared for shared in pipeline.shared_out)
-    part, placements, dim = pipeline.absent(name, dict(model.named_parameters())[name], 2)
+    part, placements, dim = pipeline.absent(name, shape, dtype, 2)
     assert (part.shape, placements, dim) == ([shape[0] // 4, *shape[1:]], [dist.Shard(0)], None)
     assert dataclasses.replace(pipeline, expert_parts=1).shared_out == frozenset()
 
@@ -98,16 +99,16 @@ def test_stages_of_parameters() -> None:
     stages = {name: pipeline.stage_of(name) for name in parameters}
     assert stages[EMBEDDING] == stages["model.layers.0.mlp.up_proj.weight"] == 0
     assert stages["model.layers.1.mlp.up_proj.weight"] == stages["model.norm.weight"] == stages["lm_head.weight"] == 1
-    name = "model.layers.1.mlp.up_proj.weight"
+    name, dtype = "model.layers.1.mlp.up_proj.weight", paddle.float32
     wide = CONFIG.intermediate_size
     for tp, size, placements in ((1, wide, [dist.Replicate()]), (2, wide // 2, [dist.Shard(1)])):
-        part, found, dim = pipeline.absent(name, parameters[name], tp)
+        part, found, dim = pipeline.absent(name, parameters[name].shape, dtype, tp)
         assert (part.shape, found, dim) == ([CONFIG.hidden_size, size], placements, None)
         sliced = dataclasses.replace(pipeline, num_slices=2)
-        part, found, dim = sliced.absent(name, parameters[name], tp)
+        part, found, dim = sliced.absent(name, parameters[name].shape, dtype, tp)
         assert (part.shape, found, dim) == ([CONFIG.hidden_size // 2, size], placements, 0)
     copied = dataclasses.replace(sliced, shares_embedding=True)
-    dims = [each.absent(EMBEDDING, parameters[EMBEDDING], 1)[2] for each in (sliced, copied)]
+    dims = [each.absent(EMBEDDING, parameters[EMBEDDING].shape, dtype, 1)[2] for each in (sliced, copied)]
     assert dims == [1, None], "its rows are odd"
     assert not parameters[name]._is_initialized()
 
