@@ -21,6 +21,21 @@ def _program_without_mode(engine: EngineSection) -> Iterator[Violation]:
         yield "program", "is step, but mode is dynamic, which compiles nothing; set mode to to_static"
 
 
+def _passes_without_a_step(engine: EngineSection) -> Iterator[Violation]:
+    if engine.fused_passes and not engine.compiles_steps:
+        yield (
+            "fused_passes",
+            "is given, but only programs of whole steps take it; leave it out, or set mode to to_static and program to "
+            "step",
+        )
+
+
+def _passes_once(engine: EngineSection) -> Iterator[Violation]:
+    twice = [name for i, name in enumerate(engine.fused_passes) if name in engine.fused_passes[:i]]
+    if twice:
+        yield "fused_passes", f"has {twice[0]!r} twice; once is enough"
+
+
 def _selective_in_layers(engine: EngineSection) -> Iterator[Violation]:
     if engine.recompute == "selective" and engine.compiles_layers:
         yield (
@@ -42,6 +57,22 @@ ENGINE_RULES = (
         "it would change nothing",
         ("--engine.mode=dynamic", "--engine.program=step"),
         _program_without_mode,
+    ),
+    Rule(
+        "`fused_passes` without `program: step`",
+        "it would change nothing",
+        ("--engine.mode=dynamic", '--engine.fused_passes=["eliminate_transpose"]'),
+        _passes_without_a_step,
+    ),
+    Rule(
+        "a pass twice in `fused_passes`",
+        "it would change nothing",
+        (
+            "--engine.mode=to_static",
+            "--engine.program=step",
+            '--engine.fused_passes=["eliminate_transpose","eliminate_transpose"]',
+        ),
+        _passes_once,
     ),
     Rule(
         "`recompute: selective` with `to_static` and `program: layers`",
@@ -69,6 +100,10 @@ class EngineSection(Section):
     fp16 needs a GPU or XPU, scales the loss dynamically and skips steps that overflow. On the cpu, bf16 is another
     policy: parameters and all else stay float32, and the inputs of matrix products are rounded to bfloat16, in rollouts
     too."""
+    fused_passes: list[str] = dataclasses.field(default_factory=list)
+    """With `program: step`, passes of Paddle's that change the program, by the names that `fused_passes` of
+    `dist.Strategy` takes, such as "fused_gemm_epilogue_pass" or "fused_linear_param_grad_add_pass" on a gpu. What they
+    do to speed and numbers is Paddle's."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass instead of keeping them. full: whole layers. selective: the core
     of attention, between queries, keys, values and its output (a fused attention kernel does so by itself)."""

@@ -23,8 +23,9 @@ from llmsuite.parallel.program.annotated import AnnotatedPrograms
 from llmsuite.parallel.program.experts import with_experts
 from llmsuite.parallel.program.lengths import bucket
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
+from llmsuite.parallel.program.passes import check_passes
 from llmsuite.parallel.program.pipeline import LENGTHS, TOKEN_VALUES
-from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.program.slices import SlicedShard
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.build import BuiltModel
@@ -104,20 +105,16 @@ class ProgramUpdater(Updater):
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
         self._scales_loss = plan.recipe.engine.precision == "fp16"
         model, ranks = built.part.model if built.pipeline is None else built.part, mesh.rows("tp")
+        engine = plan.recipe.engine
+        check_passes(engine.fused_passes)
+        options = Options(
+            recompute=engine.recompute != "none", scales_loss=self._scales_loss, passes=engine.fused_passes
+        )
         self._programs: StepPrograms
         if plan.degrees.own_meshes:
-            self._programs = AnnotatedPrograms(model, self.optimizer, loss)
+            self._programs = AnnotatedPrograms(model, self.optimizer, loss, options)
         else:
-            self._programs = StepPrograms(
-                model,
-                self.optimizer,
-                loss,
-                ranks,
-                slices,
-                built.pipeline,
-                recompute=plan.recipe.engine.recompute != "none",
-                scales_loss=self._scales_loss,
-            )
+            self._programs = StepPrograms(model, self.optimizer, loss, ranks, slices, built.pipeline, options)
         multiple = length_multiple(plan)
         self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
 

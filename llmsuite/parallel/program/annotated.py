@@ -20,7 +20,7 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.annotated import AnnotatedShard
 from llmsuite.parallel.own_meshes import in_programs, op_by_op
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
-from llmsuite.parallel.program.programs import Inputs, Loss, Program, StepPrograms
+from llmsuite.parallel.program.programs import Inputs, Loss, Options, Program, StepPrograms
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
 
@@ -28,11 +28,11 @@ from llmsuite.typing import Tensor
 class AnnotatedPrograms(StepPrograms):
     """The programs of a run whose model has meshes of its own."""
 
-    def __init__(self, model: Any, optimizer: ProgramOptimizer, loss: Loss):
+    def __init__(self, model: Any, optimizer: ProgramOptimizer, loss: Loss, options: Options):
         """As `StepPrograms`; the optimizer is over shards of the kind `AnnotatedShard`."""
         self._shards = {shard.name: shard for shard in optimizer.shards if isinstance(shard, AnnotatedShard)}
         self._loss_op_by_op = loss
-        super().__init__(model, optimizer, self._loss_in_program)
+        super().__init__(model, optimizer, self._loss_in_program, options=options)
         self._common_mesh: Any = None
         """That of the parameters which the model has not placed."""
         self._teller = -1

@@ -37,6 +37,7 @@ from llmsuite.parallel.program.forward import LossFactor, Step, split, trained_s
 from llmsuite.parallel.program.jobs import Jobs, in_order
 from llmsuite.parallel.program.masters import without_shared_memory
 from llmsuite.parallel.program.optimizer import ProgramOptimizer, StepRate
+from llmsuite.parallel.program.passes import kernels_of, use_passes
 from llmsuite.parallel.program.pipeline import FIRST_INPUTS, Pipeline, StagedModel
 from llmsuite.parallel.program.slices import SlicedShard, whole_where_used
 from llmsuite.parallel.schedule import Action
@@ -69,6 +70,21 @@ class Program:
     """What outlives a step by the name that the program has for it: parameters, and the state of the optimizer."""
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What programs have beside a step as such."""
+
+    recompute: bool = False
+    """Whether layers of the model ask to be computed again (`parallel.recompute`)."""
+    scales_loss: bool = False
+    """Whether steps have a factor of the loss."""
+    passes: Sequence[str] = ()
+    """Of Paddle's, which change the programs; see `passes`."""
+
+
+_STEP_ALONE = Options()
+
+
 class StepPrograms:
     """The programs of a run, one for each shape of its batches, over one model and one optimizer."""
 
@@ -80,8 +96,7 @@ class StepPrograms:
         ranks: np.ndarray = ONE_RANK,
         slices: Mapping[str, SlicedShard] = MappingProxyType({}),
         pipeline: Pipeline | None = None,
-        recompute: bool = False,
-        scales_loss: bool = False,
+        options: Options = _STEP_ALONE,
     ):
         """
         Args:
@@ -92,12 +107,11 @@ class StepPrograms:
                 Those of one pipeline stage stand before those of the next.
             slices: the parameters whose slices the data ranks have, by name; the model has none of them itself.
             pipeline: what the stages have of the model; None where this rank's part is all of it.
-            recompute: whether layers of the model ask to be computed again (`parallel.recompute`).
-            scales_loss: whether steps have a factor of the loss.
+            options: what else the programs have.
         """
         self._optimizer, self._loss, self._pipeline = optimizer, loss, pipeline
-        self._recompute = recompute or (pipeline is None and makes_rows_again(model))
-        self._scales_loss = scales_loss
+        self._recompute = options.recompute or (pipeline is None and makes_rows_again(model))
+        self._scales_loss, self._passes = options.scales_loss, options.passes
         stages = np.split(ranks, 1 if pipeline is None else pipeline.num_stages)
         self._meshes = [dist.ProcessMesh(of_stage, dim_names=["data", "tp"]) for of_stage in stages]
         self._programs: dict[Any, Program] = {}
@@ -171,7 +185,7 @@ class StepPrograms:
             # the factor of a pipeline is a part of this one: gradients in 16 bits are to be no larger than they need be
             given = loss_scale / self._scale(num_micro_batches) if self._scales_loss else loss_scale
             self._give({**program.variables, **program.clip.given(largest_norm, given)})
-            with _quiet():  # it warns of rows of several micro-batches
+            with _quiet(), kernels_of(self._passes):
                 returned = self._returned(program, inputs, num_micro_batches)
             self._take(program.variables)
             for shard in self._masters.values():
@@ -215,6 +229,7 @@ class StepPrograms:
             specs = [self._spec(name, array, num_micro_batches) for name, array in inputs.items()]
             strategy = self._strategy(num_micro_batches)
             run = dist.to_static(net, None, trained_sums, optimizer, strategy=strategy, input_spec=[specs, []])
+            use_passes(run, self._passes)
             making = contextlib.nullcontext() if self._pipeline is None else self._pipeline.making()
             with making, without_shared_memory():
                 run.train()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmsuite.parallel.program.clip import largest_float32
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
-from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.schema.recipe import TrainSection
 from tests.unit import alone
 from tests.unit.parallel.program.test_programs import ADAMW, SGD, Product
@@ -33,7 +33,7 @@ class Run:
     def __init__(self, train: TrainSection, scales_loss: bool = False):
         self.model = Product()
         self.optimizer = ProgramOptimizer(alone.shards({"vector": self.model.vector}), train, 4)
-        self.programs = StepPrograms(self.model, self.optimizer, self._loss, scales_loss=scales_loss)
+        self.programs = StepPrograms(self.model, self.optimizer, self._loss, options=Options(scales_loss=scales_loss))
 
     @staticmethod
     def _loss(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from llmsuite.models.products import use_products
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.products import RankProducts
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
-from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import TrainSection
@@ -112,7 +112,7 @@ def test_layers_that_are_computed_again(every: int) -> None:
         model.train()
         parameters = dict(model.named_parameters())
         optimizer = ProgramOptimizer(alone.shards(parameters), TRAIN, 2)
-        programs = StepPrograms(model, optimizer, program_loss, recompute=again)
+        programs = StepPrograms(model, optimizer, program_loss, options=Options(recompute=again))
         programs.run(1, batch, 1)
         found.append({name: parameter.numpy() for name, parameter in parameters.items()})
         times = layers + again * -(-layers // every)

@@ -14,7 +14,7 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.pipeline import Pipeline
-from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.schema.degrees import Degrees
 from llmsuite.stages.language_model import program_loss
@@ -86,7 +86,7 @@ def test_layers_are_computed_again() -> None:
     recompute_layers(model, FAMILY.shard_plan, 1)
     optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), SGD, 4)
     pipeline = _pipeline(model, [0, NUM_LAYERS])
-    programs = StepPrograms(model, optimizer, program_loss, pipeline=pipeline, recompute=True)
+    programs = StepPrograms(model, optimizer, program_loss, pipeline=pipeline, options=Options(recompute=True))
     programs.run(1, random_batch(with_documents=False), 2)
     made = programs.operations()
     assert made["custom_op.llmsuite_attention"] == 2 * made["custom_op.llmsuite_attention_grad"] == 2 * NUM_LAYERS

@@ -11,7 +11,7 @@ from paddle.base import core
 
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
-from llmsuite.parallel.program.programs import StepPrograms
+from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.recompute import recompute_attention
 from llmsuite.stages.language_model import program_loss
 from tests.unit import alone, tiny_llama
@@ -32,7 +32,7 @@ def _steps(is_again: bool) -> tuple[dict[str, float], int, int]:
     if is_again:
         recompute_attention(model, tiny_llama.FAMILY.shard_plan or WHOLE)
     optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), TRAIN, 2)
-    programs = StepPrograms(model, optimizer, program_loss, recompute=is_again)
+    programs = StepPrograms(model, optimizer, program_loss, options=Options(recompute=is_again))
     peaks = []
     for step in range(1, 6):
         ids = np.random.default_rng(step).integers(0, CONFIG.vocab_size, [2, ROWS, LENGTH])
