@@ -15,7 +15,6 @@ from paddle.base import core
 from llmsuite.devices import ops
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
 from llmsuite.models.experts import route_in_program
 from tests.unit import tiny_llama
 
@@ -107,60 +106,6 @@ def test_attention_sees_its_document_only(heads: tuple[int, int, int], name: str
     mask = ops.document_mask(document_starts, paddle.float32)
     given = kernels.spans(document_starts, paddle.float32)
     check_equal(lambda *x: kernels.attention(*x, given), lambda *x: ops.attention(*x, mask), q, k, v)
-
-
-ROUNDED_LIMIT = 2.0**-7
-"""Weights and gradients of scores are rounded by up to 2^-9; sums of such errors stay below this part of the largest
-sum."""
-
-
-@pytest.mark.parametrize("heads", [*HEADS, (4, 2, 64), (2, 1, 80)])
-@pytest.mark.parametrize(("queries", "keys"), [(2, 2), (5, 5), (64, 64), (131, 131), (320, 320), (1, 70), (70, 133)])
-def test_attention_of_rounded_inputs_is_causal(heads: tuple[int, int, int], queries: int, keys: int) -> None:
-    num_queries, num_keys, size = heads
-    q = rounded(random(2, queries, num_queries, size, seed=1))
-    k, v = (rounded(random(2, keys, num_keys, size, seed=seed)) for seed in (2, 3))
-    mask = ops.causal_mask(queries, keys, paddle.float32)
-    plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
-    check_equal(lambda *x: kernels.bf16_attention(*x, None), plain, q, k, v, limit=ROUNDED_LIMIT)
-
-
-@pytest.mark.parametrize("name", ROWS_OF_DOCUMENTS)
-@pytest.mark.parametrize("heads", HEADS)
-def test_attention_of_rounded_inputs_sees_its_document_only(heads: tuple[int, int, int], name: str) -> None:
-    num_queries, num_keys, size = heads
-    lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
-    document_starts = paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)]))
-    length = document_starts.shape[1]
-    q = rounded(random(2, length, num_queries, size, seed=1))
-    k, v = (rounded(random(2, length, num_keys, size, seed=seed)) for seed in (2, 3))
-    mask = ops.document_mask(document_starts, paddle.float32)
-    given = kernels.spans(document_starts, paddle.float32)
-    plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
-    check_equal(lambda *x: kernels.bf16_attention(*x, given), plain, q, k, v, limit=ROUNDED_LIMIT)
-
-
-@pytest.mark.parametrize("heads", HEADS)
-def test_generation_attends_as_training_in_bf16(heads: tuple[int, int, int]) -> None:
-    """Beside the order of sums nothing differs: few weights are rounded to another side."""
-    num_queries, num_keys, size = heads
-    q = random(2, 70, num_queries, size, seed=1)
-    k, v = (random(2, 70, num_keys, size, seed=seed) for seed in (2, 3))
-    found = kernels.bf16_attention(*(paddle.to_tensor(x) for x in (q, k, v)), None).numpy()
-    first = [paddle.to_tensor(x) for x in (q, k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3]))]
-    mask = paddle.to_tensor(np.triu(np.full([1, 1, 70, 70], -1e9, "float32"), 1))
-    other = rounded_grouped_attention(kernels.bf16_attention_operand, *first, mask).numpy()
-    rounding = np.abs(found - grouped_attention(*first, mask).numpy()).max()
-    assert rounding > 1e-3
-    assert np.abs(found - other).max() <= rounding / 8
-
-
-def test_attention_rounds_its_inputs() -> None:
-    """A key of 1 + 2^-9 is 1, and the query beside it too; the weights of equal scores are exact."""
-    q = k = np.full((1, 2, 1, 8), 1 + 2.0**-9, "float32")
-    v = np.array([1 + 2.0**-9, 3], "float32").reshape(1, 2, 1, 1) * np.ones((1, 1, 1, 8), "float32")
-    found = kernels.bf16_attention(*(paddle.to_tensor(x) for x in (q, k, v)), None).numpy()
-    assert np.array_equal(found, np.array([1, 2], "float32").reshape(1, 2, 1, 1) * np.ones((1, 1, 1, 8)))
 
 
 def test_attention_takes_a_mask_that_is_added() -> None:

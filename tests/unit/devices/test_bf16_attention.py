@@ -1,0 +1,129 @@
+"""The CPU's attention of inputs that are rounded to bfloat16, against the plain form."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.devices import ops
+from llmsuite.devices.cpu.build import library
+from llmsuite.devices.cpu.kernels import ops as kernels
+from llmsuite.devices.cpu.kernels import source
+from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
+from tests.paths import ROOT
+from tests.unit.devices.test_cpu_kernels import HEADS, ROWS_OF_DOCUMENTS, check_equal, random, rounded
+
+
+@pytest.fixture(scope="module", autouse=True)
+def loaded() -> None:
+    kernels.load()
+
+
+ROUNDED_LIMIT = 2.0**-7
+"""Weights and gradients of scores are rounded by up to 2^-9; sums of such errors stay below this part of the largest
+sum."""
+
+
+@pytest.mark.parametrize("heads", [*HEADS, (4, 2, 64), (2, 1, 80)])
+@pytest.mark.parametrize(("queries", "keys"), [(2, 2), (5, 5), (64, 64), (131, 131), (320, 320), (1, 70), (70, 133)])
+def test_attention_of_rounded_inputs_is_causal(heads: tuple[int, int, int], queries: int, keys: int) -> None:
+    num_queries, num_keys, size = heads
+    q = rounded(random(2, queries, num_queries, size, seed=1))
+    k, v = (rounded(random(2, keys, num_keys, size, seed=seed)) for seed in (2, 3))
+    mask = ops.causal_mask(queries, keys, paddle.float32)
+    plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
+    check_equal(lambda *x: kernels.bf16_attention(*x, None), plain, q, k, v, limit=ROUNDED_LIMIT)
+
+
+@pytest.mark.parametrize("name", ROWS_OF_DOCUMENTS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_of_rounded_inputs_sees_its_document_only(heads: tuple[int, int, int], name: str) -> None:
+    num_queries, num_keys, size = heads
+    lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
+    document_starts = paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)]))
+    length = document_starts.shape[1]
+    q = rounded(random(2, length, num_queries, size, seed=1))
+    k, v = (rounded(random(2, length, num_keys, size, seed=seed)) for seed in (2, 3))
+    mask = ops.document_mask(document_starts, paddle.float32)
+    given = kernels.spans(document_starts, paddle.float32)
+    plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
+    check_equal(lambda *x: kernels.bf16_attention(*x, given), plain, q, k, v, limit=ROUNDED_LIMIT)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_generation_attends_as_training_in_bf16(heads: tuple[int, int, int]) -> None:
+    """Beside the order of sums nothing differs: few weights are rounded to another side."""
+    num_queries, num_keys, size = heads
+    q = random(2, 70, num_queries, size, seed=1)
+    k, v = (random(2, 70, num_keys, size, seed=seed) for seed in (2, 3))
+    found = kernels.bf16_attention(*(paddle.to_tensor(x) for x in (q, k, v)), None).numpy()
+    first = [paddle.to_tensor(x) for x in (q, k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3]))]
+    mask = paddle.to_tensor(np.triu(np.full([1, 1, 70, 70], -1e9, "float32"), 1))
+    other = rounded_grouped_attention(kernels.bf16_attention_operand, *first, mask).numpy()
+    rounding = np.abs(found - grouped_attention(*first, mask).numpy()).max()
+    assert rounding > 1e-3
+    assert np.abs(found - other).max() <= rounding / 8
+
+
+def test_attention_rounds_its_inputs() -> None:
+    """A key of 1 + 2^-9 is 1, and the query beside it too; the weights of equal scores are exact."""
+    q = k = np.full((1, 2, 1, 8), 1 + 2.0**-9, "float32")
+    v = np.array([1 + 2.0**-9, 3], "float32").reshape(1, 2, 1, 1) * np.ones((1, 1, 1, 8), "float32")
+    found = kernels.bf16_attention(*(paddle.to_tensor(x) for x in (q, k, v)), None).numpy()
+    assert np.array_equal(found, np.array([1, 2], "float32").reshape(1, 2, 1, 1) * np.ones((1, 1, 1, 8)))
+
+
+def run_alone(program: str) -> str:
+    """What a program prints as a process of its own."""
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr
+    return found.stdout
+
+
+def check_attention_of_rounded_inputs() -> None:
+    """By whatever library is loaded."""
+    for heads in HEADS:
+        for queries, keys in ((64, 64), (131, 131), (70, 133)):
+            test_attention_of_rounded_inputs_is_causal(heads, queries, keys)
+        test_attention_of_rounded_inputs_sees_its_document_only(heads, "two prompts")
+
+
+_FLAGS = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+
+
+@pytest.mark.parametrize(
+    "processor",
+    [
+        pytest.param(
+            ("-march=x86-64-v4", "-mavx512bf16"),
+            marks=pytest.mark.skipif("avx512_bf16" not in _FLAGS, reason="it has no products of bfloat16"),
+        ),
+        ("-march=x86-64",),
+    ],
+    ids=["avx512_bf16", "x86-64"],
+)
+def test_attention_of_rounded_inputs_on_processors_with_less(processor: tuple[str, ...]) -> None:
+    """The kernels are built for the processor at hand; here for one without AMX, and for one without AVX."""
+    whole = source.KERNELS
+    used = ("bf16_attention.cc", "attention.h", "common.h", "rounding.h", "tiles.h")
+    less = dataclasses.replace(
+        whole,
+        name=f"bf16-attention{'-'.join(processor)}",
+        sources=tuple(whole.sources[0].with_name(name) for name in used),
+        options=(*whole.options, *processor),
+        is_for_this_cpu=False,
+    )
+    program = (
+        "from tests.unit.devices import test_bf16_attention as tests\n"
+        "import paddle\n"
+        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(less))!r})\n"
+        "tests.check_attention_of_rounded_inputs()\n"
+        "print('all are equal')\n"
+    )
+    assert "all are equal" in run_alone(program)
