@@ -283,8 +283,15 @@ def test_rows_of_tokens(tokens: int, chosen: int, experts: int, elsewhere: int) 
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    x, two = paddle.to_tensor(random(2, 4)), paddle.to_tensor([1, 2])
+    """Else a kernel would read or write behind the end of a tensor."""
+    x, two, counts = paddle.to_tensor(random(2, 4)), paddle.to_tensor([1, 2]), paddle.to_tensor([2])
     with pytest.raises(OSError, match="a row is beyond the last one"):
         kernels.dispatch_rows(x, two, two, paddle.to_tensor([1]))
-    with pytest.raises(OSError, match="rows, tokens and counts do not fit"):
-        kernels.dispatch_rows(x, two - 1, two - 1, paddle.to_tensor([3]))
+    for wrong in ([3], [-1], [-1, 2], [2, 1]):
+        with pytest.raises(OSError, match="counts are of more rows than there are"):
+            kernels.dispatch_rows(x, two - 1, two - 1, paddle.to_tensor(wrong))
+    with pytest.raises(OSError, match="each token has to have as many rows"):
+        kernels.dispatch_rows(paddle.to_tensor(random(3, 4)), two - 1, two - 1, counts)
+    for rows, weights in ((x[:1], random(2, 1)), (x, random(2, 2)), (x, random(1, 1))):
+        with pytest.raises(OSError, match="there is not a row and a weight each"):
+            kernels.combine_rows(rows, paddle.to_tensor(weights), two - 1, two - 1, counts)

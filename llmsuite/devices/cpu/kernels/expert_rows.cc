@@ -24,8 +24,9 @@ struct Route {
       : rows(order.numel()), chosen(tokens ? rows / tokens : 0), order(Numbers(order, rows, "order")),
         places(Numbers(places, rows, "places")) {
     const int64_t* of = Numbers(counts, counts.numel(), "counts");
-    for (int64_t i = 0; i < counts.numel(); ++i) used += of[i];
-    PD_CHECK(chosen * tokens == rows && used <= rows, "rows, tokens and counts do not fit");
+    for (int64_t i = 0; i < counts.numel(); used += of[i], ++i)
+      PD_CHECK(of[i] >= 0 && of[i] <= rows - used, "counts are of more rows than there are");
+    PD_CHECK(chosen * tokens == rows, "each token has to have as many rows");
     for (int64_t i = 0; i < rows; ++i)
       PD_CHECK(0 <= this->order[i] && this->order[i] < rows && 0 <= this->places[i] && this->places[i] < rows,
                "a row is beyond the last one");
@@ -85,7 +86,9 @@ std::vector<Tensor> Combine(const Tensor& rows, const Tensor& weights, const Ten
                             const Tensor& counts) {
   Check(rows, "rows"), Check(weights, "weights");
   const int64_t tokens = weights.shape()[0];
-  return {Sum(Route(order, places, counts, tokens), rows, weights.data<float>(), tokens)};
+  const Route route(order, places, counts, tokens);
+  PD_CHECK(rows.shape()[0] == route.rows && weights.numel() == route.rows, "there is not a row and a weight each");
+  return {Sum(route, rows, weights.data<float>(), tokens)};
 }
 
 std::vector<Tensor> CombineBackward(const Tensor& rows, const Tensor& weights, const Tensor& order,
