@@ -127,3 +127,22 @@ def test_attention_of_rounded_inputs_on_processors_with_less(processor: tuple[st
         "print('all are equal')\n"
     )
     assert "all are equal" in run_alone(program)
+
+
+def test_without_memory_attention_raises() -> None:
+    """It asks for keys of 128 MiB, where 64 are left."""
+    program = """
+import resource
+import paddle
+from llmsuite.devices.cpu.kernels import ops
+
+assert ops.load()
+query, keys = paddle.ones([1, 1, 1, 8]), paddle.ones([1, 1 << 21, 1, 8])
+taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), resource.RLIM_INFINITY))
+try:
+    ops.bf16_attention(query, keys, keys, None)
+except OSError as error:
+    print(error)
+"""
+    assert "there is no memory for" in run_alone(program)

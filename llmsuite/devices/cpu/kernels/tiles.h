@@ -32,7 +32,9 @@ inline int64_t Lead(int64_t count, int64_t bytes) { return ((count * bytes + kLi
 template <typename T>
 class Scratch {
  public:
-  explicit Scratch(int64_t count) : memory_(static_cast<T*>(std::aligned_alloc(kLine, Bytes(count))), std::free) {}
+  explicit Scratch(int64_t count) : memory_(static_cast<T*>(std::aligned_alloc(kLine, Bytes(count))), std::free) {
+    PD_CHECK(memory_, "there is no memory for ", Bytes(count), " bytes");  // of bad_alloc Paddle makes no exception
+  }
   T* data() const { return memory_.get(); }
 
  private:
