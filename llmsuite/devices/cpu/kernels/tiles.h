@@ -22,6 +22,7 @@ namespace tiles {
 constexpr int64_t kStep = 32;
 constexpr int64_t kLine = 64;  // bytes
 
+// A number of rows or columns, filled up to a multiple of kStep.
 inline int64_t Whole(int64_t count) { return (count + kStep - 1) / kStep * kStep; }
 
 // Elements of `bytes` bytes from one row to the next of at least `count`: an odd number of cache lines, because rows that
