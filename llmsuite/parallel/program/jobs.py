@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from paddle.jit.api import switch_to_static_graph
 from llmsuite.parallel.schedule import Action
 
 _FORWARD, _BACKWARD = ("recv_forward", "forward"), ("backward", "send_backward")
-"""The jobs of a pass, of which a program has the last and the first at least."""
+"""The jobs of a pass over a micro-batch, in order. Only in a pipeline there are some that receive or send."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,6 +127,7 @@ def ordered(jobs: Sequence[tuple[str, int]], order: Sequence[Action] | None) -> 
         yield from jobs
         return
     kinds = {job for job, _ in jobs}
+    assert kinds <= {*_FORWARD, *_BACKWARD}, "a program has other jobs, which no pass would run"
     for action in order:
         for kind in _FORWARD if action.forward else _BACKWARD:
             if kind in kinds:
@@ -135,7 +137,7 @@ def ordered(jobs: Sequence[tuple[str, int]], order: Sequence[Action] | None) -> 
 def turns(jobs: Iterable[tuple[str, int]]) -> list[Turn]:
     """Jobs, each with its micro-batch, with places that are taken again once all jobs of a micro-batch are done."""
     jobs = list(jobs)
-    left = {micro_batch: sum(of == micro_batch for _, of in jobs) for _, micro_batch in jobs}
+    left = Counter(micro_batch for _, micro_batch in jobs)
     places: dict[int, int] = {}
     found = []
     for job, micro_batch in jobs:

@@ -49,6 +49,12 @@ def test_places_are_taken_again_when_all_is_done() -> None:
     assert [turn.place for turn in turns(ordered(given, None))] == [0, 1, 0, 2, 0, 1, 1, 2, 2]
 
 
+def test_jobs_that_no_pass_runs_are_refused() -> None:
+    """Such as another Paddle may have: without them a step would be another one."""
+    with pytest.raises(AssertionError, match="other jobs"):
+        list(ordered([("forward", 0), ("send_forward", 0), ("backward", 0)], order("1F1B", 0, 1, 1)))
+
+
 def test_inputs_may_have_fewer_rows() -> None:
     """As those of pairs: of each input a micro-batch gets its own part."""
 
