@@ -71,7 +71,7 @@ class _Seen(Beside):
         self._loads: list[Tensor] = []
         self._losses: list[Tensor] = []
         self._dtype: Any = None
-        """Of the activations that losses were sent with."""
+        """The dtype of the activations that losses were sent with."""
 
     def add(self, loads: Tensor, losses: Tensor | None) -> None:
         """Tokens of each row that a gate has sent to each expert, [B, E], and its balance loss of each row, [B]."""

@@ -177,7 +177,7 @@ def _flag(name: str, value: bool) -> Iterator[None]:
 
 
 def _names_of_inputs(program: Any) -> list[str]:
-    """Of the inputs that a job reads first; later ones find them in the scope."""
+    """The inputs that a job reads first; later ones find them in the scope."""
     data = (operation for operation in program.global_block().ops if operation.name() == "pd_op.data")
     return [operation.attrs()["name"] for operation in data if not operation.result(0).persistable]
 

@@ -62,7 +62,7 @@ class Pipeline:
     expert_parts: int = 1
     """How many data ranks share out a stack of routed experts."""
     dtype: str = "float32"
-    """Of parameters, but for those that have their own."""
+    """The dtype of parameters, but for those that have their own."""
 
     @property
     def num_chunks(self) -> int:

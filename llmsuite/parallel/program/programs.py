@@ -79,7 +79,7 @@ class Options:
     scales_loss: bool = False
     """Whether steps have a factor of the loss."""
     passes: Sequence[str] = ()
-    """Of Paddle's, which change the programs; see `passes`."""
+    """Passes of Paddle's, which change the programs."""
 
 
 _STEP_ALONE = Options()
