@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmsuite.data.formats import SHAREGPT_ROLES, Row, check_order, has_keys, messages_at, text_at, texts_at
+from llmsuite.data.formats import SHAREGPT_ROLES, Row, check_order, has_keys, messages_at, name_at, text_at, texts_at
 from llmsuite.data.rows import ROLES, Conversation, Message, ToolCall
 from llmsuite.specs import DataFormat
 
@@ -72,7 +72,10 @@ def sharegpt(row: Row) -> Conversation:
 
 
 def openai(row: Row) -> Conversation:
-    """`{"messages": [{"role", "content"}]}`; the assistant may have "tool_calls", and the row "tools"."""
+    """`{"messages": [{"role", "content"}]}`; the assistant may have "tool_calls", and the row "tools".
+
+    The "name" of a turn is for chat templates that show it.
+    """
     messages, supervised = [], []
     for i, turn in enumerate(_list(row, "messages")):
         where = f"messages[{i}]"
@@ -84,7 +87,7 @@ def openai(row: Row) -> Conversation:
             calls = calls_at(turn["tool_calls"], f"{where}.tool_calls")
         # with a call there may be nothing to say
         content = "" if calls and turn.get("content") is None else text_at(turn, "content", where)
-        messages.append(Message(role, content, calls))
+        messages.append(Message(role, content, calls, name_at(turn, where)))
         supervised.append(_is_supervised(turn, where, role))
     check_order(messages, "messages")
     return Conversation(tuple(messages), tuple(supervised), tools_at(row))

@@ -157,7 +157,8 @@ def _turn(value: Any, where: str, role_key: str, text_key: str) -> Message:
         role = SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
     if role not in ROLES:
         raise ValueError(f"{where!r} has the unknown role {value[role_key]!r}")
-    return Message(role, text_at(value, text_key, where))
+    name = name_at(value, where) if role_key == "role" else None
+    return Message(role, text_at(value, text_key, where), name=name)
 
 
 def messages_at(value: Any, where: str, default_role: str) -> list[Message]:
@@ -197,6 +198,11 @@ def text_at(row: Row, key: str, where: str = "") -> str:
         place = f"{where}.{key}" if where else key
         raise ValueError(f"{place!r} is {type(value).__name__}, not text")
     return value
+
+
+def name_at(turn: Row, where: str) -> str | None:
+    """Who says a turn, of several with one role; None where it does not tell. Raises ValueError for what is no text."""
+    return None if turn.get("name") is None else text_at(turn, "name", where)
 
 
 def texts_at(row: Row, key: str, allow_missing: bool = False) -> list[str]:

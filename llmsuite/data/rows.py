@@ -27,7 +27,7 @@ class Message:
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     name: str | None = None
-    """Who says it, of several with one role; rows of files have none."""
+    """Who says it, of several with one role, or the function that a tool's answer is of; many templates show none."""
 
 
 @dataclasses.dataclass(frozen=True)

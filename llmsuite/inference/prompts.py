@@ -146,11 +146,8 @@ def tool_names(tools: str) -> list[str]:
     return [tool["function"]["name"] for tool in json.loads(tools or "[]")]
 
 
-def read_messages(turns: Any, with_names: bool = False) -> list[Message]:
-    """Turns in OpenAI's format. Raises UserError naming the first invalid one.
-
-    `with_names`: whether they keep the names of who says them. Rows of files do not, as those to train on.
-    """
+def read_messages(turns: Any) -> list[Message]:
+    """Turns in OpenAI's format. Raises UserError naming the first invalid one."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise UserError("messages: has to be a list of turns, at least one")
     messages = []
@@ -170,7 +167,7 @@ def read_messages(turns: Any, with_names: bool = False) -> list[Message]:
             content = "" if content is None else content  # with a call there may be nothing to say
         if role not in ROLES or not isinstance(content, str):
             raise UserError(f"messages[{number}]: needs role (one of {', '.join(ROLES)}) and content, a text")
-        name = turn.get("name") if with_names else None
+        name = turn.get("name")
         messages.append(Message(role, content, calls, name if isinstance(name, str) else None))
     return messages
 

@@ -173,7 +173,7 @@ class Service:
         if self.leaves_out_tools and not asked.has_to_call:
             asked.tools = asked.tool_choice = None
         tools = asked.tools_as_text
-        ids = self.prompter.turns(read_messages(asked.messages, with_names=True), tools)
+        ids = self.prompter.turns(read_messages(asked.messages), tools)
         if tools:
             self.prompter.calls  # noqa: B018  (the model has to have a form for them)
         return ids

@@ -266,6 +266,18 @@ def test_names_are_there_where_turns_have_them() -> None:
     assert [ahead.render(each, True) for each in (turns, other)] == [expected, expected.replace("Ann", "Bob")]
 
 
+def test_names_are_trained_on_where_the_template_shows_them() -> None:
+    each = "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}</s>{% endfor %}"
+    source = template(each + "{{ '<assistant>' if add_generation_prompt }}")
+    ask = Message("user", "Hi?", name="Ann")
+    talk = Conversation((ask, Message("assistant", "Hello.")), (False, True))
+    prompt = "<Ann>Hi?</s><assistant>"
+    assert source.supervised_turns(talk) == [(prompt, f"{prompt}Hello.</s>")]
+    # what the model would not be asked for is not trained on
+    with pytest.raises(UserError, match="cannot be used to train on this conversation"):
+        source.supervised_turns(Conversation((ask, Message("assistant", "Hello.", name="Bob")), (False, True)))
+
+
 def test_only_templates_that_write_tools_are_proposed_for_tools() -> None:
     talk = Conversation(tuple(TALK), (False, True, False, True), '[{"type": "function", "function": {"name": "add"}}]')
     with pytest.raises(UserError, match=r"leaves out the tool 'add'.* data\.chat_template \(chatml\)"):

@@ -22,6 +22,7 @@ ASK, SAY = Message("user", "Hi?"), Message("assistant", "Hello.")
 AGAIN, MORE = Message("user", "And?"), Message("assistant", "Bye.")
 ONE = Conversation((ASK, SAY), (False, True))
 TWO = Conversation((ASK, SAY, AGAIN, MORE), (False, True, False, True))
+NAMED = Conversation((Message("user", "Hi?", name="Ann"), Message("assistant", "Hello.", name="Bob")), (False, True))
 SECOND = Conversation(TWO.messages, (False, False, False, True))
 
 ADD = {"name": "add", "parameters": {"type": "object"}}
@@ -83,7 +84,12 @@ ACCEPTED: list[tuple[Convert, dict[str, Any], Conversation]] = [
     ),
     (openai, {"messages": OPENAI_TWO}, TWO),
     (openai, {"messages": [turn("system", "Be brief."), *OPENAI_TWO]}, with_system(TWO)),
-    (openai, {"messages": [turn("user", "Hi?", name="Ann"), turn("assistant", "Hello.", name="Bob")]}, ONE),
+    (openai, {"messages": [turn("user", "Hi?", name="Ann"), turn("assistant", "Hello.", name="Bob")]}, NAMED),
+    (
+        trl_completion,
+        {"prompt": [turn("user", "Hi?", name="Ann")], "completion": [turn("assistant", "Hello.", name="Bob")]},
+        NAMED,
+    ),
     (openai, {"messages": [OPENAI_TWO[0], turn("assistant", "Hello.", weight=0), *OPENAI_TWO[2:]]}, SECOND),
     (openai, {"messages": [turn("user", "Hi?", weight=0), turn("assistant", "Hello.", weight=1)]}, ONE),
     (openai, {"messages": OPENAI_TOOLS, "tools": [{"type": "function", "function": ADD}]}, CALLED),
@@ -124,6 +130,7 @@ REFUSED: list[tuple[Convert, dict[str, Any], str]] = [
     (sharegpt, {"conversations": SHAREGPT_TWO, "tools": [{}]}, "'tools[0]' is not a function with a name"),
     (sharegpt, {"conversations": SHAREGPT_TWO, "tools": {}}, "'tools' is dict, not a list of functions"),
     (openai, {"messages": "a"}, "'messages' is not a list of turns"),
+    (openai, {"messages": [turn("user", "a", name=1)]}, "'messages[0].name' is int, not text"),
     (openai, {"messages": [turn("human", "a")]}, "'messages[0]' has the unknown role 'human'"),
     (openai, {"messages": [turn("user", None)]}, "'messages[0].content' is NoneType, not text"),
     (openai, {"messages": [turn("user", "a", weight=1)]}, "'messages[0]' is to be supervised, but said by 'user'"),

@@ -52,15 +52,15 @@ def test_the_template_gets_names() -> None:
     developer = [{**named[0], "role": "developer"}, *named[1:]]
     assert prompt_of(developer) == prompt_of(named)
     shown = ChatTemplate("{% for m in messages %}{{ m.name }} {% endfor %}", {}, "names")
-    assert shown.render(read_messages([{"role": "tool", "content": "2", "name": "add"}], with_names=True)) == "add "
+    assert shown.render(read_messages([{"role": "tool", "content": "2", "name": "add"}])) == "add "
 
 
-def test_rows_of_files_are_read_without_names() -> None:
-    """As those to train on are, whose prompts these may be."""
+def test_rows_of_files_have_names_too() -> None:
     prompter = make_service().prompter
     prompter._template = ChatTemplate(NAMED, {}, "named")
-    named = {"messages": [{**turn, "name": name} for turn, name in zip(TURNS, WHO)]}
-    assert prompter.row(named).ids == prompter.row({"messages": TURNS}).ids == prompt_of(TURNS)
+    named = [{**turn, "name": name} for turn, name in zip(TURNS, WHO)]
+    assert prompter.row({"messages": named}).ids == prompt_of(named) != prompt_of(TURNS)
+    assert prompter.row({"messages": TURNS}).ids == prompt_of(TURNS)
 
 
 @pytest.mark.parametrize("name", [None, 5, ["Ann"]])
