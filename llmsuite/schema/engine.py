@@ -101,9 +101,9 @@ class EngineSection(Section):
     policy: parameters and all else stay float32, and the inputs of matrix products are rounded to bfloat16, in rollouts
     too."""
     fused_passes: list[str] = dataclasses.field(default_factory=list)
-    """With `program: step`, passes of Paddle's that change the program, by the names that `fused_passes` of
-    `dist.Strategy` takes, such as "fused_gemm_epilogue_pass" or "fused_linear_param_grad_add_pass" on a gpu. What they
-    do to speed and numbers is Paddle's."""
+    """With `program: step`, passes of Paddle's that change the program, in this order, by the names that Paddle has for
+    them, such as "fused_gemm_epilogue_pass" or "fused_linear_param_grad_add_pass" on a gpu. What they do to speed and
+    numbers is up to Paddle."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations to recompute in the backward pass instead of keeping them. full: whole layers. selective: the core
     of attention, between queries, keys, values and its output (a fused attention kernel does so by itself)."""

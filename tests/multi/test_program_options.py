@@ -37,6 +37,9 @@ from tests.parity.cases import (
 )
 from tests.parity.qat import FLIPPED
 
+PASSES = (
+    '--engine.fused_passes=["eliminate_transpose","common_subexpression_elimination_pass","dead_code_elimination_pass"]',
+)
 PACKED, SELECTIVE, FULL = "--data.packing=best_fit", ("--engine.recompute=selective",), ("--engine.recompute=full",)
 SGD, ADAMW, FOUR = OPTIMIZERS["sgd"], OPTIMIZERS["adamw"], ("--model.config.num_hidden_layers=4",)
 
@@ -88,6 +91,8 @@ _RUNS: dict[str, tuple[str, int, Mapping[str, Any], tuple[str, ...]]] = {
     # job, ranks, mesh, words
     **{f"{job}, attention again": (job, 1, {}, SELECTIVE) for job in AGAIN},
     **{f"{job}, {mesh}": (job, 2, OF_TWO[mesh], SELECTIVE) for job in AGAIN for mesh in OF_TWO},
+    **{f"scores, {mesh}, passes": ("scores", 2, OF_TWO[mesh], PASSES) for mesh in OF_TWO},
+    "scores, interleaved, passes": ("scores of 4 layers", 2, INTERLEAVED, PASSES),
     "scores, interleaved": ("scores of 4 layers", 2, INTERLEAVED, SELECTIVE),
     **{f"{job}, one": (job, 1, {}, ()) for job in OTHERS},
     **{f"{job}, {mesh}": (job, 2, OF_TWO[mesh], ()) for job in OTHERS for mesh in OF_TWO},
@@ -106,7 +111,7 @@ _RUNS: dict[str, tuple[str, int, Mapping[str, Any], tuple[str, ...]]] = {
 }  # fmt: skip
 _RUNS.pop("network, pp2")  # which is refused
 KEPT = (
-    "scores, tp2", "scores of documents, stage3", "kernels, pp2", "qat, stage3", "qat sgd, tp2",
+    "scores, tp2", "scores, pp2, passes", "scores of documents, stage3", "kernels, pp2", "qat, stage3", "qat sgd, tp2",
     "reft, tp2", "prefix, pp2", "network, stage3", "dpo, pp2", "rm, tp2",
 )  # fmt: skip
 """Those that `make test` runs."""

@@ -2,8 +2,8 @@
 
 Paddle 3.3.1 cuts such a program into jobs, among them a forward pass, a backward pass and the update, and prepares each
 for every micro-batch by itself, with operations and dependencies of its own: memory that grows with their number, and
-is none of tensors. Here a job is prepared as often as micro-batches are held at once, which without a pipeline is once,
-and in one a number of its stages.
+is none of tensors. Here a job is prepared once for each micro-batch that is held at once: without a pipeline one, and
+with 1F1B n - s on stage s of n.
 """
 
 from __future__ import annotations

@@ -209,7 +209,7 @@ class StepPrograms:
         accepted [2]; `own` is what the program of this rank has told."""
         if self._pipeline is not None:
             own = self._pipeline.from_last(own, count)
-            # of masters there are no copies
+            # the copy of a tied embedding is one of the model's own, in its dtype: another stage has no master of it
             of_model = {name: self._own[name] if name in self._narrow else self._kept(name) for name in self._own}
             self._pipeline.update_copies(of_model)
         assert own is not None

@@ -94,7 +94,8 @@ def check_attention_of_rounded_inputs() -> None:
         test_attention_of_rounded_inputs_sees_its_document_only(heads, "two prompts")
 
 
-_FLAGS = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()
+_LINES = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+_FLAGS = next((line.split() for line in _LINES if line.startswith("flags")), [])
 
 
 @pytest.mark.parametrize(
@@ -130,9 +131,11 @@ def test_attention_of_rounded_inputs_on_processors_with_less(processor: tuple[st
 
 
 def test_without_memory_attention_raises() -> None:
-    """It asks for keys of 128 MiB, where 64 are left."""
+    """It asks for keys of 128 MiB, where 64 are left; of one thread, as others would want their stacks of it."""
     program = """
+import os
 import resource
+os.environ["OMP_NUM_THREADS"] = "1"
 import paddle
 from llmsuite.devices.cpu.kernels import ops
 
