@@ -100,6 +100,16 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
+def add_product(ops: Ops, total: Tensor | None, x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Tensor:
+    """A product by `Ops.matmul`, added to a total, in place if there is one yet."""
+    if total is None:
+        return ops.matmul(x, y, transpose_x, transpose_y)
+    if ops.add_matmul is None:
+        return total.add_(ops.matmul(x, y, transpose_x, transpose_y))
+    ops.add_matmul(total, x, y, transpose_x, transpose_y)
+    return total
+
+
 def square_sum(x: Tensor, factor: float) -> Tensor:
     """The sum of the squares of x times a number, []; what overflows is that and not the squares of x."""
     return x.scale(factor).square_().sum()
@@ -254,8 +264,14 @@ class Ops:
     """The logits are needed for nothing else: their memory may be taken."""
     matmul: Callable[[Tensor, Tensor, bool, bool], Tensor] = matmul
     """Takes plain tensors. A form of a device has no gradient: `llmsuite.models.products` makes it."""
-    program_matmul: Callable[[Tensor, Tensor, bool], Tensor] | None = None
-    """The same form with a gradient, for programs. None: there it is Paddle's own product, or the form has none."""
+    add_matmul: Callable[[Tensor, Tensor, Tensor, bool, bool], None] | None = None
+    """`matmul` added to a tensor, which comes first, in place. None: by an addition of its own (`add_product`)."""
+    operand_matmul: Callable[..., Tensor] | None = None
+    """`matmul`, plus a tensor if there is a fifth one, whose output is what `operand` makes of it. So is what lies
+    between the products of an MLP then, and its gradients. None: it is as `matmul` gives it."""
+    program_matmul: Callable[..., Tensor] | None = None
+    """`matmul` with a gradient, for programs, of x, a matrix, whether the matrix is transposed, and with a fourth
+    argument that is true `operand_matmul` likewise. None: there it is Paddle's own product, or the form has none."""
     operand: Callable[[Tensor], Tensor] = operand
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_matmul
     """For programs, with a gradient; takes plain tensors."""

@@ -7,6 +7,7 @@ Values are the same but for rounding.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import paddle
@@ -29,9 +30,14 @@ from llmsuite.models.blocks import (
 )
 from llmsuite.typing import Tensor
 
+JoinedSwiglu = Callable[[Tensor], Tensor]
+"""As `Ops.joined_swiglu`."""
+
 
 @paddle.no_grad()
-def fuse(model: CausalLM, live: Ops | None = None, cache_dtype: str | None = None) -> None:
+def fuse(
+    model: CausalLM, live: Ops | None = None, cache_dtype: str | None = None, joined_swiglu: JoinedSwiglu = F.swiglu
+) -> None:
     """Replace the forward of layers by the forms below, for good; the model must not be sharded over ranks.
 
     Matrices that `stored.store` has joined are taken as they are. Layers of other kinds, such as DeepSeek's attention,
@@ -42,6 +48,7 @@ def fuse(model: CausalLM, live: Ops | None = None, cache_dtype: str | None = Non
         live: the device's operations, for a model that will not be exported as a program.
         cache_dtype: what keys and values are rounded to and kept in; None for the dtype they are computed in. For
             models whose attentions are all fused.
+        joined_swiglu: that of MLPs whose gate and up have no bias; for a model that computes as one that is trained.
     """
     attentions = [module for module in model.sublayers() if isinstance(module, Attention)]
     if not all(m.q_proj is None or is_plain(m.q_proj, m.k_proj, m.v_proj) for m in attentions):
@@ -52,7 +59,7 @@ def fuse(model: CausalLM, live: Ops | None = None, cache_dtype: str | None = Non
     model.__dict__["cache_dtype"] = cache_dtype
     for module in model.sublayers():
         if isinstance(module, GatedMLP) and (module.gate_proj is None or is_plain(module.gate_proj, module.up_proj)):
-            module.__dict__["forward"] = FusedMLP(module).forward
+            module.__dict__["forward"] = FusedMLP(module, joined_swiglu).forward
         elif isinstance(module, RMSNorm) and module.norm is rms_norm and module.weight.place.is_cpu_place():
             module.norm = _rms_norm
         elif type(module).forward is DecoderLayer.forward:
@@ -161,15 +168,17 @@ class FusedAttention:
 class FusedMLP:
     """`llmsuite.models.blocks.GatedMLP` with its first two matrices as one."""
 
-    def __init__(self, mlp: GatedMLP):
+    def __init__(self, mlp: GatedMLP, joined_swiglu: JoinedSwiglu = F.swiglu):
+        """`joined_swiglu`: as in `fuse`."""
         self._mlp = mlp
         if mlp.gate_proj is not None:
             mlp.gate_up_proj = _joined([mlp.gate_proj, mlp.up_proj])
             mlp.gate_proj = mlp.up_proj = None
+        self._swiglu = joined_swiglu if mlp.gate_up_proj.bias is None else F.swiglu
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        return _product(self._mlp.down_proj, F.swiglu(_product(self._mlp.gate_up_proj, x)))
+        return _product(self._mlp.down_proj, self._swiglu(_product(self._mlp.gate_up_proj, x)))
 
 
 def _product(layer: Any, x: Tensor) -> Tensor:

@@ -56,7 +56,9 @@ class RefreshableModel:
         self._write = None if live is None else live.stored_write
         is_stored = any(isinstance(module, StoredLinear) for module in model.sublayers())
         own_products = live is not None and live.matmul is not matmul and not is_stored
-        fuse(model, None if own_products else live)
+        # as training has it between products
+        swiglu = {} if live is None or live.operand_matmul is None else {"joined_swiglu": live.joined_swiglu}
+        fuse(model, None if own_products else live, **swiglu)
         if own_products:
             assert live is not None
             model.__dict__.pop("logits", None)  # `fuse` has put Paddle's product there

@@ -31,9 +31,10 @@ def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
     return nn.Linear(num_inputs, num_outputs, weight_attr=ZEROS, bias_attr=ZEROS if bias else False)
 
 
-def products(layers: Sequence[nn.Layer], x: Tensor) -> list[Tensor]:
+def products(layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
     """The outputs of linear layers that have one input. Modules call it as their own `products`, in whose place the
-    engine may put another form (`llmsuite.parallel.overlap`)."""
+    engine may put another form (`llmsuite.parallel.overlap`). `then` is the layer whose input alone is made of them, by
+    an operation that takes and gives what products take (`Ops.operand_matmul`): so they may be that."""
     return [layer(x) for layer in layers]
 
 
@@ -121,13 +122,16 @@ class GatedMLP(nn.Layer):
     def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops, bias: bool = False):
         super().__init__()
         self.swiglu, self.products = ops.swiglu, products
+        self.has_operands = ops.operand_matmul is not None
+        """Whether `swiglu` takes and gives what products take."""
         self.gate_proj = linear(hidden_size, intermediate_size, bias)
         self.up_proj = linear(hidden_size, intermediate_size, bias)
         self.down_proj = linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        return self.down_proj(self.swiglu(*self.products([self.gate_proj, self.up_proj], x)))
+        then = [self.down_proj] if self.has_operands else []
+        return self.down_proj(self.swiglu(*self.products([self.gate_proj, self.up_proj], x, *then)))
 
 
 class DecoderLayer(nn.Layer):

@@ -8,14 +8,14 @@ Shapes: I inputs and O outputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.ops import Ops, add_product
 from llmsuite.typing import Tensor
 
 
@@ -72,27 +72,49 @@ class Products:
         y = self(x, weight)
         return y if bias is None else y + bias
 
-    def several(self, x: Tensor, matrices: Sequence[Tensor], transpose_y: bool = False) -> list[Tensor]:
-        """The products of x with several matrices; what is kept of x for their gradients is kept once."""
-        if not paddle.in_dynamic_mode():
-            return [self.in_program(x, matrix, transpose_y) for matrix in matrices]
-        if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *matrices)):
-            place = self.place(x, matrices[0], transpose_y)
-            operand = self.ops.operand(place.input(x))
-            return [place.output(self.ops.matmul(operand, place.local(m), False, transpose_y)) for m in matrices]
-        return list(_Products.apply(x, *matrices, (self, transpose_y)))
+    def several(
+        self, x: Tensor, matrices: Sequence[Tensor], transpose_y: bool = False, gives_operands: bool = False
+    ) -> list[Tensor]:
+        """The products of x with several matrices; what is kept of x for their gradients is kept once.
 
-    def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool) -> Tensor:
+        With `gives_operands` they are what `Ops.operand` makes of them, and so are their gradients. Where x is one it
+        is taken as it is, and so its gradient is one.
+        """
+        if not paddle.in_dynamic_mode():
+            return [self.in_program(x, matrix, transpose_y, gives_operands) for matrix in matrices]
+        if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *matrices)):
+            place, matmul = self.place(x, matrices[0], transpose_y), self.form(gives_operands)
+            operand = self.ops.operand(place.input(x))
+            return [place.output(matmul(operand, place.local(m), False, transpose_y)) for m in matrices]
+        return list(_Products.apply(x, *matrices, (self, transpose_y, gives_operands)))
+
+    def form(self, gives_operands: bool) -> Callable[..., Tensor]:
+        """The product of plain tensors that gives operands, or the one that does not."""
+        if not gives_operands:
+            return self.ops.matmul
+        assert self.ops.operand_matmul is not None, "the device has operands between products"
+        return self.ops.operand_matmul
+
+    def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool, gives_operand: bool = False) -> Tensor:
         """The same while a program is made, whose way back has no Python."""
         assert self.ops.program_matmul is not None, "refused before the run"
-        return self.ops.program_matmul(x, matrix, transpose_y)
+        return self.ops.program_matmul(x, matrix, transpose_y, gives_operand)
 
-    def of_layers(self, layers: Sequence[nn.Layer], x: Tensor) -> list[Tensor]:
+    def of_layers(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
         """As `blocks.products`."""
         if not all(type(layer) is nn.Linear for layer in layers):
             return [layer(x) for layer in layers]
         linear: list[Any] = list(layers)
-        return finish(linear, x, self.several(x, [layer.weight for layer in linear]))
+        gives = self.ops.operand_matmul is not None and gives_operands(layers, then)
+        return finish(linear, x, self.several(x, [layer.weight for layer in linear], gives_operands=gives))
+
+
+def gives_operands(layers: Sequence[Any], then: nn.Layer | None) -> bool:
+    """Whether linear layers may give operands, of whose outputs the input of a layer `then` is made: nothing is added
+    to them, and nobody else sees them."""
+    if then is None or type(then) is not nn.Linear or then._forward_pre_hooks or then._forward_post_hooks:
+        return False
+    return all(layer.bias is None and not layer._forward_post_hooks for layer in layers)
 
 
 def finish(layers: Sequence[Any], x: Tensor, products: Sequence[Tensor]) -> list[Tensor]:
@@ -112,12 +134,12 @@ class _Products(PyLayer):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *matrices, (products, transpose_y) = rest
-        matmul, operand = products.ops.matmul, products.ops.operand
+        *matrices, (products, transpose_y, gives_operands) = rest
+        matmul = products.form(gives_operands)
         ctx.place = place = products.place(x, matrices[0], transpose_y)
-        ctx.matmul, ctx.operand, ctx.transpose_y = matmul, operand, transpose_y
+        ctx.ops, ctx.transpose_y, ctx.takes_operand = products.ops, transpose_y, x.dtype != paddle.float32
         ctx.wants_x, ctx.wanted = not x.stop_gradient, [not matrix.stop_gradient for matrix in matrices]
-        kept = operand(place.input(x))
+        kept = products.ops.operand(place.input(x))
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(*matrices, *([kept] if any(ctx.wanted) else []))
         return tuple(place.output(matmul(kept, place.local(matrix), False, transpose_y)) for matrix in matrices)
@@ -125,19 +147,20 @@ class _Products(PyLayer):
     @staticmethod
     @paddle.no_grad()
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        place, matmul, transpose_y = ctx.place, ctx.matmul, ctx.transpose_y
+        place, ops, transpose_y = ctx.place, ctx.ops, ctx.transpose_y
         saved = ctx.saved_tensor()
         matrices, kept = saved[: len(ctx.wanted)], saved[len(ctx.wanted) :]
-        of_x, of_matrices = None, []
-        for matrix, wanted, gradient in zip(matrices, ctx.wanted, gradients, strict=True):
-            given = ctx.operand(place.output_gradient(gradient))
+        of_x, of_matrices, last = None, [], len(matrices) - 1
+        for i, (matrix, wanted, gradient) in enumerate(zip(matrices, ctx.wanted, gradients, strict=True)):
+            given = ops.operand(place.output_gradient(gradient))
             if ctx.wants_x:
-                product = matmul(given, place.local(matrix), False, not transpose_y)
-                of_x = product if of_x is None else of_x.add_(product)
+                pair = given, place.local(matrix), False, not transpose_y
+                is_rounded = ctx.takes_operand and i == last
+                of_x = ops.operand_matmul(*pair, of_x) if is_rounded else add_product(ops, of_x, *pair)
             found = None
             if wanted:
                 rows = [part.reshape([-1, part.shape[-1]]) for part in (kept[0], given)]
-                found = place.matrix_gradient(matmul(*(rows[::-1] if transpose_y else rows), True, False))
+                found = place.matrix_gradient(ops.matmul(*(rows[::-1] if transpose_y else rows), True, False))
             of_matrices.append(found)
         return (None if of_x is None else place.input_gradient(of_x), *of_matrices)
 

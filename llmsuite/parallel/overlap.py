@@ -19,8 +19,8 @@ from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
-from llmsuite.devices.ops import matmul
-from llmsuite.models.products import finish
+from llmsuite.devices.ops import Ops, add_product, matmul
+from llmsuite.models.products import finish, gives_operands
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
@@ -46,7 +46,7 @@ def fuse_projections(
     mesh: Mesh,
     sequence_parallel: bool,
     overlap: bool,
-    matmul: Callable[..., Tensor] = matmul,
+    ops: Ops | None = None,
 ) -> None:
     """Let the projections of one input share an operation, in every module that has some.
 
@@ -56,11 +56,11 @@ def fuse_projections(
         mesh: this rank's place.
         sequence_parallel: whether inputs are gathered along the sequence in front of the modules.
         overlap: whether the device can send beside a backward pass.
-        matmul: multiplies plain tensors.
+        ops: the forms of the device, of which products of plain tensors are made; None for Paddle's own.
     """
     summed: Summed = "later" if sequence_parallel else "beside" if overlap else "at once"
     for module in modules_to_fuse(model, plan):
-        module.products = _Fused(mesh, summed, matmul).products
+        module.products = _Fused(mesh, summed, ops).products
 
 
 def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
@@ -73,7 +73,7 @@ class _Overlapped:
     """Computes in place of an `nn.Linear` whose weight is split along dim 1."""
 
     def __init__(self, layer: nn.Linear, mesh: Mesh, matmul: Callable[..., Tensor]):
-        self._layer, self._how = layer, (mesh, "beside", matmul)
+        self._layer, self._how = layer, (mesh, "beside", Ops(matmul=matmul), False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D], the same on every rank, to [..., F], split along F."""
@@ -87,40 +87,44 @@ class _Overlapped:
 class _Fused:
     """Computes in place of `blocks.products`, of layers whose weights are split along dim 1."""
 
-    def __init__(self, mesh: Mesh, summed: Summed, matmul: Callable[..., Tensor] = matmul):
-        self._how = mesh, summed, matmul
+    def __init__(self, mesh: Mesh, summed: Summed, ops: Ops | None = None):
+        self._mesh, self._summed, self._ops = mesh, summed, ops or Ops()
 
-    def products(self, layers: Sequence[nn.Layer], x: Tensor) -> list[Tensor]:
+    def products(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
         """[..., D], the same on every rank, to an output [..., F] of each layer, split along F."""
         assert all(type(layer) is nn.Linear for layer in layers), "a layer that is more than its matrix"
         linear: list[Any] = list(layers)
-        return finish(linear, x, _Products.apply(x, *(layer.weight for layer in linear), self._how))
+        gives = self._ops.operand_matmul is not None and gives_operands(layers, then)
+        how = (self._mesh, self._summed, self._ops, gives)
+        return finish(linear, x, _Products.apply(x, *(layer.weight for layer in linear), how))
 
 
 class _Products(PyLayer):
-    """x W of distributed tensors, for several W. Mesh, `Summed` and the product of plain tensors come in a tuple, which
-    PyLayer does not look into."""
+    """x W of distributed tensors, for several W. Mesh, `Summed`, the forms of the device and whether outputs are those
+    of `Ops.operand_matmul` come in a tuple, which PyLayer does not look into."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *weights, (mesh, summed, matmul) = rest
-        ctx.mesh, ctx.summed, ctx.matmul = mesh, summed, matmul
+        *weights, (mesh, summed, ops, gives_operands) = rest
+        ctx.mesh, ctx.summed, ctx.ops, ctx.gives_operands = mesh, summed, ops, gives_operands
+        matmul = ops.operand_matmul if gives_operands else ops.matmul
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(x, *weights)
         local = x._local_value()
-        outputs = [matmul(local, weight._local_value()) for weight in weights]
+        outputs = [matmul(local, weight._local_value(), False, False) for weight in weights]
         return tuple(dtensor_from_local(y, mesh.tensor, [dist.Shard(y.ndim - 1)]) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensor()
-        mesh, of_x, arrival = ctx.mesh, None, None
+        mesh, ops, of_x, arrival = ctx.mesh, ctx.ops, None, None
         locals_ = [weight._local_value() for weight in weights]
-        given = [gradient._local_value().astype(local.dtype) for gradient, local in zip(gradients, locals_)]
+        given = [gradient._local_value() for gradient in gradients]
+        if not ctx.gives_operands:
+            given = [gradient.astype(local.dtype) for gradient, local in zip(given, locals_)]
         if not x.stop_gradient:
             for gradient, local in zip(given, locals_):
-                product = ctx.matmul(gradient, local, transpose_y=True)
-                of_x = product if of_x is None else of_x.add_(product)
+                of_x = add_product(ops, of_x, gradient, local, False, True)
             if ctx.summed == "beside":
                 arrival = collective.begin_sum(of_x, mesh.tensor_group)
         of_weights: list[Tensor | None] = []
@@ -129,7 +133,7 @@ class _Products(PyLayer):
                 of_weights.append(None)
                 continue
             rows = x._local_value().astype(local.dtype).reshape([-1, local.shape[0]])
-            product = ctx.matmul(rows, gradient.reshape([-1, local.shape[1]]), transpose_x=True)
+            product = ops.matmul(rows, gradient.reshape([-1, local.shape[1]]), True, False)
             of_weights.append(dtensor_from_local(product, mesh.tensor, [dist.Shard(1)]))
         if arrival is not None:
             arrival.wait()

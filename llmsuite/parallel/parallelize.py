@@ -92,7 +92,7 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     if mesh.tensor is not None and strategy.overlap:
         overlap_sums(model, plan, mesh, strategy.ops.matmul)
     if mesh.tensor is not None and strategy.fuse_projections:
-        fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap, strategy.ops.matmul)
+        fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap, strategy.ops)
     # 7. layers as programs: what came before is compiled into them, what comes now stands around them
     if strategy.compile:
         compile_layers(model, plan, mesh, between_layers(strategy.sequence_parallel))

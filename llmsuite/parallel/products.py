@@ -33,10 +33,10 @@ class RankProducts(Products):
             return Place()
         return _RankPlace(self._mesh, x, matrix, transpose_y)
 
-    def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool) -> Tensor:
+    def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool, gives_operand: bool = False) -> Tensor:
         """On the mesh [data, tp] of a program of a whole step, where each data rank has rows of its own."""
         if not x.is_dist():
-            return super().in_program(x, matrix, transpose_y)
+            return super().in_program(x, matrix, transpose_y, gives_operand)
         assert self.ops.program_matmul is not None, "refused before the run"
         mesh, (rows, given), (_, of_matrix) = x.process_mesh, x.placements, matrix.placements
         own = _Placements.of(given, of_matrix, x.ndim, transpose_y)
@@ -44,9 +44,10 @@ class RankProducts(Products):
         share = dist.Partial() if rows.is_shard() else dist.Replicate()  # of a sum over the data ranks
         of_x = dtensor_to_local(x, mesh, [rows, own.input_gradient])
         of_matrix = dtensor_to_local(matrix, mesh, [share, own.matrix_gradient])
-        y = self.ops.program_matmul(of_x, of_matrix, transpose_y)
+        y = self.ops.program_matmul(of_x, of_matrix, transpose_y, gives_operand)
         if not own.output.is_partial():
             return dtensor_from_local(y, mesh, [rows, own.output])
+        assert not gives_operand, "a sum over ranks is of float32 numbers"
         whole = [rows, dist.Replicate()]
         return summed(y, mesh, [rows, own.output], whole, whole)
 

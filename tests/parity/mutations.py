@@ -158,22 +158,56 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     by as much as a rounding to 5 bits would, and is continuous. So strategies that apply it to the same numbers agree
     as closely as in float32, and one that forgets it once, or applies it to a part of a sum, does not."""
     import paddle
+    from paddle.autograd import PyLayer
 
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.cpu.kernels import ops
+    from llmsuite.devices.local_parts import on_parts
+
+    def bent(wide: Any) -> Any:
+        return wide * (1 + 2.0**-5 * paddle.sin(3 * paddle.log(wide.abs() + 1e-30)))
 
     def operand(x: Any) -> Any:
         """In float64, which says that it is bent already."""
-        wide = x.astype("float64")
-        return wide * (1 + 2.0**-5 * paddle.sin(3 * paddle.log(wide.abs() + 1e-30)))
+        return x if x.dtype == paddle.float64 else bent(x.astype("float64"))
 
-    def matmul(x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False) -> Any:
-        x, y = (t if t.dtype == paddle.float64 else operand(t) for t in (x, y))
-        return paddle.matmul(x, y, transpose_x, transpose_y).astype("float32")
+    def product(x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False) -> Any:
+        return paddle.matmul(operand(x), operand(y), transpose_x, transpose_y)
+
+    def matmul(*arguments: Any) -> Any:
+        return product(*arguments).astype("float32")
+
+    def operand_matmul(x: Any, y: Any, transpose_x: bool, transpose_y: bool, addend: Any = None) -> Any:
+        found = product(x, y, transpose_x, transpose_y)
+        return bent(found if addend is None else found + addend.astype("float64"))
+
+    class Swiglu(PyLayer):
+        """Between products all is bent, as it is bfloat16 there: what it gives, and its gradients."""
+
+        @staticmethod
+        def forward(ctx: Any, gate: Any, up: Any) -> Any:
+            ctx.save_for_backward(gate, up)
+            return bent(paddle.nn.functional.silu(gate) * up)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> tuple[Any, Any]:
+            gate, up = ctx.saved_tensor()
+            sigmoid = paddle.nn.functional.sigmoid(gate)
+            silu = gate * sigmoid
+            return bent(gradient * up * (sigmoid + silu * (1 - sigmoid))), bent(gradient * silu)
+
+    of_float32 = ops.swiglu
+
+    def swiglu(gate: Any, up: Any) -> Any:
+        if gate.dtype != paddle.float64:
+            return of_float32(gate, up)
+        return on_parts(Swiglu.apply, gate, up) if gate.is_dist() else Swiglu.apply(gate, up)
 
     patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
     patch.setattr(ops, "rounded_matmul", matmul)
+    patch.setattr(ops, "rounded_operand_matmul", operand_matmul)
     patch.setattr(ops, "bf16_operand", operand)
+    patch.setattr(ops, "swiglu", swiglu)
 
 
 def products_by_rounding(patch: pytest.MonkeyPatch) -> None:

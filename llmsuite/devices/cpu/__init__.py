@@ -51,13 +51,18 @@ _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
 _BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
 _BF16_BY_ROUNDING = {
     "matmul": "rounded_matmul",
+    "operand_matmul": "rounded_operand_matmul",
     "operand": "bf16_operand",
     "program_matmul": "rounded_linear",
     "grouped_matmul": "rounded_grouped_matmul",
+    "joined_swiglu": "rounded_joined_swiglu",
+    "next_logits": "rounded_next_logits",
 }
 _BF16_PRODUCTS = {
     **_BF16_BY_ROUNDING,
     "matmul": "bf16_matmul",
+    "add_matmul": "bf16_add_matmul",
+    "operand_matmul": "bf16_operand_matmul",
     "program_matmul": "bf16_linear",
     "attention": "bf16_attention",
     "attention_operand": "bf16_attention_operand",

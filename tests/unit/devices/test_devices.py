@@ -72,13 +72,18 @@ KERNELS = {
 
 BY_ROUNDING = {
     "matmul": kernels.rounded_matmul,
+    "operand_matmul": kernels.rounded_operand_matmul,
     "operand": kernels.bf16_operand,
     "program_matmul": kernels.rounded_linear,
     "grouped_matmul": kernels.rounded_grouped_matmul,
+    "joined_swiglu": kernels.rounded_joined_swiglu,
+    "next_logits": kernels.rounded_next_logits,
 }
 BY_INSTRUCTIONS = {
     **BY_ROUNDING,
     "matmul": kernels.bf16_matmul,
+    "add_matmul": kernels.bf16_add_matmul,
+    "operand_matmul": kernels.bf16_operand_matmul,
     "program_matmul": kernels.bf16_linear,
     "attention": kernels.bf16_attention,
     "attention_operand": kernels.bf16_attention_operand,

@@ -18,6 +18,7 @@ from llmsuite.inference.load import AS_TRAINED, load_model, open_any
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.sampling import draw, log_softmax
 from llmsuite.inference.stored import StoredLinear
+from llmsuite.models.blocks import GatedMLP
 from llmsuite.models.products import Products, use_products
 from tests.paths import REFERENCE
 from tests.unit.families import CASES, FAMILIES, load, reference
@@ -50,6 +51,9 @@ def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None
     trained = load_model(open_any(REFERENCE / case, FAMILIES), backend)
     values = {name: parameter.clone() for name, parameter in trained.named_parameters()}
     use_products(trained, Products(ops := backend.ops("bf16")))
+    for module in trained.sublayers():
+        if isinstance(module, GatedMLP):  # as if it were built for training
+            module.swiglu, module.has_operands = ops.swiglu, ops.operand_matmul is not None
     if ops.attention_operand is not Ops.attention_operand:
         rounded = functools.partial(rounded_grouped_attention, ops.attention_operand)
         for module in trained.sublayers():

@@ -2,7 +2,7 @@
 // and all threads move from layer to layer together, with no operator launch and no thread wake-up in between. A row is
 // summed in the same order whatever rows are beside it and however many threads there are. Keys and values are kept in
 // float32 or bfloat16; all sums are float32. With `rounds` queries, keys, values and weights of attention are rounded to
-// bfloat16 where they are made, as in bf16_attention.cc.
+// bfloat16 where they are made, as in bf16_attention.cc, and with `rounds_inner` so are gate and up, as in training.
 //
 // Shapes: B rows, D hidden, H query heads, J key-value heads, K head size, F intermediate, S columns of the cache,
 // V vocabulary.
@@ -129,7 +129,7 @@ struct Work {
   Shape s;
   Form form;  // of the matrices of layers; 32 bits: as they are
   float eps;
-  bool rounds;
+  bool rounds, rounds_inner;
   int64_t filled;
   const float *cos, *sin;
   const int64_t* padding;
@@ -199,6 +199,8 @@ void Pass(const Work& w, const Layer& layer, Team& team, int thread, int threads
   Times(w.form, layer.gate_up, s.B, normed, s.D, s.F + inner.from, s.F + inner.to, w.inner);
   for (int64_t b = 0; b < s.B; ++b) {
     float* row = w.inner + b * 2 * s.F;
+    if (w.rounds_inner)
+      for (float* part : {row, row + s.F}) RoundAll(inner.to - inner.from, part + inner.from);
 #pragma omp simd
     for (int64_t n = inner.from; n < inner.to; ++n) row[n] = row[n] / (1.f + Exp(-row[n])) * row[s.F + n];
   }
@@ -243,7 +245,8 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
                             const std::vector<Tensor>& layers, const Tensor& norm, const Tensor& head,
                             const std::vector<Tensor>& cache, float eps, int64_t num_queries, int64_t num_inner,
                             int64_t num_words, bool has_bias, bool has_head_norms, bool is_tied, int64_t bits,
-                            int64_t head_bits, std::vector<float> levels, bool rounds, int64_t filled) {
+                            int64_t head_bits, std::vector<float> levels, bool rounds, bool rounds_inner,
+                            int64_t filled) {
   Check(x, "x"), Check(cos, "cos"), Check(sin, "sin"), Check(norm, "norm");
   const auto& columns = cache.at(0).shape();
   const Form form(bits, levels), head_form(head_bits, levels);
@@ -256,8 +259,8 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& cos, const Tensor& si
   Tensor logits = Floats({s.B, s.V}, x);
   std::vector<float> states(x.data<float>(), x.data<float>() + x.numel()), qkv(s.B * s.heads() * s.K),
       attended(s.B * s.H * s.K), inner(s.B * 2 * s.F), added(x.numel());
-  const Work work{s, form, eps, rounds, filled, cos.data<float>(), sin.data<float>(), padding.data<int64_t>(),
-                  states.data(), qkv.data(), attended.data(), inner.data(), added.data()};
+  const Work work{s, form, eps, rounds, rounds_inner, filled, cos.data<float>(), sin.data<float>(),
+                  padding.data<int64_t>(), states.data(), qkv.data(), attended.data(), inner.data(), added.data()};
   const float* last = norm.data<float>();
   float* out = logits.data<float>();
   Team team;
@@ -281,7 +284,7 @@ using Dims = std::vector<int64_t>;
 using ManyDims = std::vector<Dims>;
 ManyDims Shapes(const Dims& x, const Dims&, const Dims&, const Dims&, const ManyDims&, const Dims&, const Dims&,
                 const ManyDims&, float, int64_t, int64_t, int64_t num_words, bool, bool, bool, int64_t, int64_t,
-                std::vector<float>, bool, int64_t) {
+                std::vector<float>, bool, bool, int64_t) {
   return {{x[0], num_words}};
 }
 using Type = paddle::DataType;
@@ -298,7 +301,8 @@ PD_BUILD_OP(llmsuite_next_logits)
     .Outputs({"logits"})
     .Attrs({"eps: float", "num_queries: int64_t", "num_inner: int64_t", "num_words: int64_t", "has_bias: bool",
             "has_head_norms: bool", "is_tied: bool", "bits: int64_t", "head_bits: int64_t",
-            "levels: std::vector<float>", "rounds: bool", "filled: int64_t"})
+            "levels: std::vector<float>", "rounds: bool", "rounds_inner: bool",
+            "filled: int64_t"})
     .SetKernelFn(PD_KERNEL(Forward))
     .SetInferShapeFn(PD_INFER_SHAPE(Shapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(TypeOf));

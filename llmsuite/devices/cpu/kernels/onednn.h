@@ -12,13 +12,16 @@ typedef struct dnnl_memory* dnnl_memory_t;
 typedef struct dnnl_memory_desc* dnnl_memory_desc_t;
 typedef struct dnnl_primitive_desc* dnnl_primitive_desc_t;
 typedef struct dnnl_primitive* dnnl_primitive_t;
+typedef struct dnnl_primitive_attr* dnnl_primitive_attr_t;
+typedef struct dnnl_post_ops* dnnl_post_ops_t;
 typedef int64_t dnnl_dims_t[12];
 
 typedef enum { dnnl_success = 0 } dnnl_status_t;
-typedef enum { dnnl_bf16 = 2, dnnl_f32 = 3 } dnnl_data_type_t;
+typedef enum { dnnl_data_type_undef = 0, dnnl_bf16 = 2, dnnl_f32 = 3 } dnnl_data_type_t;
+typedef enum { dnnl_binary_add = 0x1fff0 } dnnl_alg_kind_t;
 typedef enum { dnnl_cpu = 1 } dnnl_engine_kind_t;
 enum { dnnl_stream_in_order = 1 };
-enum { DNNL_ARG_SRC = 1, DNNL_ARG_DST = 17, DNNL_ARG_WEIGHTS = 33 };
+enum { DNNL_ARG_SRC = 1, DNNL_ARG_DST = 17, DNNL_ARG_WEIGHTS = 33, DNNL_ARG_FIRST_ADDEND = 32768 | 2 };  // of post-ops
 typedef struct {
   int arg;
   dnnl_memory_t memory;
@@ -41,7 +44,15 @@ dnnl_status_t dnnl_matmul_primitive_desc_create(dnnl_primitive_desc_t*, dnnl_eng
                                                 const struct dnnl_memory_desc* source,
                                                 const struct dnnl_memory_desc* weights,
                                                 const struct dnnl_memory_desc* bias,
-                                                const struct dnnl_memory_desc* destination, const void* attributes);
+                                                const struct dnnl_memory_desc* destination,
+                                                const struct dnnl_primitive_attr* attributes);
+dnnl_status_t dnnl_post_ops_create(dnnl_post_ops_t*);
+dnnl_status_t dnnl_post_ops_destroy(dnnl_post_ops_t);
+dnnl_status_t dnnl_post_ops_append_sum(dnnl_post_ops_t, float scale, int32_t zero_point, dnnl_data_type_t);
+dnnl_status_t dnnl_post_ops_append_binary(dnnl_post_ops_t, dnnl_alg_kind_t, const struct dnnl_memory_desc* other);
+dnnl_status_t dnnl_primitive_attr_create(dnnl_primitive_attr_t*);
+dnnl_status_t dnnl_primitive_attr_destroy(dnnl_primitive_attr_t);
+dnnl_status_t dnnl_primitive_attr_set_post_ops(dnnl_primitive_attr_t, const struct dnnl_post_ops*);
 dnnl_status_t dnnl_primitive_desc_destroy(dnnl_primitive_desc_t);
 dnnl_status_t dnnl_primitive_create(dnnl_primitive_t*, const struct dnnl_primitive_desc*);
 dnnl_status_t dnnl_primitive_destroy(dnnl_primitive_t);

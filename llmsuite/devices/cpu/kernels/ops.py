@@ -80,15 +80,15 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`ops.swiglu` in one pass."""
-    if not _takes(gate, up):
+    """`ops.swiglu` in one pass, of bfloat16 inputs too, which is computed in float32."""
+    if not _takes(gate, up, dtype=gate.dtype if gate.dtype == paddle.bfloat16 else paddle.float32):
         return ops.swiglu(gate, up)
     return _on_parts(lambda *local: _run("swiglu", *local)[0], gate, up)
 
 
 def joined_swiglu(both: Tensor) -> Tensor:
     """`ops.joined_swiglu` in one pass; for generation, without a gradient."""
-    return _run("joined_swiglu", both)[0] if _takes(both) else ops.joined_swiglu(both)
+    return _run("joined_swiglu", both, False)[0] if _takes(both) else ops.joined_swiglu(both)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
@@ -123,7 +123,21 @@ def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, c
 def bf16_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
     """`ops.matmul` of inputs rounded to bfloat16, with float32 sums, by oneDNN; they are float32, or rounded already.
     Nothing but x has more than two dims."""
-    return _run("bf16_product", x, y, transpose_x, transpose_y)[0]
+    return _run("bf16_product", x, y, transpose_x, transpose_y, False)[0]
+
+
+def bf16_add_matmul(total: Tensor, x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> None:
+    """Adds `bf16_matmul` to a float32 tensor without gaps, where it is made."""
+    _run("bf16_product_plus", x, y, total, transpose_x, transpose_y, False)
+
+
+def bf16_operand_matmul(
+    x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False, addend: Tensor | None = None
+) -> Tensor:
+    """`bf16_matmul`, plus a float32 tensor, whose sums are rounded to bfloat16 where they are made."""
+    if addend is None:
+        return _run("bf16_product", x, y, transpose_x, transpose_y, True)[0]
+    return _run("bf16_product_plus", x, y, addend, transpose_x, transpose_y, True)[0]
 
 
 def bf16_operand(x: Tensor) -> Tensor:
@@ -143,14 +157,27 @@ def rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y:
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
-def bf16_linear(x: Tensor, y: Tensor, transpose_y: bool = False) -> Tensor:
-    """`bf16_matmul` of x [..., I] and a matrix, with a gradient: for programs."""
-    return _run("bf16_linear", x, y, transpose_y)[0]
+def rounded_operand_matmul(
+    x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False, addend: Tensor | None = None
+) -> Tensor:
+    """`bf16_operand_matmul` likewise."""
+    product = rounded_matmul(x, y, transpose_x, transpose_y)
+    return bf16_operand(product if addend is None else product.add_(addend))
 
 
-def rounded_linear(x: Tensor, y: Tensor, transpose_y: bool = False) -> Tensor:
-    """`rounded_matmul` of x [..., I] and a matrix, with a gradient: for programs."""
-    return _run("rounded_linear", x, y, transpose_y)[0]
+def bf16_linear(x: Tensor, y: Tensor, transpose_y: bool = False, gives_operand: bool = False) -> Tensor:
+    """`bf16_matmul`, or `bf16_operand_matmul`, of x [..., I] and a matrix, with a gradient: for programs."""
+    return _run("bf16_linear", x, y, transpose_y, x.dtype == paddle.bfloat16, gives_operand)[0]
+
+
+def rounded_linear(x: Tensor, y: Tensor, transpose_y: bool = False, gives_operand: bool = False) -> Tensor:
+    """`rounded_matmul`, or `rounded_operand_matmul`, of x [..., I] and a matrix, with a gradient: for programs."""
+    return _run("rounded_linear", x, y, transpose_y, x.dtype == paddle.bfloat16, gives_operand)[0]
+
+
+def rounded_joined_swiglu(both: Tensor) -> Tensor:
+    """`joined_swiglu` of gate and up as products give them in training: rounded to bfloat16, here as float32."""
+    return _run("joined_swiglu", both, True)[0]
 
 
 def rounded_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -177,14 +204,22 @@ def next_logits(
     padding: Tensor,
     cache: Sequence[Tensor],
     filled: int,
-    rounds: bool = False,
 ) -> Tensor:
     """One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
-    inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
-    sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
-    has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
-    codes = (weights.codes.bits, weights.head_codes.bits, list(weights.codes.levels))
-    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, rounds, filled)[0]
+    return _next_logits((False, False), weights, x, cos, sin, padding, cache, filled)
+
+
+def rounded_next_logits(
+    weights: DecoderWeights,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    padding: Tensor,
+    cache: Sequence[Tensor],
+    filled: int,
+) -> Tensor:
+    """`next_logits` with gate and up rounded to bfloat16, as in training."""
+    return _next_logits((False, True), weights, x, cos, sin, padding, cache, filled)
 
 
 def bf16_next_logits(
@@ -196,8 +231,18 @@ def bf16_next_logits(
     cache: Sequence[Tensor],
     filled: int,
 ) -> Tensor:
-    """`next_logits` with the attention of `bf16_attention`; what is in the cache has to be rounded already."""
-    return next_logits(weights, x, cos, sin, padding, cache, filled, rounds=True)
+    """`rounded_next_logits` with the attention of `bf16_attention`; what is in the cache has to be rounded already."""
+    return _next_logits((True, True), weights, x, cos, sin, padding, cache, filled)
+
+
+def _next_logits(rounds: tuple[bool, bool], weights: DecoderWeights, *given: Any) -> Tensor:
+    """`rounds`: whether what attention takes is rounded, and whether gate and up are."""
+    x, cos, sin, padding, cache, filled = given
+    inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
+    sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
+    has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
+    codes = (weights.codes.bits, weights.head_codes.bits, list(weights.codes.levels))
+    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, *rounds, filled)[0]
 
 
 def stored_product(x: Tensor, matrix: StoredMatrix) -> Tensor:
@@ -234,9 +279,9 @@ def _is_plain(x: Tensor) -> bool:
     return x.dtype == paddle.float32 and x.size > 0 and not x.is_dist()
 
 
-def _takes(*tensors: Tensor) -> bool:
+def _takes(*tensors: Tensor, dtype: Any = paddle.float32) -> bool:
     """Whether the kernels can take them."""
-    if any(t.dtype != paddle.float32 or 0 in t.shape for t in tensors):
+    if any(t.dtype != dtype or 0 in t.shape for t in tensors):
         return False
     return not tensors[0].is_dist() or (is_split(tensors[0]) and are_alike(tensors))
 

@@ -23,7 +23,7 @@ Tensor Rounded(const Tensor& x) {
   return y;
 }
 
-Tensor Multiply(const Tensor& a, const Tensor& b, bool ta, bool tb) {
+Tensor Wide(const Tensor& a, const Tensor& b, bool ta, bool tb) {
   const int64_t wide = a.shape().back(), rows = wide ? a.numel() / wide : 0;
   const int64_t n = tb ? b.shape().front() : b.shape().back(), m = ta ? wide : rows, k = ta ? rows : wide;
   linear::Dims shape = ta ? linear::Dims{wide, n} : a.shape();
@@ -40,11 +40,17 @@ Tensor Multiply(const Tensor& a, const Tensor& b, bool ta, bool tb) {
   return c;
 }
 
-std::vector<Tensor> Forward(const Tensor& x, const Tensor& w, bool transpose) {
-  return linear::Forward(x, w, transpose, Multiply);
+Tensor Multiply(const Tensor& a, const Tensor& b, bool ta, bool tb, bool is_narrow) {
+  const Tensor c = Wide(a, b, ta, tb);
+  return is_narrow ? rounding::ToBf16(c) : c;
 }
-std::vector<Tensor> Backward(const Tensor& kept, const Tensor& w, const Tensor& d_y, bool transpose) {
-  return linear::Backward(kept, w, d_y, transpose, Multiply);
+
+std::vector<Tensor> Forward(const Tensor& x, const Tensor& w, bool transpose, bool takes, bool gives) {
+  return linear::Forward(x, w, transpose, gives, Multiply);
+}
+std::vector<Tensor> Backward(const Tensor& kept, const Tensor& w, const Tensor& d_y, bool transpose, bool takes,
+                             bool gives) {
+  return linear::Backward(kept, w, d_y, transpose, takes, Multiply);
 }
 
 }  // namespace

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "common.h"
+#include "rounding.h"
 
 namespace {
 
@@ -95,46 +96,72 @@ std::vector<Tensor> RotaryBackward(const Tensor& cos, const Tensor& sin, const T
   return {Turned(d_y, cos, sin, -1.f)};
 }
 
-// silu(gate) * up
+// silu(gate) * up, of float32 numbers, or of bfloat16 ones to such, computed in float32
+
+inline float Wide(float x) { return x; }
+inline float Wide(uint16_t x) { return rounding::Whole(x); }
+inline void Put(float x, float& to) { to = x; }
+inline void Put(float x, uint16_t& to) { to = rounding::Half(x); }
+
+inline float Swiglu(float gate, float up) { return gate / (1.f + Exp(-gate)) * up; }
+
+template <typename T>
+void Swiglus(int64_t count, const void* gate, const void* up, void* y) {
+  const T *pg = static_cast<const T*>(gate), *pu = static_cast<const T*>(up);
+  T* py = static_cast<T*>(y);
+#pragma omp parallel for simd
+  for (int64_t i = 0; i < count; ++i) Put(Swiglu(Wide(pg[i]), Wide(pu[i])), py[i]);
+}
+
+template <typename T>
+void SwigluGradients(int64_t count, const void* gate, const void* up, const void* d, void* d_gate, void* d_up) {
+  const T *pg = static_cast<const T*>(gate), *pu = static_cast<const T*>(up), *pd = static_cast<const T*>(d);
+  T *pdg = static_cast<T*>(d_gate), *pdu = static_cast<T*>(d_up);
+#pragma omp parallel for simd
+  for (int64_t i = 0; i < count; ++i) {
+    const float x = Wide(pg[i]), sigmoid = 1.f / (1.f + Exp(-x)), silu = x * sigmoid;
+    Put(Wide(pd[i]) * Wide(pu[i]) * (sigmoid + silu * (1.f - sigmoid)), pdg[i]);
+    Put(Wide(pd[i]) * silu, pdu[i]);
+  }
+}
 
 std::vector<Tensor> SwigluForward(const Tensor& gate, const Tensor& up) {
-  Check(gate, "gate"), Check(up, "up");
+  PD_CHECK(rounding::IsBf16(gate) == rounding::IsBf16(up) && gate.numel() == up.numel(), "gate and up differ");
   Tensor y = Like(gate);
-  const float *pg = gate.data<float>(), *pu = up.data<float>();
-  float* py = y.data<float>();
-#pragma omp parallel for simd
-  for (int64_t i = 0; i < gate.numel(); ++i) py[i] = pg[i] / (1.f + Exp(-pg[i])) * pu[i];
+  (rounding::IsBf16(gate) ? Swiglus<uint16_t> : Swiglus<float>)(gate.numel(), gate.data(), up.data(), y.data());
   return {y};
 }
 
 std::vector<Tensor> SwigluBackward(const Tensor& gate, const Tensor& up, const Tensor& d_y) {
   const Tensor d_whole = d_y.contiguous();
+  PD_CHECK(rounding::IsBf16(gate) == rounding::IsBf16(d_whole), "a gradient of another type");
   Tensor d_gate = Like(gate), d_up = Like(up);
-  const float *pg = gate.data<float>(), *pu = up.data<float>(), *pd = d_whole.data<float>();
-  float *pdg = d_gate.data<float>(), *pdu = d_up.data<float>();
-#pragma omp parallel for simd
-  for (int64_t i = 0; i < gate.numel(); ++i) {
-    const float sigmoid = 1.f / (1.f + Exp(-pg[i])), silu = pg[i] * sigmoid;
-    pdg[i] = pd[i] * pu[i] * (sigmoid + silu * (1.f - sigmoid));
-    pdu[i] = pd[i] * silu;
-  }
+  (rounding::IsBf16(gate) ? SwigluGradients<uint16_t> : SwigluGradients<float>)(
+      gate.numel(), gate.data(), up.data(), d_whole.data(), d_gate.data(), d_up.data());
   return {d_gate, d_up};
 }
 
-// silu(gate) * up of gate and up side by side, [..., 2 F]; without a gradient
-std::vector<Tensor> JoinedSwiglu(const Tensor& both) {
+// silu(gate) * up of gate and up side by side, [..., 2 F], float32, which with `rounds` are rounded to bfloat16 first;
+// without a gradient
+std::vector<Tensor> JoinedSwiglu(const Tensor& both, bool rounds) {
   Check(both, "gate and up");
   std::vector<int64_t> shape = both.shape();
   const int64_t size = shape.back() /= 2, rows = both.numel() / (2 * size);
   Tensor y = Floats(shape, both);
   const float* px = both.data<float>();
   float* py = y.data<float>();
+  const auto each = [&](auto as_kept) {
 #pragma omp parallel for
-  for (int64_t i = 0; i < rows; ++i) {
-    const float *gate = px + i * 2 * size, *up = gate + size;
+    for (int64_t i = 0; i < rows; ++i) {
+      const float *gate = px + i * 2 * size, *up = gate + size;
 #pragma omp simd
-    for (int64_t j = 0; j < size; ++j) py[i * size + j] = gate[j] / (1.f + Exp(-gate[j])) * up[j];
-  }
+      for (int64_t j = 0; j < size; ++j) py[i * size + j] = Swiglu(as_kept(gate[j]), as_kept(up[j]));
+    }
+  };
+  if (rounds)
+    each([](float x) { return rounding::Whole(rounding::Half(x)); });
+  else
+    each([](float x) { return x; });
   return {y};
 }
 
@@ -196,7 +223,7 @@ std::vector<Dims> NormShapes(const Dims& x, const Dims& weight, float) {
 std::vector<Dims> RotaryShapes(const Dims& x, const Dims&, const Dims&) { return {x}; }
 std::vector<Dims> RotaryGradShapes(const Dims&, const Dims&, const Dims& d_y) { return {d_y}; }
 std::vector<Dims> SwigluShapes(const Dims& gate, const Dims&) { return {gate}; }
-std::vector<Dims> JoinedSwigluShapes(Dims both) {
+std::vector<Dims> JoinedSwigluShapes(Dims both, bool) {
   both.back() /= 2;
   return {both};
 }
@@ -250,6 +277,7 @@ PD_BUILD_GRAD_OP(llmsuite_swiglu)
 PD_BUILD_OP(llmsuite_joined_swiglu)
     .Inputs({"both"})
     .Outputs({"y"})
+    .Attrs({"rounds: bool"})
     .SetKernelFn(PD_KERNEL(JoinedSwiglu))
     .SetInferShapeFn(PD_INFER_SHAPE(JoinedSwigluShapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(Same));

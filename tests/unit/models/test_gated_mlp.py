@@ -1,0 +1,178 @@
+"""A gated MLP between whose products all is bfloat16: numbers beside float64 rounded in the same places, and what it
+keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.ops import Ops
+from llmsuite.models.blocks import GatedMLP
+from llmsuite.models.products import Products, use_products
+from tests.unit.models.test_products import FORMS, leaf, random, rounded
+
+HIDDEN, INNER = 48, 80
+NEAR = 2.0**-6
+"""How far a number may be off that is rounded to bfloat16 and lies in the middle, relative to the largest one."""
+
+
+@pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
+def ops(request: pytest.FixtureRequest) -> Ops:
+    return CpuBackend(multiplies_bf16=request.param).ops("bf16")
+
+
+def mlp_of(ops: Ops, bias: bool = False) -> GatedMLP:
+    mlp = GatedMLP(HIDDEN, INNER, ops, bias)
+    for seed, parameter in enumerate(mlp.parameters()):
+        parameter.set_value(random(*parameter.shape, seed=seed) / parameter.shape[0] ** 0.5)
+    use_products(mlp, Products(ops))
+    return mlp
+
+
+def check(found: Any, expected: np.ndarray) -> None:
+    """Few are rounded to another side, by the order of float32 sums."""
+    far = np.abs(found.astype("float32").numpy() - expected) / np.abs(expected).max()
+    assert np.median(far) <= 1e-6
+    assert far.max() <= NEAR
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    return x / (1 + np.exp(-x))
+
+
+def test_values_and_gradients(ops: Ops) -> None:
+    mlp, given = mlp_of(ops), random(2, 37, HIDDEN, seed=5)
+    x, gradient = leaf(given), random(2, 37, HIDDEN, seed=6)
+    y = mlp(x)
+    y.backward(paddle.to_tensor(gradient))
+    gate_w, up_w, down_w = (
+        rounded(p.numpy()) for p in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
+    )
+    rows, d_y = rounded(given).reshape(-1, HIDDEN), rounded(gradient).reshape(-1, HIDDEN)
+    gate, up = rounded(rows @ gate_w), rounded(rows @ up_w)
+    inner = rounded(silu(gate) * up)
+    assert [t.dtype for t in (y, x.grad)] == [paddle.float32] * 2
+    check(y.reshape([-1, HIDDEN]), inner @ down_w)
+    d_inner, sigmoid = rounded(d_y @ down_w.T), 1 / (1 + np.exp(-gate))
+    d_gate = rounded(d_inner * up * (sigmoid + silu(gate) * (1 - sigmoid)))
+    d_up = rounded(d_inner * silu(gate))
+    check(x.grad.reshape([-1, HIDDEN]), d_gate @ gate_w.T + d_up @ up_w.T)
+    for layer, (of_input, of_output) in {
+        mlp.gate_proj: (rows, d_gate), mlp.up_proj: (rows, d_up), mlp.down_proj: (inner, d_y)
+    }.items():  # fmt: skip
+        assert layer.weight.grad.dtype == paddle.float32
+        check(layer.weight.grad, of_input.T @ of_output)
+
+
+@pytest.mark.parametrize("transpose", [False, True])
+@pytest.mark.parametrize("size", [(1, 64, 7), (37, 65, 131), (0, 8, 8), (5, 0, 3)])
+def test_products_that_are_rounded_or_added_up(ops: Ops, size: tuple[int, int, int], transpose: bool) -> None:
+    rows, inputs, outputs = size
+    x, y = random(rows, inputs), random(inputs, outputs, seed=1)
+    addend = random(rows, outputs, seed=2)
+    pair = paddle.to_tensor(x), paddle.to_tensor(y.T.copy() if transpose else y), False, transpose
+    product = rounded(x) @ rounded(y)
+    assert ops.operand_matmul is not None
+    found = [ops.operand_matmul(*pair), ops.operand_matmul(*pair, paddle.to_tensor(addend))]
+    for tensor, expected in zip(found, (product, product + addend)):
+        assert tensor.dtype == paddle.bfloat16
+        far = np.abs(tensor.astype("float32").numpy() - expected)
+        assert (far <= 2.0**-8 * np.abs(expected) + 1e-6 * np.abs(expected).max(initial=0)).all()
+    if ops.add_matmul is not None:
+        total = paddle.to_tensor(addend)
+        ops.add_matmul(total, *pair)
+        assert np.abs(total.numpy() - product - addend).max(initial=0) <= 1e-5
+
+
+def kept_dtypes(mlp: GatedMLP, x: Any) -> list[Any]:
+    """What a forward pass keeps, but for parameters."""
+    kept, own = list[Any](), {id(parameter) for parameter in mlp.parameters()}
+
+    def pack(tensor: Any) -> Any:
+        if id(tensor) not in own and tensor.ndim > 2:
+            kept.append(tensor.dtype)
+        return tensor
+
+    with paddle.autograd.saved_tensors_hooks(pack, lambda tensor: tensor):
+        mlp(x)
+    return kept
+
+
+def test_it_keeps_bfloat16_only(ops: Ops) -> None:
+    kept = kept_dtypes(mlp_of(ops), leaf(random(2, 5, HIDDEN)))
+    assert set(kept) == {paddle.bfloat16}, kept
+
+
+def between(mlp: GatedMLP, x: Any) -> list[Any]:
+    """Dtypes of what SwiGLU takes."""
+    taken = list[Any]()
+    swiglu = mlp.swiglu
+
+    def noted(gate: Any, up: Any) -> Any:
+        taken.extend([gate.dtype, up.dtype])
+        return swiglu(gate, up)
+
+    mlp.swiglu = noted
+    y = mlp(x)
+    mlp.swiglu = swiglu
+    assert y.dtype == paddle.float32
+    return taken
+
+
+def test_what_else_sees_or_adds_leaves_float32(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, plain = leaf(random(2, 5, HIDDEN)), mlp_of(ops)
+    assert between(plain, x) == [paddle.bfloat16] * 2
+    with paddle.no_grad():
+        assert between(plain, x) == [paddle.bfloat16] * 2
+    assert between(mlp_of(ops, bias=True), x) == [paddle.float32] * 2
+    for layer in (plain.gate_proj, plain.down_proj):
+        seen = layer.register_forward_post_hook(lambda *_: None)
+        assert between(plain, x) == [paddle.float32] * 2
+        seen.remove()
+    plain.down_proj.__class__ = type("More", (paddle.nn.Linear,), {})
+    assert between(plain, x) == [paddle.float32] * 2
+    monkeypatch.setattr("llmsuite.devices.cpu.can_be_built", lambda *_: False)
+    assert between(mlp_of(CpuBackend(multiplies_bf16=False).ops("bf16")), x) == [paddle.float32] * 2
+
+
+def test_recomputed_it_is_the_same(ops: Ops) -> None:
+    found = []
+    for again in (False, True):
+        mlp, x = mlp_of(ops), leaf(random(2, 5, HIDDEN))
+        y = paddle.distributed.fleet.utils.recompute(mlp, x) if again else mlp(x)
+        y.sum().backward()
+        found.append([t.numpy().tobytes() for t in (y, x.grad, *(p.grad for p in mlp.parameters()))])
+    assert found[0] == found[1]
+
+
+def test_its_program_has_the_same_numbers(ops: Ops) -> None:
+    found = []
+    for compiles in (False, True):
+        mlp, x = mlp_of(ops), leaf(random(2, 5, HIDDEN))
+        y = _compiled(mlp)(x) if compiles else mlp(x)
+        y.sum().backward()
+        found.append([t.numpy() for t in (y, x.grad, *(p.grad for p in mlp.parameters()))])
+    for ours, theirs in zip(*found):
+        assert np.abs(ours - theirs).max() <= 1e-6 * np.abs(ours).max()
+
+
+def _compiled(mlp: GatedMLP) -> Any:
+    """The layer as a program, in which nothing of Python's is made again from its source."""
+
+    class Compiled(paddle.nn.Layer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = mlp
+
+        @paddle.jit.not_to_static
+        def run(self, x: Any) -> Any:
+            return self.mlp.forward(x)
+
+        def forward(self, x: Any) -> Any:
+            return self.run(x)
+
+    return paddle.jit.to_static(Compiled(), full_graph=True)
