@@ -85,6 +85,8 @@ class ActivationSettings:
     """Whether the loss takes the entropy of tokens: no kernel makes it in place."""
     rounds_inputs: bool = False
     """Whether the inputs of these modules are rounded too."""
+    inner_bytes: int | None = None
+    """Bytes of an element of what lies between the products of a gated MLP without biases; None for `num_bytes`."""
 
 
 def kept_by_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -193,8 +195,9 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
     """Bytes kept between the input of the MLP and its output."""
     what, e, tokens = layer.mlp, settings.num_bytes, batch.tokens
     times = 3 if "swiglu" in settings.fused else 4  # gate, up, their product; unfused also the gate's activation
+    inner = settings.inner_bytes or e
     if isinstance(what, GatedMLP):
-        return tokens * e * times * what.width / settings.tp
+        return tokens * (e if what.biased else inner) * times * what.width / settings.tp
     if not isinstance(what, MoE):
         return tokens * e * 2 * what.width / settings.tp
     rows = _expert_rows(what, batch, settings)
@@ -202,7 +205,7 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
     routed = rows * e * (hidden + times * what.width) + combined * e * hidden
     if not settings.keeps_expert_rows:
         routed -= rows * e * (hidden + what.width)
-    shared = tokens * e * times * what.shared_width / settings.tp
+    shared = tokens * inner * times * what.shared_width / settings.tp
     # scores; for each choice its number, weight and place among the sorted rows
     gate = tokens * (2 * what.experts * 4 + what.chosen * (3 * INDEX_BYTES + 4))
     if what.normed:

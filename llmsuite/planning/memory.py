@@ -116,7 +116,12 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
+        inner_bytes=_OPERAND_BYTES if "operand_matmul" in fused and not layout.adapted and not layout.rounded else None,
     )
+
+
+_OPERAND_BYTES = 2
+"""Bytes of an element of what products take where a device has a form of its own for them."""
 
 
 def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:

@@ -11,9 +11,14 @@ import pytest
 
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
+from llmsuite.models.anatomy import GatedMLP as Size
+from llmsuite.models.anatomy import GroupedQuery, LayerAnatomy
 from llmsuite.models.blocks import GatedMLP
 from llmsuite.models.products import Products, use_products
+from llmsuite.planning import activations
+from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from tests.unit.models.test_products import FORMS, leaf, random, rounded
+from tests.unit.planning.test_memory import allocated
 
 HIDDEN, INNER = 48, 80
 NEAR = 2.0**-6
@@ -105,6 +110,15 @@ def kept_dtypes(mlp: GatedMLP, x: Any) -> list[Any]:
 def test_it_keeps_bfloat16_only(ops: Ops) -> None:
     kept = kept_dtypes(mlp_of(ops), leaf(random(2, 5, HIDDEN)))
     assert set(kept) == {paddle.bfloat16}, kept
+
+
+def test_it_keeps_what_is_planned(ops: Ops) -> None:
+    """Byte for byte: but for its input, rounded, and its output, bfloat16 gate, up and what is made of them."""
+    mlp, x = mlp_of(ops), leaf(random(2, 37, HIDDEN))
+    layer = LayerAnatomy(attention=GroupedQuery(heads=1, kv_heads=1, head_size=8), mlp=Size(width=INNER))
+    settings = ActivationSettings(num_bytes=4, inner_bytes=2, fused=frozenset(["swiglu"]))
+    planned = activations.mlp_kept(layer, HIDDEN, MicroBatch(2, 37, 74), settings)
+    assert allocated(lambda: mlp(x)) == planned + 74 * HIDDEN * (2 + 4)
 
 
 def between(mlp: GatedMLP, x: Any) -> list[Any]:
