@@ -21,8 +21,10 @@ from llmsuite.models.adapter_sizes import kron_shapes, square_size
 from llmsuite.models.experts import Stacked
 from llmsuite.models.lora_embedding import DoraEmbedding, LoraEmbedding, PissaEmbedding
 from llmsuite.models.lora_experts import DoraExperts, LokrExperts, LoraExperts, MoraExperts, PissaExperts
+from llmsuite.models.lora_products import Factors
 from llmsuite.models.paddlenlp_peft import import_alone
 from llmsuite.models.peft_configs import DoraConfig, LokrConfig, VeraConfig
+from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.models.shard_plan import KRON_INNER
 from llmsuite.models.structured import Part, StructuredLinear, kron_update, mora_update
 from llmsuite.typing import Tensor
@@ -66,6 +68,16 @@ class LoraLinear(Adapter, _LoRALinear):
     @is_on.setter
     def is_on(self, is_on: bool) -> None:
         self.disable_lora = not is_on
+
+    def is_low_rank(self) -> bool:
+        """Whether it is this and nothing more, so that products may be made of its factors (`models.products`)."""
+        is_dropped = self.lora_dropout is not identity and self.training
+        is_dense = not isinstance(self.weight, QuantisedMatrix)
+        return type(self) is LoraLinear and is_dense and not is_dropped and not self.lora_use_mixer
+
+    def factors(self) -> Factors | None:
+        """What it adds at present."""
+        return None if self.disable_lora or self.merged else Factors(self.lora_A, self.lora_B, self.scaling)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""

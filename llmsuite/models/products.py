@@ -16,6 +16,8 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import Ops, add_product
+from llmsuite.models.adapter import identity
+from llmsuite.models.lora_products import lora_products
 from llmsuite.typing import Tensor
 
 
@@ -102,19 +104,46 @@ class Products:
 
     def of_layers(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
         """As `blocks.products`."""
-        if not all(type(layer) is nn.Linear for layer in layers):
-            return [layer(x) for layer in layers]
         linear: list[Any] = list(layers)
+        if not all(type(layer) is nn.Linear or is_low_rank(layer) for layer in linear):
+            return [layer(x) for layer in layers]
         gives = self.ops.operand_matmul is not None and gives_operands(layers, then)
-        return finish(linear, x, self.several(x, [layer.weight for layer in linear], gives_operands=gives))
+        if all(type(layer) is nn.Linear for layer in linear):
+            return finish(linear, x, self.several(x, [layer.weight for layer in linear], gives_operands=gives))
+        if not paddle.in_dynamic_mode() or x.is_dist() or not all(_sums_alone(layer) for layer in linear):
+            return [self._apart(layer, x, gives) for layer in linear]
+        parts = [(layer.weight, layer.factors() if is_low_rank(layer) else None) for layer in linear]
+        return finish(linear, x, lora_products(self.ops, x, parts, gives))
+
+    def _apart(self, layer: Any, x: Tensor, gives_operand: bool) -> Tensor:
+        """The output of a layer by products of its own, rounded as together: in programs, and over ranks."""
+        if type(layer) is nn.Linear:
+            (product,) = self.several(x, [layer.weight], gives_operands=gives_operand)
+            return finish([layer], x, [product])[0]
+        wide = x if x.dtype == paddle.float32 else x.astype("float32")  # its gradient is rounded when it is complete
+        y: Tensor = type(layer).forward(layer, wide)
+        return y.astype("bfloat16") if gives_operand else y
 
 
 def gives_operands(layers: Sequence[Any], then: nn.Layer | None) -> bool:
     """Whether linear layers may give operands, of whose outputs the input of a layer `then` is made: nothing is added
     to them, and nobody else sees them."""
-    if then is None or type(then) is not nn.Linear or then._forward_pre_hooks or then._forward_post_hooks:
+    if then is None or then._forward_pre_hooks or then._forward_post_hooks:
+        return False
+    if type(then) is not nn.Linear and not is_low_rank(then):
         return False
     return all(layer.bias is None and not layer._forward_post_hooks for layer in layers)
+
+
+def is_low_rank(layer: Any) -> bool:
+    """Whether a layer is a linear one with a low-rank adapter (`lora_layers.LoraLinear`) and nothing more."""
+    is_plain = getattr(layer, "is_low_rank", None)
+    return is_plain is not None and not layer._forward_pre_hooks and not layer._forward_post_hooks and is_plain()
+
+
+def _sums_alone(layer: Any) -> bool:
+    """Whether the sums of a layer are complete on this rank."""
+    return type(layer) is nn.Linear or (layer.complete_sum is identity and not layer.weight.is_dist())
 
 
 def finish(layers: Sequence[Any], x: Tensor, products: Sequence[Tensor]) -> list[Tensor]:
@@ -182,11 +211,34 @@ class _Linear:
         return hash(id(self._products))
 
 
+class _Adapted:
+    """Computes in place of a `LoraLinear`, as `_Linear` does."""
+
+    def __init__(self, layer: Any, products: Products):
+        self._layer, self._products = layer, products
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        layer = self._layer
+        if not is_low_rank(layer):
+            found: Tensor = type(layer).forward(layer, x)
+            return found
+        return self._products.of_layers([layer], x)[0]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Adapted) and other._products is self._products
+
+    def __hash__(self) -> int:
+        return hash(id(self._products))
+
+
 def use_products(model: nn.Layer, products: Products) -> None:
     """Let the linear layers of a model, its adapters, experts and head multiply so."""
     for module in model.sublayers(include_self=True):
         if type(module) is nn.Linear:
             module.__dict__["forward"] = _Linear(module, products)
+        if hasattr(type(module), "is_low_rank"):
+            module.__dict__["forward"] = _Adapted(module, products)
         if hasattr(type(module), "matmul"):
             module.matmul = products
         if hasattr(type(module), "linear"):

@@ -167,14 +167,14 @@ def test_its_program_has_the_same_numbers(ops: Ops) -> None:
     found = []
     for compiles in (False, True):
         mlp, x = mlp_of(ops), leaf(random(2, 5, HIDDEN))
-        y = _compiled(mlp)(x) if compiles else mlp(x)
+        y = compiled(mlp)(x) if compiles else mlp(x)
         y.sum().backward()
         found.append([t.numpy() for t in (y, x.grad, *(p.grad for p in mlp.parameters()))])
     for ours, theirs in zip(*found):
         assert np.abs(ours - theirs).max() <= 1e-6 * np.abs(ours).max()
 
 
-def _compiled(mlp: GatedMLP) -> Any:
+def compiled(mlp: GatedMLP) -> Any:
     """The layer as a program, in which nothing of Python's is made again from its source."""
 
     class Compiled(paddle.nn.Layer):

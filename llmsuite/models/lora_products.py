@@ -1,0 +1,123 @@
+"""Products of one input with several matrices, low-rank adapters beside some of them, in one operation.
+
+The input is rounded once for all of them, and each further product is added where the first one is made. What is
+rounded is what it is layer by layer: x, scale (x A), and the gradients of y and of these.
+
+Shapes: I inputs and O outputs of a matrix, R rank of its adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import paddle
+from paddle.autograd import PyLayer
+
+from llmsuite.devices.ops import Ops, add_product
+from llmsuite.typing import Tensor
+
+
+class Factors(NamedTuple):
+    """An adapter that adds scale (x A) B."""
+
+    first: Tensor
+    """A [I, R]."""
+    second: Tensor
+    """B [R, O]."""
+    scale: float
+
+
+def lora_products(
+    ops: Ops, x: Tensor, matrices: Sequence[tuple[Tensor, Factors | None]], gives_operands: bool
+) -> list[Tensor]:
+    """x W + scale (x A) B for each matrix W [I, O] and what is beside it: plain tensors. With `gives_operands` the sum
+    of both is what `Ops.operand` makes of it."""
+    given = [t for matrix, beside in matrices for t in (matrix, *(() if beside is None else beside[:2]))]
+    how = (ops, [None if beside is None else beside.scale for _, beside in matrices], gives_operands)
+    if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *given)):
+        return _forward(ops, ops.operand(x), _by_matrix(given, how[1]), gives_operands)[0]
+    return list(_LoraProducts.apply(x, *given, how))
+
+
+_ByMatrix = list[tuple[list[int], Tensor, list[Tensor], float]]
+"""Of each matrix: the places of what follows among all tensors, itself, both factors, or none, and the scale."""
+
+
+def _by_matrix(tensors: Sequence[Tensor], scales: Sequence[float | None]) -> _ByMatrix:
+    found, at = _ByMatrix(), 0
+    for scale in scales:
+        places = list(range(at, at + (1 if scale is None else 3)))
+        matrix, *factors = (tensors[place] for place in places)
+        found.append((places, matrix, factors, scale or 0.0))
+        at += len(places)
+    return found
+
+
+def _forward(ops: Ops, kept: Tensor, parts: _ByMatrix, gives_operands: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs, and what B is multiplied with."""
+    ys, narrows = list[Tensor](), list[Tensor]()
+    for _, matrix, factors, scale in parts:
+        beside = None
+        if factors:
+            first, second = factors
+            narrow = ops.operand(_scaled(ops.matmul(kept, first, False, False), scale))
+            narrows.append(narrow)
+            beside = narrow, second, False, False
+        if gives_operands:
+            assert ops.operand_matmul is not None, "the device has operands between products"
+            ys.append(ops.operand_matmul(kept, matrix, False, False, beside and ops.matmul(*beside)))
+        else:
+            y = ops.matmul(kept, matrix, False, False)
+            ys.append(y if beside is None else add_product(ops, y, *beside))
+    return ys, narrows
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1.0 else x.scale_(scale)
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape([-1, x.shape[-1]])
+
+
+class _LoraProducts(PyLayer):
+    """What is no tensor comes in a tuple, which PyLayer does not look into."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+        *tensors, (ops, scales, gives_operands) = rest
+        ctx.ops, ctx.scales, ctx.takes_operand = ops, scales, x.dtype != paddle.float32
+        ctx.wants_x, ctx.wanted = not x.stop_gradient, [not tensor.stop_gradient for tensor in tensors]
+        kept = ops.operand(x)
+        ys, narrows = _forward(ops, kept, _by_matrix(tensors, scales), gives_operands)
+        # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
+        ctx.save_for_backward(*tensors, *narrows, *([kept] if any(ctx.wanted) else []))
+        return tuple(ys)
+
+    @staticmethod
+    @paddle.no_grad()
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ops, saved, num_tensors = ctx.ops, ctx.saved_tensor(), len(ctx.wanted)
+        narrows = iter(saved[num_tensors:])
+        kept = _rows(saved[-1]) if any(ctx.wanted) else None
+        found: list[Tensor | None] = [None] * num_tensors
+        of_x, parts = None, _by_matrix(saved[:num_tensors], ctx.scales)
+        for i, (places, matrix, factors, scale) in enumerate(parts):
+            given = ops.operand(gradients[i])
+            if factors:
+                narrow, (first, second) = next(narrows), factors
+                of_narrow = ops.operand(_scaled(ops.matmul(given, second, False, True), scale))
+                if ctx.wanted[places[1]]:
+                    found[places[1]] = ops.matmul(kept, _rows(of_narrow), True, False)
+                if ctx.wanted[places[2]]:
+                    found[places[2]] = ops.matmul(_rows(narrow), _rows(given), True, False)
+                if ctx.wants_x:
+                    of_x = add_product(ops, of_x, of_narrow, first, False, True)
+            if ctx.wanted[places[0]]:
+                found[places[0]] = ops.matmul(kept, _rows(given), True, False)
+            if ctx.wants_x and ctx.takes_operand and i == len(parts) - 1:  # the whole sum is rounded, once
+                of_x = ops.operand_matmul(given, matrix, False, True, of_x)
+            elif ctx.wants_x:
+                of_x = add_product(ops, of_x, given, matrix, False, True)
+        return (of_x, *found)
