@@ -1,10 +1,12 @@
 """CPU processes over Gloo: the laptop's way to run a recipe, and the test bed.
 
-All tensors that a run keeps or sends are float32. With `engine.precision: bf16` the inputs of products are rounded to
-bfloat16, where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients;
-and those inside attention, where the processor has instructions for it. Sums are float32, and so is all else:
-parameters, activations, messages, gradients and the optimizer. It is what PyTorch's autocast does to matrix products.
-What draws completions for such a model computes in the same way, from matrices that are kept in bfloat16.
+All tensors that a run sends are float32. With `engine.precision: bf16` the inputs of products are rounded to bfloat16,
+where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients; and those
+inside attention, where the processor has instructions for it. What lies between the products of a gated MLP, and its
+gradients, are bfloat16 from where they are made (`Ops.operand_matmul`). Sums are float32, and so is all else:
+parameters, other activations, messages, gradients of matrices and the optimizer. It is what PyTorch's autocast does to
+matrix products. What draws completions for such a model computes in the same way, from matrices that are kept in
+bfloat16.
 """
 
 from __future__ import annotations

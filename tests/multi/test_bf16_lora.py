@@ -1,0 +1,74 @@
+"""Adapters in bf16 on the CPU: one operation an input where a process has whole tensors, layer by layer on ranks and in
+programs. Both are as close as two roundings of the same numbers can be: see `tests.parity.condition`."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from tests.multi.conftest import Runner
+from tests.multi.programs import PROGRAM, SAVES, SP, STAGE3, TP2
+from tests.multi.test_bf16_programs import far_changes
+from tests.parity.cases import STEPS, Case, few, once, run_cases
+from tests.parity.condition import bf16_change_limits, bf16_metric_limits, nudged
+from tests.parity.lora import case
+
+STEM = "adapter_model"
+BF16, LAYERS, AGAIN = "--engine.precision=bf16", ("--engine.mode=to_static",), "--engine.recompute=full"
+SOME = '--lora.target_modules=["q_proj", "up_proj", "layers.2.*"]'
+
+
+def _case(name: str, ranks: int = 1, parallel: dict[str, object] | None = None, *more: str, **how: str) -> Case:
+    found = case(name, ranks, parallel, ("--train.micro_batch_size=2", *more), **how)
+    return dataclasses.replace(found, words=once([*found.words, *SAVES]))
+
+
+RUNS: dict[str, Case] = few(
+    {
+        "one, by rounding": _case("one, by rounding", 1, {}, BF16, mutation="products_by_rounding"),
+        "program": _case("program", 1, {}, BF16, *PROGRAM),
+        "layers": _case("layers", 1, {}, BF16, *LAYERS, AGAIN),
+        "tp2": _case("tp2", 2, {**TP2, **SP}, BF16, AGAIN),
+        "stage3": _case("stage3", 2, dict(STAGE3), BF16),
+        "tp2 program": _case("tp2 program", 2, dict(TP2), BF16, *PROGRAM),
+    },
+    "stage3", "tp2 program",
+)  # fmt: skip
+SOME_IN_FLOAT32 = _case("some, in float32", 1, {}, SOME)
+IN_FLOAT32, ONE = _case("in float32"), _case("one", 1, {}, BF16)
+SOME_RUNS = {
+    name: _case(f"some, {name}", ranks, mesh, BF16, SOME) for name, ranks, mesh in (("one", 1, {}), ("tp2", 2, TP2))
+}  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def failed(runner: Runner) -> dict[str, str]:
+    ones = [case for one in (IN_FLOAT32, SOME_IN_FLOAT32) for case in (one, *nudged(one))]
+    return run_cases(runner, [*ones, ONE, *RUNS.values(), *SOME_RUNS.values()])
+
+
+def _check_close(runner: Runner, one: str, many: str, in_float32: Case) -> None:
+    limits = bf16_metric_limits(runner, in_float32)
+    for step, (ours, theirs) in enumerate(zip(runner.metrics(one), runner.metrics(many), strict=True), 1):
+        assert ours["tokens"] == theirs["tokens"]
+        for key, limit in limits.items():
+            far = abs(theirs[key] / ours[key] - 1)
+            print(f"{many}, step {step}: {key} {far:.1e} of at most {limit:.1e}")
+            assert far <= limit, (step, key)
+    changes = bf16_change_limits(runner, in_float32, STEM)
+    pair = ([runner.weights(name, step, STEM) for step in (1, STEPS)] for name in (one, many))
+    worst = max(far_changes(*pair).items(), key=lambda item: item[1] / changes[item[0]])
+    print(f"{many}: change of {worst[0]} {worst[1]:.1e} of at most {changes[worst[0]]:.1e}")
+    assert worst[1] <= changes[worst[0]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_it_is_as_close_as_rounding_allows(runner: Runner, failed: dict[str, str], name: str) -> None:
+    assert not {IN_FLOAT32.name, ONE.name, name} & failed.keys(), failed
+    _check_close(runner, ONE.name, name, IN_FLOAT32)
+
+
+def test_beside_matrices_without_adapters(runner: Runner, failed: dict[str, str]) -> None:
+    assert not {"some, one", "some, tp2", "some, in float32"} & failed.keys(), failed
+    _check_close(runner, "some, one", "some, tp2", SOME_IN_FLOAT32)
