@@ -32,9 +32,8 @@ def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
 
 
 def products(layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
-    """The outputs of linear layers that have one input. Modules call it as their own `products`, in whose place the
-    engine may put another form (`llmsuite.parallel.overlap`). `then` is the layer whose input alone is made of them, by
-    an operation that takes and gives what products take (`Ops.operand_matmul`): so they may be that."""
+    """The outputs of linear layers of one input, as operands (`Ops.operand_matmul`) where they are for `then` alone.
+    Modules call it as their own `products`, where the engine may put another form (`llmsuite.parallel.overlap`)."""
     return [layer(x) for layer in layers]
 
 
@@ -121,17 +120,14 @@ class GatedMLP(nn.Layer):
 
     def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops, bias: bool = False):
         super().__init__()
-        self.swiglu, self.products = ops.swiglu, products
-        self.has_operands = ops.operand_matmul is not None
-        """Whether `swiglu` takes and gives what products take."""
-        self.gate_proj = linear(hidden_size, intermediate_size, bias)
-        self.up_proj = linear(hidden_size, intermediate_size, bias)
+        self.swiglu, self.products, self.has_operands = ops.swiglu, products, ops.operand_matmul is not None
+        self.gate_proj, self.up_proj = (linear(hidden_size, intermediate_size, bias) for _ in range(2))
         self.down_proj = linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, L, D] to [B, L, D]."""
-        then = [self.down_proj] if self.has_operands else []
-        return self.down_proj(self.swiglu(*self.products([self.gate_proj, self.up_proj], x, *then)))
+        """[B, L, D] to [B, L, D]; where the device has operands of products, `swiglu` takes and gives them."""
+        inner = self.products([self.gate_proj, self.up_proj], x, self.down_proj if self.has_operands else None)
+        return self.down_proj(self.swiglu(*inner))
 
 
 class DecoderLayer(nn.Layer):

@@ -41,7 +41,7 @@ def lora_products(
 
 
 _ByMatrix = list[tuple[list[int], Tensor, list[Tensor], float]]
-"""Of each matrix: the places of what follows among all tensors, itself, both factors, or none, and the scale."""
+"""For each matrix, places of what follows among all tensors, itself, both factors, or none, and the scale."""
 
 
 def _by_matrix(tensors: Sequence[Tensor], scales: Sequence[float | None]) -> _ByMatrix:

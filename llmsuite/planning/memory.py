@@ -116,19 +116,8 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
-        inner_bytes=_OPERAND_BYTES if "operand_matmul" in fused and _has_plain_mlps(layout) else None,
+        inner_bytes=2 if "operand_matmul" in fused and layout.has_plain_mlps else None,
     )
-
-
-def _has_plain_mlps(layout: Layout) -> bool:
-    """Whether no matrix of an MLP is more than that, or than a low-rank adapter beside it; see `models.products`."""
-    lora = layout.plan.recipe.lora
-    is_low_rank = lora.method == "lora" and lora.num_pairs == 1 and not lora.dropout and lora.base_format is None
-    return not layout.rounded and (is_low_rank or not layout.adapted)
-
-
-_OPERAND_BYTES = 2
-"""Bytes of an element of what products take where a device has a form of its own for them."""
 
 
 def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
