@@ -138,10 +138,10 @@ class _RecordedBackend(CpuBackend):
             for field, part in parts.OF_KERNELS.items()
             if field in kernels
         }
-        for field in ("matmul", "add_matmul", "operand_matmul"):
-            if field in kernels:
-                found[field] = getattr(self._recorder, field)
-        return dataclasses.replace(ops, **found)
+        if "matmul" in kernels:
+            found["matmul"] = self._recorder.matmul
+        sums = [field for field in ("sum_matmul", "operand_matmul") if field in kernels]
+        return dataclasses.replace(ops, **found, **{field: self._recorder.sum_of(field) for field in sums})
 
 
 class _Recorder:
@@ -170,30 +170,27 @@ class _Recorder:
 
     def matmul(self, x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False) -> Any:
         """The device's own product of two matrices, as an event."""
-        return self._noted("matmul", x, y, transpose_x, transpose_y)
+        with self._noted(x, y, transpose_x, transpose_y):
+            return self._ops.matmul(x, y, transpose_x, transpose_y)
 
-    def operand_matmul(self, x: Any, y: Any, transpose_x: bool, transpose_y: bool, addend: Any = None) -> Any:
-        """The same whose output is rounded."""
-        return self._noted("operand_matmul", x, y, transpose_x, transpose_y, addend)
+    def sum_of(self, field: str) -> Callable[..., Any]:
+        """The device's own sum of products, as an event of the first one's part."""
+        add = getattr(self._ops, field)
 
-    def add_matmul(self, total: Any, x: Any, y: Any, transpose_x: bool, transpose_y: bool) -> None:
-        """The same that is added to a tensor."""
-        self._noted("add_matmul", x, y, transpose_x, transpose_y, total)
+        def recorded(pairs: Any, transpose_y: bool) -> Any:
+            first, *_ = [self._noted(x, y, False, transpose_y) for x, y in pairs]
+            with first:
+                return add(pairs, transpose_y)
 
-    def _noted(self, form: str, x: Any, y: Any, transpose_x: bool, transpose_y: bool, added: Any = None) -> Any:
+        return recorded
+
+    def _noted(self, x: Any, y: Any, transpose_x: bool, transpose_y: bool) -> Any:
         wide = x.shape[-1]
         left, right = (int(x.size) // wide, wide), (int(y.shape[0]), int(y.shape[1]))
         dtypes = (str(x.dtype).rpartition(".")[2], str(y.dtype).rpartition(".")[2])
-        product = Product(left, right, transpose_x, transpose_y, dtypes, self._num_words in (*left, *right), form)
+        product = Product(left, right, transpose_x, transpose_y, dtypes, self._num_words in (*left, *right))
         self._products[product] += 1
-        with _event(WHOLE + product.part):
-            return self._computed(form, x, y, transpose_x, transpose_y, added)
-
-    def _computed(self, form: str, x: Any, y: Any, transpose_x: bool, transpose_y: bool, added: Any) -> Any:
-        run, further = getattr(self._ops, form), [] if added is None else [added]
-        if form == "add_matmul":
-            return run(added, x, y, transpose_x, transpose_y)
-        return run(x, y, transpose_x, transpose_y, *further)
+        return _event(WHOLE + product.part)
 
     def watch(self, model: Any) -> None:
         """Note the products of Paddle's own in the forward passes of a model, and which of them are the head's."""
@@ -276,13 +273,12 @@ class _Recorder:
         x, y = (
             paddle.randn(shape).astype(dtype) for shape, dtype in zip((product.left, product.right), product.dtypes)
         )
-        how, times = (x, y, product.transpose_left, product.transpose_right), list[float]()
+        times: list[float] = []
         with paddle.no_grad():
-            added = self._ops.matmul(*how) if product.form == "add_matmul" else None
-            self._computed(product.form, *how, added)
+            self._ops.matmul(x, y, product.transpose_left, product.transpose_right)
             while len(times) < _LEAST_TIMES or sum(times) < _LEAST_SECONDS:
                 start = time.perf_counter()
-                self._computed(product.form, *how, added)
+                self._ops.matmul(x, y, product.transpose_left, product.transpose_right)
                 times.append(time.perf_counter() - start)
         return statistics.median(times)
 

@@ -19,6 +19,10 @@ from llmsuite.devices.decoder_weights import DecoderWeights, StoredMatrix
 from llmsuite.devices.local_parts import are_alike, constant_part, is_split, on_parts, on_rows
 from llmsuite.typing import Tensor
 
+Pairs = Sequence[tuple[Tensor, Tensor]]
+"""Activations [..., I] and matrices [I, O], or with `transpose_y` [O, I], whose products are added up; what I is may
+differ."""
+
 
 def causal_mask(num_queries: int, num_keys: int, dtype: Any, window: int | None = None) -> Tensor:
     """[1, 1, L, S] to be added to scores: 0 where query i may see key j (j <= i + S - L), else -1e9 (-1e4 in fp16).
@@ -100,14 +104,14 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
-def add_product(ops: Ops, total: Tensor | None, x: Tensor, y: Tensor, transpose_x: bool, transpose_y: bool) -> Tensor:
-    """A product by `Ops.matmul`, added to a total, in place if there is one yet."""
-    if total is None:
-        return ops.matmul(x, y, transpose_x, transpose_y)
-    if ops.add_matmul is None:
-        return total.add_(ops.matmul(x, y, transpose_x, transpose_y))
-    ops.add_matmul(total, x, y, transpose_x, transpose_y)
-    return total
+def sum_of_products(ops: Ops, pairs: Pairs, transpose_y: bool) -> Tensor:
+    """The sum of the products by `Ops.matmul` of several pairs, at least one."""
+    if ops.sum_matmul is not None:
+        return ops.sum_matmul(pairs, transpose_y)
+    first, *rest = (ops.matmul(x, y, False, transpose_y) for x, y in pairs)
+    for product in rest:
+        first.add_(product)
+    return first
 
 
 def square_sum(x: Tensor, factor: float) -> Tensor:
@@ -264,11 +268,11 @@ class Ops:
     """The logits are needed for nothing else: their memory may be taken."""
     matmul: Callable[[Tensor, Tensor, bool, bool], Tensor] = matmul
     """Takes plain tensors. A form of a device has no gradient: `llmsuite.models.products` makes it."""
-    add_matmul: Callable[[Tensor, Tensor, Tensor, bool, bool], None] | None = None
-    """`matmul` added to a tensor, which comes first, in place. None: by an addition of its own (`add_product`)."""
-    operand_matmul: Callable[..., Tensor] | None = None
-    """`matmul`, plus a tensor if there is a fifth one, whose output is what `operand` makes of it. So is what lies
-    between the products of an MLP then, and its gradients. None: it is as `matmul` gives it."""
+    sum_matmul: Callable[[Pairs, bool], Tensor] | None = None
+    """`sum_of_products` of at least one pair. None: products of each, which are added."""
+    operand_matmul: Callable[[Pairs, bool], Tensor] | None = None
+    """`sum_of_products` whose output is what `operand` makes of it. So is what lies between the products of an MLP
+    then, and its gradients. None: it is as `matmul` gives it."""
     program_matmul: Callable[..., Tensor] | None = None
     """`matmul` with a gradient, for programs, of x, a matrix, whether the matrix is transposed, and with a fourth
     argument that is true `operand_matmul` likewise. None: there it is Paddle's own product, or the form has none."""

@@ -1,6 +1,6 @@
 """Products of one input with several matrices, low-rank adapters beside some of them, in one operation.
 
-The input is rounded once for all of them, and each further product is added where the first one is made. What is
+The input is rounded once for all of them, and sums of products are made in one pass where a device can. What is
 rounded is what it is layer by layer: x, scale (x A), and the gradients of y and of these.
 
 Shapes: I inputs and O outputs of a matrix, R rank of its adapter.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import paddle
 from paddle.autograd import PyLayer
 
-from llmsuite.devices.ops import Ops, add_product
+from llmsuite.devices.ops import Ops, Pairs, sum_of_products
 from llmsuite.typing import Tensor
 
 
@@ -58,19 +58,21 @@ def _forward(ops: Ops, kept: Tensor, parts: _ByMatrix, gives_operands: bool) -> 
     """The outputs, and what B is multiplied with."""
     ys, narrows = list[Tensor](), list[Tensor]()
     for _, matrix, factors, scale in parts:
-        beside = None
+        pairs = [(kept, matrix)]
         if factors:
             first, second = factors
             narrow = ops.operand(_scaled(ops.matmul(kept, first, False, False), scale))
             narrows.append(narrow)
-            beside = narrow, second, False, False
-        if gives_operands:
-            assert ops.operand_matmul is not None, "the device has operands between products"
-            ys.append(ops.operand_matmul(kept, matrix, False, False, beside and ops.matmul(*beside)))
-        else:
-            y = ops.matmul(kept, matrix, False, False)
-            ys.append(y if beside is None else add_product(ops, y, *beside))
+            pairs.append((narrow, second))
+        ys.append(_sum(ops, pairs, False, gives_operands))
     return ys, narrows
+
+
+def _sum(ops: Ops, pairs: Pairs, transpose_y: bool, gives_operand: bool) -> Tensor:
+    if not gives_operand:
+        return sum_of_products(ops, pairs, transpose_y)
+    assert ops.operand_matmul is not None, "the device has operands between products"
+    return ops.operand_matmul(pairs, transpose_y)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
@@ -102,22 +104,21 @@ class _LoraProducts(PyLayer):
         narrows = iter(saved[num_tensors:])
         kept = _rows(saved[-1]) if any(ctx.wanted) else None
         found: list[Tensor | None] = [None] * num_tensors
-        of_x, parts = None, _by_matrix(saved[:num_tensors], ctx.scales)
-        for i, (places, matrix, factors, scale) in enumerate(parts):
-            given = ops.operand(gradients[i])
-            if factors:
-                narrow, (first, second) = next(narrows), factors
-                of_narrow = ops.operand(_scaled(ops.matmul(given, second, False, True), scale))
-                if ctx.wanted[places[1]]:
-                    found[places[1]] = ops.matmul(kept, _rows(of_narrow), True, False)
-                if ctx.wanted[places[2]]:
-                    found[places[2]] = ops.matmul(_rows(narrow), _rows(given), True, False)
-                if ctx.wants_x:
-                    of_x = add_product(ops, of_x, of_narrow, first, False, True)
+        pairs = list[tuple[Tensor, Tensor]]()
+        for gradient, (places, matrix, factors, scale) in zip(
+            gradients, _by_matrix(saved[:num_tensors], ctx.scales), strict=True
+        ):
+            given = ops.operand(gradient)
+            pairs.append((given, matrix))
             if ctx.wanted[places[0]]:
                 found[places[0]] = ops.matmul(kept, _rows(given), True, False)
-            if ctx.wants_x and ctx.takes_operand and i == len(parts) - 1:  # the whole sum is rounded, once
-                of_x = ops.operand_matmul(given, matrix, False, True, of_x)
-            elif ctx.wants_x:
-                of_x = add_product(ops, of_x, given, matrix, False, True)
-        return (of_x, *found)
+            if not factors:
+                continue
+            narrow, (first, second) = next(narrows), factors
+            of_narrow = ops.operand(_scaled(ops.matmul(given, second, False, True), scale))
+            pairs.append((of_narrow, first))
+            if ctx.wanted[places[1]]:
+                found[places[1]] = ops.matmul(kept, _rows(of_narrow), True, False)
+            if ctx.wanted[places[2]]:
+                found[places[2]] = ops.matmul(_rows(narrow), _rows(given), True, False)
+        return (_sum(ops, pairs, True, ctx.takes_operand) if ctx.wants_x else None, *found)

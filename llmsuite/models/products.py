@@ -8,14 +8,15 @@ Shapes: I inputs and O outputs of a matrix.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from llmsuite.devices.ops import Ops, add_product
+from llmsuite.devices.ops import Ops, sum_of_products
 from llmsuite.models.adapter import identity
 from llmsuite.models.lora_products import lora_products
 from llmsuite.typing import Tensor
@@ -85,17 +86,18 @@ class Products:
         if not paddle.in_dynamic_mode():
             return [self.in_program(x, matrix, transpose_y, gives_operands) for matrix in matrices]
         if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *matrices)):
-            place, matmul = self.place(x, matrices[0], transpose_y), self.form(gives_operands)
+            place = self.place(x, matrices[0], transpose_y)
             operand = self.ops.operand(place.input(x))
-            return [place.output(matmul(operand, place.local(m), False, transpose_y)) for m in matrices]
+            products = (self.product(operand, place.local(m), transpose_y, gives_operands) for m in matrices)
+            return [place.output(product) for product in products]
         return list(_Products.apply(x, *matrices, (self, transpose_y, gives_operands)))
 
-    def form(self, gives_operands: bool) -> Callable[..., Tensor]:
-        """The product of plain tensors that gives operands, or the one that does not."""
-        if not gives_operands:
-            return self.ops.matmul
+    def product(self, x: Tensor, matrix: Tensor, transpose_y: bool, gives_operand: bool) -> Tensor:
+        """The product of plain tensors, or what `Ops.operand` makes of it."""
+        if not gives_operand:
+            return self.ops.matmul(x, matrix, False, transpose_y)
         assert self.ops.operand_matmul is not None, "the device has operands between products"
-        return self.ops.operand_matmul
+        return self.ops.operand_matmul([(x, matrix)], transpose_y)
 
     def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool, gives_operand: bool = False) -> Tensor:
         """The same while a program is made, whose way back has no Python."""
@@ -164,14 +166,14 @@ class _Products(PyLayer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *matrices, (products, transpose_y, gives_operands) = rest
-        matmul = products.form(gives_operands)
         ctx.place = place = products.place(x, matrices[0], transpose_y)
         ctx.ops, ctx.transpose_y, ctx.takes_operand = products.ops, transpose_y, x.dtype != paddle.float32
         ctx.wants_x, ctx.wanted = not x.stop_gradient, [not matrix.stop_gradient for matrix in matrices]
         kept = products.ops.operand(place.input(x))
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(*matrices, *([kept] if any(ctx.wanted) else []))
-        return tuple(place.output(matmul(kept, place.local(matrix), False, transpose_y)) for matrix in matrices)
+        found = (products.product(kept, place.local(matrix), transpose_y, gives_operands) for matrix in matrices)
+        return tuple(place.output(product) for product in found)
 
     @staticmethod
     @paddle.no_grad()
@@ -179,19 +181,19 @@ class _Products(PyLayer):
         place, ops, transpose_y = ctx.place, ctx.ops, ctx.transpose_y
         saved = ctx.saved_tensor()
         matrices, kept = saved[: len(ctx.wanted)], saved[len(ctx.wanted) :]
-        of_x, of_matrices, last = None, [], len(matrices) - 1
-        for i, (matrix, wanted, gradient) in enumerate(zip(matrices, ctx.wanted, gradients, strict=True)):
+        pairs, of_matrices = [], []
+        for matrix, wanted, gradient in zip(matrices, ctx.wanted, gradients, strict=True):
             given = ops.operand(place.output_gradient(gradient))
-            if ctx.wants_x:
-                pair = given, place.local(matrix), False, not transpose_y
-                is_rounded = ctx.takes_operand and i == last
-                of_x = ops.operand_matmul(*pair, of_x) if is_rounded else add_product(ops, of_x, *pair)
+            pairs.append((given, place.local(matrix)))
             found = None
             if wanted:
                 rows = [part.reshape([-1, part.shape[-1]]) for part in (kept[0], given)]
                 found = place.matrix_gradient(ops.matmul(*(rows[::-1] if transpose_y else rows), True, False))
             of_matrices.append(found)
-        return (None if of_x is None else place.input_gradient(of_x), *of_matrices)
+        if not ctx.wants_x:
+            return (None, *of_matrices)
+        add = ops.operand_matmul if ctx.takes_operand else functools.partial(sum_of_products, ops)
+        return (place.input_gradient(add(pairs, not transpose_y)), *of_matrices)
 
 
 class _Linear:

@@ -9,6 +9,7 @@ an operation, as in Megatron-LM and PaddleNLP they share a matrix: their gradien
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
-from llmsuite.devices.ops import Ops, add_product, matmul
+from llmsuite.devices.ops import Ops, matmul, sum_of_products
 from llmsuite.models.products import finish, gives_operands
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
@@ -107,11 +108,11 @@ class _Products(PyLayer):
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *weights, (mesh, summed, ops, gives_operands) = rest
         ctx.mesh, ctx.summed, ctx.ops, ctx.gives_operands = mesh, summed, ops, gives_operands
-        matmul = ops.operand_matmul if gives_operands else ops.matmul
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(x, *weights)
         local = x._local_value()
-        outputs = [matmul(local, weight._local_value(), False, False) for weight in weights]
+        product = ops.operand_matmul if gives_operands else functools.partial(sum_of_products, ops)
+        outputs = [product([(local, weight._local_value())], False) for weight in weights]
         return tuple(dtensor_from_local(y, mesh.tensor, [dist.Shard(y.ndim - 1)]) for y in outputs)
 
     @staticmethod
@@ -123,8 +124,7 @@ class _Products(PyLayer):
         if not ctx.gives_operands:
             given = [gradient.astype(local.dtype) for gradient, local in zip(given, locals_)]
         if not x.stop_gradient:
-            for gradient, local in zip(given, locals_):
-                of_x = add_product(ops, of_x, gradient, local, False, True)
+            of_x = sum_of_products(ops, list(zip(given, locals_)), True)
             if ctx.summed == "beside":
                 arrival = collective.begin_sum(of_x, mesh.tensor_group)
         of_weights: list[Tensor | None] = []

@@ -177,9 +177,8 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     def matmul(*arguments: Any) -> Any:
         return product(*arguments).astype("float32")
 
-    def operand_matmul(x: Any, y: Any, transpose_x: bool, transpose_y: bool, addend: Any = None) -> Any:
-        found = product(x, y, transpose_x, transpose_y)
-        return bent(found if addend is None else found + addend.astype("float64"))
+    def operand_matmul(pairs: Any, transpose_y: bool) -> Any:
+        return bent(sum(product(x, y, False, transpose_y) for x, y in pairs))
 
     class Swiglu(PyLayer):
         """Between products all is bent, as it is bfloat16 there: what it gives, and its gradients."""

@@ -63,7 +63,7 @@ _BF16_BY_ROUNDING = {
 _BF16_PRODUCTS = {
     **_BF16_BY_ROUNDING,
     "matmul": "bf16_matmul",
-    "add_matmul": "bf16_add_matmul",
+    "sum_matmul": "bf16_sum_matmul",
     "operand_matmul": "bf16_operand_matmul",
     "program_matmul": "bf16_linear",
     "attention": "bf16_attention",

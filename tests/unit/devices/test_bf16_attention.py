@@ -112,7 +112,7 @@ _FLAGS = next((line.split() for line in _LINES if line.startswith("flags")), [])
 def test_attention_of_rounded_inputs_on_processors_with_less(processor: tuple[str, ...]) -> None:
     """The kernels are built for the processor at hand; here for one without AMX, and for one without AVX."""
     whole = source.KERNELS
-    used = ("bf16_attention.cc", "attention.h", "common.h", "rounding.h", "tiles.h")
+    used = ("bf16_attention.cc", "attention.h", "common.h", "packing.h", "rounding.h", "tiles.h")
     less = dataclasses.replace(
         whole,
         name=f"bf16-attention{'-'.join(processor)}",

@@ -82,7 +82,7 @@ BY_ROUNDING = {
 BY_INSTRUCTIONS = {
     **BY_ROUNDING,
     "matmul": kernels.bf16_matmul,
-    "add_matmul": kernels.bf16_add_matmul,
+    "sum_matmul": kernels.bf16_sum_matmul,
     "operand_matmul": kernels.bf16_operand_matmul,
     "program_matmul": kernels.bf16_linear,
     "attention": kernels.bf16_attention,

@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.ops import Ops, sum_of_products
 from llmsuite.models.anatomy import GatedMLP as Size
 from llmsuite.models.anatomy import GroupedQuery, LayerAnatomy
 from llmsuite.models.blocks import GatedMLP
@@ -77,20 +77,17 @@ def test_values_and_gradients(ops: Ops) -> None:
 @pytest.mark.parametrize("size", [(1, 64, 7), (37, 65, 131), (0, 8, 8), (5, 0, 3)])
 def test_products_that_are_rounded_or_added_up(ops: Ops, size: tuple[int, int, int], transpose: bool) -> None:
     rows, inputs, outputs = size
-    x, y = random(rows, inputs), random(inputs, outputs, seed=1)
-    addend = random(rows, outputs, seed=2)
-    pair = paddle.to_tensor(x), paddle.to_tensor(y.T.copy() if transpose else y), False, transpose
-    product = rounded(x) @ rounded(y)
+    pairs, expected = [], np.zeros([rows, outputs])
     assert ops.operand_matmul is not None
-    found = [ops.operand_matmul(*pair), ops.operand_matmul(*pair, paddle.to_tensor(addend))]
-    for tensor, expected in zip(found, (product, product + addend)):
-        assert tensor.dtype == paddle.bfloat16
-        far = np.abs(tensor.astype("float32").numpy() - expected)
-        assert (far <= 2.0**-8 * np.abs(expected) + 1e-6 * np.abs(expected).max(initial=0)).all()
-    if ops.add_matmul is not None:
-        total = paddle.to_tensor(addend)
-        ops.add_matmul(total, *pair)
-        assert np.abs(total.numpy() - product - addend).max(initial=0) <= 1e-5
+    for seed, width in enumerate((inputs, inputs, 16)):
+        x, y = random(rows, width, seed=seed), random(width, outputs, seed=3 + seed)
+        expected = expected + rounded(x) @ rounded(y)
+        pairs.append((paddle.to_tensor(x), paddle.to_tensor(y.T.copy() if transpose else y)))
+        near = 1e-6 * np.abs(expected).max(initial=0)
+        whole, half = sum_of_products(ops, pairs, transpose), ops.operand_matmul(pairs, transpose)
+        assert [whole.dtype, half.dtype] == [paddle.float32, paddle.bfloat16]
+        assert (np.abs(whole.numpy() - expected) <= near).all()
+        assert (np.abs(half.astype("float32").numpy() - expected) <= 2.0**-8 * np.abs(expected) + near).all()
 
 
 def kept_dtypes(mlp: GatedMLP, x: Any) -> list[Any]:

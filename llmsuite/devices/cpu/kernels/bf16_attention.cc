@@ -1,7 +1,7 @@
 // Attention whose products are of inputs rounded to bfloat16, with float32 sums: queries, keys, values, weights and
 // their gradients. All else is float32, as are the tensors: see attention.h.
 #include "attention.h"
-#include "tiles.h"
+#include "packing.h"
 
 namespace {
 

@@ -121,23 +121,19 @@ def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, c
 
 
 def bf16_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`ops.matmul` of inputs rounded to bfloat16, with float32 sums, by oneDNN; they are float32, or rounded already.
-    Nothing but x has more than two dims."""
-    return _run("bf16_product", x, y, transpose_x, transpose_y, False)[0]
+    """`ops.matmul` of inputs rounded to bfloat16, with float32 sums; they are float32, or rounded already. Nothing but
+    x has more than two dims."""
+    return _run("bf16_product", *_sides([(x, y)]), transpose_x, transpose_y, False)[0]
 
 
-def bf16_add_matmul(total: Tensor, x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> None:
-    """Adds `bf16_matmul` to a float32 tensor without gaps, where it is made."""
-    _run("bf16_product_plus", x, y, total, transpose_x, transpose_y, False)
+def bf16_sum_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
+    """The sum of the products `bf16_matmul` of several pairs, in one pass."""
+    return _run("bf16_product", *_sides(pairs), False, transpose_y, False)[0]
 
 
-def bf16_operand_matmul(
-    x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False, addend: Tensor | None = None
-) -> Tensor:
-    """`bf16_matmul`, plus a float32 tensor, whose sums are rounded to bfloat16 where they are made."""
-    if addend is None:
-        return _run("bf16_product", x, y, transpose_x, transpose_y, True)[0]
-    return _run("bf16_product_plus", x, y, addend, transpose_x, transpose_y, True)[0]
+def bf16_operand_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
+    """`bf16_sum_matmul`, whose sums are rounded to bfloat16 where they are made."""
+    return _run("bf16_product", *_sides(pairs), False, transpose_y, True)[0]
 
 
 def bf16_operand(x: Tensor) -> Tensor:
@@ -157,12 +153,12 @@ def rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y:
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
-def rounded_operand_matmul(
-    x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False, addend: Tensor | None = None
-) -> Tensor:
+def rounded_operand_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
     """`bf16_operand_matmul` likewise."""
-    product = rounded_matmul(x, y, transpose_x, transpose_y)
-    return bf16_operand(product if addend is None else product.add_(addend))
+    first, *rest = (rounded_matmul(x, y, False, transpose_y) for x, y in pairs)
+    for product in rest:
+        first.add_(product)
+    return bf16_operand(first)
 
 
 def bf16_linear(x: Tensor, y: Tensor, transpose_y: bool = False, gives_operand: bool = False) -> Tensor:
@@ -301,6 +297,11 @@ def _spans(q: Tensor) -> Tensor | None:
     if paddle.in_dynamic_mode():
         return None
     return paddle.zeros([q.shape[0], 3, q.shape[1]], "int64")
+
+
+def _sides(pairs: ops.Pairs) -> tuple[list[Tensor], list[Tensor]]:
+    left, right = zip(*pairs)
+    return [x.contiguous() for x in left], [y.contiguous() for y in right]
 
 
 def _run(name: str, *inputs: Any) -> list[Tensor]:

@@ -1,7 +1,7 @@
-// Products of float32 matrices with bfloat16 inputs and float32 sums, by the oneDNN in Paddle's wheel:
-//   llmsuite_bf16_product       two matrices, each float32 (rounded here) or bfloat16 -> float32, or bfloat16
-//   llmsuite_bf16_product_plus  the same plus a float32 matrix: in place, or rounded once, with the sum, to bfloat16
-// They have no gradients of their own: see `llmsuite.models.products`.
+// Products of matrices with bfloat16 inputs and float32 sums, by blocks.h or the oneDNN in Paddle's wheel:
+//   llmsuite_bf16_product  the sum of the products of pairs of matrices, each float32 (rounded here) or bfloat16
+//                          -> float32, or rounded once to bfloat16
+// It has no gradient of its own: see `llmsuite.models.products`.
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
@@ -11,6 +11,7 @@
 #include <tuple>
 #include <vector>
 
+#include "blocks.h"
 #include "onednn.h"
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/include/api.h"
@@ -148,68 +149,83 @@ Dims Shape(const Dims& a, const Dims& b, bool ta, bool tb) {
   return shape;
 }
 
-// Leading dims are rows. a [..., K], or with ta [..., M] of as many rows as b has; b [K, N], with tb [N, K]. The addend
-// is float32, of the shape of the product, and becomes it where that is float32 too.
-Tensor Multiply(const Tensor& a, const Tensor& b, bool ta, bool tb, bool is_narrow, const Tensor* addend) {
-  const int64_t wide = a.shape().back(), rows = wide ? a.numel() / wide : 0;
-  const int64_t n = tb ? b.shape().front() : b.shape().back(), others = n ? b.numel() / n : 0;
-  const int64_t m = ta ? wide : rows, k = ta ? rows : wide;
-  PD_CHECK(k == others, "matrices that do not fit: ", k, " and ", others);
-  const Dims shape = Shape(a.shape(), b.shape(), ta, tb);
-  const bool in_place = addend != nullptr && !is_narrow;
-  PD_CHECK(addend == nullptr || (addend->shape() == shape && !rounding::IsBf16(*addend)), "what is added does not fit");
-  Tensor c = in_place ? Tensor(addend->impl()) : rounding::New(shape, is_narrow ? Type::BFLOAT16 : Type::FLOAT32, a);
-  if (c.numel() == 0) return c;
-  const float* added = addend == nullptr ? nullptr : addend->data<float>();
-  if (k > 0) {
-    static auto* matmuls = new Matmuls;
-    matmuls->Run({m, k, n, ta, tb, added, c.data(), is_narrow}, a, b);
-  } else if (added == nullptr) {
-    std::memset(c.data(), 0, c.numel() * (is_narrow ? 2 : 4));
-  } else if (is_narrow) {
-    rounding::Each(added, static_cast<uint16_t*>(c.data()), c.numel(), [](float x) { return rounding::Half(x); });
+// Whether products are made by blocks.h: faster than oneDNN's where tiles.h has the registers of AMX. The macro is for
+// tests on other processors.
+bool UsesBlocks() {
+#if defined(LLMSUITE_BLOCKS)
+  return true;
+#elif defined(__AMX_BF16__)
+  return tiles::MayUseAmx();
+#else
+  return false;
+#endif
+}
+
+// By oneDNN, one pair after the other.
+void Add(const std::vector<blocks::Pair>& pairs, const std::vector<Tensor>& a, const std::vector<Tensor>& b, int64_t m,
+         int64_t n, Tensor& c, bool is_narrow) {
+  static auto* matmuls = new Matmuls;
+  Tensor total = is_narrow && pairs.size() > 1 ? rounding::New(c.shape(), Type::FLOAT32, c) : c;
+  for (size_t i = 0; i < pairs.size(); ++i) {
+    const bool is_last = i + 1 == pairs.size();
+    const float* addend = i ? total.data<float>() : nullptr;
+    matmuls->Run({m, pairs[i].k, n, pairs[i].a.is_turned, pairs[i].b.is_turned, addend, is_last ? c.data() : total.data(),
+                  is_narrow && is_last}, a[i], b[i]);
   }
-  return c;
 }
 
-std::vector<Tensor> Product(const Tensor& a, const Tensor& b, bool ta, bool tb, bool is_narrow) {
-  return {Multiply(a, b, ta, tb, is_narrow, nullptr)};
-}
-std::vector<Tensor> ProductPlus(const Tensor& a, const Tensor& b, const Tensor& addend, bool ta, bool tb,
-                                bool is_narrow) {
-  return {Multiply(a, b, ta, tb, is_narrow, &addend)};
+// Leading dims are rows. Each a is [..., K], or with ta [..., M] of as many rows as b has; b [K, N], with tb [N, K].
+std::vector<Tensor> Product(const std::vector<Tensor>& a, const std::vector<Tensor>& b, bool ta, bool tb,
+                            bool is_narrow) {
+  PD_CHECK(!a.empty() && a.size() == b.size(), "as many matrices are needed on the left as on the right");
+  const Dims shape = Shape(a[0].shape(), b[0].shape(), ta, tb);
+  Tensor c = rounding::New(shape, is_narrow ? Type::BFLOAT16 : Type::FLOAT32, a[0]);
+  const int64_t n = shape.back(), m = n ? c.numel() / n : 0;
+  std::vector<Tensor> left, right;
+  std::vector<blocks::Pair> pairs;
+  for (size_t i = 0; i < a.size(); ++i) {
+    const int64_t wide = a[i].shape().back(), rows = wide ? a[i].numel() / wide : 0, k = ta ? rows : wide;
+    const int64_t others = n ? b[i].numel() / n : k;  // leading dims of both are rows, where a is transposed
+    PD_CHECK(Shape(a[i].shape(), b[i].shape(), ta, tb) == shape && others == k, "matrices that do not fit: ", k, " and ",
+             others);
+    if (k == 0) continue;
+    left.push_back(rounding::ToBf16(a[i])), right.push_back(b[i]);
+    pairs.push_back({{left.back().data(), false, wide, ta}, {b[i].data(), !rounding::IsBf16(b[i]), tb ? k : n, tb}, k});
+  }
+  if (c.numel() == 0) return {c};
+  if (pairs.empty())
+    std::memset(c.data(), 0, c.numel() * (is_narrow ? 2 : 4));
+  else if (UsesBlocks())
+    blocks::Multiply(m, n, pairs, {c.data(), !is_narrow});
+  else
+    Add(pairs, left, right, m, n, c, is_narrow);
+  return {c};
 }
 
-Tensor PlainMultiply(const Tensor& a, const Tensor& b, bool ta, bool tb, bool is_narrow) {
-  return Multiply(a, b, ta, tb, is_narrow, nullptr);
+Tensor Multiply(const Tensor& a, const Tensor& b, bool ta, bool tb, bool is_narrow) {
+  return Product({a}, {b}, ta, tb, is_narrow)[0];
 }
 std::vector<Tensor> LinearForward(const Tensor& x, const Tensor& w, bool transpose, bool takes, bool gives) {
-  return linear::Forward(x, w, transpose, gives, PlainMultiply);
+  return linear::Forward(x, w, transpose, gives, Multiply);
 }
 std::vector<Tensor> LinearBackward(const Tensor& kept, const Tensor& w, const Tensor& d_y, bool transpose, bool takes,
                                    bool gives) {
-  return linear::Backward(kept, w, d_y, transpose, takes, PlainMultiply);
+  return linear::Backward(kept, w, d_y, transpose, takes, Multiply);
 }
 
-std::vector<Dims> ProductShapes(const Dims& a, const Dims& b, bool ta, bool tb, bool) { return {Shape(a, b, ta, tb)}; }
-std::vector<Type> ProductTypes(const Type&, const Type&, bool, bool, bool is_narrow) {
-  return {is_narrow ? Type::BFLOAT16 : Type::FLOAT32};
+std::vector<Dims> ProductShapes(const std::vector<Dims>& a, const std::vector<Dims>& b, bool ta, bool tb, bool) {
+  return {Shape(a[0], b[0], ta, tb)};
 }
-std::vector<Dims> PlusShapes(const Dims&, const Dims&, const Dims& addend, bool, bool, bool) { return {addend}; }
-std::vector<Type> PlusTypes(const Type&, const Type&, const Type&, bool, bool, bool is_narrow) {
+std::vector<Type> ProductTypes(const std::vector<Type>&, const std::vector<Type>&, bool, bool, bool is_narrow) {
   return {is_narrow ? Type::BFLOAT16 : Type::FLOAT32};
 }
 
 }  // namespace
 
 PD_BUILD_OP(llmsuite_bf16_product)
-    .Inputs({"a", "b"}).Outputs({"c"}).Attrs({"transpose_a: bool", "transpose_b: bool", "is_narrow: bool"})
+    .Inputs({paddle::Vec("a"), paddle::Vec("b")}).Outputs({"c"})
+    .Attrs({"transpose_a: bool", "transpose_b: bool", "is_narrow: bool"})
     .SetKernelFn(PD_KERNEL(Product)).SetInferShapeFn(PD_INFER_SHAPE(ProductShapes))
     .SetInferDtypeFn(PD_INFER_DTYPE(ProductTypes));
-PD_BUILD_OP(llmsuite_bf16_product_plus)
-    .Inputs({"a", "b", "addend"}).Outputs({"c"})
-    .Attrs({"transpose_a: bool", "transpose_b: bool", "is_narrow: bool"})
-    .SetKernelFn(PD_KERNEL(ProductPlus)).SetInferShapeFn(PD_INFER_SHAPE(PlusShapes))
-    .SetInferDtypeFn(PD_INFER_DTYPE(PlusTypes));
 
 LLMSUITE_LINEAR(llmsuite_bf16_linear, LinearForward, LinearBackward);

@@ -16,7 +16,7 @@ _FILES = (
     *("attention.cc", "bf16_attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc"),
     *("grouped.cc", "expert_rows.cc", "gradients.cc"),
 )
-_HEADERS = ("attention.h", "common.h", "linear.h", "products.h", "rounding.h", "stored.h", "tiles.h")
+_HEADERS = ("attention.h", "common.h", "linear.h", "packing.h", "products.h", "rounding.h", "stored.h", "tiles.h")
 KERNELS = Library(
     name="kernels",
     sources=tuple(_HERE / name for name in (*_FILES, *_HEADERS)),
@@ -38,7 +38,10 @@ KERNELS = Library(
 PRODUCTS = dataclasses.replace(
     KERNELS,
     name="products",
-    sources=tuple(_HERE / name for name in ("products.cc", "linear.h", "onednn.h", "rounding.h")),
+    sources=tuple(
+        _HERE / name
+        for name in ("products.cc", "blocks.h", "linear.h", "onednn.h", "packing.h", "rounding.h", "tiles.h")
+    ),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libdnnl.so.3"),
     without=("products in bfloat16 need", "do without their instructions"),
 )

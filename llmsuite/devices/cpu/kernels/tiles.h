@@ -132,6 +132,7 @@ class Multiplier {
     if (!has_amx_) return;
     struct { uint8_t palette = 1, unused[15] = {}; uint16_t bytes[16] = {}; uint8_t rows[16] = {}; } form;
     std::fill(form.bytes, form.bytes + 8, 64), std::fill(form.rows, form.rows + 8, 16);
+    asm volatile("" ::: "memory");  // GCC 12 takes only the first bytes of what is loaded for read
     _tile_loadconfig(&form);
   }
   ~Multiplier() {
@@ -162,94 +163,5 @@ class Multiplier {
   const bool has_amx_;
 #endif
 };
-
-// to[i] = x[i], rounded
-inline void Round(const float* x, int64_t count, uint16_t* to) {
-  int64_t i = 0;
-#if defined(__AVX512BF16__)
-  for (; i + 16 <= count; i += 16)
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(x + i)));
-#endif
-  for (; i < count; ++i) to[i] = rounding::Half(x[i]);
-}
-
-// to[i] = even[i] and odd[i], rounded
-inline void RoundPairs(const float* even, const float* odd, int64_t count, uint32_t* to) {
-  int64_t i = 0;
-#if defined(__AVX512BF16__)
-  for (; i + 16 <= count; i += 16) {
-    const __m512i first = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(even + i)));
-    const __m512i second = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(odd + i)));
-    _mm512_storeu_si512(to + i, _mm512_or_si512(first, _mm512_slli_epi32(second, 16)));
-  }
-#endif
-  for (; i < count; ++i) to[i] = rounding::Half(even[i]) | uint32_t(rounding::Half(odd[i])) << 16;
-}
-
-// x [rows, size], rounded, in rows `lead` apart; what is behind it, up to [rows_whole, size_whole], is 0
-inline void Rows(const float* x, int64_t step, int64_t rows, int64_t size, uint16_t* to, int64_t lead,
-                 int64_t rows_whole, int64_t size_whole) {
-  for (int64_t r = 0; r < rows_whole; ++r) {
-    const int64_t count = r < rows ? size : 0;
-    Round(x + r * step, count, to + r * lead);
-    std::fill(to + r * lead + count, to + r * lead + size_whole, 0);
-  }
-}
-
-// The same in pairs of rows.
-inline void Pairs(const float* x, int64_t step, int64_t rows, int64_t size, uint32_t* to, int64_t lead,
-                  int64_t rows_whole, int64_t size_whole) {
-  for (int64_t r = 0; r < rows_whole; r += 2) {
-    uint32_t* row = to + r / 2 * lead;
-    const float* even = x + r * step;
-    const int64_t count = r < rows ? size : 0;
-    if (r + 1 < rows)
-      RoundPairs(even, even + step, count, row);
-    else
-      for (int64_t i = 0; i < count; ++i) row[i] = rounding::Half(even[i]);
-    std::fill(row + count, row + size_whole, 0);
-  }
-}
-
-// Turns a block of kSide x kSide numbers, kSide = 16 bytes / their size, in registers.
-inline void TurnBlock(const uint16_t* x, int64_t x_step, uint16_t* y, int64_t y_step) {
-  __m128i a[8], b[8];
-  for (int i = 0; i < 8; ++i) a[i] = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x + i * x_step));
-  for (int i = 0; i < 4; ++i)  // rows 2 i and 2 i + 1, then four of them, then all
-    b[2 * i] = _mm_unpacklo_epi16(a[2 * i], a[2 * i + 1]), b[2 * i + 1] = _mm_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
-  for (int i = 0; i < 8; i += 4)
-    for (int j = 0; j < 2; ++j) {
-      a[i + 2 * j] = _mm_unpacklo_epi32(b[i + j], b[i + j + 2]);
-      a[i + 2 * j + 1] = _mm_unpackhi_epi32(b[i + j], b[i + j + 2]);
-    }
-  for (int i = 0; i < 4; ++i) {
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + 2 * i * y_step), _mm_unpacklo_epi64(a[i], a[i + 4]));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(y + (2 * i + 1) * y_step), _mm_unpackhi_epi64(a[i], a[i + 4]));
-  }
-}
-
-inline void TurnBlock(const float* x, int64_t x_step, float* y, int64_t y_step) {
-  __m128 a[4];
-  for (int i = 0; i < 4; ++i) a[i] = _mm_loadu_ps(x + i * x_step);
-  _MM_TRANSPOSE4_PS(a[0], a[1], a[2], a[3]);
-  for (int i = 0; i < 4; ++i) _mm_storeu_ps(y + i * y_step, a[i]);
-}
-
-inline void TurnBlock(const uint32_t* x, int64_t x_step, uint32_t* y, int64_t y_step) {  // moves bits only
-  TurnBlock(reinterpret_cast<const float*>(x), x_step, reinterpret_cast<float*>(y), y_step);
-}
-
-// y [columns, rows] of x [rows, columns]
-template <typename T>
-void Turn(const T* x, int64_t x_step, int64_t rows, int64_t columns, T* y, int64_t y_step) {
-  constexpr int64_t kSide = 16 / sizeof(T);
-  for (int64_t c = 0; c < columns; c += kSide)  // a line of y is written at once
-    for (int64_t r = 0; r < rows; r += kSide)
-      if (r + kSide <= rows && c + kSide <= columns)
-        TurnBlock(x + r * x_step + c, x_step, y + c * y_step + r, y_step);
-      else
-        for (int64_t j = c; j < std::min(c + kSide, columns); ++j)
-          for (int64_t i = r; i < std::min(r + kSide, rows); ++i) y[j * y_step + i] = x[i * x_step + j];
-}
 
 }  // namespace tiles

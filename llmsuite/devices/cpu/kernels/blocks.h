@@ -1,0 +1,255 @@
+// Sums of products of whole matrices by those of tiles.h, block by block:
+//   c [m, n] = a [m, k] b [k, n] for one pair of a and b or several; inputs are rounded, sums are float32
+// A thread makes a rectangle of c, in blocks whose sums stay in its cache, kDepth of k at a time. That much of b is there
+// too, in pairs of rows, while rows of a pass by. A block leaves for memory once. In which order an element is summed
+// depends on each k alone: it is the same whatever rows and columns are beside it, and for any number of threads.
+#pragma once
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "packing.h"
+
+namespace blocks {
+
+// These sizes were the best on a Xeon with AMX, whose cores have 2 MB of second-level cache.
+constexpr int64_t kColumns = 512, kDepth = 256;
+constexpr int64_t kKept = 1 << 19;          // elements of b that are kept for all rows of a thread; else it is made anew
+constexpr int64_t kRows = 64, kMany = 512;  // of a block, where b is kept, and where it is made for each block
+constexpr int64_t kPast = 1 << 20;          // bytes of c from which it is written past the caches, which it would fill
+
+// A factor as it lies in memory: rows `lead` elements apart, or those of its transpose.
+struct Matrix {
+  const void* data;
+  bool is_float;  // or bfloat16
+  int64_t lead;
+  bool is_turned;
+
+  template <typename T>
+  const T* At(int64_t row, int64_t column) const {
+    return static_cast<const T*>(data) + (is_turned ? column * lead + row : row * lead + column);
+  }
+};
+
+struct Pair {
+  Matrix a, b;  // a is bfloat16
+  int64_t k;
+};
+
+// c, in rows without gaps.
+struct Result {
+  void* data;
+  bool is_float;  // or bfloat16
+};
+
+// Memory of a thread, from one product to the next: taken anew it would be faulted in page by page.
+class Room {
+ public:
+  template <typename T>
+  T* For(int64_t count) {
+    const int64_t bytes = count * sizeof(T);
+    if (bytes > bytes_) memory_ = std::make_unique<tiles::Scratch<char>>(bytes_ = bytes);
+    return reinterpret_cast<T*>(memory_->data());
+  }
+
+ private:
+  std::unique_ptr<tiles::Scratch<char>> memory_;
+  int64_t bytes_ = 0;
+};
+
+// A number in parts of one size, a multiple of kStep, but for the last one.
+struct Parts {
+  int64_t size, count;
+  Parts(int64_t total, int64_t wanted)
+      : size(tiles::Whole((total + wanted - 1) / wanted)), count((total + size - 1) / size) {}
+  static Parts OfAtMost(int64_t most, int64_t total) { return Parts(total, (total + most - 1) / most); }
+};
+
+// A part of a pair that is multiplied at a time.
+struct Slice {
+  const Pair* pair;
+  int64_t from, count;  // of k
+  int64_t at;           // rows, multiples of kStep, of the slices in front of it
+};
+
+struct Slices {
+  std::vector<Slice> all;
+  int64_t rows = 0;  // of all, multiples of kStep
+
+  explicit Slices(const std::vector<Pair>& pairs) {
+    for (const Pair& pair : pairs) {
+      const Parts deep = Parts::OfAtMost(kDepth, pair.k);
+      for (int64_t from = 0; from < pair.k; from += deep.size) {
+        const int64_t count = std::min(deep.size, pair.k - from);
+        all.push_back({&pair, from, count, rows});
+        rows += tiles::Whole(count);
+      }
+    }
+  }
+
+  // Whether the slices of b are kept, for so many columns of a thread.
+  bool AreKept(int64_t columns) const { return Parts::OfAtMost(kColumns, columns).size * rows <= kKept; }
+};
+
+// Rows and columns of c that a thread makes, `across` threads side by side.
+struct Grid {
+  int64_t rows, columns, across;
+
+  // The split that takes least time, of multiplying, and of reading both factors as often as they are needed. An element
+  // takes as long to read as kReading products of two; to turn it, or to put it in pairs, takes as long again.
+  Grid(int64_t m, int64_t n, const Slices& slices, int64_t threads) {
+    constexpr double kReading = 64;
+    const bool turns_a = slices.all.front().pair->a.is_turned;
+    double least = 0;
+    for (int64_t wide = 1; wide <= threads; ++wide) {
+      if (threads % wide) continue;
+      const int64_t some_rows = Parts(m, threads / wide).size, some_columns = Parts(n, wide).size;
+      const int64_t of_a = Parts::OfAtMost(kColumns, some_columns).count * (turns_a ? 2 : 1);
+      const int64_t of_b = 2 * (slices.AreKept(some_columns) ? 1 : Parts::OfAtMost(kMany, some_rows).count);
+      const double time = double(some_rows) * some_columns + kReading * (some_rows * of_a + some_columns * of_b);
+      if (wide == 1 || time < least) least = time, rows = some_rows, columns = some_columns, across = wide;
+    }
+  }
+};
+
+// kStep rows of a from (row, depth) on: where they are, or copied
+inline const uint16_t* Left(const Matrix& a, int64_t row, int64_t rows, int64_t depth, int64_t count, uint16_t* room,
+                            int64_t* lead) {
+  constexpr int64_t kPeriod = 2048;  // elements: rows that far apart push each other out of the first-level cache
+  const auto* from = a.At<uint16_t>(row, depth);
+  if (!a.is_turned && rows == tiles::kStep && count % tiles::kStep == 0 && a.lead % kPeriod) {
+    *lead = a.lead;
+    return from;
+  }
+  *lead = tiles::Lead(tiles::Whole(count), 2);
+  if (a.is_turned)
+    tiles::Turn(from, a.lead, count, rows, room, *lead);
+  else
+    for (int64_t r = 0; r < rows; ++r) std::copy_n(from + r * a.lead, count, room + r * *lead);
+  for (int64_t r = 0; r < tiles::kStep; ++r) {
+    const int64_t there = r < rows ? count : 0;
+    std::fill(room + r * *lead + there, room + r * *lead + tiles::Whole(count), 0);
+  }
+  return room;
+}
+
+// `count` rows and `columns` columns of b from (depth, column) on, in pairs of rows, kStep columns after the other
+inline void Right(const Matrix& b, int64_t depth, int64_t count, int64_t column, int64_t columns, uint16_t* room,
+                  uint32_t* to) {
+  const int64_t deep = tiles::Whole(count), lead = tiles::Lead(deep, 2);
+  for (int64_t from = 0; from < columns; from += tiles::kStep, to += deep / 2 * tiles::kStep) {
+    const int64_t some = std::min(columns - from, tiles::kStep);
+    const auto take = [&](const auto* x) {
+      if (!b.is_turned) return tiles::Pairs(x, b.lead, count, some, to, tiles::kStep, deep, tiles::kStep);
+      // rows of the transpose have pairs side by side: these are turned as one number
+      tiles::Rows(x, b.lead, some, count, room, lead, tiles::kStep, deep);
+      tiles::Turn(reinterpret_cast<const uint32_t*>(room), lead / 2, tiles::kStep, deep / 2, to, tiles::kStep);
+    };
+    if (b.is_float)
+      take(b.At<float>(depth, column + from));
+    else
+      take(b.At<uint16_t>(depth, column + from));
+  }
+}
+
+// Sums [rows, columns] to c from an element on; rows of c are `lead` elements apart
+inline void Leave(const float* sums, int64_t sums_lead, int64_t rows, int64_t columns, const Result& c, int64_t at,
+                  int64_t lead, bool past) {
+  for (int64_t r = 0; r < rows; ++r, sums += sums_lead, at += lead) {
+    if (!c.is_float)
+      tiles::Round(sums, columns, static_cast<uint16_t*>(c.data) + at);
+    else if (past)
+      tiles::Stream(sums, columns, static_cast<float*>(c.data) + at);
+    else
+      std::copy_n(sums, columns, static_cast<float*>(c.data) + at);
+  }
+}
+
+// Rows [from, to) of `count` elements each, to the second-level cache.
+inline void Fetch(const uint16_t* x, int64_t lead, int64_t from, int64_t to, int64_t count) {
+  for (int64_t r = from; r < to; ++r)
+    for (int64_t i = 0; i < count; i += tiles::kLine / 2) __builtin_prefetch(x + r * lead + i, 0, 2);
+}
+
+// Makes rows [top, bottom) and columns [left, right) of c, in one thread.
+class Worker {
+ public:
+  Worker(const Slices& slices, int64_t top, int64_t bottom, int64_t left, int64_t right)
+      : slices_(slices), top_(top), bottom_(bottom), left_(left), right_(right), keeps_(slices.AreKept(right - left)),
+        wide_(Parts::OfAtMost(kColumns, right - left)), tall_(Parts::OfAtMost(keeps_ ? kRows : kMany, bottom - top)),
+        sums_lead_(tiles::Lead(wide_.size, 4)) {
+    thread_local Room for_rows, for_pairs, for_sums;
+    rows_ = for_rows.For<uint16_t>(tiles::kStep * tiles::Lead(kDepth, 2));
+    pairs_ = for_pairs.For<uint32_t>((keeps_ ? slices.rows : kDepth) / 2 * wide_.size);
+    sums_ = for_sums.For<float>(tall_.size * sums_lead_);
+  }
+
+  void operator()(const Result& c, int64_t lead, bool past) const {
+    for (int64_t n = left_; n < right_; n += wide_.size) {
+      const int64_t columns = std::min(wide_.size, right_ - n);
+      for (int64_t m = top_; m < bottom_; m += tall_.size) {
+        const int64_t rows = std::min(tall_.size, bottom_ - m);
+        for (size_t slice = 0; slice < slices_.all.size(); ++slice) Add(slice, m, rows, n, columns);
+        Leave(sums_, sums_lead_, rows, columns, c, m * lead + n, lead, past);
+      }
+    }
+    if (past) _mm_sfence();
+  }
+
+ private:
+  // Adds the products of one slice to the sums of a block; those of the first begin them.
+  void Add(size_t number, int64_t m, int64_t rows, int64_t n, int64_t columns) const {
+    const Slice& slice = slices_.all[number];
+    const Matrix& a = slice.pair->a;
+    const int64_t whole = tiles::Whole(slice.count), strips = tiles::Whole(columns) / tiles::kStep;
+    uint32_t* of_b = pairs_ + (keeps_ ? slice.at / 2 * wide_.size : 0);
+    if (!keeps_ || m == top_) Right(slice.pair->b, slice.from, slice.count, n, columns, rows_, of_b);
+    for (int64_t i = 0; i < rows; i += tiles::kStep) {
+      int64_t lead;
+      const uint16_t* of_a = Left(a, m + i, std::min(tiles::kStep, rows - i), slice.from, slice.count, rows_, &lead);
+      // what comes then: rows below, at the end of a block those of the next slice, behind the last one the next block
+      const bool is_end = i + tiles::kStep >= rows, is_last = is_end && number + 1 == slices_.all.size();
+      const Slice& then = slices_.all[is_last ? 0 : number + is_end];
+      const int64_t row = is_last ? m + rows : is_end ? m : m + i + tiles::kStep;
+      const bool fetches = !a.is_turned && row + tiles::kStep <= bottom_;
+      for (int64_t s = 0; s < strips; ++s) {
+        if (fetches)
+          Fetch(then.pair->a.At<uint16_t>(row, then.from), then.pair->a.lead, tiles::kStep * s / strips,
+                tiles::kStep * (s + 1) / strips, then.count);
+        multiply_(tiles::kStep, tiles::kStep, whole, of_a, lead,
+                  reinterpret_cast<const uint16_t*>(of_b + s * tiles::kStep * (whole / 2)), tiles::kStep,
+                  sums_ + i * sums_lead_ + s * tiles::kStep, sums_lead_, number > 0);
+      }
+    }
+  }
+
+  const Slices& slices_;
+  const int64_t top_, bottom_, left_, right_;
+  const bool keeps_;
+  const Parts wide_, tall_;
+  const int64_t sums_lead_;
+  uint16_t* rows_;
+  uint32_t* pairs_;
+  float* sums_;
+  const tiles::Multiplier multiply_{};
+};
+
+// m, n and each k are at least 1; what of the pairs is turned is the same in all.
+inline void Multiply(int64_t m, int64_t n, const std::vector<Pair>& pairs, const Result& c) {
+  const int64_t threads = omp_get_max_threads();
+  const Slices slices(pairs);
+  const Grid grid(m, n, slices, threads);
+  const bool past = c.is_float && m * n * 4 >= kPast;
+#pragma omp parallel num_threads(threads)
+  {
+    const int64_t thread = omp_get_thread_num(), top = thread / grid.across * grid.rows;
+    const int64_t left = thread % grid.across * grid.columns;
+    const int64_t bottom = std::min(m, top + grid.rows), right = std::min(n, left + grid.columns);
+    if (top < bottom && left < right) Worker(slices, top, bottom, left, right)(c, n, past);
+  }
+}
+
+}  // namespace blocks

@@ -1,0 +1,100 @@
+"""The CPU's products of inputs that are rounded to bfloat16, by blocks of our own, against those of float64.
+
+Where processors have no AMX, products are oneDNN's: here the blocks are tried there too, built for the processor at
+hand and for some with less.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+import pytest
+
+from llmsuite.devices.cpu.build import library
+from llmsuite.devices.cpu.kernels import ops as kernels
+from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
+from tests.paths import ROOT
+from tests.unit.devices.test_cpu_kernels import random, rounded
+
+SIZES = [
+    (1, 1, 1), (1, 576, 3), (32, 32, 32), (33, 31, 65), (64, 512, 512), (77, 1001, 45), (130, 2048, 96), (5, 16, 700),
+    (700, 40, 5), (600, 1100, 1050),
+]  # fmt: skip
+"""M, K and N of [M, K] [K, N]: with and without a rest, of one block and of several, whose right side stays or not."""
+
+
+@pytest.mark.skipif(not can_be_built(PRODUCTS), reason="there is no compiler")
+@pytest.mark.parametrize("processor", [(), ("-march=x86-64-v4", "-mavx512bf16"), ("-march=x86-64",)], ids=str)
+def test_products_of_blocks(processor: tuple[str, ...]) -> None:
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    if "-mavx512bf16" in processor and "avx512_bf16" not in next(x for x in lines if x.startswith("flags")).split():
+        pytest.skip("it has no products of bfloat16")
+    whole = PRODUCTS
+    blocks = dataclasses.replace(
+        whole,
+        name=f"products-blocks{''.join(processor)}",
+        options=(*whole.options, "-DLLMSUITE_BLOCKS", *processor),
+        is_for_this_cpu=not processor,
+    )
+    for threads in (1, 3):
+        program = (
+            "import paddle\n"
+            "from llmsuite.devices.cpu.kernels import ops\n"
+            "from tests.unit.devices import test_bf16_products as tests\n"
+            f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(blocks))!r})\n"
+            "assert ops.load()\n"
+            "tests.check()\n"
+            "print('all are equal')\n"
+        )
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        found = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+        )
+        assert "all are equal" in found.stdout, found.stderr
+
+
+def check() -> None:
+    """By whatever library is loaded."""
+    for size in SIZES:
+        for turns in range(4):
+            check_product(size, bool(turns & 1), bool(turns & 2))
+    check_rows_alone()
+
+
+def check_product(size: tuple[int, int, int], turns_left: bool, turns_right: bool) -> None:
+    """As float32 and as bfloat16; of a right side that is rounded already too; and three of them added up."""
+    m, k, n = size
+    pairs, expected, most = [], np.zeros([m, n]), np.zeros([m, n])
+    for seed, depth in enumerate((k, k, 16)):
+        left, right = random(m, depth, seed=seed), random(depth, n, seed=3 + seed)
+        expected = expected + rounded(left).astype("float64") @ rounded(right).astype("float64")
+        most = most + np.abs(rounded(left)) @ np.abs(rounded(right))
+        limit = (2 * k + 16) * 2.0**-24 * most  # of the sums of so many products, in whatever order
+        x, y = (
+            paddle.to_tensor(np.ascontiguousarray(matrix.T if turned else matrix))
+            for matrix, turned in ((left, turns_left), (right, turns_right))
+        )
+        given = kernels.bf16_operand(y) if seed == 1 else y
+        if seed == 0:
+            assert (np.abs(kernels.bf16_matmul(x, y, turns_left, turns_right).numpy() - expected) <= limit).all()
+        if turns_left:
+            continue
+        pairs.append((x, given))
+        assert (np.abs(kernels.bf16_sum_matmul(pairs, turns_right).numpy() - expected) <= limit).all()
+        half = kernels.bf16_operand_matmul(pairs, turns_right).astype("float32").numpy()
+        assert (np.abs(half - expected) <= limit + 2.0**-8 * np.abs(expected)).all()
+
+
+def check_rows_alone() -> None:
+    """A row's numbers do not depend on the rows and columns beside it, to the last bit."""
+    x, y = random(300, 1100), random(1100, 530, seed=1)
+    whole = kernels.bf16_matmul(paddle.to_tensor(x), paddle.to_tensor(y)).numpy()
+    for rows, columns in ((slice(0, 1), slice(0, 530)), (slice(37, 150), slice(200, 231)), (slice(299, 300), slice(1))):
+        part = [paddle.to_tensor(np.ascontiguousarray(t)) for t in (x[rows], y[:, columns])]
+        assert np.array_equal(kernels.bf16_matmul(*part).numpy(), whole[rows, columns])
