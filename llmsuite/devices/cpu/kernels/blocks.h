@@ -155,17 +155,14 @@ inline void Right(const Matrix& b, int64_t depth, int64_t count, int64_t column,
   }
 }
 
-// Sums [rows, columns] to c from an element on; rows of c are `lead` elements apart
-inline void Leave(const float* sums, int64_t sums_lead, int64_t rows, int64_t columns, const Result& c, int64_t at,
-                  int64_t lead, bool past) {
-  for (int64_t r = 0; r < rows; ++r, sums += sums_lead, at += lead) {
-    if (!c.is_float)
-      tiles::Round(sums, columns, static_cast<uint16_t*>(c.data) + at);
-    else if (past)
-      tiles::Stream(sums, columns, static_cast<float*>(c.data) + at);
+// Sums [rows, columns] to c, whose rows are `lead` elements apart; past the caches, or not
+template <typename T>
+void Leave(const float* sums, int64_t sums_lead, int64_t rows, int64_t columns, T* c, int64_t lead, bool past) {
+  for (int64_t r = 0; r < rows; ++r, sums += sums_lead, c += lead)
+    if (past)
+      tiles::Stream(sums, columns, c);
     else
-      std::copy_n(sums, columns, static_cast<float*>(c.data) + at);
-  }
+      tiles::Round(sums, columns, c);
 }
 
 // Rows [from, to) of `count` elements each, to the second-level cache.
@@ -193,7 +190,10 @@ class Worker {
       for (int64_t m = top_; m < bottom_; m += tall_.size) {
         const int64_t rows = std::min(tall_.size, bottom_ - m);
         for (size_t slice = 0; slice < slices_.all.size(); ++slice) Add(slice, m, rows, n, columns);
-        Leave(sums_, sums_lead_, rows, columns, c, m * lead + n, lead, past);
+        if (c.is_float)
+          Leave(sums_, sums_lead_, rows, columns, static_cast<float*>(c.data) + m * lead + n, lead, past);
+        else
+          Leave(sums_, sums_lead_, rows, columns, static_cast<uint16_t*>(c.data) + m * lead + n, lead, past);
       }
     }
     if (past) _mm_sfence();
@@ -242,7 +242,7 @@ inline void Multiply(int64_t m, int64_t n, const std::vector<Pair>& pairs, const
   const int64_t threads = omp_get_max_threads();
   const Slices slices(pairs);
   const Grid grid(m, n, slices, threads);
-  const bool past = c.is_float && m * n * 4 >= kPast;
+  const bool past = m * n * (c.is_float ? 4 : 2) >= kPast;
 #pragma omp parallel num_threads(threads)
   {
     const int64_t thread = omp_get_thread_num(), top = thread / grid.across * grid.rows;

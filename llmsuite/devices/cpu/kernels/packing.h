@@ -33,7 +33,11 @@ inline void RoundPairs(const float* even, const float* odd, int64_t count, uint3
   for (; i < count; ++i) to[i] = rounding::Half(even[i]) | uint32_t(rounding::Half(odd[i])) << 16;
 }
 
-inline void Round(const uint16_t* x, int64_t count, uint16_t* to) { std::copy_n(x, count, to); }
+// the same of what is in the form already
+template <typename T>
+void Round(const T* x, int64_t count, T* to) {
+  std::copy_n(x, count, to);
+}
 
 // to[i] = even[i] and odd[i]
 inline void RoundPairs(const uint16_t* even, const uint16_t* odd, int64_t count, uint32_t* to) {
@@ -58,7 +62,7 @@ inline void RoundPairs(const uint16_t* even, const uint16_t* odd, int64_t count,
 inline uint16_t Rounded(float x) { return rounding::Half(x); }
 inline uint16_t Rounded(uint16_t x) { return x; }
 
-// to[i] = x[i], past the caches where it lies at the beginning of a line
+// to[i] = x[i], which may be rounded: past the caches, where `to` is at the beginning of a line
 inline void Stream(const float* x, int64_t count, float* to) {
   int64_t i = 0;
 #if defined(__AVX512F__)
@@ -66,6 +70,17 @@ inline void Stream(const float* x, int64_t count, float* to) {
     for (; i + 16 <= count; i += 16) _mm512_stream_ps(to + i, _mm512_loadu_ps(x + i));
 #endif
   std::copy_n(x + i, count - i, to + i);
+}
+
+inline void Stream(const float* x, int64_t count, uint16_t* to) {
+  int64_t i = 0;
+#if defined(__AVX512BF16__)
+  if (reinterpret_cast<uintptr_t>(to) % kLine == 0)
+    for (; i + 32 <= count; i += 32)
+      _mm512_stream_si512(reinterpret_cast<__m512i*>(to + i),
+                          (__m512i)_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + i + 16), _mm512_loadu_ps(x + i)));
+#endif
+  Round(x + i, count - i, to + i);
 }
 
 // x [rows, size], rounded, in rows `lead` apart; what is behind it, up to [rows_whole, size_whole], is 0
