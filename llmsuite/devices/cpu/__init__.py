@@ -149,7 +149,7 @@ class CpuBackend(DeviceBackend):
 
     def product_path(self, precision: str) -> str:
         if precision == "bf16" and self._has_bf16():
-            return "oneDNN's, by the processor's instructions for bfloat16"
+            return "by the processor's instructions for bfloat16: our own with AMX, else oneDNN's"
         path = os.environ.get("MKL_DEBUG_CPU_TYPE")
         mkl = "MKL's" if path is None else f"MKL's, path {path} of MKL_DEBUG_CPU_TYPE"
         return mkl if precision == "fp32" else f"{mkl}, of rounded inputs"
