@@ -42,7 +42,12 @@ def test_products_of_blocks(processor: tuple[str, ...]) -> None:
         options=(*whole.options, "-DLLMSUITE_BLOCKS", *processor),
         is_for_this_cpu=not processor,
     )
-    for threads in (1, 3):
+    # the last one has fewer threads than are asked for
+    for threads in (
+        {"OMP_NUM_THREADS": "1"},
+        {"OMP_NUM_THREADS": "3"},
+        {"OMP_NUM_THREADS": "3", "OMP_THREAD_LIMIT": "2"},
+    ):
         program = (
             "import paddle\n"
             "from llmsuite.devices.cpu.kernels import ops\n"
@@ -52,7 +57,7 @@ def test_products_of_blocks(processor: tuple[str, ...]) -> None:
             "tests.check()\n"
             "print('all are equal')\n"
         )
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+        environment = {**os.environ, **threads}
         found = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
         )

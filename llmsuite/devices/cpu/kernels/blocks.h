@@ -243,10 +243,9 @@ inline void Multiply(int64_t m, int64_t n, const std::vector<Pair>& pairs, const
   const Slices slices(pairs);
   const Grid grid(m, n, slices, threads);
   const bool past = m * n * (c.is_float ? 4 : 2) >= kPast;
-#pragma omp parallel num_threads(threads)
-  {
-    const int64_t thread = omp_get_thread_num(), top = thread / grid.across * grid.rows;
-    const int64_t left = thread % grid.across * grid.columns;
+#pragma omp parallel for num_threads(threads) schedule(static, 1)  // the runtime may give fewer threads
+  for (int64_t part = 0; part < threads; ++part) {
+    const int64_t top = part / grid.across * grid.rows, left = part % grid.across * grid.columns;
     const int64_t bottom = std::min(m, top + grid.rows), right = std::min(n, left + grid.columns);
     if (top < bottom && left < right) Worker(slices, top, bottom, left, right)(c, n, past);
   }
