@@ -104,6 +104,15 @@ def kept_dtypes(mlp: GatedMLP, x: Any) -> list[Any]:
     return kept
 
 
+@pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
+def test_no_tokens(ops: Ops, shape: tuple[int, ...]) -> None:
+    mlp, x = mlp_of(ops), leaf(np.zeros([*shape, HIDDEN], "float32"))
+    y = mlp(x)
+    y.sum().backward()
+    assert y.shape == x.grad.shape == [*shape, HIDDEN]
+    assert all(not parameter.grad.any() for parameter in mlp.parameters())
+
+
 def test_it_keeps_bfloat16_only(ops: Ops) -> None:
     kept = kept_dtypes(mlp_of(ops), leaf(random(2, 5, HIDDEN)))
     assert set(kept) == {paddle.bfloat16}, kept

@@ -81,7 +81,10 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """`ops.swiglu` in one pass, of bfloat16 inputs too, which is computed in float32."""
-    if not _takes(gate, up, dtype=gate.dtype if gate.dtype == paddle.bfloat16 else paddle.float32):
+    is_operand = gate.dtype == paddle.bfloat16
+    if is_operand and 0 in gate.shape:  # no plain form takes bfloat16 here
+        return _run("swiglu", gate, up)[0]
+    if not _takes(gate, up, dtype=paddle.bfloat16 if is_operand else paddle.float32):
         return ops.swiglu(gate, up)
     return _on_parts(lambda *local: _run("swiglu", *local)[0], gate, up)
 
