@@ -1,4 +1,4 @@
-// Helpers of the kernels. All tensors are float32, contiguous and in host memory.
+// Helpers of the kernels. All tensors are contiguous and in host memory, and float32 unless a kernel says more.
 #pragma once
 #include <cstdint>
 #include <cstring>

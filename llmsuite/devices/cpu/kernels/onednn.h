@@ -1,6 +1,7 @@
 // The few functions of oneDNN's C interface that are called here, as its headers declare them (oneDNN 3, oneapi/dnnl).
 // Paddle's wheel has the library, libdnnl.so.3, and none of the headers; the package with the headers brings a second
-// library and three runtimes. Tested with 3.6.2, which is in the wheel of Paddle 3.3.1; `Version` is checked at run time.
+// library and three runtimes. Tested with 3.6.2, which is in the wheel of Paddle 3.3.1; what version there is, is asked
+// at run time.
 #pragma once
 #include <cstddef>
 #include <cstdint>

@@ -187,7 +187,7 @@ std::vector<Tensor> Product(const std::vector<Tensor>& a, const std::vector<Tens
     const int64_t wide = a[i].shape().back(), rows = wide ? a[i].numel() / wide : 0, k = ta ? rows : wide;
     const int64_t others = n ? b[i].numel() / n : k;  // leading dims of both are rows, where a is transposed
     PD_CHECK(Shape(a[i].shape(), b[i].shape(), ta, tb) == shape && others == k, "matrices that do not fit: ", k, " and ",
-             others);
+             others, " are to be added up, or the outputs of pairs differ");
     if (k == 0) continue;
     left.push_back(rounding::ToBf16(a[i])), right.push_back(b[i]);
     pairs.push_back({{left.back().data(), false, wide, ta}, {b[i].data(), !rounding::IsBf16(b[i]), tb ? k : n, tb}, k});
