@@ -1,8 +1,8 @@
 // Sums of products of whole matrices by those of tiles.h, block by block:
 //   c [m, n] = a [m, k] b [k, n] for one pair of a and b or several; inputs are rounded, sums are float32
-// A thread makes a rectangle of c, in blocks whose sums stay in its cache, kDepth of k at a time. That much of b is there
-// too, in pairs of rows, while rows of a pass by. A block leaves for memory once. In which order an element is summed
-// depends on each k alone: it is the same whatever rows and columns are beside it, and for any number of threads.
+// A thread makes a rectangle of c, in blocks whose sums stay in its cache, kDepth of k at a time. That much of b is
+// there too, in pairs of rows, while rows of a pass by. A block leaves for memory once. In which order an element is
+// summed depends on each k alone: it is the same whatever rows and columns are beside it, and for any number of threads.
 #pragma once
 #include <omp.h>
 
@@ -17,7 +17,7 @@ namespace blocks {
 
 // These sizes were the best on a Xeon with AMX, whose cores have 2 MB of second-level cache.
 constexpr int64_t kColumns = 512, kDepth = 256;
-constexpr int64_t kKept = 1 << 19;          // elements of b that are kept for all rows of a thread; else it is made anew
+constexpr int64_t kKept = 1 << 19;          // elements of b that are kept for all rows of a thread
 constexpr int64_t kRows = 64, kMany = 512;  // of a block, where b is kept, and where it is made for each block
 constexpr int64_t kPast = 1 << 20;          // bytes of c from which it is written past the caches, which it would fill
 
@@ -98,8 +98,8 @@ struct Slices {
 struct Grid {
   int64_t rows, columns, across;
 
-  // The split that takes least time, of multiplying, and of reading both factors as often as they are needed. An element
-  // takes as long to read as kReading products of two; to turn it, or to put it in pairs, takes as long again.
+  // The split that takes least time, of multiplying, and of reading both factors as often as they are needed. An
+  // element takes as long to read as kReading products of two; to turn it, or to put it in pairs, takes as long again.
   Grid(int64_t m, int64_t n, const Slices& slices, int64_t threads) {
     constexpr double kReading = 64;
     const bool turns_a = slices.all.front().pair->a.is_turned;

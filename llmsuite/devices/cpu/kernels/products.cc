@@ -169,8 +169,9 @@ void Add(const std::vector<blocks::Pair>& pairs, const std::vector<Tensor>& a, c
   for (size_t i = 0; i < pairs.size(); ++i) {
     const bool is_last = i + 1 == pairs.size();
     const float* addend = i ? total.data<float>() : nullptr;
-    matmuls->Run({m, pairs[i].k, n, pairs[i].a.is_turned, pairs[i].b.is_turned, addend, is_last ? c.data() : total.data(),
-                  is_narrow && is_last}, a[i], b[i]);
+    void* to = is_last ? c.data() : total.data();
+    matmuls->Run({m, pairs[i].k, n, pairs[i].a.is_turned, pairs[i].b.is_turned, addend, to, is_narrow && is_last}, a[i],
+                 b[i]);
   }
 }
 
@@ -186,8 +187,8 @@ std::vector<Tensor> Product(const std::vector<Tensor>& a, const std::vector<Tens
   for (size_t i = 0; i < a.size(); ++i) {
     const int64_t wide = a[i].shape().back(), rows = wide ? a[i].numel() / wide : 0, k = ta ? rows : wide;
     const int64_t others = n ? b[i].numel() / n : k;  // leading dims of both are rows, where a is transposed
-    PD_CHECK(Shape(a[i].shape(), b[i].shape(), ta, tb) == shape && others == k, "matrices that do not fit: ", k, " and ",
-             others, " are to be added up, or the outputs of pairs differ");
+    PD_CHECK(Shape(a[i].shape(), b[i].shape(), ta, tb) == shape && others == k, "matrices that do not fit: ", k,
+             " and ", others, " are to be added up, or the outputs of pairs differ");
     if (k == 0) continue;
     left.push_back(rounding::ToBf16(a[i])), right.push_back(b[i]);
     pairs.push_back({{left.back().data(), false, wide, ta}, {b[i].data(), !rounding::IsBf16(b[i]), tb ? k : n, tb}, k});
