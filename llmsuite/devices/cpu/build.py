@@ -37,7 +37,7 @@ class Library:
 
 
 def library(what: Library) -> Path:
-    """The shared library for the installed Paddle; builds it (a few seconds) when it is not in the cache.
+    """The shared library for the installed Paddle; builds it (up to a minute) when it is not in the cache.
 
     Raises:
         UserError: there is no g++, or it cannot build the library.
@@ -78,7 +78,7 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
             f"{what.without[0]} a C++ compiler once, to build what Paddle's CPU wheel lacks; "
             f"install it with: apt-get install g++ (or your system's package), or {what.without[1]}"
         )
-    print(f"building what Paddle's CPU wheel lacks ({what.name}), once: a few seconds", file=sys.stderr, flush=True)
+    print(f"building what Paddle's CPU wheel lacks ({what.name}), once: up to a minute", file=sys.stderr, flush=True)
     sources = [str(source) for source in what.sources if source.suffix == ".cc"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         output = Path(scratch) / target.name
