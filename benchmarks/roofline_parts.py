@@ -53,8 +53,6 @@ class Product:
     transpose_right: bool = False
     dtypes: tuple[str, str] = ("float32", "float32")
     is_of_head: bool = False
-    form: str = "matmul"
-    """The field of `llmsuite.devices.ops.Ops` that computes it: its output is added to another, or rounded."""
 
     @property
     def flops(self) -> int:

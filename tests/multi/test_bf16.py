@@ -22,7 +22,7 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.parity.cases import STEPS, Case, compare, compare_gradients, few, many_processes, one_process, run_cases
-from tests.parity.condition import bf16_gradient_limits, bf16_metric_limits, nudged
+from tests.parity.condition import bf16_gradient_limits, bf16_metric_limits, check_bf16_metrics, nudged
 from tests.parity.curve import CURVE, check_curve
 from tests.parity.points import point
 
@@ -101,13 +101,8 @@ def test_rounding_by_hand_is_the_same_rounding(runner: Runner, failed: dict[str,
 
 
 def _check_close(runner: Runner, one: str, many: str) -> None:
-    limits, of_gradients = bf16_metric_limits(runner, ONE), bf16_gradient_limits(runner, ONE)
-    for step, (ours, theirs) in enumerate(zip(runner.metrics(one), runner.metrics(many), strict=True), 1):
-        assert ours["tokens"] == theirs["tokens"]
-        for key, limit in limits.items():
-            far = abs(theirs[key] / ours[key] - 1)
-            print(f"step {step}: {key} {far:.1e} of at most {limit:.1e}")
-            assert far <= limit, (step, key)
+    check_bf16_metrics(runner, one, many, bf16_metric_limits(runner, ONE))
+    of_gradients = bf16_gradient_limits(runner, ONE)
     found = compare_gradients(runner, one, many, 0.0, of_gradients)
     print(f"gradients {found.gradients:.1e} of at most {min(of_gradients.values()):.1e}")
     assert found.problems == []

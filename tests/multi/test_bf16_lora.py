@@ -11,7 +11,7 @@ from tests.multi.conftest import Runner
 from tests.multi.programs import PROGRAM, SAVES, SP, STAGE3, TP2
 from tests.multi.test_bf16_programs import far_changes
 from tests.parity.cases import STEPS, Case, few, once, run_cases
-from tests.parity.condition import bf16_change_limits, bf16_metric_limits, nudged
+from tests.parity.condition import bf16_change_limits, bf16_metric_limits, check_bf16_metrics, nudged
 from tests.parity.lora import case
 
 STEM = "adapter_model"
@@ -49,13 +49,7 @@ def failed(runner: Runner) -> dict[str, str]:
 
 
 def _check_close(runner: Runner, one: str, many: str, in_float32: Case) -> None:
-    limits = bf16_metric_limits(runner, in_float32)
-    for step, (ours, theirs) in enumerate(zip(runner.metrics(one), runner.metrics(many), strict=True), 1):
-        assert ours["tokens"] == theirs["tokens"]
-        for key, limit in limits.items():
-            far = abs(theirs[key] / ours[key] - 1)
-            print(f"{many}, step {step}: {key} {far:.1e} of at most {limit:.1e}")
-            assert far <= limit, (step, key)
+    check_bf16_metrics(runner, one, many, bf16_metric_limits(runner, in_float32))
     changes = bf16_change_limits(runner, in_float32, STEM)
     pair = ([runner.weights(name, step, STEM) for step in (1, STEPS)] for name in (one, many))
     worst = max(far_changes(*pair).items(), key=lambda item: item[1] / changes[item[0]])

@@ -14,7 +14,7 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.multi.programs import PP2, PROGRAM, SAVES, TP2, WORDS
 from tests.parity.cases import OPTIMIZERS, STEPS, Case, compare, few, norm, once, run_cases
-from tests.parity.condition import bf16_change_limits, bf16_metric_limits, nudged
+from tests.parity.condition import bf16_change_limits, bf16_metric_limits, check_bf16_metrics, nudged
 
 BF16, LAYERS, AGAIN = "--engine.precision=bf16", ("--engine.mode=to_static",), "--engine.recompute=full"
 SP = {"sequence_parallel": True}
@@ -71,13 +71,7 @@ def failed(runner: Runner) -> dict[str, str]:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_program_is_as_close_as_rounding_allows(runner: Runner, failed: dict[str, str], name: str) -> None:
     assert not {DYNAMIC.name, name} & failed.keys(), failed
-    limits = bf16_metric_limits(runner, ONE)
-    for step, (ours, theirs) in enumerate(zip(runner.metrics(DYNAMIC.name), runner.metrics(name), strict=True), 1):
-        assert ours["tokens"] == theirs["tokens"]
-        for key, limit in limits.items():
-            far = abs(theirs[key] / ours[key] - 1)
-            print(f"{name}, step {step}: {key} {far:.1e} of at most {limit:.1e}")
-            assert far <= limit, (step, key)
+    check_bf16_metrics(runner, DYNAMIC.name, name, bf16_metric_limits(runner, ONE))
     changes = bf16_change_limits(runner, ONE, "model")
     worst = max(_far(runner, DYNAMIC.name, name).items(), key=lambda item: item[1] / changes[item[0]])
     print(f"{name}: change of {worst[0]} {worst[1]:.1e} of at most {changes[worst[0]]:.1e}")

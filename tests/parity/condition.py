@@ -78,3 +78,13 @@ def bf16_metric_limits(runner: Runner, one: Case) -> dict[str, float]:
         key: 2 * BF16 / NUDGE * max(abs(b[key] / a[key] - 1) for run in moved for a, b in zip(exact, run, strict=True))
         for key in ("loss", "grad_norm")
     }
+
+
+def check_bf16_metrics(runner: Runner, one: str, many: str, limits: Mapping[str, float]) -> None:
+    """That two runs have the same tokens, and metrics as close as `bf16_metric_limits` says, in every step."""
+    for step, (ours, theirs) in enumerate(zip(runner.metrics(one), runner.metrics(many), strict=True), 1):
+        assert ours["tokens"] == theirs["tokens"]
+        for key, limit in limits.items():
+            far = abs(theirs[key] / ours[key] - 1)
+            print(f"{many}, step {step}: {key} {far:.1e} of at most {limit:.1e}")
+            assert far <= limit, (step, key)

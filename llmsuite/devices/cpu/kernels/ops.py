@@ -195,7 +195,8 @@ def plain_rounded_operand(x: Tensor) -> Tensor:
     return x.astype("bfloat16")
 
 
-def next_logits(
+def _next_logits(
+    rounds: tuple[bool, bool],
     weights: DecoderWeights,
     x: Tensor,
     cos: Tensor,
@@ -204,44 +205,20 @@ def next_logits(
     cache: Sequence[Tensor],
     filled: int,
 ) -> Tensor:
-    """One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
-    return _next_logits((False, False), weights, x, cos, sin, padding, cache, filled)
-
-
-def rounded_next_logits(
-    weights: DecoderWeights,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    padding: Tensor,
-    cache: Sequence[Tensor],
-    filled: int,
-) -> Tensor:
-    """`next_logits` with gate and up rounded to bfloat16, as in training."""
-    return _next_logits((False, True), weights, x, cos, sin, padding, cache, filled)
-
-
-def bf16_next_logits(
-    weights: DecoderWeights,
-    x: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    padding: Tensor,
-    cache: Sequence[Tensor],
-    filled: int,
-) -> Tensor:
-    """`rounded_next_logits` with the attention of `bf16_attention`; what is in the cache has to be rounded already."""
-    return _next_logits((True, True), weights, x, cos, sin, padding, cache, filled)
-
-
-def _next_logits(rounds: tuple[bool, bool], weights: DecoderWeights, *given: Any) -> Tensor:
     """`rounds`: whether what attention takes is rounded, and whether gate and up are."""
-    x, cos, sin, padding, cache, filled = given
     inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
     sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
     has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
     codes = (weights.codes.bits, weights.head_codes.bits, list(weights.codes.levels))
     return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, *rounds, filled)[0]
+
+
+next_logits = functools.partial(_next_logits, (False, False))
+"""One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
+rounded_next_logits = functools.partial(_next_logits, (False, True))
+"""`next_logits` with gate and up rounded to bfloat16, as in training."""
+bf16_next_logits = functools.partial(_next_logits, (True, True))
+"""`rounded_next_logits` with the attention of `bf16_attention`; what is in the cache has to be rounded already."""
 
 
 def stored_product(x: Tensor, matrix: StoredMatrix) -> Tensor:

@@ -10,7 +10,7 @@
 
 namespace tiles {
 
-// to[i] = x[i], rounded
+// to[i] = x[i], rounded.
 inline void Round(const float* x, int64_t count, uint16_t* to) {
   int64_t i = 0;
 #if defined(__AVX512BF16__)
@@ -33,7 +33,7 @@ inline void RoundPairs(const float* even, const float* odd, int64_t count, uint3
   for (; i < count; ++i) to[i] = rounding::Half(even[i]) | uint32_t(rounding::Half(odd[i])) << 16;
 }
 
-// the same of what is in the form already
+// The same of what has that type already.
 template <typename T>
 void Round(const T* x, int64_t count, T* to) {
   std::copy_n(x, count, to);
@@ -62,7 +62,7 @@ inline void RoundPairs(const uint16_t* even, const uint16_t* odd, int64_t count,
 inline uint16_t Rounded(float x) { return rounding::Half(x); }
 inline uint16_t Rounded(uint16_t x) { return x; }
 
-// to[i] = x[i], which may be rounded: past the caches, where `to` is at the beginning of a line
+// to[i] = x[i], rounded to what `to` has: past the caches, where it lies at the beginning of a line.
 inline void Stream(const float* x, int64_t count, float* to) {
   int64_t i = 0;
 #if defined(__AVX512F__)
@@ -85,8 +85,8 @@ inline void Stream(const float* x, int64_t count, uint16_t* to) {
 
 // x [rows, size], rounded, in rows `lead` apart; what is behind it, up to [rows_whole, size_whole], is 0
 template <typename T>
-void Rows(const T* x, int64_t step, int64_t rows, int64_t size, uint16_t* to, int64_t lead,
-                 int64_t rows_whole, int64_t size_whole) {
+void Rows(const T* x, int64_t step, int64_t rows, int64_t size, uint16_t* to, int64_t lead, int64_t rows_whole,
+          int64_t size_whole) {
   for (int64_t r = 0; r < rows_whole; ++r) {
     const int64_t count = r < rows ? size : 0;
     Round(x + r * step, count, to + r * lead);
@@ -96,8 +96,8 @@ void Rows(const T* x, int64_t step, int64_t rows, int64_t size, uint16_t* to, in
 
 // The same in pairs of rows.
 template <typename T>
-void Pairs(const T* x, int64_t step, int64_t rows, int64_t size, uint32_t* to, int64_t lead,
-                  int64_t rows_whole, int64_t size_whole) {
+void Pairs(const T* x, int64_t step, int64_t rows, int64_t size, uint32_t* to, int64_t lead, int64_t rows_whole,
+           int64_t size_whole) {
   for (int64_t r = 0; r < rows_whole; r += 2) {
     uint32_t* row = to + r / 2 * lead;
     const T* even = x + r * step;

@@ -190,7 +190,8 @@ std::vector<Tensor> Product(const std::vector<Tensor>& a, const std::vector<Tens
     PD_CHECK(Shape(a[i].shape(), b[i].shape(), ta, tb) == shape && others == k, "matrices that do not fit: ", k,
              " and ", others, " are to be added up, or the outputs of pairs differ");
     if (k == 0) continue;
-    left.push_back(rounding::ToBf16(a[i])), right.push_back(b[i]);
+    // oneDNN's have a room of their own, in which what is float32 is rounded
+    left.push_back(UsesBlocks() ? rounding::ToBf16(a[i]) : a[i]), right.push_back(b[i]);
     pairs.push_back({{left.back().data(), false, wide, ta}, {b[i].data(), !rounding::IsBf16(b[i]), tb ? k : n, tb}, k});
   }
   if (c.numel() == 0) return {c};
