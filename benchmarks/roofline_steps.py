@@ -153,11 +153,13 @@ class _Recorder:
             ops: of the device, for the precision of the run.
             num_words: of the vocabulary; no other size of the model is the same.
         """
-        from llmsuite.devices.ops import matmul
+        from llmsuite.devices.ops import matmul, operand
 
         self._ops, self._num_words = ops, num_words
         self._is_paddles = ops.matmul is matmul
         """Whether products are Paddle's own."""
+        self._rounds = ops.operand is not operand
+        """Whether they take matrices that are rounded."""
         self._number, self._products = 0, collections.Counter[Product]()
         self._profiler: Any = None
         self._events: list[Any] = []
@@ -255,7 +257,7 @@ class _Recorder:
         assert found.num_passes_back == self._passes_of_head, (found.num_passes_back, self._passes_of_head)
         products, told = self._products.copy(), {}
         times = {product: self._alone(product) for product in products}
-        narrow = times if self._is_paddles else {product: self._alone(product.rounded) for product in products}
+        narrow = times if not self._rounds else {product: self._alone(product.rounded) for product in products}
         for part in parts.PRODUCTS:
             own = {product: count for product, count in products.items() if product.part == part}
             told[part] = {

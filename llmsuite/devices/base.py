@@ -101,7 +101,7 @@ class DeviceBackend(abc.ABC):
     def stores_as_trained(self, precision: str) -> bool:
         """Whether what draws for a model that is trained in a precision has matrices in bf16: the training rounds the
         inputs of products, and a kernel for stored matrices computes as that does. Imports no Paddle."""
-        return {"matmul", "stored_product"} <= self.kernels(precision).keys()
+        return {"operand", "stored_product"} <= self.kernels(precision).keys()
 
     def padding_free(self, precision: str) -> bool:
         """Whether its attention skips what a token does not see of its row: then the sequences of a batch cost less as

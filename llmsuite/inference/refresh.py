@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 
 from llmsuite.devices.decoder_weights import StoredMatrix
-from llmsuite.devices.ops import Ops, matmul
+from llmsuite.devices.ops import Ops, operand
 from llmsuite.inference.fused import TiedLogits, fuse
 from llmsuite.inference.stored import StoredLinear
 from llmsuite.models.blocks import Attention, GatedMLP, halves_first
@@ -46,8 +46,8 @@ class RefreshableModel:
         """
         Args:
             model: in evaluation mode, not sharded over ranks. It is fused, see `fused.fuse`.
-            live: the device's operations. Where these have a form of their own for products, the model has that, or
-                matrices that are stored for it (`stored.store_rounding`).
+            live: the device's operations. Where these round what products take, the model has their products, or
+                matrices that are stored for them (`stored.store_rounding`).
         """
         attentions = [(n, m) for n, m in model.named_sublayers() if isinstance(m, Attention)]
         mlps = [(n, m) for n, m in model.named_sublayers() if isinstance(m, GatedMLP)]
@@ -55,7 +55,7 @@ class RefreshableModel:
         widths |= {prefix: list(_widths(module)) for prefix, module in mlps}
         self._write = None if live is None else live.stored_write
         is_stored = any(isinstance(module, StoredLinear) for module in model.sublayers())
-        own_products = live is not None and live.matmul is not matmul and not is_stored
+        own_products = live is not None and live.operand is not operand and not is_stored
         # as training has it between products
         swiglu = {} if live is None or live.operand_matmul is None else {"joined_swiglu": live.joined_swiglu}
         fuse(model, None if own_products else live, **swiglu)

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, PROGRAM_FILES, build_kernels, can_be_built
-from llmsuite.devices.cpu.processor import mkl_path, multiplies_bf16
+from llmsuite.devices.cpu.processor import has_amx, mkl_path, multiplies_bf16
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
@@ -70,6 +70,7 @@ _BF16_PRODUCTS = {
     "attention_operand": "bf16_attention_operand",
     "next_logits": "bf16_next_logits",
 }
+_SPLIT_PRODUCTS = {"matmul": "split_matmul", "sum_matmul": "split_sum_matmul", "program_matmul": "split_linear"}
 _BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "operand": "plain_rounded_operand"}
 
 
@@ -88,13 +89,20 @@ class CpuBackend(DeviceBackend):
     kernels_in_programs = False
     sends_beside_passes = False
 
-    def __init__(self, multiplies_bf16: bool | None = None):
-        """`multiplies_bf16`: whether to use the processor's instructions for products in bfloat16; None where it has
-        some, and the kernel for them can be built."""
-        self._multiplies_bf16 = multiplies_bf16
+    def __init__(self, multiplies_bf16: bool | None = None, splits: bool | None = None):
+        """
+        Args:
+            multiplies_bf16: whether to use the processor's instructions for products in bfloat16; None where it has
+                some, and the kernel for them can be built.
+            splits: whether to multiply float32 matrices by them, in parts; None where it has AMX, likewise.
+        """
+        self._multiplies_bf16, self._splits = multiplies_bf16, splits
 
     def _has_bf16(self) -> bool:
         return multiplies_bf16() and can_be_built(PRODUCTS) if self._multiplies_bf16 is None else self._multiplies_bf16
+
+    def _splits_float32(self) -> bool:
+        return has_amx() and can_be_built(PRODUCTS) if self._splits is None else self._splits
 
     def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
@@ -119,7 +127,7 @@ class CpuBackend(DeviceBackend):
         is_plain = not can_be_built()
         table = {} if is_plain else _KERNELS
         if precision != "bf16":
-            return table
+            return {**table, **_SPLIT_PRODUCTS} if self._splits_float32() else table
         by_rounding = _BF16_WITHOUT_COMPILER if is_plain else _BF16_BY_ROUNDING
         return {**table, **(_BF16_PRODUCTS if self._has_bf16() else by_rounding)}
 
@@ -128,7 +136,7 @@ class CpuBackend(DeviceBackend):
             from llmsuite.devices.cpu.kernels.ops import load
 
             load()  # when that fails `can_be_built` says so from then on
-            if precision == "bf16" and self._has_bf16():
+            if self._has_bf16() if precision == "bf16" else self._splits_float32():
                 load(PRODUCTS)
         return super().ops(precision)
 
@@ -150,6 +158,8 @@ class CpuBackend(DeviceBackend):
     def product_path(self, precision: str) -> str:
         if precision == "bf16" and self._has_bf16():
             return "by the processor's instructions for bfloat16: our own with AMX, else oneDNN's"
+        if precision == "fp32" and self._splits_float32():
+            return "float32 in three bfloat16 parts, by AMX"
         path = os.environ.get("MKL_DEBUG_CPU_TYPE")
         mkl = "MKL's" if path is None else f"MKL's, path {path} of MKL_DEBUG_CPU_TYPE"
         return mkl if precision == "fp32" else f"{mkl}, of rounded inputs"

@@ -1,5 +1,7 @@
 // Products of bfloat16 matrices with float32 sums, for blocks that stay in a core's cache:
 //   c [m, n] = a [m, k] b [k, n], or added to c. m, n and k are multiples of kStep.
+// A float32 matrix is the sum of three of bfloat16, its parts, each of which is what is left of it, rounded. The product
+// of two such is then that of all of their parts, less those that are beyond float32: see Terms.
 // a is in rows; b in pairs of rows, as the processors' instructions take it: b[i, j] is at (i / 2 * ldb + j) * 2 + i % 2.
 // By AMX where the system lets a process use it, by AVX-512 where it has products of bfloat16, else by plain loops.
 #pragma once
@@ -8,7 +10,9 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <memory>
+#include <utility>
 
 #include "rounding.h"
 
@@ -29,6 +33,19 @@ inline int64_t Whole(int64_t count) { return (count + kStep - 1) / kStep * kStep
 // are a power of two apart would push each other out of the cache.
 inline int64_t Lead(int64_t count, int64_t bytes) { return ((count * bytes + kLine - 1) / kLine | 1) * kLine / bytes; }
 
+// Which parts of a and b are multiplied. Each part is at most 2^-8 of the one before it, so that those which are left out
+// of nine are 2^-24 and less: as in Henry, Tang and Heinecke 2019, arXiv 1904.06376, for BFLOAT16x3 with 6 products.
+template <int kParts>
+struct Terms;
+template <>
+struct Terms<1> {
+  static constexpr int kAll[][2] = {{0, 0}};
+};
+template <>
+struct Terms<3> {
+  static constexpr int kAll[][2] = {{2, 0}, {1, 0}, {1, 1}, {0, 1}, {0, 2}, {0, 0}};  // one factor stays for the next
+};
+
 // Memory at the beginning of a cache line.
 template <typename T>
 class Scratch {
@@ -41,6 +58,38 @@ class Scratch {
  private:
   static size_t Bytes(int64_t count) { return (count * sizeof(T) + kLine - 1) / kLine * kLine; }
   std::unique_ptr<T, decltype(&std::free)> memory_;
+};
+
+// A factor: rows, or pairs of rows, `lead` apart; its parts are `part` elements apart.
+struct Left {
+  const uint16_t* data;
+  int64_t lead, part;
+};
+struct Right {
+  const uint16_t* data;
+  int64_t lead, part;  // `lead` in pairs
+};
+
+// Memory that is needed soon, which comes to the second-level cache line by line between products: many lines at once
+// would keep these from theirs.
+class Ahead {
+ public:
+  Ahead() = default;
+  // rows `step` bytes apart, of `size` bytes each
+  Ahead(const void* rows, int64_t step, int64_t count, int64_t size)
+      : line_(static_cast<const char*>(rows)), row_(line_), step_(step), size_(size), left_(count) {}
+
+  void Next() {
+    if (left_ == 0) return;
+    __builtin_prefetch(line_, 0, 2);
+    line_ += kLine;
+    if (line_ < row_ + size_) return;
+    row_ += step_, line_ = row_, --left_;
+  }
+
+ private:
+  const char *line_ = nullptr, *row_ = nullptr;
+  int64_t step_ = 0, size_ = 0, left_ = 0;
 };
 
 #if defined(__AVX512BF16__)
@@ -90,10 +139,36 @@ inline bool MayUseAmx() {
   return may;
 }
 
+// Adds kStep x kStep products of one term to the registers; one of its factors may be there already.
+template <int kParts, int kTerm>
+inline void AddTerm(const Left& a, const Right& b, Ahead& ahead) {
+  constexpr auto& kAll = Terms<kParts>::kAll;
+  constexpr int kOfA = kAll[kTerm][0], kOfB = kAll[kTerm][1], kBefore = kTerm ? kTerm - 1 : 0;
+  constexpr bool kNewA = kTerm == 0 || kAll[kBefore][0] != kOfA, kNewB = kTerm == 0 || kAll[kBefore][1] != kOfB;
+  const uint16_t *rows = a.data + kOfA * a.part, *columns = b.data + kOfB * b.part;
+  if constexpr (kNewA) {
+    _tile_loadd(4, rows, 2 * a.lead);
+    _tile_loadd(5, rows + 16 * a.lead, 2 * a.lead);
+  }
+  if constexpr (kNewB) _tile_loadd(6, columns, 4 * b.lead);
+  _tile_dpbf16ps(0, 4, 6);
+  ahead.Next();
+  if constexpr (kParts == 1) ahead.Next();
+  _tile_dpbf16ps(2, 5, 6);
+  if constexpr (kNewB) _tile_loadd(7, columns + 32, 4 * b.lead);
+  _tile_dpbf16ps(1, 4, 7);
+  _tile_dpbf16ps(3, 5, 7);
+}
+
+template <int kParts, int... kTerm>
+inline void AddTerms(const Left& a, const Right& b, Ahead& ahead, std::integer_sequence<int, kTerm...>) {
+  (AddTerm<kParts, kTerm>(a, b, ahead), ...);
+}
+
 // kStep rows and columns of c: 2 x 2 registers of 16 x 16
-inline void FourTiles(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
-                      bool adds) {
-  const int64_t a_step = 2 * lda, b_step = 4 * ldb, c_step = 4 * ldc;  // in bytes
+template <int kParts>
+void FourTiles(int64_t k, Left a, Right b, float* c, int64_t ldc, bool adds, Ahead& ahead) {
+  const int64_t c_step = 4 * ldc;  // in bytes
   float* below = c + 16 * ldc;
   asm volatile("" ::: "memory");  // GCC 12 does not know that loading a tile reads memory
   if (adds) {
@@ -107,16 +182,8 @@ inline void FourTiles(int64_t k, const uint16_t* a, int64_t lda, const uint16_t*
     _tile_zero(2);
     _tile_zero(3);
   }
-  for (int64_t i = 0; i < k; i += 32, b += 32 * ldb) {
-    _tile_loadd(4, a + i, a_step);
-    _tile_loadd(5, a + 16 * lda + i, a_step);
-    _tile_loadd(6, b, b_step);
-    _tile_dpbf16ps(0, 4, 6);
-    _tile_dpbf16ps(2, 5, 6);
-    _tile_loadd(7, b + 32, b_step);
-    _tile_dpbf16ps(1, 4, 7);
-    _tile_dpbf16ps(3, 5, 7);
-  }
+  for (int64_t i = 0; i < k; i += 32, a.data += 32, b.data += 32 * b.lead)
+    AddTerms<kParts>(a, b, ahead, std::make_integer_sequence<int, std::size(Terms<kParts>::kAll)>());
   _tile_stored(0, c, c_step);
   _tile_stored(1, c + 16, c_step);
   _tile_stored(2, below, c_step);
@@ -144,18 +211,24 @@ class Multiplier {
 
   void operator()(int64_t m, int64_t n, int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb,
                   float* c, int64_t ldc, bool adds) const {
+    Ahead nothing;
     for (int64_t i = 0; i < m; i += kStep)
-      for (int64_t j = 0; j < n; j += kStep) {
-        const uint16_t *rows = a + i * lda, *columns = b + 2 * j;
-        float* to = c + i * ldc + j;
+      for (int64_t j = 0; j < n; j += kStep)
+        Block<1>(k, {a + i * lda, lda, 0}, {b + 2 * j, ldb, 0}, c + i * ldc + j, ldc, adds, nothing);
+  }
+
+  // kStep rows and columns of c.
+  template <int kParts>
+  void Block(int64_t k, const Left& a, const Right& b, float* c, int64_t ldc, bool adds, Ahead& ahead) const {
 #if defined(__AMX_BF16__)
-        if (has_amx_) {
-          FourTiles(k, rows, lda, columns, ldb, to, ldc, adds);
-          continue;
-        }
+    if (has_amx_) return FourTiles<kParts>(k, a, b, c, ldc, adds, ahead);
 #endif
-        for (int64_t r = 0; r < kStep; r += 8) EightRows(k, rows + r * lda, lda, columns, ldb, to + r * ldc, ldc, adds);
-      }
+    for (const auto& [of_a, of_b] : Terms<kParts>::kAll) {
+      for (int64_t r = 0; r < kStep; r += 8)
+        EightRows(k, a.data + of_a * a.part + r * a.lead, a.lead, b.data + of_b * b.part, b.lead, c + r * ldc, ldc,
+                  adds);
+      adds = true;
+    }
   }
 
 #if defined(__AMX_BF16__)
