@@ -1,4 +1,5 @@
-"""The CPU's products of inputs that are rounded to bfloat16, by blocks of our own, against those of float64.
+"""The CPU's products of inputs that are rounded to bfloat16, or split into three parts of that type, by blocks of our
+own, against those of float64.
 
 Where processors have no AMX, products are oneDNN's: here the blocks are tried there too, built for the processor at
 hand and for some with less.
@@ -69,7 +70,10 @@ def check() -> None:
     for size in SIZES:
         for turns in range(4):
             check_product(size, bool(turns & 1), bool(turns & 2))
+            check_split_product(size, bool(turns & 1), bool(turns & 2))
     check_rows_alone()
+    check_parts()
+    check_split_linear()
 
 
 def check_product(size: tuple[int, int, int], turns_left: bool, turns_right: bool) -> None:
@@ -94,6 +98,52 @@ def check_product(size: tuple[int, int, int], turns_left: bool, turns_right: boo
         assert (np.abs(kernels.bf16_sum_matmul(pairs, turns_right).numpy() - expected) <= limit).all()
         half = kernels.bf16_operand_matmul(pairs, turns_right).astype("float32").numpy()
         assert (np.abs(half - expected) <= limit + 2.0**-8 * np.abs(expected)).all()
+
+
+def check_split_product(size: tuple[int, int, int], turns_left: bool, turns_right: bool) -> None:
+    """Of one pair and of three; sums have no more rounding than those of float32 products in whatever order."""
+    m, k, n = size
+    pairs, expected, most = [], np.zeros([m, n]), np.zeros([m, n])
+    for seed, depth in enumerate((k, k, 16)):
+        left, right = random(m, depth, seed=seed), random(depth, n, seed=3 + seed)
+        expected = expected + left.astype("float64") @ right.astype("float64")
+        most = most + np.abs(left) @ np.abs(right)
+        x, y = (
+            paddle.to_tensor(np.ascontiguousarray(matrix.T if turned else matrix))
+            for matrix, turned in ((left, turns_left), (right, turns_right))
+        )
+        pairs.append((x, y))
+        sums = kernels._run("split_product", *kernels._sides(pairs), turns_left, turns_right)[0].numpy()
+        limit = (2 * k + 16) * 2.0**-24 * most
+        assert (np.abs(sums - expected) <= limit).all()
+        typical = np.sqrt(np.mean((sums - expected) ** 2) / np.mean(most**2))
+        assert typical <= 4 * 2.0**-24, typical
+
+
+def check_parts() -> None:
+    """All six products of parts are there: each is more than the limit for some of the numbers."""
+    x, y = random(500, 1), random(1, 500, seed=1)
+    product = kernels._run("split_product", *kernels._sides([(paddle.to_tensor(x), paddle.to_tensor(y))]), False, False)
+    exact = x.astype("float64") @ y.astype("float64")
+    # five sums are rounded; what is left out of nine products is below 2^-26
+    assert (np.abs(product[0].numpy() - exact) <= 6 * 2.0**-24 * np.abs(exact)).all()
+    kinds = paddle.to_tensor([[np.nan], [np.inf], [-np.inf], [3.4e38], [1e-45]], "float32").expand([5, 64])
+    found = kernels._run("split_product", [kinds.contiguous()], [paddle.ones([64, 64])], False, False)[0].numpy()
+    assert not np.isfinite(found[:4]).any() and (np.abs(found[4]) < 2.0**-110).all()
+
+
+def check_split_linear() -> None:
+    """The form for programs: its gradients are products of the same kind."""
+    for turned in (False, True):
+        x, w, d_y = random(2, 40, 70), random(*((90, 70) if turned else (70, 90)), seed=1), random(2, 40, 90, seed=2)
+        given = [paddle.to_tensor(t, stop_gradient=False) for t in (x, w)]
+        y = kernels.split_linear(*given, turned)
+        y.backward(paddle.to_tensor(d_y))
+        matrix = (w.T if turned else w).astype("float64")
+        of_matrix = x.reshape(-1, 70).T.astype("float64") @ d_y.reshape(-1, 90)
+        expected = (x @ matrix, d_y @ matrix.T, of_matrix.T if turned else of_matrix)
+        for found, exact in zip((y, *(t.grad for t in given)), expected, strict=True):
+            assert np.abs(found.numpy() - exact).max() <= 1e-5 * np.abs(exact).max()
 
 
 def check_rows_alone() -> None:

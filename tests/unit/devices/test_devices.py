@@ -155,24 +155,26 @@ WIDE = "avx512f avx512dq avx512cd avx512bw avx512vl"
 
 
 @pytest.mark.parametrize(
-    ("vendor", "flags", "multiplies"),
+    ("vendor", "flags", "multiplies", "splits"),
     [
-        ("AuthenticAMD", f"{WIDE} avx512_bf16", True),
-        ("GenuineIntel", f"{WIDE} avx512_bf16", False),  # slower than float32 there
-        ("GenuineIntel", f"{WIDE} avx512_bf16 amx_bf16 amx_tile", True),
-        ("AuthenticAMD", WIDE, False),
-        ("AuthenticAMD", "avx512_bf16", False),
-        ("AuthenticAMD", "avx2", False),
+        ("AuthenticAMD", f"{WIDE} avx512_bf16", True, False),
+        ("GenuineIntel", f"{WIDE} avx512_bf16", False, False),  # slower than float32 there
+        ("GenuineIntel", f"{WIDE} avx512_bf16 amx_bf16 amx_tile", True, True),
+        ("AuthenticAMD", WIDE, False, False),
+        ("AuthenticAMD", "avx512_bf16", False, False),
+        ("AuthenticAMD", "avx2", False, False),
     ],
 )
 def test_which_processors_multiply_in_bfloat16(
-    vendor: str, flags: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+    vendor: str, flags: str, multiplies: bool, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = {"vendor_id": vendor, "flags": flags}
     monkeypatch.setattr("llmsuite.devices.cpu.processor._facts", lambda: facts)
     assert multiplies_bf16() is multiplies
     assert CpuBackend().kernels("bf16")["matmul"] == ("bf16_matmul" if multiplies else "rounded_matmul")
     assert (CpuBackend().caution("bf16") is None) is multiplies
+    assert CpuBackend().kernels("fp32").get("matmul") == ("split_matmul" if splits else None)
+    assert CpuBackend().product_path("fp32").startswith("float32 in three") is splits
 
 
 @pytest.mark.parametrize(("name", "what"), [("gpu", "CUDA"), ("xpu", "XPU")])
