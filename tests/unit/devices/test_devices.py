@@ -91,10 +91,18 @@ BY_INSTRUCTIONS = {
 }
 
 
+IN_PARTS = {
+    "matmul": kernels.split_matmul,
+    "sum_matmul": kernels.split_sum_matmul,
+    "program_matmul": kernels.split_linear,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "precision", "fused"),
     [
-        ("cpu", "fp32", KERNELS),
+        ("cpu without bf16", "fp32", KERNELS),
+        ("cpu with bf16", "fp32", {**KERNELS, **IN_PARTS}),
         ("cpu without bf16", "bf16", {**KERNELS, **BY_ROUNDING}),
         ("cpu with bf16", "bf16", {**KERNELS, **BY_INSTRUCTIONS}),
         ("gpu", "fp32", {**ROTARY_SWIGLU, **RMS}),  # flash attention takes 16-bit inputs only
@@ -106,7 +114,7 @@ BY_INSTRUCTIONS = {
     ],
 )
 def test_which_operations_are_fused(name: str, precision: str, fused: dict[str, Any]) -> None:
-    others = {"cpu without bf16": CpuBackend(False), "cpu with bf16": CpuBackend(True)}
+    others = {"cpu without bf16": CpuBackend(False, False), "cpu with bf16": CpuBackend(True, True)}
     assert (others.get(name) or BACKENDS[name]).ops(precision) == Ops(**fused)
 
 
