@@ -198,7 +198,7 @@ def plain_rounded_operand(x: Tensor) -> Tensor:
 # products of float32 matrices by the processor's instructions for bfloat16
 
 _THIN = 64
-"""Of a product with a smaller size MKL's own is as fast: splitting takes as long as multiplying."""
+"""The smallest size of a product that is split: for less, splitting takes as long as multiplying."""
 
 
 def split_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
