@@ -83,8 +83,8 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     apply_tensor_parallel(model, plan, mesh, strategy.sequence_parallel)
     share_interventions(model, mesh, strategy.sequence_parallel)
     share_prefixes(model, mesh)
-    # 4. products in the form of the device, on this rank's parts
-    if strategy.ops.matmul is not matmul:
+    # 4. products in the form of the device, on this rank's parts; these have no gradient in programs of layers
+    if strategy.ops.matmul is not matmul and not (strategy.compile and mesh.tensor is not None):
         use_products(model, RankProducts(strategy.ops, mesh))
     # 5. gradients that are reduced over data ranks in one call
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
