@@ -102,7 +102,7 @@ class CpuBackend(DeviceBackend):
         return multiplies_bf16() and can_be_built(PRODUCTS) if self._multiplies_bf16 is None else self._multiplies_bf16
 
     def _splits_float32(self) -> bool:
-        return has_amx() and can_be_built(PRODUCTS) if self._splits is None else self._splits
+        return has_amx() and can_be_built() and can_be_built(PRODUCTS) if self._splits is None else self._splits
 
     def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
