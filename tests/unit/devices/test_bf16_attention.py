@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import paddle
@@ -17,7 +19,7 @@ from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels import source
 from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
 from tests.paths import ROOT
-from tests.unit.devices.test_cpu_kernels import HEADS, ROWS_OF_DOCUMENTS, check_equal, random, rounded
+from tests.unit.devices.test_cpu_kernels import HEADS, ROWS_OF_DOCUMENTS, check_equal, leaf, random, rounded
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,6 +58,55 @@ def test_attention_of_rounded_inputs_sees_its_document_only(heads: tuple[int, in
     check_equal(lambda *x: kernels.bf16_attention(*x, given), plain, q, k, v, limit=ROUNDED_LIMIT)
 
 
+def check_rounded_once(function: Callable[..., Any], *inputs: np.ndarray) -> None:
+    """Of bfloat16 numbers, outputs and gradients are those of the same numbers in float32, rounded: bit for bit."""
+    found = []
+    for dtype in ("float32", "bfloat16"):
+        leaves = [leaf(values).astype(dtype) for values in inputs]
+        for tensor in leaves:
+            tensor.retain_grads()
+        output = function(*leaves)
+        gradient = paddle.to_tensor(rounded(random(*output.shape, seed=9)))
+        paddle.autograd.backward([output], [gradient.astype(dtype)])
+        tensors = [output, *(tensor.grad for tensor in leaves)]
+        assert {str(tensor.dtype) for tensor in tensors} == {f"paddle.{dtype}"}
+        found.append([tensor.astype("float32").numpy() for tensor in tensors])
+    for whole, half in zip(*found, strict=True):
+        assert np.array_equal(half, rounded(whole))
+        assert not np.array_equal(half, whole)
+
+
+@pytest.mark.parametrize("heads", [*HEADS, (4, 2, 64), (2, 2, 80)])
+@pytest.mark.parametrize(("queries", "keys"), [(5, 5), (131, 131), (1, 70), (70, 133)])
+def test_attention_takes_and_gives_bfloat16(heads: tuple[int, int, int], queries: int, keys: int) -> None:
+    num_queries, num_keys, size = heads
+    q = rounded(random(2, queries, num_queries, size, seed=1))
+    k, v = (rounded(random(2, keys, num_keys, size, seed=seed)) for seed in (2, 3))
+    check_rounded_once(lambda *x: kernels.bf16_attention(*x, None), q, k, v)
+
+
+@pytest.mark.parametrize("name", [*ROWS_OF_DOCUMENTS, "a window"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_attention_within_documents_takes_and_gives_bfloat16(heads: tuple[int, int, int], name: str) -> None:
+    num_queries, num_keys, size = heads
+    if name == "a window":
+        given, length = kernels.no_mask(150, 150, paddle.float32, 40), 150
+    else:
+        lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
+        document_starts = paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)]))
+        given, length = kernels.spans(document_starts, paddle.float32), document_starts.shape[1]
+    q = rounded(random(2, length, num_queries, size, seed=1))
+    k, v = (rounded(random(2, length, num_keys, size, seed=seed)) for seed in (2, 3))
+    check_rounded_once(lambda *x: kernels.bf16_attention(*x, given), q, k, v)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rotary_takes_and_gives_bfloat16(rows: int) -> None:
+    angles = random(rows, 9, 1, 20, seed=1)
+    cos, sin = paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles))
+    check_rounded_once(lambda x: kernels.rotary(x, cos, sin), rounded(random(3, 9, 4, 40)))
+
+
 @pytest.mark.parametrize("heads", HEADS)
 def test_generation_attends_as_training_in_bf16(heads: tuple[int, int, int]) -> None:
     """Beside the order of sums nothing differs: few weights are rounded to another side."""
@@ -91,7 +142,9 @@ def check_attention_of_rounded_inputs() -> None:
     for heads in HEADS:
         for queries, keys in ((64, 64), (131, 131), (70, 133)):
             test_attention_of_rounded_inputs_is_causal(heads, queries, keys)
+            test_attention_takes_and_gives_bfloat16(heads, queries, keys)
         test_attention_of_rounded_inputs_sees_its_document_only(heads, "two prompts")
+        test_attention_within_documents_takes_and_gives_bfloat16(heads, "two prompts")
 
 
 _LINES = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

@@ -12,6 +12,7 @@
 #include <cmath>
 
 #include "common.h"
+#include "rounding.h"
 
 namespace {
 
@@ -25,8 +26,8 @@ struct Shape {
   int64_t blocks() const { return (L + kBlock - 1) / kBlock; }
 };
 
-Shape Read(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
-  Check(q, "q"), Check(k, "k"), Check(v, "v");
+// Of tensors of any one type, without gaps.
+Shape ShapeOf(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
   Shape s{q.shape()[0], q.shape()[1], k.shape()[1], q.shape()[2], k.shape()[2], q.shape()[3]};
   PD_CHECK(k.shape() == v.shape() && s.H % s.J == 0 && s.L <= s.S, "q, k and v do not fit together");
   if (spans) {
@@ -37,6 +38,11 @@ Shape Read(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::opti
     s.spans_step = is_one ? 0 : 3 * s.L;
   }
   return s;
+}
+
+Shape Read(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
+  Check(q, "q"), Check(k, "k"), Check(v, "v");
+  return ShapeOf(q, k, v, spans);
 }
 
 // The half-open range [from, to).
@@ -150,19 +156,24 @@ inline void Slopes(float* weight, float* slope, const std::array<Range, 2>& seen
     }
 }
 
-// Sums gradients [B, S, H, K], one per query head, over the heads of a group into [B, S, J, K], the shape of `given`.
+inline void Put(float x, float& to) { to = x; }
+inline void Put(float x, uint16_t& to) { to = rounding::Half(x); }
+
+// Sums gradients [B, S, H, K] in float32, one per query head, over the heads of a group into [B, S, J, K], the shape and
+// the type of `given`.
+template <typename T = float>
 Tensor Grouped(const Tensor& each, const Tensor& given, int64_t group) {
   if (group == 1) return each;
   Tensor sum = Like(given);
   const int64_t size = given.shape()[3], heads = given.numel() / size;
   const float* in = each.data<float>();
-  float* out = sum.data<float>();
+  T* out = static_cast<T*>(sum.data());
 #pragma omp parallel for
   for (int64_t j = 0; j < heads; ++j)
     for (int64_t i = 0; i < size; ++i) {
       float total = 0.f;
       for (int64_t h = j * group; h < (j + 1) * group; ++h) total += in[h * size + i];
-      out[j * size + i] = total;
+      Put(total, out[j * size + i]);
     }
   return sum;
 }
@@ -172,6 +183,8 @@ std::vector<Dims> Shapes(const Dims& q, const Dims&, const Dims&, const paddle::
   return {q, {q[0], q[2], q[1]}};
 }
 using Type = paddle::DataType;
-std::vector<Type> Types(const Type& q, const Type&, const Type&, const paddle::optional<Type>&) { return {q, q}; }
+std::vector<Type> Types(const Type& q, const Type&, const Type&, const paddle::optional<Type>&) {
+  return {q, Type::FLOAT32};
+}
 
 }  // namespace

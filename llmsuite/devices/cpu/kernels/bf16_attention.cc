@@ -1,5 +1,6 @@
 // Attention whose products are of inputs rounded to bfloat16, with float32 sums: queries, keys, values, weights and
-// their gradients. All else is float32, as are the tensors: see attention.h.
+// their gradients. All else is float32: see attention.h. Tensors are float32, or all of them bfloat16: then outputs and
+// gradients are rounded once, where they are complete.
 #include "attention.h"
 #include "packing.h"
 
@@ -14,6 +15,21 @@ std::array<Range, 2> All(int64_t keys) { return {Range{0, 0}, Range{0, keys}}; }
 
 int64_t Heads(const Shape& s) { return s.B * s.J; }
 
+Shape ReadEither(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
+  PD_CHECK(rounding::IsBf16(q) == rounding::IsBf16(k) && rounding::IsBf16(q) == rounding::IsBf16(v),
+           "q, k and v differ in type");
+  return ShapeOf(q, k, v, spans);
+}
+
+template <typename T>
+const T* Numbers(const Tensor& x) {
+  return static_cast<const T*>(x.data());
+}
+template <typename T>
+T* Numbers(Tensor& x) {
+  return static_cast<T*>(x.data());
+}
+
 // Keys or values [B, S, J, K] as the products take them, one head after the other.
 class Packed {
  public:
@@ -24,7 +40,8 @@ class Packed {
   const int64_t turned_size = size / 2 * turned_lead, pairs_size = keys / 2 * lead;  // of a head
 
   // [K, S] in pairs of rows: for scores
-  void Turned(const float* x, uint32_t* to) const {
+  template <typename T>
+  void Turned(const T* x, uint32_t* to) const {
 #pragma omp parallel
     {
       const int64_t rows_lead = tiles::Lead(size, 2);
@@ -38,31 +55,35 @@ class Packed {
     }
   }
   // [S, K] in pairs of rows: for sums over keys
-  void Pairs(const float* x, uint32_t* to) const {
+  template <typename T>
+  void Pairs(const T* x, uint32_t* to) const {
 #pragma omp parallel for
     for (int64_t head = 0; head < Heads(shape); ++head)
       tiles::Pairs(Of(x, head), shape.narrow(), shape.S, shape.K, to + head * pairs_size, lead, keys, size);
   }
 
  private:
-  const float* Of(const float* x, int64_t head) const {
+  template <typename T>
+  const T* Of(const T* x, int64_t head) const {
     return x + head / shape.J * shape.S * shape.narrow() + head % shape.J * shape.K;
   }
 };
 
 const uint16_t* Halves(const uint32_t* pairs) { return reinterpret_cast<const uint16_t*>(pairs); }
 
-std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const paddle::optional<Tensor>& spans) {
-  const Shape s = Read(q, k, v, spans);
+template <typename T>
+std::vector<Tensor> ForwardOf(const Tensor& q, const Tensor& k, const Tensor& v,
+                              const paddle::optional<Tensor>& spans) {
+  const Shape s = ReadEither(q, k, v, spans);
   const Packed packed(s);
-  Tensor out = Like(q), sums = Floats({s.B, s.H, s.L}, q);
-  const float* pq = q.data<float>();
+  Tensor out = Like(q), sums = rounding::New({s.B, s.H, s.L}, paddle::DataType::FLOAT32, q);
+  const T* pq = Numbers<T>(q);
   const int64_t* pb = spans ? spans->data<int64_t>() : nullptr;
-  float *po = out.data<float>(), *ps = sums.data<float>();
+  T* po = Numbers<T>(out);
+  float* ps = sums.data<float>();
   const float scale = 1.f / std::sqrt(static_cast<float>(s.K));
   Scratch<uint32_t> turned(Heads(s) * packed.turned_size), values(Heads(s) * packed.pairs_size);
-  packed.Turned(k.data<float>(), turned.data()), packed.Pairs(v.data<float>(), values.data());
+  packed.Turned(Numbers<T>(k), turned.data()), packed.Pairs(Numbers<T>(v), values.data());
   const int64_t size = packed.size, q_lead = tiles::Lead(size, 2), out_lead = tiles::Lead(size, 4);
   const int64_t lead = tiles::Lead(packed.keys, 4), w_lead = tiles::Lead(packed.keys, 2);
 #pragma omp parallel
@@ -101,9 +122,9 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
                      Halves(values.data() + head * packed.pairs_size + block.runs[run].from / 2 * packed.lead),
                      packed.lead, found.data(), out_lead, run > 0);
           for (int64_t r = 0; r < block.rows; ++r) {
-            const float* from = found.data() + r * out_lead;
-            float* to = po + at_q + r * s.wide();
-            for (int64_t i = 0; i < s.K; ++i) to[i] = from[i] * inverse[r];
+            float* row = found.data() + r * out_lead;
+            for (int64_t i = 0; i < s.K; ++i) row[i] *= inverse[r];
+            tiles::Round(row, s.K, po + at_q + r * s.wide());
           }
         }
   }
@@ -125,7 +146,8 @@ struct Work {
         d_scores(kBlock * lead), dq(kBlock * out_lead), dk(size * lead), dv(size * lead) {}
 
   // One block of queries or of their outputs' gradients, in rows and turned.
-  void Read(const float* x, int64_t step, int64_t count, int64_t whole, int64_t K, const Scratch<uint16_t>& in_rows,
+  template <typename T>
+  void Read(const T* x, int64_t step, int64_t count, int64_t whole, int64_t K, const Scratch<uint16_t>& in_rows,
             const Scratch<uint16_t>& turned) const {
     tiles::Rows(x, step, count, K, in_rows.data(), q_lead, whole, size);
     tiles::Turn(in_rows.data(), q_lead, whole, size, turned.data(), t_lead);
@@ -150,22 +172,39 @@ struct Work {
   }
 };
 
-std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans,
-                             const Tensor& sums, const Tensor& d_out) {
-  const Shape s = Read(q, k, v, spans);
+// The gradients of the keys or values of one head, [K, S], to rows [S, K] of all heads.
+template <typename T>
+void TurnRounded(const float* x, int64_t lead, const Shape& s, T* to) {
+  constexpr int64_t kKeys = 64;
+  float rows[kKeys * kKeys];
+  for (int64_t first = 0; first < s.S; first += kKeys)
+    for (int64_t at = 0; at < s.K; at += kKeys) {
+      const int64_t keys = std::min(kKeys, s.S - first), size = std::min(kKeys, s.K - at);
+      tiles::Turn(x + at * lead + first, lead, size, keys, rows, kKeys);
+      for (int64_t i = 0; i < keys; ++i) tiles::Round(rows + i * kKeys, size, to + (first + i) * s.wide() + at);
+    }
+}
+
+template <typename T>
+std::vector<Tensor> BackwardOf(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans,
+                               const Tensor& sums, const Tensor& d_out) {
+  const Shape s = ReadEither(q, k, v, spans);
   const Packed packed(s);
   const Tensor d_whole = d_out.contiguous();
   const int64_t group = s.H / s.J;
-  // one gradient per query head, so that threads can take heads without locks; heads of a group are summed
-  Tensor dq = Like(q), dk = Floats({s.B, s.S, s.H, s.K}, q), dv = Floats({s.B, s.S, s.H, s.K}, q);
-  const float *pq = q.data<float>(), *ps = sums.data<float>(), *pd = d_whole.data<float>();
+  PD_CHECK(rounding::IsBf16(q) == rounding::IsBf16(d_whole), "a gradient of another type");
+  // one gradient per query head, so that threads can take heads without locks; heads of a group are summed, in float32
+  const auto type = group == 1 ? q.dtype() : paddle::DataType::FLOAT32;
+  Tensor dq = Like(q), dk = rounding::New({s.B, s.S, s.H, s.K}, type, q), dv = Like(dk);
+  const T *pq = Numbers<T>(q), *pd = Numbers<T>(d_whole);
+  const float* ps = sums.data<float>();
   const int64_t* pb = spans ? spans->data<int64_t>() : nullptr;
-  float *pdq = dq.data<float>(), *pdk = dk.data<float>(), *pdv = dv.data<float>();
+  T* pdq = Numbers<T>(dq);
   const float scale = 1.f / std::sqrt(static_cast<float>(s.K));
   Scratch<uint32_t> keys(Heads(s) * packed.turned_size), values(Heads(s) * packed.turned_size);
   Scratch<uint32_t> key_pairs(Heads(s) * packed.pairs_size);
-  packed.Turned(k.data<float>(), keys.data()), packed.Turned(v.data<float>(), values.data());
-  packed.Pairs(k.data<float>(), key_pairs.data());
+  packed.Turned(Numbers<T>(k), keys.data()), packed.Turned(Numbers<T>(v), values.data());
+  packed.Pairs(Numbers<T>(k), key_pairs.data());
 #pragma omp parallel
   {
     const Multiplier multiply;
@@ -204,14 +243,28 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
                      work.dq.data(), work.out_lead, run > 0);
           }
           for (int64_t r = 0; r < block.rows; ++r)
-            std::copy_n(work.dq.data() + r * work.out_lead, s.K, pdq + at_q + r * s.wide());
+            tiles::Round(work.dq.data() + r * work.out_lead, s.K, pdq + at_q + r * s.wide());
         }
         const int64_t at = b * s.S * s.wide() + h * s.K;
-        tiles::Turn(work.dk.data(), lead, s.K, s.S, pdk + at, s.wide());
-        tiles::Turn(work.dv.data(), lead, s.K, s.S, pdv + at, s.wide());
+        if (type == paddle::DataType::FLOAT32) {
+          tiles::Turn(work.dk.data(), lead, s.K, s.S, dk.data<float>() + at, s.wide());
+          tiles::Turn(work.dv.data(), lead, s.K, s.S, dv.data<float>() + at, s.wide());
+        } else {
+          TurnRounded(work.dk.data(), lead, s, Numbers<T>(dk) + at);
+          TurnRounded(work.dv.data(), lead, s, Numbers<T>(dv) + at);
+        }
       }
   }
-  return {dq, Grouped(dk, k, group), Grouped(dv, v, group)};
+  return {dq, Grouped<T>(dk, k, group), Grouped<T>(dv, v, group)};
+}
+
+std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                            const paddle::optional<Tensor>& spans) {
+  return (rounding::IsBf16(q) ? ForwardOf<uint16_t> : ForwardOf<float>)(q, k, v, spans);
+}
+std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans,
+                             const Tensor& sums, const Tensor& d_out) {
+  return (rounding::IsBf16(q) ? BackwardOf<uint16_t> : BackwardOf<float>)(q, k, v, spans, sums, d_out);
 }
 
 }  // namespace

@@ -49,14 +49,16 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def bf16_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """`attention` whose products, and those of its gradients, are of inputs rounded to bfloat16, with float32 sums."""
+    """`attention` whose products, and those of its gradients, are of inputs rounded to bfloat16, with float32 sums. Of
+    bfloat16 inputs the output is bfloat16, and so are the gradients."""
     return _attention("bf16_attention", q, k, v, mask)
 
 
 def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.dtype != paddle.int64:
         return ops.attention(q, k, v, mask)
-    if not _takes(q, k, v):
+    is_operand = q.dtype == paddle.bfloat16
+    if not _takes(q, k, v, dtype=paddle.bfloat16 if is_operand else paddle.float32):
         plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.span_mask(mask, q.dtype)
         return ops.attention(q, k, v, plain)
     given = None if mask is None else constant_part(mask)
@@ -73,8 +75,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`ops.rotary` in one pass."""
-    if not _takes(x):
+    """`ops.rotary` in one pass, of bfloat16 inputs too, which is computed in float32."""
+    if not _takes(x, dtype=paddle.bfloat16 if x.dtype == paddle.bfloat16 else paddle.float32):
         return ops.rotary(x, cos, sin)
     return _on_parts(lambda local: _run("rotary", local, constant_part(cos), constant_part(sin))[0], x)
 
@@ -248,7 +250,8 @@ next_logits = functools.partial(_next_logits, (False, False))
 rounded_next_logits = functools.partial(_next_logits, (False, True))
 """`next_logits` with gate and up rounded to bfloat16, as in training."""
 bf16_next_logits = functools.partial(_next_logits, (True, True))
-"""`rounded_next_logits` with the attention of `bf16_attention`; what is in the cache has to be rounded already."""
+"""`rounded_next_logits` with the attention of `bf16_attention`, and queries and keys rounded before the rotation as in
+training; what is in the cache has to be rounded already."""
 
 
 def stored_product(x: Tensor, matrix: StoredMatrix) -> Tensor:

@@ -61,32 +61,44 @@ std::vector<Tensor> NormBackward(const Tensor& x, const Tensor& weight, const Te
   return {dx, dw};
 }
 
-// Rotary embedding, the two halves of each head as pairs: x [B, L, H, K]; cos, sin [1 or B, L, 1, K / 2]
+inline float Wide(float x) { return x; }
+inline float Wide(uint16_t x) { return rounding::Whole(x); }
+inline void Put(float x, float& to) { to = x; }
+inline void Put(float x, uint16_t& to) { to = rounding::Half(x); }
 
-Tensor Turned(const Tensor& given, const Tensor& cos, const Tensor& sin, float sign) {
-  const Tensor x = given.contiguous();
-  Check(x, "x"), Check(cos, "cos"), Check(sin, "sin");
+// Rotary embedding, the two halves of each head as pairs: x [B, L, H, K]; cos, sin [1 or B, L, 1, K / 2]. Of float32
+// numbers, or of bfloat16 ones to such, computed in float32.
+
+template <typename T>
+Tensor TurnedOf(const Tensor& x, const Tensor& cos, const Tensor& sin, float sign) {
+  Check(cos, "cos"), Check(sin, "sin");
   const int64_t heads = x.shape()[2], half = x.shape()[3] / 2, rows = x.shape()[0] * x.shape()[1];
   const int64_t turns = cos.numel() / half;  // L, or B L
   PD_CHECK(rows % turns == 0 && sin.numel() == cos.numel(), "cos and sin do not fit x");
   Tensor y = Like(x);
-  const float *px = x.data<float>(), *pc = cos.data<float>(), *ps = sin.data<float>();
-  float* py = y.data<float>();
+  const T* px = static_cast<const T*>(x.data());
+  const float *pc = cos.data<float>(), *ps = sin.data<float>();
+  T* py = static_cast<T*>(y.data());
 #pragma omp parallel for
   for (int64_t i = 0; i < rows; ++i) {
     const float *c = pc + i % turns * half, *s = ps + i % turns * half;
     for (int64_t h = 0; h < heads; ++h) {
       const int64_t at = (i * heads + h) * 2 * half;
-      const float *first = px + at, *second = first + half;
+      const T *first = px + at, *second = first + half;
 #pragma omp simd
       for (int64_t j = 0; j < half; ++j) {
         const float turn = sign * s[j];
-        py[at + j] = first[j] * c[j] - second[j] * turn;
-        py[at + half + j] = second[j] * c[j] + first[j] * turn;
+        Put(Wide(first[j]) * c[j] - Wide(second[j]) * turn, py[at + j]);
+        Put(Wide(second[j]) * c[j] + Wide(first[j]) * turn, py[at + half + j]);
       }
     }
   }
   return y;
+}
+
+Tensor Turned(const Tensor& given, const Tensor& cos, const Tensor& sin, float sign) {
+  const Tensor x = given.contiguous();
+  return (rounding::IsBf16(x) ? TurnedOf<uint16_t> : TurnedOf<float>)(x, cos, sin, sign);
 }
 
 std::vector<Tensor> RotaryForward(const Tensor& x, const Tensor& cos, const Tensor& sin) {
@@ -97,11 +109,6 @@ std::vector<Tensor> RotaryBackward(const Tensor& cos, const Tensor& sin, const T
 }
 
 // silu(gate) * up, of float32 numbers, or of bfloat16 ones to such, computed in float32
-
-inline float Wide(float x) { return x; }
-inline float Wide(uint16_t x) { return rounding::Whole(x); }
-inline void Put(float x, float& to) { to = x; }
-inline void Put(float x, uint16_t& to) { to = rounding::Half(x); }
 
 inline float Swiglu(float gate, float up) { return gate / (1.f + Exp(-gate)) * up; }
 
