@@ -20,8 +20,7 @@ from llmsuite.devices.local_parts import are_alike, constant_part, is_split, on_
 from llmsuite.typing import Tensor
 
 Pairs = Sequence[tuple[Tensor, Tensor]]
-"""Activations [..., I] and matrices [I, O], or with `transpose_y` [O, I], whose products are added up; what I is may
-differ."""
+"""Activations [..., I] and matrices [I, O] ([O, I] with `transpose_y`), whose products are added up; I may differ."""
 
 
 def causal_mask(num_queries: int, num_keys: int, dtype: Any, window: int | None = None) -> Tensor:
@@ -253,14 +252,13 @@ class Ops:
     """The forms a model uses; a device backend replaces the ones it has a kernel for."""
 
     causal_mask: Callable[..., Tensor | None] = causal_mask
-    """Built once a forward pass and handed to every layer; None when `attention` is causal by itself. It is given the
-    window of models that have one."""
+    """Built once a forward pass for all layers, of the window if there is one; None where `attention` needs none."""
     document_mask: Callable[..., Tensor] = document_mask
     """The mask of rows of several documents, in the form that `attention` takes; with a window as `causal_mask`."""
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attention
     attention_operand: Callable[[Tensor], Tensor] = attention_operand
     """What the products inside `attention` take of queries, keys, values and weights, as float32: for generation, whose
-    attention is of other operations."""
+    attention is of other operations. See `attends_operands`."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu
@@ -271,8 +269,8 @@ class Ops:
     sum_matmul: Callable[[Pairs, bool], Tensor] | None = None
     """`sum_of_products` of at least one pair. None: products of each, which are added."""
     operand_matmul: Callable[[Pairs, bool], Tensor] | None = None
-    """`sum_of_products` whose output is what `operand` makes of it. So is what lies between the products of an MLP
-    then, and its gradients. None: it is as `matmul` gives it."""
+    """`sum_of_products` whose output is what `operand` makes of it. So is what lies between the products of an MLP, and
+    its gradients (for attention see `attends_operands`). None: it is as `matmul` gives it."""
     program_matmul: Callable[..., Tensor] | None = None
     """`matmul` with a gradient, for programs, of x, a matrix, whether the matrix is transposed, and with a fourth
     argument that is true `operand_matmul` likewise. None: there it is Paddle's own product, or the form has none."""
@@ -295,16 +293,19 @@ class Ops:
     are filled, to logits [B, V]; keys and values are written in place. They are what `attention_operand` makes of
     them. None: layer by layer, by these operations."""
     stored_product: Callable[[Tensor, StoredMatrix], Tensor] | None = None
-    """x [..., I], rounded to bfloat16, times a stored matrix, [..., O] in float32. None: the device has no such
-    matrices."""
+    """x [..., I], rounded to bfloat16, times a stored matrix, [..., O] in float32. None: no such matrices there."""
     stored_outputs: Callable[[Tensor, StoredMatrix], Tensor] | None = None
-    """Outputs, by number [...], of a stored matrix, [..., I] in float32: embeddings of words. None as
-    `stored_product`."""
+    """Outputs, by number [...], of a stored matrix, [..., I] in float32: embeddings of words. None as before."""
     stored_write: Callable[[Tensor, StoredMatrix, int, bool], None] | None = None
     """Writes values [I, n], or turned [n, I], into a matrix stored in bf16, from an output on. None as before."""
     heads_first: bool = False
     """Whether `attention` and the cache have keys and values as [B, J, S, K]: for generation, where transposing the
     whole cache in every pass would take longer than all else."""
+
+    @property
+    def attends_operands(self) -> bool:
+        """Whether `rotary` and `attention` take what `operand` makes, and give it, and so with gradients."""
+        return self.operand_matmul is not None and self.attention_operand is not attention_operand
 
 
 def describe_ops(ops: Ops) -> Iterator[tuple[str, bool, str]]:

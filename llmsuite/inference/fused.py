@@ -16,7 +16,7 @@ from paddle import nn
 
 from llmsuite.devices.ops import Ops, rms_norm
 from llmsuite.inference.next_logits import NextLogits, decoder_weights, is_plain
-from llmsuite.inference.prompt_pass import PromptPass
+from llmsuite.inference.prompt_pass import PromptPass, has_operands
 from llmsuite.inference.stored import StoredEmbedding
 from llmsuite.models.blocks import (
     Attention,
@@ -32,11 +32,17 @@ from llmsuite.typing import Tensor
 
 JoinedSwiglu = Callable[[Tensor], Tensor]
 """As `Ops.joined_swiglu`."""
+Operand = Callable[[Tensor], Tensor]
+"""As `Ops.attention_operand`."""
 
 
 @paddle.no_grad()
 def fuse(
-    model: CausalLM, live: Ops | None = None, cache_dtype: str | None = None, joined_swiglu: JoinedSwiglu = F.swiglu
+    model: CausalLM,
+    live: Ops | None = None,
+    cache_dtype: str | None = None,
+    joined_swiglu: JoinedSwiglu = F.swiglu,
+    projected: Operand | None = None,
 ) -> None:
     """Replace the forward of layers by the forms below, for good; the model must not be sharded over ranks.
 
@@ -49,12 +55,13 @@ def fuse(
         cache_dtype: what keys and values are rounded to and kept in; None for the dtype they are computed in. For
             models whose attentions are all fused.
         joined_swiglu: that of MLPs whose gate and up have no bias; for a model that computes as one that is trained.
+        projected: what is made of queries, keys and values without biases and norms; for such a model too.
     """
     attentions = [module for module in model.sublayers() if isinstance(module, Attention)]
     if not all(m.q_proj is None or is_plain(m.q_proj, m.k_proj, m.v_proj) for m in attentions):
         attentions = []
     for module in attentions:
-        module.__dict__["forward"] = FusedAttention(module, cache_dtype).forward
+        module.__dict__["forward"] = FusedAttention(module, cache_dtype, projected).forward
     assert attentions or cache_dtype is None, "attentions that are not fused keep what they compute"
     model.__dict__["cache_dtype"] = cache_dtype
     for module in model.sublayers():
@@ -102,7 +109,8 @@ class FusedLayer:
 class FusedAttention:
     """`llmsuite.models.blocks.Attention` with one projection, and queries and keys rotated together."""
 
-    def __init__(self, attention: Attention, cache_dtype: str | None = None):
+    def __init__(self, attention: Attention, cache_dtype: str | None = None, projected: Operand | None = None):
+        """`cache_dtype` and `projected`: as in `fuse`."""
         self._attention, self._cache_dtype = attention, cache_dtype
         size = attention.head_size
         if attention.q_proj is not None:
@@ -112,6 +120,7 @@ class FusedAttention:
             if attention.interleaved:
                 _reorder(attention.qkv_proj, halves_first(sum(attention.num_heads), attention.num_heads[1], size))
             attention.q_proj = attention.k_proj = attention.v_proj = None
+        self._projected = projected if has_operands(attention) else None
         num_queries, num_keys = attention.num_heads
         self._parts, self._shape = [num_queries, num_keys], [0, 0, num_queries + 2 * num_keys, size]
 
@@ -124,6 +133,8 @@ class FusedAttention:
             return self._in_program(x, cos, sin, mask, past)
         own = self._attention
         qkv = _product(own.qkv_proj, x).reshape(self._shape)
+        if self._projected is not None:
+            qkv = self._projected(qkv)
         rotated, v = qkv.split([sum(self._parts), self._parts[1]], 2)
         if own.q_norm is None or own.k_norm is None:
             rotated = _rotate(rotated, cos, sin)

@@ -12,6 +12,12 @@ from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, 
 from llmsuite.typing import Tensor
 
 
+def has_operands(attention: Attention) -> bool:
+    """Whether queries, keys and values of a fused attention are operands in training, where the device has those
+    (`Ops.attends_operands`)."""
+    return attention.qkv_proj.bias is None and attention.q_norm is None
+
+
 class PromptPass:
     """`CausalLM.decode_step` without a cache, of a model that `next_logits.decoder_weights` has weights of."""
 
@@ -44,6 +50,8 @@ class PromptPass:
         num_queries, num_keys = attention.num_heads
         heads = [0, 0, num_queries + 2 * num_keys, attention.head_size]
         qkv = attention.qkv_proj(self._normed(layer.input_layernorm, x)).reshape(heads)
+        if self._live.attends_operands and has_operands(attention):
+            qkv = self._live.attention_operand(qkv)
         q, k, v = qkv.split([num_queries, num_keys, num_keys], 2)
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = self._normed(attention.q_norm, q), self._normed(attention.k_norm, k)

@@ -58,7 +58,8 @@ class RefreshableModel:
         own_products = live is not None and live.operand is not operand and not is_stored
         # as training has it between products
         swiglu = {} if live is None or live.operand_matmul is None else {"joined_swiglu": live.joined_swiglu}
-        fuse(model, None if own_products else live, **swiglu)
+        projected = live.attention_operand if live is not None and live.attends_operands else None
+        fuse(model, None if own_products else live, projected=projected, **swiglu)
         if own_products:
             assert live is not None
             model.__dict__.pop("logits", None)  # `fuse` has put Paddle's product there

@@ -6,7 +6,8 @@ is the cache but in bf16. Where layers are in 4 bits, the embedding and the head
 chooses words.
 
 A model that draws for one that is trained in bf16 computes as that does (`store_rounding`): embedding and cache are
-float32, and gate and up of MLPs are rounded (`Ops.joined_swiglu`).
+float32, and gate and up of MLPs are rounded (`Ops.joined_swiglu`), as are queries, keys and values where those of the
+training are (`Ops.attends_operands`).
 """
 
 from __future__ import annotations

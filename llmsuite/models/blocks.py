@@ -64,9 +64,9 @@ class Attention(nn.Layer):
         """`config` has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps. With
         `interleaved`, the elements of a head that are rotated together lie side by side."""
         super().__init__()
-        self.interleaved = interleaved
         self.head_size, self.rotary, self.core = config.head_size, ops.rotary, ops.attention
-        self.heads_first, self.products = ops.heads_first, products
+        self.heads_first, self.interleaved, self.products = ops.heads_first, interleaved, products
+        self.has_operands = ops.attends_operands and not qk_norm  # norms are of float32
         width, kv_width = (n * config.head_size for n in (config.num_attention_heads, config.num_key_value_heads))
         self.q_proj = linear(config.hidden_size, width, qkv_bias)
         self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
@@ -80,8 +80,8 @@ class Attention(nn.Layer):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, J, K], or [B, J, S, K]."""
-        heads = [0, 0, -1, self.head_size]
-        q, k, v = (part.reshape(heads) for part in self.products([self.q_proj, self.k_proj, self.v_proj], x))
+        projections, then = [self.q_proj, self.k_proj, self.v_proj], self.o_proj if self.has_operands else None
+        q, k, v = (part.reshape([0, 0, -1, self.head_size]) for part in self.products(projections, x, then))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.interleaved:

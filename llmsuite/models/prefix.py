@@ -161,6 +161,7 @@ def add_prefixes(
             setattr(attention, kind, attention.create_parameter(list(shape), is_bias=len(shape) == 1))
         if not model.ops.heads_first:
             attention.core = PrefixedCore(attention, network)
+            attention.has_operands = False  # prefixes are float32
     if model.ops.heads_first:
         model.__dict__["hidden_states"] = _behind_cache(model)
     else:

@@ -153,16 +153,49 @@ def weights_nudged(patch: pytest.MonkeyPatch, number: int) -> None:
     patch.setattr(weights, "initial_values", nudged)
 
 
+def _between(bent: Callable[[Any], Any]) -> Callable[..., Any]:
+    """What computes a function of bent tensors, on parts of distributed ones: what it gives is bent, and so are its
+    gradients, as all is bfloat16 between products."""
+    import paddle
+    from paddle.autograd import PyLayer
+
+    from llmsuite.devices.local_parts import on_parts
+
+    class Between(PyLayer):
+        """The function comes in a tuple, which PyLayer does not look into."""
+
+        @staticmethod
+        def forward(ctx: Any, *given: Any) -> Any:
+            *tensors, (ctx.function,) = given
+            ctx.save_for_backward(*tensors)
+            return bent(ctx.function(*tensors))
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Any) -> tuple[Any, ...]:
+            tensors = [tensor.detach() for tensor in ctx.saved_tensor()]
+            for tensor in tensors:
+                tensor.stop_gradient = False
+            with paddle.enable_grad():
+                found = paddle.grad([ctx.function(*tensors)], tensors, [gradient])
+            return tuple(bent(tensor) for tensor in found)
+
+    def between(function: Any, *tensors: Any) -> Any:
+        apply = lambda *local: Between.apply(*local, (function,))  # noqa: E731
+        return on_parts(apply, *tensors) if tensors[0].is_dist() else apply(*tensors)
+
+    return between
+
+
 def products_bent(patch: pytest.MonkeyPatch) -> None:
     """With precision bf16, inputs of products are not rounded but bent: x (1 + a sin(b log |x|)), which changes them
     by as much as a rounding to 5 bits would, and is continuous. So strategies that apply it to the same numbers agree
     as closely as in float32, and one that forgets it once, or applies it to a part of a sum, does not."""
     import paddle
-    from paddle.autograd import PyLayer
 
+    from llmsuite.devices import ops as plain
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.cpu.kernels import ops
-    from llmsuite.devices.local_parts import on_parts
+    from llmsuite.devices.local_parts import constant_part
 
     def bent(wide: Any) -> Any:
         return wide * (1 + 2.0**-5 * paddle.sin(3 * paddle.log(wide.abs() + 1e-30)))
@@ -180,33 +213,32 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     def operand_matmul(pairs: Any, transpose_y: bool) -> Any:
         return bent(sum(product(x, y, False, transpose_y) for x, y in pairs))
 
-    class Swiglu(PyLayer):
-        """Between products all is bent, as it is bfloat16 there: what it gives, and its gradients."""
-
-        @staticmethod
-        def forward(ctx: Any, gate: Any, up: Any) -> Any:
-            ctx.save_for_backward(gate, up)
-            return bent(paddle.nn.functional.silu(gate) * up)
-
-        @staticmethod
-        def backward(ctx: Any, gradient: Any) -> tuple[Any, Any]:
-            gate, up = ctx.saved_tensor()
-            sigmoid = paddle.nn.functional.sigmoid(gate)
-            silu = gate * sigmoid
-            return bent(gradient * up * (sigmoid + silu * (1 - sigmoid))), bent(gradient * silu)
-
-    of_float32 = ops.swiglu
+    between = _between(bent)
 
     def swiglu(gate: Any, up: Any) -> Any:
-        if gate.dtype != paddle.float64:
-            return of_float32(gate, up)
-        return on_parts(Swiglu.apply, gate, up) if gate.is_dist() else Swiglu.apply(gate, up)
+        return between(plain.swiglu, gate, up)
+
+    def rotary(x: Any, cos: Any, sin: Any) -> Any:
+        turns = [constant_part(turn).astype("float64") for turn in (cos, sin)]
+        return between(lambda local: plain.rotary(local, *turns), x)
+
+    def attention(q: Any, k: Any, v: Any, spans: Any) -> Any:
+        if spans is None:
+            mask = plain.causal_mask(q.shape[1], k.shape[1], q.dtype)
+        else:
+            mask = plain.span_mask(constant_part(spans), q.dtype)
+        return between(lambda *local: plain.attention(*local, mask), q, k, v)
+
+    def of_either(of_float32: Any, of_bent: Any) -> Any:
+        return lambda x, *rest: (of_bent if x.dtype == paddle.float64 else of_float32)(x, *rest)
 
     patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
     patch.setattr(ops, "rounded_matmul", matmul)
     patch.setattr(ops, "rounded_operand_matmul", operand_matmul)
     patch.setattr(ops, "bf16_operand", operand)
-    patch.setattr(ops, "swiglu", swiglu)
+    for name, of_bent in {"swiglu": swiglu, "rotary": rotary, "attention": attention}.items():
+        patch.setattr(ops, name, of_either(getattr(ops, name), of_bent))
+    patch.setattr(plain.Ops, "attends_operands", property(lambda self: self.operand_matmul is not None))
 
 
 def products_by_rounding(patch: pytest.MonkeyPatch) -> None:

@@ -3,9 +3,10 @@
 All tensors that a run sends are float32. With `engine.precision: bf16` the inputs of products are rounded to bfloat16,
 where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients; and those
 inside attention, where the processor has instructions for it. What lies between the products of a gated MLP, and its
-gradients, are bfloat16 from where they are made (`Ops.operand_matmul`). Sums are float32, and so is all else:
-parameters, other activations, messages, gradients of matrices and the optimizer. It is what PyTorch's autocast does to
-matrix products. What draws completions for such a model computes in the same way, from matrices that are kept in
+gradients, are bfloat16 from where they are made (`Ops.operand_matmul`), and where those inside attention are rounded so
+is what lies between the products around it (`Ops.attends_operands`). Sums are float32, and so is all else: parameters,
+other activations, messages, gradients of matrices and the optimizer. It is what PyTorch's autocast does to matrix
+products. What draws completions for such a model computes in the same way, from matrices that are kept in
 bfloat16.
 """
 

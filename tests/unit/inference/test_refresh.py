@@ -18,7 +18,7 @@ from llmsuite.inference.load import AS_TRAINED, load_model, open_any
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.sampling import draw, log_softmax
 from llmsuite.inference.stored import StoredLinear
-from llmsuite.models.blocks import GatedMLP
+from llmsuite.models.blocks import Attention, GatedMLP
 from llmsuite.models.products import Products, use_products
 from tests.paths import REFERENCE
 from tests.unit.families import CASES, FAMILIES, load, reference
@@ -54,6 +54,8 @@ def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None
     for module in trained.sublayers():
         if isinstance(module, GatedMLP):  # as if it were built for training
             module.swiglu, module.has_operands = ops.swiglu, ops.operand_matmul is not None
+        if isinstance(module, Attention) and ops.attends_operands:
+            module.rotary, module.has_operands = ops.rotary, module.q_norm is None
     if ops.attention_operand is not Ops.attention_operand:
         rounded = functools.partial(rounded_grouped_attention, ops.attention_operand)
         for module in trained.sublayers():

@@ -2,7 +2,8 @@
 // and all threads move from layer to layer together, with no operator launch and no thread wake-up in between. A row is
 // summed in the same order whatever rows are beside it and however many threads there are. Keys and values are kept in
 // float32 or bfloat16; all sums are float32. With `rounds` queries, keys, values and weights of attention are rounded to
-// bfloat16 where they are made, as in bf16_attention.cc, and with `rounds_inner` so are gate and up, as in training.
+// bfloat16 where they are made, as in bf16_attention.cc, and with `rounds_inner` so are gate and up, as in training. With
+// `rounds` queries and keys without biases and norms are rounded before they are turned too: they are bfloat16 there.
 //
 // Shapes: B rows, D hidden, H query heads, J key-value heads, K head size, F intermediate, S columns of the cache,
 // V vocabulary.
@@ -145,6 +146,7 @@ void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float*
   float* heads = w.qkv + b * s.heads() * s.K;
   float *q = heads + j * group * s.K, *k = heads + (s.H + j) * s.K, *v = heads + (s.H + s.J + j) * s.K;
   if (layer.q_norm) Norm(group, s.K, q, layer.q_norm, w.eps, q), Norm(1, s.K, k, layer.k_norm, w.eps, k);
+  if (w.rounds && !layer.bias && !layer.q_norm) RoundAll(group * s.K, q), RoundAll(s.K, k);
   for (int64_t g = 0; g < group; ++g) Turn(half, q + g * s.K, cos, sin);
   Turn(half, k, cos, sin);
   if (w.rounds) RoundAll(group * s.K, q), RoundAll(s.K, k), RoundAll(s.K, v);
