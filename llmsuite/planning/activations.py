@@ -87,6 +87,9 @@ class ActivationSettings:
     """Whether the inputs of these modules are rounded too."""
     inner_bytes: int | None = None
     """Bytes of an element of what lies between the products of a gated MLP without biases; None for `num_bytes`."""
+    head_bytes: int | None = None
+    """Bytes of an element of queries, keys, values and what attention makes of them, without biases and norms of heads;
+    None for `num_bytes`."""
 
 
 def kept_by_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -167,6 +170,8 @@ def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationS
         keys = heads * (what.nope + what.rope + what.value)
         return norms + tokens * e * (rotated + queries + keys + heads * what.value) + (0 if again else scores)
     size, kv_heads = what.head_size, what.kv_heads / settings.tp
+    if what.rotary and not what.biased and not what.normed:
+        e = settings.head_bytes or e
     kept = 0.0 if again else float(settings.prefix * settings.prefix_network * e)  # what the network has inside
     if what.normed:
         kept += _normed_heads(heads * size, heads, batch, settings) + _normed_heads(

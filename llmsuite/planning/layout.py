@@ -227,8 +227,8 @@ class Layout:
         return sum(math.prod(self.shapes[name]) for name in self.trained)
 
     @property
-    def has_plain_mlps(self) -> bool:
-        """Whether no matrix of an MLP is more than that, or than a low-rank adapter beside it (`models.products`)."""
+    def has_plain_products(self) -> bool:
+        """Whether no matrix of a layer is more than that, or than a low-rank adapter beside it (`models.products`)."""
         lora = self.plan.recipe.lora
         is_low_rank = lora.method == "lora" and lora.num_pairs == 1 and not lora.dropout and lora.base_format is None
         return not self.rounded and (is_low_rank or not self.adapted)

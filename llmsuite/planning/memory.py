@@ -90,6 +90,8 @@ def activation_settings(layout: Layout) -> ActivationSettings:
     fused = backend.fused(engine.precision)
     in_programs = plan.degrees.tp > 1 and engine.compiles_layers
     experts = frozenset(name for name in layout.adapted if layout.shard_plan.is_expert(f"{name}.weight"))
+    has_operands = "operand_matmul" in fused and layout.has_plain_products
+    attends_operands = has_operands and {"attention", "attention_operand"} <= fused and not plan.recipe.prefix.tokens
     rows_again = engine.compiles_steps and plan.degrees.pp == 1 and not plan.recipe.freezes_model
     return ActivationSettings(
         num_bytes=element_bytes(plan),
@@ -116,7 +118,8 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
-        inner_bytes=2 if "operand_matmul" in fused and layout.has_plain_mlps else None,
+        inner_bytes=2 if has_operands else None,
+        head_bytes=2 if attends_operands else None,
     )
 
 
