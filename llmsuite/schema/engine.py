@@ -99,7 +99,7 @@ class EngineSection(Section):
     """Dtype of parameters and activations. bf16 and fp16 keep float32 master weights and sum gradients in float32.
     fp16 needs a GPU or XPU, scales the loss dynamically and skips steps that overflow. On the cpu, bf16 is another
     policy: the inputs of matrix products are rounded to bfloat16, in rollouts too, what lies between those of an MLP
-    is bfloat16, and parameters and all else stay float32."""
+    or an attention is bfloat16, and parameters and all else stay float32."""
     fused_passes: list[str] = dataclasses.field(default_factory=list)
     """With `program: step`, passes of Paddle's that change the program, in this order, by the names that Paddle has for
     them, such as "fused_gemm_epilogue_pass" or "fused_linear_param_grad_add_pass" on a gpu. What they do to speed and
