@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Collection
 from typing import Any, Literal
 
-from llmsuite.devices.ops import Ops, matmul
+from llmsuite.devices.ops import Ops, matmul, operand
 from llmsuite.models.products import use_products
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.buckets import assign_buckets
@@ -83,9 +83,8 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     apply_tensor_parallel(model, plan, mesh, strategy.sequence_parallel)
     share_interventions(model, mesh, strategy.sequence_parallel)
     share_prefixes(model, mesh)
-    # 4. products in the form of the device, on this rank's parts; these have no gradient in programs of layers
-    if strategy.ops.matmul is not matmul and not (strategy.compile and mesh.tensor is not None):
-        use_products(model, RankProducts(strategy.ops, mesh))
+    # 4. products in the form of the device, on this rank's parts
+    _multiply_as_device(model, strategy)
     # 5. gradients that are reduced over data ranks in one call
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
     # 6. sums over tp that overlap with the backward pass, and those that are one
@@ -112,8 +111,7 @@ def parallelize_without_values(model: Any, strategy: Strategy) -> None:
     apply_tensor_parallel(model, strategy.shard_plan, strategy.mesh, strategy.sequence_parallel)
     share_interventions(model, strategy.mesh, strategy.sequence_parallel)
     share_prefixes(model, strategy.mesh)
-    if strategy.ops.matmul is not matmul:
-        use_products(model, RankProducts(strategy.ops, strategy.mesh))
+    _multiply_as_device(model, strategy)
     if strategy.slices:
         gather_in_programs(model, strategy.shard_plan, strategy.is_tied)
     _recompute(model, strategy)
@@ -125,6 +123,14 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
     share_experts(model, plan, mesh)
     apply_tensor_parallel(model, plan, mesh, sequence_parallel=False)
     share_interventions(model, mesh, sequence_parallel=False)
+
+
+def _multiply_as_device(model: Any, strategy: Strategy) -> None:
+    """Where products round nothing, tensor parallel has Paddle's own: its messages are those that are planned, and it has
+    a gradient in programs of layers."""
+    ops, rounds = strategy.ops, strategy.ops.operand is not operand
+    if ops.matmul is not matmul and (rounds or strategy.mesh.tensor is None):
+        use_products(model, RankProducts(ops, strategy.mesh))
 
 
 def _recompute(model: Any, strategy: Strategy) -> None:
