@@ -126,8 +126,8 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
 
 
 def _multiply_as_device(model: Any, strategy: Strategy) -> None:
-    """Where products round nothing, tensor parallel has Paddle's own: its messages are those that are planned, and it has
-    a gradient in programs of layers."""
+    """Where products round nothing, tensor parallel has Paddle's own: its messages are those that are planned, and it
+    has a gradient in programs of layers."""
     ops, rounds = strategy.ops, strategy.ops.operand is not operand
     if ops.matmul is not matmul and (rounds or strategy.mesh.tensor is None):
         use_products(model, RankProducts(ops, strategy.mesh))

@@ -245,13 +245,16 @@ def _next_logits(
     return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, *rounds, filled)[0]
 
 
+# what `llmsuite doctor` shows of them
 next_logits = functools.partial(_next_logits, (False, False))
-"""One new token of each row through a whole decoder, in one operation; see `ops.Ops`."""
+next_logits.__doc__ = "One new token of each row through a whole decoder, in one operation; see `ops.Ops`."
 rounded_next_logits = functools.partial(_next_logits, (False, True))
-"""`next_logits` with gate and up rounded to bfloat16, as in training."""
+rounded_next_logits.__doc__ = "`next_logits` with gate and up rounded to bfloat16, as in training."
 bf16_next_logits = functools.partial(_next_logits, (True, True))
-"""`rounded_next_logits` with the attention of `bf16_attention`, and queries and keys rounded before the rotation as in
-training; what is in the cache has to be rounded already."""
+bf16_next_logits.__doc__ = (
+    "`rounded_next_logits` with the attention of `bf16_attention`, and queries and keys rounded before the rotation as "
+    "in training; what is in the cache has to be rounded already."
+)
 
 
 def stored_product(x: Tensor, matrix: StoredMatrix) -> Tensor:
