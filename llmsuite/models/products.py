@@ -234,8 +234,9 @@ class _Adapted:
         return hash(id(self._products))
 
 
-def use_products(model: nn.Layer, products: Products) -> None:
-    """Let the linear layers of a model, its adapters, experts and head multiply so."""
+def use_products(model: nn.Layer, products: Products, together: bool = True) -> None:
+    """Let the linear layers of a model, its adapters, experts and head multiply so; those of one input `together`, or
+    each by itself."""
     for module in model.sublayers(include_self=True):
         if type(module) is nn.Linear:
             module.__dict__["forward"] = _Linear(module, products)
@@ -245,5 +246,5 @@ def use_products(model: nn.Layer, products: Products) -> None:
             module.matmul = products
         if hasattr(type(module), "linear"):
             module.linear = products.linear
-        if hasattr(module, "products"):
+        if together and hasattr(module, "products"):
             module.products = products.of_layers

@@ -126,11 +126,10 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
 
 
 def _multiply_as_device(model: Any, strategy: Strategy) -> None:
-    """Where products round nothing, tensor parallel has Paddle's own: its messages are those that are planned, and it
-    has a gradient in programs of layers."""
+    # what is sent of products in float32 is planned for each layer
     ops, rounds = strategy.ops, strategy.ops.operand is not operand
-    if ops.matmul is not matmul and (rounds or strategy.mesh.tensor is None):
-        use_products(model, RankProducts(ops, strategy.mesh))
+    if ops.matmul is not matmul:
+        use_products(model, RankProducts(ops, strategy.mesh), together=rounds or strategy.mesh.tensor is None)
 
 
 def _recompute(model: Any, strategy: Strategy) -> None:

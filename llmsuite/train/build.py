@@ -14,7 +14,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.prefix_dir import Prefixes
 from llmsuite.checkpoint.reft_dir import Interventions
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.ops import matmul
+from llmsuite.devices.ops import matmul, operand
 from llmsuite.errors import UserError
 from llmsuite.models.head import is_tied
 from llmsuite.models.lora import adapted_modules, add_adapters
@@ -211,6 +211,9 @@ def _cut_pipeline(chunks: Sequence[Any], plan: RunPlan, mesh: Mesh, shapes: Mapp
 def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mapping[str, Sequence[int]]) -> Strategy:
     engine, parallel = plan.recipe.engine, plan.recipe.parallel
     ops = backend.ops(engine.precision)
+    if engine.mode == "to_static" and plan.degrees.tp > 1 and ops.operand is operand:
+        # products on parts have no gradient in programs of layers; where they round nothing, Paddle's own are as good
+        ops = dataclasses.replace(ops, matmul=matmul, sum_matmul=None, program_matmul=None)
     if engine.mode == "to_static" and ops.matmul is not matmul and ops.program_matmul is None:
         raise UserError(
             f"engine.precision: is {engine.precision}, whose products in programs need kernels that are built by g++; "
