@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
 
+SPLIT = "LLMSUITE_SPLIT_FLOAT32"
+"""Set to 1, products in float32 are of bfloat16 parts, by AMX. Not by itself: with it a tensor parallel mesh was 1.1e-6
+off one process, where the promise is 1e-6."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # constants of glibc's malloc.h
 _KERNELS = {
     "causal_mask": "no_mask",
@@ -95,7 +98,8 @@ class CpuBackend(DeviceBackend):
         Args:
             multiplies_bf16: whether to use the processor's instructions for products in bfloat16; None where it has
                 some, and the kernel for them can be built.
-            splits: whether to multiply float32 matrices by them, in parts; None where it has AMX, likewise.
+            splits: whether to multiply float32 matrices by them, in parts; None where a variable of the environment asks
+                for it (`SPLIT`) and it has AMX, likewise.
         """
         self._multiplies_bf16, self._splits = multiplies_bf16, splits
 
@@ -103,7 +107,9 @@ class CpuBackend(DeviceBackend):
         return multiplies_bf16() and can_be_built(PRODUCTS) if self._multiplies_bf16 is None else self._multiplies_bf16
 
     def _splits_float32(self) -> bool:
-        return has_amx() and can_be_built() and can_be_built(PRODUCTS) if self._splits is None else self._splits
+        if self._splits is not None:
+            return self._splits
+        return os.environ.get(SPLIT) == "1" and has_amx() and can_be_built() and can_be_built(PRODUCTS)
 
     def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)

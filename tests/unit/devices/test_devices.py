@@ -17,7 +17,7 @@ from paddle.base.core import get_phi_spmd_rule
 from llmsuite.builtin import llmsuite_register_devices
 from llmsuite.devices import ops
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu import SPLIT, CpuBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.processor import multiplies_bf16
@@ -181,6 +181,9 @@ def test_which_processors_multiply_in_bfloat16(
     assert multiplies_bf16() is multiplies
     assert CpuBackend().kernels("bf16")["matmul"] == ("bf16_matmul" if multiplies else "rounded_matmul")
     assert (CpuBackend().caution("bf16") is None) is multiplies
+    monkeypatch.delenv(SPLIT, raising=False)
+    assert "matmul" not in CpuBackend().kernels("fp32")
+    monkeypatch.setenv(SPLIT, "1")
     assert CpuBackend().kernels("fp32").get("matmul") == ("split_matmul" if splits else None)
     assert CpuBackend().product_path("fp32").startswith("float32 in three") is splits
 
