@@ -98,8 +98,8 @@ class CpuBackend(DeviceBackend):
         Args:
             multiplies_bf16: whether to use the processor's instructions for products in bfloat16; None where it has
                 some, and the kernel for them can be built.
-            splits: whether to multiply float32 matrices by them, in parts; None where a variable of the environment asks
-                for it (`SPLIT`) and it has AMX, likewise.
+            splits: whether to multiply float32 matrices by them, in parts; None where `SPLIT` asks for it and the
+                processor has AMX, likewise.
         """
         self._multiplies_bf16, self._splits = multiplies_bf16, splits
 
