@@ -156,9 +156,6 @@ inline void Slopes(float* weight, float* slope, const std::array<Range, 2>& seen
     }
 }
 
-inline void Put(float x, float& to) { to = x; }
-inline void Put(float x, uint16_t& to) { to = rounding::Half(x); }
-
 // Sums gradients [B, S, H, K] in float32, one per query head, over the heads of a group into [B, S, J, K], the shape and
 // the type of `given`.
 template <typename T = float>
@@ -173,7 +170,7 @@ Tensor Grouped(const Tensor& each, const Tensor& given, int64_t group) {
     for (int64_t i = 0; i < size; ++i) {
       float total = 0.f;
       for (int64_t h = j * group; h < (j + 1) * group; ++h) total += in[h * size + i];
-      Put(total, out[j * size + i]);
+      rounding::Put(total, out[j * size + i]);
     }
   return sum;
 }

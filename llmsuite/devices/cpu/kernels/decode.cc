@@ -71,12 +71,6 @@ void Turn(int64_t half, float* x, const float* cos, const float* sin) {
   }
 }
 
-// elements of the cache: float, or uint16_t for bfloat16
-inline float Widened(float x) { return x; }
-inline float Widened(uint16_t x) { return rounding::Whole(x); }
-inline void Keep(float x, float& to) { to = x; }
-inline void Keep(float x, uint16_t& to) { to = rounding::Half(x); }
-
 void RoundAll(int64_t count, float* x) {
   for (int64_t i = 0; i < count; ++i) x[i] = rounding::Whole(rounding::Half(x[i]));
 }
@@ -90,7 +84,7 @@ void Attend(int64_t K, const float* q, const Element* k, const Element* v, int64
   for (int64_t s = from; s < to; ++s) {
     float score = 0.f;
 #pragma omp simd reduction(+ : score)
-    for (int64_t i = 0; i < K; ++i) score += q[i] * Widened(k[s * K + i]);
+    for (int64_t i = 0; i < K; ++i) score += q[i] * rounding::Wide(k[s * K + i]);
     scores[s] = score * scale;
     highest = std::max(highest, scores[s]);
   }
@@ -101,7 +95,7 @@ void Attend(int64_t K, const float* q, const Element* k, const Element* v, int64
   for (int64_t s = from; s < to; ++s) {
     const float weight = scores[s];
 #pragma omp simd
-    for (int64_t i = 0; i < K; ++i) out[i] += weight * Widened(v[s * K + i]);
+    for (int64_t i = 0; i < K; ++i) out[i] += weight * rounding::Wide(v[s * K + i]);
   }
   const float inverse = 1.f / sum;
 #pragma omp simd
@@ -151,7 +145,7 @@ void AttendGroup(const Work& w, const Layer& layer, int64_t b, int64_t j, float*
   Turn(half, k, cos, sin);
   if (w.rounds) RoundAll(group * s.K, q), RoundAll(s.K, k), RoundAll(s.K, v);
   Element *keys = static_cast<Element*>(layer.keys) + at, *values = static_cast<Element*>(layer.values) + at;
-  for (int64_t i = 0; i < s.K; ++i) Keep(k[i], keys[w.filled * s.K + i]), Keep(v[i], values[w.filled * s.K + i]);
+  for (int64_t i = 0; i < s.K; ++i) rounding::Put(k[i], keys[w.filled * s.K + i]), rounding::Put(v[i], values[w.filled * s.K + i]);
   float* out = w.attended + (b * s.H + j * group) * s.K;
   for (int64_t g = 0; g < group; ++g)
     Attend(s.K, q + g * s.K, keys, values, w.padding[b], w.filled + 1, w.rounds, scores,

@@ -204,9 +204,9 @@ _THIN = 64
 
 
 def split_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`ops.matmul` in three bfloat16 parts, which together are the float32 number: as exact as by float32 instructions,
-    and faster by AMX. Where something is not finite, or above 3.39e38, so is no output of it. Nothing but x has more
-    than two dims."""
+    """`ops.matmul` in three bfloat16 parts, which together are the float32 number: about as exact as by float32
+    instructions, and faster by AMX. An output is not finite where an input of it is not, or is above 3.39e38. Nothing
+    but x has more than two dims."""
     if min(x.shape[-1], _rows(x), *y.shape) < _THIN:
         return paddle.matmul(x, y, transpose_x, transpose_y)
     return _run("split_product", *_sides([(x, y)]), transpose_x, transpose_y)[0]

@@ -25,6 +25,12 @@ inline float Whole(uint16_t half) {
   return value;
 }
 
+// A number of either type as float32, and to either type.
+inline float Wide(float x) { return x; }
+inline float Wide(uint16_t x) { return Whole(x); }
+inline void Put(float x, float& to) { to = x; }
+inline void Put(float x, uint16_t& to) { to = Half(x); }
+
 // to[i] = f(from[i]) on all threads; a lambda for f is put in the loop, a function would be called for each
 template <typename From, typename To, typename F>
 void Each(const From* from, To* to, int64_t count, F f) {

@@ -61,10 +61,8 @@ std::vector<Tensor> NormBackward(const Tensor& x, const Tensor& weight, const Te
   return {dx, dw};
 }
 
-inline float Wide(float x) { return x; }
-inline float Wide(uint16_t x) { return rounding::Whole(x); }
-inline void Put(float x, float& to) { to = x; }
-inline void Put(float x, uint16_t& to) { to = rounding::Half(x); }
+using rounding::Put;
+using rounding::Wide;
 
 // Rotary embedding, the two halves of each head as pairs: x [B, L, H, K]; cos, sin [1 or B, L, 1, K / 2]. Of float32
 // numbers, or of bfloat16 ones to such, computed in float32.
