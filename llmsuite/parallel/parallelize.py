@@ -126,7 +126,7 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
 
 
 def _multiply_as_device(model: Any, strategy: Strategy) -> None:
-    # what is sent of products in float32 is planned for each layer
+    # float32 layers of one input stay apart under tensor parallel: `plan` counts the messages of each
     ops, rounds = strategy.ops, strategy.ops.operand is not operand
     if ops.matmul is not matmul:
         use_products(model, RankProducts(ops, strategy.mesh), together=rounds or strategy.mesh.tensor is None)

@@ -25,14 +25,15 @@ from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, PROGRAM_FILES, build_kernels, can_be_built
 from llmsuite.devices.cpu.processor import has_amx, mkl_path, multiplies_bf16
+from llmsuite.errors import UserError
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
 
 SPLIT = "LLMSUITE_SPLIT_FLOAT32"
-"""Set to 1, products in float32 are of bfloat16 parts, by AMX. Not by itself: with it a tensor parallel mesh was 1.1e-6
-off one process, where the promise is 1e-6."""
+"""Set to 1, products in float32 are of bfloat16 parts, by AMX. It is not the default: with it tensor parallel meshes
+are nearly 1e-6 off one process, which is the promise."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # constants of glibc's malloc.h
 _KERNELS = {
     "causal_mask": "no_mask",
@@ -109,7 +110,7 @@ class CpuBackend(DeviceBackend):
     def _splits_float32(self) -> bool:
         if self._splits is not None:
             return self._splits
-        return os.environ.get(SPLIT) == "1" and has_amx() and can_be_built() and can_be_built(PRODUCTS)
+        return _asks_for_parts() and has_amx() and can_be_built() and can_be_built(PRODUCTS)
 
     def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
@@ -172,6 +173,8 @@ class CpuBackend(DeviceBackend):
         return mkl if precision == "fp32" else f"{mkl}, of rounded inputs"
 
     def caution(self, precision: str) -> str | None:
+        if precision == "fp32" and self._splits is None and _asks_for_parts() and not self._splits_float32():
+            return f"{SPLIT} is 1, and this processor has no amx_bf16, or no compiler is here: products are MKL's"
         if precision != "bf16" or self._has_bf16():
             return None
         return (
@@ -208,6 +211,13 @@ class CpuBackend(DeviceBackend):
     def peak_memory_bytes(self) -> int:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _asks_for_parts() -> bool:
+    given = os.environ.get(SPLIT, "0")
+    if given not in ("0", "1"):
+        raise UserError(f"{SPLIT}: is {given!r} in the environment; set it to 1, or unset it for products of MKL's")
+    return given == "1"
 
 
 def keep_freed_memory() -> None:

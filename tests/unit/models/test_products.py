@@ -12,9 +12,11 @@ import pytest
 from paddle import nn
 
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
 from llmsuite.devices.ops import Ops
+from llmsuite.models import blocks
 from llmsuite.models.adapter import Adapter
 from llmsuite.models.block_quant import BlockFormat
 from llmsuite.models.experts import Stacked
@@ -53,6 +55,29 @@ def check(found: Any, expected: np.ndarray) -> None:
     assert found.dtype == paddle.float32
     assert found.shape == list(expected.shape)
     assert np.abs(found.numpy() - expected).max() <= LIMIT * np.abs(expected).max()
+
+
+@pytest.mark.skipif(not can_be_built(PRODUCTS), reason="there is no compiler")
+@pytest.mark.parametrize("together", [True, False])
+def test_float32_in_parts_rounds_nothing(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of a size that is split, and one that is too thin for it, beside float64."""
+    ops, called, run = CpuBackend(splits=True).ops("fp32"), [], kernels._run
+    monkeypatch.setattr(kernels, "_run", lambda name, *given: called.append(name) or run(name, *given))
+    layers = nn.LayerList([nn.Linear(96, outputs, bias_attr=False) for outputs in (80, 72, 8)])
+    layers.products = blocks.products
+    use_products(layers, Products(ops), together)
+    x, given = leaf(random(2, 40, 96)), [random(2, 40, outputs, seed=outputs) for outputs in (80, 72, 8)]
+    ys = layers.products(list(layers), x)
+    paddle.autograd.backward(ys, [paddle.to_tensor(gradient) for gradient in given])
+    rows, of_x = x.numpy().reshape(-1, 96).astype("float64"), np.zeros([80, 96])
+    for layer, y, gradient in zip(layers, ys, given, strict=True):
+        matrix, d_y = layer.weight.numpy().astype("float64"), gradient.reshape(80, -1).astype("float64")
+        check(y, (rows @ matrix).reshape(y.shape))
+        check(layer.weight.grad, rows.T @ d_y)
+        of_x += d_y @ matrix.T
+    check(x.grad, of_x.reshape(x.shape))
+    # forward and gradients of matrices of two layers, and of their input: one sum, or a product each
+    assert called.count("split_product") == 4 + (1 if together else 2)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
