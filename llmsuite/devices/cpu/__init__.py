@@ -32,8 +32,7 @@ if TYPE_CHECKING:
 
 
 SPLIT = "LLMSUITE_SPLIT_FLOAT32"
-"""Set to 1, products in float32 are of bfloat16 parts, by AMX. It is not the default: with it tensor parallel meshes
-are nearly 1e-6 off one process, which is the promise."""
+"""Set to 0, products in float32 are MKL's where the processor has AMX too."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # constants of glibc's malloc.h
 _KERNELS = {
     "causal_mask": "no_mask",
@@ -99,8 +98,8 @@ class CpuBackend(DeviceBackend):
         Args:
             multiplies_bf16: whether to use the processor's instructions for products in bfloat16; None where it has
                 some, and the kernel for them can be built.
-            splits: whether to multiply float32 matrices by them, in parts; None where `SPLIT` asks for it and the
-                processor has AMX, likewise.
+            splits: whether to multiply float32 matrices by them, in parts; None where the processor has AMX, likewise,
+                unless `SPLIT` says no.
         """
         self._multiplies_bf16, self._splits = multiplies_bf16, splits
 
@@ -110,7 +109,7 @@ class CpuBackend(DeviceBackend):
     def _splits_float32(self) -> bool:
         if self._splits is not None:
             return self._splits
-        return _asks_for_parts() and has_amx() and can_be_built() and can_be_built(PRODUCTS)
+        return _may_split() and has_amx() and can_be_built() and can_be_built(PRODUCTS)
 
     def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
@@ -173,8 +172,6 @@ class CpuBackend(DeviceBackend):
         return mkl if precision == "fp32" else f"{mkl}, of rounded inputs"
 
     def caution(self, precision: str) -> str | None:
-        if precision == "fp32" and self._splits is None and _asks_for_parts() and not self._splits_float32():
-            return f"{SPLIT} is 1, and this processor has no amx_bf16, or no compiler is here: products are MKL's"
         if precision != "bf16" or self._has_bf16():
             return None
         return (
@@ -213,10 +210,10 @@ class CpuBackend(DeviceBackend):
         return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _asks_for_parts() -> bool:
-    given = os.environ.get(SPLIT, "0")
+def _may_split() -> bool:
+    given = os.environ.get(SPLIT, "1")
     if given not in ("0", "1"):
-        raise UserError(f"{SPLIT}: is {given!r} in the environment; set it to 1, or unset it for products of MKL's")
+        raise UserError(f"{SPLIT}: is {given!r} in the environment; unset it, or set it to 0 for products of MKL's")
     return given == "1"
 
 

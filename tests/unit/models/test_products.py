@@ -60,7 +60,7 @@ def check(found: Any, expected: np.ndarray) -> None:
 @pytest.mark.skipif(not can_be_built(PRODUCTS), reason="there is no compiler")
 @pytest.mark.parametrize("together", [True, False])
 def test_float32_in_parts_rounds_nothing(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers of a size that is split, and one that is too thin for it, beside float64."""
+    """Layers, of which one is thin, beside float64."""
     ops, called, run = CpuBackend(splits=True).ops("fp32"), [], kernels._run
     monkeypatch.setattr(kernels, "_run", lambda name, *given: called.append(name) or run(name, *given))
     layers = nn.LayerList([nn.Linear(96, outputs, bias_attr=False) for outputs in (80, 72, 8)])
@@ -76,8 +76,8 @@ def test_float32_in_parts_rounds_nothing(together: bool, monkeypatch: pytest.Mon
         check(layer.weight.grad, rows.T @ d_y)
         of_x += d_y @ matrix.T
     check(x.grad, of_x.reshape(x.shape))
-    # forward and gradients of matrices of two layers, and of their input: one sum, or a product each
-    assert called.count("split_product") == 4 + (1 if together else 2)
+    # forward and gradients of the matrices, and of their input: one sum, or a product each
+    assert called.count("split_product") == 6 + (1 if together else 3)
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])

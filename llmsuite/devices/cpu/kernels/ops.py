@@ -199,16 +199,14 @@ def plain_rounded_operand(x: Tensor) -> Tensor:
 
 # products of float32 matrices by the processor's instructions for bfloat16
 
-_THIN = 64
-"""The smallest size of a product that is split: for less, splitting takes as long as multiplying."""
-
 
 def split_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
     """`ops.matmul` in three bfloat16 parts, which together are the float32 number: about as exact as by float32
     instructions, and faster by AMX. An output is not finite where an input of it is not, or is above 3.39e38. Nothing
-    but x has more than two dims."""
-    if min(x.shape[-1], _rows(x), *y.shape) < _THIN:
-        return paddle.matmul(x, y, transpose_x, transpose_y)
+    but x has more than two dims.
+
+    Thin products too, of which MKL's are faster: a mesh makes products thinner, and sums of two kinds would be further
+    from each other."""
     return _run("split_product", *_sides([(x, y)]), transpose_x, transpose_y)[0]
 
 
@@ -222,8 +220,6 @@ def split_sum_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
 def split_linear(x: Tensor, y: Tensor, transpose_y: bool = False, gives_operand: bool = False) -> Tensor:
     """`split_matmul` of x [..., I] and a matrix, with a gradient: for programs."""
     assert not gives_operand, "nothing is rounded between products"
-    if min(y.shape) < _THIN:
-        return paddle.matmul(x, y, transpose_y=transpose_y)
     return _run("split_linear", x, y, transpose_y)[0]
 
 
@@ -313,10 +309,6 @@ def _spans(q: Tensor) -> Tensor | None:
     if paddle.in_dynamic_mode():
         return None
     return paddle.zeros([q.shape[0], 3, q.shape[1]], "int64")
-
-
-def _rows(x: Tensor) -> int:
-    return x.size // x.shape[-1] if x.shape[-1] else 0
 
 
 def _sides(pairs: ops.Pairs) -> tuple[list[Tensor], list[Tensor]]:
