@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from llmsuite.errors import UserError
 from llmsuite.models.adapter_sizes import kron_shapes, square_size
@@ -85,6 +85,13 @@ def linear_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list
     """The modules that are a matrix, judged by the shapes of all parameters: no embeddings, gates or experts."""
     found = [name.removesuffix(".weight") for name, s in shapes.items() if len(s) == 2 and name.endswith(".weight")]
     return [name for name in found if name not in plan.first and not fnmatch.fnmatchcase(name, plan.gates)]
+
+
+def frozen_matrices(shapes: Mapping[str, Sequence[int]], plan: ShardPlan, trained: Collection[str]) -> frozenset[str]:
+    """Names of the matrices of linear layers in the decoder layers that are not trained, by the shapes of all
+    parameters."""
+    names = (f"{module}.weight" for module in pick_modules(linear_modules(shapes, plan), plan, None))
+    return frozenset(name for name in names if name not in trained)
 
 
 def quantised_modules(shapes: Mapping[str, Sequence[int]], plan: ShardPlan) -> list[str]:

@@ -5,7 +5,7 @@ The model is built without memory (`paddle.LazyGuard`). Under tensor parallel it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ def fill(
     dtype: str,
     on_filled: Callable[[str, Tensor], None] = lambda name, parameter: None,
     are_plain: bool = False,
+    narrow: Collection[str] = (),
 ) -> None:
     """Give every parameter its values, one parameter after the other.
 
@@ -43,12 +44,13 @@ def fill(
         dtype: dtype of the parameters, but for those that have their own (`ShardPlan.has_own_dtype`).
         on_filled: called with name and parameter as soon as it has its values, before the next one has memory.
         are_plain: whether the slices become plain tensors, without the whole that they are of.
+        narrow: names of the parameters that are bfloat16 whatever the dtype of the others.
     """
     for name, parameter in model.named_parameters():
         keeps = plan.has_own_dtype(name)
         read_as = _DTYPES[parameter.dtype] if keeps else "float32"
         local = paddle.to_tensor(read_local(name, parameter.shape, plan, mesh, read, read_as))
-        local = local if keeps else local.astype(dtype)
+        local = local if keeps else local.astype("bfloat16" if name in narrow else dtype)
         if are_plain or mesh.tensor is None:
             parameter._set_impl(local)
         else:

@@ -38,6 +38,8 @@ class Strategy:
     shard_plan: ShardPlan
     dtype: str
     """Dtype of the parameters."""
+    narrow: Collection[str]
+    """Names of those that are bfloat16, whatever the dtype of the others."""
     ops: Ops
     """The forms of a device, of which products of distributed tensors are made here."""
     trained: Collection[str]
@@ -76,7 +78,7 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     def shard(name: str, parameter: Tensor) -> None:
         shards.append(_shard_parameter(name, parameter, strategy))
 
-    fill(model, plan, mesh, read, strategy.dtype, shard)
+    fill(model, plan, mesh, read, strategy.dtype, shard, narrow=strategy.narrow)
     # 2. routed experts exchange tokens with those of other ranks
     share_experts(model, plan, mesh)
     # 3. tensor parallel, and sequence parallel between its regions

@@ -20,6 +20,7 @@ from llmsuite.models.reft_shapes import intervened_layers, with_interventions
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.models.targets import (
     adaptable_modules,
+    frozen_matrices,
     is_trained,
     linear_modules,
     pick_modules,
@@ -167,6 +168,8 @@ class ModelParameters:
                 parts = lora.base_format.shapes(self.shapes[name])
                 self.stored[name] = {f"{name}.{part}": shape for part, shape in parts.items()}
         self.trained = {n for n in shapes if not plan.recipe.freezes_model or is_trained(n)}
+        self.narrow = frozen_matrices(shapes, self.shard_plan, self.trained) if plan.narrows_frozen else frozenset()
+        """Names of the parameters that are bfloat16 where others are float32."""
         self._parts: dict[tuple[int, ...], list[list[str]]] = {}
         """Names by part, by the number of stages and the bounds."""
 
@@ -277,7 +280,7 @@ class Layout:
         return found
 
     def _make_parameters(self, mesh: Mesh) -> list[LocalParameter]:
-        of_device, width = parameter_dtype(self.plan), element_bytes(self.plan)
+        of_device = parameter_dtype(self.plan)
         # layers are alike: the slice of a parameter is computed once for all parameters sliced like it
         known: dict[tuple[object, ...], tuple[tuple[int, ...], int, ShardRange]] = {}
         embedding, names = f"{self.shard_plan.embedding}.weight", self.model.by_part(self.bounds, mesh.degrees.pp)
@@ -297,7 +300,7 @@ class Layout:
                     known[key] = local, size, shard_range(size, place, stage, not trained)
                 local, size, piece = known[key]
                 bias = self.shard_plan.is_gate_bias(name)
-                dtype = "float32" if bias else of_device
+                dtype = "float32" if bias else "bfloat16" if name in self.model.narrow else of_device
                 codes = name.endswith(f".{CODES}")
                 result.append(
                     LocalParameter(
@@ -306,7 +309,7 @@ class Layout:
                         layer=self.model.layers[of],
                         local_shape=local,
                         size=size,
-                        num_bytes=1 if codes else 4 if dtype == "float32" or of != name else width,
+                        num_bytes=1 if codes else 4 if of != name else _BYTES[dtype],
                         num_values=size * math.prod(self.shapes[of]) // math.prod(shape) if codes or of == name else 0,
                         is_codes=codes,
                         parts=piece.num_shards,

@@ -94,6 +94,15 @@ class RunPlan:
         chosen = self.recipe.parallel.gradient_bucket_bytes
         return self.device.factory().gradient_bucket_bytes if chosen is None else chosen
 
+    @property
+    def narrows_frozen(self) -> bool:
+        """Whether the frozen matrices of the decoder layers are kept in bfloat16 where parameters are float32, because
+        nothing but products reads them, which round them: beside low-rank adapters that begin at zero."""
+        lora, precision = self.recipe.lora, self.recipe.engine.precision
+        is_plain = lora.rank is not None and lora.method == "lora" and lora.init == "default"
+        is_wide = precision == "bf16" and self.device.factory().parameter_dtype(precision) == "float32"
+        return is_plain and is_wide and lora.base_dtype is None
+
     def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
         """Raises RecipeError naming every file this process needs that is not there, and how to get it.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -25,7 +25,7 @@ from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.reft import add_interventions
 from llmsuite.models.reft_shapes import intervened_layers
 from llmsuite.models.shard_plan import WHOLE, ShardPlan
-from llmsuite.models.targets import is_factor, is_fixed, is_trained, quantised_modules
+from llmsuite.models.targets import frozen_matrices, is_factor, is_fixed, is_trained, quantised_modules
 from llmsuite.parallel.cut import keep_part, layer_costs, part_bounds
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import modules_to_fuse
@@ -98,7 +98,8 @@ def build_model(plan: RunPlan, registry: Registry, backend: DeviceBackend, mesh:
                 quantise_matrices(chunk, quantised_modules(shapes, shard_plan), lora.base_format)
     bounds = _cut_pipeline(chunks, plan, mesh, shapes)
     weights = initial_weights(plan, registry, chunks, shapes)
-    strategy = _strategy(plan, backend, mesh, trained)
+    narrow = frozen_matrices(shapes, shard_plan, trained) if plan.narrows_frozen else ()
+    strategy = _strategy(plan, backend, mesh, trained, narrow)
     shards: list[ParameterShard] = []
     for chunk in chunks:
         shards += parallelize(chunk, strategy, pad_values(weights.read, shapes) if padded else weights.read)
@@ -208,7 +209,13 @@ def _cut_pipeline(chunks: Sequence[Any], plan: RunPlan, mesh: Mesh, shapes: Mapp
     return bounds
 
 
-def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mapping[str, Sequence[int]]) -> Strategy:
+def _strategy(
+    plan: RunPlan,
+    backend: DeviceBackend,
+    mesh: Mesh,
+    trained: Mapping[str, Sequence[int]],
+    narrow: Collection[str],
+) -> Strategy:
     engine, parallel = plan.recipe.engine, plan.recipe.parallel
     ops = backend.ops(engine.precision)
     if engine.mode == "to_static" and plan.degrees.tp > 1 and ops.operand is operand:
@@ -225,6 +232,7 @@ def _strategy(plan: RunPlan, backend: DeviceBackend, mesh: Mesh, trained: Mappin
         mesh=mesh,
         shard_plan=plan.family.shard_plan or WHOLE,
         dtype=backend.parameter_dtype(engine.precision),
+        narrow=narrow,
         ops=ops,
         trained=trained.keys(),
         is_tied=is_tied(plan.model_config),

@@ -53,6 +53,8 @@ def whole_weights(plan: RunPlan, built: BuiltModel, dtype: str, mesh: Mesh) -> I
         value = None
         if owner == mesh.coordinate["pp"]:
             value = without_padding(shards[name].gather_parameter(), shapes[name])
+            if value.dtype == paddle.bfloat16 and dtype == "float32":  # see `Strategy.narrow`
+                value = value.astype(dtype)
         return collective.from_stage(value, shapes[name], "float32" if shard_plan.is_gate_bias(name) else dtype, owner)
 
     for name in shapes:
