@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
@@ -40,12 +41,18 @@ IN_FLOAT32, ONE = _case("in float32"), _case("one", 1, {}, BF16)
 SOME_RUNS = {
     name: _case(f"some, {name}", ranks, mesh, BF16, SOME) for name, ranks, mesh in (("one", 1, {}), ("tp2", 2, TP2))
 }  # type: ignore[arg-type]
+FROZEN_IN_FLOAT32 = {
+    name: _case(f"{name}, frozen in float32", ranks, mesh, BF16, *words, mutation="frozen_in_float32")
+    for name, ranks, mesh, words in (
+        ("one", 1, {}, ()), ("layers", 1, {}, (*LAYERS, AGAIN)), ("tp2", 2, {**TP2, **SP}, (AGAIN,)),
+    )
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     ones = [case for one in (IN_FLOAT32, SOME_IN_FLOAT32) for case in (one, *nudged(one))]
-    return run_cases(runner, [*ones, ONE, *RUNS.values(), *SOME_RUNS.values()])
+    return run_cases(runner, [*ones, ONE, *RUNS.values(), *SOME_RUNS.values(), *FROZEN_IN_FLOAT32.values()])
 
 
 def _check_close(runner: Runner, one: str, many: str, in_float32: Case) -> None:
@@ -66,3 +73,16 @@ def test_it_is_as_close_as_rounding_allows(runner: Runner, failed: dict[str, str
 def test_beside_matrices_without_adapters(runner: Runner, failed: dict[str, str]) -> None:
     assert not {"some, one", "some, tp2", "some, in float32"} & failed.keys(), failed
     _check_close(runner, "some, one", "some, tp2", SOME_IN_FLOAT32)
+
+
+@pytest.mark.parametrize("name", FROZEN_IN_FLOAT32)
+def test_frozen_matrices_are_rounded_once_for_all(runner: Runner, failed: dict[str, str], name: str) -> None:
+    """They are bfloat16 from the beginning, and every number is what it is where each product rounds them."""
+    other = FROZEN_IN_FLOAT32[name].name
+    assert not {name, other} & failed.keys(), failed
+    found = [[(m["loss"], m["grad_norm"]) for m in runner.metrics(n)] for n in (name, other)]
+    assert found[0] == found[1]
+    for step in (1, STEPS):
+        mine, others = (runner.weights(n, step, STEM) for n in (name, other))
+        assert mine.keys() == others.keys()
+        assert all(np.array_equal(mine[n], others[n]) for n in mine)

@@ -248,6 +248,13 @@ def products_by_rounding(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
 
 
+def frozen_in_float32(patch: pytest.MonkeyPatch) -> None:
+    """No error: frozen matrices as they are in the files, to be rounded whenever they are multiplied with."""
+    from llmsuite.recipe.resolve import RunPlan
+
+    patch.setattr(RunPlan, "narrows_frozen", False)
+
+
 def plain_kernels(patch: pytest.MonkeyPatch) -> None:
     """No error: the CPU as without a compiler, so that attention makes scores of all pairs of tokens."""
     from llmsuite.devices.cpu import CpuBackend
@@ -332,7 +339,7 @@ OF_16_BITS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
 }
 OF_PRODUCTS: Mapping[str, Callable[[pytest.MonkeyPatch], None]] = {
     mutation.__name__: mutation
-    for mutation in (products_bent, products_by_rounding, plain_kernels, rollouts_in_float32)
+    for mutation in (products_bent, products_by_rounding, frozen_in_float32, plain_kernels, rollouts_in_float32)
 }
 
 

@@ -107,19 +107,34 @@ def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any
     assert with_adapters(shapes, expected, 3) == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
-@pytest.mark.parametrize(("family", "dtype"), [("llama", "nf4"), ("llama", "int8"), ("deepseek", "nf4")])
-def test_a_quantised_base_is_planned_as_it_is_made(family: str, dtype: str) -> None:
-    words = ("--launch.num_devices=1", "--parallel={}", f"--lora.base_dtype={dtype}")
+@pytest.mark.parametrize(
+    ("family", "words", "dtype", "others"),
+    [
+        ("llama", ["--lora.base_dtype=nf4"], "uint8", {"float32"}),
+        ("llama", ["--lora.base_dtype=int8"], "int8", {"float32"}),
+        ("deepseek", ["--lora.base_dtype=nf4"], "uint8", {"float32"}),
+        ("llama", ["--engine.precision=bf16"], "bfloat16", {"float32"}),
+        ("deepseek", ["--engine.precision=bf16"], "bfloat16", {"float32"}),
+        ("llama", ["--engine.precision=bf16", "--lora.method=dora"], "float32", {"float32"}),
+        ("llama", ["--engine.precision=bf16", "--lora.init=pissa"], "float32", {"float32"}),
+        ("llama", [], "float32", {"float32"}),
+    ],
+)
+def test_a_frozen_base_is_planned_as_it_is_made(family: str, words: list[str], dtype: str, others: set[str]) -> None:
+    words = ["--launch.num_devices=1", "--parallel={}", *words]
     plan = run_plan(f"recipes/{family}/lora.json", *words, smoke=True)
     built = build_model(plan, load_plugins(builtin, commands), CpuBackend(), Mesh(plan.degrees, 0))
     made = dict(built.part.named_parameters())
-    sizes = {"uint8": 1, "int8": 1, "float32": 4}
+    dtypes = {name: str(p.dtype).rpartition(".")[2] for name, p in made.items()}
+    sizes = {"uint8": 1, "int8": 1, "bfloat16": 2, "float32": 4}
     planned = Layout(plan).parameters(Mesh(plan.degrees, 0))
     assert {h.name: (list(h.local_shape), h.num_bytes) for h in planned} == {
-        name: (list(p.shape), sizes[str(p.dtype).rpartition(".")[2]]) for name, p in made.items()
+        name: (list(p.shape), sizes[dtypes[name]]) for name, p in made.items()
     }
     assert sum(h.num_values for h in planned) == Layout(plan).num_parameters
-    assert any(h.is_codes for h in planned)
+    assert any(h.is_codes for h in planned) is ("int" in dtype)
+    assert {dtypes[n] for n in made if n.endswith(("o_proj.weight", "o_proj.weight.codes"))} == {dtype}
+    assert {dtypes[n] for n in made if "norm" in n or "embed" in n or "lora" in n} == others
 
 
 @pytest.mark.parametrize("tied", [False, True])
