@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "packing.h"
+#include "parts.h"
 
 namespace blocks {
 
@@ -142,17 +143,15 @@ inline tiles::Left LeftOf(const Matrix& a, int64_t row, int64_t rows, int64_t de
 }
 
 // The same in parts.
-inline tiles::Left LeftPartsOf(const Matrix& a, int64_t row, int64_t rows, int64_t depth, int64_t count, float* turned,
+inline tiles::Left LeftPartsOf(const Matrix& a, int64_t row, int64_t rows, int64_t depth, int64_t count,
                                uint16_t* room) {
   const int64_t lead = tiles::Lead(tiles::Whole(count), 2), part = tiles::kStep * lead;
   const float* from = a.At<float>(row, depth);
-  int64_t step = a.lead;
   if (a.is_turned) {
-    step = tiles::Lead(count, 4);
-    tiles::Turn(from, a.lead, count, rows, turned, step);
-    from = turned;
+    tiles::SplitTurned(from, a.lead, count, rows, room, lead, part);
+    return {room, lead, part};
   }
-  for (int64_t r = 0; r < rows; ++r) tiles::Split(from + r * step, count, room + r * lead, part);
+  for (int64_t r = 0; r < rows; ++r) tiles::Split(from + r * a.lead, count, room + r * lead, part);
   for (int p = 0; p < 3; ++p)
     tiles::FillUp(room + p * part, lead, rows, count, tiles::kStep, tiles::Whole(count));
   return {room, lead, part};
@@ -178,21 +177,10 @@ inline void Right(const Matrix& b, int64_t depth, int64_t count, int64_t column,
 }
 
 // The same in parts, those of kStep columns after the other.
-inline void RightParts(const Matrix& b, int64_t depth, int64_t count, int64_t column, int64_t columns, uint16_t* room,
-                       uint32_t* to) {
-  const int64_t deep = tiles::Whole(count), lead = tiles::Lead(deep, 2), part = deep / 2 * tiles::kStep;
-  if (!b.is_turned) return tiles::PairsOfParts(b.At<float>(depth, column), b.lead, count, columns, to, part, deep);
-  for (int64_t from = 0; from < columns; from += tiles::kStep, to += 3 * part) {
-    const int64_t some = std::min(columns - from, tiles::kStep);
-    const float* x = b.At<float>(depth, column + from);
-    for (int64_t r = 0; r < some; ++r) tiles::Split(x + r * b.lead, count, room + r * lead, tiles::kStep * lead);
-    for (int p = 0; p < 3; ++p) {
-      uint16_t* rows = room + p * tiles::kStep * lead;
-      tiles::FillUp(rows, lead, some, count, tiles::kStep, deep);
-      tiles::Turn(reinterpret_cast<const uint32_t*>(rows), lead / 2, tiles::kStep, deep / 2, to + p * part,
-                  tiles::kStep);
-    }
-  }
+inline void RightParts(const Matrix& b, int64_t depth, int64_t count, int64_t column, int64_t columns, uint32_t* to) {
+  const int64_t deep = tiles::Whole(count), part = deep / 2 * tiles::kStep;
+  const auto split = b.is_turned ? tiles::TurnedPairsOfParts : tiles::PairsOfParts;
+  split(b.At<float>(depth, column), b.lead, count, columns, to, part, deep);
 }
 
 // Sums [rows, columns] to c, whose rows are `lead` elements apart; past the caches, or not
@@ -214,9 +202,8 @@ class Worker {
         wide_(Pieces::OfAtMost(kColumns, right - left)),
         tall_(Pieces::OfAtMost(keeps_ ? kRows : kMany, bottom - top)), sums_lead_(tiles::Lead(wide_.size, 4)) {
     constexpr int64_t kDepth = Sizes<kParts>::kDepth;
-    thread_local Room for_rows, for_turned, for_pairs, for_sums;
+    thread_local Room for_rows, for_pairs, for_sums;
     rows_ = for_rows.For<uint16_t>(kParts * tiles::kStep * tiles::Lead(kDepth, 2));
-    if constexpr (kParts > 1) turned_ = for_turned.For<float>(tiles::kStep * tiles::Lead(kDepth, 4));
     pairs_ = for_pairs.For<uint32_t>(kParts * (keeps_ ? slices.rows : kDepth) / 2 * wide_.size);
     sums_ = for_sums.For<float>(tall_.size * sums_lead_);
   }
@@ -269,14 +256,14 @@ class Worker {
 
   tiles::Left TakeLeft(const Slice& slice, int64_t row, int64_t rows) const {
     if constexpr (kParts > 1)
-      return LeftPartsOf(slice.pair->a, row, rows, slice.from, slice.count, turned_, rows_);
+      return LeftPartsOf(slice.pair->a, row, rows, slice.from, slice.count, rows_);
     else
       return LeftOf(slice.pair->a, row, rows, slice.from, slice.count, rows_);
   }
 
   void TakeRight(const Slice& slice, int64_t column, int64_t columns, uint32_t* to) const {
     if constexpr (kParts > 1)
-      RightParts(slice.pair->b, slice.from, slice.count, column, columns, rows_, to);
+      RightParts(slice.pair->b, slice.from, slice.count, column, columns, to);
     else
       Right(slice.pair->b, slice.from, slice.count, column, columns, rows_, to);
   }
@@ -287,7 +274,6 @@ class Worker {
   const Pieces wide_, tall_;
   const int64_t sums_lead_;
   uint16_t* rows_;
-  float* turned_ = nullptr;
   uint32_t* pairs_;
   float* sums_;
   const tiles::Multiplier multiply_{};

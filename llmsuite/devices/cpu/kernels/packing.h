@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstring>
 
 #include "tiles.h"
 
@@ -31,93 +30,6 @@ inline void RoundPairs(const float* even, const float* odd, int64_t count, uint3
   }
 #endif
   for (; i < count; ++i) to[i] = rounding::Half(even[i]) | uint32_t(rounding::Half(odd[i])) << 16;
-}
-
-// The next part of a float32 number, as one, of which less remains then. Ties are rounded up, not to even: of an exact
-// sum of three parts that is as good. What is left of NaN is NaN.
-inline float TakePart(float& rest) {
-  uint32_t bits;
-  std::memcpy(&bits, &rest, 4);
-  bits = (bits + 0x8000) & 0xFFFF0000;
-  float part;
-  std::memcpy(&part, &bits, 4);
-  rest -= part;
-  return part;
-}
-
-inline uint16_t Upper(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  return bits >> 16;
-}
-
-#if defined(__AVX512BW__)
-inline __m512 TakePart(__m512& rest) {
-  const __m512i up = _mm512_add_epi32(_mm512_castps_si512(rest), _mm512_set1_epi32(0x8000));
-  const __m512 part = _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(0xFFFF0000)));
-  rest = _mm512_sub_ps(rest, part);
-  return part;
-}
-
-// The upper halves of 32 numbers.
-inline __m512i Upper(__m512 first, __m512 second) {
-  alignas(64) static constexpr auto kOrder = [] {
-    struct { uint16_t at[32] = {}; } order;
-    for (int i = 0; i < 32; ++i) order.at[i] = 2 * i + 1;
-    return order;
-  }();
-  return _mm512_permutex2var_epi16(_mm512_castps_si512(first), _mm512_load_si512(kOrder.at),
-                                   _mm512_castps_si512(second));
-}
-
-// Pairs of the upper halves of 16 numbers, even[i] and odd[i].
-inline __m512i UpperPairs(__m512 even, __m512 odd) {
-  return _mm512_mask_blend_epi16(0xAAAAAAAA, _mm512_srli_epi32(_mm512_castps_si512(even), 16),
-                                 _mm512_castps_si512(odd));
-}
-#endif
-
-// x in three parts, `part` elements apart: as bfloat16 each, and together x.
-inline void Split(const float* x, int64_t count, uint16_t* to, int64_t part) {
-  int64_t i = 0;
-#if defined(__AVX512BW__)
-  for (; i + 32 <= count; i += 32) {
-    __m512 first = _mm512_loadu_ps(x + i), second = _mm512_loadu_ps(x + i + 16);
-    for (int p = 0; p < 2; ++p) {
-      const __m512 of_first = TakePart(first), of_second = TakePart(second);
-      _mm512_storeu_si512(to + p * part + i, Upper(of_first, of_second));
-    }
-    _mm512_storeu_si512(to + 2 * part + i, Upper(first, second));
-  }
-#endif
-  for (; i < count; ++i) {
-    float rest = x[i];
-    for (int p = 0; p < 2; ++p) to[p * part + i] = Upper(TakePart(rest));
-    to[2 * part + i] = Upper(rest);
-  }
-}
-
-// The same in pairs of even[i] and odd[i].
-inline void SplitPairs(const float* even, const float* odd, int64_t count, uint32_t* to, int64_t part) {
-  int64_t i = 0;
-#if defined(__AVX512BW__)
-  for (; i + 16 <= count; i += 16) {
-    __m512 first = _mm512_loadu_ps(even + i), second = _mm512_loadu_ps(odd + i);
-    for (int p = 0; p < 2; ++p) {
-      const __m512 of_first = TakePart(first), of_second = TakePart(second);
-      _mm512_storeu_si512(to + p * part + i, UpperPairs(of_first, of_second));
-    }
-    _mm512_storeu_si512(to + 2 * part + i, UpperPairs(first, second));
-  }
-#endif
-  for (; i < count; ++i) {
-    float first = even[i], second = odd[i];
-    for (int p = 0; p < 2; ++p) {
-      const uint16_t of_first = Upper(TakePart(first));
-      to[p * part + i] = of_first | uint32_t(Upper(TakePart(second))) << 16;
-    }
-    to[2 * part + i] = Upper(first) | uint32_t(Upper(second)) << 16;
-  }
 }
 
 // The same of what has that type already.
@@ -195,21 +107,6 @@ void Pairs(const T* x, int64_t step, int64_t rows, int64_t size, uint32_t* to, i
       for (int64_t i = 0; i < count; ++i) row[i] = Rounded(even[i]);
     std::fill(row + count, row + size_whole, 0);
   }
-}
-
-// Pairs of rows of x [rows, columns], kStep columns after the other, of each three parts that are `part` pairs apart; what
-// is behind it, up to rows_whole and a multiple of kStep, is 0.
-inline void PairsOfParts(const float* x, int64_t step, int64_t rows, int64_t columns, uint32_t* to, int64_t part,
-                         int64_t rows_whole) {
-  alignas(64) static constexpr float kNothing[kStep] = {};
-  for (int64_t r = 0; r < rows_whole; r += 2, to += kStep)  // x is read in the order in which it is in memory
-    for (int64_t from = 0; from < columns; from += kStep) {
-      const int64_t some = std::min(columns - from, kStep);
-      const float* even = r < rows ? x + r * step + from : kNothing;
-      uint32_t* pairs = to + from / kStep * 3 * part;
-      SplitPairs(even, r + 1 < rows ? even + step : kNothing, some, pairs, part);
-      for (int p = 0; p < 3; ++p) std::fill(pairs + p * part + some, pairs + p * part + kStep, 0);
-    }
 }
 
 // Zeros behind [rows, size] up to [rows_whole, size_whole].
