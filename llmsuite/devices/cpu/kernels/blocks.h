@@ -25,13 +25,9 @@ struct Sizes {
 };
 template <>
 struct Sizes<3> {
-#if defined(__AMX_BF16__)
   // The parts of kStep rows of a and of as many columns of b are half of a first-level cache of 48 KB. At 128 they are
   // all of it, and push each other out.
   static constexpr int64_t kDepth = 64;
-#else
-  static constexpr int64_t kDepth = 128;
-#endif
   static constexpr int64_t kKept = 1 << 18;
 };
 constexpr int64_t kColumns = 512;
