@@ -24,6 +24,7 @@ BIASES = ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")
 TWO = ("--train.micro_batch_size=2",)
 ROUTED = '--lora.target_modules=["experts.*", "self_attn.*"]'
 ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
+BF16 = "--engine.precision=bf16"
 REFT, PREFIX = "--reft.rank=4", "--prefix.tokens=40"
 NETWORK = (PREFIX, "--prefix.projection=true", "--prefix.projection_hidden_size=200")
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
@@ -81,6 +82,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "pissa, ends": ("llama/lora", TP, (*KEPT, ENDS, "--lora.init=pissa")),
     "pissa, ends, sequence": ("llama/lora", SP, (*KEPT, ENDS, "--lora.init=pissa")),
     "adapters, stage 3": ("llama/lora", {"sharding": "stage3"}, ()),
+    "adapters, bf16, stage 3": ("llama/lora", {"sharding": "stage3"}, (BF16,)),
+    "adapters, bf16, sequence, kept": ("llama/lora", SP, (*KEPT, BF16)),
     "interventions": ("llama/sft", TP, (*KEPT, REFT)),
     "interventions, sequence": ("llama/sft", SP, (REFT,)),
     "interventions, sequence, kept": ("llama/sft", SP, (*KEPT, REFT, "--reft.layers=[2]")),
@@ -108,6 +111,7 @@ ALONE = {
     "one, prefix, qwen": ("qwen/sft", (*KEPT, PREFIX)),
     "one, prefix network": ("llama/sft", (*KEPT, *NETWORK)),
     "one, gpt, adapters": ("gpt/lora", KEPT),
+    "one, adapters, bf16": ("llama/lora", (*KEPT, BF16)),
     "one, ends": ("llama/lora", (*KEPT, ENDS)),
     "one, mixer, ends": ("llama/lora", (*KEPT, ENDS, "--lora.method=mixer")),
     "one, experts": ("deepseek/lora", (*KEPT, ROUTED)),
