@@ -85,6 +85,12 @@ class ActivationSettings:
     """Whether the loss takes the entropy of tokens: no kernel makes it in place."""
     rounds_inputs: bool = False
     """Whether the inputs of these modules are rounded too."""
+    keeps_trained_only: bool = False
+    """Whether the model is frozen, and products keep an input for the gradient of a matrix only (`models.products`)."""
+    input_bytes: int | None = None
+    """Bytes of an element that such a product keeps of its input; None for `num_bytes`."""
+    reading: frozenset[str] = frozenset()
+    """Those of `adapted` whose adapters keep the input of their matrix, too."""
     inner_bytes: int | None = None
     """Bytes of an element of what lies between the products of a gated MLP without biases; None for `num_bytes`."""
     head_bytes: int | None = None
@@ -118,10 +124,12 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
     # in a layer with experts only attention and the norm before it are compiled
     of_mlp = dataclasses.replace(settings, fused=settings.fused_outside) if isinstance(layer.mlp, MoE) else settings
     norms = _norm(layer.norm, anatomy.hidden, batch, settings) + _norm(layer.norm, anatomy.hidden, batch, of_mlp)
-    inputs = (
-        2 * batch.tokens * anatomy.hidden * settings.num_bytes
-    )  # of attention and MLP; gathered under sequence parallel
+    # of attention and MLP; gathered under sequence parallel
+    inputs = float(
+        _input(anatomy, number, "self_attn", batch, settings) + _input(anatomy, number, "mlp", batch, settings)
+    )
     kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
+    kept -= _inputs_of_last(layer, number, batch, settings)
     if layer.predicts_further:  # norms of both inputs and of the output; the joined inputs, and their product
         plain = dataclasses.replace(settings, fused=settings.fused_outside)
         kept += 3 * _norm(layer.norm, anatomy.hidden, batch, plain) + 3 * between
@@ -129,6 +137,36 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
     return (
         kept + 2 * between + edit + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
     )
+
+
+def _input(anatomy: Anatomy, number: int, region: str, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that the first products of attention or an MLP keep of their input."""
+    if region == "mlp" and isinstance(anatomy.layers[number].mlp, MoE):  # gates read it too
+        return float(batch.tokens * anatomy.hidden * settings.num_bytes)
+    if settings.keeps_trained_only:
+        inside = (name for name in settings.reading if f".{number}.{region}." in name)
+        if all(name.rpartition(".")[2] in _OWN_INPUT for name in inside):
+            return 0.0
+    return float(batch.tokens * anatomy.hidden * (settings.input_bytes or settings.num_bytes))
+
+
+def _inputs_of_last(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes of inputs of the last products of attention and MLP, counted with what makes them, that are not kept."""
+    if not settings.keeps_trained_only:
+        return 0.0
+    left, what, e = 0.0, layer.attention, settings.num_bytes
+    if isinstance(what, GroupedQuery) and "attention" in settings.fused:  # the kernel needs no output either
+        is_plain = what.rotary and not what.biased and not what.normed
+        if not _is_read(number, "self_attn.o_proj", settings):
+            left += batch.tokens * what.heads * what.head_size * (settings.head_bytes or e if is_plain else e)
+    if not isinstance(layer.mlp, MoE) and not _is_read(number, "mlp.down_proj", settings):
+        is_plain = isinstance(layer.mlp, GatedMLP) and not layer.mlp.biased
+        left += batch.tokens * layer.mlp.width * (settings.inner_bytes or e if is_plain else e)
+    return left / settings.tp
+
+
+def _is_read(number: int, module: str, settings: ActivationSettings) -> bool:
+    return any(name.endswith(f".{number}.{module}") for name in settings.reading)
 
 
 def hidden_state_bytes(hidden: float, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -300,7 +338,7 @@ def _without_gradient(anatomy: Anatomy, batch: MicroBatch, settings: ActivationS
     assert isinstance(layer.attention, GroupedQuery), "a rule refuses prefixes of others"
     what = layer.attention
     heads, kv_heads = what.heads / settings.tp, what.kv_heads / settings.tp
-    kept = _norm(layer.norm, anatomy.hidden, batch, settings) + tokens * anatomy.hidden * e
+    kept = _norm(layer.norm, anatomy.hidden, batch, settings) + _input(anatomy, 0, "self_attn", batch, settings)
     if what.normed:
         for count in (heads, kv_heads):
             kept += _normed_heads(count * what.head_size, count, batch, settings)
@@ -349,7 +387,9 @@ def scores_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSet
 def kept_behind(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings, scores: bool) -> float:
     """Bytes that the last norm, the head and the loss keep; `scores` for a head with one value a sequence."""
     norm = _norm(anatomy.norm, anatomy.hidden, batch, dataclasses.replace(settings, fused=settings.fused_outside))
-    picked = batch.supervised * (anatomy.hidden * settings.num_bytes + INDEX_BYTES)
+    is_read = scores or not settings.keeps_trained_only or "lm_head" in settings.reading
+    width = (settings.input_bytes or settings.num_bytes) if is_read else 0
+    picked = batch.supervised * (anatomy.hidden * width + INDEX_BYTES)
     if scores:
         return norm + picked
     # float32 logits, or the output of their softmax; for the entropy shifted logits and exponentials; over tp these,

@@ -236,6 +236,12 @@ class Layout:
         is_low_rank = lora.method == "lora" and lora.num_pairs == 1 and not lora.dropout and lora.base_format is None
         return not self.rounded and (is_low_rank or not self.adapted)
 
+    @functools.cached_property
+    def own_products(self) -> bool:
+        """Whether products are operations of the device, op by op (`models.products`)."""
+        recipe = self.plan.recipe
+        return recipe.engine.mode == "dynamic" and "matmul" in self.plan.device.factory().fused(recipe.engine.precision)
+
     @property
     def adapts_embedding(self) -> bool:
         return self.shard_plan.embedding in self.adapted

@@ -86,21 +86,20 @@ class StageMemory:
 def activation_settings(layout: Layout) -> ActivationSettings:
     """The settings of a run that decide which activations are kept."""
     plan, engine, parallel = layout.plan, layout.plan.recipe.engine, layout.plan.recipe.parallel
-    backend = plan.device.factory()
+    backend, lora, tp = plan.device.factory(), plan.recipe.lora, plan.degrees.tp
     fused = backend.fused(engine.precision)
-    in_programs = plan.degrees.tp > 1 and engine.compiles_layers
     experts = frozenset(name for name in layout.adapted if layout.shard_plan.is_expert(f"{name}.weight"))
     has_operands = "operand_matmul" in fused and layout.has_plain_products
     attends_operands = has_operands and {"attention", "attention_operand"} <= fused and not plan.recipe.prefix.tokens
     rows_again = engine.compiles_steps and plan.degrees.pp == 1 and not plan.recipe.freezes_model
     return ActivationSettings(
         num_bytes=element_bytes(plan),
-        tp=plan.degrees.tp,
+        tp=tp,
         ep=plan.degrees.ep,
         sequence_parallel=parallel.sequence_parallel,
         recompute=engine.recompute,
         every=engine.recompute_every,
-        fused=fused - backend.on_parts_only if in_programs else fused,
+        fused=fused - backend.on_parts_only if tp > 1 and engine.compiles_layers else fused,
         fused_outside=fused,
         document_mask_bytes=backend.document_mask_bytes,
         is_frozen=plan.recipe.freezes_model,
@@ -118,6 +117,9 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         rounded={name: _local_sizes(layout, name) for name in layout.rounded},
         entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
+        keeps_trained_only=layout.own_products and plan.recipe.freezes_model,
+        input_bytes=2 if layout.own_products and "operand" in fused and not (layout.adapted and tp > 1) else None,
+        reading=frozenset() if lora.dropout or lora.method == "vera" else layout.adapted,
         inner_bytes=2 if has_operands else None,
         head_bytes=2 if attends_operands else None,
     )
@@ -143,10 +145,9 @@ def _adapter_width(layout: Layout, module: str) -> float:
     dropped += lora.rank or 0
     if lora.method == "mixer":
         return dropped + float(lora.rank or 0)
-    if lora.num_pairs > 1:
-        # the second product with a first factor, and two updates
-        return dropped + float(lora.rank or 0)
-    if lora.method == "vera":  # in front of d and behind it
+    if lora.num_pairs > 1:  # the second product with a first factor, and two updates
+        return dropped + (0.0 if layout.own_products else float(lora.rank or 0))
+    if lora.method == "vera" and not layout.own_products:  # in front of d and behind it
         dropped += lora.rank or 0
     if lora.method not in ("dora", "vera"):
         return dropped

@@ -193,6 +193,7 @@ class TensorParallelTraffic:
         """
         inside = f"{self._layout.shard_plan.layers}.{number}.{region}."
         is_one = region == "mlp" and isinstance(self._anatomy.layers[number].mlp, GeluMLP)
+        is_one = is_one and not self._layout.own_products  # these sum whole sequences
         adapted = any(module.startswith(inside) for module in self._layout.adapted)
         return (self._compiled or self._fused or is_one) and not adapted
 
