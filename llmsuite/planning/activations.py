@@ -152,21 +152,21 @@ def _input(anatomy: Anatomy, number: int, region: str, batch: MicroBatch, settin
 
 def _inputs_of_last(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of inputs of the last products of attention and MLP, counted with what makes them, that are not kept."""
-    if not settings.keeps_trained_only:
-        return 0.0
     left, what, e = 0.0, layer.attention, settings.num_bytes
     if isinstance(what, GroupedQuery) and "attention" in settings.fused:  # the kernel needs no output either
-        is_plain = what.rotary and not what.biased and not what.normed
-        if not _is_read(number, "self_attn.o_proj", settings):
-            left += batch.tokens * what.heads * what.head_size * (settings.head_bytes or e if is_plain else e)
-    if not isinstance(layer.mlp, MoE) and not _is_read(number, "mlp.down_proj", settings):
-        is_plain = isinstance(layer.mlp, GatedMLP) and not layer.mlp.biased
-        left += batch.tokens * layer.mlp.width * (settings.inner_bytes or e if is_plain else e)
-    return left / settings.tp
+        made = settings.head_bytes or e if what.rotary and not what.biased and not what.normed else e
+        left += what.heads * what.head_size * (made - _of_last(number, "self_attn.o_proj", made, settings))
+    if not isinstance(layer.mlp, MoE):
+        made = settings.inner_bytes or e if isinstance(layer.mlp, GatedMLP) and not layer.mlp.biased else e
+        left += layer.mlp.width * (made - _of_last(number, "mlp.down_proj", made, settings))
+    return left * batch.tokens / settings.tp
 
 
-def _is_read(number: int, module: str, settings: ActivationSettings) -> bool:
-    return any(name.endswith(f".{number}.{module}") for name in settings.reading)
+def _of_last(number: int, module: str, made: int, settings: ActivationSettings) -> int:
+    """Bytes of an element that a product keeps of an input that is made with so many."""
+    if settings.keeps_trained_only and not any(name.endswith(f".{number}.{module}") for name in settings.reading):
+        return 0
+    return min(made, settings.input_bytes or made)
 
 
 def hidden_state_bytes(hidden: float, batch: MicroBatch, settings: ActivationSettings) -> float:

@@ -242,6 +242,11 @@ class Layout:
         recipe = self.plan.recipe
         return recipe.engine.mode == "dynamic" and "matmul" in self.plan.device.factory().fused(recipe.engine.precision)
 
+    @functools.cached_property
+    def multiplies_together(self) -> bool:
+        """Whether such products of one input are one operation over ranks, too, where no adapters are beside them."""
+        return self.own_products and "operand" in self.plan.device.factory().fused(self.plan.recipe.engine.precision)
+
     @property
     def adapts_embedding(self) -> bool:
         return self.shard_plan.embedding in self.adapted

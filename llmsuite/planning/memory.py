@@ -118,7 +118,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         entropy=plan.profile.entropy,
         rounds_inputs=plan.recipe.qat.activation_bits is not None,
         keeps_trained_only=layout.own_products and plan.recipe.freezes_model,
-        input_bytes=2 if layout.own_products and "operand" in fused and not (layout.adapted and tp > 1) else None,
+        input_bytes=2 if layout.multiplies_together and not (layout.adapted and tp > 1) else None,
         reading=frozenset() if lora.dropout or lora.method == "vera" else layout.adapted,
         inner_bytes=2 if has_operands else None,
         head_bytes=2 if attends_operands else None,
