@@ -133,10 +133,8 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
     if layer.predicts_further:  # norms of both inputs and of the output; the joined inputs, and their product
         plain = dataclasses.replace(settings, fused=settings.fused_outside)
         kept += 3 * _norm(layer.norm, anatomy.hidden, batch, plain) + 3 * between
-    edit = _edit(anatomy, number, batch, settings)
-    return (
-        kept + 2 * between + edit + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
-    )
+    kept += 2 * between + _edit(anatomy, number, batch, settings)
+    return kept + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
 
 
 def _input(anatomy: Anatomy, number: int, region: str, batch: MicroBatch, settings: ActivationSettings) -> float:
@@ -153,7 +151,11 @@ def _input(anatomy: Anatomy, number: int, region: str, batch: MicroBatch, settin
 def _inputs_of_last(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of inputs of the last products of attention and MLP, counted with what makes them, that are not kept."""
     left, what, e = 0.0, layer.attention, settings.num_bytes
-    if isinstance(what, GroupedQuery) and "attention" in settings.fused:  # the kernel needs no output either
+    if isinstance(what, Latent):
+        left += what.heads * what.value * (e - _of_last(number, "self_attn.o_proj", e, settings))
+        for name, width in (("q_b_proj", what.q_rank or 0), ("kv_b_proj", what.kv_rank)):  # every rank has them whole
+            left += settings.tp * width * (e - _of_last(number, f"self_attn.{name}", e, settings))
+    elif "attention" in settings.fused:  # the kernel needs no output either
         made = settings.head_bytes or e if what.rotary and not what.biased and not what.normed else e
         left += what.heads * what.head_size * (made - _of_last(number, "self_attn.o_proj", made, settings))
     if not isinstance(layer.mlp, MoE):
