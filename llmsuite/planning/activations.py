@@ -125,9 +125,7 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
     of_mlp = dataclasses.replace(settings, fused=settings.fused_outside) if isinstance(layer.mlp, MoE) else settings
     norms = _norm(layer.norm, anatomy.hidden, batch, settings) + _norm(layer.norm, anatomy.hidden, batch, of_mlp)
     # of attention and MLP; gathered under sequence parallel
-    inputs = float(
-        _input(anatomy, number, "self_attn", batch, settings) + _input(anatomy, number, "mlp", batch, settings)
-    )
+    inputs = sum(_input(anatomy, number, region, batch, settings) for region in ("self_attn", "mlp"))
     kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
     kept -= _inputs_of_last(layer, number, batch, settings)
     if layer.predicts_further:  # norms of both inputs and of the output; the joined inputs, and their product
@@ -165,7 +163,7 @@ def _inputs_of_last(layer: LayerAnatomy, number: int, batch: MicroBatch, setting
 
 
 def _of_last(number: int, module: str, made: int, settings: ActivationSettings) -> int:
-    """Bytes of an element that a product keeps of an input that is made with so many."""
+    """Bytes of an element that a last product keeps of its input, which is made with `made` bytes."""
     if settings.keeps_trained_only and not any(name.endswith(f".{number}.{module}") for name in settings.reading):
         return 0
     return min(made, settings.input_bytes or made)

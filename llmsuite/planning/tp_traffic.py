@@ -198,7 +198,7 @@ class TensorParallelTraffic:
         return (self._compiled or self._fused or is_one) and not self._is_adapted(number, region)
 
     def _is_one_operation(self, number: int, region: str) -> bool:
-        """Whether the first products of a region are, whose input has one gradient then."""
+        """Whether the first products of a region are one operation, whose input has one gradient."""
         return self._layout.multiplies_together and not self._is_adapted(number, region)
 
     def _is_adapted(self, number: int, region: str) -> bool:

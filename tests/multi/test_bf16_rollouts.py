@@ -27,9 +27,9 @@ WORDS = (
 _TP, _PP = {"tensor_parallel_degree": 2, "sequence_parallel": True}, {"pipeline_parallel_degree": 2}
 RECIPES = {
     "grpo": "recipes/llama/grpo.json", "ppo": "recipes/llama/ppo.json", "online_dpo": "recipes/llama/online_dpo.json",
-    "experts": "recipes/qwen_moe/grpo.json",
+    "experts": "recipes/qwen_moe/grpo.json", "adapters": "recipes/llama/grpo.json",
 }  # fmt: skip
-MORE = {"online_dpo": ('--reward.functions={"format": 1.0}',)}
+MORE = {"online_dpo": ('--reward.functions={"format": 1.0}',), "adapters": ("--lora.rank=4",)}
 MESHES: dict[str, tuple[str, int, dict[str, object]]] = few(
     {
         "grpo, dp2": ("grpo", 2, {}),
@@ -53,12 +53,18 @@ def _case(name: str, recipe: str, ranks: int, parallel: dict[str, object], mutat
     return Case(name, ranks, words, recipe=RECIPES[recipe], mutation=mutation)
 
 
+ADAPTERS = [
+    _case("adapters", "adapters", 1, {}), _case("adapters, pp2", "adapters", 2, _PP),
+    _case("adapters, frozen in float32", "adapters", 1, {}, "frozen_in_float32"),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     recipes = dict.fromkeys(recipe for recipe, _, _ in MESHES.values())
     ones = [_case(recipe, recipe, 1, {}) for recipe in recipes]
     ones += [_case(f"{recipe} {FLOAT32}", recipe, 1, {}, "rollouts_in_float32") for recipe in recipes]
-    return run_cases(runner, [*ones, *(_case(name, *mesh) for name, mesh in MESHES.items())])
+    return run_cases(runner, [*ones, *(_case(name, *mesh) for name, mesh in MESHES.items()), *ADAPTERS])
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -75,3 +81,13 @@ def test_rollouts_compute_as_the_training_on_a_mesh(runner: Runner, failed: dict
         assert record[key] <= (far / 2 if record["step"] == 1 else far)
         assert record.get("ratio", 1.0) == 1.0
     assert min(rounding) > 1e-3
+
+
+def test_adapters_are_merged_with_the_rounded_matrices(runner: Runner, failed: dict[str, str]) -> None:
+    """Completions are on every mesh the same, and no further from the training than with matrices of float32."""
+    assert not {case.name for case in ADAPTERS} & failed.keys(), failed
+    alone, on_stages, wide = (runner.metrics(case.name) for case in ADAPTERS)
+    for key in ("tokens", "reward", "logprob_gap"):
+        assert [record[key] for record in on_stages] == pytest.approx([record[key] for record in alone], rel=1e-3), key
+        assert wide[0][key] == alone[0][key], "adapters begin with nothing"
+    assert all(a["logprob_gap"] <= 1.5 * b["logprob_gap"] for a, b in zip(alone, wide, strict=True))
