@@ -98,8 +98,7 @@ class _RankPlace(Place):
         return local_value(reshard(gradient, self._mesh, wanted))
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        given = [dist.Replicate()] if self._given[0].is_partial() else self._given
-        return reshard(self._distributed(gradient, self._of_input), self._mesh, given)
+        return self._distributed(gradient, self._of_input)
 
     def matrix_gradient(self, gradient: Tensor) -> Tensor:
         return self._distributed(gradient, self._of_matrix)

@@ -161,7 +161,7 @@ class TensorParallelTraffic:
         elif self._adds_locally(number, "self_attn"):
             self._sum(whole, why, self._sequence_parallel)
         else:
-            self._send("all_reduce", whole, why, 1 if self._is_one_operation(number, "self_attn") else 3)
+            self._send("all_reduce", whole, why, 3)
 
     def _latent_backward(self, what: Latent, batch: MicroBatch, whole: tuple[int, ...] | None) -> None:
         """`whole` is the shape of the input, if that has a gradient."""
@@ -177,7 +177,8 @@ class TensorParallelTraffic:
     def _mlp_backward(self, number: int, batch: MicroBatch, whole: tuple[int, ...]) -> None:
         why, what = "backward: gradients of the inputs of sharded matrices", self._anatomy.layers[number].mlp
         if isinstance(what, MoE):
-            of_shared = (1 if self._is_one_operation(number, "mlp.shared_experts") else 2) if what.shared_width else 0
+            together = self._layout.multiplies_together and not self._is_adapted(number, "mlp.shared_experts")
+            of_shared = (1 if together else 2) if what.shared_width else 0
             self._send("all_reduce", whole, why, 1 + of_shared)
             weights = (batch.rows, batch.length, what.chosen)
             self._send("all_reduce", weights, "backward: weights of experts, of which each rank has some", width=4)
@@ -185,21 +186,16 @@ class TensorParallelTraffic:
         if self._adds_locally(number, "mlp"):
             self._sum(whole, why, self._sequence_parallel)
         else:
-            is_one = isinstance(what, GeluMLP) or self._is_one_operation(number, "mlp")
-            self._send("all_reduce", whole, why, 1 if is_one else 2)
+            self._send("all_reduce", whole, why, 1 if isinstance(what, GeluMLP) else 2)
 
     def _adds_locally(self, number: int, region: str) -> bool:
         """Whether the gradients of the input of attention or MLP are summed on the rank before they are reduced: in
-        compiled programs, where projections are fused, or where there is one, unless gradients of adapters, which are
-        not partial, are among them.
+        compiled programs, where projections are fused or one operation, or where there is one, unless gradients of
+        adapters, which are not partial, are among them.
         """
         is_one = region == "mlp" and isinstance(self._anatomy.layers[number].mlp, GeluMLP)
-        is_one = is_one and not self._layout.own_products  # these sum whole sequences
+        is_one = is_one or self._layout.multiplies_together
         return (self._compiled or self._fused or is_one) and not self._is_adapted(number, region)
-
-    def _is_one_operation(self, number: int, region: str) -> bool:
-        """Whether the first products of a region are one operation, whose input has one gradient."""
-        return self._layout.multiplies_together and not self._is_adapted(number, region)
 
     def _is_adapted(self, number: int, region: str) -> bool:
         inside = f"{self._layout.shard_plan.layers}.{number}.{region}."
