@@ -89,7 +89,7 @@ class Handler(LocalHandler):
         }
         act = acts.get(self.path)
         if act is None:
-            self.send_error(404)
+            self.refuse(404)
             return
         told = self._body()
         if told is not None:
@@ -117,7 +117,7 @@ class Handler(LocalHandler):
             token.encode(), self.server.token.encode()
         ):
             return True
-        self.send_error(403, explain="Open the address that llmsuite studio has printed.")
+        self.refuse(403, "Open the address that llmsuite studio has printed.")
         return False
 
     def _address(self) -> tuple[str, Query]:
@@ -126,12 +126,12 @@ class Handler(LocalHandler):
 
     def _body(self) -> dict[str, Any] | None:
         """The JSON of a request, as "body"; None if it was refused."""
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or int(length) > _MOST_BYTES:
-            self.send_error(413)
+        length = self.body_length()
+        if length is None or length > _MOST_BYTES:
+            self.refuse(413)
             return None
         try:
-            return {"body": json.loads(self.rfile.read(int(length)))}
+            return {"body": json.loads(self.rfile.read(length))}
         except (ValueError, RecursionError):
             self.send_error(400)
             return None

@@ -10,6 +10,8 @@ from llmsuite.errors import UserError
 
 _SECONDS = 30
 """For which a client may be silent."""
+_MOST_DISCARDED, _AT_ONCE = 64 << 20, 1 << 16
+"""Bytes of a refused request that are read in all, and at a time."""
 
 
 class LocalServer(ThreadingHTTPServer):
@@ -40,8 +42,21 @@ class LocalHandler(BaseHTTPRequestHandler):
         """Refuse other names, against DNS rebinding: a web page may reach this address, but not under this name."""
         if self.headers.get("Host", "").rpartition(":")[0] in ("127.0.0.1", "localhost"):
             return True
-        self.send_error(403)
+        self.refuse(403)
         return False
+
+    def refuse(self, status: int, explain: str | None = None) -> None:
+        """Answer a request with an error before its body was read. The body is read after that and thrown away: the
+        connection would break under a client that is still sending, which then sees no answer."""
+        self.send_error(status, explain=explain)
+        left = min(self.body_length() or 0, _MOST_DISCARDED)
+        while left > 0 and (part := self.rfile.read(min(left, _AT_ONCE))):
+            left -= len(part)
+
+    def body_length(self) -> int | None:
+        """Bytes of the body of a request; None where it does not say so, or nonsense."""
+        told = self.headers.get("Content-Length", "")
+        return int(told) if told.isdecimal() and len(told) < 20 else None
 
     def answer(self, text: str, kind: str = "text/html", status: int = 200, **headers: str) -> None:
         """Send a text. In names of headers, _ is -."""

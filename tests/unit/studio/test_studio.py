@@ -156,3 +156,11 @@ def test_no_other_page_does_anything(studio: Studio, path: str, headers: dict[st
 @pytest.mark.parametrize(("body", "code"), [(b"{", 400), (b"[" * 100000, 400), (b"null", 400), (b"a" * 1_000_001, 413)])
 def test_malformed_requests_are_refused(studio: Studio, body: bytes, code: int) -> None:
     assert ask(studio, "/start", body, X_Token="secret")[0] == code
+
+
+@pytest.mark.parametrize(
+    ("path", "token", "code"), [("/start", "secret", 413), ("/start", "x", 403), ("/x", "secret", 404)]
+)
+def test_who_sends_much_sees_why_it_is_refused(studio: Studio, path: str, token: str, code: int) -> None:
+    # more than sockets take before the server reads
+    assert ask(studio, path, b"a" * 20_000_000, X_Token=token)[0] == code
