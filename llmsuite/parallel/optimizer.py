@@ -118,6 +118,16 @@ class Optimizer:
         for shard in self.shards:
             self.to_host(shard)
 
+    def reserve(self) -> None:
+        """Give the state of the optimizer its memory, unless it has it, or lies on the host. Paddle's would take it in
+        the first update, between what the passes before it have freed, whose room is in pieces from then on."""
+        if self._host or not self._paddle._parameter_list:
+            return
+        with paddle.utils.unique_name.guard():  # as in `step`
+            self._paddle._create_accumulators(
+                paddle.static.default_main_program().global_block(), self._paddle._parameter_list
+            )
+
     def begin_backward(self, is_last: bool) -> None:
         """Called before each backward pass. `is_last`: no further pass of the step adds to these gradients, so they are
         reduced over the ranks while the pass runs."""

@@ -83,6 +83,7 @@ class EagerUpdater(Updater):
         is_logged: bool,
     ) -> dict[str, float]:
         """As `train_step`."""
+        self.optimizer.reserve()
         return train_step(step, micro_batches, passes, self.optimizer, rules, votes, is_logged)
 
 

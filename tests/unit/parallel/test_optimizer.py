@@ -247,3 +247,23 @@ def test_a_first_gradient_may_come_after_loading() -> None:
     assert np.array_equal(found, expected)
     # and what gets none after loading is not forgotten
     assert alone.same(alone.state(resumed), alone.state(through))
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_reserved_state_is_the_same(is_loaded: bool) -> None:
+    train = section(weight_decay=0.1)
+    found = []
+    for reserves in (False, True):
+        optimizer = alone.optimizer(parameters(initial()), train, NUM_STEPS)
+        if is_loaded:
+            before = alone.optimizer(parameters(initial()), train, NUM_STEPS)
+            run(before, [1])
+            alone.load_state(optimizer, alone.state(before))
+        if reserves:
+            optimizer.reserve()
+            assert {len(values) for values in optimizer._paddle._accumulators.values()} == {len(SHAPES)}
+            assert not optimizer._paddle._accumulators_holder
+            optimizer.reserve()  # which keeps what is there
+        values = run(optimizer, [2, 3])
+        found.append({**values, **alone.state(optimizer)})
+    assert alone.same(*found)
