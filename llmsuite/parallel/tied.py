@@ -1,0 +1,36 @@
+"""The gradient of an embedding with whose weight the logits are made, too: rows of the tokens that were looked up.
+
+As a gradient of its own it is as large as the embedding and almost all zeros, made and added to the gradient of the
+head at the end of the backward pass, when all other gradients have their memory. As rows it is added in place.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import paddle
+import paddle.nn.functional as F
+from paddle import nn
+
+from llmsuite.typing import Tensor
+
+
+def add_rows(embedding: nn.Layer) -> None:
+    """Let the gradient of an embedding be the rows [N, D] of the N tokens of a pass. One with an adapter stays as it
+    is."""
+    if type(embedding) is nn.Embedding and embedding.weight.dtype == paddle.float32:
+        embedding.__dict__["forward"] = functools.partial(_look_up, embedding)
+
+
+def _look_up(embedding: nn.Embedding, input_ids: Tensor) -> Tensor:
+    """Ids [B, L] to rows [B, L, D]."""
+    return F.embedding(input_ids, embedding.weight, sparse=paddle.in_dynamic_mode())
+
+
+def whole_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """A gradient as it is, or of rows alone, where a loss depends on no logits, with zeros between them."""
+    if not gradient.is_selected_rows():
+        return gradient
+    rows = gradient.get_selected_rows()
+    values = gradient._get_tensor_from_selected_rows()
+    return paddle.scatter_nd_add(paddle.zeros_like(parameter), paddle.to_tensor(rows.rows()).unsqueeze(-1), values)
