@@ -68,15 +68,13 @@ def _show_ops(name: str, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
     start_paddle(backend, 1)
-    from llmsuite.devices.ops import describe_ops
-
     absent = backend.unavailable(1)
     if absent is None:
         backend.activate(0)
     for precision in backend.precisions_of(trains=True):
         ops = backend.ops(precision)
         print(f"{name}, {precision}")
-        for operation, is_fused, what in describe_ops(ops):
+        for operation, is_fused, what in _forms(ops):
             print(f"  {operation:14}  {'fused' if is_fused else 'plain'}  {what}")
         speed = "not measured" if absent else f"{_gflops(ops.matmul, backend.parameter_dtype(precision)):.0f} GFLOP/s"
         print(f"  {'products':14}  {backend.product_path(precision)}: {speed}")
@@ -89,6 +87,18 @@ def _show_ops(name: str, registry: Registry) -> int:
     print(f"{name}, sums of gradients over tensor parallel ranks")
     print(f"  products        of a weight's gradient {goes_on}")
     return 0
+
+
+def _forms(ops: Any) -> Iterator[tuple[str, bool, str]]:
+    """For each operation: its name, whether a kernel replaces the plain form, and the first paragraph of the docstring
+    of the form that is used."""
+    for field in dataclasses.fields(ops):
+        form = getattr(ops, field.name)
+        if form is None:
+            yield field.name, False, "None: the other operations, one after the other."
+        elif callable(form):
+            summary = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
+            yield field.name, form is not field.default, summary
 
 
 def _findings(args: Any, registry: Registry) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ F intermediate.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -275,6 +275,9 @@ class Ops:
     """`matmul` with a gradient, for programs, of x, a matrix, whether the matrix is transposed, and with a fourth
     argument that is true `operand_matmul` likewise. None: there it is Paddle's own product, or the form has none."""
     operand: Callable[[Tensor], Tensor] = operand
+    operand_cross_entropy: Callable[[Tensor, Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None
+    """`cross_entropy` of at least one plain token, and a function from the gradient of its output to what `operand`
+    makes of the logits' gradient, called once. Paddle knows no gradient of it. None: the one and then the other."""
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_matmul
     """For programs, with a gradient; takes plain tensors."""
     dispatch_rows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = dispatch_rows
@@ -306,18 +309,6 @@ class Ops:
     def attends_operands(self) -> bool:
         """Whether `rotary` and `attention` take what `operand` makes, and give it, and so with gradients."""
         return self.operand_matmul is not None and self.attention_operand is not attention_operand
-
-
-def describe_ops(ops: Ops) -> Iterator[tuple[str, bool, str]]:
-    """For each operation: its name, whether a kernel replaces the plain form, and the first paragraph of the docstring
-    of the form that is used."""
-    for field in dataclasses.fields(Ops):
-        form = getattr(ops, field.name)
-        if form is None:
-            yield field.name, False, "None: the other operations, one after the other."
-        elif callable(form):
-            summary = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
-            yield field.name, form is not field.default, summary
 
 
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

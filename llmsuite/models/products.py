@@ -196,6 +196,61 @@ class _Products(PyLayer):
         return (place.input_gradient(add(pairs, not transpose_y)), *of_matrices)
 
 
+class _Nll(PyLayer):
+    """`cross_entropy` of x W. What is no tensor, and the targets, come in a tuple, which PyLayer does not look into.
+
+    One operation: between two, Paddle would make the gradient of float32 logits float32 again (3.3.1).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, how: tuple[Ops, bool, Tensor]) -> Tensor:
+        ctx.ops, ctx.transpose_y, targets = how
+        ctx.takes_operand, ctx.wants_x = x.dtype != paddle.float32, not x.stop_gradient
+        kept = ctx.ops.operand(x)
+        ctx.save_for_backward(matrix, *([] if matrix.stop_gradient else [kept]))
+        nll, ctx.gradient = ctx.ops.operand_cross_entropy(ctx.ops.matmul(kept, matrix, False, ctx.transpose_y), targets)
+        return nll
+
+    @staticmethod
+    @paddle.no_grad()
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        ops, transpose_y, (matrix, *kept) = ctx.ops, ctx.transpose_y, ctx.saved_tensor()
+        given, ctx.gradient = ctx.gradient(gradient), None  # which frees the logits with `given`
+        found = None
+        if kept:
+            rows = (*kept, given)
+            found = ops.matmul(*(rows[::-1] if transpose_y else rows), True, False)
+        if not ctx.wants_x:
+            return None, found
+        add = ops.operand_matmul if ctx.takes_operand else functools.partial(sum_of_products, ops)
+        return add([(given, matrix)], not transpose_y), found
+
+
+class _TokenNll:
+    """Computes in place of `CausalLM.token_nll`, where the logits are a product and nobody else sees them."""
+
+    def __init__(self, model: Any, products: Products):
+        self._model, self._ops = model, products.ops
+
+    def __call__(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Hidden states [N, D] and targets [N] to [N]."""
+        model, head = self._model, self._model.lm_head
+        matrix = model.model.embed_tokens.weight if head is None else head.weight
+        is_plain = head is None or (
+            type(head) is nn.Linear
+            and head.bias is None
+            and not head._forward_pre_hooks
+            and not head._forward_post_hooks
+        )
+        has_gradient = paddle.is_grad_enabled() and not (hidden.stop_gradient and matrix.stop_gradient)
+        is_here = paddle.in_dynamic_mode() and not hidden.is_dist() and not matrix.is_dist()
+        if not is_plain or not has_gradient or not is_here or 0 in hidden.shape or model.score is not None:
+            found: Tensor = type(model).token_nll(model, hidden, targets)
+            return found
+        nll: Tensor = _Nll.apply(hidden, matrix, (self._ops, head is None, targets))
+        return nll
+
+
 class _Linear:
     """Computes in place of an `nn.Linear`. Those of all layers are equal: layers that are alike share a program."""
 
@@ -248,3 +303,5 @@ def use_products(model: nn.Layer, products: Products, together: bool = True) -> 
             module.linear = products.linear
         if together and hasattr(module, "products"):
             module.products = products.of_layers
+    if products.ops.operand_cross_entropy is not None and getattr(model, "token_nll", None) is not None:
+        model.__dict__["token_nll"] = _TokenNll(model, products)

@@ -59,6 +59,7 @@ _BF16_BY_ROUNDING = {
     "matmul": "rounded_matmul",
     "operand_matmul": "rounded_operand_matmul",
     "operand": "bf16_operand",
+    "operand_cross_entropy": "bf16_operand_cross_entropy",
     "program_matmul": "rounded_linear",
     "grouped_matmul": "rounded_grouped_matmul",
     "joined_swiglu": "rounded_joined_swiglu",

@@ -142,6 +142,28 @@ def test_swiglu() -> None:
     assert np.abs(kernels.joined_swiglu(both).numpy() - apart).max() <= 1e-6 * np.abs(apart).max()
 
 
+@pytest.mark.parametrize("rows", [1, 15, 16, 37])
+def test_a_narrow_gradient_of_logits_takes_their_memory(rows: int) -> None:
+    given, targets = paddle.rand([rows]), paddle.to_tensor(np.arange(rows) % 301)
+    logits = 9 * random(rows, 301)
+    wide = paddle.to_tensor(logits, stop_gradient=False)
+    nll = kernels.cross_entropy(wide * 1.0, targets)
+    (nll * given).sum().backward()
+
+    narrow = paddle.to_tensor(logits)
+    memory = narrow.data_ptr()
+    found, gradient = kernels.bf16_operand_cross_entropy(narrow, targets)
+    del narrow
+    of_logits = gradient(given)
+    del gradient
+    _ = 9 * random(rows, 301)  # which would get memory that nobody holds
+    assert np.array_equal(found.numpy(), nll.numpy())
+    assert of_logits.dtype == paddle.bfloat16
+    assert of_logits.data_ptr() == memory
+    expected = wide.grad.astype("bfloat16").astype("float32").numpy()
+    assert np.array_equal(of_logits.astype("float32").numpy(), expected)
+
+
 def test_cross_entropy() -> None:
     targets = paddle.to_tensor(np.arange(40) * 7 % 301)
     check_equal(

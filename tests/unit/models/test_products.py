@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -242,6 +243,38 @@ def test_a_model_is_the_same_but_for_rounding(ops: Ops) -> None:
         hidden, _ = model.hidden_states(ids)
         losses[name] = float(model.token_nll(hidden.flatten(0, 1), ids.flatten()).mean())
     assert 0 < abs(losses["bf16"] / losses["float32"] - 1) < 2e-3
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("frozen", ["", "the head", "all but the head"])
+def test_a_head_and_its_loss_are_one_operation(ops: Ops, is_tied: bool, frozen: str) -> None:
+    """Bit for bit what two operations find."""
+    if ops.operand_cross_entropy is None:
+        pytest.skip("there is no compiler")
+    hidden, targets = random(35, 24), paddle.to_tensor(np.arange(35) % 11)
+    found = []
+    for together in (True, False):
+        model = tiny_llama.model(tiny_llama.tied() if is_tied else tiny_llama.CONFIG)
+        model.cross_entropy = ops.cross_entropy
+        head = model.model.embed_tokens if is_tied else model.lm_head
+        head.weight.stop_gradient = frozen == "the head"
+        use_products(model, Products(ops if together else dataclasses.replace(ops, operand_cross_entropy=None)))
+        x = leaf(hidden, frozen != "all but the head")
+        nll = model.token_nll(x, targets)
+        assert ("Nll" in nll.grad_fn.name()) is together
+        (nll * paddle.arange(35, dtype="float32")).mean().backward()
+        found.append([t.numpy() for t in (nll, x.grad, head.weight.grad) if t is not None])
+    assert len(found[0]) == (3 if not frozen else 2)
+    assert all(np.array_equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_who_looks_at_logits_sees_them(ops: Ops) -> None:
+    model, seen = tiny_llama.model(), list[Any]()
+    use_products(model, Products(ops))
+    model.lm_head.register_forward_post_hook(lambda layer, inputs, logits: seen.append(logits.shape))
+    nll = model.token_nll(leaf(random(3, 24)), paddle.to_tensor([1, 2, 3]))
+    nll.sum().backward()
+    assert [shape[0] for shape in seen] == [3]
 
 
 def test_a_processor_without_the_instructions_is_named() -> None:

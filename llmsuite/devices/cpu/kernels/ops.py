@@ -103,6 +103,12 @@ def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     return _on_parts(lambda local: _run("cross_entropy", local, constant_part(targets))[0], logits)
 
 
+def bf16_operand_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """`cross_entropy` whose gradient is rounded to bfloat16 where it is made, in memory of the logits."""
+    nll, sums = _run("cross_entropy", logits, targets)
+    return nll, lambda given: _run("cross_entropy_back", logits, targets, sums, given)[0]
+
+
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """`ops.grouped_matmul` by one product a matrix, of its rows and no others."""
     return _grouped(x, weight, counts, False) if _takes(x, weight) else ops.grouped_matmul(x, weight, counts)

@@ -3,6 +3,7 @@
 #include <cmath>
 
 #include "common.h"
+#include "paddle/phi/api/include/tensor_utils.h"
 #include "rounding.h"
 
 namespace {
@@ -194,6 +195,17 @@ std::vector<Tensor> CrossEntropyForward(const Tensor& logits, const Tensor& targ
   return {nll, sums};
 }
 
+void CrossEntropyRow(float* row, int64_t size, int64_t target, float log_sum, float d) {
+  float sum = 0.f;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t j = 0; j < size; ++j) sum += row[j] = Exp(row[j] - log_sum);
+  // the sum of these rounded numbers, not 1: the gradients of a row then sum to zero
+  const float each = d / sum;
+#pragma omp simd
+  for (int64_t j = 0; j < size; ++j) row[j] *= each;
+  row[target] -= d;
+}
+
 // The gradient overwrites the logits, which have no later reader.
 std::vector<Tensor> CrossEntropyBackward(const Tensor& logits, const Tensor& targets, const Tensor& sums,
                                          const Tensor& d_nll) {
@@ -204,19 +216,38 @@ std::vector<Tensor> CrossEntropyBackward(const Tensor& logits, const Tensor& tar
   const int64_t* pt = targets.data<int64_t>();
   float* px = d_logits.data<float>();
 #pragma omp parallel for
-  for (int64_t i = 0; i < rows; ++i) {
-    float* row = px + i * size;
-    const float log_sum = ps[i], d = pd[i];
-    float sum = 0.f;
-#pragma omp simd reduction(+ : sum)
-    for (int64_t j = 0; j < size; ++j) sum += row[j] = Exp(row[j] - log_sum);
-    // the sum of these rounded numbers, not 1: the gradients of a row then sum to zero
-    const float each = d / sum;
-#pragma omp simd
-    for (int64_t j = 0; j < size; ++j) row[j] *= each;
-    row[pt[i]] -= d;
-  }
+  for (int64_t i = 0; i < rows; ++i) CrossEntropyRow(px + i * size, size, pt[i], ps[i], pd[i]);
   return {d_logits};
+}
+
+// The same rounded to bfloat16, in the first half of the logits' memory. A few rows at a time are rounded beside it
+// before they are put there, in order: what they overwrite was read before.
+std::vector<Tensor> NarrowCrossEntropyBackward(const Tensor& logits, const Tensor& targets, const Tensor& sums,
+                                               const Tensor& d_nll) {
+  Check(logits, "logits");
+  const Tensor d_whole = d_nll.contiguous();
+  Tensor d_logits = logits;
+  const int64_t rows = logits.shape()[0], size = logits.shape()[1];
+  const float *ps = sums.data<float>(), *pd = d_whole.data<float>();
+  const int64_t* pt = targets.data<int64_t>();
+  float* px = d_logits.data<float>();
+  constexpr int64_t kRows = 16;
+  std::vector<uint16_t> rounded(kRows * size);
+  uint16_t* to = reinterpret_cast<uint16_t*>(px);
+  for (int64_t first = 0; first < rows; first += kRows) {
+    const int64_t count = std::min(kRows, rows - first);
+#pragma omp parallel for
+    for (int64_t i = 0; i < count; ++i) {
+      float* row = px + (first + i) * size;
+      CrossEntropyRow(row, size, pt[first + i], ps[first + i], pd[first + i]);
+      for (int64_t j = 0; j < size; ++j) rounded[i * size + j] = rounding::Half(row[j]);
+    }
+#pragma omp parallel for
+    for (int64_t i = 0; i < count; ++i)
+      std::memcpy(to + (first + i) * size, rounded.data() + i * size, size * sizeof(uint16_t));
+  }
+  return {paddle::from_blob(to, logits.shape(), paddle::DataType::BFLOAT16, paddle::DataLayout::NCHW, logits.place(),
+                            [d_logits](void*) {})};
 }
 
 using Dims = std::vector<int64_t>;
@@ -297,3 +328,8 @@ PD_BUILD_GRAD_OP(llmsuite_cross_entropy)
     .Inputs({"logits", "targets", "sums", paddle::Grad("nll")})
     .Outputs({paddle::Grad("logits")})
     .SetKernelFn(PD_KERNEL(CrossEntropyBackward));
+
+PD_BUILD_OP(llmsuite_cross_entropy_back)
+    .Inputs({"logits", "targets", "sums", "d_nll"})
+    .Outputs({"d_logits"})
+    .SetKernelFn(PD_KERNEL(NarrowCrossEntropyBackward));
