@@ -108,6 +108,7 @@ class Critic(StepPart):
 
     def begin(self, batches: Callable[[], Sequence[Batch]], scale: float) -> None:
         """See `StepPart`."""
+        self.optimizer.reserve()
         own: list[Any] = list(batches())
         if self._mesh.has_middle:  # where there are none
             (count,) = collective.from_first_rank([len(own)])
