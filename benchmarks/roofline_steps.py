@@ -122,6 +122,17 @@ def _recorded(call: Callable[..., Any], name: str) -> Callable[..., Any]:
     return recorded
 
 
+def _recorded_with_gradient(call: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """Of what returns its output and a function for its gradient."""
+
+    def recorded(*args: Any) -> Any:
+        with _event(name):
+            output, gradient = call(*args)
+        return output, _recorded(gradient, name)
+
+    return recorded
+
+
 class _RecordedBackend(CpuBackend):
     """The CPU, whose kernels are events: Paddle's profiler names the backward pass of an operation of ours, and not the
     operation. Products of float32 are Paddle's own, which it names."""
@@ -140,6 +151,8 @@ class _RecordedBackend(CpuBackend):
         }
         if "matmul" in kernels:
             found["matmul"] = self._recorder.matmul
+        if "operand_cross_entropy" in kernels:
+            found["operand_cross_entropy"] = _recorded_with_gradient(ops.operand_cross_entropy, WHOLE + parts.LOSS)
         sums = [field for field in ("sum_matmul", "operand_matmul") if field in kernels]
         return dataclasses.replace(ops, **found, **{field: self._recorder.sum_of(field) for field in sums})
 
@@ -253,8 +266,8 @@ class _Recorder:
 
     def _told(self, seconds: float) -> dict[str, Any]:
         found = Seconds(_find(self._profiler.profiler_result.get_data().values(), parts.STEP))
-        # else the first product on the way back is not the head's
-        assert found.num_passes_back == self._passes_of_head, (found.num_passes_back, self._passes_of_head)
+        # else the first product of Paddle's on the way back is not the head's
+        assert not self._is_paddles or found.num_passes_back == self._passes_of_head, found.num_passes_back
         products, told = self._products.copy(), {}
         times = {product: self._alone(product) for product in products}
         narrow = times if not self._rounds else {product: self._alone(product.rounded) for product in products}
