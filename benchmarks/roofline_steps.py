@@ -212,6 +212,8 @@ class _Recorder:
         import paddle
         from paddle import nn
 
+        if not self._is_paddles:  # those of the device are noted where they are made
+            return
         logits = model.logits
 
         def note(x: Any, matrix: Any, transposed: bool, head: bool) -> None:
@@ -221,17 +223,15 @@ class _Recorder:
 
         def of_head(hidden: Any) -> Any:
             self._passes_of_head += paddle.is_grad_enabled()
-            if self._is_paddles:
-                tied = model.lm_head is None
-                note(hidden, model.model.embed_tokens.weight if tied else model.lm_head.weight, tied, True)
+            tied = model.lm_head is None
+            note(hidden, model.model.embed_tokens.weight if tied else model.lm_head.weight, tied, True)
             with _event(WITHIN + parts.HEAD):
                 return logits(hidden)
 
         model.__dict__["logits"] = of_head
-        if self._is_paddles:
-            for layer in model.sublayers():
-                if type(layer) is nn.Linear and layer is not model.lm_head:
-                    layer.register_forward_post_hook(lambda layer, x, y: note(x[0], layer.weight, False, False))
+        for layer in model.sublayers():
+            if type(layer) is nn.Linear and layer is not model.lm_head:
+                layer.register_forward_post_hook(lambda layer, x, y: note(x[0], layer.weight, False, False))
 
     # what the trainer calls
 

@@ -236,19 +236,22 @@ class _TokenNll:
         """Hidden states [N, D] and targets [N] to [N]."""
         model, head = self._model, self._model.lm_head
         matrix = model.model.embed_tokens.weight if head is None else head.weight
-        is_plain = head is None or (
-            type(head) is nn.Linear
-            and head.bias is None
-            and not head._forward_pre_hooks
-            and not head._forward_post_hooks
-        )
         has_gradient = paddle.is_grad_enabled() and not (hidden.stop_gradient and matrix.stop_gradient)
         is_here = paddle.in_dynamic_mode() and not hidden.is_dist() and not matrix.is_dist()
-        if not is_plain or not has_gradient or not is_here or 0 in hidden.shape or model.score is not None:
+        if not self._is_a_product() or not has_gradient or not is_here or 0 in hidden.shape:
             found: Tensor = type(model).token_nll(model, hidden, targets)
             return found
         nll: Tensor = _Nll.apply(hidden, matrix, (self._ops, head is None, targets))
         return nll
+
+    def _is_a_product(self) -> bool:
+        model, head = self._model, self._model.lm_head
+        if "logits" in vars(model) or model.score is not None:  # such as what gathers a matrix for it
+            return False
+        if head is None:
+            return True
+        hooks = head._forward_pre_hooks or head._forward_post_hooks
+        return type(head) is nn.Linear and head.bias is None and not hooks
 
 
 class _Linear:

@@ -17,8 +17,8 @@ from llmsuite.typing import Tensor
 
 def add_rows(embedding: nn.Layer) -> None:
     """Let the gradient of an embedding be the rows [N, D] of the N tokens of a pass. One with an adapter stays as it
-    is."""
-    if type(embedding) is nn.Embedding and embedding.weight.dtype == paddle.float32:
+    is, and those of other devices than the CPU: Paddle 3.3.1 adds rows to a gradient on some of them only."""
+    if type(embedding) is nn.Embedding and embedding.weight.dtype == paddle.float32 and paddle.get_device() == "cpu":
         embedding.__dict__["forward"] = functools.partial(_look_up, embedding)
 
 

@@ -213,6 +213,13 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     def operand_matmul(pairs: Any, transpose_y: bool) -> Any:
         return bent(sum(product(x, y, False, transpose_y) for x, y in pairs))
 
+    def operand_cross_entropy(logits: Any, targets: Any) -> Any:
+        given = logits.detach()
+        given.stop_gradient = False
+        with paddle.enable_grad():
+            nll = plain.cross_entropy(given, targets)
+        return nll.detach(), lambda of_nll: operand(paddle.grad(nll, given, of_nll)[0])
+
     between = _between(bent)
 
     def swiglu(gate: Any, up: Any) -> Any:
@@ -236,6 +243,7 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ops, "rounded_matmul", matmul)
     patch.setattr(ops, "rounded_operand_matmul", operand_matmul)
     patch.setattr(ops, "bf16_operand", operand)
+    patch.setattr(ops, "bf16_operand_cross_entropy", operand_cross_entropy)
     for name, of_bent in {"swiglu": swiglu, "rotary": rotary, "attention": attention}.items():
         patch.setattr(ops, name, of_either(getattr(ops, name), of_bent))
     patch.setattr(plain.Ops, "attends_operands", property(lambda self: self.operand_matmul is not None))

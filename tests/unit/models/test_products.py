@@ -269,12 +269,16 @@ def test_a_head_and_its_loss_are_one_operation(ops: Ops, is_tied: bool, frozen: 
 
 
 def test_who_looks_at_logits_sees_them(ops: Ops) -> None:
-    model, seen = tiny_llama.model(), list[Any]()
-    use_products(model, Products(ops))
-    model.lm_head.register_forward_post_hook(lambda layer, inputs, logits: seen.append(logits.shape))
-    nll = model.token_nll(leaf(random(3, 24)), paddle.to_tensor([1, 2, 3]))
-    nll.sum().backward()
-    assert [shape[0] for shape in seen] == [3]
+    for config in (tiny_llama.CONFIG, tiny_llama.tied()):
+        model, seen = tiny_llama.model(config), list[Any]()
+        use_products(model, Products(ops))
+        if model.lm_head is None:  # as what gathers the matrix for it under sharding stage 3
+            logits = model.logits
+            model.logits = lambda hidden, logits=logits, seen=seen: seen.append(hidden.shape) or logits(hidden)
+        else:
+            model.lm_head.register_forward_post_hook(lambda layer, inputs, y, seen=seen: seen.append(y.shape))
+        model.token_nll(leaf(random(3, 24)), paddle.to_tensor([1, 2, 3])).sum().backward()
+        assert [shape[0] for shape in seen] == [3]
 
 
 def test_a_processor_without_the_instructions_is_named() -> None:
