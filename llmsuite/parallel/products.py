@@ -78,8 +78,8 @@ class _RankPlace(Place):
     """A rank of the tensor parallel group, op by op."""
 
     def __init__(self, mesh: Mesh, x: Tensor, matrix: Tensor, transpose_y: bool):
-        self._mesh, self._given = mesh, x.placements if x.is_dist() else [dist.Replicate()]
-        (given,), (of_matrix,) = self._given, matrix.placements if matrix.is_dist() else [dist.Replicate()]
+        self._mesh = mesh
+        (given,), (of_matrix,) = (t.placements if t.is_dist() else [dist.Replicate()] for t in (x, matrix))
         own = _Placements.of(given, of_matrix, x.ndim, transpose_y)
         self._input, self._output, self._of_input = [own.input], [own.output], [own.input_gradient]
         self._of_matrix = [own.matrix_gradient]

@@ -74,6 +74,7 @@ BY_ROUNDING = {
     "matmul": kernels.rounded_matmul,
     "operand_matmul": kernels.rounded_operand_matmul,
     "operand": kernels.bf16_operand,
+    "operand_cross_entropy": kernels.bf16_operand_cross_entropy,
     "program_matmul": kernels.rounded_linear,
     "grouped_matmul": kernels.rounded_grouped_matmul,
     "joined_swiglu": kernels.rounded_joined_swiglu,
