@@ -195,28 +195,33 @@ std::vector<Tensor> CrossEntropyForward(const Tensor& logits, const Tensor& targ
   return {nll, sums};
 }
 
-void CrossEntropyRow(float* row, int64_t size, int64_t target, float log_sum, float d) {
-  float sum = 0.f;
+// Gradients of `count` rows from the first one on, in the place of their logits.
+void CrossEntropyRows(Tensor& logits, const Tensor& targets, const Tensor& sums, const Tensor& d_nll, int64_t first,
+                      int64_t count) {
+  const int64_t size = logits.shape()[1];
+  const float *ps = sums.data<float>(), *pd = d_nll.data<float>();
+  const int64_t* pt = targets.data<int64_t>();
+  float* px = logits.data<float>();
+#pragma omp parallel for
+  for (int64_t i = first; i < first + count; ++i) {
+    float* row = px + i * size;
+    const float log_sum = ps[i], d = pd[i];
+    float sum = 0.f;
 #pragma omp simd reduction(+ : sum)
-  for (int64_t j = 0; j < size; ++j) sum += row[j] = Exp(row[j] - log_sum);
-  // the sum of these rounded numbers, not 1: the gradients of a row then sum to zero
-  const float each = d / sum;
+    for (int64_t j = 0; j < size; ++j) sum += row[j] = Exp(row[j] - log_sum);
+    // the sum of these rounded numbers, not 1: the gradients of a row then sum to zero
+    const float each = d / sum;
 #pragma omp simd
-  for (int64_t j = 0; j < size; ++j) row[j] *= each;
-  row[target] -= d;
+    for (int64_t j = 0; j < size; ++j) row[j] *= each;
+    row[pt[i]] -= d;
+  }
 }
 
 // The gradient overwrites the logits, which have no later reader.
 std::vector<Tensor> CrossEntropyBackward(const Tensor& logits, const Tensor& targets, const Tensor& sums,
                                          const Tensor& d_nll) {
-  const Tensor d_whole = d_nll.contiguous();
   Tensor d_logits = logits;
-  const int64_t rows = logits.shape()[0], size = logits.shape()[1];
-  const float *ps = sums.data<float>(), *pd = d_whole.data<float>();
-  const int64_t* pt = targets.data<int64_t>();
-  float* px = d_logits.data<float>();
-#pragma omp parallel for
-  for (int64_t i = 0; i < rows; ++i) CrossEntropyRow(px + i * size, size, pt[i], ps[i], pd[i]);
+  CrossEntropyRows(d_logits, targets, sums, d_nll.contiguous(), 0, logits.shape()[0]);
   return {d_logits};
 }
 
@@ -228,23 +233,16 @@ std::vector<Tensor> NarrowCrossEntropyBackward(const Tensor& logits, const Tenso
   const Tensor d_whole = d_nll.contiguous();
   Tensor d_logits = logits;
   const int64_t rows = logits.shape()[0], size = logits.shape()[1];
-  const float *ps = sums.data<float>(), *pd = d_whole.data<float>();
-  const int64_t* pt = targets.data<int64_t>();
-  float* px = d_logits.data<float>();
   constexpr int64_t kRows = 16;
   std::vector<uint16_t> rounded(kRows * size);
-  uint16_t* to = reinterpret_cast<uint16_t*>(px);
+  const float* from = d_logits.data<float>();
+  uint16_t* to = reinterpret_cast<uint16_t*>(d_logits.data<float>());
   for (int64_t first = 0; first < rows; first += kRows) {
     const int64_t count = std::min(kRows, rows - first);
-#pragma omp parallel for
-    for (int64_t i = 0; i < count; ++i) {
-      float* row = px + (first + i) * size;
-      CrossEntropyRow(row, size, pt[first + i], ps[first + i], pd[first + i]);
-      for (int64_t j = 0; j < size; ++j) rounded[i * size + j] = rounding::Half(row[j]);
-    }
-#pragma omp parallel for
-    for (int64_t i = 0; i < count; ++i)
-      std::memcpy(to + (first + i) * size, rounded.data() + i * size, size * sizeof(uint16_t));
+    CrossEntropyRows(d_logits, targets, sums, d_whole, first, count);
+    rounding::Each(from + first * size, rounded.data(), count * size,
+                   [](float value) { return rounding::Half(value); });
+    std::memcpy(to + first * size, rounded.data(), count * size * sizeof(uint16_t));
   }
   return {paddle::from_blob(to, logits.shape(), paddle::DataType::BFLOAT16, paddle::DataLayout::NCHW, logits.place(),
                             [d_logits](void*) {})};
