@@ -119,8 +119,9 @@ class Optimizer:
             self.to_host(shard)
 
     def reserve(self) -> None:
-        """Give the state of the optimizer its memory, unless it has it, or lies on the host. Paddle's would take it in
-        the first update, between what the passes before it have freed, whose room is in pieces from then on."""
+        """Allocate the state of the optimizer, before the first forward pass, where that has not been done; one that
+        lies on the host stays there. Paddle would allocate it in the first update, among freed activations, whose
+        memory is fragmented from then on."""
         if self._host or not self._paddle._parameter_list:
             return
         with paddle.utils.unique_name.guard():  # as in `step`

@@ -27,7 +27,7 @@ from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.static import compile_layers
 from llmsuite.parallel.tensor import apply_tensor_parallel, between_layers
-from llmsuite.parallel.tied import add_rows
+from llmsuite.parallel.tied import use_sparse_gradient
 from llmsuite.typing import Tensor
 
 
@@ -88,9 +88,9 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     share_prefixes(model, mesh)
     # 4. products in the form of the device, on this rank's parts
     _multiply_as_device(model, strategy)
-    # and the gradient of an embedding that has another one
+    # and the gradient of an embedding whose weight has another one, from the head
     if strategy.is_tied and mesh.degrees.tp == mesh.degrees.pp == 1:
-        add_rows(dict(model.named_sublayers())[plan.embedding])
+        use_sparse_gradient(dict(model.named_sublayers())[plan.embedding])
     # 5. gradients that are reduced over data ranks in one call
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
     # 6. sums over tp that overlap with the backward pass, and those that are one

@@ -24,7 +24,7 @@ from llmsuite.parallel.buckets import Bucket
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import has_master, reduce_in_backward, shard_range, sharding_stage_of
 from llmsuite.parallel.tensor import local_value, reshard
-from llmsuite.parallel.tied import whole_gradient
+from llmsuite.parallel.tied import dense_gradient
 from llmsuite.typing import Tensor
 
 
@@ -305,7 +305,7 @@ class ParameterShard:
         gradient = self.parameter.grad
         if gradient is None or not gradient._is_initialized():  # a cleared distributed gradient is empty, not None
             return None
-        local = whole_gradient(local_value(gradient), self.parameter)
+        local = dense_gradient(local_value(gradient), self.parameter)
         if self.has_master:
             local = local.astype("float32")
         if gradient.is_dist() and gradient.placements != self.parameter.placements:
