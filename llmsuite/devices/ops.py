@@ -103,8 +103,12 @@ def matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = 
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
-def sum_of_products(ops: Ops, pairs: Pairs, transpose_y: bool) -> Tensor:
-    """The sum of the products by `Ops.matmul` of several pairs, at least one."""
+def sum_of_products(ops: Ops, pairs: Pairs, transpose_y: bool, gives_operand: bool = False) -> Tensor:
+    """The sum of the products of several pairs, at least one, in the forms of a device; with `gives_operand` it is
+    rounded as `Ops.operand` does, which only a device with `Ops.operand_matmul` can."""
+    if gives_operand:
+        assert ops.operand_matmul is not None, "the device has operands between products"
+        return ops.operand_matmul(pairs, transpose_y)
     if ops.sum_matmul is not None:
         return ops.sum_matmul(pairs, transpose_y)
     first, *rest = (ops.matmul(x, y, False, transpose_y) for x, y in pairs)

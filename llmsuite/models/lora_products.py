@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import paddle
 from paddle.autograd import PyLayer
 
-from llmsuite.devices.ops import Ops, Pairs, sum_of_products
+from llmsuite.devices.ops import Ops, sum_of_products
 from llmsuite.typing import Tensor
 
 
@@ -64,15 +64,8 @@ def _forward(ops: Ops, kept: Tensor, parts: _ByMatrix, gives_operands: bool) -> 
             narrow = ops.operand(_scaled(ops.matmul(kept, first, False, False), scale))
             narrows.append(narrow)
             pairs.append((narrow, second))
-        ys.append(_sum(ops, pairs, False, gives_operands))
+        ys.append(sum_of_products(ops, pairs, False, gives_operands))
     return ys, narrows
-
-
-def _sum(ops: Ops, pairs: Pairs, transpose_y: bool, gives_operand: bool) -> Tensor:
-    if not gives_operand:
-        return sum_of_products(ops, pairs, transpose_y)
-    assert ops.operand_matmul is not None, "the device has operands between products"
-    return ops.operand_matmul(pairs, transpose_y)
 
 
 def _scaled(x: Tensor, scale: float) -> Tensor:
@@ -121,4 +114,4 @@ class _LoraProducts(PyLayer):
                 found[places[1]] = ops.matmul(kept, _rows(of_narrow), True, False)
             if ctx.wanted[places[2]]:
                 found[places[2]] = ops.matmul(_rows(narrow), _rows(given), True, False)
-        return (_sum(ops, pairs, True, ctx.takes_operand) if ctx.wants_x else None, *found)
+        return (sum_of_products(ops, pairs, True, ctx.takes_operand) if ctx.wants_x else None, *found)

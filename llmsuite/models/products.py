@@ -8,7 +8,6 @@ Shapes: I inputs and O outputs of a matrix.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,16 +87,9 @@ class Products:
         if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *matrices)):
             place = self.place(x, matrices[0], transpose_y)
             operand = self.ops.operand(place.input(x))
-            products = (self.product(operand, place.local(m), transpose_y, gives_operands) for m in matrices)
-            return [place.output(product) for product in products]
+            pairs = ((operand, place.local(matrix)) for matrix in matrices)
+            return [place.output(sum_of_products(self.ops, [pair], transpose_y, gives_operands)) for pair in pairs]
         return list(_Products.apply(x, *matrices, (self, transpose_y, gives_operands)))
-
-    def product(self, x: Tensor, matrix: Tensor, transpose_y: bool, gives_operand: bool) -> Tensor:
-        """The product of plain tensors, or what `Ops.operand` makes of it."""
-        if not gives_operand:
-            return self.ops.matmul(x, matrix, False, transpose_y)
-        assert self.ops.operand_matmul is not None, "the device has operands between products"
-        return self.ops.operand_matmul([(x, matrix)], transpose_y)
 
     def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool, gives_operand: bool = False) -> Tensor:
         """The same while a program is made, whose way back has no Python."""
@@ -172,8 +164,8 @@ class _Products(PyLayer):
         kept = products.ops.operand(place.input(x))
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(*matrices, *([kept] if any(ctx.wanted) else []))
-        found = (products.product(kept, place.local(matrix), transpose_y, gives_operands) for matrix in matrices)
-        return tuple(place.output(product) for product in found)
+        pairs = ((kept, place.local(matrix)) for matrix in matrices)
+        return tuple(place.output(sum_of_products(ctx.ops, [p], transpose_y, gives_operands)) for p in pairs)
 
     @staticmethod
     @paddle.no_grad()
@@ -192,8 +184,8 @@ class _Products(PyLayer):
             of_matrices.append(found)
         if not ctx.wants_x:
             return (None, *of_matrices)
-        add = ops.operand_matmul if ctx.takes_operand else functools.partial(sum_of_products, ops)
-        return (place.input_gradient(add(pairs, not transpose_y)), *of_matrices)
+        of_x = sum_of_products(ops, pairs, not transpose_y, ctx.takes_operand)
+        return (place.input_gradient(of_x), *of_matrices)
 
 
 class _Nll(PyLayer):
@@ -222,8 +214,7 @@ class _Nll(PyLayer):
             found = ops.matmul(*(rows[::-1] if transpose_y else rows), True, False)
         if not ctx.wants_x:
             return None, found
-        add = ops.operand_matmul if ctx.takes_operand else functools.partial(sum_of_products, ops)
-        return add([(given, matrix)], not transpose_y), found
+        return sum_of_products(ops, [(given, matrix)], not transpose_y, ctx.takes_operand), found
 
 
 class _TokenNll:

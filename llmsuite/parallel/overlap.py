@@ -9,7 +9,6 @@ an operation, as in Megatron-LM and PaddleNLP they share a matrix: their gradien
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -111,8 +110,7 @@ class _Products(PyLayer):
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(x, *weights)
         local = x._local_value()
-        product = ops.operand_matmul if gives_operands else functools.partial(sum_of_products, ops)
-        outputs = [product([(local, weight._local_value())], False) for weight in weights]
+        outputs = [sum_of_products(ops, [(local, weight._local_value())], False, gives_operands) for weight in weights]
         return tuple(dtensor_from_local(y, mesh.tensor, [dist.Shard(y.ndim - 1)]) for y in outputs)
 
     @staticmethod
