@@ -251,7 +251,7 @@ class Layout:
     def adapts_embedding(self) -> bool:
         return self.shard_plan.embedding in self.adapted
 
-    @functools.cached_property
+    @property  # not cached: a search gives a layout plans that differ in recompute
     def unreached(self) -> frozenset[int]:
         """Numbers of the layers that no backward pass comes to: nothing in or in front of them is trained but the
         intervention on their output, and nothing is computed again."""

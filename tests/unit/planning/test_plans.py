@@ -145,6 +145,7 @@ def test_a_search_says_what_fits_and_why_others_do_not() -> None:
 SEARCHED = {
     "llama": ("recipes/llama/sft.json", ("--launch.num_devices=4", "--parallel={}")),
     "adapters": ("recipes/llama/lora.json", ("--launch.num_devices=4", "--parallel={}")),
+    "interventions": ("recipes/llama/reft.json", ("--launch.num_devices=4", "--parallel={}", "--reft.layers=[20]")),
     "deepseek": ("recipes/deepseek/sft.json", ("--launch.num_devices=8", "--model.config.num_hidden_layers=4")),
 }
 
