@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from llmsuite.models.anatomy import Anatomy, Latent, MoE
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.program.lengths import longest_row
 from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
@@ -159,10 +160,7 @@ def _adapter_width(layout: Layout, module: str) -> float:
 def full_micro_batch(plan: RunPlan) -> MicroBatch:
     """A micro-batch without padding in which every position is supervised: the largest a run can meet."""
     recipe = plan.recipe
-    multiple = 64 if recipe.engine.mode == "to_static" else 1
-    if recipe.parallel.sequence_parallel:
-        multiple = multiple if multiple % plan.degrees.tp == 0 else multiple * plan.degrees.tp
-    length = -(-recipe.data.max_length // multiple) * multiple
+    length = longest_row(plan)
     rows = recipe.train.micro_batch_size * plan.rows_per_sample
     if recipe.train.micro_batch_tokens is not None:
         rows = max(1, recipe.train.micro_batch_tokens // length)

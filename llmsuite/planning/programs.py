@@ -11,14 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmsuite.models.mtp import is_embedding_shared
-from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE, bucket
+from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE, bucket, longest_row
 from llmsuite.planning.layout import LocalParameter
 from llmsuite.recipe.resolve import RunPlan
 
 
 def lengths(plan: RunPlan) -> list[int]:
     """The lengths that rows of a step may be padded to; a program is made for each of them that is met."""
-    longest = -(-plan.recipe.data.max_length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+    longest = longest_row(plan)
     if plan.stage.name == "pretrain":  # whose rows are all as long as can be
         return [longest]
     return sorted({bucket(length, longest) for length in range(LENGTH_MULTIPLE, longest + 1, LENGTH_MULTIPLE)})

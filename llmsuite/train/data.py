@@ -22,7 +22,7 @@ from llmsuite.models.anatomy import GroupedQuery, MoE
 from llmsuite.models.plain import reads_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
+from llmsuite.parallel.program.lengths import length_multiple
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
@@ -233,9 +233,3 @@ def _sampler(plan: RunPlan, order: SampleOrder, lengths: np.ndarray | None) -> B
         None if plan.profile.updates else train.micro_batch_tokens,
         length_multiple(plan),
     )
-
-
-def length_multiple(plan: RunPlan) -> int:
-    """Batches are padded to a multiple of this many tokens."""
-    multiple = LENGTH_MULTIPLE if plan.recipe.engine.mode == "to_static" else 1
-    return math.lcm(multiple, plan.degrees.tp) if plan.recipe.parallel.sequence_parallel else multiple

@@ -20,6 +20,7 @@ from llmsuite.inference.prompts import stop_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.program.lengths import length_multiple
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.rl.ahead import begun_from, state_of
@@ -28,7 +29,7 @@ from llmsuite.rl.rollouts import Rollouts
 from llmsuite.specs import PrePassKind
 from llmsuite.train.build import BuiltModel
 from llmsuite.train.critic import Critic, NoCritic
-from llmsuite.train.data import TrainingData, length_multiple
+from llmsuite.train.data import TrainingData
 from llmsuite.train.objective import Batch
 from llmsuite.train.passes import BatchReader, Passes, run_prepasses
 from llmsuite.train.stage import Stage

@@ -21,7 +21,7 @@ from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
 from llmsuite.parallel.program.annotated import AnnotatedPrograms
 from llmsuite.parallel.program.experts import with_experts
-from llmsuite.parallel.program.lengths import bucket
+from llmsuite.parallel.program.lengths import bucket, longest_row
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
 from llmsuite.parallel.program.passes import check_passes
 from llmsuite.parallel.program.pipeline import LENGTHS, TOKEN_VALUES
@@ -29,7 +29,6 @@ from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.program.slices import SlicedShard
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.train.build import BuiltModel
-from llmsuite.train.data import length_multiple
 from llmsuite.train.objective import Batch, ProgramObjective
 from llmsuite.train.passes import BatchReader, Passes, run_prepasses
 from llmsuite.train.step import StepRules, train_step
@@ -116,8 +115,7 @@ class ProgramUpdater(Updater):
             self._programs = AnnotatedPrograms(model, self.optimizer, loss, options)
         else:
             self._programs = StepPrograms(model, self.optimizer, loss, ranks, slices, built.pipeline, options)
-        multiple = length_multiple(plan)
-        self._longest = -(-plan.recipe.data.max_length // multiple) * multiple
+        self._longest = longest_row(plan)
 
     def take(
         self,

@@ -2,8 +2,25 @@
 
 from __future__ import annotations
 
+import math
+
+from llmsuite.recipe.resolve import RunPlan
+
 LENGTH_MULTIPLE = 64
 """Batches that programs run are padded to multiples of this length, so that few shapes have to be compiled."""
+
+
+def length_multiple(plan: RunPlan) -> int:
+    """Batches of a run are padded to a multiple of this many tokens: for programs, and for equal parts of a sequence
+    under sequence parallel."""
+    multiple = LENGTH_MULTIPLE if plan.recipe.engine.mode == "to_static" else 1
+    return math.lcm(multiple, plan.degrees.tp) if plan.recipe.parallel.sequence_parallel else multiple
+
+
+def longest_row(plan: RunPlan) -> int:
+    """Tokens of a row of `data.max_length`, padded."""
+    multiple = length_multiple(plan)
+    return -(-plan.recipe.data.max_length // multiple) * multiple
 
 
 def bucket(length: int, longest: int) -> int:

@@ -23,6 +23,7 @@ from llmsuite.planning.communication import Message, Traffic
 from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
 from llmsuite.planning.estimate import Estimate, anatomy_of, estimate
 from llmsuite.planning.layout import Layout, ranks
+from llmsuite.planning.memory import full_micro_batch
 from llmsuite.planning.schedule import draw_text, length, orders, peak_passes, simulate, turns_of
 from llmsuite.planning.search import Strategy, search, strategies, violations, with_strategy
 from tests.paths import ROOT
@@ -268,3 +269,13 @@ def test_a_plan_reads_json_alike(tmp_path: Path) -> None:
     path.write_text(json.dumps(recipe))
     found, other = estimate(run_plan(str(path))), estimate(run_plan(RECIPE, "--train.micro_batch_size=2"))
     assert found.peak == other.peak
+
+
+@pytest.mark.parametrize(("mode", "length"), [("dynamic", 150), ("to_static", 192)])
+def test_a_full_micro_batch_is_padded_as_batches_are(mode: str, length: int) -> None:
+    """In programs to multiples of 64 tokens that 6 ranks share under sequence parallel."""
+    sizes = {"num_attention_heads": 48, "num_key_value_heads": 12, "hidden_size": 6144, "intermediate_size": 6144}
+    words = [f"--model.config.{key}={value}" for key, value in sizes.items()]
+    mesh = '--parallel={"tensor_parallel_degree": 6, "sequence_parallel": true}', "--launch.num_devices=6"
+    plan = run_plan("recipes/llama/sft.json", *mesh, f"--engine.mode={mode}", "--data.max_length=150", *words)
+    assert full_micro_batch(plan).length == length
