@@ -23,6 +23,8 @@ from llmsuite.specs import PrePass
 
 TENSOR, DATA, SHARDING, DP, PIPELINE, EXPERT, RUN = "tp", "data", "sharding", "dp", "pp", "ep", "run"
 MODEL = "model"
+READERS, TIED = "readers", "tied"
+"""Ranks that read data; the two that hold a tied embedding, on the first and the last pipeline stage."""
 GROUP_AXES = {
     TENSOR: ("tp",),
     DATA: ("dp", "sharding"),
@@ -240,7 +242,7 @@ class Traffic:
             self._add(TENSOR, "all_reduce", parameter.local_shape, why, times, width)
         if parameter.is_tied:
             own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
-            self._add("tied", "all_reduce", own, "gradient of the embedding, of first and last stage", 1, width)
+            self._add(TIED, "all_reduce", own, "gradient of the embedding, of first and last stage", 1, width)
         if is_in_every_part(parameter.name) and parameter.num_owned and degrees.pp * degrees.tp > 1:
             own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
             self._add(MODEL, "all_reduce", own, "gradients of the prefix's network, of all layers and heads", 1, width)
@@ -289,7 +291,7 @@ class Traffic:
             return
         sums = 1 + len(profile.sums)  # the loss, and the stage's metrics
         if self._mesh.reads_data:
-            axis = "readers" if self._mesh.has_middle else RUN
+            axis = READERS if self._mesh.has_middle else RUN
             self._add(axis, "all_reduce", (ledger_entries.num_of_readers(sums),), "ledger of the loss", width=8)
             if known := sum(len(prepass.sums) for prepass in profile.prepasses):
                 self._add(axis, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from llmsuite.errors import UserError
 from llmsuite.models.anatomy import Anatomy, GeluMLP, GroupedQuery, Latent, LayerAnatomy, MoE
 from llmsuite.models.prefix_shapes import INNER, NETWORK, OUTER
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.communication import EXPERT, GROUP_AXES, MODEL, PIPELINE, TENSOR, Message
+from llmsuite.planning.communication import DP, EXPERT, GROUP_AXES, MODEL, PIPELINE, READERS, TENSOR, TIED, Message
 from llmsuite.planning.layout import Layout
 
 
@@ -144,14 +144,13 @@ def _prefix_network(layout: Layout) -> tuple[int, float]:
 
 def wire_bytes(message: Message, size: int) -> float:
     """Bytes a rank sends for a message in a group of `size` ranks; collectives are taken to be rings."""
-    payload = math.prod(message.shape) * message.num_bytes
     factor = {
         "all_reduce": 2 * (size - 1) / size,
         "reduce_scatter": (size - 1) / size,
         "all_to_all": (size - 1) / size,
         "all_gather": size - 1,
     }.get(message.operation, 1)
-    return float(payload * factor)
+    return float(message.total_bytes * factor)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +191,7 @@ def axis_size(layout: Layout, message: Message) -> int:
         mesh = Mesh(degrees, 0)
         sizes = (mesh.of_experts if message.of_experts else mesh).degrees
         return math.prod(getattr(sizes, axis) for axis in GROUP_AXES[message.axis])
-    return {"pp": 2, "tied": 2, "readers": degrees.num_ranks // degrees.pp * 2}.get(message.axis, degrees.num_ranks)
+    return {PIPELINE: 2, TIED: 2, READERS: degrees.num_ranks // degrees.pp * 2}.get(message.axis, degrees.num_ranks)
 
 
 def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
@@ -200,17 +199,15 @@ def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
     degrees, per_machine = layout.plan.degrees, layout.plan.recipe.launch.num_devices
     size = axis_size(layout, message)
     neighbours = 1 if message.axis == TENSOR else degrees.tp  # how far apart the group's ranks are
-    if message.axis in (PIPELINE, "tied"):
+    if message.axis in (PIPELINE, TIED):
         neighbours = degrees.num_ranks // degrees.pp
     elif message.axis == MODEL:
         neighbours = degrees.num_ranks // size if degrees.pp > 1 else 1
-    elif message.axis == "dp":
+    elif message.axis == DP:
         neighbours *= degrees.num_data_ranks // axis_size(layout, message)
     return device.local if neighbours * size <= per_machine else device.network
 
 
-def total_bytes(counts: Mapping[Message, int], axes: Iterable[str] | None = None) -> int:
+def total_bytes(counts: Mapping[Message, int]) -> int:
     """Bytes of all messages of a rank."""
-    return sum(
-        math.prod(m.shape) * m.num_bytes * count for m, count in counts.items() if axes is None or m.axis in axes
-    )
+    return sum(m.total_bytes * count for m, count in counts.items())

@@ -24,7 +24,7 @@ from llmsuite.models.prefix_shapes import is_in_every_part
 from llmsuite.parallel import edges
 from llmsuite.parallel.mesh import AXES, Mesh
 from llmsuite.parallel.schedule import Action
-from llmsuite.planning.communication import GROUP_AXES, MODEL
+from llmsuite.planning.communication import DATA, DP, EXPERT, GROUP_AXES, MODEL, READERS, RUN, SHARDING, TENSOR, TIED
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Layout, LocalParameter
 from llmsuite.planning.memory import full_micro_batch, marks_padding
@@ -182,9 +182,9 @@ def _group_keys(mesh: Mesh) -> dict[str, tuple[tuple[object, ...], bool]]:
     """For each kind of group of the engine's mesh: the key of the rank's group, and whether the rank is a member."""
     stage, last = mesh.coordinate["pp"], mesh.degrees.pp - 1
     found: dict[str, tuple[tuple[object, ...], bool]] = {
-        "run": (("run",), True),
-        "readers": (("ranks that read data",), mesh.reads_data),
-        "tied": (("tied weights", *_other_coordinates(mesh, ("pp",))), stage in (0, last)),
+        RUN: (("run",), True),
+        READERS: (("ranks that read data",), mesh.reads_data),
+        TIED: (("tied weights", *_other_coordinates(mesh, ("pp",))), stage in (0, last)),
     }
     for axis, axes in GROUP_AXES.items():
         found[axis] = (axis, *_other_coordinates(mesh, axes)), True
@@ -221,7 +221,7 @@ class _Rank:
         passes, train = every[self._stage], self._layout.plan.recipe.train
         gated = bool(self._layout.shard_plan.gates)
         if gated and train.expert_balance_loss:
-            yield from self._call("run", "all_reduce", (2,), "weight of the balance loss")
+            yield from self._call(RUN, "all_reduce", (2,), "weight of the balance loss")
         last_backward = {action.chunk: action for action in passes if not action.forward}
         for action in passes:
             yield from self._pass(action, sums=last_backward.get(action.chunk) is action)
@@ -231,15 +231,15 @@ class _Rank:
         for parameter in trained:
             if parameter.has_gradient:
                 yield from self._gradient(parameter, sums)
-        yield from self._call("run", "all_reduce", (1,), "norm of the gradients")
+        yield from self._call(RUN, "all_reduce", (1,), "norm of the gradients")
         if gated:
             if any(self._layout.shard_plan.is_expert(parameter.name) for parameter in self._parameters):
-                yield from self._call("data", "all_reduce", (), "loads of experts")
-            yield from self._call("run", "all_reduce", (3,), "loads of experts")
+                yield from self._call(DATA, "all_reduce", (), "loads of experts")
+            yield from self._call(RUN, "all_reduce", (3,), "loads of experts")
         for parameter in trained:
             if parameter.parts > 1 and not parameter.is_stored_in_parts:
                 why = f"updated values of {parameter.name}"
-                yield from self._call(_axis("sharding", parameter), "all_gather", (parameter.piece,), why)
+                yield from self._call(_axis(SHARDING, parameter), "all_gather", (parameter.piece,), why)
         for action in passes:
             if action.forward:
                 yield from self._pass(action, evaluates=True)
@@ -257,16 +257,16 @@ class _Rank:
             yield from self._messages("receive", action, part, evaluates)
         way = "forward" if action.forward else "backward"
         why = f"{way} pass of micro-batch {action.micro_batch} through part {part}"
-        yield from self._call("tp", "pass", (), why)
+        yield from self._call(TENSOR, "pass", (), why)
         inside = [parameter for parameter in self._parameters if parameter.part == part]
         if any(parameter.is_expert for parameter in inside):
-            yield from self._call("experts' ep", "pass", (), why)
+            yield from self._call(f"experts' {EXPERT}", "pass", (), why)
         cuts = self._layout.sharding == 3 or (self._layout.sharding == 2 and not action.forward)
-        for name in ("sharding", "experts' sharding"):
-            if cuts and any(parameter.parts > 1 and _axis("sharding", parameter) == name for parameter in inside):
+        for name in (SHARDING, f"experts' {SHARDING}"):
+            if cuts and any(parameter.parts > 1 and _axis(SHARDING, parameter) == name for parameter in inside):
                 yield from self._call(name, "pass", (), why)
-        for name in ("data", "experts' data"):
-            if sums and any(h.has_gradient and not h.reduces_each_pass and _axis("data", h) == name for h in inside):
+        for name in (DATA, f"experts' {DATA}"):
+            if sums and any(h.has_gradient and not h.reduces_each_pass and _axis(DATA, h) == name for h in inside):
                 yield from self._call(name, "pass", (), why)
         if (target := edges.target(part, self._num_parts, action.forward)) is not None:
             yield from self._messages("send", action, target, evaluates)
@@ -284,10 +284,10 @@ class _Rank:
 
     def _ledger(self) -> Iterator[Call]:
         if self._mesh.reads_data:
-            name = "readers" if self._mesh.has_middle else "run"
+            name = READERS if self._mesh.has_middle else RUN
             yield from self._call(name, "all_reduce", (), "ledger of the loss")
         if self._mesh.has_middle:
-            yield from self._call("run", "all_reduce", (), "ledger of the loss, for ranks without data")
+            yield from self._call(RUN, "all_reduce", (), "ledger of the loss, for ranks without data")
 
     def _gradient(self, parameter: LocalParameter, sums: dict[str, list[LocalParameter]]) -> Iterator[Call]:
         """The reductions of one gradient; the first one of a bucket in `sums` reduces the whole bucket."""
@@ -298,10 +298,10 @@ class _Rank:
         if bucket and parameter.reduces_each_pass:
             together = why if len(bucket) == 1 else f"gradients of {len(bucket)} parameters with {parameter.name}"
             pieces = (sum(other.piece for other in bucket),)
-            yield from self._call(_axis("dp", parameter), "all_reduce", pieces, together)
+            yield from self._call(_axis(DP, parameter), "all_reduce", pieces, together)
         if parameter.is_tied:
             own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
-            yield from self._call("tied", "all_reduce", own, f"{why}, of first and last stage")
+            yield from self._call(TIED, "all_reduce", own, f"{why}, of first and last stage")
         if is_in_every_part(parameter.name) and parameter.num_owned:
             own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
             yield from self._call(MODEL, "all_reduce", own, f"{why}, of all layers and heads")

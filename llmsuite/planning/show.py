@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator, Sequence
 
 from llmsuite.models.anatomy import MoE
@@ -130,7 +129,7 @@ def _traffic(found: Estimate) -> Iterator[str]:
         key = message.axis, axis_size(found.layout, message), message.operation, message.why
         total = merged.setdefault(key, [0, 0])
         total[0] += count
-        total[1] += count * math.prod(message.shape) * message.num_bytes
+        total[1] += count * message.total_bytes
     for (axis, size_, operation, why), (calls, num_bytes) in merged.items():
         rows.append([axis, str(size_), operation, f"{calls:,}", f"{num_bytes:,}", why])
     if len(rows) == 1:
