@@ -74,6 +74,10 @@ class DeviceBackend(abc.ABC):
     sends_beside_passes: ClassVar[bool] = True
     """Whether these calls, and sums over tensor parallel ranks, overlap with a backward pass; else each is over when it
     returns."""
+    adds_sparse_rows: ClassVar[bool] = False
+    """Whether Paddle adds the rows of a sparse gradient to a dense one in place; 3.3.1 does so on some devices only."""
+    moves_to_host: ClassVar[bool] = True
+    """Whether `to_host` leaves room on the device; False where tensors are in host memory already."""
 
     def kernels(self, precision: str) -> Mapping[str, str]:
         """The table of fused kernels: a field of `llmsuite.devices.ops.Ops` -> a function of `kernel_module`. Imports
@@ -168,7 +172,7 @@ class DeviceBackend(abc.ABC):
         """Highest memory use of this process so far: device memory, or resident memory on cpu."""
 
     def to_host(self, tensor: Any) -> Any:
-        """A tensor in pinned host memory, which the device copies from and to fast."""
+        """A tensor in pinned host memory, which the device copies from and to fast; see `moves_to_host`."""
         return tensor.pin_memory()
 
     def to_device(self, tensor: Any) -> Any:

@@ -60,6 +60,8 @@ class Strategy:
     """Size of a gradient bucket; 0 sends each gradient by itself."""
     overlap: bool
     """Whether the device can send beside a backward pass."""
+    adds_sparse_rows: bool
+    """Whether the device adds the rows of a sparse gradient to a dense one in place."""
     compile: bool
     """Whether layers run as compiled programs."""
     recompute: Literal["none", "selective", "full"]
@@ -89,7 +91,7 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     # 4. products in the form of the device, on this rank's parts
     _multiply_as_device(model, strategy)
     # and the gradient of an embedding whose weight has another one, from the head
-    if strategy.is_tied and mesh.degrees.tp == mesh.degrees.pp == 1:
+    if strategy.is_tied and strategy.adds_sparse_rows and mesh.degrees.tp == mesh.degrees.pp == 1:
         use_sparse_gradient(dict(model.named_sublayers())[plan.embedding])
     # 5. gradients that are reduced over data ranks in one call
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)

@@ -1,7 +1,8 @@
-"""A sparse gradient for an embedding with whose weight the logits are made, too: rows of the tokens of a pass.
+"""A sparse gradient for a tied embedding, whose weight makes the logits too: one row for each token of a pass.
 
-A dense one is as large as the embedding and almost all zeros, and is made and added to the gradient of the head at the
-end of the backward pass, when all other gradients have their memory. Paddle adds rows to the head's in place.
+A dense one is as large as the embedding and almost all zeros. It would be made at the end of the backward pass, when
+all other gradients have their memory, and added to the gradient that the weight has from the logits. Rows are added to
+that one in place, on devices whose Paddle can (`DeviceBackend.adds_sparse_rows`).
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from llmsuite.typing import Tensor
 
 
 def use_sparse_gradient(embedding: nn.Layer) -> None:
-    """Let the gradient of an embedding be rows [N, D], of the N tokens of a pass. One with an adapter stays as it is,
-    and those of other devices than the CPU: Paddle 3.3.1 adds rows to a gradient on some of them only."""
-    if type(embedding) is nn.Embedding and embedding.weight.dtype == paddle.float32 and paddle.get_device() == "cpu":
+    """Let the gradient of an embedding be rows [N, D], of the N tokens of a pass. One with an adapter, or in 16 bits,
+    stays as it is."""
+    if type(embedding) is nn.Embedding and embedding.weight.dtype == paddle.float32:
         embedding.__dict__["forward"] = functools.partial(_look_up, embedding)
 
 
@@ -28,8 +29,8 @@ def _look_up(embedding: nn.Embedding, input_ids: Tensor) -> Tensor:
 
 
 def dense_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """A gradient [V, D] of rows alone, which a parameter has where the loss depends on no logits, with zeros between
-    them; any other as it is."""
+    """A sparse gradient as a dense one [V, D], with zeros between its rows; a dense one as it is. Sparse is that of a
+    tied embedding where the loss depends on no logits."""
     if not gradient.is_selected_rows():
         return gradient
     rows = gradient.get_selected_rows()

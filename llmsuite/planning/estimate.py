@@ -172,7 +172,7 @@ def estimate_of(
     """The estimate of a run from the memory and messages of some of its ranks."""
     batch = full_micro_batch(plan)
     count = micro_batches(plan, batch)
-    own = plan.device.name != "cpu"
+    own = plan.device.factory().collectives != "gloo"
     traffic = [Traffic(layout, anatomy, mesh, [batch] * count, own).counts for mesh in meshes]
     critic = None
     if plan.profile.critic is not None:

@@ -228,6 +228,7 @@ def _memory_of_rank(
     settings: ActivationSettings,
 ) -> StageMemory:
     plan, stage, held = layout.plan, mesh.coordinate["pp"], layout.parameters(mesh)
+    backend = plan.device.factory()
     parts = layout.parts_of(stage)
     programs = {part: _kept_by_programs(layout, anatomy, [h for h in held if h.part == part]) for part in parts}
     kept = {
@@ -242,10 +243,10 @@ def _memory_of_rank(
     gradients = [float(sum(h.gradient_bytes for h in held if h.part == part)) for part in parts]
     largest = max(batches, key=lambda b: b.rows * b.length**2)
     buffers = _buffers(layout, anatomy, stage, held, largest, settings)
-    buffers += _in_buckets(layout.buckets(mesh), plan.device.factory().sends_beside_passes)
+    buffers += _in_buckets(layout.buckets(mesh), backend.sends_beside_passes)
     masters = float(sum(h.master_bytes for h in held))
     moments = float(sum(h.moment_bytes(plan.recipe.train.optimizer) for h in held))
-    offloads = plan.recipe.engine.offload_optimizer and plan.device.name != "cpu"
+    offloads = plan.recipe.engine.offload_optimizer and backend.moves_to_host
     found = StageMemory(
         stage=stage,
         num_parameters=sum(h.num_values for h in held),

@@ -244,6 +244,7 @@ def _strategy(
         slices=in_slices,
         bucket_bytes=plan.gradient_bucket_bytes,
         overlap=backend.sends_beside_passes,
+        adds_sparse_rows=backend.adds_sparse_rows,
         compile=engine.compiles_layers,
         recompute=engine.recompute,
         recompute_every=engine.recompute_every,

@@ -93,6 +93,8 @@ class CpuBackend(DeviceBackend):
     document_mask_bytes = 3 * 8
     kernels_in_programs = False
     sends_beside_passes = False
+    adds_sparse_rows = True
+    moves_to_host = False
 
     def __init__(self, multiplies_bf16: bool | None = None, splits: bool | None = None):
         """
