@@ -139,5 +139,9 @@ def forward_backward(
             ledger.count(**{name: batch[entry] for name, entry in COUNTS.items()})
         terms = passes.forward(action, loss, batch, lengths=batch.get("lengths") if batch is not None else None)
         if terms is not None:
-            assert not model.is_last or not terms.total.stop_gradient, "the stage's loss depends on no parameter"
+            if model.is_last and terms.total.stop_gradient:
+                raise UserError(
+                    f"step {model.step}: the stage's loss depends on no trained parameter; it has to be computed from "
+                    "what the model returns, without detach() or no_grad()"
+                )
             ledger.add(terms)

@@ -47,7 +47,7 @@ class Updater(abc.ABC):
     ) -> Updater:
         """The one that a recipe asks for."""
         if plan.recipe.engine.compiles_steps:
-            assert objective is not None
+            assert objective is not None, "every rank has one where steps are programs"
             return ProgramUpdater(plan, built, objective, total_steps)
         return EagerUpdater(plan, backend, built, total_steps)
 
@@ -169,6 +169,11 @@ class ProgramUpdater(Updater):
         batch: so the loss is a sum over a sum, whatever the program adds up. Zeros on ranks that read none."""
         lengths = [batch["input_ids"].shape[1] for batch in batches if "input_ids" in batch]
         (longest,) = collective.max_over_run([max(lengths, default=0)])
+        if longest > self._longest:
+            raise UserError(
+                f"engine.program: is step, and a row of this stage has {int(longest)} tokens, more than "
+                "data.max_length; its collate has to cut rows there; or set engine.program to layers"
+            )
         # rows without tokens have a length that the stage knows
         length, inputs = bucket(int(longest), self._longest) if longest else 0, dict[str, np.ndarray]()
         if batches:

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from llmsuite.errors import UserError
 from llmsuite.observe.events import read_events
 from llmsuite.observe.runs import read_run
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.sft import SftStage
+from llmsuite.train import updater
 from llmsuite.train.guard import NonFiniteLoss
 from llmsuite.train.trainer import run
 from llmsuite.train.updater import EagerUpdater, ProgramUpdater
@@ -103,3 +105,11 @@ def test_answers_as_op_by_op(train: Train, answer: str) -> None:
     assert [sorted({"loss", "skipped"} & a.keys()) for a, _ in records] == [
         sorted({"loss", "skipped"} & b.keys()) for _, b in records
     ]
+
+
+def test_rows_longer_than_programs_are_made_for_are_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(updater, "longest_row", lambda plan: 1)
+    with pytest.raises(
+        UserError, match=r"^engine\.program: is step, and a row of this stage has \d+ tokens, more than"
+    ):
+        train("long", *PROGRAM)
