@@ -245,28 +245,29 @@ class _TokenNll:
         return type(head) is nn.Linear and head.bias is None and not hooks
 
 
-class _Linear:
-    """Computes in place of an `nn.Linear`. Those of all layers are equal: layers that are alike share a program."""
+class _InPlace:
+    """Computes in place of a layer. Those of all layers are equal: layers that are alike share a program."""
 
-    def __init__(self, layer: nn.Linear, products: Products):
+    def __init__(self, layer: Any, products: Products):
         self._layer, self._products = layer, products
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O]."""
-        return self._products.linear(x, self._layer.weight, self._layer.bias)
-
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Linear) and other._products is self._products
+        return type(other) is type(self) and other._products is self._products
 
     def __hash__(self) -> int:
         return hash(id(self._products))
 
 
-class _Adapted:
-    """Computes in place of a `LoraLinear`, as `_Linear` does."""
+class _Linear(_InPlace):
+    """Computes in place of an `nn.Linear`."""
 
-    def __init__(self, layer: Any, products: Products):
-        self._layer, self._products = layer, products
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., I] to [..., O]."""
+        return self._products.linear(x, self._layer.weight, self._layer.bias)
+
+
+class _Adapted(_InPlace):
+    """Computes in place of a `LoraLinear`."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
@@ -275,12 +276,6 @@ class _Adapted:
             found: Tensor = type(layer).forward(layer, x)
             return found
         return self._products.of_layers([layer], x)[0]
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Adapted) and other._products is self._products
-
-    def __hash__(self) -> int:
-        return hash(id(self._products))
 
 
 def use_products(model: nn.Layer, products: Products, together: bool = True) -> None:
