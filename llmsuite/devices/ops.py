@@ -118,7 +118,7 @@ def sum_of_products(ops: Ops, pairs: Pairs, transpose_y: bool, gives_operand: bo
 
 
 def square_sum(x: Tensor, factor: float) -> Tensor:
-    """The sum of the squares of x times a number, []; what overflows is that and not the squares of x."""
+    """The sum of the squares of x times a number, []. x is scaled first, because its own squares may overflow."""
     return x.scale(factor).square_().sum()
 
 
@@ -128,8 +128,9 @@ def scale(x: Tensor, factor: float) -> None:
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Consecutive rows of x [N, I], so many `counts` [E] for each matrix of weight [E, I, O], to [N, O]; zeros in rows
-    that belong to no matrix, which are the last. For programs, which do not know the counts while they are made.
+    """Rows of x [N, I] times matrices of weight [E, I, O], to [N, O]: the first counts[0] rows times the first matrix,
+    the next counts[1] times the second, and so on, counts [E]. The rows behind these belong to no matrix and give
+    zeros. For programs, which do not know the counts while they are made.
 
     Rows are laid out in blocks of N / E rows, each of one matrix. However uneven the counts are, 2 E blocks hold them:
     so shapes are known, and the work is at most twice that of the rows.
@@ -273,11 +274,11 @@ class Ops:
     sum_matmul: Callable[[Pairs, bool], Tensor] | None = None
     """`sum_of_products` of at least one pair. None: products of each, which are added."""
     operand_matmul: Callable[[Pairs, bool], Tensor] | None = None
-    """`sum_of_products` whose output is what `operand` makes of it. So is what lies between the products of an MLP, and
-    its gradients (for attention see `attends_operands`). None: it is as `matmul` gives it."""
+    """`sum_of_products` whose output is rounded as `operand` does. Then what lies between the products of an MLP is
+    rounded too, and so are its gradients (for attention see `attends_operands`). None: outputs are not rounded."""
     program_matmul: Callable[..., Tensor] | None = None
-    """`matmul` with a gradient, for programs, of x, a matrix, whether the matrix is transposed, and with a fourth
-    argument that is true `operand_matmul` likewise. None: there it is Paddle's own product, or the form has none."""
+    """`matmul` with a gradient, for programs. Takes x, a matrix, whether the matrix is transposed, and whether the
+    output is rounded as that of `operand_matmul`. None: `matmul` is Paddle's own, or has no form for programs."""
     operand: Callable[[Tensor], Tensor] = operand
     operand_cross_entropy: Callable[[Tensor, Tensor], tuple[Tensor, Callable[[Tensor], Tensor]]] | None = None
     """`cross_entropy` of at least one plain token, and a function from the gradient of its output to what `operand`
@@ -311,7 +312,7 @@ class Ops:
 
     @property
     def attends_operands(self) -> bool:
-        """Whether `rotary` and `attention` take what `operand` makes, and give it, and so with gradients."""
+        """Whether `rotary` and `attention` take and give tensors that are rounded by `operand`, and their gradients."""
         return self.operand_matmul is not None and self.attention_operand is not attention_operand
 
 

@@ -32,7 +32,7 @@ def lora_products(
     ops: Ops, x: Tensor, matrices: Sequence[tuple[Tensor, Factors | None]], gives_operands: bool
 ) -> list[Tensor]:
     """x W + scale (x A) B for each matrix W [I, O] and what is beside it: plain tensors. With `gives_operands` the sum
-    of both is what `Ops.operand` makes of it."""
+    of both is rounded as `Ops.operand` does."""
     given = [t for matrix, beside in matrices for t in (matrix, *(() if beside is None else beside[:2]))]
     how = (ops, [None if beside is None else beside.scale for _, beside in matrices], gives_operands)
     if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *given)):
@@ -41,7 +41,7 @@ def lora_products(
 
 
 _ByMatrix = list[tuple[list[int], Tensor, list[Tensor], float]]
-"""For each matrix, places of what follows among all tensors, itself, both factors, or none, and the scale."""
+"""For each matrix: where its tensors stand among all, the matrix, its two factors if it has some, and the scale."""
 
 
 def _by_matrix(tensors: Sequence[Tensor], scales: Sequence[float | None]) -> _ByMatrix:
@@ -77,7 +77,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 class _LoraProducts(PyLayer):
-    """What is no tensor comes in a tuple, which PyLayer does not look into."""
+    """`lora_products` with a gradient. What is no tensor comes in a tuple, which PyLayer does not look into."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:

@@ -22,7 +22,8 @@ from llmsuite.typing import Tensor
 
 
 class Place:
-    """Where a product is computed, and what it takes and gives there: whole tensors, on one card."""
+    """How ranks compute a product together: methods turn a tensor of the model into this rank's part, or a part into a
+    tensor of the model. This one is for one card, whose part is the whole."""
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a matrix."""
@@ -33,7 +34,7 @@ class Place:
         return x
 
     def output(self, y: Tensor) -> Tensor:
-        """The output, of this rank's part of it."""
+        """The output, from this rank's part of it."""
         return y
 
     def output_gradient(self, gradient: Tensor) -> Tensor:
@@ -41,11 +42,11 @@ class Place:
         return gradient
 
     def input_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of x, of what this rank adds to it."""
+        """The gradient of x, from what this rank adds to it."""
         return gradient
 
     def matrix_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of the matrix, of what this rank adds to it."""
+        """The gradient of the matrix, from what this rank adds to it."""
         return gradient
 
 
@@ -56,14 +57,14 @@ class Products:
         self.ops = ops
 
     def place(self, x: Tensor, matrix: Tensor, transpose_y: bool) -> Place:
-        """Where x and a matrix are multiplied; those are all alike that have the same inputs."""
+        """How ranks compute x times a matrix; the same for all matrices that x is multiplied with at once."""
         return Place()
 
     def __call__(self, x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
         """x [..., I] times a matrix y [I, O], or with `transpose_y` [O, I], to [..., O].
 
-        With `transpose_x`, the sum over the rows of both, x [N, I] and y [N, O] to [I, O], as for a gradient: of plain
-        tensors, and without a gradient itself.
+        With `transpose_x`, x [N, I] and y [N, O] to [I, O], as for the gradient of a matrix: takes plain tensors, and
+        has no gradient itself.
         """
         if transpose_x:
             return self.ops.matmul(x, y, True, transpose_y)
@@ -79,8 +80,8 @@ class Products:
     ) -> list[Tensor]:
         """The products of x with several matrices; what is kept of x for their gradients is kept once.
 
-        With `gives_operands` they are what `Ops.operand` makes of them, and so are their gradients. Where x is one it
-        is taken as it is, and so its gradient is one.
+        With `gives_operands` they are rounded as `Ops.operand` does, and so are their gradients. An x that is rounded
+        already is taken as it is, and its gradient is rounded too.
         """
         if not paddle.in_dynamic_mode():
             return [self.in_program(x, matrix, transpose_y, gives_operands) for matrix in matrices]
@@ -92,7 +93,7 @@ class Products:
         return list(_Products.apply(x, *matrices, (self, transpose_y, gives_operands)))
 
     def in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool, gives_operand: bool = False) -> Tensor:
-        """The same while a program is made, whose way back has no Python."""
+        """The same while a program is made, whose backward pass runs no Python."""
         assert self.ops.program_matmul is not None, "refused before the run"
         return self.ops.program_matmul(x, matrix, transpose_y, gives_operand)
 
@@ -110,7 +111,7 @@ class Products:
         return finish(linear, x, lora_products(self.ops, x, parts, gives))
 
     def _apart(self, layer: Any, x: Tensor, gives_operand: bool) -> Tensor:
-        """The output of a layer by products of its own, rounded as together: in programs, and over ranks."""
+        """The output of one layer by itself, rounded as in one operation with others: in programs, and over ranks."""
         if type(layer) is nn.Linear:
             (product,) = self.several(x, [layer.weight], gives_operands=gives_operand)
             return finish([layer], x, [product])[0]
@@ -120,8 +121,8 @@ class Products:
 
 
 def gives_operands(layers: Sequence[Any], then: nn.Layer | None) -> bool:
-    """Whether linear layers may give operands, of whose outputs the input of a layer `then` is made: nothing is added
-    to them, and nobody else sees them."""
+    """Whether the outputs of linear layers may be rounded to operands: the layer `then`, whose input is made of them,
+    rounds what it takes anyway, nothing is added to them, and no hook sees them."""
     if then is None or then._forward_pre_hooks or then._forward_post_hooks:
         return False
     if type(then) is not nn.Linear and not is_low_rank(then):
@@ -141,8 +142,8 @@ def _sums_alone(layer: Any) -> bool:
 
 
 def finish(layers: Sequence[Any], x: Tensor, products: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs of linear layers that are not called themselves, of an input and its products with their matrices:
-    with biases, and seen by those who look on."""
+    """The outputs of linear layers whose products were computed without calling them: adds their biases, and calls
+    their forward hooks."""
     found = []
     for layer, product in zip(layers, products, strict=True):
         y = product if layer.bias is None else product + layer.bias
@@ -279,8 +280,8 @@ class _Adapted(_InPlace):
 
 
 def use_products(model: nn.Layer, products: Products, together: bool = True) -> None:
-    """Let the linear layers of a model, its adapters, experts and head multiply so; those of one input `together`, or
-    each by itself."""
+    """Let the linear layers of a model, its adapters, experts and head multiply by `products`; with `together`, layers
+    that share an input do so in one operation."""
     for module in model.sublayers(include_self=True):
         if type(module) is nn.Linear:
             module.__dict__["forward"] = _Linear(module, products)

@@ -71,7 +71,7 @@ def paddle_optimizer(
 
 
 class SavedOptimizer(Protocol):
-    """What saves and restores an optimizer asks of it."""
+    """The part of an optimizer that saving and resuming use."""
 
     shards: list[ParameterShard]
     slots: list[str]

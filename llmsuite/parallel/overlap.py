@@ -28,8 +28,8 @@ from llmsuite.parallel.tensor import reshard
 from llmsuite.typing import Tensor
 
 Summed = Literal["beside", "at once", "later"]
-"""When the gradient of the input is summed over tp: beside the products of the backward pass; in the operation; or, as
-the partial sum that it is, by what comes in front: the scatter of sequence parallel."""
+"""When the gradient of the input is summed over tp: "beside" the products of the backward pass, "at once" inside the
+operation, or "later": it is left as a partial sum to the operation in front, the scatter of sequence parallel."""
 
 
 def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh, matmul: Callable[..., Tensor] = matmul) -> None:

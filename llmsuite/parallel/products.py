@@ -1,9 +1,9 @@
 """Products of distributed tensors on the parts of the ranks, where a device has a form of its own for products.
 
-Messages are those that Paddle's rules have for its own product. A rank of the tensor parallel group with a matrix that
-is cut along its outputs makes its part of them, and has a part of the sum that the gradient of the input is; with one
-that is cut along its inputs the other way round. With one that all have whole it computes for the part of the tokens
-that it has.
+Messages are those that Paddle's rules have for its own product. Where a matrix is cut along its outputs, a rank of the
+tensor parallel group makes its part of the outputs, and the gradient of the input is a partial sum. Where it is cut
+along its inputs, the output is a partial sum, and a rank makes its part of the gradient of the input. Where every rank
+has the whole matrix, a rank multiplies the tokens that it has.
 """
 
 from __future__ import annotations

@@ -81,10 +81,10 @@ class ActivationSettings:
     """Tokens of the prefix in front of every row, which attention has queries, keys and values of."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
+    rounds_inputs: bool = False
+    """Whether the inputs of the modules in `rounded` are rounded too."""
     entropy: bool = False
     """Whether the loss takes the entropy of tokens: no kernel makes it in place."""
-    rounds_inputs: bool = False
-    """Whether the inputs of these modules are rounded too."""
     keeps_trained_only: bool = False
     """Whether the model is frozen, and products keep an input for the gradient of a matrix only (`models.products`)."""
     input_bytes: int | None = None

@@ -343,7 +343,7 @@ def parameter_dtype(plan: RunPlan) -> str:
 
 
 def element_bytes(plan: RunPlan) -> int:
-    """Bytes of an element of it."""
+    """Bytes of an element of parameters and activations."""
     return _BYTES[parameter_dtype(plan)]
 
 

@@ -53,6 +53,7 @@ _KERNELS = {
     "square_sum": "square_sum",
     "scale": "scale",
 }
+"""Kernels of every precision: a field of `Ops` -> a function of `kernels.ops`."""
 _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
 _BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
 _BF16_BY_ROUNDING = {
@@ -65,6 +66,7 @@ _BF16_BY_ROUNDING = {
     "joined_swiglu": "rounded_joined_swiglu",
     "next_logits": "rounded_next_logits",
 }
+"""bf16 without instructions for it: rounded inputs are multiplied in float32."""
 _BF16_PRODUCTS = {
     **_BF16_BY_ROUNDING,
     "matmul": "bf16_matmul",
@@ -75,7 +77,9 @@ _BF16_PRODUCTS = {
     "attention_operand": "bf16_attention_operand",
     "next_logits": "bf16_next_logits",
 }
+"""bf16 by the processor's instructions."""
 _SPLIT_PRODUCTS = {"matmul": "split_matmul", "sum_matmul": "split_sum_matmul", "program_matmul": "split_linear"}
+"""fp32 as sums of products of bfloat16 parts."""
 _BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "operand": "plain_rounded_operand"}
 
 
