@@ -133,9 +133,9 @@ class ParameterShard:
             if self.has_master and not self.is_empty:
                 self._stored.copy_(shard, True)
         elif self._num_shards > 1:
-            local_value(self.parameter).copy_(self._gather_shards(shard), True)
+            self._local().copy_(self._gather_shards(shard), True)
         elif self.has_master:
-            local_value(self.parameter).copy_(shard, True)
+            self._local().copy_(shard, True)
 
     @paddle.no_grad()
     def gather(self) -> None:
@@ -178,9 +178,7 @@ class ParameterShard:
 
     def gather_parameter(self) -> Tensor:
         """The whole parameter. Every rank of the run calls it."""
-        return self._whole(
-            self._gather_shards(self._stored) if self._is_stored_in_shards else local_value(self.parameter)
-        )
+        return self._whole(self._gather_shards(self._stored) if self._is_stored_in_shards else self._local())
 
     def gather_shard(self, shard: Tensor) -> Tensor:
         """The whole of a tensor that is sharded like `master_or_shard`. Every rank of the run calls it."""
