@@ -241,11 +241,11 @@ class Traffic:
             times = len(self._batches) if parameter.reduce_in_backward or inside else 1
             self._add(TENSOR, "all_reduce", parameter.local_shape, why, times, width)
         if parameter.is_tied:
-            own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
-            self._add(TIED, "all_reduce", own, "gradient of the embedding, of first and last stage", 1, width)
+            why = "gradient of the embedding, of first and last stage"
+            self._add(TIED, "all_reduce", parameter.owned_shape, why, 1, width)
         if is_in_every_part(parameter.name) and parameter.num_owned and degrees.pp * degrees.tp > 1:
-            own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
-            self._add(MODEL, "all_reduce", own, "gradients of the prefix's network, of all layers and heads", 1, width)
+            why = "gradients of the prefix's network, of all layers and heads"
+            self._add(MODEL, "all_reduce", parameter.owned_shape, why, 1, width)
 
     def _bucket(self, bucket: Sequence[LocalParameter]) -> None:
         """The reduction of a bucket of gradients over data ranks."""

@@ -88,6 +88,11 @@ class LocalParameter:
         return self.stage == 3 and self.parts > 1
 
     @property
+    def owned_shape(self) -> tuple[int, ...]:
+        """The shape of what this rank's optimizer updates: flat, where ranks own pieces."""
+        return (self.num_owned,) if self.parts > 1 else self.local_shape
+
+    @property
     def reduces_each_pass(self) -> bool:
         """Whether the gradient is reduced over the sharding axis in every backward pass (stages 2 and 3)."""
         return self.stage >= 2 and self.parts > 1

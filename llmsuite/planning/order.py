@@ -300,11 +300,9 @@ class _Rank:
             pieces = (sum(other.piece for other in bucket),)
             yield from self._call(_axis(DP, parameter), "all_reduce", pieces, together)
         if parameter.is_tied:
-            own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
-            yield from self._call(TIED, "all_reduce", own, f"{why}, of first and last stage")
+            yield from self._call(TIED, "all_reduce", parameter.owned_shape, f"{why}, of first and last stage")
         if is_in_every_part(parameter.name) and parameter.num_owned:
-            own = (parameter.num_owned,) if parameter.parts > 1 else parameter.local_shape
-            yield from self._call(MODEL, "all_reduce", own, f"{why}, of all layers and heads")
+            yield from self._call(MODEL, "all_reduce", parameter.owned_shape, f"{why}, of all layers and heads")
 
 
 def _axis(name: str, parameter: LocalParameter) -> str:

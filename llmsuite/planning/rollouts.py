@@ -26,7 +26,7 @@ def decoder_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
     """The weights for generation, whole on each rank that reads data; 0 for a stage that generates nothing, or where
     servers draw."""
     plan = layout.plan
-    if not mesh.reads_data or not (_draws_here(plan) or _answers(plan)):
+    if not _generates(plan, mesh):
         return 0.0
     return _weight_bytes(layout, anatomy)
 
@@ -83,6 +83,11 @@ def _reward_values(recipe: Any) -> int:
     return sum(math.prod(files.spec(name).shape) for name in files.names)
 
 
+def _generates(plan: RunPlan, mesh: Mesh) -> bool:
+    """Whether a rank draws completions of rollouts, or answers in evaluations."""
+    return mesh.reads_data and (_draws_here(plan) or _answers(plan))
+
+
 def _draws_here(plan: RunPlan) -> bool:
     return plan.rollout_engine is not None and not plan.rollout_engine.remote
 
@@ -101,7 +106,7 @@ def reference_bytes(plan: RunPlan, held: Sequence[LocalParameter]) -> float:
 def cache_bytes(layout: Layout, anatomy: Anatomy, mesh: Mesh) -> float:
     """The keys and values of the completions or answers that a rank draws at once, all as long as can be."""
     plan = layout.plan
-    if not mesh.reads_data or not (_draws_here(plan) or _answers(plan)):
+    if not _generates(plan, mesh):
         return 0.0
     rows = plan.recipe.generation.batch_size if _answers(plan) else _share(plan, mesh)[1]
     return float(_COPIES * rows * plan.recipe.data.max_length * _token_bytes(plan, anatomy))

@@ -35,6 +35,7 @@ class TensorParallelTraffic:
         recipe = layout.plan.recipe
         self._engine, self._adapter_rank = recipe.engine, recipe.lora.rank
         self._pairs, self._is_frozen, self._edit_rank = recipe.lora.num_pairs, recipe.freezes_model, recipe.reft.rank
+        self._is_dora = recipe.lora.method == "dora"
         self._compiled = self._engine.mode == "to_static"
         self._fused = recipe.parallel.fuse_projections
         self._sequence_parallel = recipe.parallel.sequence_parallel
@@ -48,7 +49,7 @@ class TensorParallelTraffic:
             if self._layout.adapts_embedding and with_adapters:
                 narrow = *whole[:2], self._adapter_rank or 0
                 self._sum(narrow, "adapters: embedding", self._sequence_parallel, self._pairs)
-                if self._layout.plan.recipe.lora.method == "dora":
+                if self._is_dora:
                     self._send("all_reduce", whole[2:], "adapters: lengths of the embedding's columns", width=4)
         for number in self._layout.layers_of(part):
             self._layer_forward(number, batch, whole, piece, with_adapters)
@@ -87,7 +88,7 @@ class TensorParallelTraffic:
         if part == 0 and self._sequence_parallel and self._layout.adapts_embedding:
             narrow = *piece[:2], self._adapter_rank or 0
             self._send("all_gather", narrow, "adapters, backward: embedding")
-            if self._layout.plan.recipe.lora.method == "dora":
+            if self._is_dora:
                 self._send("all_reduce", piece[2:], "adapters: gradients of magnitudes, from each rank's tokens")
 
     def _shapes(self, batch: MicroBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -210,7 +211,7 @@ class TensorParallelTraffic:
                 scatter = self._sequence_parallel and self._ends_region(module)
                 for _ in range(self._pairs):
                     self._sum(narrow, "adapters, forward: of matrices sharded by inputs", scatter)
-                if self._layout.plan.recipe.lora.method == "dora":
+                if self._is_dora:
                     outputs = self._layout.shapes[f"{module}.weight"][1]
                     self._send("all_reduce", (outputs,), "adapters: lengths of columns sharded by inputs", width=4)
 
@@ -229,7 +230,7 @@ class TensorParallelTraffic:
                 piece = batch.rows, batch.length // self._mesh.degrees.tp, self._adapter_rank
                 for _ in range(self._pairs):
                     self._send("all_gather", piece, "adapters, backward of the scatter after them")
-                if self._layout.plan.recipe.lora.method == "dora":
+                if self._is_dora:
                     outputs = self._layout.shapes[f"{module}.weight"][1]
                     self._send("all_reduce", (outputs,), "adapters: gradients of magnitudes, from each rank's tokens")
 
