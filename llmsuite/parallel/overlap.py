@@ -9,7 +9,7 @@ an operation, as in Megatron-LM and PaddleNLP they share a matrix: their gradien
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import paddle
@@ -19,12 +19,12 @@ from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
-from llmsuite.devices.ops import Ops, matmul, sum_of_products
+from llmsuite.devices.ops import Ops, sum_of_products
 from llmsuite.models.products import finish, gives_operands
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.tensor import reshard
+from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.typing import Tensor
 
 Summed = Literal["beside", "at once", "later"]
@@ -32,12 +32,12 @@ Summed = Literal["beside", "at once", "later"]
 operation, or "later": it is left as a partial sum to the operation in front, the scatter of sequence parallel."""
 
 
-def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh, matmul: Callable[..., Tensor] = matmul) -> None:
+def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh, ops: Ops | None = None) -> None:
     """Overlap the backward sums of a model's column-parallel linear layers. Layers with adapters or fake quantisation
-    stay as they are. `matmul` multiplies plain tensors."""
+    stay as they are. `ops` as of `fuse_projections`."""
     for name, module in model.named_sublayers():
         if type(module) is nn.Linear and plan.dim(f"{name}.weight") == 1:
-            module.__dict__["forward"] = _Overlapped(module, mesh, matmul).forward
+            module.__dict__["forward"] = _Overlapped(module, mesh, ops or Ops()).forward
 
 
 def fuse_projections(
@@ -60,7 +60,7 @@ def fuse_projections(
     """
     summed: Summed = "later" if sequence_parallel else "beside" if overlap else "at once"
     for module in modules_to_fuse(model, plan):
-        module.products = _Fused(mesh, summed, ops).products
+        module.products = _Fused(mesh, summed, ops or Ops()).products
 
 
 def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
@@ -72,8 +72,8 @@ def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
 class _Overlapped:
     """Computes in place of an `nn.Linear` whose weight is split along dim 1."""
 
-    def __init__(self, layer: nn.Linear, mesh: Mesh, matmul: Callable[..., Tensor]):
-        self._layer, self._how = layer, (mesh, "beside", Ops(matmul=matmul), False)
+    def __init__(self, layer: nn.Linear, mesh: Mesh, ops: Ops):
+        self._layer, self._how = layer, (mesh, "beside", ops, False)
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., D], the same on every rank, to [..., F], split along F."""
@@ -87,8 +87,8 @@ class _Overlapped:
 class _Fused:
     """Computes in place of `blocks.products`, of layers whose weights are split along dim 1."""
 
-    def __init__(self, mesh: Mesh, summed: Summed, ops: Ops | None = None):
-        self._mesh, self._summed, self._ops = mesh, summed, ops or Ops()
+    def __init__(self, mesh: Mesh, summed: Summed, ops: Ops):
+        self._mesh, self._summed, self._ops = mesh, summed, ops
 
     def products(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
         """[..., D], the same on every rank, to an output [..., F] of each layer, split along F."""
@@ -109,16 +109,16 @@ class _Products(PyLayer):
         ctx.mesh, ctx.summed, ctx.ops, ctx.gives_operands = mesh, summed, ops, gives_operands
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(x, *weights)
-        local = x._local_value()
-        outputs = [sum_of_products(ops, [(local, weight._local_value())], False, gives_operands) for weight in weights]
+        local = local_value(x)
+        outputs = [sum_of_products(ops, [(local, local_value(weight))], False, gives_operands) for weight in weights]
         return tuple(dtensor_from_local(y, mesh.tensor, [dist.Shard(y.ndim - 1)]) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensor()
         mesh, ops, of_x, arrival = ctx.mesh, ctx.ops, None, None
-        locals_ = [weight._local_value() for weight in weights]
-        given = [gradient._local_value() for gradient in gradients]
+        locals_ = [local_value(weight) for weight in weights]
+        given = [local_value(gradient) for gradient in gradients]
         if not ctx.gives_operands:
             given = [gradient.astype(local.dtype) for gradient, local in zip(given, locals_)]
         if not x.stop_gradient:
@@ -130,7 +130,7 @@ class _Products(PyLayer):
             if weight.stop_gradient:
                 of_weights.append(None)
                 continue
-            rows = x._local_value().astype(local.dtype).reshape([-1, local.shape[0]])
+            rows = local_value(x).astype(local.dtype).reshape([-1, local.shape[0]])
             product = ops.matmul(rows, gradient.reshape([-1, local.shape[1]]), True, False)
             of_weights.append(dtensor_from_local(product, mesh.tensor, [dist.Shard(1)]))
         if arrival is not None:

@@ -97,7 +97,7 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
     # 6. sums over tp that overlap with the backward pass, and those that are one
     if mesh.tensor is not None and strategy.overlap:
-        overlap_sums(model, plan, mesh, strategy.ops.matmul)
+        overlap_sums(model, plan, mesh, strategy.ops)
     if mesh.tensor is not None and strategy.fuse_projections:
         fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap, strategy.ops)
     # 7. layers as programs: what came before is compiled into them, what comes now stands around them

@@ -14,6 +14,7 @@ import pytest
 from paddle import nn
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
+from llmsuite.devices.ops import Ops
 from llmsuite.models import blocks
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel import overlap
@@ -129,7 +130,7 @@ def test_fused_projections_make_what_each_makes(
     assert sums == []
     seen = list[tuple[int, ...]]()
     model.all[0].register_forward_post_hook(lambda layer, inputs, y: seen.append(tuple(y.shape)))
-    together, fused = model.run(overlap._Fused(MESH, summed).products, x)
+    together, fused = model.run(overlap._Fused(MESH, summed, Ops()).products, x)
     assert seen == [(2, 3, widths[0])]
     assert sums == [] if summed == "later" else sums == [summed]
     assert fused.grad.placements == [dist.Partial() if summed == "later" else dist.Replicate()]
