@@ -1,4 +1,4 @@
-"""What `lora.init: lora_ga` takes before the first step: memory of a rank beside the passes of a step, and work."""
+"""What `lora.init: lora_ga` takes before the first step: memory of a rank beside that of a step's passes, and FLOPs."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 
 
 def beginning_bytes(layout: Layout, held: Sequence[LocalParameter], tokens: int) -> float:
-    """Gradients in float32: sums of those of a part of the adapted matrices, beside them that of one micro-batch and
-    the activations that it is made of, or when all passes are done two copies of a whole one. 0 for other adapters.
+    """The most bytes of float32 gradients at once. During the passes: the sums for the matrices of one pass, beside
+    them the gradient of one micro-batch and the activations it is made of. Behind them: those sums and two copies of a
+    whole gradient. 0 for other adapters.
 
     Args:
         layout: of the run.

@@ -80,7 +80,8 @@ class Estimate:
         return num_beginning_steps(self.layout) * self.flops + gradient_flops(self.layout, self.tokens)
 
     def beginning_seconds(self, device: Hardware) -> tuple[float, float]:
-        """The shortest and the longest time they are likely to take, taking each as a step with its messages."""
+        """The shortest and the longest time these passes are likely to take; a pass counts as a step with its
+        messages."""
         products = gradient_flops(self.layout, self.tokens) / (device.flops * self.plan.degrees.num_ranks)
         count = num_beginning_steps(self.layout)
         fast, slow = (

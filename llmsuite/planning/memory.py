@@ -27,8 +27,8 @@ from llmsuite.recipe.resolve import RunPlan
 NOT_COUNTED = (
     "the driver's context and the collective library's buffers (with NCCL 1-2 GiB a device, by the number of groups)",
     "fragmentation of the allocator; Paddle's grows by need",
-    "experts: rows are counted as if they were evenly loaded, the fullest rank has more",
 )
+UNEVEN_EXPERTS = "experts: rows are counted as if they were evenly loaded, the fullest rank has more"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,13 +19,13 @@ from llmsuite.recipe.resolve import RunPlan
 def lengths(plan: RunPlan) -> list[int]:
     """The lengths that rows of a step may be padded to; a program is made for each of them that is met."""
     longest = longest_row(plan)
-    if plan.stage.name == "pretrain":  # whose rows are all as long as can be
+    if plan.stage.name == "pretrain":  # all its rows have data.max_length tokens
         return [longest]
     return sorted({bucket(length, longest) for length in range(LENGTH_MULTIPLE, longest + 1, LENGTH_MULTIPLE)})
 
 
 def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batches: int) -> dict[str, Any]:
-    """The fields of `StageMemory` that are others for a rank whose steps are programs.
+    """The fields of `StageMemory` that differ for a rank whose steps are programs.
 
     Args:
         kept: bytes that layers keep of one micro-batch until its backward pass.

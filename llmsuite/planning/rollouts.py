@@ -1,5 +1,5 @@
-"""What generation takes on a rank beside training, in rollouts and evaluations: a whole model for it, its cache; and a
-reference."""
+"""What a rank needs beside training: a whole model, its cache and time for generation, in rollouts and evaluations; and
+the weights of reward and reference models."""
 
 from __future__ import annotations
 

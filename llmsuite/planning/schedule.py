@@ -70,8 +70,8 @@ def in_turn(passes: Sequence[Sequence[Action]]) -> list[Turn]:
     last = max(action.chunk for actions in passes for action in actions) * num_stages + num_stages - 1
     made: dict[tuple[bool, int, int], int] = {}
     turns: list[Turn] = []
-    at, left = [0] * num_stages, sum(map(len, passes))
-    while len(turns) < left:
+    at, total = [0] * num_stages, sum(map(len, passes))
+    while len(turns) < total:
         before = len(turns)
         for stage, actions in enumerate(passes):
             for action in itertools.islice(actions, at[stage], None):

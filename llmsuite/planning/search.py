@@ -113,7 +113,7 @@ def _try(
 
 
 def _too_much(stages: Sequence[StageMemory], limit: float) -> str:
-    """Why a run does not fit; empty when it does."""
+    """Why these stages do not fit in `limit` bytes; empty when they do."""
     worst = max(stages, key=lambda stage: stage.peak)
     if worst.peak <= limit:
         return ""

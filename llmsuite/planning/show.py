@@ -10,7 +10,7 @@ from llmsuite.planning import programs
 from llmsuite.planning.beginning import num_beginning_steps
 from llmsuite.planning.cost import FAST, SLOW, Hardware, axis_size, total_bytes
 from llmsuite.planning.estimate import Estimate
-from llmsuite.planning.memory import NOT_COUNTED, StageMemory
+from llmsuite.planning.memory import NOT_COUNTED, UNEVEN_EXPERTS, StageMemory
 from llmsuite.planning.rollouts import stores_matrices
 from llmsuite.planning.schedule import draw_text, peak_passes
 from llmsuite.planning.search import Fitting, Rejected
@@ -51,9 +51,9 @@ def show_search(fitting: Sequence[Fitting], rejected: Sequence[Rejected], most: 
 def inexact(found: Estimate) -> Iterator[str]:
     """The figures of a plan that are not exact counts."""
     yield "micro-batches: taken as full, rows of data.max_length with every position supervised; others take less"
-    yield from NOT_COUNTED[:2]
+    yield from NOT_COUNTED
     if any(isinstance(layer.mlp, MoE) for layer in found.anatomy.layers):
-        yield NOT_COUNTED[2]
+        yield UNEVEN_EXPERTS
     if found.plan.recipe.engine.compiles_steps:
         yield from programs.notes(found.plan)
     if found.plan.degrees.ep > 1:
