@@ -33,7 +33,7 @@ def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
 
 def products(layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
     """The outputs of linear layers of one input, as operands (`Ops.operand_matmul`) where they are for `then` alone.
-    Modules call it as their own `products`, where the engine may put another form (`llmsuite.parallel.overlap`)."""
+    Modules call it as their own `products`, where the engine puts others (`models.products`, `parallel.overlap`)."""
     return [layer(x) for layer in layers]
 
 
