@@ -17,6 +17,7 @@ from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import Ops, sum_of_products
 from llmsuite.models.adapter import identity
+from llmsuite.models.blocks import CausalLM
 from llmsuite.models.lora_products import lora_products
 from llmsuite.typing import Tensor
 
@@ -240,6 +241,8 @@ class _TokenNll:
         model, head = self._model, self._model.lm_head
         if "logits" in vars(model) or model.score is not None:  # such as what gathers a matrix for it
             return False
+        if model.cross_entropy is not self._ops.cross_entropy:
+            return False
         if head is None:
             return True
         hooks = head._forward_pre_hooks or head._forward_post_hooks
@@ -293,5 +296,16 @@ def use_products(model: nn.Layer, products: Products, together: bool = True) -> 
             module.linear = products.linear
         if together and hasattr(module, "products"):
             module.products = products.of_layers
-    if products.ops.operand_cross_entropy is not None and getattr(model, "token_nll", None) is not None:
+    if products.ops.operand_cross_entropy is not None and _has_plain_nll(model):
         model.__dict__["token_nll"] = _TokenNll(model, products)
+
+
+def _has_plain_nll(model: nn.Layer) -> bool:
+    """Whether the loss of a model is that of a `CausalLM`: its family has no logits of its own, such as scaled ones."""
+    kind = type(model)
+    return (
+        isinstance(model, CausalLM)
+        and kind.token_nll is CausalLM.token_nll
+        and kind.logits is CausalLM.logits
+        and "token_nll" not in vars(model)
+    )

@@ -17,6 +17,7 @@ from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
 from llmsuite.devices.ops import Ops
+from llmsuite.devices.ops import cross_entropy as plain_cross_entropy
 from llmsuite.models import blocks
 from llmsuite.models.adapter import Adapter
 from llmsuite.models.block_quant import BlockFormat
@@ -279,6 +280,45 @@ def test_who_looks_at_logits_sees_them(ops: Ops) -> None:
             model.lm_head.register_forward_post_hook(lambda layer, inputs, y, seen=seen: seen.append(y.shape))
         model.token_nll(leaf(random(3, 24)), paddle.to_tensor([1, 2, 3])).sum().backward()
         assert [shape[0] for shape in seen] == [3]
+
+
+class Scaled(blocks.RotaryLM):
+    def logits(self, hidden: Any) -> Any:
+        return super().logits(hidden) / 4
+
+
+class Smoothed(blocks.RotaryLM):
+    def token_nll(self, hidden: Any, targets: Any) -> Any:
+        return super().token_nll(hidden, targets) / 4
+
+
+class Sharper(blocks.RotaryLM):
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.cross_entropy = lambda logits, targets: plain_cross_entropy(logits * 4, targets)
+
+
+@pytest.mark.parametrize("kind", [Scaled, Smoothed, Sharper])
+def test_a_family_keeps_a_loss_of_its_own(ops: Ops, kind: type[blocks.RotaryLM]) -> None:
+    """In training as without a gradient."""
+    paddle.seed(0)
+    model = kind(tiny_llama.CONFIG, ops, [], nn.Identity())
+    nn.initializer.Normal()(model.lm_head.weight)
+    use_products(model, Products(ops))
+    hidden, targets = random(3, 24), paddle.to_tensor([1, 2, 3])
+    with paddle.no_grad():
+        expected = model.token_nll(leaf(hidden), targets).numpy()
+    check(model.token_nll(leaf(hidden), targets), expected)
+
+
+def test_a_model_of_another_make_keeps_its_loss(ops: Ops) -> None:
+    class Other(nn.Layer):
+        def token_nll(self, hidden: Any, targets: Any) -> Any:
+            return hidden.sum(-1)
+
+    model = Other()
+    use_products(model, Products(ops))
+    assert model.token_nll(leaf(random(3, 24)), None).shape == [3]
 
 
 def test_a_processor_without_the_instructions_is_named() -> None:
