@@ -30,9 +30,10 @@ def _look_up(embedding: nn.Embedding, input_ids: Tensor) -> Tensor:
 
 def dense_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     """A sparse gradient as a dense one [V, D], with zeros between its rows; a dense one as it is. Sparse is that of a
-    tied embedding where the loss depends on no logits."""
+    tied embedding where the loss depends on no logits; under sharding stage 3 the parameter may have been freed."""
     if not gradient.is_selected_rows():
         return gradient
     rows = gradient.get_selected_rows()
     values = gradient._get_tensor_from_selected_rows()
-    return paddle.scatter_nd_add(paddle.zeros_like(parameter), paddle.to_tensor(rows.rows()).unsqueeze(-1), values)
+    zeros = paddle.zeros(parameter.shape, parameter.dtype)
+    return paddle.scatter_nd_add(zeros, paddle.to_tensor(rows.rows()).unsqueeze(-1), values)

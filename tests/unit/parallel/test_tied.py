@@ -36,6 +36,16 @@ def test_the_gradient_is_the_same(uses_head: bool, passes: int) -> None:
     np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_a_freed_embedding_has_one() -> None:
+    """As under sharding stage 3, where it is gathered for the forward pass alone if no logits are made with it."""
+    embedding = nn.Embedding(7, 4)
+    use_sparse_gradient(embedding)
+    embedding(paddle.to_tensor(IDS)).sum().backward()
+    embedding.weight.get_tensor()._clear()
+    found = dense_gradient(embedding.weight.grad, embedding.weight).numpy()
+    assert np.array_equal(found, np.outer([1, 1, 0, 3, 1, 0, 0], np.ones(4)))
+
+
 def test_a_frozen_embedding_has_none() -> None:
     embedding = nn.Embedding(7, 4)
     embedding.weight.stop_gradient = True
