@@ -176,14 +176,17 @@ def _export(
     registry: Registry,
     degrees: Degrees = _ALONE,
 ) -> None:
+    from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.inference.export import export
     from llmsuite.inference.load import tokenizer_directory
 
-    model = _open(source, args, registry)
-    export(model, target, backend, tokenizer_directory(source, model), args.precision, args.decoding_loop, degrees)
+    model, adapter = _open(source, args, registry), find_adapter(source)
+    tokenizer = tokenizer_directory(source, model)
+    export(model, target, backend, tokenizer, args.precision, args.decoding_loop, degrees, adapter)
 
 
 def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry) -> str:
+    from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.inference.decoder import ModelDecoder
     from llmsuite.inference.exported import read_manifest
@@ -196,8 +199,12 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     exported = read_manifest(program)
     mesh = collective.start(exported.degrees) if exported.degrees != _ALONE else None
     beside = program.parent / MERGED  # as `deploy` lays them
-    source = Path(args.source or (beside if beside.is_dir() else exported.source))
-    num_files = check_files(program, source) if _is_first_rank() else 0
+    source = Path(args.source or (beside if beside.is_dir() else exported.adapter or exported.source))
+    adapter = find_adapter(source)
+    if adapter is not None and args.base is None:
+        args.base = exported.source
+    base = source if adapter is None else Path(args.base)
+    num_files = check_files(program, base, adapter) if _is_first_rank() else 0
     opened = _open(source, args, registry)
     tolerance = exported.precision
     if exported.has_kernels:  # whatever its matrices are in, inputs are rounded to bfloat16

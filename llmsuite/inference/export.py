@@ -88,10 +88,12 @@ def export(
     precision: str = "fp32",
     decoding_loop: bool = False,
     degrees: Degrees = ALONE,
+    adapter: Path | None = None,
 ) -> Exported:
     """Write the program of a model into a new directory, with its tokenizer and config, all of it or nothing; with
     `decoding_loop` also one that makes whole greedy answers. For several ranks, of tensor and pipeline parallel
-    `degrees`, write the programs of each; one part of the model is in memory at a time.
+    `degrees`, write the programs of each; one part of the model is in memory at a time. `adapter` is the directory of
+    what was added to the model, if something was.
 
     Raises:
         UserError: the target exists, the device cannot run the precision, or the model not be cut or stored so.
@@ -125,8 +127,8 @@ def export(
             copy_regular(path, directory / path.name)
         if has_kernels:
             _write_kernels(directory / KERNELS, backend)
-        place = str(source.path.absolute())
-        exported = Exported(precision, shapes, place, files, degrees.tp, degrees.pp, stages, has_kernels)
+        place, added = str(source.path.absolute()), str(adapter.absolute()) if adapter else None
+        exported = Exported(precision, shapes, place, files, degrees.tp, degrees.pp, stages, has_kernels, added)
         if degrees.num_ranks == 1:
             (directory / "README.md").write_text(readme(exported))
         manifest |= dataclasses.asdict(exported)

@@ -20,7 +20,7 @@ KERNELS = "kernels"
 """Directory of the operations that a program with stored matrices has beside Paddle's: their sources, and a script that
 builds and registers them by Paddle's own tools."""
 ALONE = Degrees(1, 1, 1, 1)
-_LATER = ("tensor_parallel_degree", "pipeline_parallel_degree", "stages", "has_kernels")
+_LATER = ("tensor_parallel_degree", "pipeline_parallel_degree", "stages", "has_kernels", "adapter")
 """What manifests did not have from the start."""
 
 
@@ -32,7 +32,7 @@ class Exported:
     cache_shapes: list[list[int]]
     """Shape of each tensor of a rank's cache, without the batch and with 0 columns; those of all pipeline stages."""
     source: str
-    """Directory of the model that was exported."""
+    """Directory of the model that was exported; of an adapter, that of the model it was added to."""
     source_sha256: dict[str, str]
     """Digest of each file of the model, and of the recipe of its run where there is one."""
     tensor_parallel_degree: int = 1
@@ -41,6 +41,8 @@ class Exported:
     """Number of the first tensor of the cache of each pipeline stage."""
     has_kernels: bool = False
     """Whether its matrices are stored in the precision, and all else is float32; see `KERNELS`."""
+    adapter: str | None = None
+    """Directory of the adapter that was added."""
 
     @property
     def dtype(self) -> str:

@@ -26,10 +26,10 @@ size. Behind 2 L of them that is √(2 L) 2^-8 / √3: 1.7e-2 for the 30 layers 
 _PROMPTS, _LENGTHS, _TOKENS = 4, (1, 24), 24
 
 
-def check_files(directory: Path, source: Path) -> int:
+def check_files(directory: Path, source: Path, adapter: Path | None = None) -> int:
     """Compare the sha256 of an exported model's files, and of those it was made of; returns how many.
 
-    `source` is where these lie now: a model directory, or for an adapter what it was trained on.
+    `source` is where these lie now: a model directory, with the directory of the `adapter` that was added to it.
 
     Raises:
         UserError: naming the first that is not as it was.
@@ -37,10 +37,12 @@ def check_files(directory: Path, source: Path) -> int:
     exported = read_manifest(directory)
     if broken := broken_file(directory):
         raise UserError(f"{broken}; export the model again")
+    places = [source, *source.parents[:2], *([adapter] if adapter else [])]
     for name, digest in exported.source_sha256.items():
-        path = next((place / name for place in (source, *source.parents[:2]) if (place / name).is_file()), None)
+        path = next((place / name for place in places if (place / name).is_file()), None)
         if path is None:
-            raise UserError(f"{source / name}: is missing, so nothing can be compared with it; name it with --source")
+            way = "--source" if adapter is None else "--source, or the model of the adapter with --base"
+            raise UserError(f"{source / name}: is missing, so nothing can be compared with it; name it with {way}")
         if sha256_of(path) != digest:
             raise UserError(f"{path}: is not what {directory} was exported from; export the model again")
     return len(exported.source_sha256) + len(read_json_file(directory / MANIFEST)["files"])

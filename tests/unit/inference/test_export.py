@@ -29,6 +29,7 @@ from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.verify import check_files, compare, compare_loop
 from llmsuite.train.initial_values import initial_values
 from tests.unit.families import FAMILIES
+from tests.unit.models.test_adapters import adapted, section, write
 from tests.unit.tiny_llama import TOKENIZER
 
 
@@ -190,6 +191,8 @@ def test_a_changed_file_is_noticed(llama: Path, tmp_path: Path, capsys: Any) -> 
     assert main(["export", str(llama), "-o", str(static)]) == 0
     assert main(["verify", str(static)]) == 0
     assert "greedy tokens are the same" in capsys.readouterr().out
+    assert main(["generate", str(static), "--prompt", "Hi"]) == 2
+    assert "is an exported program, and no model; `generate` and `serve` run it with" in capsys.readouterr().err
     parameters = static / "model.pdiparams"
     content = bytearray(parameters.read_bytes())
     content[len(content) // 2] ^= 1
@@ -199,6 +202,28 @@ def test_a_changed_file_is_noticed(llama: Path, tmp_path: Path, capsys: Any) -> 
     parameters.write_bytes(content[:-4])
     assert main(["generate", str(static), "--engine", "static", "--prompt", "Hi"]) == 2
     assert "model.pdiparams has" in capsys.readouterr().err
+
+
+def test_the_program_of_an_adapter_is_compared_with_both(llama: Path, tmp_path: Path, capsys: Any) -> None:
+    adapter, static = tmp_path / "adapter", tmp_path / "static"
+    model, modules = adapted("llama", llama, section())
+    write(adapter, model, modules, section(), llama)
+    assert main(["export", str(adapter), "-o", str(static)]) == 0
+    assert main(["verify", str(static)]) == 0
+    assert main(["verify", str(static), "--source", str(llama)]) == 2
+    assert "adapter_config.json: is missing, so nothing can be compared with it" in capsys.readouterr().err
+    moved = adapter.rename(tmp_path / "moved")
+    (moved / "base.json").unlink()  # the program knows which model it was added to
+    assert main(["verify", str(static)]) == 2
+    assert main(["verify", str(static), "--source", str(moved)]) == 0
+    other = write_family(tmp_path / "other", "llama", seed=4)
+    capsys.readouterr()
+    assert main(["verify", str(static), "--source", str(moved), "--base", str(other)]) == 2
+    assert "is not what" in capsys.readouterr().err
+    config = moved / "adapter_config.json"
+    config.write_text(config.read_text() + " ")
+    assert main(["verify", str(static), "--source", str(moved)]) == 2
+    assert f"{config}: is not what {static} was exported from" in capsys.readouterr().err
 
 
 def test_deploy_writes_all_or_nothing(llama: Path, tmp_path: Path, capsys: Any) -> None:
