@@ -19,6 +19,8 @@ from llmsuite.specs import DataFormat
 KINDS = (".json", ".jsonl", ".parquet", *DELIMITERS)
 _UNREAD = (".arrow", ".feather", ".ods", ".xls", ".xlsx")
 """Tables that people have, and that would be read as JSON Lines."""
+_SPLITS = "dataset_dict.json"
+"""In a directory that `DatasetDict.save_to_disk` wrote: a directory of `Dataset.save_to_disk` for each split."""
 _PARQUET_ROWS = 1024
 
 
@@ -85,12 +87,14 @@ def _all_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file, or the files of data in a directory, by name. Raises UserError when there are none, or the file is a
-    table that is not read."""
+    """The file, or the files of data in a directory, by name. Raises UserError when there are none, it has several
+    splits, or the file is a table that is not read."""
     if path.suffix.lower() in _UNREAD:
         raise UserError(f"{path}: {path.suffix} files are not read; save it as .csv, .jsonl or .parquet")
     if not path.is_dir():
         return [path]
+    if (path / _SPLITS).is_file() and (splits := sorted(file.parent for file in path.glob("*/state.json"))):
+        raise UserError(f"{path}: is a data set of splits; name one of them: {', '.join(map(str, splits))}")
     found = sorted(file for file in path.iterdir() if file.is_file() and unpacked_suffix(file) in KINDS)
     if not found:
         raise UserError(f"{path}: cannot be read: is a directory without {', '.join(KINDS)} files")

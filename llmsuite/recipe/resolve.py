@@ -5,7 +5,6 @@ No code after this module checks whether a recipe makes sense.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -112,8 +111,10 @@ class RunPlan:
         first = "data.train" if self.stage.trains else "data.prompts"
         data = ((first, self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
         for key, path in data:
-            if path is not None and not _has_data(path) and not is_remote(getattr(self.recipe.data, key[5:])):
-                problems.append(self.loaded.problem(key, f"{path} is not a file (working directory: {Path.cwd()})"))
+            if path is None or is_remote(getattr(self.recipe.data, key[5:])):
+                continue
+            if (fault := _data_fault(path)) is not None:
+                problems.append(self.loaded.problem(key, fault))
         weights = self.weights if self.stage.trains or self.weights is None else base_of_adapter(self.weights)
         if loads_model and weights is not None and not (weights / "config.json").is_file() and not _on_hub(weights):
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
@@ -192,11 +193,14 @@ def _on_hub(path: Path) -> bool:
     return hub_name(str(path)) is not None
 
 
-def _has_data(path: Path) -> bool:
+def _data_fault(path: Path) -> str | None:
     if path.is_dir():
-        with contextlib.suppress(UserError):
-            return bool(data_files(path))
-    return path.is_file()
+        try:
+            data_files(path)
+        except UserError as error:
+            return str(error)
+        return None
+    return None if path.is_file() else f"{path} is not a file (working directory: {Path.cwd()})"
 
 
 def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:

@@ -138,6 +138,11 @@ def test_data_sets_of_the_hugging_face_library(server: Server, tmp_path: Path, r
         path = fetch(name, print)
         assert fetch(name, print) == path
         assert len(read_rows(path, "conversation", "auto", registry.data_formats)) == count
+    splits = tmp_path / "splits"
+    datasets.DatasetDict(train=found, test=found).save_to_disk(splits)
+    with pytest.raises(UserError) as caught:
+        read_rows(splits, "conversation", "auto", registry.data_formats)
+    assert str(caught.value).endswith(f"splits; name one of them: {splits / 'test'}, {splits / 'train'}")
     assert not is_remote(str(tmp_path / "files"))
     assert len(read_rows(tmp_path / "files", "conversation", "auto", registry.data_formats)) == 5
     for name, reason in (

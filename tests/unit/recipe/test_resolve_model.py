@@ -139,7 +139,7 @@ def test_missing_files_are_told_at_once(plan: Plan, tmp_path: Path, monkeypatch:
     assert found["data.train"] == (
         position(path, '"train": "'), f"no.jsonl is not a file (working directory: {tmp_path})"
     )  # fmt: skip
-    assert "d is not a file" in found["data.eval"][1]
+    assert "d: cannot be read: is a directory without .json, .jsonl" in found["data.eval"][1]
     assert found["model.tokenizer"][1].startswith("t is not a directory with a tokenizer")
     assert "--model.tokenizer=hf:ORG/NAME" in found["model.tokenizer"][1]
 
