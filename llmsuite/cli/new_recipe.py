@@ -20,7 +20,7 @@ from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.new import METHODS, Choice, Method, new_recipe, stage_recipe
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.shape import local_weights
+from llmsuite.recipe.shape import local_weights, missing_model
 from llmsuite.recipe.write import recipe_text
 from llmsuite.resources import find
 from llmsuite.specs import ModelFamily
@@ -106,11 +106,14 @@ def _method(given: str | None, stage: str, registry: Registry) -> Method:
 def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any]:
     """The family and shape of weights that are on this machine or on a hub, whose config is fetched; None and None of
     what is not there."""
+    from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.model_dir import read_config
 
     name = hub_name(weights)
     if name is None:
         place = local_weights(weights)
+        if find_adapter(place) is not None:
+            raise UserError(f"--weights: {missing_model(place)}")
     else:
         try:
             found = cached(name, Want.CONFIG) or fetch(name, Want.CONFIG, lambda text: print(text, file=sys.stderr))

@@ -142,6 +142,15 @@ def test_own_weights_and_data(weights: Path, rows: Path, capsys: pytest.CaptureF
     assert printed["train"]["eval_steps"] == 100
 
 
+def test_adapters_are_no_model(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    adapter = weights.parent / "adapter"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text("{}")
+    words = ["--no-plugins", "recipe", "new", "--stage", "dpo", "--weights", str(adapter), "--device", "cpu"]
+    assert main(words) == 2
+    assert f"--weights: {adapter} has adapters, not a model; merge them" in capsys.readouterr().err
+
+
 def test_what_is_missing_is_to_do(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(weights), "--device", "cpu"]
     target = weights.parent / "a.json"
