@@ -48,7 +48,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
     from llmsuite.launch.machines import Machines
-    from llmsuite.launch.output import write_to
+    from llmsuite.launch.output import lasting_output, write_to
     from llmsuite.launch.restarts import is_restarted
     from llmsuite.launch.seats import Seats
     from llmsuite.recipe.fetch import fetch_names
@@ -98,10 +98,11 @@ def run(args: Any, registry: Registry) -> int:
         print(f"warning: {note}", file=sys.stderr)
     plan = fetch_names(plan, registry, _say, args.resume)  # once, before ranks wait for each other
     plan.fetched(_say)
-    if not starts_ranks:
-        return _work(plan, registry, args.resume)
-    machines = Machines(machine, where.nnodes, master, _shared_part(plan), seats)
-    return _launch(plan, registry, args.resume, logs, stall_seconds, machines)
+    with lasting_output():
+        if not starts_ranks:
+            return _work(plan, registry, args.resume)
+        machines = Machines(machine, where.nnodes, master, _shared_part(plan), seats)
+        return _launch(plan, registry, args.resume, logs, stall_seconds, machines)
 
 
 def _machine(plan: RunPlan) -> tuple[int, str]:

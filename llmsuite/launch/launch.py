@@ -26,7 +26,7 @@ from llmsuite.launch.calls import ENVIRONMENT as CALLS
 from llmsuite.launch.ends import INTERRUPTED, REFUSED, End
 from llmsuite.launch.machines import Machines
 from llmsuite.launch.output import Room
-from llmsuite.launch.ranks import FORWARDED, GRACE_SECONDS, Rank, Work, start_rank, stop, wait
+from llmsuite.launch.ranks import GRACE_SECONDS, Rank, Work, start_rank, stop, stop_signals, wait
 from llmsuite.launch.restarts import ENVIRONMENT as RESTART
 from llmsuite.launch.restarts import Restarts
 from llmsuite.launch.stopped import Stopped
@@ -155,7 +155,7 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
         for process in ranks:
             process.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in FORWARDED}
+    previous = {number: signal.signal(number, forward) for number in stop_signals()}
     watch = hang.Watch(calls, range(first, first + job.num_ranks), job.stall_seconds)
     gc.freeze()  # a collection in a fork would write to every object, and so copy the memory it shares with this one
     try:

@@ -1,43 +1,71 @@
-"""What ranks print goes to files, whose disk may be full: that ends no run."""
+"""What a run prints goes to files, whose disk may be full, and to pipes and terminals that may go: that ends no run."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
+import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_GONE = (errno.EPIPE, errno.EIO)
+"""Nobody reads any more: `llmsuite run … | head`, a terminal that was closed."""
 _LEAST_BYTES = 4096
 
 
 class Output(io.TextIOWrapper):
-    """A stream of a rank. What finds no room is lost; it may be kept for the next time."""
+    """A stream of a run. What finds no room is lost; it may be kept for the next time."""
 
     def write(self, text: str) -> int:
         try:
             return super().write(text)
         except OSError as error:
-            if error.errno not in _FULL:
-                raise
+            self._lose(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
         except OSError as error:
-            if error.errno not in _FULL:
-                raise
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """Raise what is no loss of output alone."""
+        if error.errno in _GONE:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+        elif error.errno not in _FULL:
+            raise error
 
 
 def write_to(stdout: int, stderr: int) -> None:
     """Let this process print to two descriptors, line by line."""
-    sys.stdout, sys.stderr = (
-        Output(open(stream, "wb", closefd=False), "utf-8", "replace", line_buffering=True)  # noqa: SIM115
-        for stream in (stdout, stderr)
-    )
+    sys.stdout, sys.stderr = _output(stdout), _output(stderr)
+
+
+def _output(descriptor: int, encoding: str = "utf-8") -> Output:
+    return Output(open(descriptor, "wb", closefd=False), encoding, "replace", line_buffering=True)
+
+
+@contextlib.contextmanager
+def lasting_output() -> Iterator[None]:
+    """While active, this process goes on when nobody reads what it prints. Streams that somebody has put in place of
+    the standard ones are left alone."""
+    before = sys.stdout, sys.stderr
+    if before == (sys.__stdout__, sys.__stderr__):
+        for stream in before:
+            stream.flush()
+        sys.stdout, sys.stderr = (_output(stream.fileno(), stream.encoding) for stream in before)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stdout, sys.stderr = before
 
 
 class Room:

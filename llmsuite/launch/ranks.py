@@ -18,8 +18,8 @@ from typing import BinaryIO, Protocol
 
 from llmsuite.launch.output import write_to
 
-FORWARDED = (signal.SIGINT, signal.SIGTERM)
-"""Signals that the launcher forwards to its ranks."""
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Signals that the launcher forwards to its ranks; see `stop_signals`."""
 GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
@@ -43,6 +43,15 @@ class Rank(Protocol):
 
     def wait(self, timeout: float) -> int:
         """Its exit code. Raises subprocess.TimeoutExpired."""
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Signals that stop a run: Ctrl-C, SIGTERM, and the end of the terminal, unless that is ignored, as by nohup."""
+    return tuple(number for number in FORWARDED if number != signal.SIGHUP or _heeds_hang_up())
+
+
+def _heeds_hang_up() -> bool:
+    return signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
 
 
 def can_fork() -> bool:
@@ -77,6 +86,8 @@ class _Fork:
             die_with_parent()
             signal.signal(signal.SIGINT, signal.default_int_handler)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if _heeds_hang_up():
+                signal.signal(signal.SIGHUP, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
             close()
             for stream in (1, 2):

@@ -1,10 +1,12 @@
-"""Ctrl-C and SIGTERM end a run after the step that is under way, with a checkpoint."""
+"""Ctrl-C, SIGTERM and the end of the terminal end a run after the step that is under way, with a checkpoint."""
 
 from __future__ import annotations
 
 import signal
 from types import FrameType
 from typing import Any
+
+from llmsuite.launch.ranks import stop_signals
 
 
 class StopRequest:
@@ -19,7 +21,7 @@ class StopRequest:
         return self.signal is not None
 
     def __enter__(self) -> StopRequest:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             self._previous[number] = signal.signal(number, self._handle)
         return self
 
@@ -29,6 +31,8 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.signal is not None:
+            if number == signal.SIGHUP:  # a terminal that ends says so twice: by itself and by its shell
+                return
             raise KeyboardInterrupt
         self.signal = number
         print("stopping after this step, with a checkpoint; once more to stop at once", flush=True)

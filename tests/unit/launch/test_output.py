@@ -1,0 +1,56 @@
+"""A run goes on when nobody reads what it prints, and ends with a checkpoint when its terminal does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from llmsuite.launch.ranks import stop_signals
+from llmsuite.train.stop import StopRequest
+
+_PRINTS = """
+import sys
+from llmsuite.launch.output import lasting_output
+with lasting_output():
+    for number in range(5000):
+        print("a line of some length, so that buffers are full at some time", flush=number % 2 == 0)
+        print("another", file=sys.stderr)
+open(sys.argv[1], "w").write("done")
+"""
+
+
+def test_what_nobody_reads_is_lost_and_no_more(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = tmp_path / "done"
+    command = [sys.executable, "-c", _PRINTS, str(done)]
+    assert subprocess.run(command, stdout=writing, stderr=writing, check=False).returncode == 0
+    os.close(writing)
+    assert done.read_text() == "done"
+
+
+def test_the_end_of_a_terminal_stops_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)  # of the shell, too
+        assert stop.requested()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert capsys.readouterr().out.count("stopping") == 1
+
+
+def test_nohup_is_heeded() -> None:
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
+        with StopRequest() as stop:
+            signal.raise_signal(signal.SIGHUP)
+            assert not stop.requested()
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+    assert signal.SIGHUP in stop_signals()
