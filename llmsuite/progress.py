@@ -75,12 +75,14 @@ class StepLine:
         self._start, self._bar = time.monotonic(), None
         if is_first_rank() and sys.stdout.isatty():
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.table import Column
 
             self._bar = Progress(
                 TextColumn("step"),
-                BarColumn(),
+                BarColumn(bar_width=16),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[text]}"),
+                # what is too long for a narrow terminal goes on in a second line; the others are never cut
+                TextColumn("{task.fields[text]}", table_column=Column(no_wrap=False)),
                 TimeRemainingColumn(),
             )
             self._task = self._bar.add_task("step", total=total_steps, completed=self._done, text="")

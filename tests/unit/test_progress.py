@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 
 import pytest
@@ -157,3 +158,17 @@ def test_a_terminal_of_another_rank_stays_empty(monkeypatch: pytest.MonkeyPatch)
     assert list(track([1, 2, 3], "reading")) == [1, 2, 3]
     report("saved")
     assert terminal.getvalue() == ""
+
+
+def test_a_narrow_terminal_shows_the_step_and_all_numbers(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    line = StepLine(1000, 1, SHOWN)
+    line.step(512, METRICS)
+    line.close()
+    shown = re.sub("\x1b\\[[0-9;?]*[a-zA-Z]", "", capsys.readouterr().out)
+    for part in ("512/1000", "loss 0.6931", "accuracy 0.5", "step/s", "1234 tokens/s", ":"):
+        assert part in shown
