@@ -170,6 +170,8 @@ def _check(args: Any) -> None:
         raise UserError(f"--output: {args.output} exists; choose another, or remove it first")
     if args.chat and (args.num_devices > 1 or args.num_beams > 1 or args.raw or args.output):
         raise UserError("--chat: works without --num_devices, --num_beams, --raw and --output")
+    if args.raw and (args.system is not None or args.chat_template != "tokenizer"):
+        raise UserError("--raw: continues plain text, which has no turns; leave out --system and --chat_template")
     if args.num_beams > 1 and (args.temperature or args.stop or args.logprobs is not None):
         raise UserError("--num_beams: beam search draws nothing; leave out --temperature, --stop and --logprobs")
     if args.decoding_loop and args.engine != "static":

@@ -27,6 +27,7 @@ _KINDS = {
     "float": "a number",
     "PositiveFloat": "a number above 0",
     "NonNegativeFloat": "a number of at least 0",
+    "ClosedUnitInterval": "a number from 0 to 1",
     "bool": "true or false",
 }
 

@@ -19,6 +19,7 @@ HELP = "--help tells more"
         ("data", "data: ACTION and INPUTS are missing. llmsuite data"),
         ("serve m --port x", "--port: expected a whole number, found 'x'. llmsuite serve"),
         ("generate m --temperature x", "--temperature: expected a number of at least 0, found 'x'. llmsuite generate"),
+        ("generate m --top_p 2", "--top_p: expected a number from 0 to 1, found '2'. llmsuite generate"),
         (
             "generate m --temperature -1",
             "--temperature: expected a number of at least 0, found '-1'. llmsuite generate",
@@ -68,3 +69,9 @@ def test_no_command(registry: Registry, capsys: pytest.CaptureFixture[str], monk
     err = capsys.readouterr().err
     assert err.startswith("give a command, one of align, calibrate, ")
     assert all(name in err for name in registry.commands)
+
+
+@pytest.mark.parametrize("more", [["--system", "Be brief."], ["--chat_template", "chatml"]])
+def test_plain_text_has_no_turns(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", "m", "--prompt", "Hi", "--raw", *more]) == 2
+    assert "--raw: continues plain text, which has no turns; leave out" in capsys.readouterr().err
