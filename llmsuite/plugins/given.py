@@ -47,7 +47,7 @@ def plugin_files(paths: Sequence[str | Path]) -> Iterator[None]:
 
 def load_file(path: Path) -> PluginInfo:
     """The plugin in a Python file, imported as the neighbour of a script is: by its name, with its directory on
-    `sys.path`.
+    `sys.path`. It is the module, or where that has no hooks its object `plugin`.
 
     Raises:
         UserError: there is no such file, or it cannot be imported.
@@ -60,7 +60,9 @@ def load_file(path: Path) -> PluginInfo:
         module = _import(path)
     elif Path(getattr(module, "__file__", None) or "").resolve() != path:
         raise UserError(f"plugin {path}: a module {path.stem!r} is imported already; give the file another name")
-    return PluginInfo(path.stem, f"the file {path}", path.stem, plugin=module)
+    is_one = any(hasattr(module, name) for name in hookspecs.hook_names())
+    plugin = module if is_one else getattr(module, "plugin", module)
+    return PluginInfo(path.stem, f"the file {path}", path.stem, plugin=plugin)
 
 
 def _import(path: Path) -> types.ModuleType:

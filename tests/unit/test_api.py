@@ -129,6 +129,14 @@ def test_a_file_on_the_command_line(plugin: Path, capsys: pytest.CaptureFixture[
     assert "--plugin: is the last word" in capsys.readouterr().err
 
 
+def test_a_file_may_hold_its_plugin_as_an_object(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "import llmsuite\nclass Hooks:\n    @llmsuite.hookimpl\n    def llmsuite_step_end(self, run, step): ...\n"
+    (tmp_path / "held_as_an_object.py").write_text(text + "plugin = Hooks()\n")
+    plugin = load_file(tmp_path / "held_as_an_object.py").plugin
+    assert plugin is sys.modules.pop("held_as_an_object").plugin
+
+
 def test_words_without_plugins() -> None:
     words = ["run", "a.json", "--plugin", "a.py", "--seed=1", "--plugin=b.py"]
     assert take_plugins(words) == ["a.py", "b.py"]
