@@ -15,7 +15,6 @@ from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.convert.distcp import metadata_file, open_distcp
 from llmsuite.convert.pdparams import join_ranks, open_pdparams, pdparams_files
 from llmsuite.errors import UserError
-from llmsuite.inference.exported import is_exported
 from llmsuite.specs import ModelFamily
 
 _DISTCP_BELOW = (".", "dist_ckpt", "model")  # names used by PaddleNLP's trainers
@@ -57,10 +56,6 @@ def open_source(
                 "nothing and refuses what is no tensor"
             )
         model = _open_pdparams(path, _config_directory(path, config), families, shapes_of)
-    elif is_exported(path):
-        raise UserError(
-            f"{path}: is an exported program, and no model; `generate` and `serve` run it with --engine static"
-        )
     else:
         raise UserError(
             f"{path}: holds no model; looked for {_SAFETENSORS[0]} and its index, checkpoints/latest, *.metadata of "

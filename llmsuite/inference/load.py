@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
+from llmsuite.inference.exported import is_exported
 from llmsuite.models.head import head_of
 from llmsuite.specs import ModelFamily
 
@@ -53,6 +54,10 @@ def open_any(
     from llmsuite.convert.beside import open_any_beside
     from llmsuite.convert.sources import open_source
 
+    if is_exported(path):
+        raise UserError(
+            f"{path}: is an exported program, and no model; `generate` and `serve` run it with --engine static"
+        )
     adapter = find_adapter(path)
     if adapter is None:
         if base is not None:

@@ -58,9 +58,9 @@ def lasting_output() -> Iterator[None]:
     the standard ones are left alone."""
     before = sys.stdout, sys.stderr
     if before == (sys.__stdout__, sys.__stderr__):
-        for stream in before:
-            stream.flush()
-        sys.stdout, sys.stderr = (_output(stream.fileno(), stream.encoding) for stream in before)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        sys.stdout, sys.stderr = _output(1, sys.stdout.encoding), _output(2, sys.stderr.encoding)
     try:
         yield
     finally:
