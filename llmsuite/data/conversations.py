@@ -9,7 +9,17 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmsuite.data.formats import SHAREGPT_ROLES, Row, check_order, has_keys, messages_at, name_at, text_at, texts_at
+from llmsuite.data.formats import (
+    SHAREGPT_ROLES,
+    Row,
+    check_order,
+    content_at,
+    has_keys,
+    messages_at,
+    name_at,
+    text_at,
+    texts_at,
+)
 from llmsuite.data.rows import ROLES, Conversation, Message, ToolCall
 from llmsuite.specs import DataFormat
 
@@ -86,7 +96,7 @@ def openai(row: Row) -> Conversation:
                 raise ValueError(f"'{where}.tool_calls' is there, but {role!r} calls no tools")
             calls = calls_at(turn["tool_calls"], f"{where}.tool_calls")
         # with a call there may be nothing to say
-        content = "" if calls and turn.get("content") is None else text_at(turn, "content", where)
+        content = "" if calls and turn.get("content") is None else content_at(turn, where)
         messages.append(Message(role, content, calls, name_at(turn, where)))
         supervised.append(_is_supervised(turn, where, role))
     check_order(messages, "messages")

@@ -26,6 +26,9 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of a part of a turn that is text: of chats, and of questions and answers with OpenAI's responses."""
+
 
 def paddlenlp_preference(row: Row) -> Preference:
     """`{"src": [...], "tgt": [...], "response": [a, b], "sort": [1, 0]}`: the response with the larger sort is better.
@@ -157,8 +160,9 @@ def _turn(value: Any, where: str, role_key: str, text_key: str) -> Message:
         role = SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
     if role not in ROLES:
         raise ValueError(f"{where!r} has the unknown role {value[role_key]!r}")
-    name = name_at(value, where) if role_key == "role" else None
-    return Message(role, text_at(value, text_key, where), name=name)
+    if role_key == "role":
+        return Message(role, content_at(value, where), name=name_at(value, where))
+    return Message(role, text_at(value, text_key, where))
 
 
 def messages_at(value: Any, where: str, default_role: str) -> list[Message]:
@@ -198,6 +202,26 @@ def text_at(row: Row, key: str, where: str = "") -> str:
         place = f"{where}.{key}" if where else key
         raise ValueError(f"{place!r} is {type(value).__name__}, not text")
     return value
+
+
+def content_at(turn: Row, where: str) -> str:
+    """What a turn says: its content, a text or a list of parts. Raises ValueError for anything else."""
+    content = turn.get("content")
+    return joined(content, f"{where}.content") if isinstance(content, list) else text_at(turn, "content", where)
+
+
+def joined(parts: Sequence[Any], where: str) -> str:
+    """The text of the parts of a turn, as OpenAI's API has them. Raises ValueError for parts that are not text, such as
+    pictures."""
+    texts = []
+    for i, part in enumerate(parts):
+        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if kind not in TEXT_PARTS:
+            raise ValueError(
+                f"'{where}[{i}]' is a part of type {str(kind)[:100]!r}; only parts of type 'text' are read"
+            )
+        texts.append(text_at(part, "text", f"{where}[{i}]"))
+    return "".join(texts)
 
 
 def name_at(turn: Row, where: str) -> str | None:

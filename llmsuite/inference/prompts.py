@@ -13,6 +13,7 @@ from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.columns import renamed
 from llmsuite.data.control import ControlTokens
 from llmsuite.data.conversations import calls_at
+from llmsuite.data.formats import joined
 from llmsuite.data.read import raw_rows
 from llmsuite.data.rows import ROLES, Message, ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
@@ -154,16 +155,16 @@ def read_messages(turns: Any) -> list[Message]:
     for number, turn in enumerate(turns):
         role = turn.get("role") if isinstance(turn, Mapping) else None
         content = turn.get("content") if isinstance(turn, Mapping) else None
-        if isinstance(content, list):  # parts; only those of text are known
-            parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
-            content = "".join(map(str, parts)) if all(isinstance(part, str) for part in parts) else None
         role = "system" if role == "developer" else role  # what OpenAI calls it since o1
         calls: tuple[ToolCall, ...] = ()
-        if role == "assistant" and turn.get("tool_calls"):
-            try:
+        try:
+            if isinstance(content, list):
+                content = joined(content, f"messages[{number}].content")
+            if role == "assistant" and turn.get("tool_calls"):
                 calls = calls_at(turn["tool_calls"], f"messages[{number}].tool_calls")
-            except ValueError as error:
-                raise UserError(str(error)) from error
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        if calls:
             content = "" if content is None else content  # with a call there may be nothing to say
         if role not in ROLES or not isinstance(content, str):
             raise UserError(f"messages[{number}]: needs role (one of {', '.join(ROLES)}) and content, a text")

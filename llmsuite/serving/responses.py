@@ -16,6 +16,7 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from llmsuite.data.formats import joined
 from llmsuite.data.rows import ToolCall
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line, TokenLogprob
@@ -37,7 +38,6 @@ _OfTools = Literal[
 ]
 """What can be included of calls that no answer has here."""
 _Included = Literal["message.output_text.logprobs", _OfTools]
-_PARTS = ("input_text", "output_text", "text")
 
 
 class _Strict(BaseModel):
@@ -152,7 +152,7 @@ class ResponseRequest(_Strict):
         for number, item in enumerate(self.input):
             where, kind = f"input[{number}]", item.get("type", "message")
             if kind == "message":
-                messages.append({"role": item.get("role"), "content": _text(item.get("content"), where)})
+                messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
             elif kind == "function_call":
                 call = {key: item.get(key) for key in ("name", "arguments")}
                 last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -162,7 +162,7 @@ class ResponseRequest(_Strict):
                 entry = {"id": item.get("call_id"), "type": "function", "function": call}
                 last.setdefault("tool_calls", []).append(entry)
             elif kind == "function_call_output":
-                output = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"), where)}
+                output = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"), f"{where}.output")}
                 messages.append({"role": "tool", **output})
             else:
                 known = "message, function_call and function_call_output"
@@ -174,11 +174,12 @@ def _text(content: Any, where: str) -> str:
     """The text of a turn. Raises HTTPException when there is something else in it."""
     if isinstance(content, str):
         return content
-    parts = content if isinstance(content, list) else [None]
-    found = [part.get("text") if isinstance(part, dict) and part.get("type") in _PARTS else None for part in parts]
-    if not all(isinstance(text, str) for text in found):
-        raise HTTPException(400, f"{where}: a text is needed, or a list of parts of type {' or '.join(_PARTS[:2])}")
-    return "".join(map(str, found))
+    if not isinstance(content, list):
+        raise HTTPException(400, f"{where}: a text is needed, or a list of parts")
+    try:
+        return joined(content, where)
+    except ValueError as error:
+        raise HTTPException(400, str(error)) from None
 
 
 def add_api(app: FastAPI, service: Service) -> None:

@@ -63,6 +63,9 @@ OPENAI_TOOLS = [
     turn("assistant", "Hello."),
 ]
 
+PARTS = [{"type": "text", "text": "H"}, {"type": "text", "text": "i?"}]
+PICTURE = {"type": "image_url", "image_url": {"url": "a.png"}}
+
 Convert = Callable[[Any], Conversation]
 ACCEPTED: list[tuple[Convert, dict[str, Any], Conversation]] = [
     (paddlenlp, {"src": "Hi?", "tgt": "Hello."}, ONE),
@@ -90,6 +93,8 @@ ACCEPTED: list[tuple[Convert, dict[str, Any], Conversation]] = [
         {"prompt": [turn("user", "Hi?", name="Ann")], "completion": [turn("assistant", "Hello.", name="Bob")]},
         NAMED,
     ),
+    (openai, {"messages": [turn("user", PARTS), turn("assistant", [{"type": "text", "text": "Hello."}])]}, ONE),
+    (trl_completion, {"prompt": [turn("user", PARTS)], "completion": "Hello."}, ONE),
     (openai, {"messages": [OPENAI_TWO[0], turn("assistant", "Hello.", weight=0), *OPENAI_TWO[2:]]}, SECOND),
     (openai, {"messages": [turn("user", "Hi?", weight=0), turn("assistant", "Hello.", weight=1)]}, ONE),
     (openai, {"messages": OPENAI_TOOLS, "tools": [{"type": "function", "function": ADD}]}, CALLED),
@@ -133,6 +138,14 @@ REFUSED: list[tuple[Convert, dict[str, Any], str]] = [
     (openai, {"messages": [turn("user", "a", name=1)]}, "'messages[0].name' is int, not text"),
     (openai, {"messages": [turn("human", "a")]}, "'messages[0]' has the unknown role 'human'"),
     (openai, {"messages": [turn("user", None)]}, "'messages[0].content' is NoneType, not text"),
+    (
+        openai,
+        {"messages": [turn("user", [*PARTS, PICTURE])]},
+        "'messages[0].content[2]' is a part of type 'image_url'; only parts of type 'text' are read",
+    ),
+    (openai, {"messages": [turn("user", ["a"])]}, "'messages[0].content[0]' is a part of type 'str'"),
+    (openai, {"messages": [turn("user", [{"type": "text"}])]}, "'messages[0].content[0].text' is NoneType, not text"),
+    (trl_completion, {"prompt": [turn("user", [PICTURE])], "completion": "a"}, "'prompt[0].content[0]' is a part"),
     (openai, {"messages": [turn("user", "a", weight=1)]}, "'messages[0]' is to be supervised, but said by 'user'"),
     (openai, {"messages": [turn("assistant", "a", weight=0.5)]}, "'messages[0].weight' is 0.5; 0 or 1 is needed"),
     (openai, {"messages": [turn("assistant", "a", weight=0, loss=True)]}, "a 'weight' and a 'loss' that disagree"),

@@ -25,9 +25,11 @@ def prompter() -> Prompter:
 
 def test_all_shapes_ask_the_same(prompter: Prompter) -> None:
     rows: list[Any] = ["What is 7 plus 5?", {"prompt": "What is 7 plus 5?"}, {"messages": TURNS}, {"prompt": TURNS}]
+    parts = [{"type": "text", "text": "What is "}, {"type": "text", "text": "7 plus 5?"}]
+    rows.append({"messages": [{"role": "user", "content": parts}]})
     asked = [prompter.row(row).ids for row in rows]
     assert asked[0]
-    assert asked == [asked[0]] * 4
+    assert asked == [asked[0]] * 5
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ def test_all_shapes_ask_the_same(prompter: Prompter) -> None:
         ({"prompt": TURNS, "messages": TURNS}, "has to have either"),
         ({"prompt": 5}, "list of turns"),
         ({"prompt": []}, "list of turns"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is a part of type 'image'; only parts"),
+        ({"messages": [{"role": "user", "content": ["Hi?"]}]}, "is a part of type 'str'"),
     ],
 )
 def test_others_are_refused(prompter: Prompter, row: dict[str, Any], message: str) -> None:

@@ -228,7 +228,11 @@ def test_tokens_of_an_input_are_counted() -> None:
         ({**INCLUDED, "top_logprobs": -1}, "top_logprobs: Input should be greater than or equal to 0"),
         ({**INCLUDED, "top_logprobs": "2"}, "top_logprobs: Input should be a valid integer"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: type 'item_reference' is not understood"),
-        ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, r"input\[0\]: a text is needed"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            r"input\[0\]\.content\[0\]' is a part of",
+        ),
+        ({"input": [{"role": "user", "content": 1}]}, r"input\[0\]\.content: a text is needed, or a list of parts"),
         ({"input": [{"role": "wizard", "content": "Hi"}]}, "needs role"),
         ({"input": []}, "at least one"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
