@@ -8,6 +8,10 @@ from typing import Any
 from llmsuite.schema.columns import PARTS, columns_of, is_template
 
 
+class NoColumn(ValueError):
+    """A row lacks a column that `data.columns` names: perhaps all rows do, and the name is wrong."""
+
+
 def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
     """The row with exactly the fields of a mapping; the row itself where there is none.
 
@@ -18,7 +22,8 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, 
             not looked at for braces again.
 
     Raises:
-        ValueError: the row has no such column, or a template cannot take its value.
+        NoColumn: the row has no such column.
+        ValueError: a template cannot take its value.
     """
     return {field: _value(row, field, source) for field, source in columns.items()} if columns else row
 
@@ -27,7 +32,7 @@ def _value(row: Mapping[str, Any], field: str, source: str) -> Any:
     for name in columns_of(source):
         if name not in row:
             how = "" if is_template(source) else "; a text has to name a column in braces"
-            raise ValueError(f"has no column {name!r}, which data.columns.{field} takes: it has {_names(row)}{how}")
+            raise NoColumn(f"has no column {name!r}, which data.columns.{field} takes: it has {_names(row)}{how}")
     if not is_template(source):
         return row[source]
     return PARTS.sub(lambda found: found[0][0] if found[1] is None else _text(row[found[1]], found[1], field), source)

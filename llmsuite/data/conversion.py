@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from llmsuite.data.columns import renamed
+from llmsuite.data.columns import NoColumn, renamed
 from llmsuite.data.faults import Faults
 from llmsuite.errors import UserError
 from llmsuite.specs import DataFormat
@@ -40,6 +40,7 @@ class Conversion:
             fault = f"is a {type(raw).__name__}, not an object"
         if fault is None:
             fault = _text_fault(raw)
+        of_recipe = False
         if fault is None:
             try:
                 raw = renamed(raw, self._columns)
@@ -47,12 +48,14 @@ class Conversion:
                 row = self.format.convert(raw)
                 assert row is not None, self.format.name
                 return row
+            except NoColumn as error:
+                fault, of_recipe = str(error), True
             except KeyError as error:
                 assert self.format is not None
                 fault = f"has no key {error}; {self.format.name} needs: {self.format.help}"
             except ValueError as error:
                 fault = str(error)
-        faults.add(where, fault)
+        faults.add(where, fault, once=of_recipe)
         return None
 
 

@@ -21,24 +21,28 @@ class Faults:
         self.counts: dict[str, int] = {}
         self._first: dict[str, str] = {}
         self._messages: list[str] = []
+        self._said: set[str] = set()
 
     @property
     def total(self) -> int:
         return sum(self.counts.values())
 
-    def add(self, where: str, reason: str) -> None:
-        """Record the fault of a row."""
+    def add(self, where: str, reason: str, once: bool = False) -> None:
+        """Record the fault of a row; `once` where the recipe may be at fault, and all rows then have it: the others of
+        them are counted and not shown."""
         # faults are counted by reason, without the details, which differ from row to row
         kind = re.sub(r"(?<![\w-])\d+", "N", re.split(r": |; | \(", reason)[0]) if self.skips else reason
         self.counts[kind] = self.counts.get(kind, 0) + 1
         self._first.setdefault(kind, where)
-        if len(self._messages) < _MAX_REPORTED:
+        if len(self._messages) < _MAX_REPORTED and not (once and reason in self._said):
+            self._said.add(reason)
             self._messages.append(f"{where}: {reason}")
 
     def check(self) -> None:
         """Raises UserError with the first faults, unless they are to be skipped."""
         if self._messages and not self.skips:
-            more = f"\nand {self.total - _MAX_REPORTED} more" if self.total > _MAX_REPORTED else ""
+            left = self.total - len(self._messages)
+            more = f"\nand {left} more" if left else ""
             raise UserError("\n".join(self._messages) + more)
 
     def summary(self) -> str:

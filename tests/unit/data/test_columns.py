@@ -109,6 +109,19 @@ def test_a_missing_column_is_named_with_line_and_columns(tmp_path: Path) -> None
         read(path)
 
 
+def test_a_wrong_name_is_said_once(tmp_path: Path) -> None:
+    rows = ['{"q": "Hi?", "a": "Hello."}'] * 12
+    path = write(tmp_path, "\n".join([*rows, "{", *rows]), "rows.jsonl")
+    with pytest.raises(UserError) as caught:
+        read(path, {"instruction": "question", "output": "a"})
+    first, other, more = str(caught.value).splitlines()
+    assert first == f"{path}:1: has no column 'question', which data.columns.instruction takes: it has 'q', 'a'; " + (
+        "a text has to name a column in braces"
+    )
+    assert other.startswith(f"{path}:13: is not a JSON line")
+    assert more == "and 23 more"
+
+
 def test_a_tag_of_a_table_is_text() -> None:
     row = {"instruction": "Hi?", "output": "Hello."}
     assert [alpaca_unpaired({**row, "label": tag}).desirable for tag in ("True", "0")] == [True, False]
