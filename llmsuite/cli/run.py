@@ -53,7 +53,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.launch.seats import Seats
     from llmsuite.recipe.fetch import fetch_names
     from llmsuite.recipe.fewer import check_fewest
-    from llmsuite.recipe.notes import few_rows
+    from llmsuite.recipe.notes import few_rows, held_out
 
     check_fewest(plan, args.recipe, args.overrides, registry, args.smoke)
     machine, master = _machine(plan)
@@ -94,7 +94,7 @@ def run(args: Any, registry: Registry) -> int:
         is_own = names_own_data(plan.loaded, "train" if plan.stage.trains else "prompts")
         data = str(plan.train_file) if is_own else "embedded data"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, {data}, {mesh}", flush=True)
-    for note in few_rows(plan):
+    for note in [*few_rows(plan), *held_out(plan)]:
         print(f"warning: {note}", file=sys.stderr)
     plan = fetch_names(plan, registry, _say, args.resume)  # once, before ranks wait for each other
     plan.fetched(_say)

@@ -86,6 +86,36 @@ def test_validate_notes_what_a_run_would_stumble_over(run: Run, write_recipe: Ca
     assert note.startswith("  note: " + position(path, '"eval"') + ": data.eval: nothing.jsonl is not a file")
 
 
+def test_validate_notes_a_directory_with_rows_to_evaluate_on(
+    run: Run, write_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    for name in ("train.jsonl", "test.jsonl", "validation.jsonl.gz"):
+        (rows / name).touch()
+    path = write_recipe({"data.train": str(rows)})
+
+    def notes(*words: object) -> list[str]:
+        code, out, _ = run("validate", path, *words)
+        assert code == 0
+        return out.splitlines()[1:]
+
+    note = f"is read whole, so that the run trains on validation.jsonl.gz and test.jsonl too; name {rows}/train.jsonl"
+    assert notes() == [f"  note: data.train: {rows} {note} there, and {rows}/validation.jsonl.gz in data.eval"]
+    assert notes(f"--data.eval={rows}/test.jsonl") == [f"  note: data.train: {rows} {note} there"]
+    assert notes(f"--data.train={rows}/train.jsonl") == []
+    assert notes(f"--data.train={rows}/train.jsonl", f'--data.mix={{"{rows}": 1.0}}') == [
+        f"  note: data.mix: {rows} {note} there"
+    ]
+    (rows / "train.jsonl").rename(rows / "train-00000-of-00002.jsonl")
+    (rows / "latest-00001-of-00002.jsonl").touch()
+    (found,) = notes()
+    assert found.endswith("test.jsonl too; move what is not to train on to another directory")
+    for name in ("train-00000-of-00002.jsonl", "latest-00001-of-00002.jsonl"):
+        (rows / name).unlink()
+    assert notes() == [], "there is nothing else"
+
+
 def test_validate_reports_every_problem_of_every_recipe(run: Run, write_recipe: Callable[..., Path]) -> None:
     good = write_recipe(name="good.json")
     bad = write_recipe({"train.max_step": 1, "seed": -1}, name="bad.json")
