@@ -146,7 +146,10 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
     if experts > 1:
         parallel["expert_parallel_degree"] = experts
     recipe["parallel"] = parallel
-    recipe["data"]["max_length"] = min(recipe["data"]["max_length"], config.max_position_embeddings)
+    longest = recipe["data"]["max_length"] = min(recipe["data"]["max_length"], config.max_position_embeddings)
+    if "rollout" in recipe:  # there has to be room for a prompt
+        completion = recipe["rollout"]["max_completion_length"]
+        recipe["rollout"]["max_completion_length"] = min(completion, max(1, longest // 2))
     train = recipe["train"]
     train["micro_batch_size"] = 1
     if not getattr(config, "has_gate_bias", False):  # it belongs to another shape of the family
