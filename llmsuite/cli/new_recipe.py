@@ -11,15 +11,17 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+from llmsuite.data.documents import read_documents
+from llmsuite.data.read import read_rows
 from llmsuite.data.remote import is_remote
-from llmsuite.errors import RecipeError, UserError
+from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.hub.fetch import fetch
 from llmsuite.hub.here import cached
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.new import METHODS, Choice, Method, new_recipe, stage_recipe
-from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.shape import local_weights, missing_model
 from llmsuite.recipe.write import recipe_text
 from llmsuite.resources import find
@@ -104,8 +106,8 @@ def _method(given: str | None, stage: str, registry: Registry) -> Method:
 
 
 def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any]:
-    """The family and shape of weights that are on this machine or on a hub, whose config is fetched; None and None of
-    what is not there."""
+    """The family and shape of weights that are on this machine or on a hub, whose config is fetched; None and None
+    where no hub answers. Raises UserError for a directory that is no model, or not there."""
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.model_dir import read_config
 
@@ -114,6 +116,9 @@ def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any
         place = local_weights(weights)
         if find_adapter(place) is not None:
             raise UserError(f"--weights: {missing_model(place)}")
+        if not (place / "config.json").is_file():
+            later = "; or, where it will be there later, say what it is with --family and --preset"
+            raise UserError(f"--weights: {missing_model(place, '')}{later}")
     else:
         try:
             found = cached(name, Want.CONFIG) or fetch(name, Want.CONFIG, lambda text: print(text, file=sys.stderr))
@@ -138,11 +143,34 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.json"
         path.write_text(recipe_text(recipe), encoding="utf-8")
+        plan, problems = None, list[Problem]()
         try:
-            plan_run(path, [], registry).check_files()
+            plan = plan_run(path, [], registry)
+            plan.check_files()
         except RecipeError as error:
-            return [f"{problem.key}: {problem.message}" for problem in error.problems]
-    return []
+            problems = error.problems
+    files = (("data.train", plan.train_file), ("data.eval", plan.eval_file)) if plan is not None else ()
+    missing = {problem.key for problem in problems}
+    misfits = [
+        f"{key}: {fault}"
+        for key, file in files
+        if file is not None and file.exists() and key not in missing and (fault := _misfit(plan, registry, file))
+    ]
+    return [*(f"{problem.key}: {problem.message}" for problem in problems), *misfits]
+
+
+def _misfit(plan: RunPlan, registry: Registry, file: Path) -> str | None:
+    """The reason why the first row of a file is none for the stage, with its columns; None where it may be one."""
+    kind = getattr(plan.stage.factory(), "row_kind", None)
+    try:
+        if kind is not None:
+            read_rows(file, kind, "auto", registry.data_formats, limit=1)
+        elif plan.stage.name == "pretrain" and file.suffix != ".idx":
+            next(read_documents(file, "lines", plan.section.key), None)
+    except UserError as error:
+        fault = str(error).partition("\n")[0]
+        return f"{fault}; pretrain.key says which it is" if kind is None and "has no key" in fault else fault
+    return None
 
 
 def _devices(registry: Registry) -> tuple[str, int]:
@@ -215,9 +243,11 @@ def _weights(stage: str) -> str | None:
         answer = _ask(f"weights (a directory, a run, or a name such as hf:ORG/NAME; empty {without})")
         if not answer:
             return None
-        if _is_so(lambda given: hub_name(given) is not None or local_weights(given).is_dir(), answer):
+        if _is_so(
+            lambda given: hub_name(given) is not None or (local_weights(given) / "config.json").is_file(), answer
+        ):
             return answer
-        print(f"{answer} is not a directory (working directory: {Path.cwd()})")
+        print(f"{missing_model(Path(answer), '')} (working directory: {Path.cwd()})")
 
 
 def _data(embedded: str) -> tuple[str | None, str | None]:

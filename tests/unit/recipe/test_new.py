@@ -151,6 +151,43 @@ def test_adapters_are_no_model(weights: Path, capsys: pytest.CaptureFixture[str]
     assert f"--weights: {adapter} has adapters, not a model; merge them" in capsys.readouterr().err
 
 
+def test_weights_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for place in (tmp_path / "nowhere", tmp_path):
+        words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(place), "--device", "cpu"]
+        assert main([*words, "--num_devices", "1"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"--weights: {place} is not a directory with a model; import one with")
+        assert "say what it is with --family and --preset" in said
+
+
+@pytest.mark.parametrize(
+    ("stage", "row", "says"),
+    [
+        ("sft", {"question": "a", "answer": "b"}, "keys ['answer', 'question'] fit no format with conversation rows"),
+        ("sft", {"messages": "a"}, "'messages' is not a list of turns"),
+        (
+            "pretrain",
+            {"body": "a"},
+            "has no key 'text', which is to hold the text; it has the keys ['body']; pretrain.key",
+        ),
+        ("sft", {"prompt": "a", "completion": "b"}, None),
+        ("grpo", {"prompt": "a", "answer": "b"}, None),
+        ("pretrain", {"text": "a"}, None),
+    ],
+)
+def test_columns_that_do_not_fit_are_to_do(
+    weights: Path, stage: str, row: dict[str, str], says: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows, target = weights.parent / "rows.jsonl", weights.parent / "a.json"
+    rows.write_text(f"{json.dumps(row)}\n" * 2)
+    words = ["--no-plugins", "recipe", "new", "--stage", stage, "--weights", str(weights), "--device", "cpu"]
+    assert main([*words, "--num_devices", "1", "--data", str(rows), "-o", str(target)]) == 0
+    todo = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: data")]
+    assert len(todo) == (says is not None)
+    for line in todo:
+        assert line.startswith(f"to do: data.train: {rows}:1: {says}")
+
+
 def test_what_is_missing_is_to_do(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(weights), "--device", "cpu"]
     target = weights.parent / "a.json"
@@ -190,7 +227,7 @@ def test_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         "num_devices", "file",
     ]  # fmt: skip
     said = capsys.readouterr().out
-    assert "nowhere is not a directory" in said
+    assert "nowhere is not a directory with a model; import" in said
     assert "to do: model.weights: models/smollm2-135m is not a directory with a model" in said
     assert said.splitlines()[-1] == "then: llmsuite run smollm2-135m-dpo.json"
 
