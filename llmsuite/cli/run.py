@@ -91,8 +91,7 @@ def run(args: Any, registry: Registry) -> int:
     if args.smoke:
         reduced = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
         mesh = f"mesh {plan.degrees} on cpu{reduced}"
-        is_own = names_own_data(plan.loaded, "train" if plan.stage.trains else "prompts")
-        data = str(plan.train_file) if is_own else "embedded data"
+        data = str(plan.train_file) if names_own_data(plan.loaded, plan.stage) else "embedded data"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, {data}, {mesh}", flush=True)
     for note in [*few_rows(plan), *held_out(plan)]:
         print(f"warning: {note}", file=sys.stderr)

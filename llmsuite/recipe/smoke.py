@@ -37,7 +37,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             "parallel": {"tensor_parallel_degree": tp},
             **_place(recipe, tp),
             **stage.smoke,
-            **_reading(loaded, "prompts"),
+            **_reading(loaded, stage),
         }
     sharded = recipe.parallel.sharding != "none" and data > 1
     degree = small.sharding if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1 else 1
@@ -66,22 +66,36 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "checkpoint.save_steps": 4,
         **_place(recipe, tp * pp * data),
         **copy.deepcopy(dict(stage.smoke)),  # overrides are written into it
-        **_reading(loaded, "train"),
+        **_reading(loaded, stage),
     }
 
 
-def names_own_data(loaded: LoadedRecipe, first: str) -> bool:
-    """Whether the command line names the data of key `first` of section `data`, in place of the embedded ones."""
-    return loaded.origins.get(("data", first), "").startswith("--data.")
+def names_own_data(loaded: LoadedRecipe, stage: StageSpec) -> bool:
+    """Whether the rows are not the embedded ones: the command line names others, or the stage has none."""
+    first = _first(stage)
+    return not _embeds(stage) or loaded.origins.get(("data", first), "").startswith("--data.")
 
 
-def _reading(loaded: LoadedRecipe, first: str) -> dict[str, Any]:
+def _first(stage: StageSpec) -> str:
+    """The key of the section `data` that names the rows."""
+    return "train" if stage.trains else "prompts"
+
+
+def _embeds(stage: StageSpec) -> bool:
+    """Whether a stage names rows for `--smoke`; one of a plugin may have none, and reads those of the recipe."""
+    return f"data.{_first(stage)}" in stage.smoke or _first(stage) in stage.smoke.get("data", {})
+
+
+def _reading(loaded: LoadedRecipe, stage: StageSpec) -> dict[str, Any]:
     """How the rows are read: embedded ones as they are, those that the command line names as the recipe says.
 
     Embedded rows do not have the recipe's columns: evaluations are of the rows that are trained on then.
     """
     data: Any = loaded.recipe.data
-    if not names_own_data(loaded, first):
+    first = _first(stage)
+    if not _embeds(stage):
+        return {}
+    if not names_own_data(loaded, stage):
         return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {})}
     return {"data.eval": data.train} if first == "train" and (data.columns or data.format != "auto") else {}
 

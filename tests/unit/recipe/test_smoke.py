@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.plugins.manager import Registry
+from llmsuite import builtin
+from llmsuite.plugins.manager import Registry, load_plugins
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.recipe.smoke import names_own_data
 from llmsuite.resources import bundled
 from llmsuite.schema.section import as_plain
+from tests.conftest import PluginSite
 
 Plan = Callable[..., RunPlan]
 RECIPES = sorted(bundled("recipes").glob("*/*.json"))
@@ -88,6 +91,16 @@ def test_embedded_rows_are_read_as_they_are(plan: Plan) -> None:
     assert (data.columns, data.format) == ({}, "auto")
     embedded = data.eval
     assert plan({}, "--data.train=mine.csv", smoke=True).recipe.data.eval == embedded
+
+
+def test_a_stage_without_embedded_rows_reads_those_of_the_recipe(
+    write_recipe: Callable[..., Path], site: PluginSite
+) -> None:
+    site.install("spin")
+    path = write_recipe({"stage": "spin", "data.train": "mine.csv", "data.columns": COLUMNS})
+    plan = plan_run(path, [], load_plugins(builtin), smoke=True)
+    assert (plan.recipe.data.train, plan.recipe.data.columns) == ("mine.csv", COLUMNS)
+    assert names_own_data(plan.loaded, plan.stage), "so a run says"
 
 
 def test_prompts_of_columns(registry: Registry, tmp_path: Path) -> None:
