@@ -104,6 +104,14 @@ def find_adapter(path: Path) -> Path | None:
     return found if any((found / name).is_file() for name in CONFIGS) or is_beside(found) else None
 
 
+def of_gguf(path: Path) -> str | None:
+    """What to do with a path that is a GGUF file, or a directory of such; None for others."""
+    file = min(path.glob("*.gguf"), default=path)
+    if file.suffix != ".gguf" or not file.is_file():
+        return None
+    return f"{file} is a GGUF file; make a model directory of it with `llmsuite import {file} -o DIR`"
+
+
 def prune(root: Path, keep: int, report: Callable[[str], None]) -> list[Path]:
     """Delete all but the newest `keep` whole checkpoints, the best one and the one that `latest` names.
 

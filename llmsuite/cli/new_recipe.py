@@ -118,7 +118,7 @@ def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any
             raise UserError(f"--weights: {missing_model(place)}")
         if not (place / "config.json").is_file():
             later = "; or, where it will be there later, say what it is with --family and --preset"
-            raise UserError(f"--weights: {missing_model(place, '')}{later}")
+            raise UserError(f"--weights: {missing_model(place, '')}{'' if place.exists() else later}")
     else:
         try:
             found = cached(name, Want.CONFIG) or fetch(name, Want.CONFIG, lambda text: print(text, file=sys.stderr))

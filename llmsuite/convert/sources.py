@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.directory import find_model, is_run
+from llmsuite.checkpoint.directory import find_model, is_run, of_gguf
 from llmsuite.checkpoint.fused import Heads, Unfused
 from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, hf_name, open_model, read_config, rename
 from llmsuite.checkpoint.model_writer import Arrangement
@@ -41,7 +41,7 @@ def open_source(
         UserError: nothing there can be read, or the model is incomplete.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: is not a directory")
+        raise UserError(of_gguf(path) or f"{path}: is not a directory")
     distcp = next((path / name for name in _DISTCP_BELOW if metadata_file(path / name)), None)
     if is_run(path) or any((path / name).is_file() for name in _SAFETENSORS):
         model = open_model(find_model(path), families, check=True)
@@ -58,7 +58,8 @@ def open_source(
         model = _open_pdparams(path, _config_directory(path, config), families, shapes_of)
     else:
         raise UserError(
-            f"{path}: holds no model; looked for {_SAFETENSORS[0]} and its index, checkpoints/latest, *.metadata of "
+            of_gguf(path)
+            or f"{path}: holds no model; looked for {_SAFETENSORS[0]} and its index, checkpoints/latest, *.metadata of "
             "dist.save_state_dict, model_state*.pdparams, and mp_00_sharding_00_pp_00/model.pdparams"
         )
     check_shapes(model, shapes_of(model.family, model.config))

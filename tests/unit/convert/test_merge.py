@@ -27,6 +27,7 @@ from llmsuite.convert.sources import open_source
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, sha256_of
 from llmsuite.inference.load import parameter_shapes
+from llmsuite.recipe.shape import missing_model
 from tests.paths import ROOT
 from tests.unit import tiny_llama
 from tests.unit.tiny_llama import CONFIG, FAMILIES, TOKENIZER
@@ -154,6 +155,15 @@ def test_bad_input_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
         assert message in error(*words, capsys=capsys), words
     assert not Path(b).exists()
     assert not Path(b + ".part").exists()
+
+
+def test_a_gguf_file_is_to_be_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "model.gguf"
+    file.touch()
+    expected = f"{file} is a GGUF file; make a model directory of it with `llmsuite import {file} -o DIR`\n"
+    for place in (file, tmp_path):
+        assert error("merge", str(place), "-o", str(tmp_path / "b"), capsys=capsys) == expected
+        assert f"{missing_model(place)}\n" == expected
 
 
 def test_another_shape_or_family_than_that_of_the_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
