@@ -145,14 +145,19 @@ def run(args: Any, registry: Registry) -> int:
         for _ in answers:  # all ranks compute, the first one writes
             pass
         return 0
+    written = 0
     try:
         with open(target, "x", encoding="utf-8") as file:
             for prompt, found in zip(prompts, answers):
                 row = {**prompt.row, "answers": [answer.row() for answer in found]}
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
+                written += 1
     except OSError as error:
         raise UserError(f"--output {target}: cannot be written: {error.strerror}") from error
+    except KeyboardInterrupt:
+        print(f"stopped: {target} has answers to {written} of {len(prompts)} prompts", file=sys.stderr)
+        raise
     print(f"wrote {target}: answers to {len(prompts)} prompts")
     return 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,20 @@ def test_it_goes_on_where_it_was_stopped(recipe: Path, tmp_path: Path, capsys: A
     assert main(["run", str(recipe), "--resume"]) == 2
     assert "has answers to other prompts" in capsys.readouterr().err
     assert target.read_bytes() == whole
+
+
+def test_generate_tells_what_it_has_written_when_it_is_stopped(
+    recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def answers(*arguments: Any) -> Iterator[list[Any]]:
+        yield []
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("llmsuite.cli.generate._answers", answers)
+    target = tmp_path / "answers.jsonl"
+    assert main(["generate", str(model), "--input", str(tmp_path / "prompts.jsonl"), "--output", str(target)]) == 130
+    assert f"stopped: {target} has answers to 1 of 3 prompts\n" in capsys.readouterr().err
+    assert json.loads(target.read_text()) == {"prompt": "Hello", "id": 7, "answers": []}
 
 
 def test_beams_are_those_of_generate(recipe: Path, model: Path, tmp_path: Path) -> None:
