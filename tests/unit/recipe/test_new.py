@@ -160,6 +160,16 @@ def test_weights_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert ("say what it is with --family and --preset" in said) == (not place.exists())
 
 
+def test_a_deployment_has_its_model_below(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    deployed = weights.parent / "deployed"
+    deployed.mkdir()
+    weights.rename(deployed / "hf")
+    words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(deployed), "--device", "cpu"]
+    assert main([*words, "--num_devices", "1"]) == 2
+    said = f"--weights: {deployed} is not a directory with a model, but {deployed}/hf is; name that\n"
+    assert capsys.readouterr().err == said
+
+
 @pytest.mark.parametrize(
     ("stage", "row", "says"),
     [
