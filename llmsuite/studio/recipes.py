@@ -12,6 +12,7 @@ from typing import Any
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.notes import few_rows, held_out, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.resources import bundled
 from llmsuite.schema.keys import walk
@@ -78,7 +79,7 @@ class Recipes:
         return [_key(info, _at(values, info.key)) for info in walk(type(plan.recipe))]
 
     def check(self, filled: Filled) -> Data:
-        """What is wrong with a recipe, by key, and the command that runs it."""
+        """What is wrong with a recipe, by key, or the notes of `validate`; and the command that runs it."""
         try:
             plan = self.plan_of(filled)
             plan.check_files()
@@ -88,7 +89,8 @@ class Recipes:
         except UserError as error:
             return {"problems": [{"key": "", "message": str(error), "where": ""}], "command": filled.command}
         made = f"{plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}"
-        return {"problems": [], "command": filled.command, "made": made, "run": str(plan.output_dir)}
+        notes = [*not_fetched(plan), *few_rows(plan), *held_out(plan)]
+        return {"problems": [], "command": filled.command, "made": made, "run": str(plan.output_dir), "notes": notes}
 
     def plan(self, filled: Filled) -> str:
         """What a run will take, as `llmsuite plan` says it. Raises UserError if it is wrong or trains nothing."""

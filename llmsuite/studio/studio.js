@@ -100,7 +100,7 @@
     }
     const right = !told.problems.length;
     $("verdict").className = right ? "good" : "bad";
-    $("verdict").textContent = right ? `Right: ${told.made}, into ${told.run}` : other.join("\n");
+    $("verdict").textContent = (right ? [`Right: ${told.made}, into ${told.run}`, ...told.notes] : other).join("\n");
     $("start").disabled = $("plan").disabled = !right;
   });
 

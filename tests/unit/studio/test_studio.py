@@ -54,10 +54,18 @@ def test_what_is_wrong_is_said_at_its_key(registry: Registry) -> None:
     right = recipes.check(filled(train__max_steps="3"))
     assert right["problems"] == []
     assert right["command"] == f"llmsuite run {RECIPE} --smoke --train.max_steps=3"
+    assert right["notes"] == []
     assert right["made"] == "lora, llama, pp1 dp1 sharding1 tp1 on cpu"
     assert "memory of a rank" in recipes.plan(filled())
     with pytest.raises(UserError, match="learning_rate"):
         recipes.plan(filled(train__learning_rate="-1"))
+
+
+def test_notes_of_a_recipe_are_told(registry: Registry, tmp_path: Path) -> None:
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / name).touch()
+    (note,) = Recipes(registry).check(filled(data__train=str(tmp_path)))["notes"]
+    assert "the run trains on test.jsonl too" in note
 
 
 @pytest.mark.parametrize(
