@@ -149,14 +149,14 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
             plan.check_files()
         except RecipeError as error:
             problems = error.problems
-    files = (("data.train", plan.train_file), ("data.eval", plan.eval_file)) if plan is not None else ()
+    told = [f"{problem.key}: {problem.message}" for problem in problems]
+    if plan is None:
+        return told
     missing = {problem.key for problem in problems}
-    misfits = [
-        f"{key}: {fault}"
-        for key, file in files
-        if file is not None and file.exists() and key not in missing and (fault := _misfit(plan, registry, file))
-    ]
-    return [*(f"{problem.key}: {problem.message}" for problem in problems), *misfits]
+    for key, file in (("data.train", plan.train_file), ("data.eval", plan.eval_file)):
+        if file is not None and file.exists() and key not in missing and (fault := _misfit(plan, registry, file)):
+            told.append(f"{key}: {fault}")
+    return told
 
 
 def _misfit(plan: RunPlan, registry: Registry, file: Path) -> str | None:
