@@ -61,6 +61,8 @@ class DeviceBackend(abc.ABC):
     static program of such tensors plain operations do them."""
     document_mask_bytes: ClassVar[int] = 4
     """Size of what fused attention keeps of a token to know its document."""
+    attention_keeps_output: ClassVar[bool] = True
+    """Whether fused attention keeps its output for the backward pass."""
     kernels_in_programs: ClassVar[bool] = True
     """Whether Paddle Inference has its kernels too; it has none that are built here."""
 

@@ -24,7 +24,7 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     mask = mask if mask.ndim == 5 else mask.unsqueeze(1)
     weights = F.softmax(scores.reshape([0, num_groups, -1, length, keys]) + mask, -1)
     out = paddle.matmul(weights.reshape([0, num_groups, -1, keys]), v)
-    return out.reshape([0, -1, length, width]).transpose([0, 2, 1, 3])
+    return out.reshape([0, -1, length, v.shape[3]]).transpose([0, 2, 1, 3])
 
 
 def rounded_grouped_attention(
@@ -40,4 +40,4 @@ def rounded_grouped_attention(
     scores = scores.reshape([0, num_groups, -1, length, keys]) + mask
     weights = paddle.exp(scores - scores.max(-1, keepdim=True)).reshape([0, num_groups, -1, keys])
     out = paddle.matmul(operand(weights), v) / weights.sum(-1, keepdim=True)
-    return out.reshape([0, -1, length, width]).transpose([0, 2, 1, 3])
+    return out.reshape([0, -1, length, v.shape[3]]).transpose([0, 2, 1, 3])

@@ -42,6 +42,11 @@ class Latent:
     value: int
     """Size of a value head."""
 
+    @property
+    def width(self) -> int:
+        """Size that attention takes queries, keys and values with: zeros fill up what is smaller."""
+        return max(self.nope + self.rope, self.value)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GatedMLP:

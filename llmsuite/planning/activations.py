@@ -54,6 +54,8 @@ class ActivationSettings:
     """Operations that run as one kernel before the first and after the last decoder layer."""
     document_mask_bytes: int = 4
     """What fused attention keeps of a token to know its document."""
+    attention_keeps_output: bool = False
+    """Whether fused attention keeps its output for the backward pass."""
     is_frozen: bool = False
     """Whether the model itself is not trained."""
     adapter_rank: int | None = None
@@ -153,7 +155,7 @@ def _inputs_of_last(layer: LayerAnatomy, number: int, batch: MicroBatch, setting
         left += what.heads * what.value * (e - _of_last(number, "self_attn.o_proj", e, settings))
         for name, width in (("q_b_proj", what.q_rank or 0), ("kv_b_proj", what.kv_rank)):  # every rank has them whole
             left += settings.tp * width * (e - _of_last(number, f"self_attn.{name}", e, settings))
-    elif "attention" in settings.fused:  # the kernel needs no output either
+    elif "attention" in settings.fused and not settings.attention_keeps_output:
         made = settings.head_bytes or e if what.rotary and not what.biased and not what.normed else e
         left += what.heads * what.head_size * (made - _of_last(number, "self_attn.o_proj", made, settings))
     if not isinstance(layer.mlp, MoE):
@@ -204,9 +206,13 @@ def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationS
         if what.q_rank is not None:
             norms += _latent_norm(what.q_rank, batch, settings)
         rotated = 0 if "rotary" in settings.fused else heads * what.rope + what.rope
-        queries = heads * (what.nope + what.rope)
-        keys = heads * (what.nope + what.rope + what.value)
-        return norms + tokens * e * (rotated + queries + keys + heads * what.value) + (0 if again else scores)
+        if again:
+            inside = heads * (2 * what.nope + what.rope + what.value) + what.rope
+            return norms + tokens * e * (rotated + inside + heads * what.value)
+        whole, sums = 3, scores
+        if "attention" in settings.fused:
+            whole, sums = 4 if settings.attention_keeps_output else 3, heads * tokens * 4
+        return norms + tokens * e * (rotated + heads * (whole * what.width + what.value)) + sums
     size, kv_heads = what.head_size, what.kv_heads / settings.tp
     if what.rotary and not what.biased and not what.normed:
         e = settings.head_bytes or e
@@ -221,7 +227,7 @@ def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationS
     if again:
         return kept + tokens * e * (heads + 2 * kv_heads) * size + output
     extended = tokens + batch.rows * settings.prefix
-    if is_fused(layer, settings):
+    if "attention" in settings.fused:
         # the output of the text's own tokens is a view
         return kept + extended * e * (2 * heads + 2 * kv_heads) * size + heads * extended * 4
     return kept + extended * e * 3 * heads * size + output + scores  # keys and values repeated for each query head
@@ -350,14 +356,14 @@ def _without_gradient(anatomy: Anatomy, batch: MicroBatch, settings: ActivationS
 def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that all layers share: the rotary tables, and the attention mask where attention is recomputed."""
     attention, outside = anatomy.layers[0].attention, dataclasses.replace(settings, fused=settings.fused_outside)
-    kept = mask_bytes(anatomy.layers[0], batch, outside) if settings.recompute != "none" else 0.0
+    kept = mask_bytes(batch, outside) if settings.recompute != "none" else 0.0
     if settings.recompute == "full" and batch.marked and any(isinstance(layer.mlp, MoE) for layer in anatomy.layers):
         kept += 4 * batch.tokens  # which tokens are real, for gates
-    if batch.documents and is_fused(anatomy.layers[0], outside):  # the bounds of each token's document
+    if batch.documents and "attention" in outside.fused:  # the bounds of each token's document
         extended = batch.tokens + batch.rows * settings.prefix
         kept += extended * settings.document_mask_bytes
     elif isinstance(attention, GroupedQuery) and attention.window is not None and attention.window < batch.length:
-        kept += batch.length * settings.document_mask_bytes if is_fused(anatomy.layers[0], outside) else 0
+        kept += batch.length * settings.document_mask_bytes if "attention" in outside.fused else 0
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
     size = attention.rope if isinstance(attention, Latent) else attention.head_size
@@ -365,23 +371,18 @@ def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: Activatio
     return kept + rows * batch.length * size * settings.num_bytes
 
 
-def mask_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+def mask_bytes(batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the mask that plain attention adds to its scores."""
     rows = batch.rows if batch.documents else 1
     length = batch.length + settings.prefix
-    return 0.0 if is_fused(layer, settings) else rows * length**2 * settings.num_bytes
-
-
-def is_fused(layer: LayerAnatomy, settings: ActivationSettings) -> bool:
-    """Whether attention runs as one kernel, without scores in memory. Latent attention has no kernel."""
-    return "attention" in settings.fused and isinstance(layer.attention, GroupedQuery)
+    return 0.0 if "attention" in settings.fused else rows * length**2 * settings.num_bytes
 
 
 def scores_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the attention scores of every pair of tokens."""
     heads = layer.attention.heads / settings.tp
     length = batch.length + settings.prefix
-    return 0.0 if is_fused(layer, settings) else heads * batch.rows * length**2 * settings.num_bytes
+    return 0.0 if "attention" in settings.fused else heads * batch.rows * length**2 * settings.num_bytes
 
 
 def kept_behind(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings, scores: bool) -> float:

@@ -103,6 +103,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         fused=fused - backend.on_parts_only if tp > 1 and engine.compiles_layers else fused,
         fused_outside=fused,
         document_mask_bytes=backend.document_mask_bytes,
+        attention_keeps_output=backend.attention_keeps_output,
         is_frozen=plan.recipe.freezes_model,
         adapter_rank=plan.recipe.lora.rank,
         adapted=layout.adapted,
@@ -343,7 +344,7 @@ def _buffers(
     layer, e = anatomy.layers[top], settings.num_bytes
     heads = layer.attention.heads / settings.tp
     scores = activations.scores_bytes(layer, batch, settings)
-    width = layer.attention.value if isinstance(layer.attention, Latent) else layer.attention.head_size
+    width = layer.attention.width if isinstance(layer.attention, Latent) else layer.attention.head_size
     mlp = layer.mlp
     size = mlp.chosen * mlp.width + mlp.shared_width if isinstance(mlp, MoE) else mlp.width
     of_mlp = activations.mlp_kept(layer, anatomy.hidden, batch, settings)
@@ -356,7 +357,7 @@ def _buffers(
     if settings.recompute == "selective":
         again += scores
     in_attention = again + 2 * scores + 3 * batch.tokens * heads * width * e + residual - of_mlp - behind
-    forward = activations.mask_bytes(layer, batch, settings) + scores
+    forward = activations.mask_bytes(batch, settings) + scores
     if settings.recompute == "none":
         forward -= of_mlp + behind
     # of a stack, one matrix at a time

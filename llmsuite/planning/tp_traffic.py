@@ -172,7 +172,7 @@ class TensorParallelTraffic:
         elif whole is not None:
             self._send("all_reduce", whole, why)
         self._send("all_reduce", (batch.rows, batch.length, what.kv_rank), why)
-        shape = (batch.rows, what.heads // self._mesh.degrees.tp, batch.length, what.rope)
+        shape = (batch.rows, batch.length, what.heads // self._mesh.degrees.tp, what.rope)
         self._send("all_gather", shape, "backward: the rotated key that all heads share")
 
     def _mlp_backward(self, number: int, batch: MicroBatch, whole: tuple[int, ...]) -> None:

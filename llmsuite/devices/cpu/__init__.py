@@ -95,6 +95,7 @@ class CpuBackend(DeviceBackend):
     kernel_module = "llmsuite.devices.cpu.kernels.ops"
     on_parts_only = frozenset(_KERNELS)
     document_mask_bytes = 3 * 8
+    attention_keeps_output = False
     kernels_in_programs = False
     sends_beside_passes = False
     adds_sparse_rows = True

@@ -107,12 +107,11 @@ class DeepSeekConfig(RotaryConfig):
         return self.model_type == "deepseek_v3"
 
     @property
-    def attention_scale(self) -> float:
-        """Factor of attention scores."""
-        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
-        if self.rope_scaling and self.rope_scaling.get("mscale_all_dim"):
-            scale *= yarn_mscale(self.rope_scaling["factor"], self.rope_scaling["mscale_all_dim"]) ** 2
-        return scale
+    def score_factor(self) -> float:
+        """Factor of attention scores, beside that of the size of a head."""
+        if not self.rope_scaling or not self.rope_scaling.get("mscale_all_dim"):
+            return 1.0
+        return yarn_mscale(self.rope_scaling["factor"], self.rope_scaling["mscale_all_dim"]) ** 2
 
     def has_experts(self, layer: int) -> bool:
         """Whether a layer, counted from 0, has experts."""

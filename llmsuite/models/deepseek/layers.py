@@ -6,13 +6,14 @@ rotary positions (nope and rope), K value head size, C width of compressed keys 
 
 from __future__ import annotations
 
-from typing import Any
+import functools
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, causal_mask, document_mask
+from llmsuite.devices.latent_attention import latent_attention
+from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, halves, linear
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.experts import Experts
@@ -29,8 +30,8 @@ class Attention(nn.Layer):
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
-        self.rotary, self.core = ops.rotary, attention
-        self.scale, num_heads = config.attention_scale, config.num_attention_heads
+        self.rotary, self.core = ops.rotary, functools.partial(latent_attention, ops)
+        self.score_factor, num_heads = config.score_factor, config.num_attention_heads
         self.query_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         self.latent_sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
         self.key_value_sizes = [config.qk_nope_head_dim, config.v_head_dim]
@@ -50,12 +51,10 @@ class Attention(nn.Layer):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D] to [B, L, D]; the cache holds compressed keys and values [B, S, C] and rotated keys [B, S, R].
-
-        Scores are the sum of two products, not one of concatenated heads: under Paddle's static mode every form with
-        the concatenation gives wrong gradients (3.3.1).
-        """
+        """x [B, L, D] to [B, L, D]; the cache holds compressed keys and values [B, S, C] and rotated keys [B, S, R]."""
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.is_compressed else self.q_proj(x)
+        if self.score_factor != 1.0:
+            q = q * self.score_factor
         q_nope, q_rope = q.reshape([0, 0, -1, sum(self.query_sizes)]).split(self.query_sizes, -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split(self.latent_sizes, -1)
         latent = self.kv_a_layernorm(latent)
@@ -64,18 +63,9 @@ class Attention(nn.Layer):
         if past is not None:
             latent, k_rope = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_rope], 1)
         heads = self.kv_b_proj(latent).reshape([0, 0, -1, sum(self.key_value_sizes)])
-        k_nope, v = (part.transpose([0, 2, 1, 3]) for part in heads.split(self.key_value_sizes, -1))
-        q_nope, q_rope = ((part * self.scale).transpose([0, 2, 1, 3]) for part in (q_nope, q_rope))
-        num_heads = self.kv_b_proj.weight.shape[1] // sum(self.key_value_sizes)
-        shared = k_rope.unsqueeze(2).expand([-1, -1, num_heads, -1]).transpose([0, 2, 1, 3])
-        out = self.core(q_nope, q_rope, k_nope, shared, v, mask).transpose([0, 2, 1, 3])
+        k_nope, v = heads.split(self.key_value_sizes, -1)
+        out = self.core(q_nope, q_rope, k_nope, k_rope.unsqueeze(2), v, mask)
         return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
-
-
-def attention(q_nope: Tensor, q_rope: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Softmax of the sum of two products, of scaled queries and keys, times v. Each [B, H, L or S, its size]."""
-    scores = paddle.matmul(q_nope, k_nope, transpose_y=True) + paddle.matmul(q_rope, k_rope, transpose_y=True)
-    return paddle.matmul(F.softmax(scores + mask, -1), v)
 
 
 class DeepSeekGate(Gate):
@@ -133,12 +123,6 @@ class DeepSeek(MoELM):
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         layers = [_layer(config, ops, i) for i in range(num_layers(config))]
         super().__init__(config, ops, layers, _norm(config, ops))
-
-    def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor:
-        """The plain mask on every device: attention is computed in this file."""
-        if document_starts is not None:
-            return document_mask(document_starts, dtype)
-        return causal_mask(length, start + length, dtype)
 
 
 def _norm(config: DeepSeekConfig, ops: Ops) -> RMSNorm:

@@ -1,0 +1,38 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) by the attention that a device has.
+
+Shapes: B batch, L queries, S keys, H heads, N and R the parts of a head without and with rotary positions, V value head
+size.
+"""
+
+from __future__ import annotations
+
+import paddle
+
+from llmsuite.devices.ops import Ops
+from llmsuite.typing import Tensor
+
+
+def latent_attention(
+    ops: Ops, q_nope: Tensor, q_rope: Tensor, k_nope: Tensor, k_rope: Tensor, v: Tensor, mask: Tensor | None
+) -> Tensor:
+    """`Ops.attention` of heads that come in two parts, and of one rotated key for all heads.
+
+    q_nope [B, L, H, N], q_rope [B, L, H, R], k_nope [B, S, H, N], k_rope [B, S, 1, R] and v [B, S, H, V] to
+    [B, L, H, V].
+    """
+    # over tensor parallel ranks the sum splits it: `concat` would, in a program, lose the gradients of the others
+    # (Paddle 3.3.1)
+    shared = k_rope.expand([-1, -1, k_nope.shape[2], -1]) + paddle.zeros_like(k_nope[..., :1])
+    q, k = paddle.concat([q_nope, q_rope], -1), paddle.concat([k_nope, shared], -1)
+    if ops.heads_first:
+        return ops.attention(q, k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3]), mask)
+    size, value_size = q.shape[-1], v.shape[-1]
+    if size < value_size:  # kernels take heads of one size: zeros change neither scores nor outputs
+        q, k = (_beside_zeros(x, v[..., size:]) for x in (q * (value_size / size) ** 0.5, k))
+    elif value_size < size:
+        v = _beside_zeros(v, k[..., value_size:])
+    return ops.attention(q, k, v, mask)[..., :value_size]
+
+
+def _beside_zeros(x: Tensor, like: Tensor) -> Tensor:
+    return paddle.concat([x, paddle.zeros_like(like)], -1)
