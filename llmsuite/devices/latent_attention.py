@@ -1,7 +1,7 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) by the attention that a device has.
 
 Shapes: B batch, L queries, S keys, H heads, N and R the parts of a head without and with rotary positions, V value head
-size.
+size, C width of compressed keys and values.
 """
 
 from __future__ import annotations
@@ -36,3 +36,26 @@ def latent_attention(
 
 def _beside_zeros(x: Tensor, like: Tensor) -> Tensor:
     return paddle.concat([x, paddle.zeros_like(like)], -1)
+
+
+def absorbed_attention(
+    ops: Ops,
+    q_nope: Tensor,
+    q_rope: Tensor,
+    latent: Tensor,
+    k_rope: Tensor,
+    key_matrix: Tensor,
+    value_matrix: Tensor,
+    mask: Tensor | None,
+) -> Tensor:
+    """`latent_attention` to compressed keys and values: for generation, whose few queries and outputs are multiplied
+    with the matrices in place of the long cache (section 2.1.2 of the paper). All heads share what they attend to.
+
+    q_nope [B, L, H, N], q_rope [B, L, H, R], latent [B, S, C], k_rope [B, S, R], key_matrix [C, H, N] and value_matrix
+    [C, H, V] to [B, L, H, V].
+    """
+    q = paddle.concat([paddle.einsum("blhn,chn->blhc", q_nope, key_matrix), q_rope], -1)
+    size = q_nope.shape[-1] + q_rope.shape[-1]
+    q = q * (q.shape[-1] / size) ** 0.5  # scores are divided by the root of the size of a head as it was
+    keys = paddle.concat([latent, k_rope], -1).unsqueeze(1)
+    return paddle.einsum("blhc,chv->blhv", ops.attention(q, keys, latent.unsqueeze(1), mask), value_matrix)

@@ -244,6 +244,7 @@ def plain_ops(backend: DeviceBackend, precision: str) -> Any:
         backend.ops(precision) if backend.kernels_in_programs else Ops(),
         causal_mask=causal_mask,
         attention=grouped_attention if is_plain else functools.partial(rounded_grouped_attention, operand),
+        attention_operand=operand,
         rotary=rotary,
         heads_first=True,
     )

@@ -12,8 +12,8 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.latent_attention import latent_attention
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.latent_attention import absorbed_attention, latent_attention
+from llmsuite.devices.ops import Ops, attention_operand
 from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, halves, linear
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.experts import Experts
@@ -31,6 +31,8 @@ class Attention(nn.Layer):
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
         self.rotary, self.core = ops.rotary, functools.partial(latent_attention, ops)
+        self.attends_latents = functools.partial(absorbed_attention, ops)
+        self.can_absorb = ops.heads_first and ops.attention_operand is attention_operand
         self.score_factor, num_heads = config.score_factor, config.num_attention_heads
         self.query_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         self.latent_sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
@@ -62,10 +64,28 @@ class Attention(nn.Layer):
         k_rope = self.rotary(halves(k_rope.unsqueeze(2)), cos, sin).squeeze(2)
         if past is not None:
             latent, k_rope = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_rope], 1)
+        if self._absorbs(x.shape[1]):
+            up = self.kv_b_proj.weight.reshape([self.latent_sizes[0], -1, sum(self.key_value_sizes)])
+            of_keys, of_values = up.split(self.key_value_sizes, -1)
+            out = self.attends_latents(q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
+            return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
         heads = self.kv_b_proj(latent).reshape([0, 0, -1, sum(self.key_value_sizes)])
         k_nope, v = heads.split(self.key_value_sizes, -1)
         out = self.core(q_nope, q_rope, k_nope, k_rope.unsqueeze(2), v, mask)
         return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
+
+    def _absorbs(self, num_new: int) -> bool:
+        """Whether so few tokens are new that attending to compressed keys and values is less work than making whole
+        ones for the cache. Programs do not know how many come."""
+        matrix = self.kv_b_proj
+        if not self.can_absorb or not paddle.in_dynamic_mode() or paddle.is_grad_enabled():
+            return False
+        if type(matrix) is not nn.Linear or matrix.weight.is_dist() or "forward" in vars(matrix):
+            return False  # an adapter, a stored matrix, a rank's part, products in a form of the device
+        if matrix._forward_pre_hooks or matrix._forward_post_hooks:
+            return False
+        wide, whole = 2 * self.latent_sizes[0], sum(self.key_value_sizes)  # of scores and sums, for each head
+        return num_new * max(wide - whole, 0) < self.latent_sizes[0] * whole
 
 
 class DeepSeekGate(Gate):

@@ -11,7 +11,7 @@ import paddle.nn.functional as F
 import pytest
 
 from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.devices.latent_attention import latent_attention
+from llmsuite.devices.latent_attention import absorbed_attention, latent_attention
 from llmsuite.devices.ops import Ops, causal_mask, document_mask
 from llmsuite.inference.attention import grouped_attention
 
@@ -60,3 +60,18 @@ def test_outputs_and_gradients_are_those_of_the_formula(value: int, form: str, d
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.shape == theirs.shape
         assert np.abs(mine - theirs).max() <= limit * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("value", [NOPE, 40])
+@pytest.mark.parametrize("num_new", [1, 5])
+def test_a_few_queries_attend_to_compressed_keys_as_to_whole_ones(num_new: int, value: int) -> None:
+    paddle.seed(num_new)
+    rank, ops = 12, FORMS["generation"]
+    latent, k_rope = paddle.randn([ROWS, LENGTH, rank]), paddle.randn([ROWS, LENGTH, ROPE])
+    key_matrix, value_matrix = paddle.randn([rank, HEADS, NOPE]), paddle.randn([rank, HEADS, value])
+    q_nope, q_rope = (paddle.randn([ROWS, num_new, HEADS, size]) for size in (NOPE, ROPE))
+    mask = causal_mask(num_new, LENGTH, "float32")
+    k_nope, v = (paddle.einsum("bsc,chn->bshn", latent, matrix) for matrix in (key_matrix, value_matrix))
+    expected = latent_attention(ops, q_nope, q_rope, k_nope, k_rope.unsqueeze(2), v, mask)
+    found = absorbed_attention(ops, q_nope, q_rope, latent, k_rope, key_matrix, value_matrix, mask)
+    assert float((found - expected).abs().max()) < 2e-6 * float(expected.abs().max())
