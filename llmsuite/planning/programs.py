@@ -11,17 +11,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmsuite.models.mtp import is_embedding_shared
-from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE, bucket, longest_row
+from llmsuite.parallel.program.lengths import bucket, length_multiple, longest_row
 from llmsuite.planning.layout import LocalParameter
 from llmsuite.recipe.resolve import RunPlan
 
 
 def lengths(plan: RunPlan) -> list[int]:
     """The lengths that rows of a step may be padded to; a program is made for each of them that is met."""
-    longest = longest_row(plan)
+    longest, multiple = longest_row(plan), length_multiple(plan)
     if plan.stage.name == "pretrain":  # all its rows have data.max_length tokens
         return [longest]
-    return sorted({bucket(length, longest) for length in range(LENGTH_MULTIPLE, longest + 1, LENGTH_MULTIPLE)})
+    return sorted({bucket(length, longest, multiple) for length in range(multiple, longest + 1, multiple)})
 
 
 def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batches: int) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from llmsuite.parallel.loss_ledger import LossLedger
 from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
 from llmsuite.parallel.program.annotated import AnnotatedPrograms
 from llmsuite.parallel.program.experts import with_experts
-from llmsuite.parallel.program.lengths import bucket, longest_row
+from llmsuite.parallel.program.lengths import bucket, length_multiple, longest_row
 from llmsuite.parallel.program.optimizer import ONE_OWNER, Owners, ProgramOptimizer
 from llmsuite.parallel.program.passes import check_passes
 from llmsuite.parallel.program.pipeline import LENGTHS, TOKEN_VALUES
@@ -115,7 +115,7 @@ class ProgramUpdater(Updater):
             self._programs = AnnotatedPrograms(model, self.optimizer, loss, options)
         else:
             self._programs = StepPrograms(model, self.optimizer, loss, ranks, slices, built.pipeline, options)
-        self._longest = longest_row(plan)
+        self._longest, self._multiple = longest_row(plan), length_multiple(plan)
 
     def take(
         self,
@@ -175,7 +175,8 @@ class ProgramUpdater(Updater):
                 "data.max_length; its collate has to cut rows there; or set engine.program to layers"
             )
         # rows without tokens have a length that the stage knows
-        length, inputs = bucket(int(longest), self._longest) if longest else 0, dict[str, np.ndarray]()
+        length = bucket(int(longest), self._longest, self._multiple) if longest else 0
+        inputs = dict[str, np.ndarray]()
         if batches:
             parts = [self._inputs_of(batch, length) for batch in batches]
             inputs = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -23,16 +23,18 @@ def longest_row(plan: RunPlan) -> int:
     return -(-plan.recipe.data.max_length // multiple) * multiple
 
 
-def bucket(length: int, longest: int) -> int:
-    """The length that the rows of a step are padded to: 64, 128, 192, 256, 384, 512, 768, 1024 ... tokens, at most the
-    longest one. So the number of programs grows with the logarithm of the length, not with the length.
+def bucket(length: int, longest: int, multiple: int) -> int:
+    """The length that the rows of a step are padded to: 1, 2, 3, 4, 6, 8, 12, 16 ... times a multiple, so with 64 64,
+    128, 192, 256, 384 ... tokens, at most the longest one. So the number of programs grows with the logarithm of the
+    length, not with the length.
 
     Args:
         length: of the longest row of the global batch.
-        longest: that rows have in this run, as a multiple of `LENGTH_MULTIPLE`.
+        longest: that rows have in this run, a multiple of `multiple`.
+        multiple: `length_multiple` of the run.
     """
     assert 0 < length <= longest
-    size = step = LENGTH_MULTIPLE
+    size = step = multiple
     while size < length:
         step = 2 * step if size == 4 * step else step
         size += step
