@@ -69,7 +69,9 @@ class Attention(nn.Layer):
             of_keys, of_values = up.split(self.key_value_sizes, -1)
             out = self.attends_latents(q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
             return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
-        heads = self.kv_b_proj(latent).reshape([0, 0, -1, sum(self.key_value_sizes)])
+        size = sum(self.key_value_sizes)
+        num_heads = self.kv_b_proj.weight.shape[1] // size  # as a number, also where a program leaves lengths open
+        heads = self.kv_b_proj(latent).reshape([0, 0, num_heads, size])
         k_nope, v = heads.split(self.key_value_sizes, -1)
         out = self.core(q_nope, q_rope, k_nope, k_rope.unsqueeze(2), v, mask)
         return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
