@@ -182,13 +182,14 @@ def compare(
     gradient_limit: float = GRADIENT_LIMIT,
     gradient_limits: Mapping[str, float] = MappingProxyType({}),
     has_gradients: bool = True,
+    metric_limits: Mapping[str, float] = MappingProxyType({}),
 ) -> Comparison:
     """Compare metrics, the first step's gradients, and what the last step has left: parameters, optimizer's state.
 
     `stem` is that of the parameters' files, `limit` how far what has changed in one of them may be off, for all or by
     name, `falls` whether the loss of the last step has to be lower than that of the first, whose samples are others;
     for `gradient_limit` and `gradient_limits` see `compare_gradients`; without `has_gradients`, the run has left none
-    outside of its programs.
+    outside of its programs. A metric may be off by LIMIT, or by its entry in `metric_limits` where that is more.
     """
     result = Comparison()
     ours, theirs = runner.metrics(one), runner.metrics(many)
@@ -204,7 +205,8 @@ def compare(
             if key in a:
                 # of an estimate that may be 0, what it is a difference of is not told
                 far = abs(b[key] - a[key]) if key == "kl" else abs(b[key] / a[key] - 1)
-                difference = result.check(f"step {a['step']}: {key}", far, KL_LIMIT if key == "kl" else LIMIT)
+                most = KL_LIMIT if key == "kl" else max(LIMIT, metric_limits.get(key, 0.0))
+                difference = result.check(f"step {a['step']}: {key}", far, most)
                 result.metrics = max(result.metrics, difference)
     if has_gradients:
         gradients = compare_gradients(runner, one, many, gradient_limit, gradient_limits)

@@ -49,9 +49,8 @@ def _changes(runner: Runner, name: str, stem: str) -> dict[str, np.ndarray]:
 
 
 def _limits(one: Case, exact: Mapping[str, np.ndarray], moved: Sequence[Mapping[str, np.ndarray]]) -> dict[str, float]:
-    rounding = 2 * math.sqrt(plan_of(one).model_config.hidden_size) * ROUNDING
     return {
-        name: rounding / NUDGE * math.sqrt(np.mean([(norm(m[name] - value) / norm(value)) ** 2 for m in moved]))
+        name: _rounding(one) / NUDGE * math.sqrt(np.mean([(norm(m[name] - value) / norm(value)) ** 2 for m in moved]))
         for name, value in exact.items()
         if value.any()
     }
@@ -67,17 +66,26 @@ def bf16_change_limits(runner: Runner, one: Case, stem: str) -> dict[str, float]
     return {name: _bf16_scale(one) * limit for name, limit in change_limits(runner, one, stem, 0.0).items()}
 
 
+def _rounding(one: Case) -> float:
+    return 2 * math.sqrt(plan_of(one).model_config.hidden_size) * ROUNDING
+
+
 def _bf16_scale(one: Case) -> float:
-    return 2 * BF16 / (2 * math.sqrt(plan_of(one).model_config.hidden_size) * ROUNDING)
+    return 2 * BF16 / _rounding(one)
 
 
-def bf16_metric_limits(runner: Runner, one: Case) -> dict[str, float]:
+def metric_limits(runner: Runner, one: Case) -> dict[str, float]:
     """How far the loss and the gradient norm of a step may be off, relative."""
     exact, moved = runner.metrics(one.name), [runner.metrics(run.name) for run in nudged(one)]
     return {
-        key: 2 * BF16 / NUDGE * max(abs(b[key] / a[key] - 1) for run in moved for a, b in zip(exact, run, strict=True))
+        key: _rounding(one) / NUDGE * max(abs(b[key] / a[key] - 1) for run in moved for a, b in zip(exact, run))
         for key in ("loss", "grad_norm")
     }
+
+
+def bf16_metric_limits(runner: Runner, one: Case) -> dict[str, float]:
+    """As `metric_limits`, for products whose inputs are rounded to bfloat16."""
+    return {key: _bf16_scale(one) * limit for key, limit in metric_limits(runner, one).items()}
 
 
 def check_bf16_metrics(runner: Runner, one: str, many: str, limits: Mapping[str, float]) -> None:

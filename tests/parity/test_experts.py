@@ -22,7 +22,7 @@ from tests.parity.cases import (
     once,
     run_cases,
 )
-from tests.parity.condition import gradient_limits, nudged
+from tests.parity.condition import gradient_limits, metric_limits, nudged
 
 V2 = (
     "--model.config.model_type=deepseek_v2", "--model.config.topk_method=group_limited_greedy",
@@ -77,8 +77,11 @@ def test_equals_one_process(runner: Runner, failed: dict[str, str], run: str, me
     stem, limit = ("adapter_model", GRADIENT_LIMIT) if "adapters" in run else ("model", LIMIT)
     # the gradient of a gate is a difference: of what the answers of a pair pull at, and of what the experts give, which
     # at the start are much alike
-    limits = gradient_limits(runner, _case(run, None)) if run == "rm" else {}
-    found = compare(runner, run, many, stem, limit, falls=run != "kto", gradient_limits=limits)
+    limits, of_metrics = dict[str, float](), dict[str, float]()
+    if run == "rm":
+        limits, of_metrics = (find(runner, _case(run, None)) for find in (gradient_limits, metric_limits))
+    falls = run != "kto"
+    found = compare(runner, run, many, stem, limit, falls, gradient_limits=limits, metric_limits=of_metrics)
     print(
         f"{many}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e} of at most "
         f"{max([GRADIENT_LIMIT, *limits.values()]):.1e}, change {found.change:.1e}"
