@@ -10,6 +10,7 @@ import paddle
 import pytest
 
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.latent_attention import latent_attention
 from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
 from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
@@ -19,6 +20,7 @@ from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.sampling import draw, log_softmax
 from llmsuite.inference.stored import StoredLinear
 from llmsuite.models.blocks import Attention, GatedMLP
+from llmsuite.models.deepseek.layers import Attention as LatentAttention
 from llmsuite.models.products import Products, use_products
 from tests.paths import REFERENCE
 from tests.unit.families import CASES, FAMILIES, load, reference
@@ -61,6 +63,8 @@ def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None
         for module in trained.sublayers():
             if getattr(module, "core", None) is grouped_attention:
                 module.core = rounded
+            elif isinstance(module, LatentAttention):
+                module.core = functools.partial(latent_attention, Ops(attention=rounded, heads_first=True))
     with paddle.no_grad():
         wanted = trained(paddle.to_tensor(ids)).numpy()
     rounding = np.linalg.norm((wanted - in_float32)[:, 2:])

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,15 @@ def test_what_nobody_reads_is_lost_and_no_more(tmp_path: Path) -> None:
     assert done.read_text() == "done"
 
 
+@pytest.fixture
+def terminal() -> Iterator[None]:
+    """The end of a terminal ends this process, also where the tests themselves run under nohup."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.usefixtures("terminal")
 def test_the_end_of_a_terminal_stops_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGHUP)
@@ -44,13 +54,11 @@ def test_the_end_of_a_terminal_stops_a_run(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().out.count("stopping") == 1
 
 
+@pytest.mark.usefixtures("terminal")
 def test_nohup_is_heeded() -> None:
-    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
-        with StopRequest() as stop:
-            signal.raise_signal(signal.SIGHUP)
-            assert not stop.requested()
-    finally:
-        signal.signal(signal.SIGHUP, previous)
     assert signal.SIGHUP in stop_signals()
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    assert stop_signals() == (signal.SIGINT, signal.SIGTERM)
+    with StopRequest() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.requested()
