@@ -109,7 +109,7 @@ def kept_by_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Ac
     if anatomy.layers[number].predicts_further:  # its inputs: no other layer keeps them
         further = 2 * between + INDEX_BYTES * batch.tokens
     if settings.recompute == "full" and number % settings.every == 0:
-        return between + further
+        return further or between  # of its output only some tokens are read, which `kept_behind` counts
     return further + inside_layer(anatomy, number, batch, settings)
 
 
