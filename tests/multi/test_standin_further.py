@@ -31,7 +31,8 @@ JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "dora": ("llama/lora", (*LORA, "--lora.method=dora")),
     "vera": ("llama/lora", (*LORA, "--lora.method=vera", "--lora.lora_plus_ratio=1", "--train.learning_rate=0.05")),
     "experts": ("qwen_moe/sft", ()),
-    "latent": ("deepseek/sft", ()),
+    # of all experts: which ones a token goes to, a rounded number would tip
+    "latent": ("deepseek/sft", ("--model.config.num_experts_per_tok=8", "--model.config.topk_group=4")),
 }
 ON_RANKS: dict[str, tuple[str, int, Mapping[str, Any], tuple[str, ...]]] = {
     "lora, pp2": ("lora", 2, PP, ()),
