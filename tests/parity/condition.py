@@ -78,7 +78,9 @@ def metric_limits(runner: Runner, one: Case) -> dict[str, float]:
     """How far the loss and the gradient norm of a step may be off, relative."""
     exact, moved = runner.metrics(one.name), [runner.metrics(run.name) for run in nudged(one)]
     return {
-        key: _rounding(one) / NUDGE * max(abs(b[key] / a[key] - 1) for run in moved for a, b in zip(exact, run))
+        key: _rounding(one)
+        / NUDGE
+        * max(abs(b[key] / a[key] - 1) for run in moved for a, b in zip(exact, run, strict=True))
         for key in ("loss", "grad_norm")
     }
 

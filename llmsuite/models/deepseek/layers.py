@@ -12,9 +12,9 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.latent_attention import absorbed_attention, latent_attention
 from llmsuite.devices.ops import Ops, attention_operand
 from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, halves, linear
+from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.experts import Experts
 from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM, MTPLayer
@@ -30,8 +30,7 @@ class Attention(nn.Layer):
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
-        self.rotary, self.core = ops.rotary, functools.partial(latent_attention, ops)
-        self.attends_latents = functools.partial(absorbed_attention, ops)
+        self.ops, self.rotary, self.core = ops, ops.rotary, functools.partial(latent_attention, ops)
         self.can_absorb = ops.heads_first and ops.attention_operand is attention_operand
         self.score_factor, num_heads = config.score_factor, config.num_attention_heads
         self.query_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
@@ -51,7 +50,7 @@ class Attention(nn.Layer):
         self.o_proj = linear(num_heads * config.v_head_dim, config.hidden_size)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D]; the cache holds compressed keys and values [B, S, C] and rotated keys [B, S, R]."""
         q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))) if self.is_compressed else self.q_proj(x)
@@ -67,7 +66,7 @@ class Attention(nn.Layer):
         if self._absorbs(x.shape[1]):
             up = self.kv_b_proj.weight.reshape([self.latent_sizes[0], -1, sum(self.key_value_sizes)])
             of_keys, of_values = up.split(self.key_value_sizes, -1)
-            out = self.attends_latents(q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
+            out = absorbed_attention(self.ops, q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
             return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
         size = sum(self.key_value_sizes)
         num_heads = self.kv_b_proj.weight.shape[1] // size  # as a number, also where a program leaves lengths open

@@ -10,7 +10,6 @@ import paddle
 import pytest
 
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.latent_attention import latent_attention
 from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
 from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
@@ -20,6 +19,7 @@ from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.sampling import draw, log_softmax
 from llmsuite.inference.stored import StoredLinear
 from llmsuite.models.blocks import Attention, GatedMLP
+from llmsuite.models.deepseek.attention import latent_attention
 from llmsuite.models.deepseek.layers import Attention as LatentAttention
 from llmsuite.models.products import Products, use_products
 from tests.paths import REFERENCE

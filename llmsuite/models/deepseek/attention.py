@@ -1,4 +1,4 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434) by the attention that a device has.
+"""The core of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434), by the attention that a device has.
 
 Shapes: B batch, L queries, S keys, H heads, N and R the parts of a head without and with rotary positions, V value head
 size, C width of compressed keys and values.
@@ -20,8 +20,8 @@ def latent_attention(
     q_nope [B, L, H, N], q_rope [B, L, H, R], k_nope [B, S, H, N], k_rope [B, S, 1, R] and v [B, S, H, V] to
     [B, L, H, V].
     """
-    # over tensor parallel ranks the sum splits it: `concat` would, in a program, lose the gradients of the others
-    # (Paddle 3.3.1)
+    # The zeros are split over tensor parallel ranks as the other heads are, and the sum splits the shared key likewise.
+    # Left to `concat`, the key would lose the gradients of the other ranks' heads in a program (Paddle 3.3.1).
     shared = k_rope.expand([-1, -1, k_nope.shape[2], -1]) + paddle.zeros_like(k_nope[..., :1])
     q, k = paddle.concat([q_nope, q_rope], -1), paddle.concat([k_nope, shared], -1)
     if ops.heads_first:

@@ -11,9 +11,9 @@ import paddle.nn.functional as F
 import pytest
 
 from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.devices.latent_attention import absorbed_attention, latent_attention
 from llmsuite.devices.ops import Ops, causal_mask, document_mask
 from llmsuite.inference.attention import grouped_attention
+from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention
 
 Tensor = Any
 ROWS, LENGTH, HEADS, NOPE, ROPE = 2, 70, 3, 16, 8
