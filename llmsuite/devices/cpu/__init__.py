@@ -172,7 +172,7 @@ class CpuBackend(DeviceBackend):
 
     def product_path(self, precision: str) -> str:
         if precision == "bf16" and self._has_bf16():
-            return "by the processor's instructions for bfloat16: our own with AMX, else oneDNN's"
+            return f"by the processor's instructions for bfloat16 ({'AMX' if has_amx() else 'AVX-512'})"
         if precision == "fp32" and self._splits_float32():
             return "float32 in three bfloat16 parts, by AMX"
         path = os.environ.get("MKL_DEBUG_CPU_TYPE")

@@ -29,11 +29,10 @@ def has_amx() -> bool:
 
 
 def multiplies_bf16() -> bool:
-    """Whether this processor has instructions for products in bfloat16 that are faster than those for float32, by the
-    oneDNN of Paddle's wheel, which without any is slower.
+    """Whether this processor has instructions for products in bfloat16 that are faster than those for float32.
 
     On AMD those of avx512_bf16 are twice as fast, on Intel slower: a Xeon that has them and shows no AMX gave 134
-    GFLOP/s for 194 in float32, and by the oneDNN of torch 2.13 150 for 260.
+    GFLOP/s by oneDNN's products for 194 in float32, and by those of torch 2.13 150 for 260.
     """
     flags, is_amd = _flags(), (_facts() or {}).get("vendor_id") == "AuthenticAMD"
     return has_amx() or (is_amd and flags >= _AVX512 | {"avx512_bf16"})

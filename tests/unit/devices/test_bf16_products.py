@@ -1,8 +1,5 @@
-"""The CPU's products of inputs that are rounded to bfloat16, or split into three parts of that type, by blocks of our
-own, against those of float64.
-
-Where processors have no AMX, products are oneDNN's: here the blocks are tried there too, built for the processor at
-hand and for some with less.
+"""The CPU's products of inputs that are rounded to bfloat16, or split into three parts of that type, against those of
+float64: built for the processor at hand, and for some with less.
 """
 
 from __future__ import annotations
@@ -25,22 +22,21 @@ from tests.unit.devices.test_cpu_kernels import random, rounded
 
 SIZES = [
     (1, 1, 1), (1, 576, 3), (32, 32, 32), (33, 31, 65), (64, 512, 512), (77, 1001, 45), (130, 2048, 96), (5, 16, 700),
-    (700, 40, 5), (600, 1100, 1050),
+    (700, 40, 5), (48, 70, 16), (600, 1100, 1050),
 ]  # fmt: skip
 """M, K and N of [M, K] [K, N]: with and without a rest, of one block and of several, whose right side stays or not."""
 
 
 @pytest.mark.skipif(not can_be_built(PRODUCTS), reason="there is no compiler")
 @pytest.mark.parametrize("processor", [(), ("-march=x86-64-v4", "-mavx512bf16"), ("-march=x86-64",)], ids=str)
-def test_products_of_blocks(processor: tuple[str, ...]) -> None:
+def test_products(processor: tuple[str, ...]) -> None:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     if "-mavx512bf16" in processor and "avx512_bf16" not in next(x for x in lines if x.startswith("flags")).split():
         pytest.skip("it has no products of bfloat16")
-    whole = PRODUCTS
-    blocks = dataclasses.replace(
-        whole,
-        name=f"products-blocks{''.join(processor)}",
-        options=(*whole.options, "-DLLMSUITE_BLOCKS", *processor),
+    products = dataclasses.replace(
+        PRODUCTS,
+        name=f"products{''.join(processor)}",
+        options=(*PRODUCTS.options, *processor),
         is_for_this_cpu=not processor,
     )
     # the last one has fewer threads than are asked for
@@ -53,7 +49,7 @@ def test_products_of_blocks(processor: tuple[str, ...]) -> None:
             "import paddle\n"
             "from llmsuite.devices.cpu.kernels import ops\n"
             "from tests.unit.devices import test_bf16_products as tests\n"
-            f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(blocks))!r})\n"
+            f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(products))!r})\n"
             "assert ops.load()\n"
             "tests.check()\n"
             "print('all are equal')\n"

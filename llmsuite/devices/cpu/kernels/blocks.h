@@ -234,7 +234,8 @@ class Worker {
     uint32_t* of_b = pairs_ + (keeps_ ? kParts * slice.at / 2 * wide_.size : 0);
     if (!keeps_ || m == top_) TakeRight(slice, n, columns, of_b);
     for (int64_t i = 0; i < rows; i += tiles::kStep) {
-      const tiles::Left of_a = TakeLeft(slice, m + i, std::min(tiles::kStep, rows - i));
+      const int64_t some_rows = std::min(tiles::kStep, rows - i);
+      const tiles::Left of_a = TakeLeft(slice, m + i, some_rows);
       // what comes then: rows below, at the end of a block those of the next slice, behind the last one the next block
       const bool is_end = i + tiles::kStep >= rows, is_last = is_end && number + 1 == slices_.all.size();
       const Slice& then = slices_.all[is_last ? 0 : number + is_end];
@@ -243,7 +244,8 @@ class Worker {
       for (int64_t s = 0; s < strips; ++s) {
         const int64_t part = tiles::kStep * whole / 2;
         const auto* strip = reinterpret_cast<const uint16_t*>(of_b + s * kParts * part);
-        multiply_.template Block<kParts>(whole, of_a, {strip, tiles::kStep, 2 * part},
+        const tiles::Size size = {some_rows, std::min(tiles::kStep, columns - s * tiles::kStep), slice.count};
+        multiply_.template Block<kParts>(size, of_a, {strip, tiles::kStep, 2 * part},
                                          sums_ + i * sums_lead_ + s * tiles::kStep, sums_lead_, number > 0, ahead);
       }
     }

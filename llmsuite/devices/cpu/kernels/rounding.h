@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
-#include <memory>
 
 #include "paddle/phi/api/ext/op_meta_info.h"
 #include "paddle/phi/api/include/api.h"
@@ -51,27 +50,6 @@ inline bool IsBf16(const paddle::Tensor& x) {
 
 inline paddle::Tensor New(const std::vector<int64_t>& shape, paddle::DataType type, const paddle::Tensor& like) {
   return paddle::experimental::empty(shape, type, like.place());
-}
-
-// Room for rounded numbers that stays with its owner: memory of this size taken anew is faulted in page by page.
-class Room {
- public:
-  uint16_t* For(int64_t count) {
-    if (count > size_) memory_.reset(new uint16_t[size_ = count]);
-    return memory_.get();
-  }
-
- private:
-  std::unique_ptr<uint16_t[]> memory_;
-  int64_t size_ = 0;
-};
-
-// x as bfloat16: where it is that already its own memory, else the room
-inline const uint16_t* ToBf16(const paddle::Tensor& x, Room& room) {
-  if (IsBf16(x)) return static_cast<const uint16_t*>(x.data());
-  uint16_t* y = room.For(x.numel());
-  Each(x.data<float>(), y, x.numel(), [](float value) { return Half(value); });
-  return y;
 }
 
 // x as bfloat16, itself where it is

@@ -40,9 +40,9 @@ PRODUCTS = dataclasses.replace(
     name="products",
     sources=tuple(
         _HERE / name
-        for name in ("products.cc", "blocks.h", "linear.h", "onednn.h", "packing.h", "parts.h", "rounding.h", "tiles.h")
+        for name in ("products.cc", "blocks.h", "linear.h", "packing.h", "parts.h", "rounding.h", "tiles.h")
     ),
-    links=("libphi_core.so", "libcommon.so", "libiomp5.so", "libdnnl.so.3"),
+    links=("libphi_core.so", "libcommon.so", "libiomp5.so"),
     without=("products in bfloat16 need", "do without their instructions"),
 )
 

@@ -70,6 +70,12 @@ struct Right {
   int64_t lead, part;  // `lead` in pairs
 };
 
+// A block of c, at most kStep x kStep, and of how many products each number is. What is behind these in a and b, up to
+// multiples of kStep, is 0.
+struct Size {
+  int64_t rows, columns, depth;
+};
+
 // Memory that is needed soon, which comes to the second-level cache line by line between products: many lines at once
 // would keep these from theirs.
 class Ahead {
@@ -95,35 +101,39 @@ class Ahead {
 #if defined(__AVX512BF16__)
 inline __m512bh Words(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-// 8 rows and kStep columns of c
-inline void EightRows(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
-                      bool adds) {
-  __m512 sums[8][2];
-  for (int r = 0; r < 8; ++r)
-    for (int j = 0; j < 2; ++j) sums[r][j] = adds ? _mm512_loadu_ps(c + r * ldc + 16 * j) : _mm512_setzero_ps();
+// kRows rows and kVectors times 16 columns of c, whose sums are registers: so many that none waits for the one before it
+template <int kRows, int kVectors>
+inline void Sums(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
+                 bool adds) {
+  __m512 sums[kRows][kVectors];
+  for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kVectors; ++j)
+      sums[r][j] = adds ? _mm512_loadu_ps(c + r * ldc + 16 * j) : _mm512_setzero_ps();
   for (int64_t i = 0; i < k; i += 2, b += 2 * ldb) {
-    const __m512bh left = Words(b), right = Words(b + 32);
-    for (int r = 0; r < 8; ++r) {
+    __m512bh columns[kVectors];
+    for (int j = 0; j < kVectors; ++j) columns[j] = Words(b + 32 * j);
+    for (int r = 0; r < kRows; ++r) {
       int32_t pair;
       std::memcpy(&pair, a + r * lda + i, 4);
       const __m512bh both = (__m512bh)_mm512_set1_epi32(pair);
-      sums[r][0] = _mm512_dpbf16_ps(sums[r][0], both, left);
-      sums[r][1] = _mm512_dpbf16_ps(sums[r][1], both, right);
+      for (int j = 0; j < kVectors; ++j) sums[r][j] = _mm512_dpbf16_ps(sums[r][j], both, columns[j]);
     }
   }
-  for (int r = 0; r < 8; ++r)
-    for (int j = 0; j < 2; ++j) _mm512_storeu_ps(c + r * ldc + 16 * j, sums[r][j]);
+  for (int r = 0; r < kRows; ++r)
+    for (int j = 0; j < kVectors; ++j) _mm512_storeu_ps(c + r * ldc + 16 * j, sums[r][j]);
 }
 #else
-inline void EightRows(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
-                      bool adds) {
-  for (int r = 0; r < 8; ++r) {
-    float sums[kStep] = {};
+template <int kRows, int kVectors>
+inline void Sums(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
+                 bool adds) {
+  constexpr int kColumns = 16 * kVectors;
+  for (int r = 0; r < kRows; ++r) {
+    float sums[kColumns] = {};
     if (adds) std::memcpy(sums, c + r * ldc, sizeof sums);
     for (int64_t i = 0; i < k; i += 2) {
       const float first = rounding::Whole(a[r * lda + i]), second = rounding::Whole(a[r * lda + i + 1]);
       const uint16_t* pairs = b + i * ldb;
-      for (int j = 0; j < kStep; ++j)
+      for (int j = 0; j < kColumns; ++j)
         sums[j] += first * rounding::Whole(pairs[2 * j]) + second * rounding::Whole(pairs[2 * j + 1]);
     }
     std::memcpy(c + r * ldc, sums, sizeof sums);
@@ -214,19 +224,23 @@ class Multiplier {
     Ahead nothing;
     for (int64_t i = 0; i < m; i += kStep)
       for (int64_t j = 0; j < n; j += kStep)
-        Block<1>(k, {a + i * lda, lda, 0}, {b + 2 * j, ldb, 0}, c + i * ldc + j, ldc, adds, nothing);
+        Block<1>({kStep, kStep, k}, {a + i * lda, lda, 0}, {b + 2 * j, ldb, 0}, c + i * ldc + j, ldc, adds, nothing);
   }
 
-  // kStep rows and columns of c.
+  // c has room for kStep rows and columns; what is in those behind the block is of no use.
   template <int kParts>
-  void Block(int64_t k, const Left& a, const Right& b, float* c, int64_t ldc, bool adds, Ahead& ahead) const {
+  void Block(const Size& size, const Left& a, const Right& b, float* c, int64_t ldc, bool adds, Ahead& ahead) const {
 #if defined(__AMX_BF16__)
-    if (has_amx_) return FourTiles<kParts>(k, a, b, c, ldc, adds, ahead);
+    if (has_amx_) return FourTiles<kParts>(Whole(size.depth), a, b, c, ldc, adds, ahead);
 #endif
+    const int64_t step = size.columns > 16 ? 8 : 16;
     for (const auto& [of_a, of_b] : Terms<kParts>::kAll) {
-      for (int64_t r = 0; r < kStep; r += 8)
-        EightRows(k, a.data + of_a * a.part + r * a.lead, a.lead, b.data + of_b * b.part, b.lead, c + r * ldc, ldc,
-                  adds);
+      const uint16_t *rows = a.data + of_a * a.part, *columns = b.data + of_b * b.part;
+      for (int64_t r = 0; r < size.rows; r += step)
+        if (size.columns > 16)
+          Sums<8, 2>(size.depth, rows + r * a.lead, a.lead, columns, b.lead, c + r * ldc, ldc, adds);
+        else
+          Sums<16, 1>(size.depth, rows + r * a.lead, a.lead, columns, b.lead, c + r * ldc, ldc, adds);
       adds = true;
     }
   }
