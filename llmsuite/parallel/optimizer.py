@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, Protocol
@@ -31,6 +32,23 @@ class PaddleKinds:
 
 PLAIN = PaddleKinds()
 PLAIN_OPS = Ops()
+
+
+class _KernelAdamW(paddle.optimizer.AdamW):
+    """Paddle's, with updates by a kernel of the device."""
+
+    def __init__(self, update: Callable[..., None], **options: Any):
+        super().__init__(**options)
+        self._kernel = update
+
+    def _append_optimize_op(self, block: Any, param_and_grad: tuple[Tensor, Tensor]) -> None:
+        """Called for each parameter that has a gradient, in place of Paddle 3.3.1's own operation."""
+        parameter, gradient = param_and_grad
+        names = (self._moment1_acc_str, self._moment2_acc_str, self._beta1_pow_acc_str, self._beta2_pow_acc_str)
+        slots = [self._get_accumulator_master(name, parameter) for name in names]
+        decay = self._weight_decay if self._apply_decay_param_fun(parameter.name) else 0.0
+        rate = self._create_param_lr(param_and_grad)
+        self._kernel(parameter, gradient, rate, slots, (self._beta1, self._beta2), self._epsilon, decay)
 
 
 def paddle_optimizer(
@@ -111,7 +129,8 @@ class Optimizer:
         self.learning_rate = LearningRate(train, total_steps).at
         self._max_norm = train.max_grad_norm
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
-        self._paddle = paddle_optimizer(train, owned, train.learning_rate, decay)
+        kinds = PLAIN if ops.adamw is None else PaddleKinds(functools.partial(_KernelAdamW, ops.adamw))
+        self._paddle = paddle_optimizer(train, owned, train.learning_rate, decay, kinds=kinds)
         self._decay_rates = {slot: first(train) for slot, first in FIRST_VALUES.items()}
         has_master = any(shard.has_master for shard in self.shards)
         self.slots = [*OPTIMIZER_SLOTS[train.optimizer], *(["master"] if has_master else [])]

@@ -52,6 +52,7 @@ _KERNELS = {
     "stored_write": "stored_write",
     "square_sum": "square_sum",
     "scale": "scale",
+    "adamw": "adamw",
 }
 """Kernels of every precision: a field of `Ops` -> a function of `kernels.ops`."""
 _GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600

@@ -70,6 +70,28 @@ def test_gradients_before_an_update(shape: list[int]) -> None:
     assert np.array_equal(x.numpy(), values * np.float32(0.3)), "in place"
 
 
+@pytest.mark.parametrize("size", [1, 7, 210_000])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_updates_by_adamw(size: int, decay: float) -> None:
+    """Three of them are as Paddle's; a part of a parameter has the numbers of the whole, to the last bit."""
+    values, *gradients = (random(size, seed=seed) for seed in range(4))
+    theirs, mine, half = leaf(values), paddle.to_tensor(values), paddle.to_tensor(values[: size // 2 + 1])
+    optimizer = paddle.optimizer.AdamW(0.01, 0.8, 0.95, 1e-3, parameters=[theirs], weight_decay=decay)
+    slots = [
+        [paddle.zeros_like(x), paddle.zeros_like(x), paddle.full([1], 0.8), paddle.full([1], 0.95)]
+        for x in (mine, half)
+    ]
+    for gradient in gradients:
+        theirs.grad = paddle.to_tensor(gradient)
+        optimizer.step()
+        for parameter, own in zip((mine, half), slots):
+            given = paddle.to_tensor(gradient[: parameter.shape[0]])
+            kernels.adamw(parameter, given, paddle.full([], 0.01), own, (0.8, 0.95), 1e-3, decay)
+    assert np.abs(mine.numpy() - theirs.numpy()).max() <= LIMIT * np.abs(values).max()
+    assert np.array_equal(half.numpy(), mine.numpy()[: half.shape[0]])
+    assert [float(power) for power in slots[0][2:]] == pytest.approx([0.8**4, 0.95**4])
+
+
 HEADS = [(4, 4, 8), (6, 2, 16), (3, 1, 10)]
 """Query heads, key-value heads, size."""
 

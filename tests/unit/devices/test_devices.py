@@ -63,6 +63,7 @@ KERNELS = {
             *("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "grouped_matmul", "next_logits"),
             *("dispatch_rows", "combine_rows"),
             *("joined_swiglu", "stored_product", "stored_outputs", "stored_write", "square_sum", "scale"),
+            "adamw",
         )
     },
     "causal_mask": kernels.no_mask,

@@ -14,7 +14,7 @@ from llmsuite.errors import UserError
 _HERE = Path(__file__).parent
 _FILES = (
     *("attention.cc", "bf16_attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc"),
-    *("grouped.cc", "expert_rows.cc", "gradients.cc"),
+    *("grouped.cc", "expert_rows.cc", "gradients.cc", "adamw.cc"),
 )
 _HEADERS = ("attention.h", "common.h", "linear.h", "packing.h", "products.h", "rounding.h", "stored.h", "tiles.h")
 KERNELS = Library(
