@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -11,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmsuite.cache import BUILT, cache_root, is_own_file, locked, own_directory
@@ -79,20 +81,39 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
             f"install it with: apt-get install g++ (or your system's package), or {what.without[1]}"
         )
     print(f"building what Paddle's CPU wheel lacks ({what.name}), once: up to a minute", file=sys.stderr, flush=True)
-    sources = [str(source) for source in what.sources if source.suffix == ".cc"]
+    build_options = [*what.options, *(["-march=native"] if what.is_for_this_cpu else []), "-fPIC", "-w"]
+    includes = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}"]
+    macros = [f'-DLIBPADDLE="{paddle / "base" / "libpaddle.so"}"', "-DPADDLE_ON_INFERENCE=0"]
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = {source: Path(scratch) / f"{source.stem}.o" for source in what.sources if source.suffix == ".cc"}
+        _run_all(
+            [
+                [compiler, "-std=c++17", *build_options, *macros, *includes, "-c", str(source), "-o", str(to)]
+                for source, to in objects.items()
+            ],
+            target,
+        )
         output = Path(scratch) / target.name
-        command = [
-            compiler, "-std=c++17", *what.options, *(["-march=native"] if what.is_for_this_cpu else []),
-            "-fPIC", "-shared", "-w", f'-DLIBPADDLE="{paddle / "base" / "libpaddle.so"}"', "-DPADDLE_ON_INFERENCE=0",
-            f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}", *sources, "-o", str(output),
+        link = [
+            compiler, *build_options, "-shared", *map(str, objects.values()), "-o", str(output),
             f"-L{paddle / 'libs'}", *(f"-l:{name}" for name in what.links),
             f"-Wl,-rpath,{paddle / 'libs'}", "-Wl,-z,lazy",
         ]  # fmt: skip
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        _run_all([link], target)
+        output.chmod(0o700)
+        os.replace(output, target)
+
+
+def _run_all(commands: Sequence[list[str]], target: Path) -> None:
+    """Run commands of the compiler, as many at once as there are processors.
+
+    Raises:
+        UserError: one fails; what it said is in a file beside the target.
+    """
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(lambda one: subprocess.run(one, capture_output=True, text=True, check=False), commands))
+    for command, result in zip(commands, results, strict=True):
         if result.returncode != 0:
             log = target.with_suffix(".log")
             log.write_text(" ".join(command) + "\n" + result.stdout + result.stderr)
             raise UserError(f"building the CPU kernels failed; the compiler's messages are in {log}")
-        output.chmod(0o700)
-        os.replace(output, target)
