@@ -71,17 +71,19 @@ class Product:
         return HEAD if self.is_of_head else LAYERS
 
 
-def forward_and_back(rows: int, matrix: tuple[int, int], transposed: bool, back: bool, head: bool) -> Iterator[Product]:
-    """The products of so many rows with a matrix, [inputs, outputs] unless it is transposed, in float32; with `back`
-    those of the gradients of both."""
+def forward_and_back(
+    rows: int, matrix: tuple[int, int], transposed: bool, of_input: bool, of_matrix: bool, head: bool
+) -> Iterator[Product]:
+    """The products of so many rows with a matrix, [inputs, outputs] unless it is transposed, in float32, and those of
+    the gradients that are wanted."""
     inputs, outputs = reversed(matrix) if transposed else matrix
     yield Product((rows, inputs), matrix, transpose_right=transposed, is_of_head=head)
-    if not back:
-        return
-    yield Product((rows, outputs), matrix, transpose_right=not transposed, is_of_head=head)
-    x, gradient = (rows, inputs), (rows, outputs)
-    left, right = (gradient, x) if transposed else (x, gradient)
-    yield Product(left, right, transpose_left=True, is_of_head=head)
+    if of_input:
+        yield Product((rows, outputs), matrix, transpose_right=not transposed, is_of_head=head)
+    if of_matrix:
+        x, gradient = (rows, inputs), (rows, outputs)
+        left, right = (gradient, x) if transposed else (x, gradient)
+        yield Product(left, right, transpose_left=True, is_of_head=head)
 
 
 class Seconds:

@@ -216,10 +216,12 @@ class _Recorder:
             return
         logits = model.logits
 
-        def note(x: Any, matrix: Any, transposed: bool, head: bool) -> None:
+        def note(x: Any, matrix: Any, transposed: bool = False, head: bool = False, has_gradient: bool = False) -> None:
+            """`has_gradient`: x has one, whatever the tensor that is given says."""
             rows, back = int(x.size) // int(x.shape[-1]), paddle.is_grad_enabled()
             shape = (int(matrix.shape[0]), int(matrix.shape[1]))
-            self._products.update(forward_and_back(rows, shape, transposed, back, head))
+            of_input, of_matrix = back and (has_gradient or not x.stop_gradient), back and not matrix.stop_gradient
+            self._products.update(forward_and_back(rows, shape, transposed, of_input, of_matrix, head))
 
         def of_head(hidden: Any) -> Any:
             self._passes_of_head += paddle.is_grad_enabled()
@@ -228,10 +230,19 @@ class _Recorder:
             with _event(WITHIN + parts.HEAD):
                 return logits(hidden)
 
+        def of_adapter(layer: Any, inputs: tuple[Any, ...], y: Any) -> None:
+            (x,) = inputs
+            note(x, layer.weight)
+            if (factors := layer.factors()) is not None:
+                note(x, factors.first)
+                note(x[..., : factors.first.shape[1]], factors.second, has_gradient=True)  # of the shape that x A has
+
         model.__dict__["logits"] = of_head
         for layer in model.sublayers():
             if type(layer) is nn.Linear and layer is not model.lm_head:
-                layer.register_forward_post_hook(lambda layer, x, y: note(x[0], layer.weight, False, False))
+                layer.register_forward_post_hook(lambda layer, x, y: note(x[0], layer.weight))
+            elif hasattr(layer, "is_low_rank"):
+                layer.register_forward_post_hook(of_adapter)
 
     # what the trainer calls
 

@@ -69,9 +69,9 @@ def test_a_product_and_its_gradients_are_three_of_the_same_size(benchmarks: tupl
     _, parts = benchmarks
     for transposed in (False, True):
         matrix = (7, 5) if transposed else (5, 7)
-        found = list(parts.forward_and_back(11, matrix, transposed, True, False))
+        found = list(parts.forward_and_back(11, matrix, transposed, True, True, False))
         assert [product.flops for product in found] == [2 * 11 * 5 * 7] * 3
-        assert len(list(parts.forward_and_back(11, matrix, transposed, False, False))) == 1
+        assert len(list(parts.forward_and_back(11, matrix, transposed, False, False, False))) == 1
         shapes = [_shape(product) for product in found]
         assert shapes == [(11, 7), (11, 5), matrix]
 
