@@ -74,6 +74,7 @@ _BF16_PRODUCTS = {
     "sum_matmul": "bf16_sum_matmul",
     "operand_matmul": "bf16_operand_matmul",
     "program_matmul": "bf16_linear",
+    "grouped_matmul": "bf16_grouped_matmul",
     "attention": "bf16_attention",
     "attention_operand": "bf16_attention_operand",
     "next_logits": "bf16_next_logits",

@@ -70,6 +70,7 @@ def check() -> None:
     check_rows_alone()
     check_parts()
     check_split_linear()
+    check_rows_with_a_matrix_each()
 
 
 def check_product(size: tuple[int, int, int], turns_left: bool, turns_right: bool) -> None:
@@ -141,6 +142,22 @@ def check_split_linear() -> None:
         expected = (x @ matrix, d_y @ matrix.T, of_matrix.T if turned else of_matrix)
         for found, exact in zip((y, *(t.grad for t in given)), expected, strict=True):
             assert np.abs(found.numpy() - exact).max() <= 1e-5 * np.abs(exact).max()
+
+
+def check_rows_with_a_matrix_each() -> None:
+    """As those of float32 products of rounded inputs, with gradients; of matrices that are not trained without."""
+    counts = paddle.to_tensor([30, 0, 41, 1], dtype="int64")
+    x, w, d_y = random(75, 70), random(4, 70, 45, seed=1), random(75, 45, seed=2)
+    for trains in (True, False):
+        found = []
+        for product in (kernels.rounded_grouped_matmul, kernels.bf16_grouped_matmul):
+            rows, matrices = paddle.to_tensor(x, stop_gradient=False), paddle.to_tensor(w, stop_gradient=not trains)
+            y = product(rows, matrices, counts)
+            y.backward(paddle.to_tensor(d_y))
+            found.append([y, rows.grad, *([matrices.grad] if trains else [])])
+            assert not y.numpy()[72:].any()
+        for expected, mine in zip(*found, strict=True):
+            assert np.abs((mine - expected).numpy()).max() <= 1e-6 * np.abs(expected.numpy()).max()
 
 
 def check_rows_alone() -> None:

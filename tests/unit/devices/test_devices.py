@@ -87,6 +87,7 @@ BY_INSTRUCTIONS = {
     "sum_matmul": kernels.bf16_sum_matmul,
     "operand_matmul": kernels.bf16_operand_matmul,
     "program_matmul": kernels.bf16_linear,
+    "grouped_matmul": kernels.bf16_grouped_matmul,
     "attention": kernels.bf16_attention,
     "attention_operand": kernels.bf16_attention_operand,
     "next_logits": kernels.bf16_next_logits,

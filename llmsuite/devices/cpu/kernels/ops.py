@@ -111,7 +111,7 @@ def bf16_operand_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor,
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """`ops.grouped_matmul` by one product a matrix, of its rows and no others."""
-    return _grouped(x, weight, counts, False) if _takes(x, weight) else ops.grouped_matmul(x, weight, counts)
+    return _grouped("grouped", x, weight, counts) if _takes(x, weight) else ops.grouped_matmul(x, weight, counts)
 
 
 def dispatch_rows(tokens: Tensor, order: Tensor, places: Tensor, counts: Tensor) -> Tensor:
@@ -189,7 +189,12 @@ def rounded_joined_swiglu(both: Tensor) -> Tensor:
 
 def rounded_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     """`grouped_matmul` of inputs rounded to bfloat16, by MKL's products of float32."""
-    return _grouped(x, weight, counts, True)
+    return _grouped("rounded_grouped", x, weight, counts)
+
+
+def bf16_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    """`grouped_matmul` of inputs rounded to bfloat16, with float32 sums."""
+    return _grouped("bf16_grouped", x, weight, counts)
 
 
 def plain_rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
@@ -318,9 +323,9 @@ def _takes(*tensors: Tensor, dtype: Any = paddle.float32) -> bool:
     return not tensors[0].is_dist() or (is_split(tensors[0]) and are_alike(tensors))
 
 
-def _grouped(x: Tensor, weight: Tensor, counts: Tensor, rounds: bool) -> Tensor:
+def _grouped(kernel: str, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     # of matrices that are not trained no gradient is made
-    return _run("grouped_rows" if weight.stop_gradient else "grouped_product", x, weight, counts, rounds)[0]
+    return _run(f"{kernel}_{'rows' if weight.stop_gradient else 'product'}", x, weight, counts)[0]
 
 
 def _on_parts(kernel: Callable[..., Tensor], *tensors: Tensor) -> Tensor:

@@ -16,7 +16,17 @@ _FILES = (
     *("attention.cc", "bf16_attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc"),
     *("grouped.cc", "expert_rows.cc", "gradients.cc", "adamw.cc"),
 )
-_HEADERS = ("attention.h", "common.h", "linear.h", "packing.h", "products.h", "rounding.h", "stored.h", "tiles.h")
+_HEADERS = (
+    "attention.h",
+    "common.h",
+    "grouped.h",
+    "linear.h",
+    "packing.h",
+    "products.h",
+    "rounding.h",
+    "stored.h",
+    "tiles.h",
+)
 KERNELS = Library(
     name="kernels",
     sources=tuple(_HERE / name for name in (*_FILES, *_HEADERS)),
@@ -40,7 +50,19 @@ PRODUCTS = dataclasses.replace(
     name="products",
     sources=tuple(
         _HERE / name
-        for name in ("products.cc", "blocks.h", "linear.h", "packing.h", "parts.h", "rounding.h", "tiles.h")
+        for name in (
+            *(
+                "products.cc",
+                "bf16_grouped.cc",
+                "blocks.h",
+                "common.h",
+                "grouped.h",
+                "linear.h",
+                "packing.h",
+                "parts.h",
+            ),
+            *("rounding.h", "tiles.h"),
+        )
     ),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so"),
     without=("products in bfloat16 need", "do without their instructions"),
