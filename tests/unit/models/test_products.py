@@ -53,16 +53,21 @@ def rounded(values: np.ndarray) -> np.ndarray:
     return values.astype(ml_dtypes.bfloat16).astype("float64")
 
 
-def check(found: Any, expected: np.ndarray) -> None:
+def check(found: Any, expected: np.ndarray, limit: float = LIMIT) -> None:
     assert found.dtype == paddle.float32
     assert found.shape == list(expected.shape)
-    assert np.abs(found.numpy() - expected).max() <= LIMIT * np.abs(expected).max()
+    assert np.abs(found.numpy() - expected).max() <= limit * np.abs(expected).max()
 
 
 @pytest.mark.skipif(not can_be_built(PRODUCTS), reason="there is no compiler")
 @pytest.mark.parametrize("together", [True, False])
 def test_float32_in_parts_rounds_nothing(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Layers, of which one is thin, beside float64."""
+    """Layers, of which one is thin, beside float64.
+
+    Each product is six of parts, which are added up one after another, for an input as many as all layers have outputs:
+    more sums are rounded than those of LIMIT. How exact they are is looked at where the kernel is tested.
+    """
+    limit = 4 * LIMIT
     ops, called, run = CpuBackend(splits=True).ops("fp32"), [], kernels._run
     monkeypatch.setattr(kernels, "_run", lambda name, *given: called.append(name) or run(name, *given))
     layers = nn.LayerList([nn.Linear(96, outputs, bias_attr=False) for outputs in (80, 72, 8)])
@@ -74,10 +79,10 @@ def test_float32_in_parts_rounds_nothing(together: bool, monkeypatch: pytest.Mon
     rows, of_x = x.numpy().reshape(-1, 96).astype("float64"), np.zeros([80, 96])
     for layer, y, gradient in zip(layers, ys, given, strict=True):
         matrix, d_y = layer.weight.numpy().astype("float64"), gradient.reshape(80, -1).astype("float64")
-        check(y, (rows @ matrix).reshape(y.shape))
-        check(layer.weight.grad, rows.T @ d_y)
+        check(y, (rows @ matrix).reshape(y.shape), limit)
+        check(layer.weight.grad, rows.T @ d_y, limit)
         of_x += d_y @ matrix.T
-    check(x.grad, of_x.reshape(x.shape))
+    check(x.grad, of_x.reshape(x.shape), limit)
     # forward and gradients of the matrices, and of their input: one sum, or a product each
     assert called.count("split_product") == 6 + (1 if together else 3)
 
