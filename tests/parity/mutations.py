@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -140,17 +141,40 @@ def weight_scale_of_own_part(patch: pytest.MonkeyPatch) -> None:
 
 def weights_nudged(patch: pytest.MonkeyPatch, number: int) -> None:
     """Every weight that is drawn is off by `NUDGE` of itself (rms): no error, but a measure of how sensitive results
-    are to rounding."""
+    are to rounding. Of a matrix that is stored quantised it is what the codes stand for: other codes would be another
+    model."""
+    import paddle
+
+    from llmsuite.models import quantised
     from llmsuite.train import weights
 
-    initial_values = weights.initial_values
+    initial_values, dequantise = weights.initial_values, quantised.dequantise
+    quantise = weights.QuantisedReads._quantised
+    quantises = False
 
-    def nudged(seed: int, name: str, *args: Any) -> Any:
-        values = initial_values(seed, name, *args)
-        noise = np.random.default_rng([number, *name.encode()]).standard_normal(values.shape)
+    def moved(values: np.ndarray, by: bytes) -> Any:
+        noise = np.random.default_rng([number, *by]).standard_normal(values.shape)
         return (values * (1 + NUDGE * noise)).astype("float32")
 
-    patch.setattr(weights, "initial_values", nudged)
+    def drawn(seed: int, name: str, *args: Any) -> Any:
+        values = initial_values(seed, name, *args)
+        return values if quantises else moved(values, name.encode())
+
+    def stored(self: Any, *args: Any) -> Any:
+        nonlocal quantises
+        quantises = True
+        try:
+            return quantise(self, *args)
+        finally:
+            quantises = False
+
+    def whole(codes: Any, *args: Any) -> Any:
+        values = dequantise(codes, *args).numpy()
+        return paddle.to_tensor(moved(values, hashlib.sha256(codes.numpy().tobytes()).digest()))
+
+    patch.setattr(weights, "initial_values", drawn)
+    patch.setattr(weights.QuantisedReads, "_quantised", stored)
+    patch.setattr(quantised, "dequantise", whole)
 
 
 def _between(bent: Callable[[Any], Any]) -> Callable[..., Any]:

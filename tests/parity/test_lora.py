@@ -25,12 +25,17 @@ from tests.multi.test_lora import (
     TP,
 )
 from tests.parity.cases import GRADIENT_LIMIT, Case, compare, run_cases
+from tests.parity.condition import change_limits, nudged
 from tests.parity.lora import case
 
 OFF = {"stage": "dpo", "run": ("--dpo.reference=adapter_off",)}
 SCORE_LIMIT = 5e-6
 """What chosen and rejected answers have in common cancels out in the gradient of a score, and with it digits: one
 process with micro-batches of 1 is 2.6e-6 from itself with one of 8."""
+SENSITIVE = {"nf4 experts"}
+"""Runs whose limits of what has changed are from the condition of each number: a factor of one expert learns from few
+tokens, whose terms cancel out, and three steps of AdamW magnify what rounding leaves of them. With tp2 it is off by up
+to 3.0e-6 and in one process with micro-batches of 1 by 1.2e-6, where 7.8e-6 may be explained."""
 SELECTIVE, OFFLOAD = "--engine.recompute=selective", "--engine.offload_optimizer=true"
 
 
@@ -129,15 +134,18 @@ def _many(name: str) -> Case:
 @pytest.fixture(scope="module")
 def failed(runner: Runner) -> dict[str, str]:
     """Runs everything; what was printed of the cases that did not end well."""
-    return run_cases(runner, [*map(_one, RUNS), *map(_many, STRATEGIES)])
+    moved = [case for run in SENSITIVE for case in nudged(_one(run))]
+    return run_cases(runner, [*map(_one, RUNS), *moved, *map(_many, STRATEGIES)])
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], name: str) -> None:
-    one, many = _one(STRATEGIES[name][0]).name, _many(name).name
+    run = STRATEGIES[name][0]
+    one, many = _one(run).name, _many(name).name
     assert one not in failed, failed[one]
     assert many not in failed, failed[many]
-    limit = SCORE_LIMIT if STRATEGIES[name][0] == "rm" else GRADIENT_LIMIT
-    found = compare(runner, one, many, STEM, limit, gradient_limit=limit)
+    limit = SCORE_LIMIT if run == "rm" else GRADIENT_LIMIT
+    of_change = change_limits(runner, _one(run), STEM, limit) if run in SENSITIVE else limit
+    found = compare(runner, one, many, STEM, of_change, gradient_limit=limit)
     print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
     assert found.problems == []
