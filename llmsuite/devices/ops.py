@@ -296,8 +296,9 @@ class Ops:
     scale: Callable[[Tensor, float], None] = scale
     """For gradients, before they update their parameters."""
     adamw: Callable[..., None] | None = None
-    """An update of a plain float32 parameter, in place. It takes that, its gradient, the learning rate, [both moments,
-    powers of both decay rates], the decay rates, epsilon, and the decay of the weight. None: Paddle's own."""
+    """An update of a plain float32 parameter, in place. It takes that, its gradient, what this is multiplied by, the
+    learning rate, [both moments, powers of both decay rates], the decay rates, epsilon, and the decay of the weight.
+    None: Paddle's own."""
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, each tensor [B, J, S, K], float32 or bfloat16, and how many columns

@@ -37,6 +37,9 @@ PLAIN_OPS = Ops()
 class _KernelAdamW(paddle.optimizer.AdamW):
     """Paddle's, with updates by a kernel of the device."""
 
+    factor = 1.0
+    """What gradients are multiplied by, which saves a pass over them."""
+
     def __init__(self, update: Callable[..., None], **options: Any):
         super().__init__(**options)
         self._kernel = update
@@ -48,7 +51,8 @@ class _KernelAdamW(paddle.optimizer.AdamW):
         slots = [self._get_accumulator_master(name, parameter) for name in names]
         decay = self._weight_decay if self._apply_decay_param_fun(parameter.name) else 0.0
         rate = self._create_param_lr(param_and_grad)
-        self._kernel(parameter, gradient, rate, slots, (self._beta1, self._beta2), self._epsilon, decay)
+        betas = self._beta1, self._beta2
+        self._kernel(parameter, gradient, self.factor, rate, slots, betas, self._epsilon, decay)
 
 
 def paddle_optimizer(
@@ -125,6 +129,8 @@ class Optimizer:
         """
         self.shards, self._host, self._ops = list(shards), host, ops
         self._finished: list[tuple[ParameterShard, Tensor]] = []
+        self._factor = 1.0
+        """What these are still to be multiplied by."""
         owned = [shard.master_or_shard for shard in self.shards if not shard.is_empty]
         self.learning_rate = LearningRate(train, total_steps).at
         self._max_norm = train.max_grad_norm
@@ -172,15 +178,20 @@ class Optimizer:
         ]
         norm = math.sqrt(collective.sum_over_run([paddle.add_n(squares) if squares else 0.0])[0])
         clipped = 1.0 if self._max_norm is None or not norm > self._max_norm else self._max_norm / norm
-        for _, gradient in finished:  # one pass for both
-            self._ops.scale(gradient, clipped / weight)
-        self._finished = finished
+        self._finished, self._factor = finished, clipped / weight
         return norm
 
     @property
     def finished(self) -> Sequence[tuple[ParameterShard, Tensor]]:
         """The finished gradients of a step, before it updates the parameters."""
+        self._scale()
         return tuple(self._finished)
+
+    @paddle.no_grad()
+    def _scale(self) -> None:
+        for _, gradient in self._finished:
+            self._ops.scale(gradient, self._factor)
+        self._factor = 1.0
 
     def drop_gradients(self) -> None:
         """Drop the finished gradients, in place of a step."""
@@ -191,6 +202,10 @@ class Optimizer:
     def step(self, step: int) -> None:
         """Update the parameters and drop the gradients."""
         self._paddle.set_lr(self.learning_rate(step))
+        if isinstance(self._paddle, _KernelAdamW):
+            self._paddle.factor = self._factor
+        else:
+            self._scale()
         finished, self._finished = dict(self._finished), []
         # state on the host is moved a parameter at a time; else all are updated at once
         for group in [[shard] for shard in self.shards] if self._host else [self.shards]:

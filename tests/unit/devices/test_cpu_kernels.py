@@ -85,8 +85,8 @@ def test_updates_by_adamw(size: int, decay: float) -> None:
         theirs.grad = paddle.to_tensor(gradient)
         optimizer.step()
         for parameter, own in zip((mine, half), slots):
-            given = paddle.to_tensor(gradient[: parameter.shape[0]])
-            kernels.adamw(parameter, given, paddle.full([], 0.01), own, (0.8, 0.95), 1e-3, decay)
+            given = paddle.to_tensor(gradient[: parameter.shape[0]] * 4)
+            kernels.adamw(parameter, given, 0.25, paddle.full([], 0.01), own, (0.8, 0.95), 1e-3, decay)
     assert np.abs(mine.numpy() - theirs.numpy()).max() <= LIMIT * np.abs(values).max()
     assert np.array_equal(half.numpy(), mine.numpy()[: half.shape[0]])
     assert [float(power) for power in slots[0][2:]] == pytest.approx([0.8**4, 0.95**4])

@@ -295,21 +295,22 @@ def scale(x: Tensor, factor: float) -> None:
 
 
 def adamw(
-    parameter: Tensor, gradient: Tensor, rate: Tensor, slots: Sequence[Tensor], betas: tuple[float, float],
-    epsilon: float, decay: float,
+    parameter: Tensor, gradient: Tensor, factor: float, rate: Tensor, slots: Sequence[Tensor],
+    betas: tuple[float, float], epsilon: float, decay: float,
 ) -> None:  # fmt: skip
     """An update by AdamW in one pass, on all threads.
 
     Args:
         parameter: float32, like its gradient and moments; it changes, and so do the slots.
         gradient: of the parameter.
+        factor: what the gradient is multiplied by first.
         rate: the learning rate, one number.
         slots: both moments, and both decay rates to the power of this update's number, one number each.
         betas: decay rates of the moments.
         epsilon: what is added to the root of the second moment.
         decay: of the weight.
     """
-    _run("adamw", parameter, gradient, rate, *slots, *betas, epsilon, decay)
+    _run("adamw", parameter, gradient, rate, *slots, factor, *betas, epsilon, decay)
 
 
 def _is_plain(x: Tensor) -> bool:
