@@ -216,11 +216,14 @@ class _Recorder:
             return
         logits = model.logits
 
+        def is_frozen(matrix: Any) -> bool:
+            return bool(getattr(matrix, "stop_gradient", True))  # one that is quantised is no tensor
+
         def note(x: Any, matrix: Any, transposed: bool = False, head: bool = False, has_gradient: bool = False) -> None:
             """`has_gradient`: x has one, whatever the tensor that is given says."""
             rows, back = int(x.size) // int(x.shape[-1]), paddle.is_grad_enabled()
             shape = (int(matrix.shape[0]), int(matrix.shape[1]))
-            of_input, of_matrix = back and (has_gradient or not x.stop_gradient), back and not matrix.stop_gradient
+            of_input, of_matrix = back and (has_gradient or not x.stop_gradient), back and not is_frozen(matrix)
             self._products.update(forward_and_back(rows, shape, transposed, of_input, of_matrix, head))
 
         def of_head(hidden: Any) -> Any:

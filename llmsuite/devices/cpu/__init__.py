@@ -107,14 +107,16 @@ class CpuBackend(DeviceBackend):
         """
         Args:
             multiplies_bf16: whether to use the processor's instructions for products in bfloat16; None where it has
-                some, and the kernel for them can be built.
+                some, and the kernels for them can be built.
             splits: whether to multiply float32 matrices by them, in parts; None where the processor has AMX, likewise,
                 unless `SPLIT` says no.
         """
         self._multiplies_bf16, self._splits = multiplies_bf16, splits
 
     def _has_bf16(self) -> bool:
-        return multiplies_bf16() and can_be_built(PRODUCTS) if self._multiplies_bf16 is None else self._multiplies_bf16
+        if self._multiplies_bf16 is not None:
+            return self._multiplies_bf16
+        return multiplies_bf16() and can_be_built() and can_be_built(PRODUCTS)
 
     def _splits_float32(self) -> bool:
         if self._splits is not None:

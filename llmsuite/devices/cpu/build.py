@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from llmsuite.cache import BUILT, cache_root, is_own_file, locked, own_directory
@@ -36,26 +36,36 @@ class Library:
     """Whether it uses all instructions of this machine's processor."""
     without: tuple[str, str]
     """For the error message without a compiler: what needs one, and how to do without."""
+    instructions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """What the compiler has to know of this processor where it has it, as /proc/cpuinfo names it, and the macros by
+    which the compiler says so."""
 
 
 def library(what: Library) -> Path:
     """The shared library for the installed Paddle; builds it (up to a minute) when it is not in the cache.
 
     Raises:
-        UserError: there is no g++, or it cannot build the library.
+        UserError: there is no g++, or it cannot build the library, or there is no room for it.
     """
     paddle = _paddle()
     # the library is linked to this very installation, so its place is part of the name
-    content = b"".join(source.read_bytes() for source in what.sources) + " ".join([str(paddle), *what.options]).encode()
+    content = b"".join(source.read_bytes() for source in what.sources)
+    content += " ".join([str(paddle), *what.options, *what.links]).encode()
     content += _processor() if what.is_for_this_cpu else b""
     directory = own_directory(cache_root() / BUILT / what.name)
     version = importlib.metadata.version("paddlepaddle")
     target = directory / f"{what.sources[0].stem}-{version}-{hashlib.sha256(content).hexdigest()[:16]}.so"
     if is_own_file(target):
         return target
-    with locked(directory / "build.lock"):  # two runs may start at once
-        if not is_own_file(target):
-            _build(what, target, paddle)
+    try:
+        with locked(directory / "build.lock"):  # two runs may start at once
+            if not is_own_file(target):
+                _build(what, target, paddle)
+    except OSError as error:
+        where = f"{directory}: {error.strerror or error}"
+        raise UserError(
+            f"{where}; what Paddle's CPU wheel lacks is built there: set LLMSUITE_CACHE to another directory"
+        ) from error
     return target
 
 
@@ -80,6 +90,8 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
             f"{what.without[0]} a C++ compiler once, to build what Paddle's CPU wheel lacks; "
             f"install it with: apt-get install g++ (or your system's package), or {what.without[1]}"
         )
+    if what.is_for_this_cpu and what.instructions:
+        _check_knows(compiler, what)
     print(f"building what Paddle's CPU wheel lacks ({what.name}), once: up to a minute", file=sys.stderr, flush=True)
     build_options = [*what.options, *(["-march=native"] if what.is_for_this_cpu else []), "-fPIC", "-w"]
     includes = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}"]
@@ -104,13 +116,25 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
         os.replace(output, target)
 
 
+def _check_knows(compiler: str, what: Library) -> None:
+    """Raises UserError where the compiler is older than this processor: the library would do without what it is for."""
+    command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
+    known = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
+    flags = _processor().decode().split()
+    if missing := [name for name, macro in what.instructions.items() if name in flags and macro not in known]:
+        raise UserError(
+            f"{what.without[0]} a C++ compiler that knows {', '.join(missing)} of this processor: "
+            f"install g++ 11 or newer, or {what.without[1]}"
+        )
+
+
 def _run_all(commands: Sequence[list[str]], target: Path) -> None:
-    """Run commands of the compiler, as many at once as there are processors.
+    """Run commands of the compiler, some at once: each may take 400 MB.
 
     Raises:
         UserError: one fails; what it said is in a file beside the target.
     """
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+    with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         results = list(pool.map(lambda one: subprocess.run(one, capture_output=True, text=True, check=False), commands))
     for command, result in zip(commands, results, strict=True):
         if result.returncode != 0:

@@ -301,6 +301,16 @@ def test_counts_of_too_many_rows_are_refused() -> None:
     values = paddle.to_tensor(random(3, 4)), paddle.to_tensor(random(2, 4, 3))
     with pytest.raises(OSError, match="counts are of more rows than there are"):
         kernels.grouped_matmul(*values, paddle.to_tensor([2, 2], dtype="int64"))
+    with pytest.raises(OSError, match="as many counts are needed as matrices"):
+        kernels.grouped_matmul(*values, paddle.to_tensor([1, 1, 1], dtype="int64"))
+
+
+@pytest.mark.parametrize(("inputs", "outputs"), [(0, 3), (4, 0)])
+def test_rows_with_a_matrix_of_no_numbers(inputs: int, outputs: int) -> None:
+    x, weight, counts = random(3, inputs), random(2, inputs, outputs), paddle.to_tensor([2, 1], dtype="int64")
+    y = kernels._run("grouped_product", paddle.to_tensor(x), paddle.to_tensor(weight), counts)[0]
+    assert y.shape == [3, outputs]
+    assert not y.numpy().any()
 
 
 @pytest.mark.parametrize(("tokens", "chosen", "experts", "elsewhere"), [(40, 3, 5, 0), (40, 3, 5, 2), (7, 1, 2, 1)])

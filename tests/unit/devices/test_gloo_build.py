@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from llmsuite.devices.cpu import build
 from llmsuite.devices.cpu.gloo.shims import KERNELS
 from llmsuite.devices.cpu.kernels.source import KERNELS as FUSED
+from llmsuite.devices.cpu.kernels.source import PRODUCTS
 from llmsuite.errors import UserError
 
 
@@ -147,6 +149,46 @@ def test_fused_operations_that_cannot_be_built_are_done_without(
     assert done.stderr.count("going on with plain operations, which are slower") == 1
     assert "are in" in done.stderr, "where the compiler's messages are"
     assert len(calls(tmp_path)) == num_files(FUSED), "it is tried once"
+
+
+WITHOUT_ATTENTION = COMPILER.replace("sleep", 'case "$*" in */attention.cc*) exit 1 ;; esac\nsleep')
+
+
+def test_bfloat16_is_by_rounding_where_some_of_its_operations_cannot_be_built(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, WITHOUT_ATTENTION, monkeypatch)
+    script = (
+        "from llmsuite.devices import cpu; from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul; "
+        "cpu.multiplies_bf16 = lambda: True; backend = cpu.CpuBackend(); "
+        "print(backend.ops('bf16').matmul is plain_rounded_matmul, backend.caution('bf16') is None)"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
+    assert done.stderr.count("going on with plain operations, which are slower") == 1
+
+
+def test_a_compiler_that_is_older_than_the_processor(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(tmp_path, COMPILER, monkeypatch)  # which knows no macro
+    monkeypatch.setattr(build, "_processor", lambda: b"flags : fma avx512_bf16 sse2\n")
+    told = r"need a C\+\+ compiler that knows avx512_bf16 of this processor.*install g\+\+ 11 or newer, or do without"
+    with pytest.raises(UserError, match=told):
+        build.library(PRODUCTS)
+    assert len(calls(tmp_path)) == 1, "and nothing is built"
+    monkeypatch.setattr(build, "_processor", lambda: b"flags : fma sse2\n")
+    assert build.library(PRODUCTS).read_text() == "built\n"
+
+
+def test_no_room(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_full(*args: object, **kwargs: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    install(tmp_path, COMPILER, monkeypatch)
+    monkeypatch.setattr("tempfile.TemporaryDirectory", is_full)
+    with pytest.raises(UserError, match=r"gloo: No space left on device; .* set LLMSUITE_CACHE to another directory"):
+        build.library(KERNELS)
 
 
 NAMES = """

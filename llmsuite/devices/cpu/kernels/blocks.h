@@ -64,7 +64,7 @@ class Room {
   template <typename T>
   T* For(int64_t count) {
     const int64_t bytes = count * sizeof(T);
-    if (bytes > bytes_) memory_ = std::make_unique<tiles::Scratch<char>>(bytes_ = bytes);
+    if (bytes > bytes_) memory_ = std::make_unique<tiles::Scratch<char>>(bytes), bytes_ = bytes;
     return reinterpret_cast<T*>(memory_->data());
   }
 

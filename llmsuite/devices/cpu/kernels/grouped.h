@@ -26,7 +26,7 @@ int64_t EachGroup(const Tensor& counts, int64_t rows, F f) {
   const int64_t* of = counts.data<int64_t>();
   int64_t first = 0;
   for (int64_t i = 0; i < counts.numel(); ++i) {
-    PD_CHECK(of[i] >= 0 && first + of[i] <= rows, "counts are of more rows than there are");
+    PD_CHECK(of[i] >= 0 && of[i] <= rows - first, "counts are of more rows than there are");
     if (of[i]) f(i, first, of[i]);
     first += of[i];
   }
@@ -42,6 +42,7 @@ struct Products {
     const int64_t rows = x.shape()[0], wide = x.shape()[1], to = w.shape()[turned ? 1 : 2], size = wide * to;
     Tensor y = paddle::experimental::empty({rows, to}, Type::FLOAT32, x.place());
     float* py = y.data<float>();
+    if (size == 0) return std::fill_n(py, y.numel(), 0.f), y;
     const int64_t used = EachGroup(counts, rows, [&](int64_t i, int64_t first, int64_t count) {
       Kind::Multiply(count, to, wide, {x, first * wide, false}, {w, i * size, turned}, py + first * to);
     });
@@ -52,6 +53,7 @@ struct Products {
   static std::vector<Tensor> Forward(const Tensor& x, const Tensor& w, const Tensor& counts) {
     Check(x, "x"), Check(w, "w");
     PD_CHECK(x.shape().size() == 2 && w.shape().size() == 3 && x.shape()[1] == w.shape()[1], "x and w do not fit");
+    PD_CHECK(counts.numel() == w.shape()[0], "as many counts are needed as matrices");
     return {Times(Kind::Rows(x), Kind::Matrices(w), counts, false)};
   }
 
@@ -67,7 +69,7 @@ struct Products {
     Tensor d_w = Like(w);
     float* pw = d_w.data<float>();
     std::fill_n(pw, d_w.numel(), 0.f);
-    EachGroup(counts, rows, [&](int64_t i, int64_t first, int64_t count) {
+    if (d_w.numel()) EachGroup(counts, rows, [&](int64_t i, int64_t first, int64_t count) {
       Kind::Multiply(wide, to, count, {kept, first * wide, true}, {given, first * to, false}, pw + i * wide * to);
     });
     return {Times(given, Kind::Matrices(w), counts, true), d_w};
