@@ -15,6 +15,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, rms_norm
+from llmsuite.devices.ops import joined_swiglu as plain_swiglu
 from llmsuite.inference.next_logits import NextLogits, decoder_weights, is_plain
 from llmsuite.inference.prompt_pass import PromptPass, has_operands
 from llmsuite.inference.stored import StoredEmbedding
@@ -41,7 +42,7 @@ def fuse(
     model: CausalLM,
     live: Ops | None = None,
     cache_dtype: str | None = None,
-    joined_swiglu: JoinedSwiglu = F.swiglu,
+    joined_swiglu: JoinedSwiglu = plain_swiglu,
     projected: Operand | None = None,
 ) -> None:
     """Replace the forward of layers by the forms below, for good; the model must not be sharded over ranks.
@@ -179,13 +180,13 @@ class FusedAttention:
 class FusedMLP:
     """`llmsuite.models.blocks.GatedMLP` with its first two matrices as one."""
 
-    def __init__(self, mlp: GatedMLP, joined_swiglu: JoinedSwiglu = F.swiglu):
+    def __init__(self, mlp: GatedMLP, joined_swiglu: JoinedSwiglu = plain_swiglu):
         """`joined_swiglu`: as in `fuse`."""
         self._mlp = mlp
         if mlp.gate_proj is not None:
             mlp.gate_up_proj = _joined([mlp.gate_proj, mlp.up_proj])
             mlp.gate_proj = mlp.up_proj = None
-        self._swiglu = joined_swiglu if mlp.gate_up_proj.bias is None else F.swiglu
+        self._swiglu = joined_swiglu if mlp.gate_up_proj.bias is None else plain_swiglu
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D]."""

@@ -19,6 +19,7 @@
 #include "paddle/phi/kernels/all_reduce_kernel.h"
 #include "paddle/phi/kernels/concat_grad_kernel.h"
 #include "paddle/phi/kernels/cum_kernel.h"
+#include "paddle/phi/kernels/einsum_kernel.h"
 #include "paddle/phi/kernels/elementwise_add_grad_kernel.h"
 #include "paddle/phi/kernels/elementwise_add_kernel.h"
 #include "paddle/phi/kernels/elementwise_divide_grad_kernel.h"
@@ -258,12 +259,15 @@ class WidenedReshard final : public phi::distributed::ReshardFunction {
   FILL("divide_grad", DivideGradKernel)
   FILL("matmul", MatmulKernel)
   FILL("matmul_grad", MatmulGradKernel)
+  FILL("einsum", EinsumKernel)
   FILL("mean", MeanKernel)
   FILL("mean_grad", ReduceMeanGradKernel)
   FILL("flatten", FlattenKernel)
   FILL("flatten_grad", FlattenGradKernel)
   FILL("softmax", SoftmaxKernel)
   FILL("softmax_grad", SoftmaxGradKernel)
+  FILL("sigmoid", SigmoidKernel)
+  FILL("sigmoid_grad", SigmoidGradKernel)
   FILL("silu", SiluKernel)
   FILL("silu_grad", SiluGradKernel)
   FILL("gelu", GeluKernel)
