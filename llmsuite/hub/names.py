@@ -79,7 +79,8 @@ def hub_name(given: str) -> HubName | None:
     if match is None or "/" not in match["repo"] or match["path"]:
         return None
     first, _, last = match["repo"].partition("/")
-    if first in _OURS or last.endswith(_FILES) or _exists(given):
+    is_here = _exists(given) or _exists(f"{given}.idx")  # an indexed corpus is named without the ending of its files
+    if first in _OURS or last.endswith(_FILES) or is_here:
         return None
     return _name(match)
 

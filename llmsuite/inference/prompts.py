@@ -98,7 +98,8 @@ class Prompter:
         return call_format(self._template, self._control.tokens)
 
     def row(self, row: Any) -> Prompt:
-        """One row of a file. Raises UserError saying what is wrong with it."""
+        """One row of a file. Where it ends with the assistant's turn, this is no part of the prompt, and the row has it
+        as "answer" if it has no other one. Raises UserError saying what is wrong with it."""
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, Mapping):
@@ -108,7 +109,13 @@ class Prompter:
         if ("prompt" in row) == ("messages" in row):
             raise UserError('has to have either "prompt", a text or a list of turns, or "messages", a list of turns')
         turns = row["prompt"] if "prompt" in row else row["messages"]  # TRL calls them a prompt
-        return Prompt(dict(row), self.turns(read_messages(turns)))
+        messages, fields = read_messages(turns), dict(row)
+        if messages[-1].role == "assistant":
+            answer = messages.pop().content
+            if not messages:
+                raise UserError("has the assistant's turn alone; a turn that it answers is needed")
+            fields["answer"] = answer if fields.get("answer") is None else fields["answer"]
+        return Prompt(fields, self.turns(messages))
 
     def read(self, path: Path, columns: Mapping[str, str] | None = None) -> list[Prompt]:
         """The rows of a file of any kind that `llmsuite.data.read` knows.
@@ -127,7 +134,8 @@ class Prompter:
                 if not isinstance(row, Mapping):
                     raise UserError(f"is a {type(row).__name__}, which has no columns")
                 fields = renamed(row, columns)
-                prompts.append(dataclasses.replace(self.row(fields), row={**row, **fields}))
+                found = self.row(fields)
+                prompts.append(dataclasses.replace(found, row={**found.row, **row, **fields}))
             except (ValueError, UserError) as error:
                 raise UserError(f"{where}: {error}") from error
         if not prompts:

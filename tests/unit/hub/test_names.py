@@ -47,6 +47,8 @@ def test_what_lies_there_is_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert hub_name("org/name") is None
     assert hub_name("hf:org/name") is not None
+    (tmp_path / "org" / "corpus.idx").touch()
+    assert hub_name("org/corpus") is None, "an indexed corpus"
 
 
 @pytest.mark.parametrize("text", ["hf:", "hf:/name", "ms:name", "hf:org/name/../../x", "hf:org name/x", "hf:org//x"])

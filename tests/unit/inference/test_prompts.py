@@ -41,11 +41,21 @@ def test_all_shapes_ask_the_same(prompter: Prompter) -> None:
         ({"prompt": []}, "list of turns"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is a part of type 'image'; only parts"),
         ({"messages": [{"role": "user", "content": ["Hi?"]}]}, "is a part of type 'str'"),
+        ({"messages": [{"role": "assistant", "content": "12"}]}, "has the assistant's turn alone"),
     ],
 )
 def test_others_are_refused(prompter: Prompter, row: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         prompter.row(row)
+
+
+@pytest.mark.parametrize("key", ["messages", "prompt"])
+@pytest.mark.parametrize("given", [{}, {"answer": None}, {"answer": "twelve"}])
+def test_an_answer_at_the_end_is_not_shown(prompter: Prompter, key: str, given: dict[str, Any]) -> None:
+    turns = [*TURNS, {"role": "assistant", "content": "12"}]
+    found = prompter.row({key: turns, **given})
+    assert found.ids == prompter.row({key: TURNS}).ids
+    assert found.row == {key: turns, "answer": given.get("answer") or "12"}
 
 
 def test_columns_and_tables(prompter: Prompter, tmp_path: Path) -> None:
@@ -58,6 +68,11 @@ def test_columns_and_tables(prompter: Prompter, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"talk": TURNS, "prompt": 5}) + "\n")
     assert prompter.read(rows, {"messages": "talk"})[0].ids == found.ids  # the other column is no prompt
+    answered = tmp_path / "answered.jsonl"
+    answered.write_text(json.dumps({"talk": [*TURNS, {"role": "assistant", "content": "12"}]}) + "\n")
+    (shown,) = prompter.read(answered, {"messages": "talk"})
+    assert shown.ids == found.ids
+    assert shown.row["answer"] == "12"
     for columns, message in (({"prompt": "x"}, "has no column 'x'"), ({}, "list of turns")):
         with pytest.raises(UserError, match=rf"rows\.jsonl:1: .*{message}"):
             prompter.read(rows, columns)
