@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from llmsuite.cache import BUILT, cache_root, is_own_file, locked, own_directory
@@ -36,8 +36,8 @@ class Library:
     """Whether it uses all instructions of this machine's processor."""
     without: tuple[str, str]
     """For the error message without a compiler: what needs one, and how to do without."""
-    instructions: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """What the compiler has to know of this processor where it has it, as /proc/cpuinfo names it, and the macros by
+    instructions: tuple[tuple[str, str], ...] = ()
+    """What the compiler has to know of this processor where it has it: each as /proc/cpuinfo names it, and the macro by
     which the compiler says so."""
 
 
@@ -121,7 +121,7 @@ def _check_knows(compiler: str, what: Library) -> None:
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     known = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     flags = _processor().decode().split()
-    if missing := [name for name, macro in what.instructions.items() if name in flags and macro not in known]:
+    if missing := [name for name, macro in what.instructions if name in flags and macro not in known]:
         raise UserError(
             f"{what.without[0]} a C++ compiler that knows {', '.join(missing)} of this processor: "
             f"install g++ 11 or newer, or {what.without[1]}"

@@ -66,7 +66,7 @@ PRODUCTS = dataclasses.replace(
     ),
     links=("libphi_core.so", "libcommon.so", "libiomp5.so"),
     without=("products in bfloat16 need", "do without their instructions"),
-    instructions={"avx512_bf16": "__AVX512BF16__", "amx_bf16": "__AMX_BF16__"},
+    instructions=(("avx512_bf16", "__AVX512BF16__"), ("amx_bf16", "__AMX_BF16__")),
 )
 
 PROGRAM_FILES = tuple(
