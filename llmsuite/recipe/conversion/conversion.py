@@ -52,8 +52,12 @@ class Conversion:
         self.data_ranks = 1
         self.preset: str | None = None
 
+    def written(self, key: str) -> str:
+        """The name that users give an argument: what is told of it is told by this."""
+        return key
+
     def take(self, key: str) -> Any:
-        value = self.left.pop(key, None)
+        value = self.left.pop(self.written(key), None)
         return None if value in ("", "None", "none", "null") else value
 
     def number(self, key: str, default: Any) -> Any:
@@ -61,7 +65,7 @@ class Conversion:
         if value is None:
             return default
         if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UserError(f"{self.name}: {key} is {value!r}; a number is wanted")
+            raise UserError(f"{self.name}: {self.written(key)} is {value!r}; a number is wanted")
         return value
 
     def flag(self, key: str) -> bool:
@@ -69,11 +73,11 @@ class Conversion:
 
     def left_out(self, key: str, value: Any, why: str) -> None:
         """An argument that changes nothing of what is trained."""
-        self.result.left_out.append((key, value, why))
+        self.result.left_out.append((self.written(key), value, why))
 
     def refuse(self, key: str, value: Any, why: str) -> None:
         """An argument without which it would be another job."""
-        self.result.refused.append((key, value, why))
+        self.result.refused.append((self.written(key), value, why))
 
     def note(self, text: str) -> None:
         self.result.notes.append(text)

@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
 
+Reason = tuple[str, Any, str]
+"""An argument, its value, and why no recipe can follow it."""
 
-def refuse(refused: Sequence[tuple[str, Any, str]], name: str, leave_out: Sequence[str], job: str = "this job") -> None:
-    """Raise UserError for arguments, each with its value and the reason, that are not to be left out."""
-    wrong = [(key, value, why) for key, value, why in refused if key not in leave_out]
-    if wrong:
+
+def joined(first: Sequence[Reason], second: Sequence[Reason]) -> list[Reason]:
+    """All reasons of both, in their order, each once."""
+    found: list[Reason] = []
+    for reason in (*first, *second):
+        if reason not in found:
+            found.append(reason)
+    return found
+
+
+def refusal(
+    reasons: Sequence[Reason],
+    given: Collection[str],
+    name: str,
+    leave_out: Sequence[str],
+    job: str = "this job",
+    stop: UserError | None = None,
+) -> UserError | None:
+    """The error of a file that becomes no recipe; None where it becomes one.
+
+    Args:
+        reasons: why arguments are refused.
+        given: the arguments of the file.
+        name: of the file.
+        leave_out: arguments that the recipe may do without. A name that is neither of the file nor refused is told too.
+        job: what no recipe is.
+        stop: why the file was not read to its end; it counts where none of the reasons does.
+    """
+    told: list[str] = []
+    if wrong := [(key, value, why) for key, value, why in reasons if key not in leave_out]:
         lines = "".join(f"\n  {key} = {value}: {why}" for key, value, why in wrong)
         keys = ",".join(dict.fromkeys(key for key, _, _ in wrong))
-        raise UserError(
+        told.append(
             f"{name}: no recipe is {job}, because of{lines}\nWithout them it is another job; if that is what you want, "
             f"add --leave_out {keys}"
         )
+    known = {*given, *(key for key, _, _ in reasons)}
+    if absent := [key for key in leave_out if key not in known]:
+        told += [str(stop)] if stop is not None and not told else []
+        told.append(f"--leave_out: {name} has no {', '.join(absent)}")
+    return UserError("\n".join(told)) if told else stop

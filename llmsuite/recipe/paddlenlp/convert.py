@@ -12,9 +12,9 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.conversion import Conversion, Converted, is_true
 from llmsuite.recipe.conversion.family import family_of
-from llmsuite.recipe.conversion.refuse import refuse
+from llmsuite.recipe.conversion.refuse import Reason, joined, refusal
 from llmsuite.recipe.paddlenlp import content, execution
-from llmsuite.recipe.paddlenlp.refused import is_off, refusal, refuse_without_training
+from llmsuite.recipe.paddlenlp.refused import is_off, refuse_without_training, why_refused
 from llmsuite.recipe.paddlenlp.without import reason
 
 _SCRIPTS = {"pretrain": "pretrain", "finetune": "sft", "sft": "sft", "lora": "lora", "dpo": "dpo", "simpo": "dpo"}
@@ -44,10 +44,33 @@ def convert(
     Raises:
         UserError: no recipe can be the same job, stage or family cannot be told, or an argument is not of its type.
     """
-    if absent := [key for key in leave_out if key not in arguments.values]:
-        raise UserError(f"--leave_out: {name} has no {', '.join(absent)}")
-    refuse_without_training(name, arguments.values)
-    _refuse_at_once(arguments, name, leave_out)
+    at_once: list[Reason] = []
+    try:
+        refuse_without_training(name, arguments.values)
+        # what says more than that the stage or the family cannot be told
+        at_once += [
+            (key, value, why) for key, value in arguments.values.items() if (why := why_refused(key, value)) is not None
+        ]
+        result = _read(arguments, name, registry, stage, family, num_devices)
+    except UserError as stop:
+        raise refusal(at_once, arguments.values, name, leave_out, stop=stop) or stop from None
+    result.refused = joined(at_once, result.refused)
+    if (error := refusal(result.refused, arguments.values, name, leave_out)) is not None:
+        raise error
+    if leave_out:
+        result.recipe["source"] += f", without {', '.join(leave_out)}"
+    return result
+
+
+def _read(
+    arguments: Arguments,
+    name: str,
+    registry: Registry,
+    stage: str | None,
+    family: str | None,
+    num_devices: int | None,
+) -> Converted:
+    """The recipe, and what is left over told."""
     stage = stage or _stage(arguments, name, registry)
     if stage not in registry.stages:
         raise UserError(registry.unknown("stage", stage))
@@ -58,23 +81,14 @@ def convert(
     run = Conversion(arguments, name, registry, stage, spec, num_devices)
     run.result.recipe = _recipe(run)
     for key, value in run.left.items():
-        why = refusal(key, value)
+        why = why_refused(key, value)
         if why is None and (known := reason(key)):
             run.left_out(key, value, known)
         elif why is None and is_off(key, value):
             run.left_out(key, value, "it says no")
         else:
             run.refuse(key, value, why or run.unknown(key))
-    refuse(run.result.refused, name, leave_out)
-    if leave_out:
-        run.result.recipe["source"] += f", without {', '.join(leave_out)}"
     return run.result
-
-
-def _refuse_at_once(arguments: Arguments, name: str, leave_out: Sequence[str]) -> None:
-    """What says more than that the stage or the family cannot be told."""
-    found = [(key, value, refusal(key, value)) for key, value in arguments.values.items()]
-    refuse([(key, value, why) for key, value, why in found if why is not None], name, leave_out)
 
 
 def _stage(arguments: Arguments, name: str, registry: Registry) -> str:

@@ -103,7 +103,7 @@ def refuse_without_training(name: str, values: Mapping[str, Any]) -> None:
     raise UserError(f"{name}: do_train is not true, and without it PaddleNLP trains nothing; set it in the file")
 
 
-def refusal(key: str, value: Any) -> str | None:
+def why_refused(key: str, value: Any) -> str | None:
     """Why an argument makes it another job; None where it does not."""
     found = next((item for pattern, item in REFUSED.items() if fnmatch.fnmatchcase(key, pattern)), None)
     return found.why if found is not None and found.applies(value) else None

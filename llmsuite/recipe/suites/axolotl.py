@@ -20,6 +20,10 @@ _ROW_KEYS = {
     "message_field_role", "message_field_content", "chat_template", "roles_to_train", "train_on_eos",
 }  # fmt: skip
 _LENGTH = 512
+_OWN_WORDS = {
+    "per_device_train_batch_size": "micro_batch_size", "num_train_epochs": "num_epochs",
+    "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
+}  # fmt: skip
 
 
 def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
@@ -40,8 +44,8 @@ def _recipe(run: Run) -> dict[str, Any]:
     four, eight = run.flag("load_in_4bit"), run.flag("load_in_8bit")
     precision = _precision(run)
     if not is_on(adapter) and precision != "fp32" and not is_on(run.given("deepspeed")):
-        run.refuse("bf16", run.given("bf16"), "trains parameters in 16 bits without deepspeed; they have float32 "
-                                              "masters here")  # fmt: skip
+        run.refuse(precision, run.given(precision), "trains parameters in 16 bits without deepspeed; they have float32 "
+                                                    "masters here")  # fmt: skip
     if is_on(run.given("fsdp_config")) and not is_on(run.given("fsdp")):
         run.left["fsdp"] = "full_shard"
     run.take("fsdp_config")
@@ -56,7 +60,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         "engine": trainer.engine(run, defaults),
         "launch": trainer.launch(run),
     }
-    _rename(run)
+    _read_rate(run)
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     if share := run.number("cosine_min_lr_ratio", None):
         recipe["train"]["min_lr_ratio"] = float(share)
@@ -77,12 +81,8 @@ def _precision(run: Run) -> str:
     return "fp16" if is_on(fp16) else "fp32"
 
 
-def _rename(run: Run) -> None:
-    """Its words for those of the Trainer; it stays told which were given."""
-    for theirs, ours in (("micro_batch_size", "per_device_train_batch_size"), ("num_epochs", "num_train_epochs"),
-                         ("lr_scheduler", "lr_scheduler_type"), ("optimizer", "optim")):  # fmt: skip
-        if (value := run.take(theirs)) is not None:
-            run.left[ours] = value
+def _read_rate(run: Run) -> None:
+    """The learning rate, which YAML may read as a text, and the warm-up."""
     rate = run.left.get("learning_rate")
     if isinstance(rate, str):
         try:
@@ -212,14 +212,16 @@ def _lora(run: Run, adapter: str, four: bool, eight: bool) -> dict[str, Any]:
     if ratio := run.number("loraplus_lr_ratio", None):
         found["lora_plus_ratio"] = float(ratio)
     if run.flag("lora_target_linear"):
-        run.left["lora_target_modules"] = ["all-linear"]
-    elif not run.given("lora_target_modules"):
-        run.refuse("lora_target_modules", "not given", "name the matrices, or set lora_target_linear")
-    found |= model.target_modules(run, "lora_target_modules", ("all-linear",))
+        run.take("lora_target_modules")
+        found |= model.target_modules(run, "lora_target_linear", ("all-linear",), "all-linear")
+    else:
+        if not run.given("lora_target_modules"):
+            run.refuse("lora_target_modules", "not given", "name the matrices, or set lora_target_linear")
+        found |= model.target_modules(run, "lora_target_modules", ("all-linear",))
     options = run.take("bnb_config_kwargs") or {}
-    doubled = options.get("bnb_4bit_use_double_quant", True)
-    kind = str(options.get("bnb_4bit_quant_type", "nf4"))
-    return found | model.bits(run, four, eight, kind, ("bnb_config_kwargs.bnb_4bit_use_double_quant", bool(doubled)))
+    kind = ("bnb_config_kwargs.bnb_4bit_quant_type", str(options.get("bnb_4bit_quant_type", "nf4")))
+    doubled = ("bnb_config_kwargs.bnb_4bit_use_double_quant", bool(options.get("bnb_4bit_use_double_quant", True)))
+    return found | model.bits(run, four, ("load_in_8bit", eight), kind, doubled)
 
 
 AXOLOTL = Suite(
@@ -230,4 +232,5 @@ AXOLOTL = Suite(
     refused=axolotl_words.REFUSED,
     without=axolotl_words.WITHOUT,
     becomes=axolotl_words.BECOMES,
+    own_words=_OWN_WORDS,
 )

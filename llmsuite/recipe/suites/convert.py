@@ -10,7 +10,7 @@ from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.family import family_of
-from llmsuite.recipe.conversion.refuse import refuse
+from llmsuite.recipe.conversion.refuse import Reason, joined, refusal
 from llmsuite.recipe.document import JSONC, YAML
 from llmsuite.recipe.source import parse_json, read_text
 from llmsuite.recipe.suites.suite import Report, Run, Suite, find, is_on
@@ -65,14 +65,32 @@ def convert(
         UserError: no recipe can be the same job, stage or family cannot be told, or an argument is not of its type.
     """
     flat = suite.flatten(dict(values))
-    stage = suite.stage(flat, name, stage)
-    at_once = [(key, value, _refusal(suite, key, value)) for key, value in flat.items()]
-    refuse(
-        [(key, value, why) for key, value, why in at_once if why is not None],
-        name,
-        leave_out,
-        f"this job of {suite.name}",
-    )
+    job, at_once = f"this job of {suite.name}", list[Reason]()
+    try:
+        stage = suite.stage(flat, name, stage)
+        # what says more than that the family cannot be told
+        at_once += [
+            (key, value, why) for key, value in flat.items() if (why := _refusal(suite, key, value)) is not None
+        ]
+        run = _read(suite, flat, name, registry, stage, family, num_devices)
+    except UserError as stop:
+        raise refusal(at_once, flat, name, leave_out, job, stop) or stop from None
+    run.report.refused = joined(at_once, run.report.refused)
+    if (error := refusal(run.report.refused, flat, name, leave_out, job)) is not None:
+        raise error
+    return _finished(run, leave_out)
+
+
+def _read(
+    suite: Suite,
+    flat: Mapping[str, Any],
+    name: str,
+    registry: Registry,
+    stage: str,
+    family: str | None,
+    num_devices: int | None,
+) -> Run:
+    """The run with its recipe, and what is left over told."""
     for kind, given in (("stage", stage), ("model", family)):
         if given is not None and given not in (registry.stages if kind == "stage" else registry.models):
             raise UserError(registry.unknown(kind, given))
@@ -80,15 +98,9 @@ def convert(
     if not model:
         raise UserError(f"{name}: has no {suite.model_key}")
     spec = registry.models[family] if family is not None else family_of(model, registry, suite.model_key)
-    run = Run(suite, Arguments(flat), name, registry, stage, spec, num_devices)
-    run.report.recipe = suite.recipe(run)
-    return _finished(run, leave_out)
-
-
-def _finished(run: Run, leave_out: Sequence[str]) -> Report:
-    """The report, with what is left over."""
-    suite, report = run.suite, run.report
-    used = {key: value for key, value in run.arguments.values.items() if key not in run.left}
+    run = Run(suite, Arguments(dict(flat)), name, registry, stage, spec, num_devices)
+    report = run.report
+    report.recipe = suite.recipe(run)
     for key, value in run.left.items():
         why = _refusal(suite, key, value)
         if why is None and (known := find(suite.without, key)) is not None:
@@ -97,10 +109,13 @@ def _finished(run: Run, leave_out: Sequence[str]) -> Report:
             report.left_out.append((key, value, "it says no"))
         else:
             report.refused.append((key, value, why or run.unknown(key)))
-    refuse(report.refused, run.name, leave_out, f"this job of {suite.name}")
-    reachable = {*run.arguments.values, *(key for key, _, _ in report.refused)}
-    if absent := [key for key in leave_out if key not in reachable]:
-        raise UserError(f"--leave_out: {run.name} has no {', '.join(absent)}")
+    return run
+
+
+def _finished(run: Run, leave_out: Sequence[str]) -> Report:
+    """The report, with what became of each argument that the recipe follows."""
+    suite, report = run.suite, run.report
+    used = {key: value for key, value in run.arguments.values.items() if key not in run.left}
     told = {key for key, _, _ in (*report.left_out, *report.refused)}
     leaves = _leaves(report.recipe)
     for key, value in used.items():

@@ -198,7 +198,9 @@ def _lora(run: Run) -> dict[str, Any]:
     kind, doubled = str(run.take("quantization_type") or "nf4"), run.take("double_quantization")
     if number is not None and (method not in ("bnb", "bitsandbytes") or number not in (4, 8)):
         run.refuse("quantization_method", method, f"with {number} bits: lora.base_dtype has nf4, fp4 and int8")
-    return found | model.bits(run, number == 4, number == 8, kind, ("double_quantization", doubled is not False))
+    eight = ("quantization_bit", number if number == 8 else None)
+    kinds, scales = ("quantization_type", kind), ("double_quantization", doubled is not False)
+    return found | model.bits(run, number == 4, eight, kinds, scales)
 
 
 LLAMA_FACTORY = Suite(

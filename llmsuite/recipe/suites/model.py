@@ -53,24 +53,26 @@ def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | No
     return {}
 
 
-def bits(run: Run, four: bool, eight: bool, kind: str, doubled: tuple[str, bool]) -> dict[str, Any]:
+def bits(
+    run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], doubled: tuple[str, bool]
+) -> dict[str, Any]:
     """`lora.base_dtype` of bitsandbytes' arguments.
 
     Args:
         run: the conversion.
         four: whether frozen matrices are in 4 bits.
-        eight: whether they are in 8 bits.
-        kind: nf4 or fp4.
+        eight: the argument that says whether they are in 8 bits, and its value; none where they are not.
+        kind: the argument for nf4 or fp4, and its value.
         doubled: the argument that says whether scales are rounded too, and its value.
     """
-    if eight:
-        run.refuse("load_in_8bit", True, "LLM.int8 keeps outliers in 16 bits; nearest key: lora.base_dtype, with int8")
+    if eight[1]:
+        run.refuse(*eight, "LLM.int8 keeps outliers in 16 bits; nearest key: lora.base_dtype, with int8")
     if not four:
         return {}
-    if kind not in ("nf4", "fp4"):
-        run.refuse("quantization", kind, "lora.base_dtype has nf4, fp4 and int8")
+    if kind[1] not in ("nf4", "fp4"):
+        run.refuse(*kind, "lora.base_dtype has nf4, fp4 and int8")
     if doubled[1]:
         run.refuse(
             doubled[0], True, f"its scales are rounded to 8 bits too; set {doubled[0]} to false for the same job"
         )
-    return {"base_dtype": kind}
+    return {"base_dtype": kind[1]}

@@ -59,6 +59,8 @@ class Suite:
     """The same: arguments that change nothing of what is trained, and why."""
     becomes: Mapping[str, str]
     """The key, or section, that an argument is translated to."""
+    own_words: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """Words of the Trainer of transformers that it has another word for: the Trainer's -> its own."""
     flatten: Callable[[dict[str, Any]], dict[str, Any]] = dict
     """Arguments by name, from the document."""
     read_shell: Callable[[Path], dict[str, Any]] | None = None
@@ -84,9 +86,12 @@ class Run(Conversion):
         self.hinted_devices: int | None = None
         """Devices that the file itself names."""
 
+    def written(self, key: str) -> str:
+        return self.suite.own_words.get(key, key)
+
     def given(self, key: str) -> Any:
         """What was written for an argument, used or not; None where nothing was."""
-        return self.arguments.values.get(key)
+        return self.arguments.values.get(self.written(key))
 
     def words(self, key: str) -> list[str]:
         """Several values: a list, or a text with commas."""

@@ -75,6 +75,7 @@ def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
 
 
 def _recipe(run: Run) -> dict[str, Any]:
+    word = "train_type" if run.given("train_type") and not run.given("tuner_type") else "tuner_type"
     kind = str(run.take("tuner_type") or run.take("train_type") or "lora")
     run.take("command"), run.take("rlhf_type")
     is_full = kind == "full"
@@ -87,8 +88,8 @@ def _recipe(run: Run) -> dict[str, Any]:
         run.refuse("torch_dtype", run.given("torch_dtype"), "engine.precision has fp32, bf16 and fp16")
     has_masters = is_on(run.given("deepspeed")) or defaults.precision == "fp16"
     if is_full and not has_masters:
-        run.refuse("tuner_type", kind, "without deepspeed it trains parameters in 16 bits; they have float32 masters "
-                                       "here")  # fmt: skip
+        run.refuse(word, kind, "without deepspeed it trains parameters in 16 bits; they have float32 masters "
+                               "here")  # fmt: skip
     parallel = trainer.parallel(run)
     ranks, machines = run.number("NPROC_PER_NODE", 0), run.number("NNODES", 1)
     run.hinted_devices = ranks * machines or None
@@ -109,7 +110,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     if kind == "lora":
         recipe["lora"] = _lora(run)
     elif not is_full:
-        run.refuse("tuner_type", kind, "what is trained is the whole model (full) or adapters (lora)")
+        run.refuse(word, kind, "what is trained is the whole model (full) or adapters (lora)")
     recipe["checkpoint"] = trainer.checkpoint(run, "eval" in recipe["data"], defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
@@ -257,7 +258,9 @@ def _lora(run: Run) -> dict[str, Any]:
     kind, doubled = str(run.take("bnb_4bit_quant_type") or "nf4"), run.take("bnb_4bit_use_double_quant")
     if number is not None and (method != "bnb" or number not in (4, 8)):
         run.refuse("quant_method", method, f"with {number} bits: lora.base_dtype has nf4, fp4 and int8")
-    return found | model.bits(run, number == 4, number == 8, kind, ("bnb_4bit_use_double_quant", doubled is not False))
+    eight = ("quant_bits", number if number == 8 else None)
+    kinds, scales = ("bnb_4bit_quant_type", kind), ("bnb_4bit_use_double_quant", doubled is not False)
+    return found | model.bits(run, number == 4, eight, kinds, scales)
 
 
 SWIFT = Suite(

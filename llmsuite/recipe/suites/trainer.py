@@ -159,7 +159,7 @@ def _schedule(run: Run, rate: float, steps: int | None, defaults: Defaults) -> d
         count, ratio = 0, count
     if kind == "constant" or (count <= 0 and ratio <= 0):
         if kind == "constant" and (count > 0 or ratio > 0):
-            run.note("train.warmup_steps: is left out, as lr_scheduler_type constant has no warm-up")
+            run.note(f"train.warmup_steps: is left out, as {run.written('lr_scheduler_type')} constant has no warm-up")
         return found
     if count <= 0 and steps is not None:
         count = math.ceil(ratio * steps)

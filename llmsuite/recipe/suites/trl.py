@@ -163,9 +163,9 @@ def _lora(run: Run) -> dict[str, Any]:
         run.note("lora.target_modules: q_proj and v_proj, PEFT's default for this kind of model")
     else:
         run.refuse("lora_target_modules", "not given", "PEFT's default for this kind of model is not known; name them")
-    four, eight = run.flag("load_in_4bit"), run.flag("load_in_8bit")
-    doubled, quantised = run.flag("use_bnb_nested_quant"), str(run.take("bnb_4bit_quant_type") or "nf4")
-    return found | model.bits(run, four, eight, quantised, ("use_bnb_nested_quant", doubled))
+    four, eight = run.flag("load_in_4bit"), ("load_in_8bit", run.flag("load_in_8bit"))
+    kind = ("bnb_4bit_quant_type", str(run.take("bnb_4bit_quant_type") or "nf4"))
+    return found | model.bits(run, four, eight, kind, ("use_bnb_nested_quant", run.flag("use_bnb_nested_quant")))
 
 
 TRL = Suite(

@@ -74,6 +74,8 @@ def test_all_reasons_come_at_once_and_can_be_waived(converted: Convert) -> None:
     with pytest.raises(UserError) as refused:
         converted(values)
     assert "reft = True" in str(refused.value)
+    assert str(refused.value).endswith("add --leave_out reft,learning_rat")
+    assert str(refused.value).count("reft = ") == 1
     with pytest.raises(UserError, match="--leave_out learning_rat"):
         converted(values, leave_out=["reft"])
     found = converted(values, leave_out=["reft", "learning_rat"])
@@ -83,6 +85,26 @@ def test_all_reasons_come_at_once_and_can_be_waived(converted: Convert) -> None:
     assert (told["num_prefix_tokens"], told["vera"]) == ("belongs to prefix_tuning", "it says no")
     with pytest.raises(UserError, match=r"--leave_out: x_argument\.json has no lokr"):
         converted(values, leave_out=["lokr"])
+
+
+def test_wrong_names_to_leave_out_are_told_with_the_reasons(converted: Convert) -> None:
+    for values, reason in (
+        ({**SFT, "reft": True, "optim": "adafactor"}, "add --leave_out reft,optim\n"),
+        ({**SFT, "reft": True, "model_name_or_path": "mymodel-7b"}, "add --leave_out reft\n"),
+        ({**SFT, "model_name_or_path": "mymodel-7b"}, "tells no family"),
+        ({**SFT, "do_train": False}, "do_eval without do_train"),
+        (SFT, ""),
+    ):
+        with pytest.raises(UserError, match=r"--leave_out: x_argument\.json has no refd$") as refused:
+            converted(values, leave_out=["refd"])
+        assert reason in str(refused.value)
+
+
+def test_what_is_not_given_can_be_left_out(converted: Convert) -> None:
+    values = {**PRETRAIN, "model_name_or_path": "gpt2-medium-en"}
+    with pytest.raises(UserError, match=r"add --leave_out hidden_dropout_prob$"):
+        converted(values)
+    assert [key for key, *_ in converted(values, leave_out=["hidden_dropout_prob"]).refused] == ["hidden_dropout_prob"]
 
 
 def test_what_has_no_choice_here_is_told(converted: Convert) -> None:

@@ -87,7 +87,7 @@ def test_adapters(converted: Converted) -> None:
         (FULL, "bf16 = auto: trains parameters in 16 bits without deepspeed"),
         ({**BARE, "load_in_4bit": True}, "bnb_config_kwargs.bnb_4bit_use_double_quant = True"),
         ({**BARE, "load_in_8bit": True}, "load_in_8bit = True"),
-        ({**BARE, "optimizer": "adamw_bnb_8bit"}, "optim = adamw_bnb_8bit"),
+        ({**BARE, "optimizer": "adamw_bnb_8bit"}, "optimizer = adamw_bnb_8bit"),
         ({**BARE, "warmup_steps": None}, "warmup_steps = not given"),
         ({**BARE, "datasets": [{"path": "a", "type": "alpaca"}]}, "datasets = a, type alpaca: writes its rows"),
         ({**BARE, "datasets": [{**ROWS, "roles_to_train": ["all"]}]}, "org/rows, roles_to_train"),
