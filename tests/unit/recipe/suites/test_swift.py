@@ -55,6 +55,8 @@ def test_whole_models_and_batches(converted: Converted) -> None:
     assert recipe["parallel"] == {"sharding": "stage2"}
     assert recipe["launch"] == {"num_devices": 8}
     assert recipe["train"]["global_batch_size"] == 24  # 16 samples are less than one of each rank
+    older = {key: value for key, value in FULL.items() if key != "tuner_type"} | {"train_type": "full"}
+    assert converted(ACTION, older).recipe == converted(ACTION, FULL).recipe
     two = converted(ACTION, {**BARE, "NPROC_PER_NODE": 4, "NNODES": 2, "gradient_accumulation_steps": 3}).recipe
     assert (two["launch"], two["train"]["global_batch_size"]) == ({"num_devices": 8}, 24)
 
