@@ -109,6 +109,13 @@ def missing_model(path: Path, key: str = "model.weights") -> str:
     )
 
 
+def _of_the_weights(model: ModelSection) -> str:
+    """What to set for a model with the shape of its weights."""
+    named = {"--model.preset=null": model.preset is not None, "--model.config='{}'": bool(model.config)}
+    options = " ".join(option for option, is_named in named.items() if is_named)
+    return f"`{options}` takes the shape from config.json"
+
+
 def model_config(
     recipe: Recipe, family: ModelFamily, weights: Path | None, stage: StageSpec
 ) -> tuple[Any, list[Violation]]:
@@ -137,7 +144,8 @@ def model_config(
             if key not in ONLY_INITIAL and given[key] != getattr(config, key)
         ]
         if differing:
-            return None, [("model.weights", f"{weights} has another shape: {'; '.join(differing)}")]
+            message = f"{weights} has another shape: {'; '.join(differing)}. {_of_the_weights(model)}"
+            return None, [("model.weights", message)]
         if head_of(config) == "score" and stage.head == "language_model":
             message = f"{weights} is a reward model, but {stage.name} trains a language model; use the one it came from"
             return None, [("model.weights", message)]

@@ -66,7 +66,9 @@ def test_validate_fetches_the_config_or_nothing(hub: HubServer, model: Path, rec
     assert [path.rpartition("/")[2] for method, path in hub.asked if method == "GET"] == ["model", "config.json"]
     assert main(["plan", str(recipe)]) == 0
     assert main(["validate", str(recipe), "--model.preset=llama-7b"]) == 2
-    assert "has another shape" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "has another shape" in said
+    assert said.endswith("`--model.preset=null` takes the shape from config.json\n")
 
 
 def test_a_run_records_the_commit_and_resumes_with_it(

@@ -11,8 +11,9 @@ import pytest
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.models.llama.config import PRESETS, LlamaConfig
+from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.resources import bundled
 from tests.conftest import position
 
@@ -69,8 +70,28 @@ def test_recipe_and_weights_differ(problems: Problems, weights: Path, tmp_path: 
     assert problem.where == position(tmp_path / "recipe.json", '"weights"')
     assert problem.message == (
         f"{weights} has another shape: rms_norm_eps is 1e-06 in the recipe and 1e-05 in config.json; "
-        "vocab_size is 65 in the recipe and 64 in config.json"
+        "vocab_size is 65 in the recipe and 64 in config.json. "
+        "`--model.preset=null --model.config='{}'` takes the shape from config.json"
     )
+
+
+@pytest.mark.parametrize(
+    ("named", "options"),
+    [
+        ({}, ["--model.preset=null"]),
+        ({"model.preset": REMOVE, "model.config": {"vocab_size": 65}}, ["--model.config={}"]),
+        ({"model.config": {"vocab_size": 65}}, ["--model.preset=null", "--model.config={}"]),
+    ],
+)
+def test_what_the_refusal_advises_takes_the_shape_of_the_weights(
+    write_recipe: Callable[..., Path], registry: Registry, weights: Path, named: dict[str, Any], options: list[str]
+) -> None:
+    path = write_recipe({"model.weights": str(weights), "model.tokenizer": REMOVE, **named})
+    with pytest.raises(RecipeError) as caught:
+        plan_run(path, [], registry)
+    (problem,) = caught.value.problems
+    assert f". `{' '.join(options)}` takes the shape from config.json".replace("{}", "'{}'") in problem.message
+    assert plan_run(path, options, registry).model_config == LlamaConfig(**TINY)
 
 
 def test_recipe_may_repeat_and_change_what_only_beginnings_depend_on(plan: Plan, weights: Path) -> None:
