@@ -8,6 +8,7 @@ from typing import Any
 
 from llmsuite.data.columns import NoColumn, renamed
 from llmsuite.data.faults import Faults
+from llmsuite.data.kinds import other_kinds, pairs_beside
 from llmsuite.errors import UserError
 from llmsuite.specs import DataFormat
 
@@ -44,7 +45,7 @@ class Conversion:
         if fault is None:
             try:
                 raw = renamed(raw, self._columns)
-                self.format = self.format or _recognise(raw, where, self._kind, self._formats)
+                self.format = self.format or self._recognise(raw, where)
                 row = self.format.convert(raw)
                 assert row is not None, self.format.name
                 return row
@@ -58,15 +59,21 @@ class Conversion:
         faults.add(where, fault, once=of_recipe)
         return None
 
-
-def _recognise(row: Mapping[str, Any], where: str, kind: str, formats: Mapping[str, DataFormat]) -> DataFormat:
-    fitting = [f for f in formats.values() if f.kind == kind]
-    for candidate in fitting:
-        if candidate.matches(row):
-            return candidate
-    known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
-    hint = ". Where they are called otherwise, say in data.columns which columns they are" if fitting else ""
-    raise UserError(f"{where}: keys {sorted(row)} fit no format with {kind} rows. Known: {known or 'none'}{hint}")
+    def _recognise(self, row: Mapping[str, Any], where: str) -> DataFormat:
+        """The first format that fits. Raises UserError if there is none, or the row is rather one for other stages."""
+        fitting = [f for f in self._formats.values() if f.kind == self._kind]
+        for candidate in fitting:
+            if candidate.matches(row):
+                # who names columns has said what the rows are
+                if not self._columns and (fault := pairs_beside(row, candidate, self._formats)):
+                    raise UserError(f"{where}: {fault}")
+                return candidate
+        known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
+        hint = ". Where they are called otherwise, say in data.columns which columns they are" if fitting else ""
+        others = other_kinds(row, self._kind, self._formats)
+        raise UserError(
+            f"{where}: keys {sorted(row)} fit no format with {self._kind} rows{others}. Known: {known or 'none'}{hint}"
+        )
 
 
 def _text_fault(row: Mapping[str, Any]) -> str | None:
