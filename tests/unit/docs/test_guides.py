@@ -120,6 +120,18 @@ def test_code_on_chinese_pages_is_that_of_the_english_ones(name: str) -> None:
     assert chinese == english
 
 
+def test_the_chinese_readme_leads_where_the_english_one_does() -> None:
+    """To the Chinese page where there is one; links to a heading aside, which only the English page may have."""
+    english, chinese = (
+        set(re.findall(r"\]\((docs/[^)#]*|[A-Z]+\.md)\)", (ROOT / name).read_text(encoding="utf-8")))
+        for name in ("README.md", "README.zh.md")
+    )
+    translated = {page: page.replace("docs/", "docs/zh/", 1) for page in english}
+    translated["docs/guide/recipes.md"] = "docs/zh/guide/sft.md"
+    wanted = {t if page.startswith("docs/") and (ROOT / t).is_file() else page for page, t in translated.items()}
+    assert chinese - {"docs/README.md", "README.md"} == wanted
+
+
 @pytest.mark.parametrize(
     "page",
     [*sorted(GUIDE.glob("*.md")), *sorted((ROOT / "docs" / "zh" / "guide").glob("*.md"))],
