@@ -197,10 +197,12 @@ def check_order(messages: Sequence[Message], where: str, first: int = 0) -> None
 
 def text_at(row: Row, key: str, where: str = "") -> str:
     """The text of a key; `where` says what the row is a part of. Raises ValueError for anything else."""
-    value = row.get(key)
+    if key not in row:
+        raise ValueError(f"{where!r} has no key {key!r}" if where else f"has no key {key!r}")
+    value = row[key]
     if not isinstance(value, str):
         place = f"{where}.{key}" if where else key
-        raise ValueError(f"{place!r} is {type(value).__name__}, not text")
+        raise ValueError(f"{place!r} is {'null' if value is None else type(value).__name__}, not text")
     return value
 
 
@@ -236,6 +238,8 @@ def texts_at(row: Row, key: str, allow_missing: bool = False) -> list[str]:
         return []
     if isinstance(value, str):
         return [value]
+    if key not in row:
+        raise ValueError(f"has no key {key!r}")
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{key!r} is not text or a list of texts")
     return value

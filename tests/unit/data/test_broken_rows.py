@@ -71,7 +71,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "no role": (messages({"content": "Hi?"}), "'messages[0]' is not an object with 'role'"),
     "unknown role": (said({"role": "bot", "content": "a"}), "'messages[1]' has the unknown role 'bot'"),
     "role of another type": (said({"role": 3, "content": "a"}), "'messages[1]' has the unknown role 3"),
-    "no content": (said({"role": "assistant"}), "'messages[1].content' is NoneType, not text"),
+    "no content": (said({"role": "assistant"}), "'messages[1]' has no key 'content'"),
     "content of another type": (said({"role": "assistant", "content": 7}), "'messages[1].content' is int, not text"),
     "weight of another type": (said({**ANSWER, "weight": "1"}), "'messages[1].weight' is '1'; 0 or 1 is needed"),
     "a user to learn": (messages({**USER, "weight": 1}, ANSWER), "said by 'user'; only the assistant's turns"),

@@ -169,7 +169,7 @@ REFUSED: list[tuple[Callable[[Any], Preference], dict[str, Any], str]] = [
     (
         sharegpt_preference,
         {**SHAREGPT, "chosen": {"from": "gpt", "value": None}},
-        "'chosen.value' is NoneType, not text",
+        "'chosen.value' is null, not text",
     ),
     (trl_preference, {**TRL, "prompt": 3}, "'prompt' is neither text nor a list of turns"),
     (trl_preference, {**TRL, "prompt": []}, "'prompt' is neither text nor a list of turns"),

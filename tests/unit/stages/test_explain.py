@@ -165,7 +165,7 @@ def test_stats(run: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.Monkey
         str(path),
         "  rows       6 read, 4 used, 2 dropped",
         "             dropped: 1 with no supervised turn of the assistant, or an empty one",
-        f"             dropped: 1 that cannot be read: 'tgt' is not text or a list of texts (1, first at {path}:6)",
+        f"             dropped: 1 that cannot be read: has no key 'tgt' (1, first at {path}:6)",
     ]
     (lengths,) = (line for line in out.splitlines() if line.startswith("  lengths"))
     tokenizer = make_stage().context.tokenizer
