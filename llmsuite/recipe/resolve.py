@@ -120,10 +120,7 @@ class RunPlan:
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
         if loads_model:
             problems += self._missing_models()
-        if self.tokenizer is None and reads_tokens(self.model_config):
-            message = "is required without model.weights; add --model.tokenizer=DIR_OR_NAME, with a tokenizer.json"
-            problems.append(self.loaded.problem("model.tokenizer", message))
-        elif (
+        if (
             self.tokenizer is not None
             and reads_data
             and not (loads_model and self.tokenizer == self.weights)
@@ -146,9 +143,6 @@ class RunPlan:
         if isinstance(reward, RewardSection) and "model" in reward.functions:
             section: Any = reward  # with the keys of its rewards
             named["reward.model.weights"] = section.model.weights
-            if section.model.weights is None:
-                message = "is required with the reward model; set it to the directory of a run of stage rm"
-                yield self.loaded.problem("reward.model.weights", message)
         for key, given in named.items():
             if given is not None and not (local_weights(given) / "config.json").is_file():
                 message = f"{given} is not a directory with a model (working directory: {Path.cwd()})"

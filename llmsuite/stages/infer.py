@@ -120,7 +120,7 @@ def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> G
         )
     if mesh.degrees.num_ranks == 1:
         fuse(model, backend.ops(precision))
-    assert tokenizer is not None  # plan.check_files has seen to it
+    assert tokenizer is not None  # a rule of recipes has seen to it
     words = TextTokenizer(tokenizer)
     if words.vocab_size > plan.model_config.vocab_size:
         raise UserError(

@@ -112,7 +112,7 @@ def load_tokenizer(plan: RunPlan) -> TextTokenizer:
     """The tokenizer of the recipe. Raises UserError when it is larger than the model's vocabulary."""
     if not reads_tokens(plan.model_config):
         return NoTokenizer()
-    assert plan.tokenizer is not None  # plan.check_files has seen to it
+    assert plan.tokenizer is not None  # a rule of recipes has seen to it
     tokenizer = TextTokenizer(plan.tokenizer)
     if tokenizer.vocab_size > plan.model_config.vocab_size:
         raise UserError(

@@ -10,6 +10,7 @@ from llmsuite.recipe.rules.generation import GENERATION_RULES
 from llmsuite.recipe.rules.prefix import PREFIX_RULES
 from llmsuite.recipe.rules.programs import PROGRAM_RULES
 from llmsuite.recipe.rules.reft import REFT_RULES
+from llmsuite.recipe.rules.required import REQUIRED_RULES, UNTRAINED_REQUIRED_RULES
 from llmsuite.recipe.rules.rollouts import ROLLOUT_RULES
 from llmsuite.recipe.rules.stages import STAGE_RULES, UNTRAINED_STAGE_RULES
 from llmsuite.recipe.rules.strategy import GENERAL_RULES, STRATEGY_RULES
@@ -17,6 +18,7 @@ from llmsuite.recipe.rules.strategy import GENERAL_RULES, STRATEGY_RULES
 __all__ = ["RULES", "UNTRAINED_RULES", "RuleContext"]
 
 RULES = (
+    *REQUIRED_RULES,
     *STRATEGY_RULES,
     *ANNOTATED_RULES,
     *PROGRAM_RULES,
@@ -29,5 +31,5 @@ RULES = (
 )
 """Rules between sections, the model's shape and the device."""
 
-UNTRAINED_RULES = (*GENERAL_RULES, *UNTRAINED_ANNOTATED_RULES, *UNTRAINED_STAGE_RULES)
+UNTRAINED_RULES = (*UNTRAINED_REQUIRED_RULES, *GENERAL_RULES, *UNTRAINED_ANNOTATED_RULES, *UNTRAINED_STAGE_RULES)
 """Rules for a stage that does not train."""

@@ -179,7 +179,7 @@ def test_accumulate_steps(plan: Plan) -> None:
         ),
         (
             {
-                "model": {"family": "deepseek", "preset": "deepseek-v2-lite"},
+                "model": {"family": "deepseek", "preset": "deepseek-v2-lite", "tokenizer": "t"},
                 "lora": {"rank": 2, "method": "vera", "target_modules": ["q_proj", "down_proj"]},
             },
             "lora.target_modules",

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from llmsuite.cli.main import main
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.models.llama.config import PRESETS, LlamaConfig
 from llmsuite.plugins.manager import Registry
@@ -165,12 +166,21 @@ def test_missing_files_are_told_at_once(plan: Plan, tmp_path: Path, monkeypatch:
     assert "--model.tokenizer=hf:ORG/NAME" in found["model.tokenizer"][1]
 
 
-def test_tokenizer_is_required_without_weights(plan: Plan) -> None:
-    with pytest.raises(RecipeError) as caught:
-        plan({"model.tokenizer": REMOVE}).check_files()
-    (problem,) = caught.value.problems
+def test_tokenizer_is_required_without_weights(problems: Problems) -> None:
+    (problem,) = problems({"model.tokenizer": REMOVE})
     assert problem.key == "model.tokenizer"
     assert problem.message.endswith("add --model.tokenizer=DIR_OR_NAME, with a tokenizer.json")
+
+
+def test_validate_refuses_a_missing_key_and_notes_a_missing_file(
+    write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    why = "model.tokenizer: is required without model.weights"
+    assert main(["--no-plugins", "validate", str(write_recipe({"model.tokenizer": REMOVE}))]) == 2
+    assert why in capsys.readouterr().err
+    assert main(["--no-plugins", "validate", str(write_recipe({"model.tokenizer": "nowhere"}))]) == 0
+    assert "note: " in (told := capsys.readouterr().out)
+    assert "nowhere is not a directory with a tokenizer" in told
 
 
 def test_files_that_are_there(plan: Plan, weights: Path) -> None:

@@ -56,7 +56,7 @@ def plan(folder: Path, reward: Any, *specs: Any) -> Any:
         recipe.pop(section, None)
     path = folder / "recipe.json"
     path.write_text(json.dumps({**recipe, "stage": "drawn", "device": "cpu", "reward": reward}))
-    words = ["--model.weights=null", "--engine.precision=fp32", "--engine.recompute=none"]
+    words = ["--model.weights=null", "--model.tokenizer=t", "--engine.precision=fp32", "--engine.recompute=none"]
     return plan_run(path, words, registry_with(*specs))
 
 
@@ -88,6 +88,15 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     )
     assert "reward.functions: is empty" in refused(tmp_path, {"functions": {}})
     assert "reward.functions" in refused(tmp_path, {"functions": {"exact": "much"}})
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [("format", "pattern"), ("length", "target"), ("http", "url"), ("model", "weights")]
+)
+def test_what_a_reward_cannot_do_without_is_required(tmp_path: Path, name: str, key: str) -> None:
+    why = f"reward.{name}.{key}: is required with the reward {name}; set it to "
+    assert why in refused(tmp_path, {"functions": {name: 1.0}})
+    plan(tmp_path, {"functions": {"exact": 1.0}})
 
 
 def test_a_function_in_a_file_needs_no_plugin(tmp_path: Path) -> None:
