@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsuite.cli.exits import exit_code
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.locks import empty_directory
+from llmsuite.locks import empty_directory, lock_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.smoke import names_own_data
@@ -152,6 +152,7 @@ def _launch(
 ) -> int:
     """Start the ranks of this machine and wait for them; `logs` is where their output goes."""
     from llmsuite.launch.launch import launch
+    from llmsuite.observe.events import read_events
 
     backend, where = plan.device.factory(), plan.recipe.launch
 
@@ -162,8 +163,9 @@ def _launch(
         _import_ahead(plan)
     work = _rank_work(plan, registry, resume, sys.argv[1:])
     restarts = _restarts(plan)
+    num_before = len(read_events(plan.output_dir))
     code = launch(work, where.num_devices, logs, environment, _write, machines, stall_seconds, restarts)
-    _note_end(plan.output_dir, code)
+    _note_end(plan.output_dir, code, num_before, plan.stage.trains and machines.number == 0)
     return code
 
 
@@ -219,16 +221,30 @@ def _restarts(plan: RunPlan) -> Restarts:
     return Restarts(most, begins_at, note, "step" if answers is None else "answer")
 
 
-def _note_end(run: Path, code: int) -> None:
-    """Record an end that rank 0 could not record itself: another rank has failed, or the run hung."""
-    from llmsuite.launch.ends import INTERRUPTED
+def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = False) -> None:
+    """Record an end that rank 0 could not record itself: another rank has failed, the run hung, or rank 0 died before
+    it could say that it began.
+
+    Args:
+        run: the directory of the run.
+        code: the exit code of the ranks.
+        num_before: events that it had before they were started.
+        has_rank_0: whether rank 0 of a training was among them.
+    """
+    from llmsuite.launch.ends import INTERRUPTED, REFUSED
     from llmsuite.launch.hang import STALLED
     from llmsuite.observe.events import add_event, read_events
 
     events = read_events(run)
-    if code in (0, INTERRUPTED) or not events or events[-1]["event"] in ("failed", "hung"):
+    if code in (0, INTERRUPTED) or (events and events[-1]["event"] in ("failed", "hung")):
         return
-    with contextlib.suppress(UserError):  # a disk that is full may be why it fails
+    with contextlib.suppress(UserError), contextlib.ExitStack() as locks:  # a disk that is full may be why it fails
+        if not any(event["event"] in ("started", "resumed", "restarting") for event in events[num_before:]):
+            had_ended = bool(events[:num_before]) and events[num_before - 1]["event"] == "ended"
+            # what is refused changes nothing, as in one process
+            if code == REFUSED or had_ended or not has_rank_0:
+                return
+            locks.enter_context(lock_directory(run))  # which another run may have
         add_event(run, "hung" if code == STALLED else "failed", exit_code=code)
 
 

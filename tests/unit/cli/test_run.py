@@ -1,4 +1,4 @@
-"""What `llmsuite run` sets before Paddle is imported."""
+"""What `llmsuite run` sets before Paddle is imported, and what it records of an end."""
 
 from __future__ import annotations
 
@@ -13,6 +13,10 @@ from llmsuite.cli import run as run_command
 from llmsuite.devices import start
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.errors import Problem
+from llmsuite.launch.ends import INTERRUPTED, REFUSED
+from llmsuite.launch.hang import STALLED
+from llmsuite.locks import lock_directory
+from llmsuite.observe.events import add_event, read_events
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 
@@ -67,3 +71,48 @@ def test_a_device_that_cannot_repeat_itself_is_refused(
     (found,) = problems({"device": "xpu", "engine.deterministic": True})
     assert found.key == "engine.deterministic"
     assert found.message == "nothing makes the sums of xpu repeat themselves to the last bit; set it to false"
+
+
+@pytest.mark.parametrize(
+    ("before", "during", "code", "noted"),
+    [
+        (["started", "ended"], [], REFUSED, []),  # resumed with another recipe
+        (["started", "ended"], [], 1, []),
+        (["started", "ended"], [], STALLED, []),
+        (["started", "ended"], ["resumed"], 1, ["failed"]),
+        (["started", "ended"], ["resumed"], REFUSED, ["failed"]),
+        (["started", "ended"], ["restarting"], 1, ["failed"]),  # else it would look as if it was running
+        (["started", "stopped"], [], REFUSED, []),
+        (["started", "stopped"], [], 1, ["failed"]),
+        (["started", "saved"], [], STALLED, ["hung"]),
+        (["started", "failed"], [], 1, []),
+        ([], [], REFUSED, []),
+        ([], [], 1, ["failed"]),  # a rank that dies while it imports
+        ([], ["started"], REFUSED, ["failed"]),
+        ([], ["started", "failed"], 1, []),
+        ([], ["started", "ended"], 1, ["failed"]),
+        ([], ["started"], INTERRUPTED, []),
+        ([], ["started", "ended"], 0, []),
+    ],
+)
+def test_an_end_is_noted_of_an_attempt_that_began(
+    tmp_path: Path, before: list[str], during: list[str], code: int, noted: list[str]
+) -> None:
+    for name in [*before, *during]:
+        add_event(tmp_path, name)
+    run_command._note_end(tmp_path, code, len(before), has_rank_0=True)
+    assert [event["event"] for event in read_events(tmp_path)] == [*before, *during, *noted]
+
+
+def test_an_end_before_the_beginning_is_noted_by_the_machine_of_rank_0_alone(tmp_path: Path) -> None:
+    run_command._note_end(tmp_path / "run", 1)
+    assert not (tmp_path / "run").exists()
+    run_command._note_end(tmp_path / "run", 1, has_rank_0=True)
+    assert [event["event"] for event in read_events(tmp_path / "run")] == ["failed"]
+
+
+def test_the_run_of_another_process_is_not_called_failed(tmp_path: Path) -> None:
+    add_event(tmp_path, "started")
+    with lock_directory(tmp_path):
+        run_command._note_end(tmp_path, 1, num_before=1, has_rank_0=True)
+    assert [event["event"] for event in read_events(tmp_path)] == ["started"]
