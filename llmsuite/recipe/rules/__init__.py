@@ -7,6 +7,7 @@ from llmsuite.recipe.rules.annotated import ANNOTATED_RULES, UNTRAINED_ANNOTATED
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.rules.critic import CRITIC_RULES
 from llmsuite.recipe.rules.generation import GENERATION_RULES
+from llmsuite.recipe.rules.metrics import METRIC_RULES
 from llmsuite.recipe.rules.prefix import PREFIX_RULES
 from llmsuite.recipe.rules.programs import PROGRAM_RULES
 from llmsuite.recipe.rules.reft import REFT_RULES
@@ -26,6 +27,7 @@ RULES = (
     *REFT_RULES,
     *PREFIX_RULES,
     *GENERATION_RULES,
+    *METRIC_RULES,
     *ROLLOUT_RULES,
     *CRITIC_RULES,
 )

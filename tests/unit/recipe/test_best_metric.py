@@ -1,0 +1,56 @@
+"""The name of the metric that decides which checkpoint is best is checked before a run starts."""
+
+from __future__ import annotations
+
+import pytest
+
+from llmsuite.errors import RecipeError
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.rules.metrics import OF_ANSWERS
+from llmsuite.resources import bundled
+from llmsuite.train.generation import NAMES
+
+SUMS = {
+    "sft": "loss tokens/likely tokens/accuracy",
+    "lora": "loss tokens/likely tokens/accuracy",
+    "pretrain": "loss",
+    "dpo": "loss logps/chosen logps/rejected rewards/chosen rewards/rejected rewards/margin rewards/accuracy",
+    "rm": "loss rewards/chosen rewards/rejected rewards/margin rewards/accuracy",
+    "kto": "loss kl rewards/desirable rewards/undesirable",
+}
+DRAWN = (
+    "reward reward/std entropy completions/length completions/length_ended completions/truncated pass@1 pass@8 "
+    "rewards/missing rewards/format rewards/format/std episodes/turns"
+)
+METRICS = {**SUMS, "grpo": DRAWN, "online_dpo": DRAWN, "ppo": DRAWN}
+
+
+def check(registry: Registry, stage: str, metric: str, *words: str) -> None:
+    given = [f"--checkpoint.best_metric={metric}", *words]
+    plan_run(bundled("recipes") / "llama" / f"{stage}.json", given, registry, smoke=True)
+
+
+@pytest.mark.parametrize("stage", METRICS)
+def test_what_evaluations_have_is_taken(registry: Registry, stage: str) -> None:
+    for metric in METRICS[stage].split():
+        check(registry, stage, f"eval/{metric}")
+
+
+@pytest.mark.parametrize("stage", METRICS)
+def test_another_name_is_refused_with_the_nearest(registry: Registry, stage: str) -> None:
+    wrong, near = ("eval/lss", "eval/loss") if stage in SUMS else ("eval/rewrd", "eval/reward")
+    with pytest.raises(RecipeError, match=rf"checkpoint\.best_metric: is '{wrong}'.*did you mean '{near}'\?"):
+        check(registry, stage, wrong)
+    with pytest.raises(RecipeError, match=r"checkpoint\.best_metric: is '(loss|reward)'"):
+        check(registry, stage, near.removeprefix("eval/"))
+
+
+def test_metrics_of_answers_and_further_tokens_need_their_keys(registry: Registry) -> None:
+    assert OF_ANSWERS == NAMES
+    for name in NAMES:
+        check(registry, "sft", f"eval/{name}", "--generation.max_new_tokens=4")
+        with pytest.raises(RecipeError, match=r"checkpoint\.best_metric"):
+            check(registry, "sft", f"eval/{name}")
+    with pytest.raises(RecipeError, match=r"checkpoint\.best_metric"):
+        check(registry, "pretrain", "eval/mtp_loss")
