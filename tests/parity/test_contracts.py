@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from llmsuite.recipe.resolve import plan_run
 from llmsuite.testing import assert_stage_contract
-from tests.conftest import TRAINING_STAGES, PluginSite
+from tests.conftest import TRAINING_STAGES, PluginSite, registry_with
 from tests.paths import ROOT
 
 # keys that make a short run of a stage whose embedded data are many
@@ -19,6 +21,19 @@ SMALLER: Mapping[str, Mapping[str, Any]] = {"pretrain": {"pretrain.max_eval_samp
 @pytest.mark.parametrize("stage", TRAINING_STAGES)
 def test_a_built_in_stage_keeps_the_contract(stage: str, tmp_path: Path) -> None:
     assert_stage_contract(stage, tmp_path, SMALLER.get(stage))
+    assert_best_metrics(tmp_path)
+
+
+def assert_best_metrics(runs: Path) -> None:
+    """What evaluations report may be `checkpoint.best_metric`: the rule about it knows every name."""
+    evaluated = 0
+    for recipe in runs.glob("*/**/recipe.json"):
+        records = map(json.loads, (recipe.parent / "metrics.jsonl").read_text().splitlines())
+        names = {name for record in records for name in record if name.startswith("eval/")}
+        for name in names:
+            plan_run(recipe, [f"--checkpoint.best_metric={name}"], registry_with())
+        evaluated += bool(names)
+    assert evaluated
 
 
 BROKEN = '''
