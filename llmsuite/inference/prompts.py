@@ -98,8 +98,8 @@ class Prompter:
         return call_format(self._template, self._control.tokens)
 
     def row(self, row: Any) -> Prompt:
-        """One row of a file. Where it ends with the assistant's turn, this is no part of the prompt, and the row has it
-        as "answer" if it has no other one. Raises UserError saying what is wrong with it."""
+        """One row of a file. Where its messages end with the assistant's turn, this is no part of the prompt, and the
+        row has it as "answer" if it has no other one. Raises UserError saying what is wrong with it."""
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, Mapping):
@@ -112,6 +112,11 @@ class Prompter:
         messages, fields = read_messages(turns), dict(row)
         if messages[-1].role == "assistant":
             answer = messages.pop().content
+            if "prompt" in row:  # which somebody may mean to be continued
+                raise UserError(
+                    "prompt: ends with the assistant's turn, and no turn is continued; leave it out, or call a "
+                    'conversation with its answer "messages"'
+                )
             if not messages:
                 raise UserError("has the assistant's turn alone; a turn that it answers is needed")
             fields["answer"] = answer if fields.get("answer") is None else fields["answer"]

@@ -71,7 +71,7 @@ def _stage(values: Mapping[str, Any], name: str, told: str | None) -> str:
         why = "adds a loss of the chosen answers" if kind in ("simpo", "cpo", "orpo") else "is no stage"
         raise UserError(f"{refused}: rlhf_type {kind} {why}")
     stage = told or _STAGES.get(kind, kind)
-    # versions before 4 call it train_type
+    # older versions call it train_type
     kind = str(values.get("tuner_type") or values.get("train_type") or "lora")
     return "lora" if stage == "sft" and kind == "lora" else stage
 

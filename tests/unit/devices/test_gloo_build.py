@@ -54,6 +54,10 @@ def install(tmp_path: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("PATH", f"{directory}{os.pathsep}{os.environ['PATH']}")
 
 
+def run_alone(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+
+
 def calls(tmp_path: Path) -> list[str]:
     path = tmp_path / "calls"
     return path.read_text().splitlines() if path.exists() else []
@@ -144,7 +148,7 @@ def test_fused_operations_that_cannot_be_built_are_done_without(
         "from llmsuite.devices.cpu import CpuBackend; from llmsuite.devices.ops import Ops; cpu = CpuBackend(); "
         "print(bool(cpu.fused('fp32')), [cpu.ops('fp32') == Ops() for _ in range(2)], bool(cpu.fused('fp32')))"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = run_alone(script)
     assert (done.returncode, done.stdout) == (0, "True [True, True] False\n"), done.stderr
     assert done.stderr.count("going on with plain operations, which are slower") == 1
     assert "are in" in done.stderr, "where the compiler's messages are"
@@ -163,7 +167,7 @@ def test_bfloat16_is_by_rounding_where_some_of_its_operations_cannot_be_built(
         "cpu.multiplies_bf16 = lambda: True; backend = cpu.CpuBackend(); "
         "print(backend.ops('bf16').matmul is plain_rounded_matmul, backend.caution('bf16') is None)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = run_alone(script)
     assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
     assert done.stderr.count("going on with plain operations, which are slower") == 1
 

@@ -42,6 +42,7 @@ def test_all_shapes_ask_the_same(prompter: Prompter) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is a part of type 'image'; only parts"),
         ({"messages": [{"role": "user", "content": ["Hi?"]}]}, "is a part of type 'str'"),
         ({"messages": [{"role": "assistant", "content": "12"}]}, "has the assistant's turn alone"),
+        ({"prompt": [*TURNS, {"role": "assistant", "content": "1"}]}, "no turn is continued"),
     ],
 )
 def test_others_are_refused(prompter: Prompter, row: dict[str, Any], message: str) -> None:
@@ -49,13 +50,12 @@ def test_others_are_refused(prompter: Prompter, row: dict[str, Any], message: st
         prompter.row(row)
 
 
-@pytest.mark.parametrize("key", ["messages", "prompt"])
 @pytest.mark.parametrize("given", [{}, {"answer": None}, {"answer": "twelve"}])
-def test_an_answer_at_the_end_is_not_shown(prompter: Prompter, key: str, given: dict[str, Any]) -> None:
+def test_an_answer_at_the_end_is_not_shown(prompter: Prompter, given: dict[str, Any]) -> None:
     turns = [*TURNS, {"role": "assistant", "content": "12"}]
-    found = prompter.row({key: turns, **given})
-    assert found.ids == prompter.row({key: TURNS}).ids
-    assert found.row == {key: turns, "answer": given.get("answer") or "12"}
+    found = prompter.row({"messages": turns, **given})
+    assert found.ids == prompter.row({"messages": TURNS}).ids
+    assert found.row == {"messages": turns, "answer": given.get("answer") or "12"}
 
 
 def test_columns_and_tables(prompter: Prompter, tmp_path: Path) -> None:
