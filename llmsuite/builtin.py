@@ -25,6 +25,7 @@ from llmsuite.specs import (
     RolloutEngineSpec,
     StageSpec,
 )
+from llmsuite.stages.evaluated import of_completions, of_loss
 from llmsuite.stages.online_dpo_section import OnlineDpoSection
 from llmsuite.stages.ppo_section import PpoSection
 from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection, RolloutSection
@@ -52,17 +53,41 @@ TEXT = {"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eva
 
 @hookimpl
 def llmsuite_register_stages() -> list[StageSpec]:
+    return [*_language_stages(), *_preference_stages(), *_rollout_stages(), _infer_stage()]
+
+
+def _language_stages() -> list[StageSpec]:
+    """Stages that learn to write text as it is given."""
     return [
         StageSpec(
-            name="dpo",
-            help="direct preference optimisation: sigmoid, ipo, hinge, kto_pair, simpo, orpo",
-            config_cls=DpoSection,
-            profile=DpoSection.profile,
-            factory=lazily("llmsuite.stages.dpo:DpoStage"),
+            name="pretrain",
+            packs=False,
+            help="next-token prediction over text or an indexed corpus",
+            config_cls=PretrainSection,
+            factory=lazily("llmsuite.stages.pretrain:PretrainStage"),
+            evaluates=of_loss(),
+            smoke={**TEXT, "pretrain.mix": {}},
+            quantises=True,
+            predicts_further=True,
+            compares_answers=True,
+            fills_rows=True,
+            takes_all=True,
+            in_programs=True,
+        ),
+        StageSpec(
+            name="sft",
+            help="supervised fine-tuning on the assistant's turns of conversations",
+            config_cls=SftSection,
+            profile=SftSection.profile,
+            factory=lazily("llmsuite.stages.sft:SftStage"),
+            evaluates=of_loss("tokens/accuracy"),
+            smoke=CONVERSATIONS,
+            quantises=True,
+            predicts_further=True,
+            tells_prompts=True,
+            takes_prefix=True,
             compares_answers=True,
             in_programs=True,
-            smoke=PREFERENCE,
-            rows_per_sample=2,
         ),
         StageSpec(
             name="lora",
@@ -72,6 +97,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             section="sft",
             adapters=True,
             factory=lazily("llmsuite.stages.sft:SftStage"),
+            evaluates=of_loss("tokens/accuracy"),
             predicts_further=True,
             tells_prompts=True,
             takes_prefix=True,
@@ -79,32 +105,23 @@ def llmsuite_register_stages() -> list[StageSpec]:
             in_programs=True,
             smoke=CONVERSATIONS,
         ),
+    ]
+
+
+def _preference_stages() -> list[StageSpec]:
+    """Stages that learn which answers are wanted."""
+    return [
         StageSpec(
-            name="sft",
-            help="supervised fine-tuning on the assistant's turns of conversations",
-            config_cls=SftSection,
-            profile=SftSection.profile,
-            factory=lazily("llmsuite.stages.sft:SftStage"),
-            smoke=CONVERSATIONS,
-            quantises=True,
-            predicts_further=True,
-            tells_prompts=True,
-            takes_prefix=True,
+            name="dpo",
+            help="direct preference optimisation: sigmoid, ipo, hinge, kto_pair, simpo, orpo",
+            config_cls=DpoSection,
+            profile=DpoSection.profile,
+            factory=lazily("llmsuite.stages.dpo:DpoStage"),
+            evaluates=of_loss(),
             compares_answers=True,
             in_programs=True,
-        ),
-        StageSpec(
-            name="pretrain",
-            packs=False,
-            help="next-token prediction over text or an indexed corpus",
-            config_cls=PretrainSection,
-            factory=lazily("llmsuite.stages.pretrain:PretrainStage"),
-            smoke={**TEXT, "pretrain.mix": {}},
-            quantises=True,
-            predicts_further=True,
-            compares_answers=True,
-            takes_all=True,
-            in_programs=True,
+            smoke=PREFERENCE,
+            rows_per_sample=2,
         ),
         StageSpec(
             name="rm",
@@ -112,6 +129,7 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=RmSection,
             profile=RmSection.profile,
             factory=lazily("llmsuite.stages.rm:RmStage"),
+            evaluates=of_loss(),
             in_programs=True,
             smoke=PREFERENCE,
             head="score",
@@ -124,11 +142,10 @@ def llmsuite_register_stages() -> list[StageSpec]:
             config_cls=KtoSection,
             profile=KtoSection.profile,
             factory=lazily("llmsuite.stages.kto:KtoStage"),
+            evaluates=of_loss(),
             in_programs=True,
             smoke=UNPAIRED,
         ),
-        *_rollout_stages(),
-        _infer_stage(),
     ]
 
 
@@ -162,6 +179,7 @@ def _rollout_stages() -> list[StageSpec]:
             profile=GrpoSection.profile,
             draws_ahead=True,
             factory=lazily("llmsuite.stages.grpo:GrpoStage"),
+            evaluates=of_completions,
             smoke=ROLLOUTS,
         ),
         StageSpec(
@@ -172,6 +190,7 @@ def _rollout_stages() -> list[StageSpec]:
             sections=sections,
             profile=OnlineDpoSection.profile,
             factory=lazily("llmsuite.stages.online_dpo:OnlineDpoStage"),
+            evaluates=of_completions,
             smoke=ROLLOUTS,
         ),
         StageSpec(
@@ -182,6 +201,7 @@ def _rollout_stages() -> list[StageSpec]:
             sections={**sections, "environment": EnvironmentSection},
             profile=PpoSection.profile,
             factory=lazily("llmsuite.stages.ppo:PpoStage"),
+            evaluates=of_completions,
             draws_ahead=True,
             smoke={**ROLLOUTS, "ppo.critic.weights": None, "ppo.critic.learning_rate": 1e-3},
         ),

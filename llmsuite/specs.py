@@ -34,10 +34,6 @@ class PrePass:
     """Sequences that a forward pass gets, as a multiple of those in a micro-batch."""
 
     @property
-    def runs_model(self) -> bool:
-        return self.kind != "batch"
-
-    @property
     def with_adapters(self) -> bool:
         return self.kind != "adapters_off"
 
@@ -115,6 +111,8 @@ class StageSpec:
     """Sequences that a sample has in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
     profile: Callable[[Any], StageProfile] = lambda section: StageProfile()
     """The metrics of its loss and its pre-passes, by its section: best a method of that class."""
+    evaluates: Callable[[StageProfile], Sequence[str]] | None = None
+    """Names of its evaluations' metrics, without "eval/"; "NAME*" for all that begin so. None: any name may be one."""
     predicts_further: bool = False
     """Whether its loss has the term of `train.mtp_loss_weight`, by `mtp_hidden_states`, and the metric `mtp_loss`."""
     tells_prompts: bool = False
@@ -123,6 +121,8 @@ class StageSpec:
     """Whether it works with prefix tuning (the section `prefix`): its loss needs the model being trained only."""
     compares_answers: bool = False
     """Whether it has `Stage.questions`, which `generation.max_new_tokens` needs."""
+    fills_rows: bool = False
+    """Whether all its rows have `data.max_length` tokens, so that whole-step programs have one length."""
     packs: bool | None = None
     """False if it never reads `data.packing`, which is refused then."""
     takes_all: bool = False

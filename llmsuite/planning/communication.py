@@ -320,7 +320,7 @@ class Traffic:
 
 def model_prepasses(plan: RunPlan) -> list[PrePass]:
     """The pre-passes that run the model."""
-    return [prepass for prepass in plan.profile.prepasses if prepass.runs_model]
+    return [prepass for prepass in plan.profile.prepasses if prepass.kind != "batch"]
 
 
 def full_prepasses(plan: RunPlan, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:

@@ -19,7 +19,7 @@ from llmsuite.recipe.resolve import RunPlan
 def lengths(plan: RunPlan) -> list[int]:
     """The lengths that rows of a step may be padded to; a program is made for each of them that is met."""
     longest, multiple = longest_row(plan), length_multiple(plan)
-    if plan.stage.name == "pretrain":  # all its rows have data.max_length tokens
+    if plan.stage.fills_rows:
         return [longest]
     return sorted({bucket(length, longest, multiple) for length in range(multiple, longest + 1, multiple)})
 

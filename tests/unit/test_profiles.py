@@ -36,8 +36,7 @@ def test_the_reference_of_related_and_unrelated_answers_is_one_pass() -> None:
     assert [p.rows for p in KtoSection(loss="apo_zero", reference="adapter_off").profile().prepasses] == [1]
 
 
-def test_a_pre_pass_over_the_batch_runs_no_model() -> None:
-    assert [PrePass(kind=kind).runs_model for kind in ("batch", "model", "adapters_off")] == [False, True, True]
+def test_a_pre_pass_without_adapters_is_told_by_its_kind() -> None:
     assert [PrePass(kind=kind).with_adapters for kind in ("batch", "model", "adapters_off")] == [True, True, False]
 
 

@@ -8,44 +8,35 @@ from collections.abc import Iterator
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.schema.rule import Rule, Violation
 
-_OF_LOSSES = {"sft": ("tokens/accuracy",), "lora": ("tokens/accuracy",), "pretrain": (), "dpo": (), "rm": (), "kto": ()}
-"""By stage the metrics that only its evaluations have, beside the sums of its loss."""
-_DRAWING = ("grpo", "online_dpo", "ppo")
-_OF_COMPLETIONS = (
-    *("reward", "reward/std", "rewards/missing", "entropy", "completions/length", "completions/length_min"),
-    *("completions/length_max", "completions/truncated", "completions/length_ended"),
-)
-_OPEN = ("rewards/", "pass@", "episodes/")
-"""How names begin that depend on rewards, on how many completions are drawn, and on the environment."""
 OF_ANSWERS = ("bleu4", "rouge1", "rouge2", "rougel", "exact_match")
 """The metrics of answers that an evaluation generates."""
 
 
-def evaluation_metrics(context: RuleContext) -> tuple[str, ...] | None:
-    """The names that metrics of the evaluation have, as far as they are known without a run; None for stages of
-    plugins, whose losses may give more than they list."""
-    recipe, name = context.recipe, context.stage.name
-    if name in _DRAWING:
-        return tuple(f"eval/{metric}" for metric in _OF_COMPLETIONS)
-    if name not in _OF_LOSSES:
+def _evaluated(context: RuleContext) -> tuple[str, ...] | None:
+    """The metrics of the recipe's evaluations, as `StageSpec.evaluates` names them; None where it does not."""
+    recipe, stage = context.recipe, context.stage
+    if stage.evaluates is None:
         return None
-    sums = context.stage.profile(getattr(recipe, context.stage.section_name)).sums
-    further = ("mtp_loss",) if recipe.train.mtp_loss_weight else ()
+    names = stage.evaluates(stage.profile(getattr(recipe, stage.section_name)))
+    further = ("mtp_loss",) if stage.predicts_further and recipe.train.mtp_loss_weight else ()
     answers = OF_ANSWERS if recipe.generation.max_new_tokens is not None else ()
-    return tuple(f"eval/{metric}" for metric in ("loss", *sums, *_OF_LOSSES[name], *further, *answers))
+    return tuple(f"eval/{name}" for name in (*names, *further, *answers))
 
 
 def _no_such_metric(context: RuleContext) -> Iterator[Violation]:
-    given, known = context.recipe.checkpoint.best_metric, evaluation_metrics(context)
-    if not given or known is None or given in known:
+    given, known = context.recipe.checkpoint.best_metric, _evaluated(context)
+    if not given or known is None:
         return
-    if context.stage.name in _DRAWING and given.startswith(tuple(f"eval/{begin}" for begin in _OPEN)):
+    begins = tuple(name[:-1] for name in known if name.endswith("*"))
+    whole = [name for name in known if not name.endswith("*")]
+    if given in whole or given.startswith(begins):
         return
-    near = difflib.get_close_matches(given, known, n=1)
+    near = difflib.get_close_matches(given, whole, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    more = f", and those of rewards, eval/{_OPEN[0]}NAME" if context.stage.name in _DRAWING else ""
-    message = f"is {given!r}, which no evaluation of this recipe has; {hint}It has {', '.join(known)}{more}"
-    yield "checkpoint.best_metric", message
+    yield (
+        "checkpoint.best_metric",
+        f"is {given!r}, which no evaluation of this recipe has; {hint}It has {', '.join(known)}",
+    )
 
 
 METRIC_RULES = (
