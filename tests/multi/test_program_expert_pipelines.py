@@ -18,6 +18,8 @@ FOUR_EXPERTS = tuple(f"--model.config.{key}" for key in ("n_routed_experts=4", "
 JOBS = OTHER_JOBS | {
     # with eight, an adapter of one that few tokens reach knows fewer digits than are compared, also op by op
     "lora": ("deepseek/lora", (*SGD, *LORA, EXPERTS, *FOUR_EXPERTS, "--train.learning_rate=0.2")),
+    # of all experts: which ones a token of four layers goes to, rounding would tip, by the processor's order of sums
+    "packed pairs": ("qwen_moe/dpo", (*OTHER_JOBS["packed pairs"][1], "--model.config.num_experts_per_tok=8")),
 }
 ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     # the job, ranks, mesh, words
