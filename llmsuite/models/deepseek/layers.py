@@ -7,13 +7,14 @@ rotary positions (nope and rope), K value head size, C width of compressed keys 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, attention_operand
-from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, halves, linear
+from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, dim_size, halves, linear
 from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.experts import Experts
@@ -63,30 +64,40 @@ class Attention(nn.Layer):
         k_rope = self.rotary(halves(k_rope.unsqueeze(2)), cos, sin).squeeze(2)
         if past is not None:
             latent, k_rope = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_rope], 1)
-        if self._absorbs(x.shape[1]):
-            up = self.kv_b_proj.weight.reshape([self.latent_sizes[0], -1, sum(self.key_value_sizes)])
-            of_keys, of_values = up.split(self.key_value_sizes, -1)
-            out = absorbed_attention(self.ops, q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
-            return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
+        parts = q_nope, q_rope, latent, k_rope, mask
+        absorbs = self._absorbs(dim_size(x, 1))
+        if isinstance(absorbs, bool):
+            out = self._absorbed(*parts) if absorbs else self._whole(*parts)
+        else:  # a program that leaves open how many tokens are new
+            out = paddle.static.nn.cond(absorbs, lambda: self._absorbed(*parts), lambda: self._whole(*parts))
+        return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
+
+    def _whole(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
+        """What heads attend to, [B, L, H, K], by whole keys and values of the cache."""
         size = sum(self.key_value_sizes)
         num_heads = self.kv_b_proj.weight.shape[1] // size  # as a number, also where a program leaves lengths open
         heads = self.kv_b_proj(latent).reshape([0, 0, num_heads, size])
         k_nope, v = heads.split(self.key_value_sizes, -1)
-        out = self.core(q_nope, q_rope, k_nope, k_rope.unsqueeze(2), v, mask)
-        return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
+        return self.core(q_nope, q_rope, k_nope, k_rope.unsqueeze(2), v, mask)
 
-    def _absorbs(self, num_new: int) -> bool:
+    def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
+        """The same by compressed ones."""
+        up = self.kv_b_proj.weight.reshape([self.latent_sizes[0], -1, sum(self.key_value_sizes)])
+        of_keys, of_values = up.split(self.key_value_sizes, -1)
+        return absorbed_attention(self.ops, q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
+
+    def _absorbs(self, num_new: Any) -> Any:
         """Whether so few tokens are new that attending to compressed keys and values is less work than making whole
-        ones for the cache. Programs do not know how many come."""
-        matrix = self.kv_b_proj
-        if not self.can_absorb or not paddle.in_dynamic_mode() or paddle.is_grad_enabled():
+        ones for the cache: a bool, or a tensor if `num_new` is one, as in a program."""
+        matrix, in_program = self.kv_b_proj, not paddle.in_dynamic_mode()
+        if not self.can_absorb or (paddle.is_grad_enabled() and not in_program):
             return False
         if type(matrix) is not nn.Linear or matrix.weight.is_dist() or "forward" in vars(matrix):
             return False  # an adapter, a stored matrix, a rank's part, products in a form of the device
         if matrix._forward_pre_hooks or matrix._forward_post_hooks:
             return False
         wide, whole = 2 * self.latent_sizes[0], sum(self.key_value_sizes)  # of scores and sums, for each head
-        return num_new * max(wide - whole, 0) < self.latent_sizes[0] * whole
+        return wide <= whole or num_new < self.latent_sizes[0] * whole / (wide - whole)
 
 
 class DeepSeekGate(Gate):

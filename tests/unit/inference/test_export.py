@@ -72,6 +72,26 @@ def test_the_program_is_the_model(pair: tuple[Path, Path]) -> None:
     assert tokens > 50
 
 
+def test_a_program_attends_to_compressed_keys_with_few_new_tokens(tmp_path: Path) -> None:
+    """With 25 of them whole keys and values are less work in this shape: both are in the program."""
+    source = open_model(write_family(tmp_path / "model", "deepseek", kv_lora_rank=32), FAMILIES)
+    export(source, tmp_path / "static", CpuBackend(), source.path)
+    ops = set(re.findall(r'"#":"1\.(\w+)"', (tmp_path / "static" / "model.json").read_text()))
+    assert {"if", "einsum", "matmul"} <= ops
+    model, program = load_model(source, CpuBackend()), Predictor(tmp_path / "static")
+    for layer in model.model.layers:
+        layer.self_attn.can_absorb = False
+    whole = ModelDecoder(model)
+    ids, padding = np.random.default_rng(0).integers(3, 500, (2, 80)), np.asarray([0, 3])
+    caches: list[Any] = [None, None]
+    for begin, end in ((0, 24), (24, 25), (25, 50), (50, 74), (74, 80)):
+        (expected, caches[0]), (found, caches[1]) = (
+            decoder.forward(ids[:, begin:end], padding, cache)
+            for decoder, cache in zip((whole, program), caches, strict=True)
+        )
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(np.abs(expected).max()))
+
+
 @pytest.mark.parametrize("program", ["model.json", "loop.json"])
 def test_the_program_runs_on_any_x86_64(pair: tuple[Path, Path], program: str) -> None:
     """On the CPU these ops of Paddle 3.3.1 are compiled for AVX-512, and do not look whether it is there."""
