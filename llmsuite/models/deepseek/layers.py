@@ -89,8 +89,8 @@ class Attention(nn.Layer):
     def _absorbs(self, num_new: Any) -> Any:
         """Whether so few tokens are new that attending to compressed keys and values is less work than making whole
         ones for the cache: a bool, or a tensor if `num_new` is one, as in a program."""
-        matrix, in_program = self.kv_b_proj, not paddle.in_dynamic_mode()
-        if not self.can_absorb or (paddle.is_grad_enabled() and not in_program):
+        matrix, learns = self.kv_b_proj, paddle.is_grad_enabled() if paddle.in_dynamic_mode() else self.training
+        if not self.can_absorb or learns:
             return False
         if type(matrix) is not nn.Linear or matrix.weight.is_dist() or "forward" in vars(matrix):
             return False  # an adapter, a stored matrix, a rank's part, products in a form of the device
