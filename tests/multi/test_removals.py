@@ -11,6 +11,7 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.parity.cases import few
+from tests.paths import ROOT
 from tests.standin import alone as in_one
 from tests.standin import ranks as in_two
 from tests.standin.removals import Removal
@@ -47,6 +48,12 @@ def of_ranks(runner: Runner) -> list[Found]:
     code, printed = runner.launch(in_two.NUM_RANKS, "tests.standin.ranks", str(file), *map(str, _OF_RANKS.values()))
     assert code == 0, printed
     return [json.loads(file.with_suffix(f".{rank}").read_text()) for rank in range(in_two.NUM_RANKS)]
+
+
+@pytest.mark.parametrize("removal", [*ALONE, *OF_RANKS], ids=str)
+def test_its_text_is_there_once(removal: Removal) -> None:
+    """So that code which has moved is noticed where few of them are taken away."""
+    assert (ROOT / "llmsuite" / removal.file).read_text("utf-8").count(removal.text) == 1
 
 
 def test_checks_pass_with_all_of_them(alone: Found, of_ranks: list[Found]) -> None:

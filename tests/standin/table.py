@@ -80,7 +80,7 @@ ALONE: tuple[Removal, ...] = (
     ),
     *_of(
         "parallel/fill.py",
-        ("local if keeps else local.astype(dtype)", "local", "llama"),
+        ('local if keeps else local.astype("bfloat16" if name in narrow else dtype)', "local", "llama"),
     ),
     *_of(
         "parallel/sharding.py",
@@ -104,7 +104,7 @@ ALONE: tuple[Removal, ...] = (
     *_of(
         "stages/answers.py",
         ('is_owner.astype("float64")', "is_owner", "answers"),
-        ('nll.astype("float64")', "nll", "answers"),
+        (', nll.astype("float64"))', ", nll)", "answers"),
         ('(logps - paddle.to_tensor(batch["reference"])).astype("float32")',
          '(logps - paddle.to_tensor(batch["reference"]))', "answers"),
     ),
