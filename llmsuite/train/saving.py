@@ -102,8 +102,9 @@ class Saver:
             raise UserError(f"{self._trigger}: cannot be removed: {error.strerror}") from error
         return True
 
-    def save(self, state: TrainState) -> None:
-        """Save this step, unless it is saved. Waits for the save before, and until the values are copied."""
+    def save(self, state: TrainState, overlaps: bool = True) -> None:
+        """Save this step, unless it is saved. Waits for the save before, and until the values are copied; or, where
+        nothing `overlaps` with the writing, until they are written, which needs no copy."""
         if state.step == self._last_saved:
             return
         self.finish()
@@ -130,10 +131,11 @@ class Saver:
                 begin(job)
             collective.barrier()
         # the copies of all ranks on this machine, which may be all ranks
-        if self._async and not room_for_copy(job.num_bytes // self._num_machines):
+        in_background = self._async and overlaps
+        if in_background and not room_for_copy(job.num_bytes // self._num_machines):
             report("checkpoint.async_save: a copy does not fit into memory; training waits until it is written")
-            self._async, self._writer = False, Writer(in_background=False)
-        if self._async:
+            self._async, self._writer, in_background = False, Writer(in_background=False), False
+        if in_background:
             job = stage_to_cpu(job)
 
         def write() -> None:
@@ -141,7 +143,10 @@ class Saver:
             if path is not None:
                 self._done.append((state.step, path))
 
-        self._writer.start(write)
+        if in_background:
+            self._writer.start(write)
+        else:
+            write()
         self._notify()
 
     def evaluated(self, state: TrainState, metrics: Mapping[str, float]) -> None:

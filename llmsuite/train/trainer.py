@@ -203,7 +203,7 @@ class Trainer:
         lacks = [False, False]
         if collective.rank() == 0:
             directory = self.plan.output_dir
-            is_due = len(self.data.eval) > 0 and self.cadence.evaluates(self.step)
+            is_due = self._evaluates()
             events = read_events(directory)
             is_ended = bool(events) and events[-1]["event"] == "ended"
             recorded = evaluation_at(directory, self.step)
@@ -257,10 +257,11 @@ class Trainer:
                 self.log(metrics, stopping or cadence.logs(self.step))
                 paused = time.perf_counter()
                 if stopping or save_asked or cadence.saves(self.step):
-                    self.save()
+                    is_over = stopping or (self.step == cadence.total_steps and not self._evaluates())
+                    self.save(overlaps=not is_over)
                 if stopping:
                     break
-                if cadence.evaluates(self.step):
+                if self._evaluates():
                     self.evaluate()
                 self.window.leave_out(time.perf_counter() - paused)
             self.saver.finish()  # while another signal still ends it at once
@@ -295,8 +296,6 @@ class Trainer:
     def evaluate(self) -> None:
         """Evaluate on `data.eval`, if there is any; keep the model if it is the best so far."""
         micro_batches, num_counted = self._eval_batches
-        if not len(self.data.eval):
-            return
         if self.rollouts is None:
             metrics = evaluate(micro_batches, self.passes, num_counted)
         else:
@@ -308,9 +307,13 @@ class Trainer:
         self.output.evaluated(self.step, metrics)
         self.saver.evaluated(self.snapshot_state(), metrics)
 
-    def save(self) -> None:
-        """Write a checkpoint of this step, in the background if the recipe says so."""
-        self.saver.save(self.snapshot_state())
+    def _evaluates(self) -> bool:
+        """Whether this step is evaluated."""
+        return self.cadence.evaluates(self.step) and len(self.data.eval) > 0
+
+    def save(self, overlaps: bool) -> None:
+        """Write a checkpoint of this step, in the background if something `overlaps` and the recipe says so."""
+        self.saver.save(self.snapshot_state(), overlaps)
 
     def snapshot_state(self) -> TrainState:
         """The small part of a checkpoint, at this moment."""

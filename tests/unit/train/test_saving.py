@@ -130,8 +130,8 @@ class Run:
 
         return Whole(alone.whole(self.tensors), [])
 
-    def save(self, step: int) -> None:
-        self.saver.save(dataclasses.replace(STATE, step=step, samples=step))
+    def save(self, step: int, overlaps: bool = True) -> None:
+        self.saver.save(dataclasses.replace(STATE, step=step, samples=step), overlaps)
 
     def evaluated(self, step: int, **metrics: float) -> None:
         self.saver.evaluated(dataclasses.replace(STATE, step=step, samples=step), metrics)
@@ -157,6 +157,17 @@ def test_what_is_saved_is_what_was_there_when_it_was_asked_for(tmp_path: Path, i
     for step, factor in ((1, 1), (2, 2)):
         read = open_model(tmp_path / f"checkpoints/step-{step}", {"llama": FAMILY}).read("model.norm.weight")
         assert (read == factor * expected).all()
+
+
+def test_nothing_is_copied_where_nothing_overlaps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.save(1)
+    monkeypatch.delattr("llmsuite.train.saving.stage_to_cpu")
+    run.save(2, overlaps=False)
+    assert run.saved == [(1, "step-1"), (2, "step-2")]
+    assert run.steps() == [1, 2]
+    with pytest.raises(NameError):
+        run.save(3)
 
 
 def test_a_step_is_saved_once(tmp_path: Path) -> None:
