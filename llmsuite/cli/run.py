@@ -19,7 +19,7 @@ from llmsuite.errors import RecipeError, UserError
 from llmsuite.locks import empty_directory, lock_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.smoke import names_own_data
+from llmsuite.recipe.smoke import names_own_data, names_own_reward
 from llmsuite.schema.section import as_plain
 from llmsuite.specs import Command
 
@@ -92,6 +92,8 @@ def run(args: Any, registry: Registry) -> int:
         reduced = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
         mesh = f"mesh {plan.degrees} on cpu{reduced}"
         data = str(plan.train_file) if names_own_data(plan.loaded, plan.stage) else "embedded data"
+        if "reward" in plan.stage.smoke and not names_own_reward(plan.loaded):
+            data += f", reward {', '.join(plan.stage.smoke['reward']['functions'])} in place of the recipe's"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, {data}, {mesh}", flush=True)
     for note in [*few_rows(plan), *held_out(plan)]:
         print(f"warning: {note}", file=sys.stderr)

@@ -65,15 +65,28 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
         **_place(recipe, tp * pp * data),
-        **copy.deepcopy(dict(stage.smoke)),  # overrides are written into it
+        **_of_stage(loaded, stage),
         **_reading(loaded, stage),
     }
+
+
+def _of_stage(loaded: LoadedRecipe, stage: StageSpec) -> dict[str, Any]:
+    """What the stage asks for, but for rewards where the command line names others."""
+    keys = copy.deepcopy(dict(stage.smoke))  # overrides are written into it
+    if names_own_reward(loaded):
+        keys.pop("reward", None)
+    return keys
 
 
 def names_own_data(loaded: LoadedRecipe, stage: StageSpec) -> bool:
     """Whether the rows are not the embedded ones: the command line names others, or the stage has none."""
     first = _first(stage)
     return not _embeds(stage) or loaded.origins.get(("data", first), "").startswith("--data.")
+
+
+def names_own_reward(loaded: LoadedRecipe) -> bool:
+    """Whether the command line says what is rewarded: then the rest of the section is that of the recipe."""
+    return loaded.origin(("reward", "functions")).startswith("--reward")
 
 
 def _first(stage: StageSpec) -> str:

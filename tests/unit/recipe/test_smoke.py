@@ -13,7 +13,7 @@ from llmsuite import builtin
 from llmsuite.plugins.manager import Registry, load_plugins
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.smoke import names_own_data
+from llmsuite.recipe.smoke import names_own_data, names_own_reward
 from llmsuite.resources import bundled
 from llmsuite.schema.section import as_plain
 from tests.conftest import PluginSite
@@ -84,6 +84,16 @@ def test_rows_that_the_command_line_names_are_read_as_the_recipe_says(plan: Plan
     assert (data.eval, data.columns, data.format) == ("held.csv", {**COLUMNS, "output": "text"}, "auto")
     data = plan(OF_COLUMNS, "--data.train=mine.csv", "--data.columns={}", smoke=smoke).recipe.data
     assert data.columns == {}
+
+
+@pytest.mark.parametrize("word", ['--reward.functions={"exact": 2}', '--reward={"functions": {"exact": 2}}'])
+def test_rewards_that_the_command_line_names_stay(registry: Registry, word: str) -> None:
+    recipe = bundled("recipes") / "llama/grpo.json"
+    for words, functions in (([], {"format": 1.0}), (["--reward.workers=1"], {"format": 1.0}), ([word], {"exact": 2})):
+        plan = plan_run(recipe, words, registry, smoke=True)
+        assert plan.recipe.reward.functions == functions
+        assert names_own_reward(plan.loaded) == ("exact" in functions), "so a run says"
+        assert ("reward", "format", "pattern") not in plan.loaded.given or "format" in functions, "nothing reads it"
 
 
 def test_embedded_rows_are_read_as_they_are(plan: Plan) -> None:
