@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import difflib
 import importlib.util
 import re
+import symtable
 import sys
+import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -37,6 +42,55 @@ def python_function(key: str) -> tuple[str, str] | None:
     """File and name of "FILE.py:NAME"; None for the name of something that is registered."""
     match = _NAMED.fullmatch(key)
     return (match["path"], match["name"]) if match else None
+
+
+def fault_of(key: str, arguments: Sequence[str] = ()) -> str | None:
+    """What is wrong with "FILE.py:NAME", as far as the text of the file tells without running it; None for nothing.
+
+    Args:
+        key: as `python_function` reads it.
+        arguments: what the function is called with, by their places; nothing for a class.
+    """
+    parsed = python_function(key)
+    assert parsed is not None, key
+    path, name = parsed
+    if not Path(path).is_file():
+        return f"{path} is not a file (working directory: {Path.cwd()})"
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # whoever imports the file is told
+            source = importlib.util.decode_source(Path(path).read_bytes())
+            module = ast.parse(source, path)
+            symbols = symtable.symtable(source, path, "exec")
+    except (SyntaxError, ValueError) as error:
+        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        return f"{path}{where}: is no Python: {getattr(error, 'msg', error)}"
+    imported = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
+    if any(alias.name == "*" for node in imported for alias in node.names):
+        return None
+    bound = sorted(s.get_name() for s in symbols.get_symbols() if s.is_assigned() or s.is_imported())
+    if name not in bound:
+        close = difflib.get_close_matches(name, bound, 1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        return f"{path} has no {'function' if arguments else 'class'} {name!r}{hint}"
+    found = [node for node in module.body if getattr(node, "name", None) == name]
+    if arguments and found and isinstance(found[-1], (ast.FunctionDef, ast.AsyncFunctionDef)):
+        return _call_fault(path, found[-1], arguments)
+    return None
+
+
+def _call_fault(path: str, function: ast.FunctionDef | ast.AsyncFunctionDef, arguments: Sequence[str]) -> str | None:
+    """Why a function cannot be called with these arguments; None where it can, or what decorates it decides."""
+    own = function.args
+    places = [*own.posonlyargs, *own.args]
+    required = [a.arg for a, default in zip(own.kwonlyargs, own.kw_defaults) if default is None]
+    is_enough = len(places) - len(own.defaults) <= len(arguments) and not required
+    if function.decorator_list or (is_enough and (own.vararg or len(arguments) <= len(places))):
+        return None
+    takes = ", ".join([a.arg for a in places] + required)
+    return (
+        f"{path}, line {function.lineno}: {function.name}({takes}) is called as {function.name}({', '.join(arguments)})"
+    )
 
 
 def from_file(key: str, kind: str) -> Any:

@@ -319,7 +319,14 @@ def _without_alternatives(loc: tuple[int | str, ...], types: dict[Key, Any]) -> 
     """The place of a wrong value as a key: below a leaf, pydantic also names the alternative of a union it tried."""
     key = tuple(map(str, loc))
     leaf = next((n for n in range(len(key), 0, -1) if key[:n] in types), len(key))
+    if _of_kind(types.get(key[:leaf]), dict):
+        return key[: leaf + 1]
     return key[:leaf] + tuple(str(part) for part in loc[leaf:] if isinstance(part, int))
+
+
+def _of_kind(annotation: Any, kind: type) -> list[Any]:
+    """The alternatives of a type that are such containers."""
+    return [found for found in (annotation, *typing.get_args(annotation)) if typing.get_origin(found) is kind]
 
 
 def _explain(
@@ -342,10 +349,9 @@ def _explain(
         return f"expected a section: {{...}}, found {_shown(given)}"
     if key in types:
         wanted = recipe_keys.describe(types[key])
-    else:  # an item of a list
-        around = types.get(key[:-1])
-        lists = [a for a in (around, *typing.get_args(around)) if typing.get_origin(a) is list]
-        wanted = recipe_keys.describe(typing.get_args(lists[0])[0]) if lists else item["msg"]
+    else:  # an item of a list or a mapping
+        items = [typing.get_args(found)[-1] for kind in (list, dict) for found in _of_kind(types.get(key[:-1]), kind)]
+        wanted = recipe_keys.describe(items[0]) if items else item["msg"]
     hint = ""
     if kind == "literal_error" and isinstance(given, str):
         options = [o.strip(" '") for o in item["ctx"]["expected"].replace(" or ", ", ").split(",")]

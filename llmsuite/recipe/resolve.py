@@ -17,7 +17,7 @@ from llmsuite.hub.names import hub_name
 from llmsuite.models.plain import reads_tokens
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
-from llmsuite.python_files import python_function
+from llmsuite.python_files import fault_of, python_function
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import LoadedRecipe, load
 from llmsuite.recipe.pins import apply_pins, mixed_names
@@ -276,21 +276,22 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
         if name not in registry.loggers:
             yield "loggers", registry.unknown("logger", name)
     for kind, key, name in _plugins_or_files(recipe):
-        found = python_function(name)
-        if found is not None and not Path(found[0]).is_file():
-            yield key, f"{found[0]} is not a file (working directory: {Path.cwd()})"
-        elif found is None and name not in registry.specs(kind):
+        if python_function(name) is not None:
+            if fault := fault_of(name, ("completions",) if kind == "reward" else ()):
+                yield key, fault
+        elif name not in registry.specs(kind):
             what = "a function: FILE.py:FUNCTION" if kind == "reward" else "a class: FILE.py:CLASS"
             yield key, f"{registry.unknown(kind, name)}; or name {what}"
     yield from _engine_problems(recipe, registry)
 
 
 def _collator_problems(collator: str | None) -> Iterator[Violation]:
-    found = None if collator is None else python_function(collator)
-    if collator is not None and found is None:
+    if collator is None:
+        return
+    if python_function(collator) is None:
         yield "data.collator", f"is {collator!r}; name a function: FILE.py:FUNCTION"
-    elif found is not None and not Path(found[0]).is_file():
-        yield "data.collator", f"{found[0]} is not a file (working directory: {Path.cwd()})"
+    elif fault := fault_of(collator, ("samples", "collate")):
+        yield "data.collator", fault
 
 
 def _plugins_or_files(recipe: Recipe) -> Iterator[tuple[str, str, str]]:

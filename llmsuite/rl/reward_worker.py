@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.worker import describe
+from llmsuite.rl.worker import describe, run_to_its_end
 from llmsuite.specs import Score
 
 Values = list[list[float | None]]
@@ -71,6 +72,8 @@ def scored(score: Score, parts: Sequence[str], completions: Sequence[Completion]
     nothing: Values = [[None] * (1 + len(parts)) for _ in completions]
     try:
         found = score(completions)
+        if inspect.iscoroutine(found):
+            found = run_to_its_end(found)
     except Exception as error:  # it is somebody else's code
         return nothing, describe(error)
     if isinstance(found, (str, bytes, Mapping)) or not hasattr(found, "__len__") or len(found) != len(completions):
@@ -79,7 +82,7 @@ def scored(score: Score, parts: Sequence[str], completions: Sequence[Completion]
     for row, value in zip(rows, found):
         try:
             row[:] = _numbers(value, parts)
-        except (TypeError, ValueError) as error:
+        except (TypeError, ValueError, OverflowError) as error:  # of a number beyond those of float
             why = why or str(error)
             continue
         if row[0] is None:

@@ -7,13 +7,12 @@ model's response.
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
 import logging
 import random
 import re
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from llmsuite.extras import install_command
 from llmsuite.python_files import import_file
 from llmsuite.rl.calculator import TOOL_CALL
 from llmsuite.rl.environment_sections import VerifiersSection
+from llmsuite.rl.worker import run_to_its_end
 from llmsuite.specs import Reply, Turn
 
 try:
@@ -59,7 +59,7 @@ class VerifiersEpisode:
         given = {"example_id": 0, **row, "prompt": row["messages"]}
         del given["messages"]
         self._draw_anew()
-        messages = _run(self._begun(given))
+        messages = run_to_its_end(self._begun(given))
         if messages is None:
             raise ValueError(f"it had ended before the first turn ({self._state['stop_condition']})")
         self.tools = [
@@ -71,7 +71,7 @@ class VerifiersEpisode:
         """What follows on a turn. Raises what the environment or its rubric raise."""
         self._num_turns += 1
         self._draw_anew()
-        reply: Reply = _run(self._answer(turn))
+        reply: Reply = run_to_its_end(self._answer(turn))
         return reply
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,16 +159,6 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.said.append(record.getMessage())
-
-
-@functools.cache
-def _loop() -> asyncio.AbstractEventLoop:
-    """One for the life of the process: what an environment has opened belongs to it."""
-    return asyncio.new_event_loop()
-
-
-def _run(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return _loop().run_until_complete(coroutine)
 
 
 @functools.cache

@@ -6,7 +6,9 @@ each as it has it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import asyncio
+import functools
+from collections.abc import Callable, Coroutine, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,6 +34,17 @@ class Source(Protocol):
 
     def nothing(self, payload: Any) -> Any:
         """The result of a call that has taken too long or has ended its process."""
+
+
+@functools.cache
+def _loop() -> asyncio.AbstractEventLoop:
+    """One for the life of the process: what somebody's code has opened belongs to it."""
+    return asyncio.new_event_loop()
+
+
+def run_to_its_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What an async function of somebody's returns. Raises what it raises."""
+    return _loop().run_until_complete(coroutine)
 
 
 def describe(error: BaseException) -> str:

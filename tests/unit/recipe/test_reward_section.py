@@ -87,7 +87,46 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         tmp_path, {"functions": {"http": 1.0}, "http": {"url": "localhost"}}
     )
     assert "reward.functions: is empty" in refused(tmp_path, {"functions": {}})
-    assert "reward.functions" in refused(tmp_path, {"functions": {"exact": "much"}})
+    assert 'reward.functions.exact: expected number, found "much"' in refused(
+        tmp_path, {"functions": {"exact": "much"}}
+    )
+    assert 'reward.functions: expected object, found ["exact"]' in refused(tmp_path, {"functions": ["exact"]})
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("def brief(completions): return 1", "has no function 'breif'; did you mean 'brief'?"),
+        ("breif = [1.0", ", line 1: is no Python: '[' was never closed"),
+        ("def breif(prompts, completions, **rest): ...", "breif(prompts, completions) is called as breif(completions)"),
+        ("def breif(): ...", ", line 1: breif() is called as breif(completions)"),
+        ("def breif(completions, *, answer): ...", "breif(completions, answer) is called as breif(completions)"),
+    ],
+)
+def test_a_function_that_a_file_does_not_have_is_refused_before_a_run(tmp_path: Path, code: str, why: str) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    said = refused(tmp_path, {"functions": {f"{tmp_path}/mine.py:breif": 1.0}})
+    assert f"reward.functions: {tmp_path}/mine.py" in said
+    assert why in said
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "def f(completions, **rest): ...",
+        "def f(*all): ...",
+        "async def f(completions, scale=1): ...",
+        "if True:\n    def f(): ...",
+        "def of(g): return g\n@of\ndef f(): ...",
+        "from elsewhere import f",
+        "from elsewhere import *",
+        "import functools\nf = functools.partial(max, 3)",
+        "class f: ...",
+    ],
+)
+def test_what_only_running_a_file_tells_is_left_to_the_run(tmp_path: Path, code: str) -> None:
+    (tmp_path / "mine.py").write_text(code)
+    plan(tmp_path, {"functions": {f"{tmp_path}/mine.py:f": 1.0}})
 
 
 @pytest.mark.parametrize(

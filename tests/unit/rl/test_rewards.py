@@ -29,6 +29,15 @@ def test_a_function_in_a_file(make: Making, tmp_path: Path) -> None:
     assert rewards.total(found).tolist() == [3.0, 3.5]
 
 
+def test_an_async_function_is_run_to_its_end(make: Making, tmp_path: Path) -> None:
+    code = "import asyncio\nlock = asyncio.Lock()\nasync def answers(completions):\n    async with lock:\n"
+    code += "        await asyncio.sleep(0.01)\n    return [float(c.text) for c in completions]\n"
+    rewards = make({functions(tmp_path, code) + ":answers": 1.0}, max_failed=0.5)
+    assert rewards.score([completion("4"), completion("5", 1)]).tolist() == [[4.0], [5.0]]
+    assert np.isnan(rewards.score([completion("no"), completion("5", 1)])[0, 0])
+    assert "ValueError: could not convert string to float: 'no'" in rewards.first_failure
+
+
 def test_a_file_called_as_another_module(make: Making, tmp_path: Path) -> None:
     (tmp_path / "pickle.py").write_text("def score(completions):\n    return [1]\n")
     with pytest.raises(UserError, match="a module 'pickle' is imported already; give the file another name"):
@@ -57,6 +66,7 @@ FAILURES = {
     "nan": "it returned nan",
     "inf": "it returned inf",
     "none": "it returned None",
+    "huge": "OverflowError|too large",
     "short": r"it returned \[\], which is no list of 1 rewards",
     "number": "it returned 3.0, which is no list of 1 rewards",
     "text": "it returned '1', which is no number",

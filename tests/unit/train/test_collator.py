@@ -75,6 +75,7 @@ def test_what_is_wrong_is_said(file: Path, text: str, message: str) -> None:
     [
         ("padded", "is 'padded'; name a function: FILE.py:FUNCTION"),
         ("no/such.py:make", "no/such.py is not a file"),
+        (f"{ROOT}/tests/paths.py:ROUTE", "has no function 'ROUTE'; did you mean 'ROOT'?"),
     ],
 )
 def test_a_name_of_nothing_is_refused_before_a_run(registry: Registry, value: str, message: str) -> None:
