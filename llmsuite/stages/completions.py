@@ -20,6 +20,9 @@ from llmsuite.rl.rollouts import RolloutPrompt, Rollouts, Scored
 from llmsuite.rl.rounds import Filled, draw_until_full
 from llmsuite.train.stage import DropCounts, Stage, StageContext
 
+_ROUNDING = 1e-9
+"""What a sum of weighted rewards may be off by: 0.2 + 0.7 + 0.1 is less than 1 in floating point."""
+
 
 class CompletionStage(Stage[Any]):
     """Base of stages with rollouts: samples are prompts until `roll_out` has completed them."""
@@ -110,7 +113,7 @@ class CompletionStage(Stage[Any]):
         scored = self._draw(samples, 0, self._eval_drawing, rollouts)
         self._rewards.check(scored.scores)
         rewards, metrics = self._judge(scored)
-        right = (np.nan_to_num(rewards, nan=-np.inf) >= self._pass_reward).sum(1)
+        right = (np.nan_to_num(rewards, nan=-np.inf) >= self._pass_reward - _ROUNDING).sum(1)
         for k in self._pass_at:
             metrics[f"pass@{k}"] = float(np.mean([pass_at(int(c), rewards.shape[1], k) for c in right]))
         return metrics

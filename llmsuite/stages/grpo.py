@@ -207,7 +207,9 @@ class GrpoStage(CompletionStage):
         gap = (old - drawn).abs()
         if getattr(model, "is_last", True):
             self._gaps.append(gap.max())
-        observed = {"ratio": ratio, "clip_ratio/low": low, "clip_ratio/high": high, "logprob_gap": gap}
+        clips = {"clip_ratio/low": low, "clip_ratio/high": high}
+        observed = {"ratio": ratio, "logprob_gap": gap}
+        observed |= {name: share for name, share in clips.items() if name in self._profile.sums}
         if self._correction != "none":
             cap, mask = self._correction_cap, self._correction == "mis"
             factors = rl_losses.correction(old, drawn, self._correction_level, completions, cap, mask)

@@ -69,7 +69,8 @@ class EvalRolloutSection(Section):
         if self.pass_at and max(self.pass_at) > self.num_generations:
             yield "pass_at", f"has {max(self.pass_at)}, more than num_generations = {self.num_generations}"
         if self.temperature == 0 and self.num_generations > 1:
-            yield "num_generations", f"is {self.num_generations}, all alike at temperature 0; set it to 1"
+            how = "raise eval_rollout.temperature, or set this to 1"
+            yield "num_generations", f"is {self.num_generations}, all alike at temperature 0; {how}"
 
 
 def directory_of(reference: str | None) -> str | None:
@@ -85,6 +86,8 @@ _NORMALISERS: Mapping[str, Normaliser] = {
     "cispo": "token_mean",
     "sapo": "sequence_mean",
 }
+_CLIPS: Mapping[str, tuple[str, ...]] = {"cispo": ("clip_ratio/high",), "sapo": ()}
+"""Metrics of bounds that a loss has, where it is not those of a clip below and above 1."""
 
 
 class ClippedPolicy:
@@ -100,10 +103,10 @@ class ClippedPolicy:
     correction_level: Literal["token", "sequence"]
     correction_cap: float
 
-    def policy_profile(self, kl_in: str) -> StageProfile:
+    def policy_profile(self, kl_in: str, loss: str = "dapo") -> StageProfile:
         """Pre-passes: log-probabilities before the first of several updates, or for the divergence in the reward where
-        others have drawn, and those of the reference. `kl_in` as `GrpoSection.kl_in`."""
-        sums = ["ratio", "clip_ratio/low", "clip_ratio/high", "logprob_gap"]
+        others have drawn, and those of the reference. `kl_in` and `loss` are those of `GrpoSection`."""
+        sums = ["ratio", *_CLIPS.get(loss, ("clip_ratio/low", "clip_ratio/high")), "logprob_gap"]
         corrects = self.rollout_correction != "none"
         if corrects:
             sums += ["correction", "correction/bounded"]
@@ -209,7 +212,7 @@ class GrpoSection(ClippedPolicy, Section):
     there is nothing to learn. null: never."""
 
     def profile(self) -> StageProfile:
-        return self.policy_profile(self.kl_in)
+        return self.policy_profile(self.kl_in, self.loss)
 
     @property
     def normaliser(self) -> Normaliser:

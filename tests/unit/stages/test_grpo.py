@@ -55,6 +55,16 @@ def test_losses_are_those_of_the_papers(registry: Registry, loss: str, temperatu
     assert float(terms.total) / terms.weight == pytest.approx(expected_loss(live, old, temperature, loss), rel=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("loss", "names"),
+    [("dapo", ["clip_ratio/high", "clip_ratio/low"]), ("cispo", ["clip_ratio/high"]), ("sapo", [])],
+)
+def test_shares_of_a_clip_are_told_where_there_is_one(registry: Registry, loss: str, names: list[str]) -> None:
+    made = stage(registry, f"--grpo.loss={loss}")
+    found = made.loss(model(), made.collate(groups()))
+    assert sorted(name for name in found.sums if name.startswith("clip_ratio")) == names
+
+
 @pytest.mark.parametrize("padding_free", [False, True])
 def test_what_an_environment_says_is_read_and_not_learnt(registry: Registry, padding_free: bool) -> None:
     """The loss is that of the model's own tokens, each after all that stands before it."""

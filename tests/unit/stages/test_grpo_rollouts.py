@@ -186,6 +186,13 @@ def test_evaluations_have_pass_at_k(registry: Registry) -> None:
     assert [metrics[f"pass@{k}"] for k in (1, 2, 4)] == [0.125, 0.25, 0.5]
 
 
+def test_a_sum_of_rewards_that_rounding_leaves_below_the_right_one_is_right(registry: Registry) -> None:
+    almost = 0.2 + 0.7 + 0.1
+    assert almost < 1
+    metrics = stage(registry).evaluate_rollouts(SAMPLES, Given([[almost], [0.99]]))  # type: ignore[arg-type]
+    assert metrics["pass@1"] == 0.5
+
+
 def test_prompts_keep_their_columns_and_leave_room(registry: Registry) -> None:
     made = stage(registry, "--data.max_length=40")
     rows = [Prompt((Message("user", text),), columns={"answer": text}) for text in ("2", "long " * 40)]
