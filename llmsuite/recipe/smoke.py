@@ -110,7 +110,8 @@ def _reading(loaded: LoadedRecipe, stage: StageSpec) -> dict[str, Any]:
         return {}
     if not names_own_data(loaded, stage):
         return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {})}
-    return {"data.eval": data.train} if first == "train" and (data.columns or data.format != "auto") else {}
+    reads_columns = data.columns or data.format != "auto" or "reward" in stage.smoke  # rewards and environments do
+    return {"data.eval": data.train} if first == "train" and reads_columns else {}
 
 
 _ANSWERS = {"generation.max_new_tokens": 16, "generation.max_samples": 8}

@@ -17,7 +17,7 @@ from llmsuite.data.conversations import tools_at
 from llmsuite.data.rows import ROLES, Message
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file, python_function
-from llmsuite.rl.worker import describe
+from llmsuite.rl.worker import describe, finished
 from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.specs import Environment, EnvironmentSpec, Reply, Turn
 
@@ -114,10 +114,10 @@ def answered(make: Callable[[], Environment], parts: Sequence[str], call: Begin 
     try:
         if isinstance(call, Begin):
             environment = make()
-            messages = _messages(environment.begin(call.row, call.seed))
+            messages = _messages(finished(environment.begin(call.row, call.seed)), "begin returned")
             return Answer(_pickled(environment), messages, _tools(environment)), ""
         environment = pickle.loads(call.state)
-        return _answer(environment, environment.step(call.turn), parts), ""
+        return _answer(environment, finished(environment.step(call.turn)), parts), ""
     except Exception as error:  # it is somebody else's code
         return None, describe(error)
 
@@ -128,7 +128,7 @@ def _answer(environment: Environment, reply: Any, parts: Sequence[str]) -> Answe
     scores = _scores(reply.reward, parts)
     if reply.done:
         return Answer(b"", (), done=True, scores=scores)
-    return Answer(_pickled(environment), _messages(reply.messages), scores=scores)
+    return Answer(_pickled(environment), _messages(reply.messages, "its messages are"), scores=scores)
 
 
 def _pickled(environment: Environment) -> bytes:
@@ -145,9 +145,9 @@ def _tools(environment: Environment) -> str:
     return tools_at({"tools": list(given)})
 
 
-def _messages(given: Any) -> tuple[Message, ...]:
+def _messages(given: Any, what: str) -> tuple[Message, ...]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence) or not given:
-        raise TypeError(f"its messages are {given!r:.200}, not a list with at least one")
+        raise TypeError(f"{what} {given!r:.200}, not a list with at least one message")
     found = []
     for i, message in enumerate(given):
         role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, Mapping) else ("", "")

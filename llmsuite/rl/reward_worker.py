@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.worker import describe, run_to_its_end
+from llmsuite.rl.worker import describe, finished
 from llmsuite.specs import Score
 
 Values = list[list[float | None]]
@@ -71,9 +70,7 @@ def scored(score: Score, parts: Sequence[str], completions: Sequence[Completion]
     """
     nothing: Values = [[None] * (1 + len(parts)) for _ in completions]
     try:
-        found = score(completions)
-        if inspect.iscoroutine(found):
-            found = run_to_its_end(found)
+        found = finished(score(completions))
     except Exception as error:  # it is somebody else's code
         return nothing, describe(error)
     if isinstance(found, (str, bytes, Mapping)) or not hasattr(found, "__len__") or len(found) != len(completions):

@@ -23,7 +23,7 @@ from llmsuite.extras import install_command
 from llmsuite.python_files import import_file
 from llmsuite.rl.calculator import TOOL_CALL
 from llmsuite.rl.environment_sections import VerifiersSection
-from llmsuite.rl.worker import run_to_its_end
+from llmsuite.rl.worker import finished
 from llmsuite.specs import Reply, Turn
 
 try:
@@ -59,7 +59,7 @@ class VerifiersEpisode:
         given = {"example_id": 0, **row, "prompt": row["messages"]}
         del given["messages"]
         self._draw_anew()
-        messages = run_to_its_end(self._begun(given))
+        messages = finished(self._begun(given))
         if messages is None:
             raise ValueError(f"it had ended before the first turn ({self._state['stop_condition']})")
         self.tools = [
@@ -71,7 +71,7 @@ class VerifiersEpisode:
         """What follows on a turn. Raises what the environment or its rubric raise."""
         self._num_turns += 1
         self._draw_anew()
-        reply: Reply = run_to_its_end(self._answer(turn))
+        reply: Reply = finished(self._answer(turn))
         return reply
 
     def __getstate__(self) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Coroutine, Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
@@ -42,9 +43,9 @@ def _loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-def run_to_its_end(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What an async function of somebody's returns. Raises what it raises."""
-    return _loop().run_until_complete(coroutine)
+def finished(result: Any) -> Any:
+    """What a function of somebody's returns; an async one is run to its end first. Raises what it raises."""
+    return _loop().run_until_complete(result) if inspect.iscoroutine(result) else result
 
 
 def describe(error: BaseException) -> str:

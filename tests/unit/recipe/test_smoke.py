@@ -96,6 +96,13 @@ def test_rewards_that_the_command_line_names_stay(registry: Registry, word: str)
         assert ("reward", "format", "pattern") not in plan.loaded.given or "format" in functions, "nothing reads it"
 
 
+def test_rewards_read_columns_of_the_rows_that_the_command_line_names(registry: Registry) -> None:
+    recipe = bundled("recipes") / "llama/grpo.json"
+    mine, held = "--data.train=mine.jsonl", "--data.eval=held.jsonl"
+    for words, name in (([mine], "mine.jsonl"), ([mine, held], "held.jsonl"), ([], "data/digits/sft/eval.jsonl")):
+        assert plan_run(recipe, words, registry, smoke=True).recipe.data.eval == name
+
+
 def test_embedded_rows_are_read_as_they_are(plan: Plan) -> None:
     data = plan(OF_COLUMNS, smoke=True).recipe.data
     assert (data.columns, data.format) == ({}, "auto")

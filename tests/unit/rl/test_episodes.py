@@ -246,6 +246,8 @@ def test_its_reward_and_parts_are_those_of_the_environment(table: Table) -> None
         ("def step(self, turn):\n    return Reply(messages=[{'role': 'me', 'content': ''}])", r"messages\[0\] is"),
         ("def step(self, turn):\n    return Reply(done=True, reward=float('nan'))", "its reward is nan"),
         ("def step(self, turn):\n    return Reply(done=True, reward={'score': 1, 'a': 2})", "the keys"),
+        ("def begin(self, row, seed): pass\ndef step(self, turn): pass", "begin returned None, not a list with"),
+        ("def step(self, turn):\n    return Reply(messages='No.')", "its messages are 'No.', not a list"),
         ("def step(self, turn):\n    os._exit(3)", "exit code 3"),
         ("def step(self, turn):\n    time.sleep(60)", "environment.time_limit"),
         (
@@ -286,6 +288,13 @@ def test_what_fails_is_missing_and_counted(
         Rewards(section, known).score(found)
     section.max_failed = 1.0
     assert np.isnan(Rewards(section, known).score(found)).all()
+
+
+def test_an_async_environment_is_run_to_its_end(table: Table, tmp_path: Path) -> None:
+    body = "async def begin(self, row, seed):\n    return row['messages']\n\n"
+    body += "async def step(self, turn):\n    return Reply(done=True, reward=0.5)"
+    found = table.play(table.sit(file(tmp_path, body)), [1], Drawing(2, 8, 1.0, 4))
+    assert [c.episode_scores for c in found] == [{"score": 0.5}] * 2
 
 
 def test_one_episode_that_fails_does_not_end_the_others(table: Table, tmp_path: Path) -> None:
