@@ -54,7 +54,7 @@ def _for_paddlenlp(completions: Sequence[Completion], column: str) -> dict[str, 
 def _of_paddlenlp(answer: Any) -> Any:
     """The scores. The server gives zeros along with an error, which are none."""
     if isinstance(answer, dict) and answer.get("error_code", 0) != 0:
-        raise ValueError(f"the server says: {answer.get('error_msg')}")
+        raise ValueError(f"the server says: {answer.get('error_msg') or _short(answer)}")
     return answer.get("score") if isinstance(answer, dict) else None
 
 
@@ -84,7 +84,11 @@ def _post(url: str, body: Any, timeout: float, retries: int) -> Any:
     for left in range(retries, -1, -1):
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:
-                return json.loads(response.read())
+                said = response.read().decode("utf-8", "replace")
+            try:
+                return json.loads(said)
+            except ValueError as error:
+                raise ValueError(f"{url} answers with no JSON: {_short(said)}") from error
         except urllib.error.HTTPError as error:
             with error:
                 said = error.read().decode("utf-8", "replace")

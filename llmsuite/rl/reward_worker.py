@@ -101,7 +101,10 @@ def _numbers(value: Any, parts: Sequence[str]) -> list[float | None]:
 def _number(value: Any) -> float | None:
     if value is None:
         return None
-    if isinstance(value, (str, bytes)):
-        raise TypeError(f"it returned {value!r:.200}, which is no number")
-    number = float(value)
+    try:
+        if isinstance(value, (str, bytes)):
+            raise TypeError("a text, though it may look like a number")
+        number = float(value)
+    except TypeError as error:
+        raise TypeError(f"it returned {value!r:.200}, which is no number") from error
     return number if math.isfinite(number) else None

@@ -124,6 +124,13 @@ def _no_server(context: RuleContext) -> Iterator[Violation]:
         yield "rollout.openai.urls", f'{message}, such as ["http://127.0.0.1:8000"]'
 
 
+def _late_server(context: RuleContext) -> Iterator[Violation]:
+    rewards: Any = getattr(context.recipe, "reward", None)
+    if "http" in getattr(rewards, "functions", ()) and rewards.http.timeout > rewards.time_limit:
+        message = f"is {rewards.http.timeout:g}, longer than reward.time_limit {rewards.time_limit:g}"
+        yield "reward.http.timeout", f"{message}, which ends the call with all its tries; lower it, or raise that"
+
+
 def _no_environment(context: RuleContext) -> Iterator[Violation]:
     rewards, environment = getattr(context.recipe, "reward", None), getattr(context.recipe, "environment", None)
     if "environment" in getattr(rewards, "functions", ()) and getattr(environment, "name", None) is None:
@@ -165,6 +172,12 @@ ROLLOUT_RULES = (
         _stale,
     ),
     Rule("`rollout.engine` openai without `urls`", "nobody would draw", (), _no_server),
+    Rule(
+        "`reward.http.timeout` above `reward.time_limit`",
+        "the call ends before the server is given up",
+        (),
+        _late_server,
+    ),
     Rule("the reward `environment` without an environment", "nothing would give it", (), _no_environment),
     Rule("`data.num_workers` with rollouts", "there is nothing to prepare", (), _read_ahead),
 )

@@ -24,6 +24,10 @@ from tests.unit.grpo_case import RECIPE
         ("grpo.reference", ["--grpo.reference=adapter_off", "--grpo.beta=0.1"]),
         ("grpo.reference", ["--grpo.reference=copy"]),
         ("grpo.beta", ["--grpo.beta=0.1"]),
+        (
+            "reward.http.timeout",
+            ['--reward.functions={"http": 1}', "--reward.http.url=http://here/", "--reward.http.timeout=11"],
+        ),
         ("grpo.kl", ["--grpo.kl=k2"]),
         ("grpo.kl_in", ["--grpo.kl_in=reward"]),
         ("grpo.kl_in", ["--grpo.kl_in=reward", "--grpo.beta=0.1", "--grpo.reference=copy"]),

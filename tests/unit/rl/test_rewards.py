@@ -71,7 +71,7 @@ FAILURES = {
     "number": "it returned 3.0, which is no list of 1 rewards",
     "text": "it returned '1', which is no number",
     "mapping": r"it returned the keys \['more', 'score'\], not \['score'\]",
-    "list": "TypeError|float",
+    "list": r"it returned \[1.0\], which is no number",
 }
 
 
