@@ -72,5 +72,5 @@ def main(pipe: int) -> None:
         while True:
             for number, which, payload in connection.recv():
                 connection.send((number, *functions[which](payload)))
-    except (EOFError, BrokenPipeError, KeyboardInterrupt):
+    except (EOFError, ConnectionError, KeyboardInterrupt):  # ended, or killed with bytes on their way
         return

@@ -201,13 +201,31 @@ ELSEWHERE = {
     "dpo.loss": ("pref_loss", "loss_type"),
     "dpo.beta": ("pref_beta",),
     "loggers": ("report_to",),
+    "rollout.num_generations": ("n", "rollout_n", "n_samples_per_prompt"),
+    "rollout.max_completion_length": ("response_length", "max_response_length"),
+    "rollout.engine": ("use_vllm",),
+    "reward.functions": ("reward_funcs", "reward_function", "reward_fn", "reward_weights"),
+    "grpo.epsilon": ("clip_ratio", "clip_ratio_low", "cliprange", "clip_eps", "eps_clip"),
+    "grpo.epsilon_high": ("clip_ratio_high",),
+    "grpo.dual_clip": ("delta", "clip_ratio_c"),
+    "grpo.beta": ("kl_coef", "kl_loss_coef", "init_kl_coef"),
+    "grpo.kl": ("kl_loss_type",),
+    "grpo.advantage": ("adv_estimator", "advantage_estimator"),
+    "grpo.updates": ("steps_per_generation",),
+    "grpo.reference": ("ref_model", "reference_model"),
 }
 """Keys, and what other suites call them."""
 
+_NO_CUT = "there is none: completions are drawn from the distribution whose log-probabilities are learnt from"
+NOWHERE = {f"rollout.{name}": _NO_CUT for name in ("top_p", "top_k", "min_p", "repetition_penalty")}
+"""Keys that other suites have and recipes do not, though a key elsewhere has the same name; and why."""
+
 
 def did_you_mean(key: tuple[str, ...], cls: type) -> str:
-    """A hint for an unknown key: what other suites mean by it, the nearest key of the same section, or one of the whole
-    recipe."""
+    """A hint for an unknown key: that there is none, what other suites mean by it, the nearest key of the same section,
+    or one of the whole recipe."""
+    if why := NOWHERE.get(".".join(key)):
+        return why
     known = [info.key for info in walk(cls)]
     groups = sections(cls)
     siblings = [k[-1] for k in [*known, *groups] if k[:-1] == key[:-1]]
@@ -215,9 +233,9 @@ def did_you_mean(key: tuple[str, ...], cls: type) -> str:
     meant = next((tuple(ours.split(".")) for ours, words in ELSEWHERE.items() if key[-1] in words), None)
     if meant in known and (len(key) == 1 or meant[:-1] == key[:-1] or not near):
         return f"did you mean {'.'.join(meant)!r}?"
-    if near:
-        return f"did you mean {near[0]!r}?"
     elsewhere = [".".join(k) for k in known if k[-1] == key[-1]]
+    if near and not (elsewhere and len(key) == 1):  # the section was forgotten
+        return f"did you mean {near[0]!r}?"
     if elsewhere:
         return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
     return "known keys here: " + ", ".join(sorted(siblings)) if siblings else ""

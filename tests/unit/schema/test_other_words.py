@@ -9,13 +9,14 @@ import pytest
 from llmsuite.cli.main import main
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import recipe_type
-from llmsuite.schema.keys import ELSEWHERE, did_you_mean, walk
+from llmsuite.schema.keys import ELSEWHERE, NOWHERE, did_you_mean, walk
 
 
 def test_the_table(registry: Registry) -> None:
     """Its keys are keys, and no word has two meanings or is a key of its own."""
-    cls, _ = recipe_type({"stage": "dpo", "model": {"family": "llama"}}, registry)
-    known = {info.dotted for info in walk(cls)}
+    classes = [recipe_type({"stage": stage, "model": {"family": "llama"}}, registry)[0] for stage in ("dpo", "grpo")]
+    known = {info.dotted for cls in classes for info in walk(cls)}
+    assert not known & set(NOWHERE)
     assert set(ELSEWHERE) <= known
     words = collections.Counter(word for words in ELSEWHERE.values() for word in words)
     assert [word for word, count in words.items() if count > 1] == []
@@ -40,6 +41,22 @@ def test_the_table(registry: Registry) -> None:
 )
 def test_hints(key: str, hint: str, registry: Registry) -> None:
     cls, _ = recipe_type({"stage": "dpo", "model": {"family": "llama"}}, registry)
+    assert did_you_mean(tuple(key.split(".")), cls) == hint
+
+
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("rollout.n", "did you mean 'rollout.num_generations'?"),
+        ("num_generations", "did you mean 'rollout.num_generations' or 'eval_rollout.num_generations'?"),
+        ("grpo.clip_ratio_high", "did you mean 'grpo.epsilon_high'?"),
+        ("grpo.delta", "did you mean 'grpo.dual_clip'?"),  # not beta
+        ("reward.reward_funcs", "did you mean 'reward.functions'?"),
+        ("rollout.top_p", NOWHERE["rollout.top_p"]),  # that of the section generation is for something else
+    ],
+)
+def test_hints_of_online_rl(key: str, hint: str, registry: Registry) -> None:
+    cls, _ = recipe_type({"stage": "grpo", "model": {"family": "llama"}}, registry)
     assert did_you_mean(tuple(key.split(".")), cls) == hint
 
 
