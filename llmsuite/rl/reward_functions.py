@@ -95,6 +95,13 @@ def environment(section: None) -> Score:
     return score
 
 
+def _is_bare(text: str) -> bool:
+    """Whether a text is one expression without what LaTeX puts around: no words, in one line."""
+    text = text.strip()
+    is_marked = re.search(r"\$|\\boxed|\\\(|\\\[|\n", text)
+    return bool(text) and not is_marked and not re.search(r"[^\W\d_]{2}", re.sub(r"\\[A-Za-z]+", "", text))
+
+
 def mathematical(section: MathSection) -> Score:
     """1 where the last expression of the text equals the answer."""
     column = section.column
@@ -113,11 +120,15 @@ def mathematical(section: MathSection) -> Score:
         found: list[Any] = verifier.parse(text, parsing_timeout=None)
         return found
 
+    def readings(text: str) -> list[list[Any]]:
+        """A bare expression as such first: of plain text only the last number is taken, 2 of (1, 2) and of 2x."""
+        return [parsed(way) for way in ([f"${text}$", text] if _is_bare(text) else [text])]
+
     def score_one(completion: Completion) -> float | None:
         answer = str(answer_of(completion, "math", column))
-        gold = parsed(answer) or (parsed(f"${answer}$") if "\\" in answer else [])
+        gold = next(filter(None, readings(answer)), []) or (parsed(f"${answer}$") if "\\" in answer else [])
         if not gold:
-            raise ValueError(f"the answer {answer!r} is no mathematical expression")
-        return float(verifier.verify(gold, parsed(completion.text), timeout_seconds=None))
+            raise ValueError(f"the answer {answer!r} is no mathematical expression; write it as LaTeX or as a number")
+        return float(any(verifier.verify(gold, found, timeout_seconds=None) for found in readings(completion.text)))
 
     return lambda completions: [score_one(c) for c in completions]

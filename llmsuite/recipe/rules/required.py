@@ -36,6 +36,13 @@ def _incomplete_reward(context: RuleContext) -> Iterator[Violation]:
             yield f"reward.{name}.{key}", f"is required with the reward {name}; set it to {what}"
 
 
+def _unnamed_environment(context: RuleContext) -> Iterator[Violation]:
+    environment: Any = getattr(context.recipe, "environment", None)  # with the keys of its environments
+    if getattr(environment, "name", None) == "verifiers" and environment.verifiers.id is None:
+        what = "the name of its package, or a Python file with load_environment"
+        yield "environment.verifiers.id", f"is required with the environment verifiers; set it to {what}"
+
+
 REQUIRED_RULES = (
     Rule(
         "a model that reads tokens with neither `model.weights` nor `model.tokenizer`",
@@ -50,6 +57,7 @@ REQUIRED_RULES = (
         (),
         _incomplete_reward,
     ),
+    Rule("the environment `verifiers` without `id`", "nothing says which to play", (), _unnamed_environment),
 )
 """Rules about keys that others make necessary."""
 

@@ -24,6 +24,7 @@ from tests.unit.grpo_case import RECIPE
         ("grpo.reference", ["--grpo.reference=adapter_off", "--grpo.beta=0.1"]),
         ("grpo.reference", ["--grpo.reference=copy"]),
         ("grpo.beta", ["--grpo.beta=0.1"]),
+        ("environment.verifiers.id", ["--environment.name=verifiers"]),
         (
             "reward.http.timeout",
             ['--reward.functions={"http": 1}', "--reward.http.url=http://here/", "--reward.http.timeout=11"],

@@ -52,6 +52,23 @@ def test_math_knows_equal_from_alike(make: Making) -> None:
     assert "is no mathematical expression" in rewards.first_failure
 
 
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("(1, 2)", ["(1,2)", r"so it is \boxed{(1, 2)}"], ["2", "it is 2", r"\boxed{(2,1)}"]),
+        ("2x", ["2x", "it is $x + x$"], ["2", r"\boxed{2}"]),
+        ("2^{10}", [r"\boxed{1024}", "it is 1024"], ["2", "it is 2"]),
+        ("(x-1)(x+1)", ["x^2-1", r"\boxed{x^2-1}"], ["1"]),
+        ("[1, 2)", ["[1,2)"], ["[1,2]", "2"]),
+        ("5 cm", ["5", r"\boxed{5\text{ cm}}"], ["6"]),
+        ("48/2 = 24 in May, 48+24 = 72 in all\n#### 72", ["72", "so #### 72"], ["24"]),
+    ],
+)
+def test_math_reads_a_bare_answer_whole(make: Making, answer: str, right: list[str], wrong: list[str]) -> None:
+    found = make({"math": 1.0}).score([completion(text, columns={"answer": answer}) for text in [*right, *wrong]])
+    assert found.ravel().tolist() == [1.0] * len(right) + [0.0] * len(wrong)
+
+
 def test_a_missing_package_is_named(make: Making, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "math_verify.py").write_text("raise ImportError('none here')")
     monkeypatch.syspath_prepend(str(tmp_path))
