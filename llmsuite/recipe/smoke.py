@@ -71,10 +71,17 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
 
 
 def _of_stage(loaded: LoadedRecipe, stage: StageSpec) -> dict[str, Any]:
-    """What the stage asks for, but for rewards where the command line names others."""
+    """What the stage asks for. Where the command line names rewards there are these, and of the stage's only the keys
+    of rewards that are among them and have none, such as a pattern."""
     keys = copy.deepcopy(dict(stage.smoke))  # overrides are written into it
-    if names_own_reward(loaded):
-        keys.pop("reward", None)
+    if "reward" not in keys or not names_own_reward(loaded):
+        return keys
+    recipe: Any = loaded.recipe
+    for name in keys["reward"].keys() & recipe.reward.functions.keys():
+        for key, value in keys["reward"][name].items():
+            if ("reward", name, key) not in loaded.given:
+                keys[f"reward.{name}.{key}"] = value
+    del keys["reward"]
     return keys
 
 

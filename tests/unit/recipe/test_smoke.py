@@ -96,6 +96,14 @@ def test_rewards_that_the_command_line_names_stay(registry: Registry, word: str)
         assert ("reward", "format", "pattern") not in plan.loaded.given or "format" in functions, "nothing reads it"
 
 
+def test_a_reward_that_the_command_line_names_has_a_pattern(registry: Registry) -> None:
+    recipe = bundled("recipes") / "llama/grpo.json"
+    word, own = '--reward.functions={"format": 0.5, "exact": 1}', "--reward.format.pattern=[0-9]+"
+    for words, pattern in (([word], "[a-m].*"), ([word, own], "[0-9]+")):
+        reward = plan_run(recipe, words, registry, smoke=True).recipe.reward
+        assert (reward.functions, reward.format.pattern) == ({"format": 0.5, "exact": 1}, pattern)
+
+
 def test_rewards_read_columns_of_the_rows_that_the_command_line_names(registry: Registry) -> None:
     recipe = bundled("recipes") / "llama/grpo.json"
     mine, held = "--data.train=mine.jsonl", "--data.eval=held.jsonl"
