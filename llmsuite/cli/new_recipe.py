@@ -168,8 +168,7 @@ def _misfit(plan: RunPlan, registry: Registry, file: Path) -> str | None:
         elif plan.stage.name == "pretrain" and file.suffix != ".idx":
             next(read_documents(file, "lines", plan.section.key), None)
     except UserError as error:
-        fault = str(error).partition("\n")[0]
-        return f"{fault}; pretrain.key says which it is" if kind is None and "has no key" in fault else fault
+        return str(error).partition("\n")[0]
     return None
 
 

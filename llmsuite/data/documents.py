@@ -19,6 +19,7 @@ Division = Literal["blank_lines", "lines", "files"]
 """The separator of documents in a plain text."""
 KINDS = (".txt", ".jsonl", ".parquet", *DELIMITERS)
 _PARQUET_ROWS = 1024
+_KEY = "pretrain.key, or --key of `llmsuite data index`, says which it is"
 
 
 def kind_of(path: Path) -> str:
@@ -86,7 +87,7 @@ def _texts(rows: Iterator[Found], key: str, faults: Faults) -> Iterator[tuple[st
         text: Any = None
         if fault is None and (not isinstance(row, dict) or (not is_template(key) and key not in row)):
             found = f"the keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-            fault = f"has no key {key!r}, which is to hold the text; it has {found}"
+            fault = f"has no key {key!r}, which is to hold the text; it has {found}; {_KEY}"
         if fault is None:
             try:
                 text = renamed(row, {"text": key})["text"]
@@ -119,7 +120,9 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
     with open_parquet(path) as file:
         for column in columns:
             if column not in file.schema_arrow.names:
-                raise UserError(f"{path}: has no column {column!r}; it has {', '.join(file.schema_arrow.names)}")
+                raise UserError(
+                    f"{path}: has no column {column!r}; it has {', '.join(file.schema_arrow.names)}; {_KEY}"
+                )
         size, total, number = path.stat().st_size, file.metadata.num_rows, 0
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
             for row in batch.to_pylist():

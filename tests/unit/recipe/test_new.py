@@ -60,6 +60,21 @@ def test_every_choice_is_valid(registry: Registry, tmp_path: Path) -> None:
             assert plan.degrees.num_data_ranks == devices
 
 
+def test_text_in_another_column_of_a_table_is_to_do(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = weights.parent / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"body": "a"}]), rows)
+    words = ["--no-plugins", "recipe", "new", "--stage", "pretrain", "--weights", str(weights), "--device", "cpu"]
+    assert main([*words, "--num_devices", "1", "--data", str(rows), "-o", str(weights.parent / "a.json")]) == 0
+    todo = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: data")]
+    assert todo == [
+        f"to do: data.train: {rows}: has no column 'text'; it has body; pretrain.key, or --key of `llmsuite data "
+        "index`, says which it is"
+    ]
+
+
 def test_a_stage_without_recipes(registry: Registry) -> None:
     with pytest.raises(UserError, match="llmsuite comes with no recipe for it"):
         new_recipe(Choice("next", registry.models["llama"], "llama-7b", 1, "cpu"), 7, False)
