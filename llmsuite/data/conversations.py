@@ -12,6 +12,7 @@ from typing import Any
 from llmsuite.data.formats import (
     SHAREGPT_ROLES,
     Row,
+    alpaca_turns,
     check_order,
     content_at,
     has_keys,
@@ -46,17 +47,8 @@ def alpaca(row: Row) -> Conversation:
 
     Optional: "system", and "history", a list of earlier [question, answer].
     """
-    question, extra = text_at(row, "instruction"), text_at(row, "input") if row.get("input") is not None else ""
-    rounds = []
-    history = row.get("history")
-    if not isinstance(history, (list, type(None))):
-        raise ValueError(f"'history' is {type(history).__name__}, not a list of [question, answer]")
-    for i, pair in enumerate(history or []):
-        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise ValueError(f"'history[{i}]' is not [question, answer]")
-        rounds.append((pair[0], pair[1]))
-    rounds.append((f"{question}\n{extra}" if extra else question, text_at(row, "output")))
-    return _rounds(_system(row), rounds, [True] * len(rounds))
+    messages = [*alpaca_turns(row), Message("assistant", text_at(row, "output"))]
+    return Conversation(tuple(messages), tuple(message.role == "assistant" for message in messages))
 
 
 def sharegpt(row: Row) -> Conversation:

@@ -68,6 +68,29 @@ def sharegpt_preference(row: Row) -> Preference:
     return _preference(prompt, chosen, rejected)
 
 
+def alpaca_preference(row: Row) -> Preference:
+    """`{"instruction", "input", "chosen", "rejected"}`, two texts as answers; "history" and "system" are optional."""
+    chosen, rejected = (Message("assistant", text_at(row, key)) for key in ("chosen", "rejected"))
+    return _preference(alpaca_turns(row), chosen, rejected)
+
+
+def alpaca_turns(row: Row) -> list[Message]:
+    """The turns up to the question: the input follows the instruction on a line of its own, if there is one.
+
+    "system", and "history", a list of earlier [question, answer], may be left out. Raises ValueError for anything else.
+    """
+    question, extra = text_at(row, "instruction"), text_at(row, "input") if row.get("input") is not None else ""
+    history = row.get("history")
+    if not isinstance(history, (list, type(None))):
+        raise ValueError(f"'history' is {type(history).__name__}, not a list of [question, answer]")
+    turns = [Message("system", text_at(row, "system"))] if row.get("system") else []
+    for i, pair in enumerate(history or []):
+        if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise ValueError(f"'history[{i}]' is not [question, answer]")
+        turns += [Message("user", pair[0]), Message("assistant", pair[1])]
+    return [*turns, Message("user", f"{question}\n{extra}" if extra else question)]
+
+
 def trl_preference(row: Row) -> Preference:
     """`{"prompt", "chosen", "rejected"}`, each text or a list of `{"role", "content"}`.
 
@@ -106,7 +129,10 @@ def _shared_text(chosen: str, rejected: str) -> tuple[str, str, str]:
     while length and not chosen[length - 1].isspace():
         length -= 1
     if not chosen[:length].strip():
-        raise ValueError("there is no 'prompt', and 'chosen' and 'rejected' do not begin with the same words")
+        raise ValueError(
+            "there is no 'prompt', and 'chosen' and 'rejected' do not begin with the same words; where another column "
+            "is the prompt, name all three in data.columns"
+        )
     return chosen[:length].rstrip(), chosen[length:], rejected[length:]
 
 
@@ -133,6 +159,10 @@ def _is_hh_rlhf(row: Row) -> bool:
     return "prompt" not in row and all(
         isinstance(row.get(key), str) and row[key].lstrip("\n").startswith("Human:") for key in ("chosen", "rejected")
     )
+
+
+def _is_alpaca(row: Row) -> bool:
+    return "prompt" not in row and all(key in row for key in ("instruction", "chosen", "rejected"))
 
 
 def _one_answer_each(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> Preference:
@@ -271,6 +301,13 @@ BUILTIN = [
         kind="preference",
         matches=_is_hh_rlhf,
         convert=hh_rlhf,
+    ),
+    DataFormat(
+        name="alpaca_preference",
+        help="instruction, input, chosen, rejected; history, system",
+        kind="preference",
+        matches=_is_alpaca,
+        convert=alpaca_preference,
     ),
     DataFormat(
         name="trl_preference",

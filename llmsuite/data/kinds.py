@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from llmsuite.data.rows import Conversation
 from llmsuite.specs import DataFormat
 
 READERS = {
@@ -39,9 +40,9 @@ def pairs_beside(row: Mapping[str, Any], fitting: DataFormat, formats: Mapping[s
 
     A format of pairs says so if it shares a column with the other, needs more of them, and can convert the row. Columns
     alone are not enough: rows with `messages` to train on may have `chosen` and `rejected` beside them, as those of
-    HuggingFaceH4/ultrafeedback_binarized.
+    HuggingFaceH4/ultrafeedback_binarized. Nor is a conversation a pair that has its answer.
     """
-    if fitting.kind != "conversation":
+    if fitting.kind != "conversation" or _answered(lambda row: _has_answer(fitting.convert(row)), row):
         return None
     read = _needed(fitting, row)
     for pairs in formats.values():
@@ -53,6 +54,11 @@ def pairs_beside(row: Mapping[str, Any], fitting: DataFormat, formats: Mapping[s
                 f"conversation without {left_out}, say data.format={fitting.name}"
             )
     return None
+
+
+def _has_answer(conversation: Conversation) -> bool:
+    last = conversation.messages[-1]
+    return last.role == "assistant" and bool(last.content or last.tool_calls)
 
 
 def _readers(kind: str) -> str:

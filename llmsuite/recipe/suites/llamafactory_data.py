@@ -139,16 +139,13 @@ def _columns(run: Run, key: str, name: str, entry: Mapping[str, Any]) -> Columns
 
 def _of_texts(run: Run, key: str, name: str, theirs: Mapping[str, str]) -> dict[str, str | None]:
     """Columns of `formatting` alpaca."""
-    if run.section not in _PAIRS:
-        fields = {"prompt": "instruction", "query": "input", "response": "output"}
-        fields |= {word: word for word in ("history", "system", "kto_tag")}
-        found = {ours: theirs.get(word) for word, ours in fields.items()}
-        if found["instruction"] is None or found["output"] is None:
-            run.refuse(key, name, "names no column for the question or none for the answer")
-        return found
-    if odd := [theirs[word] for word in ("query", "history", "system") if word in theirs]:
-        run.refuse(key, name, f"has {', '.join(odd)} beside the prompt; write them into messages: trl_preference")
-    return {word: theirs.get(word) for word in ("prompt", "chosen", "rejected")}
+    pairs = run.section in _PAIRS
+    answers = {"chosen": "chosen", "rejected": "rejected"} if pairs else {"response": "output"}
+    beside = {"query": "input", "history": "history", "system": "system", "kto_tag": "kto_tag"}
+    if any(word not in theirs for word in ("prompt", *answers)):
+        run.refuse(key, name, "names no column for the question or none for the answer")
+    question = "prompt" if pairs and not any(word in theirs for word in beside) else "instruction"
+    return {ours: theirs.get(word) for word, ours in {"prompt": question, **beside, **answers}.items()}
 
 
 def _of_turns(

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 
-from llmsuite.data.formats import BUILTIN, hh_rlhf, paddlenlp_preference, sharegpt_preference, trl_preference
+from llmsuite.data.formats import (
+    BUILTIN,
+    alpaca_preference,
+    hh_rlhf,
+    paddlenlp_preference,
+    sharegpt_preference,
+    trl_preference,
+)
 from llmsuite.data.rows import Message, Preference
 
 SYSTEM, ASK, SAY, AGAIN = (
@@ -44,6 +51,7 @@ GOOD, BAD = Message("assistant", "Good."), Message("assistant", "Bad.")
 PADDLENLP = {"src": ["Hi?"], "tgt": [], "response": ["Good.", "Bad."], "sort": [1, 0]}
 PADDLENLP_TWO = {"src": ["Hi?", "And?"], "tgt": ["Hello."], "response": ["Good.", "Bad."], "sort": [1, 0]}
 SHAREGPT = {"conversations": [human("Hi?")], "chosen": gpt("Good."), "rejected": gpt("Bad.")}
+ALPACA = {"instruction": "Hi?", "input": "", "chosen": "Good.", "rejected": "Bad."}
 TRL = {"prompt": "Hi?", "chosen": "Good.", "rejected": "Bad."}
 
 ACCEPTED: list[tuple[Callable[[Any], Preference], dict[str, Any], Preference]] = [
@@ -55,6 +63,14 @@ ACCEPTED: list[tuple[Callable[[Any], Preference], dict[str, Any], Preference]] =
     (paddlenlp_preference, {**PADDLENLP, "system": ""}, ONE),
     (paddlenlp_preference, PADDLENLP_TWO, TWO),
     (paddlenlp_preference, {**PADDLENLP_TWO, "system": "Be brief.", "extra": 1}, with_system(TWO)),
+    (alpaca_preference, ALPACA, ONE),
+    (alpaca_preference, {**ALPACA, "input": None, "system": "Be brief."}, with_system(ONE)),
+    (alpaca_preference, {**ALPACA, "instruction": "And?", "history": [["Hi?", "Hello."]]}, TWO),
+    (
+        alpaca_preference,
+        {**ALPACA, "input": "You!"},
+        Preference((Message("user", "Hi?\nYou!"),), "Good.", "Bad."),
+    ),
     (sharegpt_preference, SHAREGPT, ONE),
     (sharegpt_preference, {**SHAREGPT, "conversations": [human("Hi?"), gpt("Hello."), human("And?")]}, TWO),
     (sharegpt_preference, {**SHAREGPT, "system": "Be brief."}, with_system(ONE)),
@@ -139,6 +155,8 @@ REFUSED: list[tuple[Callable[[Any], Preference], dict[str, Any], str]] = [
         for order in (None, [], [1], [1, 1], [1, 2, 3], 1, "10", ["1", "0"], [1, "0"], [None, 1], [1, float("nan")])
     ),
     (paddlenlp_preference, {**PADDLENLP, "system": 3}, "'system' is int, not text"),
+    (alpaca_preference, {**ALPACA, "chosen": ["Good."]}, "'chosen' is list, not text"),
+    (alpaca_preference, {**ALPACA, "history": [["Hi?"]]}, "'history[0]' is not [question, answer]"),
     (sharegpt_preference, {**SHAREGPT, "conversations": "Hi?"}, "'conversations' is not a list"),
     (sharegpt_preference, {**SHAREGPT, "conversations": []}, "prompt does not end with a turn of the user"),
     (sharegpt_preference, {**SHAREGPT, "conversations": ["Hi?"]}, "'conversations[0]' is not an object with 'from'"),
@@ -228,6 +246,9 @@ def test_a_missing_key_is_a_key_error(convert: Callable[[Any], Preference], row:
         (PADDLENLP, "paddlenlp_preference"),
         (SHAREGPT, "sharegpt_preference"),
         (TRL, "trl_preference"),
+        (ALPACA, "alpaca_preference"),
+        ({**ALPACA, "output": "Good."}, "alpaca_preference"),
+        ({**TRL, **ALPACA}, "trl_preference"),
         ({"chosen": [], "rejected": []}, "trl_preference"),
         ({"chosen": HH, "rejected": HH}, "hh_rlhf"),
         ({"chosen": HH, "rejected": "Bad."}, "trl_preference"),

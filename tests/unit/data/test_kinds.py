@@ -18,6 +18,7 @@ HUMAN, GPT = {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
 SHAREGPT_PAIR = {"conversations": [HUMAN], "chosen": GPT, "rejected": {**GPT, "value": "5"}}
 PADDLENLP_PAIR = {"src": ["2+2?"], "tgt": [], "response": ["4", "5"], "sort": [1, 0]}
+ALPACA_PAIR = {"instruction": "2+2?", "input": "", "chosen": "4", "rejected": "5"}
 PAIR = {"prompt": "2+2?", "chosen": "4", "rejected": "5"}
 
 
@@ -46,6 +47,7 @@ def test_readers_are_the_stages(registry: Registry) -> None:
     ("kind", "row", "others"),
     [
         ("conversation", PAIR, "one with preference rows (trl_preference), which stages dpo and rm train on"),
+        ("conversation", ALPACA_PAIR, "one with preference rows (alpaca_preference), which stages dpo and rm train on"),
         ("unpaired", PAIR, "one with preference rows (trl_preference), which stages dpo and rm train on"),
         (
             "conversation",
@@ -91,6 +93,7 @@ def test_formats_of_plugins_are_asked_too(tmp_path: Path, registry: Registry) ->
         (SHAREGPT_PAIR, "sharegpt_preference: conversations of from/value, chosen, rejected"),
         ({**SHAREGPT_PAIR, "id": 1, "system": "Be brief."}, "sharegpt_preference: "),
         (PADDLENLP_PAIR, "paddlenlp_preference: src, tgt, response, sort"),
+        ({**ALPACA_PAIR, "output": ""}, "alpaca_preference: "),
     ],
 )
 def test_pairs_are_no_conversations(tmp_path: Path, registry: Registry, row: dict[str, Any], said: str) -> None:
@@ -114,6 +117,7 @@ def test_who_says_what_the_rows_are_is_believed(tmp_path: Path, registry: Regist
         ("conversation", {"conversations": [HUMAN, GPT], "chosen": True, "rejected": False}),
         ("conversation", {"conversations": [HUMAN, GPT], "chosen": GPT}),
         ("conversation", {"messages": TURNS, **PAIR}),  # as in HuggingFaceH4/ultrafeedback_binarized
+        ("conversation", {**ALPACA_PAIR, "output": "4"}),
         ("conversation", {"messages": TURNS, "label": 1}),
         ("conversation", {"prompt": "2+2?", "completion": "4", "label": True}),
         ("conversation", {"prompt": "2+2?", "completion": "4", "chosen": "4", "rejected": "5"}),

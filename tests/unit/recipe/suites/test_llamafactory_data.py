@@ -28,6 +28,7 @@ INDEX: dict[str, Any] = {
     "chat": {**TURNS, "file_name": "chat.json", "columns": {"messages": "m"}, "tags": ROLES},
     "pairs": {**TURNS, **PAIRS, "file_name": "p.json", "columns": {"messages": "c", "chosen": "a", "rejected": "b"}},
     "texts": {**PAIRS, "file_name": "p.json", "columns": {"prompt": "q", "chosen": "a", "rejected": "b"}},
+    "three": {**PAIRS, "file_name": "p.json", "columns": {"prompt": "q", "query": "i", "chosen": "a", "rejected": "b"}},
     "wanted": {**TURNS, "file_name": "w.json", "columns": {"messages": "m", "kto_tag": "label"}, "tags": ROLES},
     "corpus": {"file_name": "c.jsonl", "columns": {"prompt": "text"}},
     "lines": {"file_name": "c.txt", "columns": {"prompt": "content"}},
@@ -40,7 +41,7 @@ INDEX: dict[str, Any] = {
     "odd": {**TURNS, "file_name": "o.json", "tags": {**ROLES, "user_tag": "customer"}},
     "headed": {**TURNS, "file_name": "h.json", "columns": {"messages": "m", "system": "s"}, "tags": ROLES},
     "answer": {"file_name": "a.json", "columns": {"prompt": "q"}},
-    "three": {**PAIRS, "file_name": "p.json", "columns": {"prompt": "q", "query": "i", "chosen": "a", "rejected": "b"}},
+    "one": {**PAIRS, "file_name": "p.json", "columns": {"prompt": "q", "query": "i", "chosen": "a"}},
     "roles": {**PAIRS, **TURNS, "file_name": "p.json", "columns": {"messages": "m", "chosen": "a", "rejected": "b"},
               "tags": ROLES},
 }  # fmt: skip
@@ -69,6 +70,8 @@ def test_columns(data: Any) -> None:
     assert data("chat")["columns"] == {"messages": "m"}
     assert data("pairs", DPO)["columns"] == {"conversations": "c", "chosen": "a", "rejected": "b"}
     assert data("texts", DPO)["columns"] == {"prompt": "q", "chosen": "a", "rejected": "b"}
+    three = {"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"}
+    assert data("three", DPO)["columns"] == three
     assert data("wanted", {**SFT, "stage": "kto"})["columns"] == {"messages": "m", "kto_tag": "label"}
     assert "columns" not in data("corpus", PRETRAIN)  # it is "text", as here
     assert data("lines", PRETRAIN)["columns"] == {"text": "content"}
@@ -127,7 +130,7 @@ def test_lines_of_a_text_are_documents(converted: Converted, data: Any) -> None:
         ("wanted", SFT, "dataset = wanted: is not for this stage"),
         ("plain", DPO, "dataset = plain: is not for this stage"),
         ("plain", PRETRAIN, "has no single column of text"),
-        ("three", DPO, "dataset = three: has i beside the prompt"),
+        ("one", DPO, "dataset = one: names no column for the question or none for the answer"),
         ("roles", DPO, "role/content that are no lists"),
     ],
 )
@@ -152,6 +155,7 @@ def test_the_columns_fit_a_format(data: Any, tmp_path: Path) -> None:
         ("chat", SFT, "conversation", {"m": chat}),
         ("pairs", DPO, "preference", {"c": [turn[0]], "a": turn[1], "b": {"from": "gpt", "value": "No."}}),
         ("texts", DPO, "preference", {"q": "Hi?", "a": "Hello.", "b": "No."}),
+        ("three", DPO, "preference", {"q": "Hi?", "i": "", "a": "Hello.", "b": "No."}),
         ("wanted", {**SFT, "stage": "kto"}, "unpaired", {"m": chat, "label": True}),
     ]
     formats = {spec.name: spec for spec in llmsuite_register_data_formats()}
