@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from llmsuite.recipe.source import Source, parse_json, read_text
 
@@ -25,3 +27,17 @@ def read_document(path: str | Path) -> Source:
 
         return parse_yaml(text, str(path))
     return parse_json(text, str(path), comments=suffix in JSONC)
+
+
+def of_another_suite(value: Mapping[str, Any]) -> str | None:
+    """What to do with the arguments of another suite, where a document has these instead of sections; None for a
+    recipe."""
+    if any(isinstance(value.get(section), dict) for section in ("model", "data", "train")):
+        return None
+    if not any(isinstance(value.get(name), str) for name in ("model_name_or_path", "base_model", "model")):
+        return None
+    return (
+        "has arguments of another suite, not the sections of a recipe; `llmsuite recipe from-llamafactory FILE -o "
+        "recipe.json` makes a recipe of LLaMA-Factory's, and from-paddlenlp, from-paddleformers, from-trl, from-swift "
+        "and from-axolotl of theirs"
+    )

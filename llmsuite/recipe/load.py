@@ -20,7 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from llmsuite.errors import Problem, RecipeError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.document import read_document
+from llmsuite.recipe.document import of_another_suite, read_document
 from llmsuite.recipe.problems import first_ones
 from llmsuite.recipe.source import Key, parse_json
 from llmsuite.recipe.untrained import SECTIONS
@@ -93,6 +93,8 @@ def load(
     source = read_document(path)
     if not isinstance(source.value, dict):
         raise RecipeError([Problem(f"{path}:1:1", "", "a recipe is an object: {...}, or in YAML key: value")])
+    if (fault := of_another_suite(source.value)) is not None:
+        raise RecipeError([Problem(f"{path}:1:1", "", fault)])
     origins = {**source.values, **source.keys}
     tree: dict[str, Any] = source.value
     for origin, layer in layers:

@@ -112,7 +112,7 @@ def _place(run: Run, name: str, entry: Mapping[str, Any], index: Path) -> str:
         if word in entry:
             return f"{hub}:{entry[word]}?{'&'.join(options)}"
     if "file_name" in entry:
-        return f"{_directory(run)}/{entry['file_name']}"
+        return str(Path(_directory(run)) / entry["file_name"])  # an absolute one stays as it is
     raise UserError(f"{run.name}: data set {name} of {index} is neither a file nor on Hugging Face or ModelScope")
 
 

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmsuite
-from llmsuite.errors import Problem, UserError
+from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.plugins.hookspecs import StageSpec
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE, load
@@ -37,6 +37,19 @@ class OtherPlugin:
 
 def test_the_valid_recipe_is_valid(plan: Callable[..., Any]) -> None:
     assert plan().recipe.dpo.beta == 0.1
+
+
+@pytest.mark.parametrize(
+    "text", ["model_name_or_path: org/m\nstage: sft\nlora_rank: 8\n", "base_model: org/m\ndatasets: []\n"]
+)
+def test_arguments_of_other_suites_are_no_recipe(tmp_path: Path, registry: Registry, text: str) -> None:
+    path = tmp_path / "arguments.yaml"
+    path.write_text(text)
+    with pytest.raises(RecipeError) as caught:
+        load(path, [], registry)
+    (problem,) = caught.value.problems
+    assert problem.where == f"{path}:1:1"
+    assert "`llmsuite recipe from-llamafactory FILE -o recipe.json`" in problem.message
 
 
 def test_unknown_stage(problems: Problems, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ PRETRAIN = {**SFT, "stage": "pt", "finetuning_type": "full", "lora_rank": None, 
 INDEX: dict[str, Any] = {
     "plain": {"file_name": "rows.jsonl"},
     "more": {"file_name": "more.json"},
+    "elsewhere": {"file_name": "/corpora/rows.json"},
     "hub": {"hf_hub_url": "org/rows", "subset": "en"},
     "scope": {"ms_hub_url": "org/rows", "split": "held"},
     "named": {"file_name": "named.csv", "columns": {"prompt": "question", "response": "answer", "system": "role"}},
@@ -79,6 +80,7 @@ def test_columns(data: Any) -> None:
 
 def test_places_and_numbers(data: Any) -> None:
     assert data("hub") == {"train": "hf:org/rows?split=train&config=en", "columns": ALPACA}
+    assert data("elsewhere")["train"] == "/corpora/rows.json"
     assert data("hub", max_samples=9)["train"] == "hf:org/rows?split=train&config=en&rows=9"
     assert data("scope")["train"] == "ms:org/rows?split=held"
     assert data("org/rows", dataset_dir="ONLINE") == {"train": "hf:org/rows?split=train", "columns": ALPACA}
