@@ -130,11 +130,21 @@ def _list(row: Row, key: str) -> list[Any]:
 
 def _known(turn: Any, where: str, key: str, known: Any) -> str:
     if not isinstance(turn, Mapping) or key not in turn:
-        raise ValueError(f"{where!r} is not an object with {key!r}")
+        raise ValueError(f"{where!r} is not an object with {key!r}{_other_turns(turn, key)}")
     speaker = turn[key]
     if not isinstance(speaker, str) or speaker not in known:
         raise ValueError(f"{where!r} has the unknown role {speaker!r}; known: {', '.join(known)}")
     return speaker
+
+
+def _other_turns(turn: Any, key: str) -> str:
+    """What to do about turns that the other one of two formats has."""
+    here, other, there = (
+        ("conversations", "role", "messages") if key == "from" else ("messages", "from", "conversations")
+    )
+    if not isinstance(turn, Mapping) or other not in turn:
+        return ""
+    return f'; turns with {other!r} are {there}: name all fields in data.columns, such as {{"{there}": "{here}"}}'
 
 
 def _is_supervised(turn: Row, where: str, role: str) -> bool:

@@ -8,7 +8,8 @@ from typing import Any
 
 from llmsuite.data.columns import NoColumn, renamed
 from llmsuite.data.faults import Faults
-from llmsuite.data.kinds import other_kinds, pairs_beside
+from llmsuite.data.formats import MEDIA
+from llmsuite.data.kinds import answered, other_kinds, pairs_beside
 from llmsuite.errors import UserError
 from llmsuite.specs import DataFormat
 
@@ -41,6 +42,8 @@ class Conversion:
             fault = f"is a {type(raw).__name__}, not an object"
         if fault is None:
             fault = _text_fault(raw)
+        if fault is None and not self._columns and (media := [name for name in MEDIA if raw.get(name)]):
+            fault = f"has {', '.join(media)}, and only text is read; name the columns of text in data.columns"
         of_recipe = False
         if fault is None:
             try:
@@ -51,11 +54,10 @@ class Conversion:
                 return row
             except NoColumn as error:
                 fault, of_recipe = str(error), True
-            except KeyError as error:
-                assert self.format is not None
-                fault = f"has no key {error}; {self.format.name} needs: {self.format.help}"
-            except ValueError as error:
-                fault = str(error)
+            except (KeyError, ValueError) as error:
+                fault = f"has no key {error}" if isinstance(error, KeyError) else str(error)
+                if self.format is not None and not answered(self.format.matches, raw):
+                    fault += f"; {self.format.name} needs: {self.format.help}"
         faults.add(where, fault, once=of_recipe)
         return None
 

@@ -26,6 +26,9 @@ SHAREGPT_ROLES = {
     "function_call": "assistant",
 }
 
+MEDIA = ("images", "videos", "audios")
+"""Columns of what is no text, as other suites call them."""
+
 TEXT_PARTS = ("text", "input_text", "output_text")
 """Types of a part of a turn that is text: of chats, and of questions and answers with OpenAI's responses."""
 
@@ -80,11 +83,11 @@ def alpaca_turns(row: Row) -> list[Message]:
     "system", and "history", a list of earlier [question, answer], may be left out. Raises ValueError for anything else.
     """
     question, extra = text_at(row, "instruction"), text_at(row, "input") if row.get("input") is not None else ""
-    history = row.get("history")
-    if not isinstance(history, (list, type(None))):
+    history = row.get("history") or []  # an empty cell of a table is a text
+    if not isinstance(history, list):
         raise ValueError(f"'history' is {type(history).__name__}, not a list of [question, answer]")
     turns = [Message("system", text_at(row, "system"))] if row.get("system") else []
-    for i, pair in enumerate(history or []):
+    for i, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise ValueError(f"'history[{i}]' is not [question, answer]")
         turns += [Message("user", pair[0]), Message("assistant", pair[1])]

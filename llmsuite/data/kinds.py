@@ -42,12 +42,12 @@ def pairs_beside(row: Mapping[str, Any], fitting: DataFormat, formats: Mapping[s
     alone are not enough: rows with `messages` to train on may have `chosen` and `rejected` beside them, as those of
     HuggingFaceH4/ultrafeedback_binarized. Nor is a conversation a pair that has its answer.
     """
-    if fitting.kind != "conversation" or _answered(lambda row: _has_answer(fitting.convert(row)), row):
+    if fitting.kind != "conversation" or answered(lambda row: _has_answer(fitting.convert(row)), row):
         return None
     read = _needed(fitting, row)
     for pairs in formats.values():
         needed = _needed(pairs, row) if pairs.kind == "preference" else set()
-        if needed & read and len(needed) > len(read) and _answered(pairs.convert, row):
+        if needed & read and len(needed) > len(read) and answered(pairs.convert, row):
             left_out = ", ".join(map(repr, sorted(needed - read)))
             return (
                 f"is a pair of answers ({pairs.name}: {pairs.help}){_readers(pairs.kind)}; to train on the "
@@ -70,12 +70,12 @@ def _readers(kind: str) -> str:
 
 def _needed(data_format: DataFormat, row: Mapping[str, Any]) -> set[str]:
     """The columns of a row without which a format would not fit it; none if it does not, or fits anything."""
-    if not _answered(data_format.matches, row):
+    if not answered(data_format.matches, row):
         return set()
-    return {name for name in row if not _answered(data_format.matches, {k: v for k, v in row.items() if k != name})}
+    return {name for name in row if not answered(data_format.matches, {k: v for k, v in row.items() if k != name})}
 
 
-def _answered(ask: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> bool:
+def answered(ask: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> bool:
     """What a format answers about a row that is perhaps not of its kind, which a plugin's may not expect."""
     try:
         return bool(ask(row))

@@ -129,9 +129,16 @@ def spanned_lines(path: Path) -> Iterator[tuple[str, Any, str | None, tuple[int,
     """As `raw_rows`, of JSON Lines, with the first of the unpacked bytes of each row and their number."""
     parser, start = Parser(), 0
     with open_bytes(path) as (stream, _):
+        first = True
         for number, line in lines(stream, path):
             if row := bare(line, start):
-                yield f"{path}:{number}", *parser.line(row), (start, len(line))
+                found, fault = parser.line(row)
+                if first and fault is not None and row.startswith(b"["):
+                    raise UserError(
+                        f"{path}:{number}: begins a list of rows over several lines; its name is .json then"
+                    )
+                yield f"{path}:{number}", found, fault, (start, len(line))
+                first = False
             start += len(line)
 
 

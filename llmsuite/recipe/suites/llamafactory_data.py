@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.data.formats import SHAREGPT_ROLES
+from llmsuite.data.formats import MEDIA, SHAREGPT_ROLES
 from llmsuite.errors import UserError
 from llmsuite.recipe.suites.suite import Run
 
@@ -120,7 +120,7 @@ def _columns(run: Run, key: str, name: str, entry: Mapping[str, Any]) -> Columns
     """What each field of our formats is made of: exactly what is read there, so columns beyond it say nothing."""
     named = entry.get("columns") or _DEFAULT_COLUMNS
     theirs = {word: column for word, column in named.items() if column is not None}
-    if odd := [word for word in ("images", "videos", "audios") if word in theirs]:
+    if odd := [word for word in MEDIA if word in theirs]:
         run.refuse(key, name, f"has {', '.join(odd)}; models read text")
     if "tools" in theirs:
         run.refuse(key, name, "has tools, which LLaMA-Factory writes in texts of its own, and not as the chat template")

@@ -71,6 +71,16 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "no role": (messages({"content": "Hi?"}), "'messages[0]' is not an object with 'role'"),
     "unknown role": (said({"role": "bot", "content": "a"}), "'messages[1]' has the unknown role 'bot'"),
     "role of another type": (said({"role": 3, "content": "a"}), "'messages[1]' has the unknown role 3"),
+    "turns of the other kind": (
+        messages({"from": "human", "value": "Hi?"}),
+        "'messages[0]' is not an object with 'role'; turns with 'from' are conversations: name all fields in "
+        'data.columns, such as {"conversations": "messages"}',
+    ),
+    "pictures": (row(**GOOD, images=["a.png"]), "has images, and only text is read; name the columns of text in "),
+    "another format": (
+        row(instruction="a", output="b"),
+        "has no key 'messages'; openai needs: messages of role/content",
+    ),
     "no content": (said({"role": "assistant"}), "'messages[1]' has no key 'content'"),
     "content of another type": (said({"role": "assistant", "content": 7}), "'messages[1].content' is int, not text"),
     "weight of another type": (said({**ANSWER, "weight": "1"}), "'messages[1].weight' is '1'; 0 or 1 is needed"),
@@ -149,6 +159,7 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "half a list": ("a.json", b"[%b,\n%b" % (LINE, LINE[:-5]), ":2: is not JSON: "),
     "list without end": ("a.json", b"[%b,\n%b\n" % (LINE, LINE), ":3: is not JSON: ',' or ']' is missing behind row 2"),
     "lines as json": ("a.json", second(LINE), ":2: is not JSON: there is more behind it; one row a line is called"),
+    "list as lines": ("a.jsonl", b"[\n%b,\n%b\n]" % (LINE, LINE), ":1: begins a list of rows over several lines; its"),
     "an object": ("a.json", LINE, "is a dict, not a list of rows"),
     "bad utf-8 in a list": ("a.json", b"[%b,\n\xff]" % LINE, ":2: is not UTF-8"),
     "another shape": ("a.jsonl", b'{"question": 1}\n', ":1: keys ['question'] fit no format with conversation rows"),

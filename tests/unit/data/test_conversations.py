@@ -76,6 +76,7 @@ ACCEPTED: list[tuple[Convert, dict[str, Any], Conversation]] = [
     (alpaca, {"instruction": "Hi?", "output": "Hello."}, ONE),
     (alpaca, {**ALPACA, "system": "Be brief."}, with_system(ONE)),
     (alpaca, {**ALPACA, "input": "You!"}, Conversation((Message("user", "Hi?\nYou!"), SAY), (False, True))),
+    (alpaca, {**ALPACA, "history": ""}, ONE),
     (alpaca, {"instruction": "And?", "input": "", "output": "Bye.", "history": [["Hi?", "Hello."]]}, TWO),
     (sharegpt, {"conversations": SHAREGPT_TWO}, TWO),
     (sharegpt, {"conversations": SHAREGPT_TWO, "system": "Be brief.", "tools": ""}, with_system(TWO)),
