@@ -15,6 +15,7 @@ from llmsuite.models.block_quant import BlockFormat
 
 BASE = "base.json"
 LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP = "lokr_config.json", "vera_config.json"
+NAME_BASE = "name it with --base DIR, or in `llmsuite convert` its config.json with --config DIR"
 CONFIGS = ("adapter_config.json", "lora_config.json", LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP)
 """The configuration file beside the factors, of HF PEFT and of PaddleNLP, which has more for its other methods."""
 
@@ -68,7 +69,7 @@ def _named_base(directory: Path) -> Base:
     if isinstance(named, str) and revision and (name := hub_name(named)) is not None:
         return Base(str(name.at(name.hub, str(revision))), "")
     if not isinstance(named, str) or not named:
-        raise UserError(f"{directory}: is a LoRA adapter and does not say of which model; name it with --base DIR")
+        raise UserError(f"{directory}: is a LoRA adapter and does not say of which model; {NAME_BASE}")
     return Base(named, "")
 
 
@@ -102,7 +103,7 @@ def base_path(directory: Path) -> Path:
         return Path(named)
     found = cached(name, Want.MODEL) if (name := hub_name(named)) is not None else None
     if found is None:
-        raise UserError(f"{directory}: the model of its adapters, {named}, is not there; name it with --base DIR")
+        raise UserError(f"{directory}: the model of its adapters, {named}, is not there; {NAME_BASE}")
     return found.directory
 
 

@@ -193,6 +193,21 @@ class SavedAdapters:
         wanted.update(stored_parameter(name, layout) for name in adapters.beside)
         if differing := sorted(wanted.symmetric_difference(self._files.names)):
             raise UserError(f"{directory}: its adapters are those of other modules, such as {differing[0]}")
+        if self._state is None:
+            for pair in stored:
+                self._check_rank(directory, pair)
+
+    def _check_rank(self, directory: Path, pair: FactorPair) -> None:
+        """Raises UserError when factors as they are stored have not the rank that their configuration says."""
+        wanted = self._rank * len(pair.members)
+        for factor, at in ((FIRST_FACTOR, -1), (SECOND_FACTOR, 0)):
+            name = stored_factor(pair, factor, self._layout)
+            shape = self._files.spec(name).shape
+            found = (shape[::-1] if self._layout == "hf" else shape)[at] if len(shape) == 2 else None
+            if found != wanted:
+                raise UserError(
+                    f"{directory}: {name!r} is {list(shape)}, not of rank {wanted} as its configuration says"
+                )
 
     def _kinds(self, pair: FactorPair) -> list[str]:
         """The parameters of an adapter in the file of the state, by their last words."""
@@ -259,7 +274,7 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
         raise UserError(f"{directory / other}: adapters of this method are not to be had in another layout; merge it")
     layout: Layout = "hf" if (directory / CONFIG_NAMES["hf"]).is_file() else "paddlenlp"
     data = read_json_file(directory / CONFIG_NAMES[layout])
-    if (kind := data.get("peft_type")) in (LOKR, MORA):
+    if (kind := data.get("peft_type", "LORA")) != "LORA":
         raise UserError(f"{directory}: adapters of {kind} are not to be had in another layout; merge them")
     if on := [key for key in (*NOT_PLAIN, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
         raise UserError(
@@ -270,6 +285,10 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
         config = dataclasses.replace(config, mtp=True)
     names = family.names()
     modules = [name.removesuffix(".weight") for name in names.parameter_names(config)]
+    for key in ("r", "lora_alpha"):
+        value = data.get(key)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
+            raise UserError(f"{directory / CONFIG_NAMES[layout]}: {key} is {value!r}; a number above 0 is needed")
     base, stabilised = read_base(directory), "use_rslora" if layout == "hf" else "rslora"
     whole = Adapters(
         modules=modules,
@@ -283,5 +302,7 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     )
     pairs = factor_pairs(whole, family, config, layout)
     here = [module for module, of in pairs.items() if stored_factor(of[0], FIRST_FACTOR, layout) in stored]
+    if not here:
+        raise UserError(f"{directory}: has no adapters of a {family.name}")
     adapters = dataclasses.replace(whole, modules=here)
     return adapters, SavedAdapters(directory, adapters, family, config, layout), config

@@ -211,6 +211,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.convert.vera import write_vera
     from llmsuite.devices.start import start_paddle
     from llmsuite.files import committed_directory
+    from llmsuite.inference.load import parameter_shapes
     from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 
     if args.layout in ("gguf", "distcp"):
@@ -235,6 +236,14 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
         return 0
     adapters, saved, config = open_adapters(source, family, config)
     specs = [saved.spec(f"{m}.{factor}") for m in adapters.modules for factor in (FIRST_FACTOR, SECOND_FACTOR)]
+    matrices = parameter_shapes(family, config)
+    for first, second in zip(specs[::2], specs[1::2], strict=True):
+        matrix = matrices[f"{first.name.rpartition('.')[0]}.weight"]
+        if (*first.shape[:-1], second.shape[-1]) != matrix:
+            raise UserError(
+                f"{source}: {first.name} and {second.name} are {list(first.shape)} x {list(second.shape)}; the matrix "
+                f"of the model is {list(matrix)}"
+            )
     manifest: dict[str, Any] = {"format": 1}
     with committed_directory(target, manifest) as directory:
         written = write_adapters(directory, adapters, family, config, saved.read, specs, args.layout, source)

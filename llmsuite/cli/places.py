@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from llmsuite.checkpoint.adapter_base import NAME_BASE
 from llmsuite.errors import UserError
 from llmsuite.hub.fetch import fetch_named
 from llmsuite.hub.listing import Want
@@ -51,7 +52,7 @@ def find_place(given: str, want: Want = Want.MODEL, option: str = "", needs_base
             fetch_named(base, Want.MODEL, say)
         except UserError as error:
             raise UserError(
-                f"{given}: the model of its adapters, {base}, is not there; name it with --base DIR; {error}"
+                f"{given}: the model of its adapters, {base}, is not there; {NAME_BASE}; {error}"
             ) from error
     return place
 

@@ -179,6 +179,33 @@ def test_lokr_of_paddlenlp(tmp_path: Path, rank: int, capsys: pytest.CaptureFixt
     assert "not to be had in another layout; merge it" in error(*words, capsys=capsys)
 
 
+WIDE = "base_model.model.model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("changes", "extra", "says"),
+    [
+        ({"r": None}, {}, "adapter_config.json: r is None; a number above 0 is needed"),
+        ({"lora_alpha": "16"}, {}, "adapter_config.json: lora_alpha is '16'; a number above 0 is needed"),
+        ({"r": 8}, {}, "not of rank 8 as its configuration says"),
+        ({"peft_type": "IA3"}, {}, "adapters of IA3 are not to be had in another layout; merge them"),
+        (
+            {},
+            {f"{WIDE}.lora_A.weight": np.zeros((RANK, 7), "float32")},
+            "are [7, 3] x [3, 16]; the matrix of the model",
+        ),
+    ],
+)
+def test_adapters_that_fit_no_model_are_not_converted(
+    changes: dict[str, Any], extra: dict[str, Any], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_llama.write(tmp_path / "base")
+    directory = write_peft(tmp_path / "adapter", changes, extra)
+    words = ["convert", str(directory), "--config", str(tmp_path / "base"), "-o", str(tmp_path / "other")]
+    assert says in error(*words, "--layout", "paddlenlp", capsys=capsys)
+    assert not (tmp_path / "other").exists()
+
+
 def test_patterns_and_saved_modules(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path / "base")
     head = np.full((19, 24), 0.5, "float32")
