@@ -270,11 +270,16 @@ def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, st
     """The template a recipe asks for: "tokenizer", or the name of a built-in one."""
     if choice in BUILTIN:
         return ChatTemplate(BUILTIN[choice], special_tokens, choice)
-    assert choice == "tokenizer", choice
+    if choice != "tokenizer":  # of a command line; recipes have checked it
+        raise UserError(
+            f"chat template {choice!r}: is none of tokenizer, {', '.join(BUILTIN)}; one of your own is a file "
+            f"chat_template.jinja in {tokenizer_dir}"
+        )
     source = tokenizer_template(tokenizer_dir)
     if source is None:
         raise UserError(
-            f"{tokenizer_dir}: has no chat template; set data.chat_template to one of: {', '.join(BUILTIN)}"
+            f"{tokenizer_dir}: has no chat template; set data.chat_template to one of: {', '.join(BUILTIN)}; in "
+            "`generate`, `serve` and `eval` it is --chat_template"
         )
     return ChatTemplate(source, special_tokens, str(tokenizer_dir))
 

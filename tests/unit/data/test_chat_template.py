@@ -338,8 +338,16 @@ def test_where_the_template_of_a_tokenizer_lies(tmp_path: Path, config: Any, sep
     [None, {}, [], {"chat_template": None}, {"chat_template": 3}, {"chat_template": []}, {"chat_template": NAMED[:1]}],
 )
 def test_a_tokenizer_without_template(tmp_path: Path, config: Any) -> None:
-    with pytest.raises(UserError, match=r"has no chat template; set data\.chat_template to one of: chatml, llama3"):
+    with pytest.raises(
+        UserError,
+        match=r"has no chat template; set data\.chat_template to one of: chatml, llama3, .* it is --chat_template",
+    ):
         load_template("tokenizer", directory(tmp_path, config), TOKENS)
+
+
+def test_a_template_that_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"'chatmll': is none of tokenizer, chatml, llama3, .*chat_template\.jinja in "):
+        load_template("chatmll", directory(tmp_path, None), TOKENS)
 
 
 def test_a_garbled_config_is_named(tmp_path: Path) -> None:
