@@ -104,6 +104,11 @@ def find_adapter(path: Path) -> Path | None:
     return found if any((found / name).is_file() for name in CONFIGS) or is_beside(found) else None
 
 
+def of_adapters(path: Path) -> str:
+    """What to do with a path of adapters where a model is wanted."""
+    return f"{path} has adapters, not a model; merge them into their model with `llmsuite merge {path} -o DIR`"
+
+
 def of_gguf(path: Path) -> str | None:
     """What to do with a path that is a GGUF file, or a directory of such; None for others."""
     file = min(path.glob("*.gguf"), default=path)

@@ -65,9 +65,12 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _open(source: Path, config: Path | None, allow_pickle: bool, registry: Registry) -> ModelDirectory:
+    from llmsuite.checkpoint.directory import of_gguf
     from llmsuite.checkpoint.model_dir import open_model
     from llmsuite.convert.pdparams import pdparams_files
 
+    if not (source / "config.json").is_file() and (way := of_gguf(source)) is not None:
+        raise UserError(way)
     if not pdparams_files(source):
         if config is not None:
             raise UserError(f"--config: {source} has its own config.json; it is for .pdparams")

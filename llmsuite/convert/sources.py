@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.checkpoint.directory import find_model, is_run, of_gguf
+from llmsuite.checkpoint.directory import find_adapter, find_model, is_run, of_adapters, of_gguf
 from llmsuite.checkpoint.fused import Heads, Unfused
 from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, hf_name, open_model, read_config, rename
 from llmsuite.checkpoint.model_writer import Arrangement
@@ -42,6 +42,8 @@ def open_source(
     """
     if not path.is_dir():
         raise UserError(of_gguf(path) or f"{path}: is not a directory")
+    if find_adapter(path) is not None:
+        raise UserError(of_adapters(path))
     distcp = next((path / name for name in _DISTCP_BELOW if metadata_file(path / name)), None)
     if is_run(path) or any((path / name).is_file() for name in _SAFETENSORS):
         model = open_model(find_model(path), families, check=True)

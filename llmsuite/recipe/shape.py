@@ -91,10 +91,10 @@ def base_of_adapter(weights: Path, fetches_config: bool = False) -> Path:
 
 def missing_model(path: Path, key: str = "model.weights") -> str:
     """The message about a model directory that does not exist, with ways to get it."""
-    from llmsuite.checkpoint.directory import of_gguf
+    from llmsuite.checkpoint.directory import of_adapters, of_gguf
 
     if (path / "adapter_config.json").is_file():
-        return f"{path} has adapters, not a model; merge them into their model with `llmsuite merge {path} -o DIR`"
+        return of_adapters(path)
     if (way := of_gguf(path)) is not None:
         return way
     if (path / "hf" / "config.json").is_file():  # as `llmsuite deploy` writes it

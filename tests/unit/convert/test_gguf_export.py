@@ -227,6 +227,8 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert broken_file(target) is None
     assert (target / "Modelfile").read_text(encoding="utf-8").startswith("FROM ./model.gguf\nTEMPLATE ")
     assert main(["import", str(target / "model.gguf"), "-o", str(tmp_path / "back")]) == 0
+    assert main(["import", str(target), "-o", str(tmp_path / "none")]) == 2
+    assert f"`llmsuite import {target / 'model.gguf'} -o DIR`" in capfd.readouterr().err
     small = ["merge", str(source), "-o", str(tmp_path / "small"), "--layout", "gguf", "--dtype", "q8_0"]
     assert main(small) == 0
     capfd.readouterr()

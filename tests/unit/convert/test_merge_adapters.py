@@ -179,6 +179,14 @@ def test_lokr_of_paddlenlp(tmp_path: Path, rank: int, capsys: pytest.CaptureFixt
     assert "not to be had in another layout; merge it" in error(*words, capsys=capsys)
 
 
+def test_a_base_of_adapters_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_llama.write(tmp_path / "base")
+    of_base = {"base_model_name_or_path": str(tmp_path / "base")}
+    first, second = write_peft(tmp_path / "first", of_base), write_peft(tmp_path / "second", of_base)
+    said = error("merge", str(first), "--base", str(second), "-o", str(tmp_path / "out"), capsys=capsys)
+    assert f"{second} has adapters, not a model; merge them into their model with `llmsuite merge {second} -o" in said
+
+
 WIDE = "base_model.model.model.layers.0.self_attn.q_proj"
 
 
