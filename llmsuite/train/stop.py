@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from types import FrameType
 from typing import Any
@@ -35,4 +36,5 @@ class StopRequest:
                 return
             raise KeyboardInterrupt
         self.signal = number
-        print("stopping after this step, with a checkpoint; once more to stop at once", flush=True)
+        with contextlib.suppress(RuntimeError):  # it came while a line was being written, into which none can be
+            print("stopping after this step, with a checkpoint; once more to stop at once", flush=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from llmsuite.launch.output import Output
 from llmsuite.launch.ranks import stop_signals
 from llmsuite.train.stop import StopRequest
 
@@ -52,6 +55,25 @@ def test_the_end_of_a_terminal_stops_a_run(capsys: pytest.CaptureFixture[str]) -
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
     assert capsys.readouterr().out.count("stopping") == 1
+
+
+class _Interrupted(io.RawIOBase):
+    """A pipe whose reader presses Ctrl-C as soon as a line is there."""
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        if b"step" in bytes(data):
+            signal.raise_signal(signal.SIGINT)
+        return len(data)
+
+
+def test_a_signal_while_a_line_is_written_is_a_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdout", Output(io.BufferedWriter(_Interrupted()), line_buffering=True))
+    with StopRequest() as stop:
+        print("step 3")
+        assert stop.requested()
 
 
 @pytest.mark.usefixtures("terminal")
