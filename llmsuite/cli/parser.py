@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jsonargparse import ArgumentParser
+from jsonargparse.typing import restricted_number_type
 
 from llmsuite.cli.help import PlainHelp
 from llmsuite.errors import UserError
@@ -29,7 +30,9 @@ _KINDS = {
     "NonNegativeFloat": "a number of at least 0",
     "ClosedUnitInterval": "a number from 0 to 1",
     "bool": "true or false",
+    "Port": "a number of a port, 0 to 65535",
 }
+Port: Any = restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
 
 
 class CommandParser(ArgumentParser):

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.cli.parser import Port
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.shown import printable
@@ -101,7 +102,7 @@ def _report(args: Any, registry: Registry) -> int:
 
 def _add_watch_arguments(parser: Any) -> None:
     parser.add_argument("runs", type=str, nargs="+", help="directory of the run; further ones are drawn beside it")
-    parser.add_argument("--port", type=int, default=8080, help="on the loopback address; 0 for any that is free")
+    parser.add_argument("--port", type=Port, default=8080, help="on the loopback address; 0 for any that is free")
 
 
 def _watch(args: Any, registry: Registry) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.cli.generate import CONTROL_TOKENS, add_model_arguments
+from llmsuite.cli.parser import Port
 from llmsuite.cli.ranks import launch_ranks, settle_degrees
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
@@ -28,7 +29,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--host", type=str, default="127.0.0.1", help="where to listen; the default is this machine only"
     )
-    parser.add_argument("--port", type=int, default=8000, help="0 for any that is free")
+    parser.add_argument("--port", type=Port, default=8000, help="0 for any that is free")
     parser.add_argument(
         "--name",
         type=str,

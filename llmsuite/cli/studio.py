@@ -6,12 +6,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+from llmsuite.cli.parser import Port
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
-    parser.add_argument("--port", type=int, default=8090, help="on the loopback address; 0 for any that is free")
+    parser.add_argument("--port", type=Port, default=8090, help="on the loopback address; 0 for any that is free")
     parser.add_argument("--runs", type=str, default="runs", help="where runs are looked for")
 
 

@@ -17,7 +17,9 @@ HELP = "--help tells more"
         ("convert model", "convert: --layout and --output are missing. llmsuite convert"),
         ("merge", "merge: SOURCE and --output are missing. llmsuite merge"),  # not MORE, of which there may be none
         ("data", "data: ACTION and INPUTS are missing. llmsuite data"),
-        ("serve m --port x", "--port: expected a whole number, found 'x'. llmsuite serve"),
+        ("serve m --port x", "--port: expected a number of a port, 0 to 65535, found 'x'. llmsuite serve"),
+        ("serve m --port 99999", "--port: expected a number of a port, 0 to 65535, found '99999'. llmsuite serve"),
+        ("studio --port -1", "--port: expected a number of a port, 0 to 65535, found '-1'. llmsuite studio"),
         ("generate m --temperature x", "--temperature: expected a number of at least 0, found 'x'. llmsuite generate"),
         ("generate m --top_p 2", "--top_p: expected a number from 0 to 1, found '2'. llmsuite generate"),
         (
