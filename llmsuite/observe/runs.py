@@ -10,7 +10,7 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.observe.completions import sampled_completions
-from llmsuite.observe.events import ENVIRONMENT, read_events
+from llmsuite.observe.events import ENVIRONMENT, EVENTS, read_events
 from llmsuite.observe.generations import sampled_generations
 
 Record = dict[str, Any]
@@ -73,18 +73,25 @@ def read_run(directory: Path) -> Run:
         _object(directory / ENVIRONMENT),
         sampled_completions(directory, _SAMPLED_STEPS, _MOST_SAMPLES),
         sampled_generations(directory, _SAMPLED_STEPS, _MOST_SAMPLES),
-        (directory / "metrics.jsonl").stat().st_mtime,
+        (directory / "metrics.jsonl").stat().st_mtime if has_records(directory) else None,
     )
 
 
-def is_run(directory: Path) -> bool:
+def has_records(directory: Path) -> bool:
     """Whether a run has started to write there."""
     return (directory / "metrics.jsonl").is_file() and (directory / "recipe.json").is_file()
 
 
+def is_run(directory: Path) -> bool:
+    """Whether a run has started to write there, or its launcher has noted that it ended before it could."""
+    return has_records(directory) or ((directory / EVENTS).is_file() and not (directory / "recipe.json").exists())
+
+
 def find_runs(root: Path) -> list[Path]:
     """The directories of runs in or below a directory, sorted by name."""
-    return sorted(path.parent for path in root.rglob("metrics.jsonl") if is_run(path.parent))
+    return sorted(
+        {path.parent for name in ("metrics.jsonl", EVENTS) for path in root.rglob(name) if is_run(path.parent)}
+    )
 
 
 def flat(recipe: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.observe.runs import find_runs, is_run, read_run
+from llmsuite.observe.runs import find_runs, has_records, is_run, read_run
 from llmsuite.observe.summary import cards
 from llmsuite.studio.recipes import Filled
 
@@ -57,7 +57,7 @@ class Jobs:
             if job is not None and job.process.poll() is None:
                 raise UserError(f"{name}: this run goes on; stop it, or choose another output_dir")
             is_replaced = filled.smoke and "output_dir" not in filled.changes  # by `run`: not worth keeping
-            if is_run(output_dir) and not is_replaced:
+            if has_records(output_dir) and not is_replaced:
                 raise UserError(f"{name}: there is a run already; choose another output_dir")
             self._runs[name] = self._spawn("run", *filled.words)
             self._end(self._chats.pop(name, None))  # it has other weights

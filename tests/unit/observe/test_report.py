@@ -27,7 +27,7 @@ from llmsuite.observe.charts import Curve, drawn_charts
 from llmsuite.observe.events import add_event, environment, read_events
 from llmsuite.observe.pictures import passes, passes_svg
 from llmsuite.observe.report import content, page, write_report
-from llmsuite.observe.runs import differing, find_runs, read_run
+from llmsuite.observe.runs import differing, find_runs, has_records, read_run
 from llmsuite.observe.summary import cards, event_line, in_words
 from llmsuite.observe.watch import make_server
 from llmsuite.planning.schedule import orders, simulate
@@ -325,6 +325,18 @@ def test_runs_are_listed_shown_and_compared(tmp_path: Path, capsys: Capsys) -> N
     assert capsys.readouterr().out == "no runs\n"
     assert main(["runs", "compare", str(one)]) == 2
     assert main(["runs", "show"]) == 2
+
+
+def test_a_run_whose_ranks_died_before_they_recorded_anything_is_listed(tmp_path: Path, capsys: Capsys) -> None:
+    dead = tmp_path / "dead"
+    dead.mkdir()
+    add_event(dead, "failed", exit_code=1)
+    assert find_runs(tmp_path) == [dead]
+    assert main(["runs", "list", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split() == [str(dead), "failed"]
+    assert main(["runs", "show", str(dead)]) == 0
+    assert "exit_code 1" in capsys.readouterr().out
+    assert not has_records(dead)  # so that the next run may take its place
 
 
 @pytest.fixture

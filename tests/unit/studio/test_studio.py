@@ -15,6 +15,7 @@ import pytest
 from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.errors import UserError
+from llmsuite.observe.events import add_event
 from llmsuite.plugins.manager import Registry, load_plugins
 from llmsuite.studio.jobs import Jobs
 from llmsuite.studio.recipes import Filled, Recipes
@@ -98,6 +99,15 @@ def test_only_runs_are_looked_at(tmp_path: Path) -> None:
         jobs.start(Filled("x", False, {}), run)
     with pytest.raises(UserError, match="was not started here"):
         jobs.stop(str(run))
+    assert jobs.close() == []
+
+
+def test_a_run_whose_ranks_died_early_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "dead").mkdir()
+    add_event(tmp_path / "dead", "failed", exit_code=1)
+    jobs = Jobs(tmp_path)
+    (told,) = jobs.known()
+    assert (told["status"], told["cards"]["Status"][0], told["can_talk"]) == ("failed", "failed", False)
     assert jobs.close() == []
 
 
