@@ -197,7 +197,7 @@ class SpinSection(Section):
 
 @llmsuite.hookimpl
 def llmsuite_register_stages():
-    return [StageSpec(name="spin", help="a third party's stage", config_cls=SpinSection, factory=object)]
+    return [StageSpec(name="spin", help="a third party's stage", config_cls=SpinSection, factory=lambda: object)]
 '''
 
 

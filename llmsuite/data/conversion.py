@@ -50,7 +50,8 @@ class Conversion:
                 raw = renamed(raw, self._columns)
                 self.format = self.format or self._recognise(raw, where)
                 row = self.format.convert(raw)
-                assert row is not None, self.format.name
+                if row is None:
+                    raise UserError(f"{where}: `convert` of the data format {self.format.name} returned nothing")
                 return row
             except NoColumn as error:
                 fault, of_recipe = str(error), True
@@ -65,7 +66,7 @@ class Conversion:
         """The first format that fits. Raises UserError if there is none, or the row is rather one for other stages."""
         fitting = [f for f in self._formats.values() if f.kind == self._kind]
         for candidate in fitting:
-            if candidate.matches(row):
+            if answered(candidate.matches, row):
                 # who names columns has said what the rows are
                 if not self._columns and (fault := pairs_beside(row, candidate, self._formats)):
                     raise UserError(f"{where}: {fault}")

@@ -6,10 +6,12 @@ A mean of means depends on how a batch was cut; a sum over a sum does not.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import paddle
 
+from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 from llmsuite.parallel.tensor import local_value
 from llmsuite.typing import Tensor
@@ -28,6 +30,16 @@ class LossTerms:
     """Sum of the weights: pairs for DPO, supervised tokens for a language model."""
     sums: Sums = dataclasses.field(default_factory=dict)
     """Further metrics, averaged in the same way."""
+
+
+def total_of(returned: object) -> Tensor:
+    """The number that is differentiated, of what the loss of a stage has returned. Raises UserError if it has none."""
+    needed = "it has to return LossTerms(total, weight), whose total is the sum over the micro-batch"
+    if not isinstance(returned, LossTerms):
+        raise UserError(f"the stage's `loss` returned a {type(returned).__name__}; {needed}")
+    if math.prod(returned.total.shape) != 1:
+        raise UserError(f"the stage's `loss` returned a total of shape {list(returned.total.shape)}; {needed}")
+    return returned.total
 
 
 class LossLedger:

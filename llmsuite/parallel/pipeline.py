@@ -31,7 +31,7 @@ from llmsuite.models.lora import adapters
 from llmsuite.models.qat import FakeQuantLinear, observing
 from llmsuite.models.reft import chosen_tokens
 from llmsuite.parallel import edges
-from llmsuite.parallel.loss_ledger import LossTerms
+from llmsuite.parallel.loss_ledger import total_of
 from llmsuite.parallel.marks import marked, unmarked, with_keys, without_keys
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.p2p import P2PChannels
@@ -277,8 +277,7 @@ class PipelineStage:
                 terms, (received, document_starts) = None, self._receive()
                 self._passed = received, self._run(action.chunk, received, document_starts)
         if paddle.is_grad_enabled():
-            assert terms is None or isinstance(terms, LossTerms)
-            total = terms.total if terms is not None and self.is_last else None
+            total = total_of(terms) if terms is not None and self.is_last else None
             self._waiting[action.chunk, action.micro_batch] = Pass(*self._passed, total)
         self._in_schedule, self._passed, self._lengths = False, None, None
         return terms

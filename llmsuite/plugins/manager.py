@@ -163,9 +163,11 @@ class Registry:
         if info.error is not None:
             return
         try:
+            if isinstance(info.plugin, type):  # whose methods would be called without an object
+                raise UserError(f"{info.value} is the class {info.plugin.__name__}; name an object of it")
             # two distributions may give their plugins the same name
             self.pm.register(info.plugin, name=f"{info.name} of {info.distribution}")
-            self.pm.check_pending()  # a misspelt hook is an error, not a function that nobody calls
+            self._refuse_unknown_hooks(info.plugin)
             hooks = sorted(caller.name for caller in self.pm.get_hookcallers(info.plugin) or [])
             _refuse_unmarked(info.plugin, hooks)
             specs = list(self._specs_of(info))
@@ -181,6 +183,14 @@ class Registry:
             self._owners[kind, spec.name] = info
             info.provides.append(f"{kind} {spec.name}")
 
+    def _refuse_unknown_hooks(self, plugin: Any) -> None:
+        """Raise UserError for a misspelt hook, which nothing would call."""
+        for caller in self.pm.get_hookcallers(plugin) or []:
+            if not caller.has_spec() and not all(impl.optionalhook for impl in caller.get_hookimpls()):
+                near = difflib.get_close_matches(caller.name, hookspecs.hook_names(), n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hookspecs.hook_names())}"
+                raise UserError(f"no hook is called {caller.name!r}; {hint}")
+
     def require(self, info: PluginInfo) -> None:
         """Register a plugin that somebody has named. Raises UserError when something is wrong with it."""
         self.add(info)
@@ -194,6 +204,7 @@ class Registry:
             for spec in (spec for impl in impls for spec in _as_list(impl.function(), hook, cls)):
                 if not isinstance(spec, cls):
                     raise UserError(f"{hook} returned a list with a {type(spec).__name__}; {_returns(cls)}")
+                _check_fields(kind, spec)
                 if spec.api > API_VERSION:
                     raise UserError(
                         f"{kind} {spec.name!r} needs version {spec.api} of the plugin contract, this llmsuite has "
@@ -313,6 +324,24 @@ def _returns(cls: type) -> str:
     return f"it has to return a list of {cls.__name__}"
 
 
+def _check_fields(kind: str, spec: Any) -> None:
+    """Refuse what would fail only where it is used: a name that is no text, no function where one is called."""
+    if not isinstance(spec.name, str) or not spec.name.strip():
+        raise UserError(f"a {kind} is called {spec.name!r}; a name has to be a text")
+    for field in dataclasses.fields(spec):
+        value, type_name = getattr(spec, field.name), str(field.type)
+        is_missing = value is None and type_name.endswith("None")
+        if type_name.startswith("Callable") and not callable(value) and not is_missing:
+            raise UserError(
+                f"{field.name} of {kind} {spec.name!r} has to be a function, and is a {type(value).__name__}"
+            )
+    if kind in ("stage", "model") and isinstance(spec.factory, type):
+        raise UserError(
+            f"factory of {kind} {spec.name!r} is the class {spec.factory.__name__}; it has to be a function that "
+            "returns the class"
+        )
+
+
 def _check_stage(spec: StageSpec) -> None:
     """Refuse what would break the schema of recipes: the stage's name becomes a key there, its class a section."""
     taken = {field.name for field in dataclasses.fields(Recipe)}
@@ -349,8 +378,9 @@ def _check_keys(section: str, spec: RewardSpec | RolloutEngineSpec | Environment
 
 
 def tail(error: BaseException) -> str:
-    """The last lines of a traceback."""
-    return "".join(traceback.format_exception(error)[-3:]).strip()
+    """The end of a traceback: the last two calls, and the error, which of a SyntaxError has the line."""
+    calls = [call for call in traceback.format_tb(error.__traceback__) if "<frozen importlib" not in call]
+    return "".join([*calls[-2:], *traceback.format_exception_only(error)]).strip()
 
 
 def _last_line(text: str | None) -> str:

@@ -147,7 +147,13 @@ def make_stage(
         padding_free=padding_free,
         keeps_tokens=True,
     )
-    stage: Stage[Any] = plan.stage.factory()(plan.section, context)
+    cls = plan.stage.factory()
+    if not (isinstance(cls, type) and issubclass(cls, Stage)):
+        raise UserError(
+            f"stage {plan.stage.name}: its factory returned {cls!r}; it has to return a class derived from "
+            f"{Stage.__module__}.Stage"
+        )
+    stage: Stage[Any] = cls(plan.section, context)
     if (collator := recipe.data.collator) is not None:
         stage.use_collator(collator)
     return stage

@@ -9,7 +9,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -339,6 +339,10 @@ class Stage(abc.ABC, Generic[S]):
             longest = self.context.recipe.data.max_length
             self.context.report(f"{path}: {counts.cut} rows are cut to data.max_length {longest}")
         counts.check(self.context.report)
+        if not isinstance(samples, Sized) or not len(samples):
+            found = "no sample, and counted no row as dropped"
+            found = found if isinstance(samples, Sized) else f"a {type(samples).__name__}, which is no sequence"
+            raise UserError(f"{path}: `make_samples` of stage {type(self).__name__} returned {found}")
         return samples
 
     def read_rows(self, path: Path) -> Rows:

@@ -30,7 +30,7 @@ class SpinSection(Section):
     beta: float = 0.1
     "How much."
 
-SPEC = StageSpec(name="spin", help="of a file", config_cls=SpinSection, factory=object)
+SPEC = StageSpec(name="spin", help="of a file", config_cls=SpinSection, factory=lambda: object)
 
 @llmsuite.hookimpl
 def llmsuite_register_stages():

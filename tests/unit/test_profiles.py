@@ -70,7 +70,7 @@ def test_it_is_refused_in_a_class_that_a_stage_derives_from() -> None:
 def test_a_field_of_a_former_spec_is_refused_by_name(field: str) -> None:
     former: dict[str, Any] = {field: lambda section: ()}
     with pytest.raises(TypeError, match=f"unexpected keyword argument '{field}'"):
-        StageSpec(name="old", help="", config_cls=Section, factory=object, **former)
+        StageSpec(name="old", help="", config_cls=Section, factory=lambda: object, **former)
 
 
 def test_third_parties_import_from_the_addresses_they_know() -> None:

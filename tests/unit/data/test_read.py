@@ -194,6 +194,16 @@ def test_a_format_for_another_kind_of_stage(tmp_path: Path) -> None:
     assert len(read_rows(path, "preference", "auto", {"lines": text, **FORMATS})) == 1
 
 
+def test_a_format_that_trips_over_a_row_does_not_fit_it(tmp_path: Path) -> None:
+    path = write(tmp_path, LINE)
+    broken = DataFormat(
+        name="lines", help="lines", kind="preference", matches=lambda row: row["line"], convert=lambda row: None
+    )
+    assert len(read_rows(path, "preference", "auto", {"lines": broken, **FORMATS})) == 1
+    with pytest.raises(UserError, match=":1: `convert` of the data format lines returned nothing"):
+        read_rows(path, "preference", "lines", {"lines": broken})
+
+
 def test_the_embedded_rows() -> None:
     for split in ("train", "eval"):
         path = DATA / "preference" / f"{split}.jsonl"

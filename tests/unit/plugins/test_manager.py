@@ -59,6 +59,18 @@ def test_an_object_can_be_a_plugin(site: PluginSite) -> None:
     assert "spin" in registry.stages
 
 
+def test_a_class_is_no_plugin(site: PluginSite) -> None:
+    methods = "import llmsuite\nclass Plugin:\n  @llmsuite.hookimpl\n  def llmsuite_run_end(self): pass\n"
+    site.install("third-party", methods, "own = {module}:Plugin")
+    assert load(site)[1]["own"].error == "third_party:Plugin is the class Plugin; name an object of it"
+
+
+def test_a_hook_of_other_versions_may_be_optional(site: PluginSite) -> None:
+    later = "\n@llmsuite.hookimpl(optionalhook=True)\ndef llmsuite_of_later(): pass\n"
+    site.install("third-party", STAGE_PLUGIN + later)
+    assert "spin" in load(site)[0].stages
+
+
 def test_function_of_another_name(site: PluginSite) -> None:
     marked = STAGE_PLUGIN.replace("hookimpl", 'hookimpl(specname="llmsuite_register_stages")')
     site.install("third-party", marked.replace(BEFORE, "def stages"))
@@ -68,10 +80,23 @@ def test_function_of_another_name(site: PluginSite) -> None:
 SPEC = 'StageSpec(name="spin"'
 BROKEN = {
     "import": ("import json\nraise RuntimeError('no licence')", "RuntimeError: no licence"),
-    "syntax": ("def (", "SyntaxError"),
+    "syntax": ("import json\ndef (", '", line 2\n    def ('),
     "exit": ("import sys\nsys.exit(3)", "SystemExit: 3"),
     "missing package": ("import no_such_package_anywhere", "No module named 'no_such_package_anywhere'"),
-    "misspelt hook": (STAGE_PLUGIN.replace(BEFORE, BEFORE[:-1]), "unknown hook 'llmsuite_register_stage' in plugin"),
+    "misspelt hook": (
+        STAGE_PLUGIN.replace(BEFORE, BEFORE[:-1]),
+        "no hook is called 'llmsuite_register_stage'; did you mean 'llmsuite_register_stages'?",
+    ),
+    "hook of nothing": (STAGE_PLUGIN.replace(BEFORE, "def zzz"), "no hook is called 'zzz'; known: llmsuite_"),
+    "name is no text": (STAGE_PLUGIN.replace('"spin"', "3"), "a stage is called 3; a name has to be a text"),
+    "no function": (
+        STAGE_PLUGIN.replace("factory=lambda: object", 'factory="stage"'),
+        "factory of stage 'spin' has to be a function, and is a str",
+    ),
+    "class as factory": (
+        STAGE_PLUGIN.replace("factory=lambda: object", "factory=SpinSection"),
+        "factory of stage 'spin' is the class SpinSection; it has to be a function that returns the class",
+    ),
     "unknown argument": (
         STAGE_PLUGIN + "\n@llmsuite.hookimpl\ndef llmsuite_step_end(run, stepp):\n    print('called')\n",
         "Argument(s) {'stepp'} are declared in the hookimpl but can not be found in the hookspec",
@@ -194,7 +219,7 @@ def test_specs_of_every_kind_reach_the_registry() -> None:
 
         @llmsuite.hookimpl
         def llmsuite_register_stages(self) -> list[StageSpec]:
-            return [StageSpec(name="mine", help="", config_cls=Section, factory=object)]
+            return [StageSpec(name="mine", help="", config_cls=Section, factory=lambda: object)]
 
     registry = registry_with(plugin=Plugin())
     assert registry.plugins[-1].provides == ["stage mine", "logger mine"]

@@ -32,7 +32,7 @@ class OtherSection(Section):
 class OtherPlugin:
     @llmsuite.hookimpl
     def llmsuite_register_stages(self) -> list[StageSpec]:
-        return [StageSpec(name="other", help="", config_cls=OtherSection, factory=object)]
+        return [StageSpec(name="other", help="", config_cls=OtherSection, factory=lambda: object)]
 
 
 def test_the_valid_recipe_is_valid(plan: Callable[..., Any]) -> None:

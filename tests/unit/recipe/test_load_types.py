@@ -47,7 +47,7 @@ class EverySection(Section):
 class EveryPlugin:
     @llmsuite.hookimpl
     def llmsuite_register_stages(self) -> list[StageSpec]:
-        return [StageSpec(name="every", help="", config_cls=EverySection, factory=object)]
+        return [StageSpec(name="every", help="", config_cls=EverySection, factory=lambda: object)]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,9 @@ def blocks(language: str) -> list[str]:
 
 
 def section_type(registry: Any) -> Any:
-    spec = StageSpec(name="t", help="", config_cls=RewardSection, sections={"reward": RewardSection}, factory=object)
+    spec = StageSpec(
+        name="t", help="", config_cls=RewardSection, sections={"reward": RewardSection}, factory=lambda: object
+    )
     registry.stages["t"] = spec
     cls, problems = recipe_type({"stage": "t", "model": {"family": "llama"}}, registry)
     assert not problems

@@ -19,13 +19,16 @@ import pytest
 from llmsuite.data import conversations, formats, prompts
 from llmsuite.data.mixture import Mixture
 from llmsuite.data.sequences import Lazy, Picked, lengths_of
+from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.kto import KtoStage
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import DpoSection, KtoSection, RmSection, SftSection
 from llmsuite.stages.sft import SftStage
+from llmsuite.train.data import make_stage
 from llmsuite.train.row_samples import StoredSamples
 from llmsuite.train.stage import Stage, StageContext
 from tests.paths import DATA, ROOT
@@ -261,6 +264,25 @@ def test_what_a_stage_has_to_promise() -> None:
     with pytest.raises(UserError, match=r"Silent: gives 6 samples of 7 rows .*counts\.drop\(reason, number\)"):
         Silent(DpoSection(), context()).read(path)
     assert isinstance(Together(DpoSection(), context()).read(path), list)
+
+
+@pytest.mark.parametrize(("made", "said"), [([], "no sample, and counted"), (None, "a NoneType, which is no sequence")])
+def test_a_stage_that_makes_no_samples(made: Any, said: str) -> None:
+    class Empty(DpoStage):
+        def make_samples(self, rows: Sequence[Any], counts: Any) -> Any:
+            return made
+
+    with pytest.raises(UserError, match=f"`make_samples` of stage Empty returned {said}"):
+        Empty(DpoSection(), context()).read(DATA / "preference" / "eval.jsonl")
+
+
+def test_a_factory_that_gives_no_stage(registry: Registry) -> None:
+    plan = plan_run(ROOT / "recipes" / "llama" / "dpo.json", [], registry, smoke=True)
+    plan = dataclasses.replace(plan, stage=dataclasses.replace(plan.stage, factory=lambda: DpoSection))
+    with pytest.raises(
+        UserError, match=r"stage dpo: its factory returned <class '.*DpoSection'>; it has to return a cl"
+    ):
+        make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
 
 
 def test_parts_and_mixtures_know_their_lengths() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmsuite.errors import UserError
 from llmsuite.parallel import collective
-from llmsuite.parallel.loss_ledger import LossLedger, LossTerms
+from llmsuite.parallel.loss_ledger import LossLedger, LossTerms, total_of
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.train.guard import Guard, LossSpike, NonFiniteLoss
 from llmsuite.train.loss_scale import GROWTH_STEPS, LOWEST, LossScale
@@ -152,6 +152,14 @@ def test_a_loss_that_depends_on_no_parameter_is_refused() -> None:
     model, optimizer = trained()
     with pytest.raises(UserError, match=r"^step 1: the stage's loss depends on no trained parameter"):
         alone.step(1, [[1.0]], Detached(), model, optimizer)
+
+
+@pytest.mark.parametrize(
+    ("returned", "said"), [(scalar(1), "a Tensor"), (LossTerms(paddle.ones([3]), 1.0), r"a total of shape \[3\]")]
+)
+def test_what_is_no_loss_is_refused(returned: Any, said: str) -> None:
+    with pytest.raises(UserError, match=rf"^the stage's `loss` returned {said}; it has to return LossTerms\(total"):
+        total_of(returned)
 
 
 def test_a_bad_step_may_be_left_out() -> None:
