@@ -251,12 +251,14 @@ def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = Fals
 
 
 def _shared_part(plan: RunPlan) -> str:
-    """A digest of the part of a recipe that has to be equal on all machines of a run."""
+    """What has to be equal on all machines of a run: a digest of each section of the recipe, as `meeting.differing`
+    reads them."""
     recipe = as_plain(plan.recipe)
     del recipe["output_dir"]  # which may be a disk of the machine
     for of_machine in ("node_rank", "devices"):
         del recipe["launch"][of_machine]
-    return hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest()
+    parts = {key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()) for key, value in recipe.items()}
+    return " ".join(f"{key}={digest.hexdigest()}" for key, digest in parts.items())
 
 
 def fan_out(words: Sequence[str], plan: RunPlan) -> str:

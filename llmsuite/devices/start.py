@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
 import sys
+import threading
 import warnings
 
 from llmsuite.devices.base import DeviceBackend
@@ -36,10 +38,13 @@ def start_paddle(
     os.environ.setdefault("GLOG_minloglevel", "2")
     if join or fork:
         backend.before_paddle()
-    messages = io.StringIO()
+    messages, on_term = io.StringIO(), signal.getsignal(signal.SIGTERM)
     with warnings.catch_warnings(), contextlib.redirect_stderr(messages):
         warnings.filterwarnings("ignore", message="No ccache found")
         import paddle  # noqa: F401
+    # Paddle's handler prints the report of a crash where a scheduler or `docker stop` has ended the process
+    if on_term is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, on_term)
     # Paddle 3.3.1 triggers it itself while it traces a program
     warnings.filterwarnings("ignore", message="Tensor do not have 'place' interface")
     for line in messages.getvalue().splitlines():

@@ -141,7 +141,10 @@ class Machines:
         try:
             listener = socket.create_server((_listening_address(host), port), backlog=self.seats.most)
         except OSError as error:
-            raise UserError(f"launch.master: machine 0 cannot listen at {self._master}: {error}") from error
+            raise UserError(
+                f"launch.master: machine 0 cannot listen at {self._master}: {error.strerror or error}; it has to be a "
+                "free port at an address of machine 0"
+            ) from error
         with listener:
             waiting = Meeting(listener, self.seats.most, self._master, self._run, num_ranks, are_enough)
             known = waiting.gather()

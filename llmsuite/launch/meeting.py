@@ -257,11 +257,20 @@ class Meeting:
     def _refusal(self, number: int, run: str, num_endpoints: int) -> str:
         """Why a machine cannot join the run; empty when it can."""
         if run != self._run or num_endpoints != self._num_ranks:
-            return f"machine {number} was given another recipe or other overrides than machine 0"
+            said = f"machine {number} was given another recipe or other overrides than machine 0"
+            return f"{said}; these differ: {names}" if (names := differing(self._run, run)) else said
         self._drop_gone()
         if number in self._known or not 0 < number < self._count:
             return f"two machines were started with --launch.node_rank={number}"
         return ""
+
+
+def differing(ours: str, theirs: str) -> str:
+    """The sections of a recipe in which two runs differ, where both are digests of sections, `NAME=DIGEST` each."""
+    own, others = ({part.partition("=")[0]: part for part in run.split()} for run in (ours, theirs))
+    if own.keys() != others.keys():  # another stage
+        return ", ".join(own.keys() & others.keys() & {"stage"})
+    return ", ".join(name for name, part in own.items() if others[name] != part)
 
 
 _OTHER_KEY = f"a machine was given another {KEY} than machine 0"

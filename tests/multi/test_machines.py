@@ -101,7 +101,7 @@ def test_machines_with_different_recipes_do_not_start(
     for process in machines:
         code, output = _end(process)
         assert code == 2
-        assert "machine 1 was given another recipe or other overrides than machine 0" in output
+        assert "machine 1 was given another recipe or other overrides than machine 0; these differ: seed" in output
 
 
 def test_without_its_number_a_machine_says_what_to_type(runner: Runner) -> None:

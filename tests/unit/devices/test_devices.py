@@ -387,6 +387,8 @@ def test_paddle_starts_silently_in_a_fresh_process() -> None:
         "assert 'paddle' not in sys.modules\n"
         "start_paddle(CpuBackend(), 1)\n"
         "assert 'paddle' in sys.modules\n"
+        "caught = next(line for line in open('/proc/self/status') if line.startswith('SigCgt'))\n"
+        "assert not int(caught.split()[1], 16) >> 14 & 1, 'Paddle takes SIGTERM'\n"
         "print(os.environ['OMP_NUM_THREADS'])\n"
     )
     # 3 threads are what Paddle would warn about

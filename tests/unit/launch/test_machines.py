@@ -136,12 +136,25 @@ def test_who_cannot_take_part_is_told(
                 found.result(20)
 
 
+@pytest.mark.parametrize(
+    ("theirs", "names"),
+    [
+        ("stage=0 seed=1 train=2", ""),
+        ("stage=0 seed=3 train=4", "seed, train"),
+        ("stage=5 seed=1 train=2 dpo=6", "stage"),
+        ("x", ""),
+    ],
+)
+def test_the_sections_that_differ_are_named(theirs: str, names: str) -> None:
+    assert meeting.differing("stage=0 seed=1 train=2", theirs) == names
+
+
 def test_an_address_that_is_not_of_machine_0_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        with pytest.raises(UserError, match=f"launch.master: machine 0 cannot listen at {address}"):
+        with pytest.raises(UserError, match=f"machine 0 cannot listen at {address}: .*; it has to be a free port"):
             Machines(0, 2, address, "run").meet(2)
     monkeypatch.setattr(meeting, "MEET_SECONDS", 0.5)
     with pytest.raises(UserError, match=f"launch.master: nobody answers at {address}"):
