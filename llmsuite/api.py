@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import json
 import os
 import signal
@@ -172,8 +173,8 @@ def generate(model: str | Path, prompts: Sequence[Prompt], **options: Unpack[Gen
     Raises:
         UserError: there is no such model, device or precision, or an answer has no room.
     """
-    if isinstance(prompts, str):
-        raise UserError("generate: prompts is a text; give a list of them")
+    _check_options(options)
+    prompts = _checked_prompts(prompts)
     base = options.get("base")
     choice = types.SimpleNamespace(
         model=str(model),
@@ -206,8 +207,34 @@ def generate(model: str | Path, prompts: Sequence[Prompt], **options: Unpack[Gen
     return [answers[0].text for answers in generator.answers(ids, sampling, batch_size=options.get("batch_size", 8))]
 
 
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Raise UserError for an option of `generate` that nothing would read."""
+    known = GenerateOptions.__annotations__
+    if unknown := [name for name in options if name not in known]:
+        near = difflib.get_close_matches(unknown[0], known, n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise UserError(f"generate: no option is called {unknown[0]!r}; {hint}known: {', '.join(known)}")
+
+
+def _checked_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """The prompts of `generate`, before a model is loaded for them. Raises UserError where they are none."""
+    if isinstance(prompts, str):
+        raise UserError("generate: prompts is a text; give a list of them")
+    prompts = list(prompts)
+    for i, prompt in enumerate(prompts):
+        is_conversation = isinstance(prompt, Sequence) and all(isinstance(turn, Mapping) for turn in prompt)
+        if not isinstance(prompt, str) and not is_conversation:
+            raise UserError(
+                f"generate: prompts[{i}] is of type {type(prompt).__name__}; give a list of texts, or of conversations, "
+                'each a list of turns: [[{"role": "user", "content": "…"}]]'
+            )
+    return prompts
+
+
 def _registry(plugins: Sequence[Plugin]) -> Registry:
     """What comes with llmsuite and with installed packages, and what the program brings."""
+    if isinstance(plugins, (str, Path)):
+        raise UserError(f"plugins: is one file; give a list of them: plugins=[{str(plugins)!r}]")
     registry = add_files(load_plugins(builtin, commands))
     for plugin in plugins:
         registry.require(_info(plugin))
@@ -226,8 +253,20 @@ def _info(plugin: Plugin) -> PluginInfo:
 
 def _words(overrides: Mapping[str, Any] | None) -> list[str]:
     """Overrides as the command line has them."""
+    if not isinstance(overrides, (Mapping, type(None))):
+        raise UserError(
+            f"overrides: is of type {type(overrides).__name__}; give values by dotted key: {{'train.max_steps': 3}}"
+        )
     plain = {key: str(value) if isinstance(value, Path) else value for key, value in (overrides or {}).items()}
-    return [f"--{key}={json.dumps(value)}" for key, value in plain.items()]
+    return [f"--{key}={_json(value, key)}" for key, value in plain.items()]
+
+
+def _json(value: Any, what: str, indent: int | None = None) -> str:
+    """JSON of something that a program has given, which may be of other types, such as NumPy's."""
+    try:
+        return json.dumps(value, indent=indent)
+    except TypeError as error:
+        raise UserError(f"{what}: {error}; give a number, text, list or dictionary of Python") from error
 
 
 @contextlib.contextmanager
@@ -238,7 +277,7 @@ def _file_of(recipe: RecipeLike) -> Iterator[Path]:
         return
     with scratch_directory() as directory:
         path = directory / "recipe.json"
-        path.write_text(json.dumps(recipe, indent=1), encoding="utf-8")
+        path.write_text(_json(recipe, "recipe", 1), encoding="utf-8")
         yield path
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import llmsuite
@@ -97,6 +98,24 @@ def test_what_is_wrong_is_raised() -> None:
     infer = {"stage": "infer", "model": VALID["model"], "data": {"prompts": "p.jsonl"}, "output_dir": "x"}
     with pytest.raises(llmsuite.UserError, match="stage infer, which does not train"):
         llmsuite.train(infer)
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda: llmsuite.load_recipe({}, {"seed": np.float32(1)}), "^seed: Object of type float32 is not JSON"),
+        (lambda: llmsuite.load_recipe({"seed": np.float32(1)}), "^recipe: Object of type float32 is not JSON"),
+        (lambda: llmsuite.load_recipe({}, ["--seed=1"]), "^overrides: is of type list; give values by dotted key"),
+        (lambda: llmsuite.load_recipe({}, plugins="mine.py"), r"give a list of them: plugins=\['mine\.py'\]"),
+        (lambda: llmsuite.generate("m", ["a"], max_tokens=1), "'max_tokens'; did you mean 'max_new_tokens'"),
+        (lambda: llmsuite.generate("m", "a"), "prompts is a text"),
+        (lambda: llmsuite.generate("m", [{"role": "user", "content": "a"}]), r"prompts\[0\] is of type dict; give a"),
+        (lambda: llmsuite.generate("m", ["a", 3]), r"prompts\[1\] is of type int"),
+    ],
+)
+def test_arguments_of_other_types_are_named(ask: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        ask()
 
 
 def test_objects_of_this_process_cannot_go_to_others() -> None:
