@@ -225,8 +225,8 @@ def _checked_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
         is_conversation = isinstance(prompt, Sequence) and all(isinstance(turn, Mapping) for turn in prompt)
         if not isinstance(prompt, str) and not is_conversation:
             raise UserError(
-                f"generate: prompts[{i}] is of type {type(prompt).__name__}; give a list of texts, or of conversations, "
-                'each a list of turns: [[{"role": "user", "content": "…"}]]'
+                f"generate: prompts[{i}] is of type {type(prompt).__name__}; give a list of texts, or of "
+                'conversations, each a list of turns: [[{"role": "user", "content": "…"}]]'
             )
     return prompts
 

@@ -350,10 +350,17 @@ def _check_stage(spec: StageSpec) -> None:
             raise UserError(f"a stage cannot be called {name!r}: the name has to be a new key of a recipe, one word")
         taken.add(name)
     for cls in (spec.config_cls, *spec.sections.values()):
-        if not (isinstance(cls, type) and issubclass(cls, Section)):
-            raise UserError(
-                f"config_cls of stage {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"
-            )
+        _check_section(cls, "stage", spec.name)
+
+
+def _check_section(cls: Any, kind: str, name: str) -> None:
+    """Refuse a class whose fields would be no keys of a recipe."""
+    if not (isinstance(cls, type) and issubclass(cls, Section)):
+        raise UserError(
+            f"config_cls of {kind} {name!r} has to be a dataclass derived from {Section.__module__}.Section"
+        )
+    if "__dataclass_fields__" not in vars(cls) and vars(cls).get("__annotations__"):
+        raise UserError(f"config_cls of {kind} {name!r}: {cls.__name__} lacks @dataclasses.dataclass(kw_only=True)")
 
 
 def _check_keys(section: str, spec: RewardSpec | RolloutEngineSpec | EnvironmentSpec, taken: set[str]) -> None:
@@ -367,10 +374,7 @@ def _check_keys(section: str, spec: RewardSpec | RolloutEngineSpec | Environment
         )
     if spec.config_cls is None:
         return
-    if not (isinstance(spec.config_cls, type) and issubclass(spec.config_cls, Section)):
-        raise UserError(
-            f"config_cls of {kind} {spec.name!r} has to be a dataclass derived from {Section.__module__}.Section"
-        )
+    _check_section(spec.config_cls, kind, spec.name)
     try:
         spec.config_cls()
     except TypeError as error:

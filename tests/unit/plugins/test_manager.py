@@ -127,6 +127,10 @@ BROKEN = {
     "registers twice": (STAGE_PLUGIN.replace("return [", "return 2 * ["), "it registers stage 'spin' twice"),
     "name is a key": (STAGE_PLUGIN.replace('"spin"', '"train"'), "a stage cannot be called 'train'"),
     "name is no key": (STAGE_PLUGIN.replace('"spin"', '"s-pin"'), "a stage cannot be called 's-pin'"),
+    "section without its decorator": (
+        STAGE_PLUGIN.replace("@dataclasses.dataclass(kw_only=True)\n", ""),
+        "config_cls of stage 'spin': SpinSection lacks @dataclasses.dataclass(kw_only=True)",
+    ),
     "section is none": (
         STAGE_PLUGIN.replace("config_cls=SpinSection", "config_cls=dict"),
         "config_cls of stage 'spin' has to be a dataclass derived from llmsuite.schema.section.Section",
