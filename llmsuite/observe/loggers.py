@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
+import sys
+import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.shown import redacted
 from llmsuite.specs import Logger, LoggerSpec
 
 _PROJECT = "llmsuite"
@@ -120,6 +123,34 @@ class MLflow:
 
     def close(self) -> None:
         self._client.set_terminated(self._run)
+
+
+class Loggers:
+    """The loggers of a run. One that fails, as without its server, is reported once and gets no more: the run goes on,
+    and metrics.jsonl has the numbers."""
+
+    def __init__(self, named: Mapping[str, Logger]):
+        self._working = dict(named)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Hand on a record."""
+        self._each(lambda logger: logger.log(step, metrics))
+
+    def close(self) -> None:
+        """The run has ended."""
+        self._each(lambda logger: logger.close())
+
+    def _each(self, act: Callable[[Logger], None]) -> None:
+        for name, logger in [*self._working.items()]:
+            try:
+                act(logger)
+            except Exception as error:  # of many libraries, or a plugin's code
+                del self._working[name]
+                print(
+                    f"logger {name} failed and gets no more metrics; all of them are in metrics.jsonl:\n"
+                    + redacted("".join(traceback.format_exception(error))),
+                    file=sys.stderr,
+                )
 
 
 def _spec(name: str, cls: type[Any]) -> LoggerSpec:

@@ -14,6 +14,7 @@ from llmsuite.files import write_text_atomic
 from llmsuite.observe.completions import COMPLETIONS, CompletionsFile
 from llmsuite.observe.events import add_event, environment, write_environment
 from llmsuite.observe.generations import drop_generations, write_generations
+from llmsuite.observe.loggers import Loggers
 from llmsuite.observe.metrics import MetricsFile
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import StepLine, report
@@ -71,7 +72,7 @@ class Silence:
 class Output(Silence):
     """The output of rank 0."""
 
-    def __init__(self, view: RunView, registry: Registry, resume_step: int, loggers: list[Any], draws: bool = False):
+    def __init__(self, view: RunView, registry: Registry, resume_step: int, loggers: Loggers, draws: bool = False):
         """`draws` says that the run learns from completions, which are recorded."""
         self._view, self._registry, self._loggers = view, registry, loggers
         directory = view.output_dir
@@ -89,8 +90,7 @@ class Output(Silence):
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         self._file.write({"step": step, **metrics})
-        for logger in self._loggers:
-            logger.log(step, metrics)
+        self._loggers.log(step, metrics)
         self._line.step(step, metrics)
         self._registry.emit("llmsuite_step_end", run=self._view, step=step, metrics=metrics)
 
@@ -122,8 +122,7 @@ class Output(Silence):
         # JSON knows no NaN, and an evaluation that went wrong is no reason to lose the run
         named = {f"eval/{name}": value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write({"step": step, **named})
-        for logger in self._loggers:
-            logger.log(step, {name: value for name, value in named.items() if value is not None})
+        self._loggers.log(step, {name: value for name, value in named.items() if value is not None})
         report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in _SHOWN if n in metrics))
 
     def answered(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
@@ -155,5 +154,4 @@ class Output(Silence):
             self._ranks.close()
         if self._completions is not None:
             self._completions.close()
-        for logger in self._loggers:
-            logger.close()
+        self._loggers.close()

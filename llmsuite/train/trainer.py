@@ -19,6 +19,7 @@ from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.locks import lock_directory
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.observe.events import read_events
+from llmsuite.observe.loggers import Loggers
 from llmsuite.observe.metrics import Window, evaluation_at, place
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import VOTES
@@ -144,7 +145,7 @@ class Trainer:
         self.output: Silence = Silence()
 
         names = recipe.loggers if collective.rank() == 0 else ()
-        self._loggers = [registry.loggers[name].factory(plan.output_dir) for name in names]
+        self._loggers = Loggers({name: registry.loggers[name].factory(plan.output_dir) for name in names})
         if data.stage is not None and (unread := plan.loaded.unread()):
             raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
         self._prepare_stage()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from llmsuite.errors import UserError
-from llmsuite.observe.loggers import BUILTIN
+from llmsuite.observe.loggers import BUILTIN, Loggers
 
 LOGGERS = {spec.name: spec for spec in BUILTIN}
 MODULES = {
@@ -35,6 +36,19 @@ class Recorder:
             return Recorder(self._calls, name)
 
         return call
+
+
+class Counting:
+    """Notes the steps that it was given."""
+
+    def __init__(self) -> None:
+        self.seen: list[int | str] = []
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.seen.append(step)
+
+    def close(self) -> None:
+        self.seen.append("closed")
 
 
 @pytest.fixture
@@ -123,3 +137,25 @@ def test_visualdl_itself(tmp_path: Path) -> None:
     use("visualdl", tmp_path)
     (written,) = (tmp_path / "visualdl").iterdir()
     assert b"loss" in written.read_bytes()
+
+
+class Failing(Counting):
+    """Its server is gone after the first record."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        super().log(step, metrics)
+        if step > 1:
+            raise ConnectionError("no server at http://me:secret@host")
+
+
+def test_a_logger_that_fails_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
+    failing, working = Failing(), Counting()
+    loggers = Loggers({"failing": failing, "working": working})
+    for step in (1, 2, 3):
+        loggers.log(step, {"loss": 1.0})
+    loggers.close()
+    assert (failing.seen, working.seen) == ([1, 2], [1, 2, 3, "closed"])
+    said = capsys.readouterr().err
+    assert said.count("logger failing failed and gets no more metrics") == 1
+    assert "ConnectionError: no server" in said
+    assert "secret" not in said
