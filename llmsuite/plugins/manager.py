@@ -335,6 +335,8 @@ def _check_fields(kind: str, spec: Any) -> None:
             raise UserError(
                 f"{field.name} of {kind} {spec.name!r} has to be a function, and is a {type(value).__name__}"
             )
+        if isinstance(value, str) and type_name.startswith(("Sequence[", "tuple[")):
+            raise UserError(f"{field.name} of {kind} {spec.name!r} is a text; it has to be a tuple: ({value!r},)")
     if kind in ("stage", "model") and isinstance(spec.factory, type):
         raise UserError(
             f"factory of {kind} {spec.name!r} is the class {spec.factory.__name__}; it has to be a function that "

@@ -217,6 +217,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         raise RecipeError([loaded.problem("model.weights", f"{error}{hint}")]) from error
     stage = registry.stages[recipe.stage]
     config, violations = model_config(recipe, family, shaped, stage)
+    violations += [] if violations else _model_type(config, family, registry)
     violations += _registered_names(recipe, registry)
     degrees = degrees_of(recipe, (family.shard_plan or WHOLE).is_annotated)
     device = registry.devices.get(recipe.device)
@@ -253,6 +254,20 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         output_dir=Path(recipe.output_dir),
         rollout_engine=registry.rollout_engines.get(getattr(getattr(recipe, "rollout", None), "engine", "")),
     )
+
+
+def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterator[Violation]:
+    """What a checkpoint is called in config.json has to lead back to its family: the network of another one would give
+    other numbers."""
+    kind = config.to_hf().get("model_type")
+    found = next((other.name for other in registry.models.values() if kind in other.hf_model_types), None)
+    if found != family.name:
+        reader = "no family reads" if found is None else f"family {found!r} reads"
+        yield (
+            "model.family",
+            f"checkpoints of {family.name!r} would have the model_type {kind!r}, which {reader}; `to_hf` of its "
+            "config_cls has to give one of its own, which is in its hf_model_types",
+        )
 
 
 def _data_file(given: str) -> Path:

@@ -93,6 +93,12 @@ BROKEN = {
         STAGE_PLUGIN.replace("factory=lambda: object", 'factory="stage"'),
         "factory of stage 'spin' has to be a function, and is a str",
     ),
+    "text as tuple": (
+        "import llmsuite\nfrom llmsuite.plugins.hookspecs import RewardSpec\n\n@llmsuite.hookimpl\n"
+        "def llmsuite_register_rewards():\n"
+        "    return [RewardSpec(name='r', help='', factory=lambda: None, parts=('agreement'))]\n",
+        "parts of reward 'r' is a text; it has to be a tuple: ('agreement',)",
+    ),
     "class as factory": (
         STAGE_PLUGIN.replace("factory=lambda: object", "factory=SpinSection"),
         "factory of stage 'spin' is the class SpinSection; it has to be a function that returns the class",

@@ -60,6 +60,14 @@ def _plan(write_recipe: Any, *words: str, stage: str = "pretrain", family: str =
     return plan_run(write_recipe(changes), words, REGISTRY)
 
 
+@pytest.mark.parametrize(("others", "reader"), [([], "no family"), (FAMILIES, "family 'for_rules'")])
+def test_checkpoints_are_read_as_of_their_family(write_recipe: Any, others: list[ModelFamily], reader: str) -> None:
+    stray = dataclasses.replace(FAMILIES[0], name="stray", hf_model_types=("stray",))
+    changes = {"stage": "pretrain", "model": {"family": "stray", "config": {"width": 8}}}
+    with pytest.raises(RecipeError, match=f"'stray' would have the model_type 'for_rules', which {reader} reads"):
+        plan_run(write_recipe(changes), [], registry_with(own=plugin_of([*others, stray])))
+
+
 def test_all_ranks_are_one_group_with_the_same_samples(write_recipe: Any) -> None:
     plan = _plan(write_recipe)
     assert plan.degrees.num_ranks == 4
