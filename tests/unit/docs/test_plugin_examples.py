@@ -1,4 +1,4 @@
-"""docs/guide/plugin-examples.md and stages.md: their code, called by hand; tests/multi runs it."""
+"""docs/guide/plugin-examples.md, stages.md and python.md: their code, called by hand; tests/multi runs it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import json
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -15,7 +16,7 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.model_dir import open_model, read_config
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.data.tokenizer import TextTokenizer
@@ -31,7 +32,8 @@ from llmsuite.train.stage import DropCounts, Stage, StageContext
 from tests.paths import DATA, ROOT
 from tests.unit import dpo_case, tiny_llama
 
-PAGES = {name: (ROOT / "docs" / "guide" / f"{name}.md").read_text("utf-8") for name in ("plugin-examples", "stages")}
+PAGE_NAMES = ("plugin-examples", "stages", "python")
+PAGES = {name: (ROOT / "docs" / "guide" / f"{name}.md").read_text("utf-8") for name in PAGE_NAMES}
 SHAPE = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512)
 
 
@@ -206,6 +208,15 @@ def test_the_logger_writes_what_it_gets(tmp_path: Path) -> None:
     logger.log(3, {"loss": 0.5, "rewards/margin": 1.0})
     logger.close()
     assert (tmp_path / "metrics.csv").read_text().split() == ["3,loss,0.5", "3,rewards/margin,1.0"]
+
+
+def test_checkpoints_of_a_network_of_ones_own_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "squared_relu_of_the_guide", ModuleType("squared_relu_of_the_guide"))
+    family = module("python", "squared_relu.py", tmp_path).FAMILY
+    config = family.config_cls(**family.smoke)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    found, again = read_config(tmp_path, {family.name: family})
+    assert (found, type(again), again.to_hf()) == (family, type(config), config.to_hf())
 
 
 @pytest.fixture(autouse=True)
