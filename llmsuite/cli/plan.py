@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.resolve import plan_run
+from llmsuite.recipe.load import load
+from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.specs import Command
 
 _MOST = 10
@@ -36,7 +38,9 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.planning.search import search
     from llmsuite.planning.show import show_plan, show_search
 
-    plan = plan_run(args.recipe, [*_devices(args.devices), *args.overrides], registry, args.smoke)
+    words = [*_devices(args.devices), *args.overrides]
+    free = args.search and not args.smoke
+    plan = _for_search(args.recipe, words, registry) if free else plan_run(args.recipe, words, registry, args.smoke)
     plan.check_trains("plan")
     if plan.degrees.own_meshes:
         raise UserError(
@@ -68,6 +72,15 @@ def run(args: Any, registry: Registry) -> int:
         plot_schedule(found.timeline, Path(args.plot))
         print(f"the schedule is drawn in {args.plot}")
     return 0 if memory is None or found.peak <= memory else 3
+
+
+def _for_search(recipe: str, words: list[str], registry: Registry) -> RunPlan:
+    """The plan of a recipe for one device, that knows of all of them: degrees are looked for, so those of the recipe
+    need not fit the devices."""
+    launch = load(recipe, words, registry).recipe.launch
+    plan = plan_run(recipe, [*words, "--parallel={}", "--launch={}"], registry)
+    whole = dataclasses.replace(plan.recipe, launch=launch)
+    return dataclasses.replace(plan, loaded=dataclasses.replace(plan.loaded, recipe=whole))
 
 
 def _devices(count: int | None) -> list[str]:

@@ -219,6 +219,18 @@ def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--search: needs a device" in capsys.readouterr().err
 
 
+def test_a_search_needs_no_degrees_that_fit_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of the recipe are tensor 2 and pipeline 2, with stage 2, and its batch is 64: no strategy may be without
+    them on 128."""
+    recipe = str(RECIPE).replace("pretrain", "sft")
+    for devices, found in (("4", "tp2, pp1, sharding stage1"), ("128", "tp8, pp4")):
+        words = ["plan", recipe, "--devices", devices, "--hardware", "a100"]
+        assert main([*words, *(["--parallel={}"] if devices == "128" else [])]) == 2
+        capsys.readouterr()
+        assert main([*words, "--search"]) == 0
+        assert found in capsys.readouterr().out.splitlines()[2]
+
+
 PAGE = (ROOT / "docs" / "notes" / "planning.md").read_text()
 PUBLISHED = PAGE[PAGE.index("## Published layouts") :]
 COMMANDS = [line for line in PUBLISHED.splitlines() if line.startswith("llmsuite plan ")]
