@@ -18,6 +18,8 @@ from llmsuite.errors import UserError
 
 LOCK = ".lock"
 """The file of a directory that is locked."""
+_LOOK_SECONDS = 0.1
+"""`is_locked` takes a free lock for a moment."""
 _SETTLED_SECONDS = 60
 """A temporary directory of a process may be without its lock for a moment after it is made."""
 
@@ -43,12 +45,36 @@ def lock_directory(directory: Path) -> IO[bytes]:
         lock = open_lock(directory / LOCK)
     except OSError as error:
         raise UserError(f"{directory}: cannot be written to: {error.strerror}; choose another output_dir") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    if not (_taken(lock) or _taken(lock, _LOOK_SECONDS)):
         lock.close()
-        raise UserError(f"{directory}: another run is writing there; stop it, or choose another output_dir") from error
+        raise UserError(f"{directory}: another run is writing there; stop it, or choose another output_dir")
     return lock
+
+
+def _taken(lock: IO[bytes], after: float = 0.0) -> bool:
+    """Whether a lock is free after so many seconds; it is taken then."""
+    time.sleep(after)
+    with contextlib.suppress(BlockingIOError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def is_locked(directory: Path) -> bool | None:
+    """Whether a process of this machine has locked a directory; None where that cannot be told."""
+    try:
+        descriptor = os.open(directory / LOCK, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None
+    finally:
+        os.close(descriptor)  # which gives it back
+    return False
 
 
 def remove_any(path: Path) -> None:

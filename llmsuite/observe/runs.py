@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import platform
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.locks import is_locked
 from llmsuite.observe.completions import sampled_completions
 from llmsuite.observe.events import ENVIRONMENT, EVENTS, read_events
 from llmsuite.observe.generations import sampled_generations
@@ -38,14 +40,19 @@ class Run:
     """Answers at some evaluations by their steps, the last one too, from `generations`."""
     heard: float | None = None
     """When it last recorded a step, in seconds since 1970."""
+    is_gone: bool = False
+    """Whether no process of it is there any more, as far as this machine knows."""
 
     @property
     def status(self) -> str:
-        """The status by the last event: running, ended, stopped, failed, hung, or unknown without events."""
+        """The status by the last event: running, ended, stopped, failed, hung, or unknown without events; died for one
+        that could not say how it ended."""
         if not self.events:
             return "unknown"
         last = str(self.events[-1]["event"])
-        return last if last in ("ended", "stopped", "failed", "hung") else "running"
+        if last in ("ended", "stopped", "failed", "hung"):
+            return last
+        return "died" if self.is_gone else "running"
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric."""
@@ -62,6 +69,9 @@ def read_run(directory: Path) -> Run:
     if not is_run(directory):
         message = "is not the directory of a run, with recipe.json and metrics.jsonl; see: llmsuite runs list"
         raise UserError(f"{directory}: {message}")
+    # before the events: a run that ends meanwhile has written how
+    is_gone = is_locked(directory) is False
+    environment = _object(directory / ENVIRONMENT)
     records = _records(directory / "metrics.jsonl")
     return Run(
         directory,
@@ -70,10 +80,11 @@ def read_run(directory: Path) -> Run:
         [r for r in records if _is_evaluation(r)],
         _records(directory / "ranks.jsonl"),
         read_events(directory),
-        _object(directory / ENVIRONMENT),
+        environment,
         sampled_completions(directory, _SAMPLED_STEPS, _MOST_SAMPLES),
         sampled_generations(directory, _SAMPLED_STEPS, _MOST_SAMPLES),
         (directory / "metrics.jsonl").stat().st_mtime if has_records(directory) else None,
+        is_gone and environment.get("host") == platform.node(),
     )
 
 

@@ -57,7 +57,7 @@ def duration(run: Run, now: float) -> float | None:
             total, begun = total + at - begun, None
         before = at
     if begun is not None:
-        total += max(0.0, now - begun)
+        total += max(0.0, (now if run.status == "running" else run.heard or begun) - begun)
     return total if before is not None else None
 
 
@@ -98,6 +98,8 @@ def cards(run: Run, now: float | None = None) -> list[Card]:
 
 
 def _status(run: Run, now: float) -> Card:
+    if run.status == "died":
+        return Card("Status", "died", f"last record {in_words(now - run.heard)} ago" if run.heard else "")
     if run.status != "running":
         return Card("Status", run.status, _when(run.events[-1]) if run.events else "")
     heard = run.heard

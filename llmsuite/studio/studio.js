@@ -136,7 +136,7 @@
     const steps = one.cards?.Steps, loss = one.cards?.Loss;
     const numbers = [steps && `step ${steps[0]}${steps[1] ? `, ${steps[1]}` : ""}`, loss && `loss ${loss[0]}`].filter(Boolean);
     const state = element("b", {textContent: one.status});
-    state.className = {ended: "good", failed: "bad", hung: "bad", stopped: "warn"}[one.status] ?? "";
+    state.className = {ended: "good", failed: "bad", hung: "bad", died: "bad", stopped: "warn"}[one.status] ?? "";
     const acts = element("div", {className: "row"});
     if (one.can_watch) {
       const query = new URLSearchParams({run: one.run, token});

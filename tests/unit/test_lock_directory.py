@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from llmsuite.cache import locked
 from llmsuite.checkpoint.directory import name_latest, remove_unfinished
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, check_whole, committed_directory, write_text_atomic
-from llmsuite.locks import empty_directory, lock_directory, scratch_directory
+from llmsuite.locks import empty_directory, is_locked, lock_directory, scratch_directory
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
@@ -24,6 +26,24 @@ def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
         lock_directory(directory)
     first.close()
     lock_directory(directory).close()
+
+
+def test_a_look_tells_whether_a_directory_is_locked_and_leaves_it_so(tmp_path: Path) -> None:
+    assert is_locked(tmp_path) is None, "it has never been"
+    with lock_directory(tmp_path):
+        assert is_locked(tmp_path) is True
+        with pytest.raises(UserError):
+            lock_directory(tmp_path)
+    assert is_locked(tmp_path) is False
+    lock_directory(tmp_path).close()
+
+
+def test_a_run_begins_though_somebody_looks(tmp_path: Path) -> None:
+    lock_directory(tmp_path).close()
+    with open(tmp_path / ".lock", "rb") as look:
+        fcntl.flock(look, fcntl.LOCK_SH)
+        threading.Timer(0.02, lambda: fcntl.flock(look, fcntl.LOCK_UN)).start()
+        lock_directory(tmp_path).close()
 
 
 def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import datetime
 import hashlib
 import json
 import os
+import platform
 import re
 import socket
 import struct
@@ -23,6 +24,7 @@ import pytest
 
 from llmsuite.cli.main import main
 from llmsuite.errors import UserError
+from llmsuite.locks import lock_directory
 from llmsuite.observe.charts import Curve, drawn_charts
 from llmsuite.observe.events import add_event, environment, read_events
 from llmsuite.observe.pictures import passes, passes_svg
@@ -65,6 +67,21 @@ def test_the_last_event_is_how_a_run_stands(tmp_path: Path, event: str) -> None:
     assert read_events(path)[-1]["exit_code"] == 3
     add_event(path, "resumed", step=2)
     assert read_run(path).status == "running"
+
+
+def test_a_run_that_could_not_say_how_it_ended_has_died(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "a", end=None)
+    environment = {"host": platform.node()}
+    (path / "environment.json").write_text(json.dumps(environment))
+    with lock_directory(path):
+        assert read_run(path).status == "running"
+    died = read_run(path)
+    assert died.status == "died"
+    assert died.heard is not None
+    found = {card.label: (card.value, card.note) for card in cards(died, died.heard + 90)}
+    assert found["Status"] == ("died", "last record 1 min 30 s ago")
+    (path / "environment.json").write_text(json.dumps({"host": "another"}))
+    assert read_run(path).status == "running", "whose locks are not seen from here"
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
