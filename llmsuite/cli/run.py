@@ -118,9 +118,13 @@ def _machine(plan: RunPlan) -> tuple[int, str]:
 
     where = plan.recipe.launch
     number, master = where.node_rank, where.master  # read in every rank, or they would be keys without effect
-    if where.nnodes == 1 or is_worker():
+    if is_worker():
         return 0, ""
     place = find_place(os.environ)
+    if where.nnodes == 1:
+        if place is not None and number is None and plan.smoke_of is None:  # each would do the same run by itself
+            check_place(place, 1)
+        return 0, ""
     if number is None:
         if place is None:
             raise UserError(fan_out(sys.argv[1:], plan))

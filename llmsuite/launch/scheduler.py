@@ -50,16 +50,18 @@ def find_place(variables: Mapping[str, str]) -> Place | None:
 def check_place(place: Place, num_machines: int, num_spares: int = 0) -> None:
     """Raise UserError when a scheduler has started something else than one process on each machine of the run, those
     that are spare too."""
+    own = "--launch.node_rank=0 if each is a run of its own"
     if place.processes > 1:
         raise UserError(
             f"launch.nnodes: {place.by} has started {place.processes} processes on this machine; start one, which "
-            "starts the ranks of the machine: mpirun --map-by ppr:1:node, srun --ntasks-per-node=1"
+            f"starts the ranks of the machine: mpirun --map-by ppr:1:node, srun --ntasks-per-node=1; or say {own}"
         )
     if place.count is not None and place.count != num_machines + num_spares:
         spares = f" with {num_spares} spares (launch.spares)" if num_spares else ""
+        otherwise = f"say {own}" if num_machines == 1 else "number the machines yourself with --launch.node_rank"
         raise UserError(
             f"launch.nnodes: is {num_machines}{spares}, and {place.by} has started this on {place.count} machines; set "
-            f"--launch.nnodes={place.count - num_spares}, or number the machines yourself with --launch.node_rank"
+            f"--launch.nnodes={place.count - num_spares}, or {otherwise}"
         )
 
 

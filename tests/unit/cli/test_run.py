@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llmsuite.cli import run as run_command
+from llmsuite.cli.main import main
 from llmsuite.devices import start
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.errors import Problem
@@ -116,3 +117,21 @@ def test_the_run_of_another_process_is_not_called_failed(tmp_path: Path) -> None
     with lock_directory(tmp_path):
         run_command._note_end(tmp_path, 1, num_before=1, has_rank_0=True)
     assert [event["event"] for event in read_events(tmp_path)] == ["started"]
+
+
+def test_a_run_for_one_machine_is_not_started_on_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def said_by(words: list[str]) -> str:
+        assert main(words) == 2
+        return capsys.readouterr().err
+
+    words = ["run", "recipes/llama/smollm2-sft.json", f"--output_dir={tmp_path / 'run'}", "--data.train=nowhere.jsonl"]
+    srun = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
+    for name, value in srun.items():
+        monkeypatch.setenv(name, value)
+    told = "is 1, and Slurm has started this on 2 machines; set --launch.nnodes=2, or say --launch.node_rank=0"
+    assert told in said_by(words)
+    assert "nowhere.jsonl is not a file" in said_by([*words, "--launch.node_rank=0"]), "it goes on to the next check"
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
+    assert "has started 4 processes on this machine; start one" in said_by(words)

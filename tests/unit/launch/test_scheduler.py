@@ -129,7 +129,9 @@ def test_a_machine_is_numbered_by_its_scheduler(plan: Callable[..., RunPlan], mo
     assert run_command._machine(plan()) == (1, "gpu07:29500")
     assert run_command._machine(plan("--launch.master=other:1")) == (1, "other:1")
     assert run_command._machine(plan("--launch.node_rank=0")) == (0, "gpu07:29500")
-    assert run_command._machine(plan(nnodes=1)) == (0, "")
+    with pytest.raises(UserError, match=r"launch.nnodes: is 1, and Slurm has started this on 2 machines"):
+        run_command._machine(plan(nnodes=1))
+    assert run_command._machine(plan("--launch.node_rank=0", nnodes=1)) == (0, "")
 
 
 def test_who_does_not_name_machine_0_is_told(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
