@@ -15,6 +15,11 @@ class UserError(Exception):
         return redacted(super().__str__())
 
 
+class AgreedError(UserError):
+    """A step cannot be taken, and every rank of the run raises this before it: the model is as the last step has left
+    it, and can be saved."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Problem:
     """One thing wrong with a recipe."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llmsuite.errors import UserError
+from llmsuite.errors import AgreedError, UserError
 from llmsuite.python_files import python_function
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_services import RewardServices
@@ -89,10 +89,13 @@ class Rewards:
         return scores[..., counted] @ self._weights[counted]
 
     def check(self, scores: np.ndarray) -> None:
-        """Raises UserError when more rewards are missing than `reward.max_failed` allows, of the scores
-        [..., components] of a whole step."""
+        """Raises AgreedError when more rewards are missing than `reward.max_failed` allows, of the scores
+        [..., components] of a whole step, which all ranks have."""
         missing = np.isnan(self.total(scores))
-        self._limit(int(missing.sum()), missing.size)
+        try:
+            self._limit(int(missing.sum()), missing.size)
+        except UserError as error:
+            raise AgreedError(str(error)) from error
 
     def close(self) -> None:
         """End the processes."""

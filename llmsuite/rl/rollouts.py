@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from llmsuite.data.rows import Message
-from llmsuite.errors import UserError
+from llmsuite.errors import AgreedError, UserError
 from llmsuite.parallel import collective
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.drawing import Drawing, Drawn, Request, request_key
@@ -25,6 +25,9 @@ from llmsuite.rl.engine import Engine, Pending
 
 Score = Callable[[Sequence[Completion]], np.ndarray]
 """Completions of whole groups to their scores, [completions, components] float64, NaN where one is missing."""
+
+_FAILED, _LONGEST_REASON = 2.0, 4096
+"""Where scores say whether they are missing: those of a rank whose scoring has failed. And bytes of the reason."""
 
 Draw = Callable[[Sequence[Request], Sequence[Sequence[Drawn]]], None]
 """Draws what is empty so far: the tokens of the completions of each request."""
@@ -169,7 +172,8 @@ class Rollouts:
             play: plays episodes of several turns; None for completions of one.
 
         Raises:
-            UserError: a prompt has no room in the model, logits are not finite, or `score` raises it.
+            UserError: a prompt has no room in the model, or logits are not finite.
+            AgreedError: `score` raises UserError on a rank.
         """
         requests, mine = self._requests(prompts, step, before), self._own_share(prompts)
         began, first, version = time.perf_counter(), len(before), self.version
@@ -187,14 +191,19 @@ class Rollouts:
             draw = functools.partial(self._fill, drawing=drawing)
             completions = play(*given, drawing, draw, self._stop_ids, self._decode)
         drawn_at = time.perf_counter()
-        scores = score(completions) if completions else np.zeros([0, num_scores])
+        scores, why = np.full([len(completions), num_scores], np.nan), ""
+        try:
+            if completions:
+                scores = score(completions)
+        except UserError as error:  # the others learn of it with the scores
+            why = str(error)
         assert scores.shape == (len(completions), num_scores), (scores.shape, len(completions), num_scores)
         self.seconds["drawing"] += drawn_at - began
         self.seconds["scoring"] += time.perf_counter() - drawn_at
         if play is None:
-            scored = self._exchanged(prompts, first, drawing.num_generations, completions, scores)
+            scored = self._exchanged(prompts, first, drawing.num_generations, completions, scores, why)
         else:
-            scored = _exchanged_whole(len(prompts), first, drawing.num_generations, completions, scores)
+            scored = _exchanged_whole(len(prompts), first, drawing.num_generations, completions, scores, why)
         return dataclasses.replace(scored, version=version)
 
     def _fill(self, requests: Sequence[Request], groups: Sequence[Sequence[Drawn]], drawing: Drawing) -> None:
@@ -245,17 +254,20 @@ class Rollouts:
         count: int,
         completions: Sequence[Completion],
         scores: np.ndarray,
+        why: str,
     ) -> Scored:
         """What all ranks have drawn, groups numbered from `first`: each fills its own part of arrays, which are added
-        up."""
+        up. Raises AgreedError where a rank has a reason `why` it could not score."""
         num_scores, total = scores.shape[1], len(prompts) * count
         rows = np.array([(c.group - first) * count + c.number for c in completions], "int64")
         heads = np.zeros([total, 2 + 2 * num_scores])  # length, whether it has ended, scores, which are missing
         heads[rows, 0] = [len(c.ids) for c in completions]
         heads[rows, 1] = [c.finish_reason == "stop" for c in completions]
         heads[rows, 2 : 2 + num_scores] = np.nan_to_num(scores)
-        heads[rows, 2 + num_scores :] = np.isnan(scores)
+        heads[rows, 2 + num_scores :] = _FAILED if why else np.isnan(scores)
         heads = collective.sum_array_over_readers(heads)
+        if (heads[:, 2 + num_scores :] == _FAILED).any():
+            raise AgreedError(_first_reason(why))
         ends = np.cumsum(heads[:, 0].astype("int64"))
         tokens = np.zeros([2, int(ends[-1])])  # ids, log-probabilities
         for row, completion in zip(rows, completions):
@@ -281,11 +293,12 @@ def _nothing_further(count: int) -> Sequence[Any]:
 
 
 def _exchanged_whole(
-    num_prompts: int, first: int, count: int, completions: Sequence[Completion], scores: np.ndarray
+    num_prompts: int, first: int, count: int, completions: Sequence[Completion], scores: np.ndarray, why: str
 ) -> Scored:
     """What all ranks have drawn, groups numbered from `first`, where a completion has more to it than its tokens: as
-    bytes."""
-    parts = {(c.group - first) * count + c.number: pickle.dumps((c, row)) for c, row in zip(completions, scores)}
+    bytes. Raises AgreedError where a rank has a reason `why` it could not score."""
+    rows = [None] * len(scores) if why else scores
+    parts = {(c.group - first) * count + c.number: pickle.dumps((c, row)) for c, row in zip(completions, rows)}
     lengths = np.zeros(num_prompts * count)
     for row, part in parts.items():
         lengths[row] = len(part)
@@ -295,5 +308,16 @@ def _exchanged_whole(
         content[ends[row] - len(part) : ends[row]] = np.frombuffer(part, "uint8")
     whole = collective.sum_array_over_readers(content).astype("uint8")
     found = [pickle.loads(part.tobytes()) for part in np.split(whole, ends[:-1])]
+    if any(row is None for _, row in found):
+        raise AgreedError(_first_reason(why))
     groups = [[c for c, _ in found[i : i + count]] for i in range(0, len(found), count)]
     return Scored(groups, np.array([row for _, row in found]).reshape(num_prompts, count, -1))
+
+
+def _first_reason(why: str) -> str:
+    """The reason of the first rank that has one, on all that read data."""
+    readers, own = collective.mesh().readers, why.encode()[:_LONGEST_REASON]
+    content = np.zeros([len(readers), _LONGEST_REASON])
+    content[readers.index(collective.rank()), : len(own)] = np.frombuffer(own, "uint8")
+    rows = collective.sum_array_over_readers(content).astype("uint8")
+    return next(row.tobytes().rstrip(b"\0").decode("utf-8", "replace") for row in rows if row.any())

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.data.rows import Prompt
-from llmsuite.errors import UserError
+from llmsuite.errors import AgreedError, UserError
 from llmsuite.rl.advantages import pass_at, without_signal
 from llmsuite.rl.drawing import Drawing
 from llmsuite.rl.episodes import Episodes, with_parts
@@ -160,11 +160,11 @@ class CompletionStage(Stage[Any]):
         return rewards, metrics
 
     def _check_signal(self, step: int, is_idle: bool) -> None:
-        """Raises UserError after `patience` rollouts without a signal."""
+        """Raises AgreedError after `patience` rollouts without a signal."""
         self._idle = self._idle + 1 if is_idle else 0
         if self._patience is not None and self._idle >= self._patience:
             key = f"{self.context.recipe.stage}.patience"
-            raise UserError(
+            raise AgreedError(
                 f"step {step}: in {self._idle} rollouts in a row ({key}) all completions of each prompt had the same "
                 "reward, so there is nothing to learn; look at completions.jsonl. Are the prompts too easy or too "
                 "hard, are completions truncated before they can be right, does the reward never apply, or has too "

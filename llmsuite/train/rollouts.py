@@ -16,6 +16,7 @@ import numpy as np
 
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.errors import AgreedError, UserError
 from llmsuite.inference.prompts import stop_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
@@ -32,7 +33,7 @@ from llmsuite.train.critic import Critic, NoCritic
 from llmsuite.train.data import TrainingData
 from llmsuite.train.objective import Batch
 from llmsuite.train.passes import BatchReader, Passes, run_prepasses
-from llmsuite.train.stage import Stage
+from llmsuite.train.stage import RolledOut, Stage
 from llmsuite.train.whole_weights import whole_weights
 from llmsuite.typing import Tensor
 
@@ -90,11 +91,16 @@ class RolloutEngine:
 
     def evaluate(self, data: TrainingData, step: int) -> dict[str, float]:
         """Metrics of completions of the samples for evaluation, after so many steps. Every rank of the run calls it;
-        those that read no data get none."""
+        those that read no data get none. Raises AgreedError where it fails on all ranks."""
         rollouts = self.current(step)
         if data.stage is None or rollouts is None:
             return {}
-        return dict(data.stage.evaluate_rollouts(data.eval, rollouts))
+        try:
+            return dict(data.stage.evaluate_rollouts(data.eval, rollouts))
+        except AgreedError as error:
+            if not collective.mesh().has_middle:
+                raise
+            raise UserError(str(error)) from error  # the ranks in the middle have gone on
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to have: completions for later steps that this rank has drawn ahead, as JSON data. It
@@ -216,7 +222,7 @@ class RolloutReader:
         if stage is not None:
             assert rollouts is not None
             rollouts.further = self._take
-            rolled = stage.roll_out(self._step + 1, prompts, rollouts)
+            rolled = self._rolled(stage, prompts, rollouts)
             samples, self._metrics = list(rolled.samples), {**rolled.metrics, **staleness}
             self._drew(self._step + 1, rolled.completions)
             assert len(samples) == size * num_updates, "a rollout gives a sample for each that it gets"
@@ -224,10 +230,20 @@ class RolloutReader:
         self._further = self._position - begin - size * num_updates
         if self._mesh.has_middle:
             self._further = int(*collective.from_first_rank([self._further]))
+            if self._further < 0:
+                raise AgreedError(f"step {self._step + 1}: its rollout has failed on the ranks that read data")
         self._position = begin + size * num_updates + self._further
         self._waiting = [self._dealt(samples[i : i + size]) for i in range(0, size * num_updates, size)]
         self._run_prepasses()
         self._metrics["rollout_seconds"] = time.perf_counter() - began
+
+    def _rolled(self, stage: Stage[Any], prompts: list[Any], rollouts: Rollouts) -> RolledOut:
+        try:
+            return stage.roll_out(self._step + 1, prompts, rollouts)
+        except AgreedError:
+            if self._mesh.has_middle:  # where a pipeline's ranks wait to hear what was taken
+                collective.from_first_rank([-1])
+            raise
 
     def _take(self, count: int) -> list[Any]:
         """The next samples of the stream."""

@@ -10,10 +10,11 @@ import contextlib
 import dataclasses
 import functools
 import time
+from typing import Any
 
 from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.train_state import TrainState
-from llmsuite.errors import RecipeError
+from llmsuite.errors import AgreedError, RecipeError
 from llmsuite.launch import calls
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.locks import lock_directory
@@ -48,7 +49,7 @@ from llmsuite.train.own_disks import find_own_disk, take_directory
 from llmsuite.train.passes import Passes
 from llmsuite.train.reader import StepReader
 from llmsuite.train.resume import fresh, load_all, resume_from, rounded, run_digest
-from llmsuite.train.rollouts import RolloutReader, rollout_engine
+from llmsuite.train.rollouts import RolloutEngine, RolloutReader, rollout_engine
 from llmsuite.train.saving import CheckpointContents, Saver
 from llmsuite.train.step import StepRules
 from llmsuite.train.stop import StopRequest
@@ -233,7 +234,7 @@ class Trainer:
                 started, waited = time.perf_counter(), calls.waited()
                 metrics = self.updater.take(
                     self.step,
-                    next(reader),
+                    self._next_of(reader),
                     passes,
                     self.rules,
                     # after `next`: the updates of a rollout are not separated
@@ -269,6 +270,16 @@ class Trainer:
 
     # what the loop calls
 
+    def _next_of(self, reader: StepReader | RolloutReader) -> list[Any]:
+        """The batches of this step. Where a rollout fails, what was learnt before is saved."""
+        try:
+            return next(reader)
+        except AgreedError:
+            self.step -= 1
+            if self.step:
+                self.save(overlaps=False)
+            raise
+
     def begin(self) -> None:
         """Before the first step, with the model in training mode: what takes gradients to begin with."""
         if self.step == 0 and self._start is not None:
@@ -300,13 +311,21 @@ class Trainer:
         if self.rollouts is None:
             metrics = evaluate(micro_batches, self.passes, num_counted)
         else:
-            metrics = self.rollouts.evaluate(self.data, self.step)
+            metrics = self._evaluated_by(self.rollouts)
         if self.answers is not None:
             compared, answers = self.answers.evaluate()
             metrics = {**metrics, **compared}
             self.output.answered(self.step, answers)
         self.output.evaluated(self.step, metrics)
         self.saver.evaluated(self.snapshot_state(), metrics)
+
+    def _evaluated_by(self, rollouts: RolloutEngine) -> dict[str, float]:
+        """Metrics of completions. Where they cannot be judged, what was learnt is saved."""
+        try:
+            return rollouts.evaluate(self.data, self.step)
+        except AgreedError:
+            self.save(overlaps=False)
+            raise
 
     def _evaluates(self) -> bool:
         """Whether this step is evaluated."""

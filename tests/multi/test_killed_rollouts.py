@@ -7,6 +7,9 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
@@ -37,14 +40,19 @@ def llmsuite_rollouts(run, step, completions):
 """
 
 
-def _words(runner: Runner, name: str, reward: Path) -> list[str]:
+SHARDED = {"sharding": "stage2"}
+
+
+def _words(
+    runner: Runner, name: str, reward: Path, saved: int | None = SAVED, ranks: int = 2, parallel: Any = SHARDED
+) -> list[str]:
     functions = json.dumps({"functions": {f"{reward}:score": 1.0}, "time_limit": 100.0, "workers": 1})
     return [
         "run", "recipes/llama/grpo.json", "--smoke", f"--output_dir={runner.directory / name}",
-        f"--train.max_steps={STEPS}", f"--checkpoint.save_steps={SAVED}", "--train.global_batch_size=8",
+        f"--train.max_steps={STEPS}", f"--checkpoint.save_steps={json.dumps(saved)}", "--train.global_batch_size=8",
         "--train.micro_batch_size=2", "--data.max_length=64", "--data.eval=null", f"--reward={functions}",
-        "--rollout.dynamic_sampling=true", "--rollout.num_generations=2", "--launch.num_devices=2",
-        '--parallel={"sharding":"stage2"}',
+        "--rollout.dynamic_sampling=true", "--rollout.num_generations=2", f"--launch.num_devices={ranks}",
+        f"--parallel={json.dumps(parallel)}", "--model.config.num_hidden_layers=3",
     ]  # fmt: skip
 
 
@@ -89,6 +97,48 @@ def test_a_rank_is_killed_in_the_middle_of_a_rollout(runner: Runner) -> None:
         for name in ("killed", "whole")
     ]
     assert manifests[0] == manifests[1]
+
+
+_JUDGE = """
+from pathlib import Path
+
+DOWN = Path({down!r})
+
+def score(completions):
+    if DOWN.exists() and completions[0].group >= 4:  # the groups of one rank of two
+        raise ConnectionError("the judge is down")
+    return [float(c.text[:1] < "k") for c in completions]
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parallel"),
+    [("data", 2, SHARDED), ("pipeline with a middle", 3, {"pipeline_parallel_degree": 3})],
+)
+def test_what_was_learnt_before_a_failing_rollout_is_saved(
+    runner: Runner, name: str, ranks: int, parallel: dict[str, Any]
+) -> None:
+    down, reward = runner.directory / f"down {name}", runner.directory / f"judge of {name}.py".replace(" ", "_")
+    reward.write_text(_JUDGE.format(down=str(down)))
+
+    def words(run: str) -> list[str]:
+        return _words(runner, run, reward, None, ranks, parallel)
+
+    runner.run(*words(f"whole {name}"))
+    failing = f"failing {name}"
+    process = runner.start_and_hold(failing, KILLED - 1, *words(failing))
+    down.touch()
+    runner.let_go(failing)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == 2, output
+    assert "reward.max_failed" in output
+    assert "the judge is down" in output
+    assert (runner.directory / failing / "checkpoints" / "latest").read_text().strip() == f"step-{KILLED - 1}"
+    down.unlink()
+    runner.run(*words(failing), "--resume")
+    assert learnt(_without_seconds(runner, failing)) == learnt(_without_seconds(runner, f"whole {name}"))
+    written, wanted = ((runner.directory / n / "completions.jsonl").read_bytes() for n in (failing, f"whole {name}"))
+    assert written == wanted
 
 
 def _without_seconds(runner: Runner, name: str) -> list[dict[str, float]]:
