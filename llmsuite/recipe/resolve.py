@@ -257,11 +257,11 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
 
 
 def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterator[Violation]:
-    """What a checkpoint is called in config.json has to lead back to its family: the network of another one would give
-    other numbers."""
+    """What a checkpoint is called in config.json has to be read by its family, or the network of another one would give
+    other numbers. A family that reads the checkpoints of another says that they are alike."""
     kind = config.to_hf().get("model_type")
-    found = next((other.name for other in registry.models.values() if kind in other.hf_model_types), None)
-    if found != family.name:
+    if kind not in family.hf_model_types:
+        found = next((other.name for other in registry.models.values() if kind in other.hf_model_types), None)
         reader = "no family reads" if found is None else f"family {found!r} reads"
         yield (
             "model.family",

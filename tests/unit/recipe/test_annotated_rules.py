@@ -66,6 +66,8 @@ def test_checkpoints_are_read_as_of_their_family(write_recipe: Any, others: list
     changes = {"stage": "pretrain", "model": {"family": "stray", "config": {"width": 8}}}
     with pytest.raises(RecipeError, match=f"'stray' would have the model_type 'for_rules', which {reader} reads"):
         plan_run(write_recipe(changes), [], registry_with(own=plugin_of([*others, stray])))
+    alike = dataclasses.replace(stray, hf_model_types=FAMILIES[0].hf_model_types)
+    plan_run(write_recipe(changes), [], registry_with(own=plugin_of([*others, alike])))
 
 
 def test_all_ranks_are_one_group_with_the_same_samples(write_recipe: Any) -> None:
