@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from llmsuite.cache import cache_root
 from tests.parity.test_real_data import real
 from tests.paths import ROOT
 
 MODEL = Path(os.environ.get("LLMSUITE_TEST_MODEL", ROOT / "models" / "smollm2-135m-instruct"))
 STEPS = 5
+PEERS = cache_root() / "peers"
+"""Where environments of peers are kept; the tests themselves have a cache of their own."""
 
 
 def peer_environment(name: str) -> Path:
@@ -35,6 +38,8 @@ def test_dpo_has_the_losses_of_trl(tmp_path: Path) -> None:
     data = real("dpo_en_demo.json").parent
     if not (MODEL / "config.json").is_file():
         pytest.skip(f"{MODEL} is not there; `make demo` makes it, or set LLMSUITE_TEST_MODEL")
+    if PEERS.is_dir():
+        (cache_root() / "peers").symlink_to(PEERS)
     if not peer_environment("torch").is_dir():
         pytest.skip("there is no environment with TRL; `make bench` makes it")
     command = [
