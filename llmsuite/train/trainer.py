@@ -277,7 +277,7 @@ class Trainer:
         except AgreedError:
             self.step -= 1
             if self.step:
-                self.save(overlaps=False)
+                self._save_at_failure()
             raise
 
     def begin(self) -> None:
@@ -324,8 +324,13 @@ class Trainer:
         try:
             return rollouts.evaluate(self.data, self.step)
         except AgreedError:
-            self.save(overlaps=False)
+            self._save_at_failure()
             raise
+
+    def _save_at_failure(self) -> None:
+        """Save, on all ranks. None leaves before: where one has failed, its launcher ends the others."""
+        self.save(overlaps=False)
+        collective.barrier()
 
     def _evaluates(self) -> bool:
         """Whether this step is evaluated."""

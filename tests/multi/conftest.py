@@ -64,8 +64,11 @@ class Runner:
         """Start it as a fork of a process that has imported Paddle, and return at once."""
         return warm().start("llmsuite.cli.main", [*arguments], {**self.environment, **environment})
 
-    def start_and_hold(self, name: str, step: int, *arguments: str, fresh: bool = False) -> Process:
-        """Start it, as a fork or `fresh`, and wait until its step is recorded; there it stays until `let_go`."""
+    def start_and_hold(
+        self, name: str, step: int, *arguments: str, fresh: bool = False, saved: int | None = None
+    ) -> Process:
+        """Start it, as a fork or `fresh`, and wait until its step is recorded, and until the checkpoint of the step
+        `saved` is on disk, which is written meanwhile; there it stays until `let_go`."""
         if not self._site.exists():
             self._site.mkdir()
             PluginSite(self._site).install("hold", _HOLD)
@@ -77,6 +80,11 @@ class Runner:
             HOLD_UNTIL=str(self.directory / f"{name}-goes-on"),
         )
         self.wait_for_step(name, step, process)
+        if saved is not None:
+            latest, deadline = self.directory / name / "checkpoints" / "latest", time.monotonic() + 60
+            while not latest.exists() or latest.read_text() != f"step-{saved}\n":
+                assert time.monotonic() < deadline, f"step {saved} was not saved"
+                time.sleep(0.005)
         return process
 
     def let_go(self, name: str) -> None:

@@ -58,7 +58,7 @@ def _assert_same_as_whole(runner: Runner, name: str, ranks: int) -> None:
 def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
     name = f"killed-{ranks}"
     words = _words(runner, name, ranks)
-    process = runner.start_and_hold(name, 3, *words)
+    process = runner.start_and_hold(name, 3, *words, saved=2)
     left = _children(process.pid)
     process.kill()
     process.wait()

@@ -68,7 +68,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_rollout(runner: Runner) -> None:
     written = [{key: value for key, value in json.loads(row).items() if key != "schema"} for row in rows.splitlines()]
     assert [json.loads(row) for row in heard.splitlines()] == written != []
     words = _words(runner, "killed", reward)
-    process = runner.start_and_hold("killed", KILLED - 1, *words)
+    process = runner.start_and_hold("killed", KILLED - 1, *words, saved=SAVED)
     ranks = _children(process.pid)
     assert len(ranks) == 2
     gate.mkdir()

@@ -62,7 +62,7 @@ def test_a_killed_rank_is_one_of_a_run_that_goes_on(runner: Runner, ranks: int, 
     whole, name = f"whole-{ranks}", f"lost-{ranks}-{victim}"
     if not (runner.directory / whole).exists():
         runner.run(*_words(runner, whole, *MESHES[ranks]))
-    process = runner.start_and_hold(name, 5, *_words(runner, name, *MESHES[ranks], "--launch.max_restarts=1"))
+    process = runner.start_and_hold(name, 5, *_words(runner, name, *MESHES[ranks], "--launch.max_restarts=1"), saved=3)
     os.kill(_ranks(process)[victim], signal.SIGKILL)
     runner.let_go(name)
     output, _ = process.communicate(timeout=120)
@@ -120,7 +120,7 @@ def test_machines_meet_again(runner: Runner, what: str) -> None:
         return _words(runner, name, *where, f"--launch.node_rank={machine}")
 
     second = runner.start_fork(*words(1))
-    first = runner.start_and_hold(name, 5, *words(0))
+    first = runner.start_and_hold(name, 5, *words(0), saved=3)
     victim = second.pid if what == "launcher" else _ranks(second)[0]
     os.kill(victim, signal.SIGKILL)
     if what == "launcher":
@@ -142,7 +142,7 @@ def _lose_machine_1(runner: Runner, name: str, words: Sequence[str], count: int,
         return _words(runner, name, *words, f"--launch.node_rank={machine}", batch=batch)
 
     others = [runner.start_fork(*of(machine)) for machine in range(1, count)]
-    first = runner.start_and_hold(name, 5, *of(0))
+    first = runner.start_and_hold(name, 5, *of(0), saved=3)
     lost = others.pop(0)
     os.kill(lost.pid, signal.SIGKILL)
     lost.communicate(timeout=60)
