@@ -105,7 +105,7 @@ from pathlib import Path
 DOWN = Path({down!r})
 
 def score(completions):
-    if DOWN.exists() and completions[0].group >= 4:  # the groups of one rank of two
+    if DOWN.exists() and completions[0].group >= 4:  # half of the prompts
         raise ConnectionError("the judge is down")
     return [float(c.text[:1] < "k") for c in completions]
 """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import tempfile
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -38,11 +37,13 @@ def test_a_look_tells_whether_a_directory_is_locked_and_leaves_it_so(tmp_path: P
     lock_directory(tmp_path).close()
 
 
-def test_a_run_begins_though_somebody_looks(tmp_path: Path) -> None:
+def test_a_run_begins_though_somebody_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock_directory(tmp_path).close()
     with open(tmp_path / ".lock", "rb") as look:
         fcntl.flock(look, fcntl.LOCK_SH)
-        threading.Timer(0.02, lambda: fcntl.flock(look, fcntl.LOCK_UN)).start()
+        with pytest.raises(UserError):
+            lock_directory(tmp_path)
+        monkeypatch.setattr(locks.time, "sleep", lambda seconds: fcntl.flock(look, fcntl.LOCK_UN) if seconds else None)
         lock_directory(tmp_path).close()
 
 
