@@ -158,6 +158,11 @@ class Episodes:
             for episode in episodes
         ]
 
+    def load(self) -> None:
+        """Load the environment; else that is done when the first episode begins. Raises UserError when it cannot be
+        loaded."""
+        self._pool.load()
+
     def close(self) -> None:
         """End the processes."""
         self._pool.close()

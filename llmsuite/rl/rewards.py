@@ -23,7 +23,7 @@ from llmsuite.specs import RewardSpec, Score
 
 
 class Rewards:
-    """Scores completions as the section `reward` says. Every rank makes one; processes are started when it scores."""
+    """Scores completions as the section `reward` says. Every rank makes one."""
 
     def __init__(
         self, section: RewardSection, registered: Mapping[str, RewardSpec], services: RewardServices | None = None
@@ -56,6 +56,17 @@ class Rewards:
         weakref.finalize(self, self._pool.close)
         self.first_failure = ""
         """Why the first reward was missing that was."""
+
+    def load(self) -> None:
+        """Load what scores, but for what needs services of the run. Else that is done when it first scores.
+
+        Raises:
+            UserError: a reward cannot be loaded.
+        """
+        for which, spec in enumerate(self._specs):
+            if spec is not None and spec.runs == "main" and not spec.needs_services:
+                self._in_main(which, spec)
+        self._pool.load()
 
     def score(self, completions: Sequence[Completion], total: int | None = None) -> np.ndarray:
         """The components of each completion, [C, components] float64, NaN where there is none.
@@ -106,10 +117,7 @@ class Rewards:
         calls, rows_of = list[Call](), list[list[int]]()
         for which, (source, spec) in enumerate(zip(self._sources, self._specs)):
             if spec is not None and spec.runs == "main":
-                if which not in self._loaded:
-                    services = [self._services] if spec.needs_services else []
-                    self._loaded[which] = spec.factory(self._options[which], *services)
-                values, why = scored(self._loaded[which], source.parts, completions)
+                values, why = scored(self._in_main(which, spec), source.parts, completions)
                 yield list(range(len(completions))), which, Outcome(values, why)
                 continue
             parts = _groups(completions) if spec is not None and spec.level == "group" else [
@@ -119,6 +127,13 @@ class Rewards:
             calls += [Call(which, [completions[row] for row in rows]) for rows in parts]
         for number, outcome in self._pool.run(calls):
             yield rows_of[number], calls[number].which, outcome
+
+    def _in_main(self, which: int, spec: RewardSpec) -> Score:
+        """What scores in this process; it is loaded once."""
+        if which not in self._loaded:
+            services = [self._services] if spec.needs_services else []
+            self._loaded[which] = spec.factory(self._options[which], *services)
+        return self._loaded[which]
 
     def _limit(self, missing: int, total: int) -> None:
         if missing > self._max_failed * total:

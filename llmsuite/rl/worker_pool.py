@@ -87,7 +87,7 @@ class _Worker:
 
 
 class WorkerPool:
-    """Makes calls in processes. They are started when they are first needed."""
+    """Makes calls in processes. They are started when they are first needed, but for the one of `load`."""
 
     def __init__(self, sources: Sequence[Source], num_workers: int, time_limit: float, section: str):
         """
@@ -100,6 +100,23 @@ class WorkerPool:
         self._sources, self._num_workers, self._time_limit = sources, num_workers, time_limit
         self._section = section
         self._workers: list[_Worker] = []
+
+    def load(self) -> None:
+        """Start a process, if there is anything to load, and wait until it is ready.
+
+        Raises:
+            UserError: a source cannot be loaded.
+        """
+        if self._workers or all(source.here for source in self._sources):
+            return
+        first = _Worker(self._sources)
+        self._workers.append(first)
+        try:
+            while not first.is_ready:
+                assert not [*self._news(), *self._late(collections.deque(), [])], "results without calls"
+        except BaseException:
+            self.close()
+            raise
 
     def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
         """Number and result of each call, in the order in which they come. What raises, takes too long or ends its

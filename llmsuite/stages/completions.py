@@ -6,12 +6,15 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from llmsuite.data.rows import Prompt
 from llmsuite.errors import AgreedError, UserError
+from llmsuite.files import sha256_of
+from llmsuite.python_files import python_function
 from llmsuite.rl.advantages import pass_at, without_signal
 from llmsuite.rl.drawing import Drawing
 from llmsuite.rl.episodes import Episodes, with_parts
@@ -51,6 +54,9 @@ class CompletionStage(Stage[Any]):
         self._episodes = self._environment(recipe)
         rewards = with_parts(context.rewards, self._episodes)
         self._rewards = Rewards(recipe.reward, rewards, context.reward_services)
+        given = [*recipe.reward.functions, *([] if self._episodes is None else [recipe.environment.name])]
+        self._files = {found[0]: "" for key in given if (found := python_function(key)) is not None}
+        """Python files with rewards and environment, and the digests that they had when this run read them."""
         self._idle = 0
         """Rollouts in a row in which no group has a signal."""
 
@@ -61,6 +67,14 @@ class CompletionStage(Stage[Any]):
             return None
         encode, known = self.context.tokenizer.encode_batch, self.context.environments
         return Episodes(section, known, self._template, encode, recipe.data.max_length)
+
+    def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[Any], Sequence[Any]]:
+        """Load rewards and environment first: what is wrong with them is told before the model is loaded."""
+        self._files = {file: sha256_of(Path(file)) for file in self._files}
+        self._rewards.load()
+        if self._episodes is not None:
+            self._episodes.load()
+        return super().read_all(train, evaluation)
 
     def make_samples(self, rows: Sequence[Prompt], counts: DropCounts) -> list[RolloutPrompt]:
         """Prompts that leave room for a completion."""
@@ -181,10 +195,13 @@ class CompletionStage(Stage[Any]):
             )
 
     def state(self) -> dict[str, Any]:
-        return {"idle": self._idle}
+        return {"idle": self._idle, "files": self._files}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self._idle = int(state.get("idle", 0))
+        for file, digest in state.get("files", {}).items():
+            if self._files.get(file, digest) != digest:
+                self.context.report(f"warning: {file} was edited since; from here on its present content counts")
 
 
 def _mean(values: np.ndarray) -> float:

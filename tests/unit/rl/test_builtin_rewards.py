@@ -90,6 +90,7 @@ def test_what_cannot_hang_starts_no_process(make: Making, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("llmsuite.rl.worker_pool._Worker", started)
     rewards = make({"exact": 1.0, "length": 1.0}, {"length": reward_sections.LengthSection(target=2)})
+    rewards.load()
     assert rewards.score([completion("4"), completion("5")]).tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
@@ -126,8 +127,11 @@ def test_countdown_reads_the_last_match_of_a_pattern_and_needs_its_columns(make:
 
 @pytest.mark.parametrize(("name", "key"), [("format", "pattern"), ("length", "target"), ("http", "url")])
 def test_keys_that_a_reward_cannot_do_without(make: Making, name: str, key: str) -> None:
+    rewards = make({name: 1.0})
     with pytest.raises(UserError, match=rf"reward\.{name}\.{key}: is required"):
-        make({name: 1.0}).score([completion("4")])
+        rewards.load()
+    with pytest.raises(UserError, match=rf"reward\.{name}\.{key}: is required"):
+        rewards.score([completion("4")])
 
 
 def test_keys_are_read_of_rewards_that_are_named_only() -> None:

@@ -54,8 +54,11 @@ def test_a_file_called_as_another_module(make: Making, tmp_path: Path) -> None:
     ],
 )
 def test_a_function_that_cannot_be_loaded_ends_the_run(make: Making, tmp_path: Path, code: str, why: str) -> None:
+    rewards = make({functions(tmp_path, code) + ":score": 1.0})
     with pytest.raises(UserError, match=why):
-        make({functions(tmp_path, code) + ":score": 1.0}).score([completion("4")])
+        rewards.load()
+    with pytest.raises(UserError, match=why):
+        rewards.score([completion("4")])
 
 
 FAILURES = {

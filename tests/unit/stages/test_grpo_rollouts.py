@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from llmsuite.rl.rollouts import RolloutPrompt, Scored
 from llmsuite.stages import rl_losses
 from llmsuite.stages.grpo import GrpoStage
 from llmsuite.train.stage import DropCounts
+from tests.paths import DATA
 from tests.unit.grpo_case import RECIPE, SAMPLES, Given, Stream, groups, model, stage
 
 
@@ -203,3 +205,34 @@ def test_prompts_keep_their_columns_and_leave_room(registry: Registry) -> None:
     assert counts.dropped == {
         "with a prompt of more than 33 tokens (data.max_length less rollout.max_completion_length)": 1
     }
+
+
+@pytest.mark.parametrize("what", ["reward", "environment"])
+def test_code_that_cannot_be_loaded_is_told_before_the_rows_are_read(
+    what: str, registry: Registry, tmp_path: Path
+) -> None:
+    file = tmp_path / f"own_{what}.py"
+    file.write_text("import nothing_of_this_name\n\n\ndef own(completions):\n    return [1.0]\n\n\nclass Own: pass\n")
+    word = f'--reward.functions={{"{file}:own": 1}}' if what == "reward" else f"--environment.name={file}:Own"
+    made = stage(registry, word)
+    with pytest.raises(UserError, match=r"cannot be loaded: ModuleNotFoundError: .*nothing_of_this_name"):
+        made.read_all(tmp_path / "no rows", None)
+
+
+def test_a_reward_that_was_edited_before_the_run_goes_on_is_told(registry: Registry, tmp_path: Path) -> None:
+    file, rows = tmp_path / "edited.py", DATA / "preference" / "train.jsonl"
+    word, told = f'--reward.functions={{"{file}:own": 1}}', list[str]()
+    saved = []
+    for value in ("1.0", "2.0"):
+        file.write_text(f"def own(completions):\n    return [{value} for _ in completions]\n")
+        made = stage(registry, word)
+        made.context = dataclasses.replace(made.context, report=told.append)
+        made.read_all(rows, None)
+        saved.append(made.state())
+    told.clear()  # how many rows are used
+    made.load_state(saved[1])
+    assert told == []
+    made.load_state({"idle": 0})  # of a version that did not know
+    assert told == []
+    made.load_state(saved[0])
+    assert told == [f"warning: {file} was edited since; from here on its present content counts"]
