@@ -53,17 +53,17 @@ def fuse(
     Args:
         model: in evaluation mode.
         live: the device's operations, for a model that will not be exported as a program.
-        cache_dtype: what keys and values are rounded to and kept in; None for the dtype they are computed in. For
-            models whose attentions are all fused.
+        cache_dtype: what keys and values are rounded to and kept in; None for the dtype they are computed in.
+            Attentions that are not fused keep what they compute.
         joined_swiglu: that of MLPs whose gate and up have no bias; for a model that computes as one that is trained.
         projected: what is made of queries, keys and values without biases and norms; for such a model too.
     """
     attentions = [module for module in model.sublayers() if isinstance(module, Attention)]
     if not all(m.q_proj is None or is_plain(m.q_proj, m.k_proj, m.v_proj) for m in attentions):
         attentions = []
+    cache_dtype = cache_dtype if attentions else None
     for module in attentions:
         module.__dict__["forward"] = FusedAttention(module, cache_dtype, projected).forward
-    assert attentions or cache_dtype is None, "attentions that are not fused keep what they compute"
     model.__dict__["cache_dtype"] = cache_dtype
     for module in model.sublayers():
         if isinstance(module, GatedMLP) and (module.gate_proj is None or is_plain(module.gate_proj, module.up_proj)):
@@ -72,6 +72,8 @@ def fuse(
             module.norm = _rms_norm
         elif type(module).forward is DecoderLayer.forward:
             module.__dict__["forward"] = FusedLayer(module).forward
+        elif hasattr(module, "keep_up_matrices"):  # latent attention
+            module.keep_up_matrices()
     if attentions:
         repeats = attentions[0].num_heads
         for name in ("layer_inputs", "layer_inputs_at"):

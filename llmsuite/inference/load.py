@@ -126,6 +126,18 @@ def check_precision(source: ModelDirectory, backend: DeviceBackend, precision: s
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}")
 
 
+def check_one_kernel(source: ModelDirectory, backend: DeviceBackend, stored: str) -> None:
+    """Raise UserError for a model that no kernel decodes as a whole: programs have stored matrices of no others."""
+    from llmsuite.inference.next_logits import uncovered
+
+    beside = None if source.beside is None else source.beside.told
+    if reason := uncovered(_without_memory(source.family, source.config, backend, "fp32", 1, beside)):
+        raise UserError(
+            f"--precision {stored}: programs for {backend.name} have it for models that one kernel decodes, and not "
+            f"for this one ({source.family.name}): {reason}; use fp32"
+        )
+
+
 def values_of(source: ModelDirectory, mesh: Mesh | None) -> Callable[[Any], ReadSlice]:
     """`values` of `build_model` for a model of files, on the rank of a mesh."""
     from llmsuite.checkpoint.int8 import input_scales
@@ -175,30 +187,19 @@ def build_model(
     Raises:
         UserError: the shape cannot be cut so, or the model not be stored so.
     """
-    import paddle
-
-    from llmsuite.checkpoint.prefix_dir import Prefixes
-    from llmsuite.checkpoint.reft_dir import Interventions
     from llmsuite.inference.next_logits import uncovered
     from llmsuite.inference.stages import keep_stage
     from llmsuite.inference.stored import store, store_rounding
-    from llmsuite.models.prefix import add_prefixes
-    from llmsuite.models.reft import add_interventions
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.parallel.mesh import Mesh
     from llmsuite.parallel.parallelize import parallelize_inference
-    from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
+    from llmsuite.parallel.vocabulary import is_padded, pad_values
     from llmsuite.schema.degrees import Degrees
 
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
     plan = family.shard_plan or WHOLE
     check_cut(family, config, mesh.degrees)
-    with paddle.LazyGuard():
-        model = build_padded(family, config, plain_ops(backend, precision), mesh.degrees.tp)
-        if isinstance(beside, Interventions):
-            add_interventions(model, beside.layers, beside.rank, beside.ends)
-        elif isinstance(beside, Prefixes):
-            add_prefixes(model, beside.tokens)
+    model = _without_memory(family, config, backend, precision, mesh.degrees.tp, beside)
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))
@@ -209,16 +210,32 @@ def build_model(
     elif stored is not None:
         if ops.stored_product is None:
             raise UserError(f"--precision {stored}: needs kernels that are built by g++; install it, or use fp32")
-        if reason := uncovered(model):
-            raise UserError(
-                f"--precision {stored}: on {backend.name} for models that one kernel decodes, and not for this one "
-                f"({family.name}): {reason}; use fp32"
-            )
         store(model, read, stored, ops)
     if mesh.degrees.pp > 1:
         keep_stage(model, family, mesh, parameter_shapes(family, config))
     parallelize_inference(model, plan, mesh, read, backend.parameter_dtype(precision))
     model.eval()
+    return model
+
+
+def _without_memory(
+    family: ModelFamily, config: Any, backend: DeviceBackend, precision: str, tp: int, beside: Any
+) -> Any:
+    """The model whose parameters have no memory yet; arguments as of `build_model`."""
+    import paddle
+
+    from llmsuite.checkpoint.prefix_dir import Prefixes
+    from llmsuite.checkpoint.reft_dir import Interventions
+    from llmsuite.models.prefix import add_prefixes
+    from llmsuite.models.reft import add_interventions
+    from llmsuite.parallel.vocabulary import build_padded
+
+    with paddle.LazyGuard():
+        model = build_padded(family, config, plain_ops(backend, precision), tp)
+        if isinstance(beside, Interventions):
+            add_interventions(model, beside.layers, beside.rank, beside.ends)
+        elif isinstance(beside, Prefixes):
+            add_prefixes(model, beside.tokens)
     return model
 
 

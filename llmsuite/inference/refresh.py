@@ -65,6 +65,7 @@ class RefreshableModel:
             model.__dict__.pop("logits", None)  # `fuse` has put Paddle's product there
             use_products(model, Products(live))
         self.model = model
+        self._latent = [module for module in model.sublayers() if hasattr(module, "keep_up_matrices")]
         self._places: dict[str, list[_Place]] = {}
         for name, parameter in model.named_parameters():
             self._add(name, _Place(parameter))
@@ -130,10 +131,14 @@ class RefreshableModel:
             missing.discard(name)
         assert not missing, f"no new values of {sorted(missing)}"
         self._forget_copies()
+        for module in self._latent:
+            module.keep_up_matrices()
 
     def _forget_copies(self) -> None:
         if isinstance(logits := self.model.__dict__.get("logits"), TiedLogits):
             logits.forget()
+        for module in self._latent:
+            module.drop_up_matrices()
 
     def _refresh(self, place: _Place, value: Tensor) -> None:
         to, columns, tensor = place.to, place.columns, place.tensor

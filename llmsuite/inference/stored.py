@@ -1,9 +1,10 @@
 """A model that answers with matrices in 16, 8 or 4 bits: kernels widen them in registers, all sums are float32.
 
-Stored so are the matrices of the decoder layers, the embedding and the head. The inputs of their products are rounded
-to bfloat16, as they are where a model is trained in it. Norms, biases and what is between products are float32, and so
-is the cache but in bf16. Where layers are in 4 bits, the embedding and the head are in int8: with them the model
-chooses words.
+Stored so are the matrices of the decoder layers, routed experts too, the embedding and the head. The inputs of their
+products are rounded to bfloat16, as they are where a model is trained in it. Norms, biases and what is between products
+are float32, and so is the cache but in bf16, and what modules name as `unstored`: small matrices that choose experts,
+or that are multiplied with other things than inputs. Where layers are in 4 bits, the embedding and the head are in
+int8: with them the model chooses words.
 
 A model that draws for one that is trained in bf16 computes as that does (`store_rounding`): embedding and cache are
 float32, and gate and up of MLPs are rounded (`Ops.joined_swiglu`), as are queries, keys and values where those of the
@@ -24,6 +25,9 @@ from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
 from llmsuite.inference.packing import Part, codes_of, pack_parts
 from llmsuite.models.blocks import Attention, CausalLM, GatedMLP, halves_first
+from llmsuite.models.experts import Stacked
+from llmsuite.models.quantised import by_matrix
+from llmsuite.models.targets import is_factor
 from llmsuite.typing import Tensor
 
 ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
@@ -54,6 +58,18 @@ class StoredLinear(nn.Layer):
         return y if self.bias is None else y + self.bias
 
 
+class StoredStack:
+    """The same matrix of every expert, each stored."""
+
+    def __init__(self, matrices: Sequence[StoredMatrix], product: Callable[[Tensor, StoredMatrix], Tensor]):
+        self.shape = [len(matrices), matrices[0].num_inputs, matrices[0].num_outputs]
+        self._matrices, self._product = matrices, product
+
+    def grouped_product(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """Consecutive rows of x [N, I], so many `counts` for each expert, to [N, O]."""
+        return by_matrix(x, counts, lambda rows, number: self._product(rows, self._matrices[number]))
+
+
 class StoredEmbedding(nn.Layer):
     """An embedding whose words are the outputs of a stored matrix [D, V]."""
 
@@ -78,7 +94,7 @@ def store(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) -> None:
     Queries, keys and values become one matrix, and so do gate and up, as in `llmsuite.inference.fused`.
 
     Args:
-        model: one that `fused.uncovered` finds nothing in.
+        model: in which every matrix is stored, or is named as `unstored` by the module that has it.
         read: gives the values; only a part of a matrix is in memory in float32.
         precision: bf16, int8, nf4, fp4 or int4.
         ops: the device's operations.
@@ -88,6 +104,9 @@ def store(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) -> None:
     """
     own = _Store(read, precision, ops)
     own.layers(model)
+    own.experts(model)
+    if left := _left(model):
+        raise UserError(f"--precision {precision}: {left} cannot be stored in it; use fp32")
     words = own.words(model, head_precision(precision))
     assert ops.stored_outputs is not None
     model.model.embed_tokens = StoredEmbedding(words, ops.stored_outputs)
@@ -110,6 +129,21 @@ def keep_matrices(model: CausalLM) -> None:
             module.register_buffer("bytes", module.matrix.bytes)
 
 
+def _left(model: CausalLM) -> str | None:
+    """A matrix of the layers that is neither stored, nor named as `unstored`, nor a part of what is beside them."""
+    kept = {f"{prefix}.{name}" for prefix, module in model.named_sublayers() for name in _unstored(module)}
+    for name, parameter in model.model.layers.named_parameters("model.layers"):
+        if parameter.ndim > 1 and not is_factor(name) and not {name, name.removesuffix(".weight")} & kept:
+            return str(name)
+    return None
+
+
+def _unstored(module: nn.Layer) -> Sequence[str]:
+    """Names of layers and parameters of a module that stay in float32."""
+    found: Sequence[str] = getattr(module, "unstored", ())
+    return found
+
+
 class _Store:
     """Reads matrices and stores them."""
 
@@ -124,6 +158,14 @@ class _Store:
                 self.attention(prefix, module)
             elif isinstance(module, GatedMLP):
                 self.mlp(prefix, module)
+            else:
+                self.others(prefix, module)
+
+    def others(self, prefix: str, module: nn.Layer) -> None:
+        """Store the linear layers of a module one by one."""
+        for name, layer in list(module.named_children()):
+            if type(layer) is nn.Linear and name not in _unstored(module):
+                setattr(module, name, self._linear([f"{prefix}.{name}"], [layer]))
 
     def words(self, model: CausalLM, precision: str) -> StoredMatrix:
         """The matrix of the embedding, [D, V]."""
@@ -157,10 +199,33 @@ class _Store:
         module.gate_proj = module.up_proj = None
         module.down_proj = self._linear([f"{prefix}.down_proj"], [module.down_proj])
 
+    def experts(self, model: CausalLM) -> None:
+        """Store the stacks of routed experts, an expert after the other."""
+        for prefix, module in model.named_sublayers():
+            if isinstance(module, Stacked):
+                shape, name = module.weight.shape, f"{prefix}.weight"
+                matrices = [self._expert(name, shape, number) for number in range(shape[0])]
+                del module.weight  # else Paddle takes nothing but a parameter in its place
+                module.weight = StoredStack(matrices, self._product)
+
+    def _expert(self, name: str, shape: Sequence[int], number: int) -> StoredMatrix:
+        own, inputs = slice(number, number + 1), slice(0, shape[1])
+
+        def some(first: int, end: int) -> np.ndarray:
+            return np.asarray(self._read(name, shape, [own, inputs, slice(first, end)])[0], "float32")
+
+        return pack_parts([Part(shape[2], some)], shape[1], self._precision)
+
     def _linear(
         self, names: Sequence[str], layers: Sequence[nn.Linear], orders: Sequence[np.ndarray | None] = (None, None)
     ) -> StoredLinear:
         """The outputs of several linear layers as one."""
+        for name, layer in zip(names, layers):
+            if type(layer) is not nn.Linear:
+                raise UserError(
+                    f"--precision {self._precision}: {name} is more than a matrix (a {type(layer).__name__}), such as "
+                    "one that rounds its inputs; use fp32"
+                )
         shapes = [layer.weight.shape for layer in layers]
         matrix, bias = self.matrix(names, shapes, self._precision, orders), None
         if layers[0].bias is not None:

@@ -20,7 +20,7 @@ from llmsuite.devices.ops import grouped_matmul as grouped_in_program
 from llmsuite.models import token_values
 from llmsuite.models.blocks import ZEROS
 from llmsuite.models.dropout import RowDropout
-from llmsuite.models.quantised import QuantisedMatrix
+from llmsuite.models.quantised import by_matrix
 from llmsuite.typing import Tensor
 
 Local = Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ class Stacked(nn.Layer):
 
     def product(self, x: Tensor, counts: Counts, local: Local = whole) -> Tensor:
         """Rows [N, inputs], sorted by expert with so many `counts` for each, to [N, outputs]."""
-        if isinstance(self.weight, QuantisedMatrix):
+        if hasattr(self.weight, "grouped_product"):  # a `QuantisedMatrix`, or what generation stores
             assert isinstance(counts, Sequence), "refused before the run"
             return self.weight.grouped_product(x, counts)
         return self.grouped(x, local(self.weight), counts)
@@ -295,8 +295,8 @@ class _GroupedMatmul(PyLayer):
     def forward(ctx: Any, x: Tensor, weight: Tensor, counts: list[int], how: tuple[Callable[..., Tensor]]) -> Tensor:
         ctx.save_for_backward(x, weight)
         (ctx.matmul,), ctx.counts, ctx.wanted = how, counts, (not x.stop_gradient, not weight.stop_gradient)
-        groups = zip(x.split(counts), weight.unbind(0), strict=True)
-        return paddle.concat([ctx.matmul(rows, matrix) for rows, matrix in groups])
+        matrices = weight.unbind(0)
+        return by_matrix(x, counts, lambda rows, number: ctx.matmul(rows, matrices[number]))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None]:

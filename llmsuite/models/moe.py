@@ -21,6 +21,8 @@ from llmsuite.typing import Tensor
 class Gate(nn.Layer):
     """The router: which experts a token goes to, and with what weight. Experts are scored by softmax."""
 
+    unstored = ("weight", "e_score_correction_bias")
+
     def __init__(self, hidden_size: int, num_experts: int, num_chosen: int, is_normed: bool, factor: float = 1.0):
         super().__init__()
         self.num_experts, self.num_chosen = num_experts, num_chosen

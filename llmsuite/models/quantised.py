@@ -92,17 +92,22 @@ class _GroupedProduct(PyLayer):
     @staticmethod
     def forward(ctx: Any, x: Tensor, stacks: tuple[QuantisedMatrix], counts: list[int]) -> Tensor:
         (ctx.stack,), ctx.dtype, ctx.counts = stacks, x.dtype, counts
-        return _by_matrix(x, counts, lambda rows, number: ctx.stack.matmul(rows, ctx.stack.one(number, x.dtype)))
+        return by_matrix(x, counts, lambda rows, number: ctx.stack.matmul(rows, ctx.stack.one(number, x.dtype)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         stack, dtype = ctx.stack, ctx.dtype
-        return _by_matrix(
+        return by_matrix(
             gradient, ctx.counts, lambda rows, number: stack.matmul(rows, stack.one(number, dtype), transpose_y=True)
         )
 
 
-def _by_matrix(x: Tensor, counts: Sequence[int], product: Callable[[Tensor, int], Tensor]) -> Tensor:
+def by_matrix(x: Tensor, counts: Sequence[int], product: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """Consecutive rows of x [N, I], so many `counts` for each matrix, to [N, O].
+
+    `product` is that of some rows with the matrix of a number. It is not called for matrices without rows, but once
+    where there are no rows at all.
+    """
     groups = [(number, rows) for number, rows in enumerate(x.split(counts)) if counts[number]]
     if not groups:
         return product(x, 0)  # no rows, but of the right width

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from llmsuite.models.anatomy import Anatomy, GatedMLP, GroupedQuery, LayerAnatomy
+from llmsuite.models.anatomy import Anatomy, GatedMLP, GroupedQuery, Latent, LayerAnatomy
 from llmsuite.models.targets import is_factor
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
@@ -48,6 +48,7 @@ def _weight_bytes(layout: Layout, anatomy: Anatomy, each_token: bool = False) ->
     stored head it reads a row."""
     if not stores_matrices(layout.plan, anatomy):
         values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
+        values += 0 if each_token else _kept_up_values(layout.plan, anatomy)
         return float(values * element_bytes(layout.plan))
     words = layout.model_shapes[f"{layout.shard_plan.embedding}.weight"]
     vectors = sum(math.prod(shape) for shape in layout.model_shapes.values() if len(shape) == 1)
@@ -55,6 +56,14 @@ def _weight_bytes(layout: Layout, anatomy: Anatomy, each_token: bool = False) ->
     stored.append((anatomy.hidden, words[0]))  # the head, also where it is tied
     num_bytes = 4 * vectors + sum(_STORED_BYTES * inputs * _tiled(outputs) for inputs, outputs in stored)
     return float(num_bytes if each_token else num_bytes + 4 * math.prod(words))
+
+
+def _kept_up_values(plan: RunPlan, anatomy: Anatomy) -> int:
+    """Numbers that latent attentions hold beside their weights, see `keep_up_matrices` of `models.deepseek.layers`."""
+    if "attention_operand" in plan.device.factory().kernels(plan.recipe.engine.precision):
+        return 0
+    latent = [layer.attention for layer in anatomy.layers if isinstance(layer.attention, Latent)]
+    return sum(own.kv_rank * own.heads * (own.nope + own.value) for own in latent)
 
 
 def _stored_sizes(hidden: int, layer: LayerAnatomy) -> list[tuple[int, int]]:

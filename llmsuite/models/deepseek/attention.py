@@ -6,6 +6,8 @@ size, C width of compressed keys and values.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import paddle
 
 from llmsuite.devices.ops import Ops
@@ -51,11 +53,23 @@ def absorbed_attention(
     """`latent_attention` to compressed keys and values: for generation, whose few queries and outputs are multiplied
     with the matrices in place of the long cache (section 2.1.2 of the paper). All heads share what they attend to.
 
-    q_nope [B, L, H, N], q_rope [B, L, H, R], latent [B, S, C], k_rope [B, S, R], key_matrix [C, H, N] and value_matrix
-    [C, H, V] to [B, L, H, V].
+    q_nope [B, L, H, N], q_rope [B, L, H, R], latent [B, S, C], k_rope [B, S, R], key_matrix [H, N, C] and value_matrix
+    [H, C, V] to [B, L, H, V].
     """
-    q = paddle.concat([paddle.einsum("blhn,chn->blhc", q_nope, key_matrix), q_rope], -1)
+    q = paddle.concat([_by_head(q_nope, key_matrix), q_rope], -1)
     size = q_nope.shape[-1] + q_rope.shape[-1]
     q = q * (q.shape[-1] / size) ** 0.5  # scores are divided by the root of the size of a head as it was
     keys = paddle.concat([latent, k_rope], -1).unsqueeze(1)
-    return paddle.einsum("blhc,chv->blhv", ops.attention(q, keys, latent.unsqueeze(1), mask), value_matrix)
+    return _by_head(ops.attention(q, keys, latent.unsqueeze(1), mask), value_matrix)
+
+
+def up_matrices(matrix: Tensor, rank: int, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The matrix that makes whole keys and values of compressed ones, [C, H (N + V)], as `absorbed_attention` takes it:
+    [H, N, C] and [H, C, V]. `rank` is C, `sizes` are N and V."""
+    of_keys, of_values = matrix.reshape([rank, -1, sum(sizes)]).split(list(sizes), -1)
+    return of_keys.transpose([1, 2, 0]), of_values.transpose([1, 0, 2])
+
+
+def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
+    """x [B, L, H, I] times a matrix of each head, [H, I, O], to [B, L, H, O]."""
+    return paddle.matmul(x.transpose([0, 2, 1, 3]), matrices).transpose([0, 2, 1, 3])

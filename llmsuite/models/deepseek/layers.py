@@ -15,7 +15,7 @@ from paddle import nn
 
 from llmsuite.devices.ops import Ops, attention_operand
 from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, dim_size, halves, linear
-from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention
+from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
 from llmsuite.models.deepseek.config import DeepSeekConfig
 from llmsuite.models.experts import Experts
 from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM, MTPLayer
@@ -28,6 +28,8 @@ _LATENT_EPS = 1e-6
 
 class Attention(nn.Layer):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are kept compressed."""
+
+    unstored = ("kv_b_proj",)  # multiplied with queries and with what is attended to, see `_absorbed`
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
@@ -49,6 +51,10 @@ class Attention(nn.Layer):
         self.kv_a_layernorm = RMSNorm(config.kv_lora_rank, _LATENT_EPS, ops)
         self.kv_b_proj = linear(config.kv_lora_rank, num_heads * sum(self.key_value_sizes))
         self.o_proj = linear(num_heads * config.v_head_dim, config.hidden_size)
+        self.up_keys: Tensor | None
+        self.up_values: Tensor | None
+        for name in ("up_keys", "up_values"):  # see `keep_up_matrices`; a program is saved with them
+            self.register_buffer(name, None)
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
@@ -82,9 +88,23 @@ class Attention(nn.Layer):
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
         """The same by compressed ones."""
-        up = self.kv_b_proj.weight.reshape([self.latent_sizes[0], -1, sum(self.key_value_sizes)])
-        of_keys, of_values = up.split(self.key_value_sizes, -1)
+        own = self.up_keys, self.up_values
+        of_keys, of_values = self._up_matrices() if own[0] is None or own[1] is None else own
         return absorbed_attention(self.ops, q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
+
+    def _up_matrices(self) -> tuple[Tensor, Tensor]:
+        return up_matrices(self.kv_b_proj.weight, self.latent_sizes[0], self.key_value_sizes)
+
+    @paddle.no_grad()
+    def keep_up_matrices(self) -> None:
+        """Keep what `_absorbed` makes of a matrix, which takes longer than it takes one token to be multiplied with it.
+        For generation: to be called again when the matrix has new values."""
+        if self.can_absorb and type(self.kv_b_proj) is nn.Linear and not self.kv_b_proj.weight.is_dist():
+            self.up_keys, self.up_values = (matrix.contiguous() for matrix in self._up_matrices())
+
+    def drop_up_matrices(self) -> None:
+        """Make them in each pass again."""
+        self.up_keys = self.up_values = None
 
     def _absorbs(self, num_new: Any) -> Any:
         """Whether so few tokens are new that attending to compressed keys and values is less work than making whole

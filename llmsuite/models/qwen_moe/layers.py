@@ -16,6 +16,8 @@ from llmsuite.typing import Tensor
 class GatedSharedMoE(nn.Layer):
     """Routed experts, and one that every token goes through, with a weight of its own."""
 
+    unstored = ("shared_expert_gate",)
+
     def __init__(self, gate: Gate, experts: Experts, shared_expert: GatedMLP, hidden_size: int):
         super().__init__()
         self.gate, self.experts, self.shared_expert = gate, experts, shared_expert

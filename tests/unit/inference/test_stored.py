@@ -9,6 +9,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +23,34 @@ from llmsuite.devices.cpu.build import library
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels import source as of_kernels
 from llmsuite.devices.ops import Ops
+from llmsuite.errors import UserError
 from llmsuite.inference import packing
 from llmsuite.inference.batch import Batch, Line
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.evaluate import scorer
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model, open_any
+from llmsuite.inference.next_logits import uncovered
 from llmsuite.inference.packing import Part, block_format, pack_parts, rounded
 from llmsuite.inference.sampling import Sampling
-from llmsuite.inference.stored import head_precision
+from llmsuite.inference.stored import head_precision, store
 from llmsuite.models.products import Products, use_products
+from llmsuite.models.qat import fake_quantize_layers
 from tests.paths import REFERENCE, ROOT
-from tests.unit.families import CASES, FAMILIES, read_config, reference
+from tests.unit.families import CASES, FAMILIES, reference, tiny
 from tests.unit.inference.test_export import write_family
 from tests.unit.models.test_adapters import adapted, section, write
 
 PRECISIONS = ("bf16", "int8", "nf4", "fp4", "int4")
 COVERED = [case for case in CASES if case.startswith(("llama/", "qwen/", "ernie/")) and "bias" not in case]
+KEPT = ("kv_b_proj", "mlp.gate", "e_score_correction_bias", "shared_expert_gate", "embed_positions")
+"""Names of the matrices of layers, and others, that stay in float32."""
 LIMIT = 1e-5
 """Limit of the largest difference, relative to the largest value."""
+
+
+def is_kept(name: str) -> bool:
+    return name.removesuffix(".weight").endswith(KEPT)
 
 
 def near(found: Any, wanted: np.ndarray) -> None:
@@ -69,8 +79,9 @@ def packed(values: np.ndarray, precision: str) -> Any:
 def stored(path: Path, precision: str, base: Path | None = None, cache_dtype: str | None = None) -> Any:
     """A model as `generate --precision` has it, but for its cache, which is float32 unless it is told."""
     model = load_model(open_any(path, FAMILIES, base, runs=True), CpuBackend(), stored=precision)
+    is_covered = uncovered(model) is None
     fuse(model, CpuBackend().ops("fp32"), cache_dtype)
-    assert "next_logits" in model.__dict__
+    assert ("next_logits" in model.__dict__) == is_covered
     return model
 
 
@@ -78,14 +89,19 @@ def dequantised(path: Path, precision: str, base: Path | None = None, rounds_inp
     """A plain float32 model of the values that are stored, which NumPy has rounded. It rounds the inputs of its
     products to bfloat16 unless it is told not to."""
     model = load_model(open_any(path, FAMILIES, base, runs=True), CpuBackend())
+    kept = [layer for name, layer in model.named_sublayers() if name.endswith(KEPT)]
     for name, parameter in model.named_parameters():
-        if parameter.ndim == 2:
+        if ".experts." in name:
+            parameter.set_value(np.stack([rounded(values, precision) for values in parameter.numpy()]))
+        elif parameter.ndim == 2 and not is_kept(name):
             is_embedding = "embed_tokens" in name
             kind = head_precision(precision) if is_embedding or "lm_head" in name else precision
             values = parameter.numpy()
             parameter.set_value(rounded(values.T, kind).T if is_embedding else rounded(values, kind))
     if rounds_inputs:
         use_products(model, Products(Ops(operand=lambda x: x.astype("bfloat16").astype("float32"))))
+        for layer in kept:
+            layer.__dict__.pop("forward", None)
     return model
 
 
@@ -168,7 +184,7 @@ def test_a_matrix_is_read_a_part_at_a_time(precision: str, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("case", COVERED)
+@pytest.mark.parametrize("case", CASES)
 def test_every_shape_has_the_logits_of_the_values_it_stores(case: str, precision: str) -> None:
     ids, plain = reference(case)
     with paddle.no_grad():
@@ -179,7 +195,8 @@ def test_every_shape_has_the_logits_of_the_values_it_stores(case: str, precision
     assert np.abs(exact - plain).max() > 100 * LIMIT * np.abs(plain).max(), "storing changes something"
     model = stored(REFERENCE / case, precision)
     near_rounded(model(paddle.to_tensor(ids)).numpy(), wanted, exact)
-    assert not [name for name, parameter in model.named_parameters() if parameter.ndim > 1], "stored, and not kept too"
+    left = [name for name, parameter in model.named_parameters() if parameter.ndim > 1 and not is_kept(name)]
+    assert not left, "stored, and not kept too"
     decoder, padding = ModelDecoder(model), np.zeros(len(ids), "int64")
     logits, cache = decoder.forward(ids[:, :3], padding, None)
     found = [logits]
@@ -190,7 +207,7 @@ def test_every_shape_has_the_logits_of_the_values_it_stores(case: str, precision
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("family", ["llama", "qwen", "ernie"])
+@pytest.mark.parametrize("family", ["llama", "qwen", "ernie", "gpt"])
 def test_greedy_tokens_are_those_of_the_dequantised_model(family: str, precision: str, tmp_path: Path) -> None:
     place = write_family(tmp_path / "model", family)
     models = (stored(place, precision), dequantised(place, precision))
@@ -282,9 +299,6 @@ def test_the_commands_take_it(tmp_path: Path, capsys: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "words", "why"),
     [
-        ("gpt", ["--precision", "int8"], "not for this one (gpt): it embeds or decodes in a way of its own; use fp32"),
-        ("deepseek", ["--precision", "bf16"], "(deepseek): it"),
-        ("qwen_moe", ["--precision", "nf4"], "(qwen_moe): it has layers with experts"),
         ("llama", ["--precision", "fp16"], "--precision fp16: cpu has fp32, bf16, int8, nf4, fp4"),
         ("llama", ["--precision", "int8", "--num_devices", "2"], "for one device; leave out --num_devices"),
         ("llama", ["--precision", "int8", "--engine", "static"], "an exported program has its own"),
@@ -298,12 +312,18 @@ def test_what_cannot_be_stored_is_refused_by_name(
     assert why in capsys.readouterr().err
 
 
-def test_biases_are_refused_by_name(capsys: Any) -> None:
-    case = next(case for case in CASES if "biases" in case and not read_config(case).get("tie_word_embeddings"))
-    from llmsuite.errors import UserError
+@pytest.mark.parametrize("layer", ["q_proj", "down_proj", "kv_a_proj_with_mqa", "up_proj"])
+def test_layers_that_round_their_inputs_are_refused_by_name(layer: str) -> None:
+    family = "gpt" if layer == "up_proj" else "deepseek" if "kv" in layer else "llama"
+    model = tiny(family)
+    *_, name = [name for name, _ in model.named_sublayers() if name.endswith(layer)]
+    fake_quantize_layers(model, [name], rounds_weight=False)
 
-    with pytest.raises(UserError, match="biases of outputs or of MLPs"):
-        stored(REFERENCE / case, "int8")
+    def read(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        return np.zeros(shape, "float32")[tuple(index)]
+
+    with pytest.raises(UserError, match=rf"--precision int8: {name}.*use fp32"):
+        store(model, read, "int8", CpuBackend().ops("fp32"))
 
 
 def test_weights_that_are_replaced_are_as_they_are_trained(tmp_path: Path, capsys: Any) -> None:

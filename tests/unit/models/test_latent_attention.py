@@ -13,7 +13,7 @@ import pytest
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.ops import Ops, causal_mask, document_mask
 from llmsuite.inference.attention import grouped_attention
-from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention
+from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
 
 Tensor = Any
 ROWS, LENGTH, HEADS, NOPE, ROPE = 2, 70, 3, 16, 8
@@ -68,10 +68,11 @@ def test_a_few_queries_attend_to_compressed_keys_as_to_whole_ones(num_new: int, 
     paddle.seed(num_new)
     rank, ops = 12, FORMS["generation"]
     latent, k_rope = paddle.randn([ROWS, LENGTH, rank]), paddle.randn([ROWS, LENGTH, ROPE])
-    key_matrix, value_matrix = paddle.randn([rank, HEADS, NOPE]), paddle.randn([rank, HEADS, value])
+    up = paddle.randn([rank, HEADS * (NOPE + value)])
+    of_keys, of_values = up.reshape([rank, HEADS, -1]).split([NOPE, value], -1)
     q_nope, q_rope = (paddle.randn([ROWS, num_new, HEADS, size]) for size in (NOPE, ROPE))
     mask = causal_mask(num_new, LENGTH, "float32")
-    k_nope, v = (paddle.einsum("bsc,chn->bshn", latent, matrix) for matrix in (key_matrix, value_matrix))
+    k_nope, v = (paddle.einsum("bsc,chn->bshn", latent, matrix) for matrix in (of_keys, of_values))
     expected = latent_attention(ops, q_nope, q_rope, k_nope, k_rope.unsqueeze(2), v, mask)
-    found = absorbed_attention(ops, q_nope, q_rope, latent, k_rope, key_matrix, value_matrix, mask)
+    found = absorbed_attention(ops, q_nope, q_rope, latent, k_rope, *up_matrices(up, rank, [NOPE, value]), mask)
     assert float((found - expected).abs().max()) < 2e-6 * float(expected.abs().max())
