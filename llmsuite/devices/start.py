@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import io
 import os
 import signal
@@ -45,6 +46,9 @@ def start_paddle(
     # Paddle's handler prints the report of a crash where a scheduler or `docker stop` has ended the process
     if on_term is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_term)
+    # a crash is told with the place in Python, in front of Paddle's report, which only knows Paddle's own code
+    if sys.__stderr__ is not None:  # a notebook's sys.stderr is no file
+        faulthandler.enable(sys.__stderr__)
     # Paddle 3.3.1 triggers it itself while it traces a program
     warnings.filterwarnings("ignore", message="Tensor do not have 'place' interface")
     for line in messages.getvalue().splitlines():

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
+from tests.paths import ROOT
 
 STEPS = 8
 ROWS = 38  # an epoch ends within step 5
@@ -102,6 +105,26 @@ def test_dead_rank_ends_the_run_and_is_named(runner: Runner, stages: int, victim
     assert time.monotonic() - start < 25, "the other ranks were left waiting"
     assert f"rank {victim} was killed by SIGKILL" in output
     assert f"workerlog.{victim}" in output
+
+
+_CRASH = """
+import ctypes, llmsuite
+
+@llmsuite.hookimpl
+def llmsuite_step_end(run, step, metrics):
+    ctypes.string_at(0)
+"""
+
+
+def test_a_crash_is_told_with_its_place_in_python(runner: Runner) -> None:
+    site = runner.directory / "crashing"
+    site.mkdir()
+    PluginSite(site).install("crash", _CRASH)
+    words = _words(runner, "crashes", 2)
+    output = runner.run(*words, expect=1, LLMSUITE_PLUGINS="crash", PYTHONPATH=f"{site}:{ROOT}")
+    assert "Fatal Python error: Segmentation fault" in output
+    assert re.search(r'crash.py", line \d+ in llmsuite_step_end', output), output
+    assert "rank 0 was killed by SIGSEGV" in output
 
 
 def test_resume_falls_back_from_a_damaged_checkpoint(runner: Runner) -> None:
