@@ -126,15 +126,16 @@ def check_precision(source: ModelDirectory, backend: DeviceBackend, precision: s
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}")
 
 
-def check_one_kernel(source: ModelDirectory, backend: DeviceBackend, stored: str) -> None:
-    """Raise UserError for a model that no kernel decodes as a whole: programs have stored matrices of no others."""
-    from llmsuite.inference.next_logits import uncovered
+def check_program(source: ModelDirectory, backend: DeviceBackend, stored: str) -> None:
+    """Raise UserError for a model whose matrices a program cannot have stored: the rows of its experts are counted
+    outside of programs."""
+    from llmsuite.models.experts import Stacked
 
-    beside = None if source.beside is None else source.beside.told
-    if reason := uncovered(_without_memory(source.family, source.config, backend, "fp32", 1, beside)):
+    model = _without_memory(source.family, source.config, backend, "fp32", 1, None)
+    if any(isinstance(module, Stacked) for module in model.sublayers()):
         raise UserError(
-            f"--precision {stored}: programs for {backend.name} have it for models that one kernel decodes, and not "
-            f"for this one ({source.family.name}): {reason}; use fp32"
+            f"--precision {stored}: programs for {backend.name} have it for models without experts, and this one "
+            f"({source.family.name}) has some; use fp32"
         )
 
 
