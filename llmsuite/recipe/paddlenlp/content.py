@@ -21,8 +21,10 @@ _SPLIT = "949,50,1"
 _LENGTHS = {"pretrain": 1024, "sft": 2048, "dpo": 4096, "kto": 4096, "rm": 4096}
 _COMPARISONS = ("bleu4", "rouge1", "rouge2", "rougel")
 """Metrics of generated answers, which have the same names here."""
-_EVAL_ITERS, _EVAL_BATCH = 10, 8
-"""run_pretrain.py evaluates on so many batches; and the samples of a batch, where they are not given."""
+BATCH = 8
+"""Samples of a batch, of training or evaluation, where they are not given."""
+_EVAL_ITERS = 10
+"""run_pretrain.py evaluates on so many batches."""
 
 
 def model(run: Conversion) -> dict[str, Any]:
@@ -142,7 +144,7 @@ def _is_packed(run: Conversion) -> bool:
         )
     if run.section in ("sft", "dpo", "rm"):
         return True
-    size = run.left.get("per_device_train_batch_size", 1)
+    size = run.left.get("per_device_train_batch_size", BATCH)
     run.refuse(
         "per_device_train_batch_size",
         size,
@@ -316,7 +318,9 @@ def checkpoint(
     elif strategy == "steps":
         checkpoint["save_steps"] = every
     keep = run.number("save_total_limit", None)
-    if keep is not None:
+    if keep is None:
+        run.note("checkpoint.keep_last: the 2 newest are kept, where nothing says how many and theirs keeps all")
+    else:
         checkpoint["keep_last"] = max(2, keep)
         if keep < 2:
             run.note("checkpoint.keep_last: 2, the least, because the newest may be the one a crash interrupts")
@@ -341,7 +345,7 @@ def checkpoint(
 
 def evaluation(run: Conversion, own: dict[str, Any]) -> None:
     """What run_pretrain.py evaluates on, for the stage's section."""
-    size = run.number("per_device_eval_batch_size", _EVAL_BATCH)
+    size = run.number("per_device_eval_batch_size", BATCH)
     if run.stage == "pretrain" and run.evaluates:
         own["max_eval_samples"] = _EVAL_ITERS * size * run.data_ranks
     else:

@@ -8,10 +8,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.recipe.conversion.conversion import Conversion, is_true
+from llmsuite.recipe.paddlenlp.content import BATCH
 
 _PER_MACHINE = 8
 _BALANCE = 0.001
 """`aux_loss_alpha` in the config.json of DeepSeek-V2 and V3, which PaddleNLP trains with."""
+_LOGGING_STEPS = 500
+"""`logging_steps` where it is not given; evaluations are as far apart."""
+_PRETRAIN_LEAST = 1e-5
+"""`min_learning_rate` of run_pretrain.py where it is not given; other scripts come down to 0."""
 
 
 def parallel(run: Conversion) -> dict[str, Any]:
@@ -105,26 +110,15 @@ def train(run: Conversion, launch: Mapping[str, Any], parallel: dict[str, Any]) 
         run.left_out("sharding", parallel.pop("sharding"), f"there is one data rank on {total} devices")
     elif degree == ranks:
         parallel.pop("sharding_parallel_degree", None)  # all data ranks take part, which is the default
-    micro, accumulate = (run.number(key, 1) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    micro = run.number("per_device_train_batch_size", BATCH)
+    accumulate = run.number("gradient_accumulation_steps", 1)
     steps, epochs = run.number("max_steps", -1), run.number("num_train_epochs", 1)
     length = {"max_steps": steps} if steps > 0 else {"num_epochs": max(1, math.ceil(epochs))}
     if steps <= 0 and epochs != length["num_epochs"]:
         run.refuse("num_train_epochs", epochs, "train.num_epochs is whole; max_steps can be any number")
     train: dict[str, Any] = {**length, "global_batch_size": micro * accumulate * ranks, "micro_batch_size": micro}
     train["learning_rate"] = run.number("learning_rate", 5e-5)
-    kind = str(run.take("lr_scheduler_type") or "linear")
-    schedule = {"constant_with_warmup": "constant"}.get(kind, kind)
-    if schedule not in ("constant", "linear", "cosine"):
-        run.refuse("lr_scheduler_type", kind, "train.lr_schedule has constant, linear, cosine and wsd")
-        schedule = "linear"
-    train["lr_schedule"] = schedule
-    train |= _warmup(run, kind, steps)
-    decays = run.number("decay_steps", None)
-    if decays is not None and decays != steps and schedule != "constant":
-        run.refuse("decay_steps", decays, "the learning rate comes down until the last step")
-    least = run.number("min_learning_rate", 0)
-    if least and schedule != "constant":
-        train["min_lr_ratio"] = float(f"{least / train['learning_rate']:.6g}")
+    train |= _schedule(run, train["learning_rate"], steps)
     for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
         value = run.number(key, None)
         train |= {key: float(value)} if value is not None else {}
@@ -132,7 +126,7 @@ def train(run: Conversion, launch: Mapping[str, Any], parallel: dict[str, Any]) 
         train["expert_balance_loss"] = float(balance)
     norm = run.number("max_grad_norm", 1.0)
     train["max_grad_norm"] = float(norm) if norm > 0 else None
-    every = run.number("eval_steps", None) or run.left.get("logging_steps", 1)
+    every = run.number("eval_steps", None) or run.left.get("logging_steps", _LOGGING_STEPS)
     if run.evaluates:
         train["eval_steps"] = "epoch" if run.evaluates_epochs else every
     if (log := run.number("logging_steps", 1)) > 1:
@@ -143,13 +137,44 @@ def train(run: Conversion, launch: Mapping[str, Any], parallel: dict[str, Any]) 
     return train
 
 
-def _warmup(run: Conversion, kind: str, steps: int) -> dict[str, Any]:
-    """The steps of `get_warmup_steps`: `warmup_steps` counts before `warmup_ratio`; the first one has rate 0."""
+def _schedule(run: Conversion, rate: float, steps: int) -> dict[str, Any]:
+    """The schedule, its warm-up and its floor: those of the trainer, or of run_pretrain.py, which has its own."""
+    kind = str(run.take("lr_scheduler_type") or "linear")
+    schedule = {"constant_with_warmup": "constant"}.get(kind, kind)
+    if schedule not in ("constant", "linear", "cosine"):
+        run.refuse("lr_scheduler_type", kind, "train.lr_schedule has constant, linear, cosine and wsd")
+        schedule = "linear"
+    own = run.stage == "pretrain" and schedule != "constant"
+    found: dict[str, Any] = {"lr_schedule": schedule, **_warmup(run, kind, steps, own)}
+    decays = run.number("decay_steps", None)
+    if decays is not None and decays != steps and schedule != "constant":
+        run.refuse("decay_steps", decays, "the learning rate comes down until the last step")
+    told = run.number("min_learning_rate", None)
+    least = _PRETRAIN_LEAST if told is None and own else told or 0
+    if least > rate and schedule != "constant":
+        value = f"{least}, as it is not given" if told is None else told
+        run.refuse("min_learning_rate", value, f"is above learning_rate {rate}; train.min_lr_ratio is at most 1")
+    elif least and schedule != "constant":
+        found["min_lr_ratio"] = float(f"{least / rate:.6g}")
+    if own:
+        run.note(
+            "train.lr_schedule: comes down one step later than with run_pretrain.py, whose last step has the floor"
+        )
+    return found
+
+
+def _warmup(run: Conversion, kind: str, steps: int, own: bool) -> dict[str, Any]:
+    """The steps of `get_warmup_steps`: `warmup_steps` counts before `warmup_ratio`; the first one has rate 0.
+
+    With a schedule of its own, of run_pretrain.py, the first of W steps has 1/W of the rate.
+    """
     ratio, count = run.number("warmup_ratio", 0.0), run.number("warmup_steps", 0)
     if kind == "constant" or (count <= 0 and ratio <= 0):
         if count > 0 or ratio > 0:
             run.left_out("warmup_steps", count or ratio, "lr_scheduler_type constant has no warm-up")
         return {}
     if count <= 0 and steps > 0:
-        count = math.ceil(ratio * steps)
-    return ({"warmup_steps": count} if count > 0 else {"warmup_ratio": float(ratio)}) | {"warmup_from_zero": True}
+        # run_pretrain.py rounds nothing: 0.07 * 100, a little more than 7, is as good as 7 steps
+        count = math.ceil(round(ratio * steps, 6) if own else ratio * steps)
+    warm = {"warmup_steps": count} if count > 0 else {"warmup_ratio": float(ratio)}
+    return warm if own else warm | {"warmup_from_zero": True}

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from llmsuite.errors import UserError
+from llmsuite.parallel.learning_rate import LearningRate
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
+from llmsuite.schema.recipe import TrainSection
 from tests.unit.recipe.paddlenlp_arguments import DPO, LORA, PRETRAIN, SFT, Convert
 
 
@@ -29,7 +31,7 @@ def test_pretrain(converted: Convert) -> None:
     assert recipe["engine"] == {"mode": "dynamic", "precision": "bf16", "recompute": "selective"}
     assert recipe["train"] == {
         "max_steps": 1000, "global_batch_size": 16, "micro_batch_size": 2, "learning_rate": 3e-5,
-        "lr_schedule": "cosine", "warmup_steps": 30, "warmup_from_zero": True, "min_lr_ratio": 0.1,
+        "lr_schedule": "cosine", "warmup_steps": 30, "min_lr_ratio": 0.1,
         "weight_decay": 0.01, "adam_beta2": 0.95, "max_grad_norm": 1.0, "eval_steps": 250,
     }  # fmt: skip
     assert recipe["checkpoint"] == {"save_steps": 500, "keep_last": 3}
@@ -149,6 +151,30 @@ def test_warm_up(values: dict[str, Any], expected: dict[str, Any], converted: Co
     assert {key: value for key, value in train.items() if key.startswith("warmup")} == expected
 
 
+def test_the_schedule_of_run_pretrain(converted: Convert) -> None:
+    """Its LinearAnnealingWithWarmupDecay and its like begin at step 1: the first of W steps has 1/W of the rate, and
+    they come down to 1e-5 unless told otherwise. A share of the steps is not rounded up there."""
+    values = {"lr_scheduler_type": "linear", "max_steps": 100, "warmup_steps": 0, "warmup_ratio": 0.07}
+    bare = {key: value for key, value in {**PRETRAIN, **values}.items() if key != "min_learning_rate"}
+    found = converted(bare)
+    train = found.recipe["train"]
+    assert (train["warmup_steps"], train.get("warmup_from_zero"), train["min_lr_ratio"]) == (7, None, 0.333333)
+    assert any("one step later" in note for note in found.notes)
+    section = TrainSection(**{**train, "eval_steps": None})
+    rates = [LearningRate(section, 100).at(step) for step in range(1, 101)]
+    peak, least, warm = 3e-5, 1e-5, 0.07 * 100
+    theirs = [
+        peak * step / warm if step <= warm else least + (peak - least) * (1 - (step - warm) / (100 - warm))
+        for step in range(1, 101)
+    ]
+    assert rates[:6] == pytest.approx(theirs[:6])
+    assert rates[8:] == pytest.approx(theirs[7:-1])  # from the peak on one step later
+    kept = converted({**PRETRAIN, "lr_scheduler_type": "constant_with_warmup"}).recipe["train"]
+    assert (kept["warmup_from_zero"], kept.get("min_lr_ratio")) == (True, None)  # the trainer's
+    with pytest.raises(UserError, match="min_learning_rate = 1e-05, as it is not given: is above learning_rate 5e-06"):
+        converted({**bare, "learning_rate": 5e-6})
+
+
 def test_what_their_scripts_do_by_default(converted: Convert) -> None:
     """`warmup_ratio` aside, an argument that is not given has PaddleNLP's value, not ours."""
     simpo = converted({**DPO, "loss_type": "simpo"}).recipe["dpo"]
@@ -161,6 +187,12 @@ def test_what_their_scripts_do_by_default(converted: Convert) -> None:
     epochs = {key: value for key, value in SFT.items() if key not in ("num_train_epochs", "evaluation_strategy")}
     assert converted(epochs).recipe["train"]["num_epochs"] == 1
     assert converted(epochs).recipe["train"]["eval_steps"] == 1  # logging_steps, as do_eval means steps
+    bare = {key: value for key, value in DPO.items() if key not in ("eval_steps", "logging_steps")}
+    assert converted(bare).recipe["train"]["eval_steps"] == 500
+    del bare["per_device_train_batch_size"]
+    assert converted(bare).recipe["train"]["micro_batch_size"] == 8
+    assert not any("keep_last" in note for note in converted(PRETRAIN).notes)
+    assert any("the 2 newest are kept" in note for note in converted(bare).notes)
     longer = converted({**PRETRAIN, "model_name_or_path": "facebook/llama-7b", "max_seq_length": 4096}).recipe
     assert longer["model"]["config"]["max_position_embeddings"] == 4096
 
