@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.recipe.conversion.conversion import Converted
 
 Reason = tuple[str, Any, str]
 """An argument, its value, and why no recipe can follow it."""
@@ -51,3 +52,14 @@ def refusal(
         told += [str(stop)] if stop is not None and not told else []
         told.append(f"--leave_out: {name} has no {', '.join(absent)}")
     return UserError("\n".join(told)) if told else stop
+
+
+def left_without(found: Converted, leave_out: Sequence[str]) -> list[str]:
+    """The arguments to leave out that a recipe is without; of the others, which it follows all the same, there is a
+    note."""
+    refused = {key for key, _, _ in found.refused}
+    if followed := [key for key in leave_out if key not in refused]:
+        found.notes.append(
+            f"--leave_out: {', '.join(followed)} can be followed, and is; take it out of the file instead"
+        )
+    return [key for key in leave_out if key in refused]

@@ -12,7 +12,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.conversion import Conversion, Converted, is_true
 from llmsuite.recipe.conversion.family import family_of
-from llmsuite.recipe.conversion.refuse import Reason, joined, refusal
+from llmsuite.recipe.conversion.refuse import Reason, joined, left_without, refusal
 from llmsuite.recipe.paddlenlp import content, execution
 from llmsuite.recipe.paddlenlp.refused import is_off, refuse_without_training, why_refused
 from llmsuite.recipe.paddlenlp.without import reason
@@ -57,8 +57,8 @@ def convert(
     result.refused = joined(at_once, result.refused)
     if (error := refusal(result.refused, arguments.values, name, leave_out)) is not None:
         raise error
-    if leave_out:
-        result.recipe["source"] += f", without {', '.join(leave_out)}"
+    if without := left_without(result, leave_out):
+        result.recipe["source"] += f", without {', '.join(without)}"
     return result
 
 

@@ -10,7 +10,7 @@ from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.family import family_of
-from llmsuite.recipe.conversion.refuse import Reason, joined, refusal
+from llmsuite.recipe.conversion.refuse import Reason, joined, left_without, refusal
 from llmsuite.recipe.document import JSONC, YAML
 from llmsuite.recipe.source import parse_json, read_text
 from llmsuite.recipe.suites.suite import Report, Run, Suite, find, is_on
@@ -107,6 +107,8 @@ def _read(
             report.left_out.append((key, value, known))
         elif why is None and not is_on(value):
             report.left_out.append((key, value, "it says no"))
+        elif why is None and find(suite.refused, key) is not None:
+            report.left_out.append((key, value, "with this value it says what is so anyway"))
         else:
             report.refused.append((key, value, why or run.unknown(key)))
     return run
@@ -125,8 +127,8 @@ def _finished(run: Run, leave_out: Sequence[str]) -> Report:
             report.same.append((key, value))
         else:
             report.translated.append((key, value, find(suite.becomes, key) or "see the notes"))
-    if leave_out:
-        report.recipe["source"] += f", without {', '.join(leave_out)}"
+    if without := left_without(report, leave_out):
+        report.recipe["source"] += f", without {', '.join(without)}"
     return report
 
 

@@ -68,6 +68,8 @@ def _recipe(run: Run) -> dict[str, Any]:
         recipe[run.section] = own
     if kind == "lora":
         recipe["lora"] = _lora(run)
+    elif kind == "full" and run.given("quantization_bit") is not None:
+        run.refuse("quantization_bit", run.take("quantization_bit"), "goes with adapters alone: lora.base_dtype")
     elif kind != "full":
         run.refuse("finetuning_type", kind, "what is trained is the whole model (full) or adapters (lora)")
     recipe["checkpoint"] = trainer.checkpoint(run, has_eval, _DEFAULTS)

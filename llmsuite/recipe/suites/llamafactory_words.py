@@ -10,6 +10,7 @@ from llmsuite.recipe.suites.suite import Refusal
 _OTHER_OPTIMIZER = Refusal("train.optimizer has adamw")
 _OTHER_LOSS = Refusal("every supervised token weighs the same")
 _IMAGES = Refusal("models read text")
+_ADAPTERS = "belongs to finetuning_type lora"
 
 REFUSED: Mapping[str, Refusal] = {
     "use_galore": _OTHER_OPTIMIZER,
@@ -120,6 +121,11 @@ WITHOUT: Mapping[str, str] = {
     "mixed_precision": "engine.precision says it",
     "context_parallel_size": "there is one part of the context",
     "kt_*": "belongs to use_kt",
+    # by their whole names, so that a misspelt one is not taken for one of another job
+    **dict.fromkeys(("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "use_rslora"), _ADAPTERS),
+    **dict.fromkeys(("use_dora", "pissa_init", "loraplus_lr_ratio"), _ADAPTERS),
+    **dict.fromkeys(("pref_beta", "pref_loss", "dpo_label_smoothing", "simpo_gamma"), "belongs to stages dpo and kto"),
+    **dict.fromkeys(("kto_chosen_weight", "kto_rejected_weight"), "belongs to stage kto"),
     **trainer.WITHOUT,
 }
 BECOMES: Mapping[str, str] = {

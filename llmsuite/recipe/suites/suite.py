@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -92,6 +93,12 @@ class Run(Conversion):
     def given(self, key: str) -> Any:
         """What was written for an argument, used or not; None where nothing was."""
         return self.arguments.values.get(self.written(key))
+
+    def unknown(self, key: str) -> str:
+        tables = (self.suite.becomes, self.suite.without, self.suite.refused)
+        words = [word for table in tables for word in table if "*" not in word]
+        near = difflib.get_close_matches(key, words, n=1, cutoff=0.8)
+        return f"is not known; did you mean {near[0]}?" if near else super().unknown(key)
 
     def words(self, key: str) -> list[str]:
         """Several values: a list, or a text with commas."""

@@ -59,6 +59,7 @@ def _deepspeed(run: Run, given: Any) -> tuple[str | None, bool]:
         except (OSError, ValueError) as error:
             raise UserError(f"{given}: cannot be read as JSON: {error}") from error
     if isinstance(config, dict):
+        _refuse_other_jobs(run, given, config)
         zero = config.get("zero_optimization") or {}
         level = zero.get("stage", 0)
         where = zero.get("offload_optimizer") or {}
@@ -68,6 +69,22 @@ def _deepspeed(run: Run, given: Any) -> tuple[str | None, bool]:
         run.note(f"parallel.sharding: {given} is not here; set it to stage1, stage2 or stage3")
         return None, False
     return _STAGES.get(f"zero{found[1]}"), "offload" in str(given)
+
+
+def _refuse_other_jobs(run: Run, given: Any, config: Mapping[str, Any]) -> None:
+    """Sections of DeepSpeed's file with which it is another job than the arguments say."""
+    if config.get("scheduler"):
+        why = "its scheduler takes the place of lr_scheduler_type; take it out of that file: train.lr_schedule"
+        run.refuse("deepspeed", given, why)
+    # AdamW there gets the values of the arguments, or the run ends; Adam is AdamW unless told otherwise
+    optimizer = config.get("optimizer") or {"type": "AdamW"}
+    if str(optimizer.get("type")).lower() not in ("adam", "adamw"):
+        run.refuse("deepspeed", given, f"its optimizer is {optimizer.get('type')}; train.optimizer has adamw")
+    if config.get("tensor_parallel"):
+        why = (
+            "its tensor_parallel cuts matrices, so there are fewer data ranks; nearest: parallel.tensor_parallel_degree"
+        )
+        run.refuse("deepspeed", given, why)
 
 
 def launch(run: Run) -> dict[str, Any]:
@@ -143,6 +160,7 @@ def _schedule(run: Run, rate: float, steps: int | None, defaults: Defaults) -> d
     """The schedule and its warm-up, whose first step has rate 0."""
     kind = str(run.take("lr_scheduler_type") or defaults.lr_schedule)
     options = run.take("lr_scheduler_kwargs") or {}
+    options = dict(options) if isinstance(options, dict) else options
     schedule = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(kind, kind)
     if schedule not in ("constant", "linear", "cosine"):
         run.refuse("lr_scheduler_type", kind, "train.lr_schedule has constant, linear, cosine and wsd")
@@ -175,10 +193,21 @@ def evaluates(run: Run, train: dict[str, Any]) -> bool:
     if kind == "epoch":
         train["eval_steps"] = "epoch"
     elif kind == "steps":
-        train["eval_steps"] = every if isinstance(every, int) and every > 0 else run.given("logging_steps") or 500
+        train["eval_steps"] = _evaluated_every(run, every, train.get("max_steps"))
     elif every is not None:
         run.left_out("eval_steps", every, "eval_strategy does not say steps")
     return asked or kind != "no"
+
+
+def _evaluated_every(run: Run, every: Any, max_steps: int | None) -> Any:
+    """Steps from one evaluation to the next: as many as records are apart where nothing says so."""
+    told = every if isinstance(every, (int, float)) and every > 0 else run.given("logging_steps")
+    if not isinstance(told, float) or told >= 1:
+        return told or 500
+    if max_steps is None:
+        run.note(f'train.eval_steps: "epoch", as a share of the steps ({told}) has no key where max_steps is not given')
+        return "epoch"
+    return math.ceil(told * max_steps)
 
 
 def checkpoint(run: Run, has_eval: bool, defaults: Defaults) -> dict[str, Any]:

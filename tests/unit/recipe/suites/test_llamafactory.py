@@ -107,7 +107,7 @@ def test_evaluation(converted: Converted) -> None:
 
 
 NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
-    ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; nearest key: train.learning_rate"),
+    ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; did you mean learning_rate"),
     ({**SFT, "template": "qwen"}, "template = qwen: adds a system turn"),
     ({**SFT, "template": "qwen3"}, "template = qwen3: is a text of LLaMA-Factory's own"),
     ({**SFT, "packing": True}, "tokens see the other rows of a pack"),
@@ -186,3 +186,70 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert f"{path}:1:1: has no keys" in capsys.readouterr().err
     assert main(["recipe", ACTION]) == 2
     assert f"recipe {ACTION}: name the file" in capsys.readouterr().err
+
+
+def test_keys_of_other_jobs(converted: Converted) -> None:
+    """What LLaMA-Factory does not read for a stage or a way of tuning changes nothing; a misspelt one is refused."""
+    others = {"lora_rank": 8, "lora_target": "all", "loraplus_lr_ratio": 16.0, "pref_beta": 0.1, "kto_chosen_weight": 1}
+    left = {key: why for key, _, why in converted(ACTION, {**FULL, **others}).left_out}
+    assert {left[key] for key in list(others)[:3]} == {"belongs to finetuning_type lora"}
+    assert (left["pref_beta"], left["kto_chosen_weight"]) == ("belongs to stages dpo and kto", "belongs to stage kto")
+    for values, meant in ((SFT, "lora_rank"), (FULL, "lora_rank"), (DPO, "pref_beta"), (SFT, "cutoff_len")):
+        wrong = meant[:-3] + meant[-2] + meant[-3] + meant[-1]
+        with pytest.raises(UserError, match=f"{wrong} = 8: is not known; did you mean {meant}\\?"):
+            converted(ACTION, {**values, wrong: 8})
+    with pytest.raises(UserError, match="quantization_bit = 4: goes with adapters alone"):
+        converted(ACTION, {**FULL, "quantization_bit": 4})
+
+
+def test_values_that_say_what_is_so_anyway(converted: Converted) -> None:
+    values = {"average_tokens_across_devices": True, "ignore_pad_token_for_loss": True, "mix_strategy": "concat"}
+    found = converted(ACTION, {**SFT, **values})
+    assert [key for key, _, why in found.left_out if "so anyway" in why] == list(values)
+    with pytest.raises(UserError, match="average_tokens_across_devices = False: a loss is divided by the tokens"):
+        converted(ACTION, {**SFT, "average_tokens_across_devices": False})
+
+
+def test_shares_of_the_steps(converted: Converted) -> None:
+    shares = {**SFT, "eval_dataset": "mine", "eval_strategy": "steps", "eval_steps": 0.15}
+    found = converted(ACTION, shares)
+    assert found.recipe["train"]["eval_steps"] == "epoch"
+    assert any(note.startswith('train.eval_steps: "epoch", as a share of the steps (0.15)') for note in found.notes)
+    assert converted(ACTION, {**shares, "max_steps": 50}).recipe["train"]["eval_steps"] == 8
+    assert converted(ACTION, {**shares, "eval_steps": None}).recipe["train"]["eval_steps"] == SFT["logging_steps"]
+
+
+@pytest.mark.parametrize(
+    ("section", "why"),
+    [
+        ({"scheduler": {"type": "WarmupLR"}}, "its scheduler takes the place of lr_scheduler_type"),
+        ({"optimizer": {"type": "Lamb"}}, "its optimizer is Lamb; train.optimizer has adamw"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, None),
+        ({"tensor_parallel": {"autotp_size": 2}}, "its tensor_parallel cuts matrices"),
+    ],
+)
+def test_other_jobs_in_the_file_of_deepspeed(
+    section: dict[str, Any], why: str | None, converted: Converted, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, **section}))
+    values = {**SFT, "deepspeed": "ds.json"}
+    if why is None:
+        assert converted(ACTION, values, num_devices=2).recipe["parallel"] == {"sharding": "stage3"}
+    else:
+        with pytest.raises(UserError, match=f"deepspeed = ds.json: {why}"):
+            converted(ACTION, values)
+
+
+def test_the_report_has_the_values_of_the_file(converted: Converted) -> None:
+    options = {"min_lr": 2e-5}
+    found = converted(ACTION, {**SFT, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": options})
+    assert found.recipe["train"]["min_lr_ratio"] == 0.1
+    assert ("lr_scheduler_kwargs", {"min_lr": 2e-5}, "train.min_lr_ratio") in found.translated
+    assert options == {"min_lr": 2e-5}
+
+
+def test_leaving_out_what_can_be_followed(converted: Converted) -> None:
+    found = converted(ACTION, {**SFT, "use_muon": True}, leave_out=["use_muon", "template"])
+    assert found.recipe["source"] == "LLaMA-Factory x.yaml, without use_muon"
+    assert found.recipe["data"]["chat_template"] == "chatml"
+    assert any(note.startswith("--leave_out: template can be followed, and is") for note in found.notes)

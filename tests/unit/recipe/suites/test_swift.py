@@ -126,7 +126,7 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "init_weights": "olora"}, "init_weights = olora"),
         ({**BARE, "task_type": "embedding"}, "task_type = embedding"),
         ({**BARE, "torch_dtype": "float8"}, "torch_dtype = float8"),
-        ({**BARE, "learning_rat": 1}, "learning_rat = 1: is not known; nearest key: train.learning_rate"),
+        ({**BARE, "learning_rat": 1}, "learning_rat = 1: is not known; did you mean learning_rate"),
         ({**RLHF, "rpo_alpha": 0.1}, r"rpo_alpha = 0\.1"),
         ({**RLHF, "loss_type": ["sigmoid", "sft"]}, "loss_type = sigmoid,sft"),
         ({**RLHF, "packing": True}, "of pairs it is two rows here"),
