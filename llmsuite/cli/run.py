@@ -53,7 +53,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.launch.seats import Seats
     from llmsuite.recipe.fetch import fetch_names
     from llmsuite.recipe.fewer import check_fewest
-    from llmsuite.recipe.notes import few_rows, held_out
+    from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out
 
     check_fewest(plan, args.recipe, args.overrides, registry, args.smoke)
     machine, master = _machine(plan)
@@ -95,7 +95,7 @@ def run(args: Any, registry: Registry) -> int:
         if "reward" in plan.stage.smoke and not names_own_reward(plan.loaded):
             data += f", reward {', '.join(plan.stage.smoke['reward']['functions'])} in place of the recipe's"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, {data}, {mesh}", flush=True)
-    for note in [*few_rows(plan), *held_out(plan)]:
+    for note in [*few_rows(plan), *held_out(plan), *endless_warm_up(plan)]:
         print(f"warning: {note}", file=sys.stderr)
     plan = fetch_names(plan, registry, _say, args.resume)  # once, before ranks wait for each other
     plan.fetched(_say)

@@ -8,7 +8,7 @@ from typing import Any
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.fewer import check_fewest
-from llmsuite.recipe.notes import few_rows, held_out, not_fetched
+from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.specs import Command
 
@@ -36,7 +36,7 @@ def run(args: Any, registry: Registry) -> int:
             plan.check_files()
         except RecipeError as error:
             notes = error.problems
-        for note in [*notes, *not_fetched(plan), *few_rows(plan), *held_out(plan)]:
+        for note in [*notes, *not_fetched(plan), *few_rows(plan), *held_out(plan), *endless_warm_up(plan)]:
             print(f"  note: {note}")
     return 2 if failed else 0
 

@@ -1,5 +1,5 @@
 """What a user should know about a recipe that is valid: rows that only show that it runs, rows to evaluate on that it
-trains on, and what is fetched first."""
+trains on, a warm-up without an end, and what is fetched first."""
 
 from __future__ import annotations
 
@@ -50,6 +50,17 @@ def held_out(plan: RunPlan) -> list[str]:
                 f"{_way(key, Path(given), held, others, data['eval'])}"
             )
     return notes
+
+
+def endless_warm_up(plan: RunPlan) -> list[str]:
+    """A note where the learning rate is still rising at the last step."""
+    if not plan.stage.trains:
+        return []
+    train = plan.recipe.__dict__["train"].__dict__
+    steps, warm = train["max_steps"], train["warmup_steps"]
+    if steps is None or warm is None or warm < steps:
+        return []
+    return [f"train.warmup_steps: is {warm}, and train.max_steps {steps}, so that the learning rate rises to the end"]
 
 
 def _files_in(directory: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.notes import few_rows, held_out, not_fetched
+from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.resources import bundled
 from llmsuite.schema.keys import walk
@@ -89,7 +89,7 @@ class Recipes:
         except UserError as error:
             return {"problems": [{"key": "", "message": str(error), "where": ""}], "command": filled.command}
         made = f"{plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}"
-        notes = [*not_fetched(plan), *few_rows(plan), *held_out(plan)]
+        notes = [*not_fetched(plan), *few_rows(plan), *held_out(plan), *endless_warm_up(plan)]
         return {"problems": [], "command": filled.command, "made": made, "run": str(plan.output_dir), "notes": notes}
 
     def plan(self, filled: Filled) -> str:

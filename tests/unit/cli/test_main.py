@@ -86,6 +86,14 @@ def test_validate_notes_what_a_run_would_stumble_over(run: Run, write_recipe: Ca
     assert note.startswith("  note: " + position(path, '"eval"') + ": data.eval: nothing.jsonl is not a file")
 
 
+def test_validate_notes_a_warm_up_without_an_end(run: Run, write_recipe: Callable[..., Path]) -> None:
+    steps = {"train.max_steps": 20, "train.warmup_ratio": 0.0}
+    for warm, many in ((20, 1), (19, 0)):
+        _, out, _ = run("validate", write_recipe({**steps, "train.warmup_steps": warm}))
+        note = "  note: train.warmup_steps: is 20, and train.max_steps 20, so that the learning rate rises to the end"
+        assert out.splitlines()[1:] == [note] * many
+
+
 def test_validate_notes_a_directory_with_rows_to_evaluate_on(
     run: Run, write_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
