@@ -24,7 +24,7 @@ from llmsuite import builtin
 from llmsuite.checkpoint.directory import find_latest
 from llmsuite.cli import commands
 from llmsuite.cli import run as run_command
-from llmsuite.errors import UserError
+from llmsuite.errors import RecipeError, UserError
 from llmsuite.files import read_json_file
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.launch.launch import is_worker
@@ -173,6 +173,8 @@ def generate(model: str | Path, prompts: Sequence[Prompt], **options: Unpack[Gen
     Raises:
         UserError: there is no such model, device or precision, or an answer has no room.
     """
+    if not isinstance(model, (str, Path)):
+        raise UserError(f"generate: model is of type {type(model).__name__}; give a directory, such as run.checkpoint")
     _check_options(options)
     prompts = _checked_prompts(prompts)
     base = options.get("base")
@@ -278,7 +280,13 @@ def _file_of(recipe: RecipeLike) -> Iterator[Path]:
     with scratch_directory() as directory:
         path = directory / "recipe.json"
         path.write_text(_json(recipe, "recipe", 1), encoding="utf-8")
-        yield path
+        try:
+            yield path
+        except RecipeError as error:  # a line of a file that the program has not written says nothing to it
+            told = [
+                ("" if problem.where.startswith(f"{path}:") else problem.where, problem) for problem in error.problems
+            ]
+            raise RecipeError([dataclasses.replace(problem, where=where) for where, problem in told]) from None
 
 
 def _run_ranks(words: Sequence[str], plugins: Sequence[Plugin]) -> tuple[int, str]:

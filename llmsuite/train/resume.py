@@ -82,7 +82,8 @@ def resume_from(
                 differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
                 raise UserError(
                     f"{path}: was written by a run that differs in {differing}; resume it with "
-                    f"{plan.output_dir / 'recipe.json'} and the same files, or choose another --output_dir"
+                    f"{plan.output_dir / 'recipe.json'} and the same files, or give it as model.weights of a run with "
+                    "another --output_dir"
                 )
             found = state.step
             name_latest(checkpoints, path)

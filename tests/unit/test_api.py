@@ -93,6 +93,8 @@ def test_what_is_wrong_is_raised() -> None:
     with pytest.raises(llmsuite.RecipeError) as caught:
         llmsuite.train(VALID, {"train.max_stepps": 3, "seed": -1})
     assert [problem.key for problem in caught.value.problems] == ["train.max_stepps", "seed"]
+    with pytest.raises(llmsuite.RecipeError, match=r"^seed: expected"):  # no line of a file that nobody has written
+        llmsuite.load_recipe({**VALID, "seed": -1})
     with pytest.raises(llmsuite.UserError, match="is a text; give a list"):
         llmsuite.generate("nowhere", "Hello")
     infer = {"stage": "infer", "model": VALID["model"], "data": {"prompts": "p.jsonl"}, "output_dir": "x"}
@@ -109,6 +111,7 @@ def test_what_is_wrong_is_raised() -> None:
         (lambda: llmsuite.load_recipe({}, plugins="mine.py"), r"give a list of them: plugins=\['mine\.py'\]"),
         (lambda: llmsuite.generate("m", ["a"], max_tokens=1), "'max_tokens'; did you mean 'max_new_tokens'"),
         (lambda: llmsuite.generate("m", "a"), "prompts is a text"),
+        (lambda: llmsuite.generate(None, ["a"]), "model is of type NoneType; give a directory, such as run.checkpoint"),
         (lambda: llmsuite.generate("m", [{"role": "user", "content": "a"}]), r"prompts\[0\] is of type dict; give a"),
         (lambda: llmsuite.generate("m", ["a", 3]), r"prompts\[1\] is of type int"),
     ],
