@@ -161,6 +161,9 @@ def _list(path: Path) -> Iterator[tuple[str, Any, str | None]]:
         number = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
     parser, at, line = Parser(), _skip(text, 0), 1
+    if _are_lines(text, at):
+        yield from _lines(path)
+        return
     if not text.startswith("[", at):
         row, _ = parser.whole(text, path, at, 1)
         raise UserError(f"{path}: is a {type(row).__name__}, not a list of rows")
@@ -180,6 +183,19 @@ def _list(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     if rest := text[at + 1 :].strip():
         line += text.count("\n", done, at + 1)
         raise UserError(f"{path}:{line}: is not JSON: there is more behind the list: {rest[:20]!r}")
+
+
+def _are_lines(text: str, at: int) -> bool:
+    """Whether a text that begins there is JSON Lines by another name, as PaddleNLP's train.json and many on hubs are:
+    its first line is a whole object, and there are more."""
+    first, _, rest = text[at:].partition("\n")
+    if not first.startswith("{") or not rest.strip():
+        return False
+    try:
+        json.loads(first)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 _SPACE = re.compile(r"[ \t\r\n]*")

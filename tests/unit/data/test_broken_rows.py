@@ -158,7 +158,11 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "blank": ("a.jsonl", b"\n\n \n", "has no rows"),
     "half a list": ("a.json", b"[%b,\n%b" % (LINE, LINE[:-5]), ":2: is not JSON: "),
     "list without end": ("a.json", b"[%b,\n%b\n" % (LINE, LINE), ":3: is not JSON: ',' or ']' is missing behind row 2"),
-    "lines as json": ("a.json", second(LINE), ":2: is not JSON: there is more behind it; one row a line is called"),
+    "rows of one line": (
+        "a.json",
+        b"%b %b" % (LINE, LINE),
+        ":1: is not JSON: there is more behind it; one row a line is called",
+    ),
     "list as lines": ("a.jsonl", b"[\n%b,\n%b\n]" % (LINE, LINE), ":1: begins a list of rows over several lines; its"),
     "an object": ("a.json", LINE, "is a dict, not a list of rows"),
     "bad utf-8 in a list": ("a.json", b"[%b,\n\xff]" % LINE, ":2: is not UTF-8"),

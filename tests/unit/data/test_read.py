@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from llmsuite.data.formats import BUILTIN
-from llmsuite.data.read import read_rows
+from llmsuite.data.read import raw_rows, read_rows
 from llmsuite.data.rows import Message, Preference
 from llmsuite.errors import UserError
 from llmsuite.plugins.hookspecs import DataFormat
@@ -99,6 +99,18 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, content: str | bytes, li
         assert word in message
 
 
+def test_one_row_a_line_may_be_called_json(tmp_path: Path) -> None:
+    """As PaddleNLP's train.json is."""
+    path = write(tmp_path, f"\n{LINE}\n\n{LINE}\n", "rows.json")
+    assert [(where, row, fault) for where, row, fault in raw_rows(path)] == [
+        (f"{path}:2", ROW, None), (f"{path}:4", ROW, None)
+    ]  # fmt: skip
+    assert refusal(write(tmp_path, f"{LINE}\n{LINE[:-3]}\n", "half.json")).startswith(
+        f"{tmp_path}/half.json:2: is not a"
+    )
+    assert "there is more behind it" in refusal(write(tmp_path, "{\n}\n{\n}\n", "spread.json"))
+
+
 @pytest.mark.parametrize(
     ("content", "words"),
     [
@@ -109,7 +121,7 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, content: str | bytes, li
         ("{}", ["is a dict, not a list of rows"]),
         ('"text"', ["is a str, not a list of rows"]),
         (f"[{LINE},", ["is not JSON", "line 1 column"]),
-        (f"{LINE}\n{LINE}\n", ["is not JSON: there is more behind it; one row a line is called .jsonl"]),
+        (f"{LINE} {LINE}", ["is not JSON: there is more behind it; one row a line is called .jsonl"]),
         ("[" * 100_000, ["is not JSON", "recursion"]),
         (f"[{LINE}, 3]", ["row 2: is a int, not an object"]),
         (f'[{LINE}, {{"prompt": 1, "chosen": "a", "rejected": "b"}}]', ["row 2: 'prompt' is neither text"]),
