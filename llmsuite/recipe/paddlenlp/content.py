@@ -119,6 +119,7 @@ def data(run: Conversion, own: dict[str, Any]) -> dict[str, Any]:
     data["max_length"] = next((value for value in lengths if value is not None), None) or _LENGTHS.get(
         run.section, 2048
     )
+    _check_template(run)
     if _is_packed(run):
         data["packing"] = "best_fit"
     if run.flag("dataloader_drop_last"):
@@ -126,6 +127,23 @@ def data(run: Conversion, own: dict[str, Any]) -> dict[str, Any]:
     if workers := run.number("dataloader_num_workers", 0):
         data["num_workers"] = workers
     return data
+
+
+def _check_template(run: Conversion) -> None:
+    """`chat_template` of `init_chat_template`: that of the tokenizer, a file, or "none" for none."""
+    told = run.left.pop("chat_template", None)
+    if str(told).lower() == "none" and told is not None:
+        run.refuse(
+            "chat_template", told, "src and tgt are joined as they are; data.chat_template plain has them on lines"
+        )
+    elif told and told != run.arguments.values.get("model_name_or_path"):
+        why = "is a file of PaddleNLP's own form; nearest: data.chat_template, or the template of the tokenizer"
+        run.refuse("chat_template", told, why)
+    elif run.section == "sft":
+        run.note(
+            "data.chat_template: the tokenizer's; where it has none PaddleNLP joins src and tgt as they are, which no "
+            "recipe does"
+        )
 
 
 def _is_packed(run: Conversion) -> bool:

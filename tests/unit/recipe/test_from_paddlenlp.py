@@ -96,6 +96,17 @@ def test_sft(converted: Convert) -> None:
     assert "data.max_length" in left["src_length"]
 
 
+def test_chat_template(converted: Convert) -> None:
+    for own in ({}, {"chat_template": ""}, {"chat_template": SFT["model_name_or_path"]}):
+        found = converted({**SFT, **own})
+        assert "chat_template" not in found.recipe["data"]
+        assert any(note.startswith("data.chat_template: the tokenizer's") for note in found.notes)
+    for told, why in (("none", "src and tgt are joined as they are"), ("./chat_template.json", "is a file of Paddle")):
+        with pytest.raises(UserError, match=f"chat_template = {told}: {why}"):
+            converted({**SFT, "chat_template": told})
+    assert not any("chat_template" in note for note in converted(PRETRAIN).notes)
+
+
 def test_generated_answers(converted: Convert) -> None:
     asks = {**SFT, "eval_with_do_generation": True}
     found = converted({**asks, "metric_for_best_model": "rougel"})
