@@ -28,6 +28,17 @@ class Converted:
     leaves them out."""
 
 
+def check_stage(stage: str, registry: Registry) -> None:
+    """Raise UserError for a stage that is not known, or that no file of another suite becomes."""
+    if stage not in registry.stages:
+        raise UserError(registry.unknown("stage", stage))
+    from_rows = sorted(name for name, spec in registry.stages.items() if spec.trains and "rollout" not in spec.sections)
+    if stage not in from_rows:
+        raise UserError(
+            f"--stage {stage}: is not what is converted; there are {', '.join(from_rows)}; see: llmsuite recipe new"
+        )
+
+
 class Conversion:
     """One conversion. `take` gives an argument and crosses it off; what is not crossed off has no counterpart."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
@@ -49,9 +51,10 @@ def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -
     """The family that has the model of a name, which an argument `key` gives.
 
     Raises:
-        UserError: no family has it, or its name tells nothing.
+        UserError: no family has it, or its name tells nothing and it is no directory here.
     """
     kind = next((kind for words, kind in _MODEL_TYPES if re.search(words, model, re.IGNORECASE)), None)
+    kind = kind or _type_in(Path(model) / "config.json")
     if kind is None:
         raise UserError(
             f"{key} is {model!r}, which tells no family; if `llmsuite list models` has the model_type of "
@@ -65,6 +68,15 @@ def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -
             f"there are: {known}"
         )
     return found
+
+
+def _type_in(config: Path) -> str | None:
+    """The model_type of a config.json that is here."""
+    try:
+        found = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # `--family` is asked for
+        return None
+    return str(found["model_type"]) if isinstance(found, dict) and found.get("model_type") else None
 
 
 def preset_of(name: str, family: ModelFamily) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
-from llmsuite.recipe.conversion.conversion import Conversion, Converted, is_true
+from llmsuite.recipe.conversion.conversion import Conversion, Converted, check_stage, is_true
 from llmsuite.recipe.conversion.family import family_of
 from llmsuite.recipe.conversion.refuse import Reason, joined, left_without, refusal
 from llmsuite.recipe.paddlenlp import content, execution
@@ -72,8 +72,7 @@ def _read(
 ) -> Converted:
     """The recipe, and what is left over told."""
     stage = stage or _stage(arguments, name, registry)
-    if stage not in registry.stages:
-        raise UserError(registry.unknown("stage", stage))
+    check_stage(stage, registry)
     model = str(arguments.values.get("model_name_or_path", ""))
     if family is not None and family not in registry.models:
         raise UserError(registry.unknown("model", family))

@@ -9,6 +9,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
+from llmsuite.recipe.conversion.conversion import check_stage
 from llmsuite.recipe.conversion.family import family_of
 from llmsuite.recipe.conversion.refuse import Reason, joined, left_without, refusal
 from llmsuite.recipe.document import JSONC, YAML
@@ -91,9 +92,9 @@ def _read(
     num_devices: int | None,
 ) -> Run:
     """The run with its recipe, and what is left over told."""
-    for kind, given in (("stage", stage), ("model", family)):
-        if given is not None and given not in (registry.stages if kind == "stage" else registry.models):
-            raise UserError(registry.unknown(kind, given))
+    check_stage(stage, registry)
+    if family is not None and family not in registry.models:
+        raise UserError(registry.unknown("model", family))
     model = str(flat.get(suite.model_key) or "")
     if not model:
         raise UserError(f"{name}: has no {suite.model_key}")

@@ -101,6 +101,8 @@ def test_chat_template(converted: Convert) -> None:
         found = converted({**SFT, **own})
         assert "chat_template" not in found.recipe["data"]
         assert any(note.startswith("data.chat_template: the tokenizer's") for note in found.notes)
+    with pytest.raises(UserError, match="--stage grpo: is not what is converted"):
+        converted(SFT, stage="grpo")
     for told, why in (("none", "src and tgt are joined as they are"), ("./chat_template.json", "is a file of Paddle")):
         with pytest.raises(UserError, match=f"chat_template = {told}: {why}"):
             converted({**SFT, "chat_template": told})

@@ -253,3 +253,25 @@ def test_leaving_out_what_can_be_followed(converted: Converted) -> None:
     assert found.recipe["source"] == "LLaMA-Factory x.yaml, without use_muon"
     assert found.recipe["data"]["chat_template"] == "chatml"
     assert any(note.startswith("--leave_out: template can be followed, and is") for note in found.notes)
+
+
+def test_the_family_of_a_directory(converted: Converted, tmp_path: Path) -> None:
+    """Where its name tells nothing, its config.json does."""
+    values = {**SFT, "model_name_or_path": "./mine"}
+    with pytest.raises(UserError, match="which tells no family"):
+        converted(ACTION, values)
+    (tmp_path / "mine").mkdir()
+    for text, said in (("{}", "which tells no family"), ('{"model_type": "mamba"}', "of type mamba, which no family")):
+        (tmp_path / "mine/config.json").write_text(text)
+        with pytest.raises(UserError, match=said):
+            converted(ACTION, values)
+    (tmp_path / "mine/config.json").write_text('{"model_type": "qwen3"}')
+    assert converted(ACTION, values).recipe["model"] == {"family": "qwen", "weights": "./mine"}
+
+
+@pytest.mark.parametrize("stage", ["grpo", "online_dpo", "ppo", "infer"])
+def test_stages_that_no_file_becomes(stage: str, converted: Converted) -> None:
+    with pytest.raises(
+        UserError, match=f"--stage {stage}: is not what is converted; there are dpo, kto, lora, pretrain"
+    ):
+        converted(ACTION, SFT, stage=stage)
