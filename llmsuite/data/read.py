@@ -96,6 +96,10 @@ def data_files(path: Path) -> list[Path]:
     if (path / _SPLITS).is_file() and (splits := sorted(file.parent for file in path.glob("*/state.json"))):
         raise UserError(f"{path}: is a data set of splits; name one of them: {', '.join(map(str, splits))}")
     found = sorted(file for file in path.iterdir() if file.is_file() and unpacked_suffix(file) in KINDS)
+    if not found and (corpora := sorted(str(file.with_suffix("")) for file in path.glob("*.idx"))):
+        raise UserError(
+            f"{path}: is a directory of indexed corpora; name one, others in pretrain.mix: {', '.join(corpora)}"
+        )
     if not found:
         raise UserError(f"{path}: cannot be read: is a directory without {', '.join(KINDS)} files")
     return found

@@ -183,6 +183,9 @@ def _corpora(run: Conversion, own: dict[str, Any]) -> str:
         words = words[1:2]
     path = Path(words[0])
     prefixes = sorted(file.with_suffix("") for file in path.glob("*.idx")) if path.is_dir() else []
+    if len(prefixes) > 1 and "mix" not in own:  # get_train_data_file: all of them, with weight 1
+        own["mix"] = {str(prefix): 1.0 for prefix in prefixes[1:]}
+        return str(prefixes[0])
     if len(prefixes) == 1:
         return str(prefixes[0])
     if path.suffix != "" or len(prefixes) != 0 or not path.with_suffix(".idx").is_file():

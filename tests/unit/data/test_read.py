@@ -99,6 +99,13 @@ def test_a_fault_is_named_with_its_line(tmp_path: Path, content: str | bytes, li
         assert word in message
 
 
+def test_a_directory_of_corpora_is_none_of_rows(tmp_path: Path) -> None:
+    for name in ("b.idx", "b.bin", "a.idx", "a.bin"):
+        (tmp_path / name).touch()
+    said = f"name one, others in pretrain.mix: {tmp_path}/a, {tmp_path}/b"
+    assert refusal(tmp_path) == f"{tmp_path}: is a directory of indexed corpora; {said}"
+
+
 def test_one_row_a_line_may_be_called_json(tmp_path: Path) -> None:
     """As PaddleNLP's train.json is."""
     path = write(tmp_path, f"\n{LINE}\n\n{LINE}\n", "rows.json")

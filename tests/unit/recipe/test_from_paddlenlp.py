@@ -55,6 +55,9 @@ def test_the_corpus_of_a_directory(converted: Convert, tmp_path: Path) -> None:
     found = converted({**PRETRAIN, "input_dir": str(tmp_path)})
     assert found.recipe["data"]["train"] == str(tmp_path / "text")
     assert found.notes == [note for note in found.notes if not note.startswith("data.train")]
+    (tmp_path / "code.idx").touch()  # all of them count alike then
+    both = converted({**PRETRAIN, "input_dir": str(tmp_path)}).recipe
+    assert (both["data"]["train"], both["pretrain"]["mix"]) == (str(tmp_path / "code"), {str(tmp_path / "text"): 1.0})
 
 
 def test_fused_matrices_are_fused_projections_where_that_changes_something(converted: Convert) -> None:
