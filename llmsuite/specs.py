@@ -111,8 +111,8 @@ class StageSpec:
     """Sequences that a sample has in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
     profile: Callable[[Any], StageProfile] = lambda section: StageProfile()
     """The metrics of its loss and its pre-passes, by its section: best a method of that class."""
-    evaluates: Callable[[StageProfile], Sequence[str]] | None = None
-    """Names of its evaluations' metrics, without "eval/"; "NAME*" for all that begin so. None: any name may be one."""
+    evaluates: Callable[[StageProfile, Any], Sequence[str]] | None = None
+    """Names of a recipe's metrics of evaluations, without "eval/"; "NAME*" for all that begin so. None: any name."""
     predicts_further: bool = False
     """Whether its loss has the term of `train.mtp_loss_weight`, by `mtp_hidden_states`, and the metric `mtp_loss`."""
     tells_prompts: bool = False

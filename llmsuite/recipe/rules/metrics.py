@@ -17,7 +17,7 @@ def _evaluated(context: RuleContext) -> tuple[str, ...] | None:
     recipe, stage = context.recipe, context.stage
     if stage.evaluates is None:
         return None
-    names = stage.evaluates(stage.profile(getattr(recipe, stage.section_name)))
+    names = stage.evaluates(stage.profile(getattr(recipe, stage.section_name)), recipe)
     further = ("mtp_loss",) if stage.predicts_further and recipe.train.mtp_loss_weight else ()
     answers = OF_ANSWERS if recipe.generation.max_new_tokens is not None else ()
     return tuple(f"eval/{name}" for name in (*names, *further, *answers))

@@ -20,7 +20,7 @@ SUMS = {
     "kto": "loss kl rewards/desirable rewards/undesirable",
 }
 DRAWN = (
-    "reward reward/std entropy completions/length completions/length_ended completions/truncated pass@1 pass@8 "
+    "reward reward/std entropy completions/length completions/length_ended completions/truncated pass@1 "
     "rewards/missing rewards/format rewards/format/std episodes/turns"
 )
 METRICS = {**SUMS, "grpo": DRAWN, "online_dpo": DRAWN, "ppo": DRAWN}
@@ -44,6 +44,15 @@ def test_another_name_is_refused_with_the_nearest(registry: Registry, stage: str
         check(registry, stage, wrong)
     with pytest.raises(RecipeError, match=r"checkpoint\.best_metric: is '(loss|reward)'"):
         check(registry, stage, near.removeprefix("eval/"))
+
+
+@pytest.mark.parametrize("metric", ["rewards/formt", "rewards/exact", "rewards/format_std", "pass@8", "pass@"])
+def test_only_rewards_and_numbers_of_the_recipe_are_taken(registry: Registry, metric: str) -> None:
+    more = ("--eval_rollout.pass_at=[1,4]", "--eval_rollout.num_generations=4", "--eval_rollout.temperature=1")
+    for name in ("rewards/format", "pass@4"):
+        check(registry, "grpo", f"eval/{name}", *more)
+    with pytest.raises(RecipeError, match=rf"checkpoint\.best_metric: is 'eval/{metric}'"):
+        check(registry, "grpo", f"eval/{metric}", *more)
 
 
 def test_metrics_of_answers_and_further_tokens_need_their_keys(registry: Registry) -> None:
