@@ -114,7 +114,13 @@ def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) 
     if sampling.temperature == 0:
         return int(logits.argmax())
     order, probabilities = distribution(logits, sampling)
-    return int(order[random.choice(len(order), p=probabilities)])
+    order, probabilities = order[probabilities > 0], probabilities[probabilities > 0]
+    # an exponential race, in which each token of the vocabulary has a random number of its own. A number looked up in a
+    # cumulative sum falls on another token when sums before it are rounded otherwise, as they are in another batch;
+    # here the one that comes first has to come first by less than that.
+    with np.errstate(over="ignore"):  # one that is next to impossible never comes
+        arrivals = random.standard_exponential(len(logits))[order] / probabilities
+    return int(order[arrivals.argmin()])
 
 
 def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:

@@ -203,6 +203,17 @@ def test_forbidden_tokens_are_never_drawn() -> None:
     assert support(Sampling(temperature=5.0), np.asarray([0.0, -np.inf, 1.0])) == {0, 2}
 
 
+def test_logits_that_are_rounded_otherwise_draw_the_same_tokens() -> None:
+    logits = np.random.default_rng(1).normal(0, 2, 20000)
+    rounded = logits + 1e-5 * (np.arange(len(logits)) < 10000)
+    drawn = [
+        [choose(given, Sampling(temperature=1.3), generator(seed)) for seed in range(200)]
+        for given in (logits, rounded)
+    ]
+    assert drawn[0] == drawn[1]
+    assert len(set(drawn[0])) > 150
+
+
 def exact(sampling: Sampling, logits: np.ndarray) -> np.ndarray:
     """The distribution by its definition: softmax at the temperature, cut by top_k, then by top_p."""
     weights = np.exp(logits / sampling.temperature)
