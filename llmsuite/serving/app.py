@@ -14,7 +14,7 @@ from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 from llmsuite.inference.batch import Line
 from llmsuite.serving import embeddings, protocol, responses, tokens, training
 from llmsuite.serving.events import EventStream
-from llmsuite.serving.limits import BodyLimits, KnownHosts
+from llmsuite.serving.limits import BodyLimits, KnownHosts, Message, Receive, Send
 from llmsuite.serving.page import chat_page
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import R, Service
@@ -59,7 +59,7 @@ def make_app(
 
     app = FastAPI(title="llmsuite serve", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(BodyLimits, limits=service.limits)
-    _guard(app, service, api_key)
+    app.add_middleware(_Guard, service=service, api_key=api_key)
     if hosts is not None:
         app.add_middleware(KnownHosts, names=hosts)
     app.add_exception_handler(HTTPException, _refuse)
@@ -75,22 +75,35 @@ def make_app(
     return app
 
 
-def _guard(app: FastAPI, service: Service, api_key: str | None) -> None:
-    """Ask for the key, and count every request."""
+class _Guard:
+    """Asks for the key, and counts every request.
 
-    @app.middleware("http")
-    async def guard(request: Request, proceed: Any) -> Response:
-        path = request.url.path
-        if api_key is not None and (path.startswith("/v1") or path in ("/metrics", *tokens.PATHS)):
-            given = request.headers.get("authorization", "")
-            if not hmac.compare_digest(given.encode(), f"Bearer {api_key}".encode()):
-                service.metrics.requests.labels("refused", "401").inc()
+    FastAPI's own kind of middleware would hide from the routes that a client has gone, whose answer ends then.
+    """
+
+    def __init__(self, app: Any, service: Service, api_key: str | None):
+        self._app, self._requests, self._api_key = app, service.metrics.requests, api_key
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        path = scope["path"]
+        if self._api_key is not None and (path.startswith("/v1") or path in ("/metrics", *tokens.PATHS)):
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
+                self._requests.labels("refused", "401").inc()
                 body = protocol.error("the API key is wrong or missing", "authentication_error", "invalid_api_key")
-                return JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})
-        response: Response = await proceed(request)
+                await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
+                return
         known = "/v1/models" if path.startswith(_MODEL) else path if path in _PATHS else "other"  # labels stay few
-        service.metrics.requests.labels(known, str(response.status_code)).inc()
-        return response
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self._requests.labels(known, str(message["status"])).inc()
+            await send(message)
+
+        await self._app(scope, receive, counted)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:

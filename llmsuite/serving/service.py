@@ -52,7 +52,7 @@ class Job:
         """Submit the lines; `deadline` is a time of `time.monotonic`. Raises Busy."""
         self.lines = lines
         self._scheduler, self._deadline = scheduler, deadline
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def listener(number: int) -> Any:
@@ -69,19 +69,20 @@ class Job:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """The pieces of all answers, until each has ended. Raises HTTPException when one cannot."""
-        num_open = self._num_open
+        num_open, left = self._num_open, max(0.0, self._deadline - time.monotonic())
+        # not by asyncio.wait_for, which before Python 3.12 loses a cancellation that comes together with a piece
+        alarm = asyncio.get_running_loop().call_later(left, self._pieces.put_nowait, None)
         try:
             while num_open:
-                left = self._deadline - time.monotonic()
-                try:
-                    piece = await asyncio.wait_for(self._pieces.get(), max(left, 0.0))
-                except asyncio.TimeoutError:
-                    raise HTTPException(504, "the answer took longer than the server's request_timeout") from None
+                piece = await self._pieces.get()
+                if piece is None:
+                    raise HTTPException(504, "the answer took longer than the server's request_timeout")
                 if piece.ended and self.lines[piece.number].finished is None:
                     raise _failure(self.lines[piece.number].error)
                 num_open -= piece.ended
                 yield piece
         finally:
+            alarm.cancel()
             self._scheduler.cancel([line for line in self.lines if line.finished is None])
 
 

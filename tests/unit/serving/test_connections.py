@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import resource
+import time
 import types
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,17 +17,23 @@ from llmsuite.serving.app import make_app
 from llmsuite.serving.connections import connection_class, room_for_connections
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.server import make_server
+from llmsuite.serving.service import Service
 from tests.unit.serving.served import make_service
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def with_server(limits: Limits, scenario: Callable[[Callable[[bytes], Awaitable[Opened]]], Awaitable[None]]) -> None:
+def with_server(
+    limits: Limits,
+    scenario: Callable[[Callable[[bytes], Awaitable[Opened]]], Awaitable[None]],
+    service: Service | None = None,
+) -> None:
     """Run a scenario with a server; it is given what opens a connection and sends some bytes."""
 
     async def run() -> None:
-        service = make_service(limits)
+        nonlocal service
+        service = service or make_service(limits)
         server = make_server(service, make_app(service, hosts=set()), "127.0.0.1", 0)
         serving = asyncio.create_task(server.serve())
         while not server.started:
@@ -125,3 +132,34 @@ def test_few_file_handles_leave_room_for_other_files(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(connections.os, "listdir", lambda path: ["0"] * 30)
     assert room_for_connections(512) == 256 - 30 - 64 - 64
     assert room_for_connections(50) == 50
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_an_answer_ends_when_its_client_has_left(is_stream: bool) -> None:
+    length = 2000
+    limits = Limits(max_new_tokens=length)
+    service = make_service(limits)
+    decoder: Any = service.generator.decoder
+    forward = decoder.forward
+
+    def slow(*given: Any) -> Any:  # the whole answer would take ten seconds
+        time.sleep(0.005)
+        return forward(*given)
+
+    decoder.forward = slow
+    body = json.dumps({"prompt": "x", "max_tokens": length, "min_tokens": length, "stream": is_stream}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+
+    def num_running() -> float:
+        return float(service.metrics.running._value.get())
+
+    async def scenario(connect: Any) -> None:
+        _, writer = await connect(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        while num_running() == 0:
+            await asyncio.sleep(0.01)
+        writer.close()
+        while num_running():
+            await asyncio.sleep(0.01)
+        assert service.metrics.passes._value.get() < length / 2, "nothing is decoded for nobody"
+
+    with_server(limits, scenario, service)
