@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from llmsuite.regular import open_regular
 
 _FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sentencepiece", "spiece", "encoder")
 _SUFFIXES = (".model", ".tiktoken")
+_BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
+"""A byte in a vocabulary of SentencePiece."""
 
 
 class TextTokenizer:
@@ -133,6 +136,17 @@ class TextTokenizer:
             alone = [str(self._fast.decode([token], skip_special_tokens=False)) for token in ids]
         return [str(self._fast.id_to_token(t)) if "\ufffd" in text or not text else text for t, text in zip(ids, alone)]
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes that one token stands for in UTF-8, a part of a character too; None where they are not known."""
+        text = self.decode([token])
+        if "\ufffd" not in text:
+            return text.encode()
+        piece = str(self._fast.id_to_token(token)) if self._fast else ""
+        if alone := _BYTE_PIECE.fullmatch(piece):
+            return bytes.fromhex(alone[1])
+        known = _bytes_of_characters()
+        return bytes(known[c] for c in piece) if piece and all(c in known for c in piece) else None
+
     @contextlib.contextmanager
     def _panics(self) -> Iterator[None]:
         """What the library cannot do, said as such: of the type that it raises then nothing but the name is known."""
@@ -165,6 +179,15 @@ class NoTokenizer(TextTokenizer):
         raise UserError(
             "model.family: its models read no tokens, and this run asks for a tokenizer; choose a stage that does not"
         )
+
+
+@functools.cache
+def _bytes_of_characters() -> dict[str, int]:
+    """The bytes that the characters of a byte-level vocabulary stand for, as GPT-2 has it: printable ones for
+    themselves, and those from 256 on for the others in turn."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted(set(range(256)) - set(printable))
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
 
 
 def _open_fast(path: Path) -> Any:

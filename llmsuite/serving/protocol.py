@@ -6,7 +6,6 @@ such as who asks or what is kept of it, are accepted: see `Request`.
 
 from __future__ import annotations
 
-import itertools
 import json
 import secrets
 import time
@@ -19,6 +18,7 @@ from llmsuite.data.rows import ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.batch import Line, TokenLogprob
 from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERATURE, MIN_REPETITION, Sampling
+from llmsuite.inference.text import TextStream
 
 MAX_ANSWERS = 16
 """To one prompt."""
@@ -267,8 +267,9 @@ def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin:
     """Log-probabilities of a choice of a chat, from token `begin` on."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token])
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": list(text.encode())}
+        found = tokenizer.bytes_of(token)
+        known = None if found is None else list(found)
+        return {"token": tokenizer.decode([token]), "logprob": max(logprob, -9999.0), "bytes": known}
 
     return {
         "content": [
@@ -279,10 +280,15 @@ def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin:
 
 
 def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
-    """Log-probabilities of a choice of a completion, from token `begin` on."""
+    """Log-probabilities of a choice of a completion, from token `begin` on. Offsets are of the text: tokens that are
+    parts of one character begin where it does."""
+    stream, offsets = TextStream(tokenizer), list[int]()
+    for t in kept:
+        offsets.append(len(stream.text))
+        stream.push(t.token)
     texts = [tokenizer.decode([t.token]) for t in kept]
-    offsets = list(itertools.accumulate(map(len, texts), initial=0))[:-1]
-    top = [{tokenizer.decode([other]): value for other, value in t.top} for t in kept[begin:]]
+    # tokens of one text, such as parts of characters, are one key, which has the likeliest
+    top = [{tokenizer.decode([other]): value for other, value in reversed(t.top)} for t in kept[begin:]]
     logprobs = [t.logprob for t in kept[begin:]]
     return {"tokens": texts[begin:], "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets[begin:]}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sentencepiece
+import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,6 +42,22 @@ def test_special_tokens_and_sizes() -> None:
     assert EMBEDDED.token_id("<|im_start|>") == 1
     with pytest.raises(UserError, match="'absent' is not in the vocabulary"):
         EMBEDDED.token_id("absent")
+
+
+@given(TEXT)
+def test_tokens_have_the_bytes_of_their_parts_of_characters(text: str) -> None:
+    ids = [token for token in EMBEDDED.encode(text) if token > 2]
+    assert b"".join(EMBEDDED.bytes_of(token) or b"?" for token in ids).decode() == EMBEDDED.decode(ids)
+
+
+def test_bytes_of_a_vocabulary_of_sentencepiece_and_of_what_is_none(tmp_path: Path) -> None:
+    vocab = {"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "é": 3, "?\ufffd ": 4}
+    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
+    made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
+    tokenizer = TextTokenizer(tmp_path)
+    assert [tokenizer.bytes_of(token) for token in (1, 2, 3, 4)] == [b"\xc3", b"\xa9", "é".encode(), None]
 
 
 @given(TEXT)

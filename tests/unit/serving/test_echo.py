@@ -17,6 +17,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference import decoder as decoding
 from llmsuite.inference.adapters import AdaptedDecoder, read_adapters
+from llmsuite.inference.batch import TokenLogprob
 from llmsuite.inference.evaluate import scorer
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.load import load_model
@@ -24,6 +25,7 @@ from llmsuite.inference.prompts import Prompter
 from llmsuite.serving.app import make_app
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
+from llmsuite.serving.protocol import chat_logprobs, completion_logprobs
 from llmsuite.serving.service import Service
 from tests.unit import tiny_llama
 from tests.unit.serving.test_adapters import CONFIG, write_adapter
@@ -84,3 +86,27 @@ def test_each_answer_has_those_of_its_prompt(client: openai.OpenAI) -> None:
 def test_not_in_streams(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="echo: not with logprobs in a stream"):
         client.completions.create(model="base", **ASK, stream=True)
+
+
+def test_parts_of_a_character_begin_where_it_does(place: Path) -> None:
+    tokenizer = TextTokenizer(place / "base")
+    text = "a 日é b"
+    kept = [TokenLogprob(token, -1.0, ()) for token in tokenizer.encode(text)]
+    found = completion_logprobs(kept, tokenizer)
+    assert [text[at] for at, token in zip(found["text_offset"], found["tokens"]) if token == "\ufffd"] == [*"日日日éé"]
+    assert all(text[at:].startswith(t) for at, t in zip(found["text_offset"], found["tokens"]) if t != "\ufffd")
+    assert completion_logprobs(kept, tokenizer, 3)["text_offset"] == found["text_offset"][3:]
+
+
+def test_of_tokens_with_one_text_the_likeliest_is_told(place: Path) -> None:
+    tokenizer = TextTokenizer(place / "base")
+    first, second, *_ = tokenizer.encode("日")
+    kept = TokenLogprob(first, -0.5, ((first, -0.5), (second, -2.0)))
+    assert completion_logprobs([kept], tokenizer)["top_logprobs"] == [{"\ufffd": -0.5}]
+
+
+def test_bytes_of_a_chat_are_those_of_its_tokens(place: Path) -> None:
+    tokenizer = TextTokenizer(place / "base")
+    kept = [TokenLogprob(token, -1.0, ()) for token in tokenizer.encode("日é")]
+    told = chat_logprobs(kept, tokenizer)["content"]
+    assert bytes(byte for entry in told for byte in entry["bytes"]).decode() == "日é"
