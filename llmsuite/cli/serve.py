@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import ipaddress
 import os
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -99,6 +101,9 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.cli.places import find_model_arguments
     from llmsuite.launch.launch import is_worker
 
+    args.port = int(args.port)  # getaddrinfo takes no class of its own
+    if args.num_devices == 1 or not is_worker():  # ranks are started when that is known
+        _check_address(args.host, args.port)
     names = args.name or [_name(args.model)]
     find_model_arguments(args)
     adapters = _adapters(args, names)
@@ -177,6 +182,20 @@ def _name(model: str) -> str:
     """What clients call a model unless they are told otherwise: the last word of its path or of its name on a hub."""
     name = hub_name(model)
     return Path(model).absolute().name if name is None else name.repo.rpartition("/")[2]
+
+
+def _check_address(host: str, port: int) -> None:
+    """Raise UserError where another process listens or there is no such host, before a model is fetched and read."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            with socket.socket(family, kind, protocol) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both as the server has it
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+    except OSError as error:
+        if isinstance(error, socket.gaierror) or error.errno in (errno.EADDRINUSE, errno.EACCES):
+            raise UserError(f"--host {host} --port {port}: cannot listen there: {error.strerror}") from error
 
 
 def _is_loopback(host: str) -> bool:

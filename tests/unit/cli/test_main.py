@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -249,3 +250,13 @@ def test_run_stops_before_anything_starts(run: Run, write_recipe: Callable[..., 
         assert (code, out) == (2, "")
         assert err.startswith(position(path, f'"{key.rpartition(".")[2]}": ') + f": {key}: ")
         assert not (tmp_path / "run").exists()
+
+
+def test_where_to_listen_is_looked_at_before_the_model(run: Run) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        told = f"--host 127.0.0.1 --port {port}: cannot listen there: Address already in use\n"
+        assert run("serve", "no-model", "--port", port) == (2, "", told)
+    assert "cannot listen there: Name or service" in run("serve", "x", "--host", "no-such-host.invalid", "--port", 0)[2]
+    for host in ("::", "localhost"):
+        assert "no-model" in run("serve", "no-model", "--host", host, "--port", 0)[2]
