@@ -44,7 +44,16 @@ class SampleOrder:
 
     def at(self, position: int) -> int:
         """Index of the sample at a position of the stream."""
-        epoch, offset = divmod(position, self.epoch_length)
+        return self._sample(*divmod(position, self.epoch_length))
+
+    def first(self, count: int) -> Iterator[int]:
+        """Index of each sample that so many positions from the beginning may have, once."""
+        # what an epoch leaves out comes in later ones, where their order is another
+        is_all = count > self.epoch_length and self._shuffle
+        return (self._sample(0, at) for at in range(self.num_samples if is_all else min(count, self.epoch_length)))
+
+    def _sample(self, epoch: int, offset: int) -> int:
+        """Index at an offset in the order of an epoch, which goes on beyond what is taken of it."""
         if not self._shuffle:
             return offset
         if self.num_samples > _MOST_LISTED:

@@ -46,9 +46,9 @@ class TrainingData:
     sampler: BatchSampler
 
     def used(self, num_samples: int) -> Iterator[Any]:
-        """The first samples of the stream, each once, and those of the evaluation."""
-        for position in range(min(num_samples, len(self.train))):
-            yield self.train[self.order.at(position)]
+        """The samples that so many of the stream may be, each once, and those of the evaluation."""
+        for index in self.order.first(num_samples):
+            yield self.train[index]
         yield from self.eval
 
     def eval_micro_batches(self, mesh: Mesh, size: int) -> tuple[Sequence[list[Any]], int]:

@@ -45,6 +45,19 @@ def test_last_samples_are_left_out(data: st.DataObject, num_samples: int, seed: 
         assert taken == [whole.at(epoch * num_samples + i) for i in range(length)]
 
 
+@given(data=st.data(), num_samples=st.integers(1, 40), seed=SEEDS, shuffle=st.booleans(), count=st.integers(0, 130))
+def test_no_sample_of_the_first_ones_is_missing(
+    data: st.DataObject, num_samples: int, seed: int, shuffle: bool, count: int
+) -> None:
+    """Nor twice: what is computed of each before the first step is there in every epoch."""
+    order = SampleOrder(num_samples, seed, shuffle, data.draw(st.integers(1, num_samples)))
+    found, taken = list(order.first(count)), [order.at(position) for position in range(count)]
+    assert len(found) == len(set(found))
+    assert {*taken} <= {*found}
+    if count <= order.epoch_length:
+        assert found == taken
+
+
 def factorisations(size: int) -> list[tuple[int, int, int]]:
     """Every (accumulated micro-batches, ranks, micro-batch size) that makes up a global batch."""
     divisors = [n for n in range(1, size + 1) if size % n == 0]
