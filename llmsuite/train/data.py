@@ -209,11 +209,11 @@ def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], 
 def _row_lengths(stage: Stage[Any] | None, plan: RunPlan, samples: Sequence[Any]) -> np.ndarray | None:
     """[samples, rows of each]: tokens of the training samples, where micro-batches are made by them. With micro-batches
     by tokens also in the middle of a pipeline: their number depends on the lengths."""
-    by_tokens = plan.recipe.train.micro_batch_tokens is not None
+    by_tokens, by_length = plan.recipe.train.micro_batch_tokens is not None, plan.recipe.data.group_by_length
     lengths = None
     if plan.profile.updates:  # they are dealt when they are completed
         return None
-    if stage is not None and (by_tokens or plan.recipe.data.group_by_length):
+    if stage is not None and (by_tokens or by_length):
         lengths = lengths_of(samples, stage.row_lengths)
         if by_tokens and lengths is None:
             raise UserError(

@@ -46,7 +46,7 @@ RUNS: dict[str, tuple[str, ...]] = {
 SPREADS: dict[str, tuple[str, int, dict[str, object], tuple[str, ...]]] = {
     "micro-batches of 1": ("plain", 1, {}, ("--train.micro_batch_size=1", "--rollout.batch_size=100")),
     "dp2, by tokens": ("plain", 2, {}, ("--train.micro_batch_tokens=300",)),
-    "tp2, sequence parallel": ("plain", 2, _TP, ()),
+    "tp2, sequence parallel": ("plain", 2, _TP, ("--data.group_by_length=false",)),
     "stage3, static": ("plain", 2, {"sharding": "stage3"}, ("--engine.mode=to_static",)),
     "pp4": ("plain", 4, {"pipeline_parallel_degree": 4}, ()),
     "adapters, tp2-pp2": ("adapters", 4, {**_TP, **_PP}, ()),
