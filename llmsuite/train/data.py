@@ -41,6 +41,9 @@ class TrainingData:
     """The same; also in the middle of a pipeline, where steps are programs: each rank makes that of all of a step."""
     train: Sequence[Any]
     eval: Sequence[Any]
+    """With `data.group_by_length` the longest first."""
+    eval_as_read: Sequence[Any]
+    """The same in the order of the file."""
     order: SampleOrder
     """The endless stream of training samples."""
     sampler: BatchSampler
@@ -89,12 +92,14 @@ def read_data(
     stage = in_programs if mesh.reads_data else None
     if stage is not None:
         train, evaluation = _read(stage, plan, mesh)
+    by_length = evaluation if stage is None else _by_length(stage, plan, evaluation)
     lengths = _row_lengths(stage, plan, train)
     counts = collective.from_first_rank([len(train), len(evaluation)])
     if stage is None:
         train, evaluation = (range(int(count)) for count in counts)
+        by_length = evaluation
     order = _order(plan, len(train))
-    return TrainingData(stage, in_programs, train, evaluation, order, _sampler(plan, order, lengths))
+    return TrainingData(stage, in_programs, train, by_length, evaluation, order, _sampler(plan, order, lengths))
 
 
 def _order(plan: RunPlan, num_samples: int) -> SampleOrder:
@@ -199,11 +204,15 @@ def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], 
     if 0 < len(evaluation) < mesh.degrees.num_data_ranks:
         source = plan.eval_file or plan.train_file
         raise UserError(f"data.eval: {source} gives {len(evaluation)} usable samples; every data rank needs one")
-    by_length = plan.recipe.data.group_by_length and len(evaluation)
-    lengths = lengths_of(evaluation, stage.row_lengths) if by_length else None
-    if lengths is not None:
-        evaluation = Picked(evaluation, np.argsort(-lengths.max(1), kind="stable"))
     return train, evaluation
+
+
+def _by_length(stage: Stage[Any], plan: RunPlan, evaluation: Sequence[Any]) -> Sequence[Any]:
+    """Samples for evaluation in the order in which they make up micro-batches."""
+    if plan.profile.updates or not plan.recipe.data.group_by_length or not len(evaluation):
+        return evaluation
+    lengths = lengths_of(evaluation, stage.row_lengths)
+    return evaluation if lengths is None else Picked(evaluation, np.argsort(-lengths.max(1), kind="stable"))
 
 
 def _row_lengths(stage: Stage[Any] | None, plan: RunPlan, samples: Sequence[Any]) -> np.ndarray | None:

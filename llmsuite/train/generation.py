@@ -56,7 +56,7 @@ class AnswerEvaluation:
         self._num_kept = None if self._section.save else self._section.log_samples
         if data.stage is None:
             return
-        self._questions = _spread(functools.partial(_questions, data.stage, data.eval), count)
+        self._questions = _spread(functools.partial(_questions, data.stage, data.eval_as_read), count)
         self._model = LocalModel(plan, backend)
         tokenizer = data.stage.context.tokenizer
         stops = stop_tokens(plan.weights or tokenizer.directory, tokenizer) | {tokenizer.eos_id}

@@ -55,7 +55,7 @@ MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 PROGRAMS = "--engine.mode=to_static"
 AGAIN = {  # stage, mesh, words on top of those of the run on one process
-    "pp3": ("sft", "pp3", []),
+    "pp3": ("sft", "pp3", ["--data.group_by_length=false"]),
     "stage3": ("sft", "stage3", []),
     "programs": ("sft", "one", [PROGRAMS]),
     "programs, tp2": ("sft", "tp2", [PROGRAMS]),
