@@ -84,7 +84,8 @@ class LossLedger:
             return weight, metrics
         known = [weight, metrics.get("loss", 0.0)] if mesh.rank == 0 else [0.0, 0.0]
         weight, loss, *votes = collective.sum_over_run([*known, *self._votes.values()])
-        return weight, {"loss": loss, **metrics, **dict(zip(self._votes, votes))}
+        known_loss = {"loss": loss} if weight else {}  # of nothing there is no mean, on these meshes as on others
+        return weight, {**known_loss, **metrics, **dict(zip(self._votes, votes))}
 
     def ratios(self) -> dict[str, float]:
         """The sums of all data ranks, each divided by its weight; 0 for a weight of 0. Every rank that reads data has

@@ -113,3 +113,14 @@ def test_a_ledger_counts_each_sample_once(degrees: Degrees) -> None:
         asked = {rank}
         for _, found_metrics in many.run(degrees, work):
             assert found_metrics["stop"] == 1
+
+
+@every_mesh
+def test_a_loss_of_no_weight_is_none(degrees: Degrees) -> None:
+    def work(mesh: Mesh) -> tuple[float, dict[str, float]]:
+        ledger = LossLedger()
+        if mesh.reads_data:
+            ledger.add(LossTerms(paddle.to_tensor(0.0), 0.0))
+        return ledger.reduce()
+
+    assert all(found == (0.0, {}) for found in many.run(degrees, work))
