@@ -15,6 +15,7 @@ from llmsuite.recipe.rules.required import REQUIRED_RULES, UNTRAINED_REQUIRED_RU
 from llmsuite.recipe.rules.rollouts import ROLLOUT_RULES
 from llmsuite.recipe.rules.stages import STAGE_RULES, UNTRAINED_STAGE_RULES
 from llmsuite.recipe.rules.strategy import GENERAL_RULES, STRATEGY_RULES
+from llmsuite.recipe.rules.targets import TARGET_RULES
 
 __all__ = ["RULES", "UNTRAINED_RULES", "RuleContext"]
 
@@ -26,6 +27,7 @@ RULES = (
     *STAGE_RULES,
     *REFT_RULES,
     *PREFIX_RULES,
+    *TARGET_RULES,
     *GENERATION_RULES,
     *METRIC_RULES,
     *ROLLOUT_RULES,
