@@ -120,6 +120,16 @@ def test_code_on_chinese_pages_is_that_of_the_english_ones(name: str) -> None:
     assert chinese == english
 
 
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.zh.md", *sorted((ROOT / "docs" / "zh").rglob("*.md"))], ids=lambda page: page.name
+)
+def test_chinese_sentences_are_on_one_line(page: Path) -> None:
+    """Pages show a line break as a space, which does not belong between Chinese characters."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    wide = r"[\u3000-\u303f\u4e00-\u9fff\uff00-\uffef]"
+    assert re.findall(rf".*{wide}\n *{wide}.*", text) == []
+
+
 def test_the_chinese_readme_leads_where_the_english_one_does() -> None:
     """To the Chinese page where there is one; links to a heading aside, which only the English page may have."""
     english, chinese = (
