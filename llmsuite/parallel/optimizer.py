@@ -137,9 +137,11 @@ class Optimizer:
         decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
         kinds = PLAIN if ops.adamw is None else PaddleKinds(functools.partial(_KernelAdamW, ops.adamw))
         self._paddle = paddle_optimizer(train, owned, train.learning_rate, decay, kinds=kinds)
-        self._decay_rates = {slot: first(train) for slot, first in FIRST_VALUES.items()}
+        # of these slots only: a key that its optimizer does not read is told to be idle
+        own_slots = OPTIMIZER_SLOTS[train.optimizer]
+        self._decay_rates = {slot: FIRST_VALUES[slot](train) for slot in own_slots if slot in FIRST_VALUES}
         has_master = any(shard.has_master for shard in self.shards)
-        self.slots = [*OPTIMIZER_SLOTS[train.optimizer], *(["master"] if has_master else [])]
+        self.slots = [*own_slots, *(["master"] if has_master else [])]
         for shard in self.shards:
             self.to_host(shard)
 

@@ -16,6 +16,7 @@ COMMON = (
     "--train.max_grad_norm=0.5",
     "--train.warmup_ratio=0",
     "--train.weight_decay=0",
+    "--train.adam_beta2=0.999",  # its default, as some recipes have another, which sgd does not read
     "--data.eval=null",
 )
 FAMILIES: dict[str, tuple[str, tuple[str, ...]]] = {

@@ -14,7 +14,9 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels.source import can_be_built
 from llmsuite.errors import UserError
 from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.schema.recipe import TrainSection
+from llmsuite.schema.section import forget_reads, unread
 from tests.unit import alone
 
 SHAPES = {
@@ -137,6 +139,15 @@ def test_decay_leaves_gains_alone() -> None:
         assert np.array_equal(decayed[name], plain[name])
     for name in ("layer.weight", "scale_up"):
         assert np.abs(decayed[name] - plain[name]).max() > 1e-3
+
+
+@pytest.mark.parametrize("make", [Optimizer, ProgramOptimizer])
+def test_sgd_reads_no_key_of_adamw(make: Any) -> None:
+    """So that a recipe which gives one is told, in every mode."""
+    train = section(optimizer="sgd")
+    forget_reads(train)
+    make([], train, NUM_STEPS)
+    assert {"adam_beta1", "adam_beta2", "adam_epsilon"} <= {key for (key,) in unread(train)}
 
 
 def test_sgd_refuses_decay() -> None:
