@@ -21,11 +21,14 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
         yield "parallel.sharding_parallel_degree", f"{shared}; leave it out, or set engine.program to layers"
     missing = "which engine.program step does not have"
     by_parts = "and a program updates all parameters at once, with all of the optimizer's state on the device"
+    alone = "and a program sums the gradient of each parameter by itself"
+    buckets = parallel.gradient_bucket_bytes
     ragged = "and micro-batches of as many tokens differ in their rows, so each step would need a program of its own"
     for key, value, is_set, default, why in (
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false", by_parts),
         ("train.mtp_loss_weight", train.mtp_loss_weight, train.mtp_loss_weight > 0, "0", missing),
         ("train.micro_batch_tokens", train.micro_batch_tokens, train.micro_batch_tokens is not None, "null", ragged),
+        ("parallel.gradient_bucket_bytes", buckets, buckets is not None, "null", alone),
     ):
         if is_set:
             yield key, f"is {value}, {why}; set it to {default}, or engine.program to layers"
@@ -71,9 +74,10 @@ def _not_in_a_pipeline(context: RuleContext) -> Iterator[Violation]:
 PROGRAM_RULES = (
     Rule(
         "`program: step` with sharding over some of the data ranks, another stage than `pretrain`, "
-        "`sft`, `lora`, `dpo`, `kto` and `rm`, `offload_optimizer`, `mtp_loss_weight` or "
-        "`micro_batch_tokens`",
-        "such a program does not have it yet; it moves no state of the optimizer, and is made for one shape of batches",
+        "`sft`, `lora`, `dpo`, `kto` and `rm`, `offload_optimizer`, `mtp_loss_weight`, "
+        "`micro_batch_tokens` or `gradient_bucket_bytes`",
+        "such a program does not have it yet; it moves no state of the optimizer, is made for one shape of batches, "
+        "and sums each gradient by itself",
         (
             "--engine.mode=to_static",
             "--engine.program=step",

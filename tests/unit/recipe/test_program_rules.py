@@ -170,6 +170,11 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
             ["--train.micro_batch_tokens=256"],
             "train.micro_batch_tokens: is 256, and micro-batches of as many tokens differ in their rows",
         ),
+        (
+            "llama/sft",
+            ["--launch.num_devices=2", '--parallel={"gradient_bucket_bytes":0}'],
+            "parallel.gradient_bucket_bytes: is 0, and a program sums the gradient of each .* set it to null, or",
+        ),
         ("deepseek/pretrain", ["--train.mtp_loss_weight=0.3"], "train.mtp_loss_weight: is 0.3, .* set it to 0, or"),
     ],
 )
