@@ -210,6 +210,7 @@ class _Store:
 
     def _expert(self, name: str, shape: Sequence[int], number: int) -> StoredMatrix:
         own, inputs = slice(number, number + 1), slice(0, shape[1])
+        _check_blocks(name.removesuffix(".weight"), shape[1], self._precision)
 
         def some(first: int, end: int) -> np.ndarray:
             return np.asarray(self._read(name, shape, [own, inputs, slice(first, end)])[0], "float32")
@@ -255,11 +256,7 @@ class _Store:
             turned: whether the parameters are [O, I].
         """
         num_inputs = int(shapes[0][0])
-        if precision != "bf16" and num_inputs % 2:
-            raise UserError(
-                f"--precision {precision}: {names[0]} has {num_inputs} inputs, an odd number, which are no blocks; "
-                "use fp32 or bf16"
-            )
+        _check_blocks(names[0], num_inputs, precision)
         parts = []
         for name, (_, num_outputs), order in zip(names, shapes, orders):
             some = functools.partial(self._outputs, f"{name}.weight", [num_inputs, num_outputs], turned)
@@ -274,6 +271,15 @@ class _Store:
         if turned:
             return np.asarray(self._read(name, shape[::-1], index[::-1]), "float32").T
         return np.asarray(self._read(name, shape, index), "float32")
+
+
+def _check_blocks(name: str, num_inputs: int, precision: str) -> None:
+    """Raise UserError for a layer whose inputs cannot be cut into blocks."""
+    if precision != "bf16" and num_inputs % 2:
+        raise UserError(
+            f"--precision {precision}: {name} has {num_inputs} inputs, an odd number, which are no blocks; "
+            "use fp32 or bf16"
+        )
 
 
 def _reordered(some: Callable[[int, int], np.ndarray], order: np.ndarray, first: int, end: int) -> np.ndarray:

@@ -312,6 +312,15 @@ def test_what_cannot_be_stored_is_refused_by_name(
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("family", "key"), [("llama", "intermediate_size"), ("qwen_moe", "moe_intermediate_size")])
+def test_odd_numbers_of_inputs_are_refused_by_name(family: str, key: str, tmp_path: Path) -> None:
+    source = open_any(write_family(tmp_path / "model", family, **{key: 33}), FAMILIES)
+    for precision in ("int8", "int4"):
+        with pytest.raises(UserError, match=rf"--precision {precision}: model\..* has 33 inputs, an odd number"):
+            load_model(source, CpuBackend(), stored=precision)
+    load_model(source, CpuBackend(), stored="bf16")
+
+
 @pytest.mark.parametrize("layer", ["q_proj", "down_proj", "kv_a_proj_with_mqa", "up_proj"])
 def test_layers_that_round_their_inputs_are_refused_by_name(layer: str) -> None:
     family = "gpt" if layer == "up_proj" else "deepseek" if "kv" in layer else "llama"
