@@ -46,17 +46,26 @@ def windows_of(texts: Sequence[Sequence[int]], length: int, most: int) -> np.nda
     return np.asarray(ids[: len(ids) // length * length], "int64").reshape(-1, length)
 
 
+def check_layers(source: ModelDirectory) -> None:
+    """Raise UserError for a model with layers that are not calibrated: experts do not see all tokens, and some matrices
+    are no layers of their own."""
+    with paddle.LazyGuard():
+        model = source.family.factory()(source.config, Ops())
+    if reason := uncovered(model):
+        raise UserError(
+            f"{source.path}: is of a kind that is not calibrated ({source.family.name}): {reason}. `--precision` of "
+            "generate, serve and eval rounds it as it is loaded"
+        )
+
+
 @paddle.no_grad()
 def calibrated(source: ModelDirectory, windows: np.ndarray, precision: str) -> ModelDirectory:
     """A model whose layers are rounded, to be written; with a progress bar.
 
     Args:
-        source: the model.
+        source: the model, which `check_layers` has seen.
         windows: token ids, [N, L].
         precision: nf4, fp4 or int4.
-
-    Raises:
-        UserError: `--precision` would refuse the model.
     """
     model = source.family.factory()(source.config, Ops())
     check_shapes(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
@@ -64,8 +73,6 @@ def calibrated(source: ModelDirectory, windows: np.ndarray, precision: str) -> M
     for name, parameter in model.named_parameters():
         parameter.set_value(values[name].astype("float32"))
     model.eval()
-    if reason := uncovered(model):
-        raise UserError(f"{source.path}: its layers are not stored in 4 bits ({source.family.name}): {reason}")
     states = [model.embed(paddle.to_tensor(windows[i : i + _ROWS])) for i in range(0, len(windows), _ROWS)]
     inputs = model.layer_inputs(0, windows.shape[1], states[0].dtype)
     for number, layer in enumerate(track(model.model.layers, "rounding layers")):

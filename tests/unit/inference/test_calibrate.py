@@ -17,6 +17,7 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.load import load_model
 from llmsuite.inference.packing import block_format
 from tests.unit import tiny_llama
+from tests.unit.inference.test_export import write_family
 from tests.unit.tiny_llama import FAMILIES
 
 CONFIG = dataclasses.replace(
@@ -100,6 +101,17 @@ def test_a_checkpoint_of_gptq_is_stored_answers_and_is_converted(
     words = ["-o", str(tmp_path / "none"), "--texts", str(place / "texts.txt"), "--precision", "int4"]
     assert main(["calibrate", str(tmp_path / "odd"), *words]) == 2
     assert "outputs that are a multiple of 8; here inputs are 64, 96. Choose nf4" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("precision", ["nf4", "int4"])
+@pytest.mark.parametrize("family", ["gpt", "qwen_moe", "deepseek"])
+def test_layers_of_another_kind_are_refused(
+    family: str, precision: str, place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    model, texts = write_family(tmp_path / "model", family), str(place / "texts.txt")
+    words = ["-o", str(tmp_path / "none"), "--texts", texts, "--precision", precision]
+    assert main(["calibrate", str(model), *words]) == 2
+    assert f"is of a kind that is not calibrated ({family})" in capfd.readouterr().err
 
 
 def test_what_is_refused(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
