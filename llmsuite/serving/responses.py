@@ -148,6 +148,8 @@ class ResponseRequest(_Strict):
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             return [*system, {"role": "user", "content": self.input}]
+        if not self.input:
+            raise HTTPException(400, "input: has to be a text or a list of items, at least one")
         messages: list[dict[str, Any]] = [*system]
         for number, item in enumerate(self.input):
             where, kind = f"input[{number}]", item.get("type", "message")

@@ -233,7 +233,7 @@ def test_tokens_of_an_input_are_counted() -> None:
         ),
         ({"input": [{"role": "user", "content": 1}]}, r"input\[0\]\.content: a text is needed, or a list of parts"),
         ({"input": [{"role": "wizard", "content": "Hi"}]}, "needs role"),
-        ({"input": []}, "at least one"),
+        ({"input": []}, "input: has to be a text or a list of items, at least one"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         ({"text": {"format": {"type": "json_schema"}}}, "json_schema"),
         ({"tool_choice": "required"}, "tool_choice: asks for a call"),
