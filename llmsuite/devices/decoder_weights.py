@@ -22,7 +22,7 @@ FLOATS = Codes(32)
 
 @dataclasses.dataclass(frozen=True)
 class StoredMatrix:
-    """A matrix [I, O] in the bytes that a device multiplies with."""
+    """A matrix [I, O], or a stack of them, in the bytes that a device multiplies with."""
 
     bytes: Tensor
     codes: Codes

@@ -296,16 +296,16 @@ class Ops:
     scale: Callable[[Tensor, float], None] = scale
     """For gradients, before they update their parameters."""
     adamw: Callable[..., None] | None = None
-    """An update of a plain float32 parameter, in place. It takes that, its gradient, what this is multiplied by, the
-    learning rate, [both moments, powers of both decay rates], the decay rates, epsilon, and the decay of the weight.
-    None: Paddle's own."""
+    """An update of a plain float32 parameter, in place, by its gradient, what this is multiplied by, the learning rate,
+    [both moments, powers of both decay rates], the decay rates, epsilon and weight decay. None: Paddle's own."""
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
-    padding columns [B], a cache with free columns, each tensor [B, J, S, K], float32 or bfloat16, and how many columns
-    are filled, to logits [B, V]; keys and values are written in place. They are what `attention_operand` makes of
-    them. None: layer by layer, by these operations."""
+    padding columns [B], a cache with free columns, [B, J, S, K] float32 or bfloat16 each, and how many columns are
+    filled, to logits [B, V]; writes keys and values, as `attention_operand` makes them. None: layer by layer."""
     stored_product: Callable[[Tensor, StoredMatrix], Tensor] | None = None
     """x [..., I], rounded to bfloat16, times a stored matrix, [..., O] in float32. None: no such matrices there."""
+    stored_grouped: Callable[[Tensor, StoredMatrix, Tensor], Tensor] | None = None
+    """Rows [N, I], so many [E] for each matrix of a stored stack, likewise; those behind give zeros. None as before."""
     stored_outputs: Callable[[Tensor, StoredMatrix], Tensor] | None = None
     """Outputs, by number [...], of a stored matrix, [..., I] in float32: embeddings of words. None as before."""
     stored_write: Callable[[Tensor, StoredMatrix, int, bool], None] | None = None

@@ -45,7 +45,7 @@ from llmsuite.inference.exported import (
 )
 from llmsuite.inference.exported_readme import readme
 from llmsuite.inference.fused import fold_gains, fuse
-from llmsuite.inference.load import check_cut, check_precision, check_program, load_model
+from llmsuite.inference.load import check_cut, check_precision, load_model
 from llmsuite.inference.loop import SPEC, GreedyLoop
 from llmsuite.inference.rank_parts import join_parts, load_part, ring_of
 from llmsuite.inference.static_experts import make_static
@@ -108,8 +108,6 @@ def export(
         )
     if decoding_loop and degrees.pp > 1:
         raise UserError("--decoding_loop: is a program of one pipeline stage; leave out --pipeline_parallel_degree")
-    if has_kernels:
-        check_program(source, backend, precision)
     check_precision(source, backend, "fp32" if has_kernels else "bf16" if precision == "int8" else precision)
     check_cut(source.family, source.config, degrees, "--tensor_parallel_degree")
     files = {path.name: sha256_of(path) for path in _files(source)}

@@ -126,19 +126,6 @@ def check_precision(source: ModelDirectory, backend: DeviceBackend, precision: s
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}")
 
 
-def check_program(source: ModelDirectory, backend: DeviceBackend, stored: str) -> None:
-    """Raise UserError for a model whose matrices a program cannot have stored: the rows of its experts are counted
-    outside of programs."""
-    from llmsuite.models.experts import Stacked
-
-    model = _without_memory(source.family, source.config, backend, "fp32", 1, None)
-    if any(isinstance(module, Stacked) for module in model.sublayers()):
-        raise UserError(
-            f"--precision {stored}: programs for {backend.name} have it for models without experts, and this one "
-            f"({source.family.name}) has some; use fp32"
-        )
-
-
 def values_of(source: ModelDirectory, mesh: Mesh | None) -> Callable[[Any], ReadSlice]:
     """`values` of `build_model` for a model of files, on the rank of a mesh."""
     from llmsuite.checkpoint.int8 import input_scales

@@ -98,6 +98,25 @@ class Part:
 def pack_parts(parts: Sequence[Part], num_inputs: int, precision: str) -> StoredMatrix:
     """The outputs of several parameters as one stored matrix. Of their values only some are in memory at a time."""
     num_outputs = sum(part.num_outputs for part in parts)
+    packed = from_dlpack(_packed(parts, num_inputs, precision))
+    return StoredMatrix(packed, codes_of(precision), num_inputs, num_outputs)
+
+
+def pack_stack(matrices: Sequence[Part], num_inputs: int, precision: str) -> StoredMatrix:
+    """Matrices of one shape, such as those of experts, as one stored stack, likewise."""
+    stack: np.ndarray | None = None
+    for number, matrix in enumerate(matrices):
+        packed = _packed([matrix], num_inputs, precision)
+        if stack is None:
+            stack = np.empty([len(matrices), *packed.shape], "uint8")
+        stack[number] = packed
+    assert stack is not None, "a stack of no matrices"
+    return StoredMatrix(from_dlpack(stack), codes_of(precision), num_inputs, matrices[0].num_outputs)
+
+
+def _packed(parts: Sequence[Part], num_inputs: int, precision: str) -> np.ndarray:
+    """The bytes of the outputs of several parameters, [tiles, bytes of a tile]."""
+    num_outputs = sum(part.num_outputs for part in parts)
     at_once = max(1, _CHUNK_BYTES // (4 * num_inputs * TILE)) * TILE
     packed: np.ndarray | None = None
     for first in range(0, num_outputs, at_once):
@@ -107,7 +126,7 @@ def pack_parts(parts: Sequence[Part], num_inputs: int, precision: str) -> Stored
             packed = np.empty([-(-num_outputs // TILE), tiles.shape[1]], "uint8")
         packed[first // TILE : first // TILE + len(tiles)] = tiles
     assert packed is not None, "a matrix without outputs"
-    return StoredMatrix(from_dlpack(packed), codes_of(precision), num_inputs, num_outputs)
+    return packed
 
 
 def _outputs(parts: Sequence[Part], first: int, end: int) -> Iterator[np.ndarray]:

@@ -28,8 +28,7 @@ class StaticExperts:
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [B, L, D], and weights and numbers of the experts of each token [B, L, k], to [B, L, D]."""
-        experts = self._experts
-        gate, up, down = (of.weight for of in (experts.gate_proj, experts.up_proj, experts.down_proj))
+        gate = self._experts.gate_proj.weight
         num_experts, num_chosen = gate.shape[0], chosen.shape[-1]
         flat = chosen.flatten()
         num_slots = num_experts
@@ -39,8 +38,22 @@ class StaticExperts:
             num_slots += 1
         order = paddle.argsort(flat, stable=True)
         rows = x.flatten(0, 1).index_select(order // num_chosen, 0)
-        ends = F.one_hot(flat, num_slots).sum(0).astype("int64").cumsum()
-        parts = []
+        counts = F.one_hot(flat, num_slots).sum(0).astype("int64")
+        found = self._stored(rows, counts) if hasattr(gate, "grouped_product") else self._by_expert(rows, counts)
+        back = found.index_select(paddle.argsort(order), 0)
+        scaled = back.reshape([-1, num_chosen, x.shape[-1]]) * weights.flatten(0, 1).astype(x.dtype).unsqueeze(-1)
+        return scaled.sum(1).reshape(paddle.shape(x))
+
+    def _stored(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows [N, D], so many `counts` for each expert, through stored experts, by one operation a stack."""
+        own = self._experts
+        inner = own.swiglu(*(of.weight.grouped_product(rows, counts) for of in (own.gate_proj, own.up_proj)))
+        return own.down_proj.weight.grouped_product(inner, counts)
+
+    def _by_expert(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """The same through other ones, an expert after the other."""
+        gate, up, down = (of.weight for of in (self._experts.gate_proj, self._experts.up_proj, self._experts.down_proj))
+        num_experts, ends, parts = gate.shape[0], counts.cumsum(), []
         for expert in range(num_experts):
             first = ends[expert - 1] if expert else paddle.zeros([], "int64")
             part = paddle.slice(rows, [0], [first], [ends[expert]])
@@ -48,6 +61,4 @@ class StaticExperts:
             parts.append(paddle.matmul(inner, down[expert]))
         if self._first is not None:
             parts.append(paddle.zeros_like(paddle.slice(rows, [0], [ends[num_experts - 1]], [ends[num_experts]])))
-        back = paddle.concat(parts).index_select(paddle.argsort(order), 0)
-        scaled = back.reshape([-1, num_chosen, x.shape[-1]]) * weights.flatten(0, 1).astype(x.dtype).unsqueeze(-1)
-        return scaled.sum(1).reshape(paddle.shape(x))
+        return paddle.concat(parts)

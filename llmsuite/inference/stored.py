@@ -23,10 +23,9 @@ from paddle import nn
 from llmsuite.devices.decoder_weights import StoredMatrix
 from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
-from llmsuite.inference.packing import Part, codes_of, pack_parts
+from llmsuite.inference.packing import Part, codes_of, pack_parts, pack_stack
 from llmsuite.models.blocks import Attention, CausalLM, GatedMLP, halves_first
-from llmsuite.models.experts import Stacked
-from llmsuite.models.quantised import by_matrix
+from llmsuite.models.experts import Counts, Stacked
 from llmsuite.models.targets import is_factor
 from llmsuite.typing import Tensor
 
@@ -59,15 +58,22 @@ class StoredLinear(nn.Layer):
 
 
 class StoredStack:
-    """The same matrix of every expert, each stored."""
+    """The same matrix of every expert, stored."""
 
-    def __init__(self, matrices: Sequence[StoredMatrix], product: Callable[[Tensor, StoredMatrix], Tensor]):
-        self.shape = [len(matrices), matrices[0].num_inputs, matrices[0].num_outputs]
-        self._matrices, self._product = matrices, product
+    def __init__(self, stack: StoredMatrix, product: Callable[[Tensor, StoredMatrix, Tensor], Tensor]):
+        """
+        Args:
+            stack: of matrices [I, O].
+            product: that of the device for stacks.
+        """
+        self.shape = [stack.bytes.shape[0], stack.num_inputs, stack.num_outputs]
+        self.matrix, self._product = stack, product
 
-    def grouped_product(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+    def grouped_product(self, x: Tensor, counts: Counts) -> Tensor:
         """Consecutive rows of x [N, I], so many `counts` for each expert, to [N, O]."""
-        return by_matrix(x, counts, lambda rows, number: self._product(rows, self._matrices[number]))
+        if isinstance(counts, Sequence):
+            counts = paddle.to_tensor(counts, "int64", place=paddle.CPUPlace())
+        return self._product(x, self.matrix, counts)
 
 
 class StoredEmbedding(nn.Layer):
@@ -127,6 +133,8 @@ def keep_matrices(model: CausalLM) -> None:
     for module in model.sublayers():
         if isinstance(module, (StoredLinear, StoredEmbedding)):
             module.register_buffer("bytes", module.matrix.bytes)
+        elif isinstance(module, Stacked) and isinstance(module.weight, StoredStack):
+            module.register_buffer("bytes", module.weight.matrix.bytes)
 
 
 def _left(model: CausalLM) -> str | None:
@@ -150,6 +158,7 @@ class _Store:
     def __init__(self, read: ReadSlice, precision: str, ops: Ops):
         assert ops.stored_product is not None, "the device has no kernel for stored matrices"
         self._read, self._precision, self._product = read, precision, ops.stored_product
+        self._grouped = ops.stored_grouped
 
     def layers(self, model: CausalLM) -> None:
         """Store the matrices of the layers."""
@@ -203,19 +212,22 @@ class _Store:
         """Store the stacks of routed experts, an expert after the other."""
         for prefix, module in model.named_sublayers():
             if isinstance(module, Stacked):
-                shape, name = module.weight.shape, f"{prefix}.weight"
-                matrices = [self._expert(name, shape, number) for number in range(shape[0])]
+                assert self._grouped is not None, "there is one where there is one for matrices"
+                stack = self._stack(prefix, module.weight.shape)
                 del module.weight  # else Paddle takes nothing but a parameter in its place
-                module.weight = StoredStack(matrices, self._product)
+                module.weight = StoredStack(stack, self._grouped)
 
-    def _expert(self, name: str, shape: Sequence[int], number: int) -> StoredMatrix:
-        own, inputs = slice(number, number + 1), slice(0, shape[1])
-        _check_blocks(name.removesuffix(".weight"), shape[1], self._precision)
+    def _stack(self, name: str, shape: Sequence[int]) -> StoredMatrix:
+        """The matrices of all experts, [E, I, O]."""
+        num_experts, num_inputs, num_outputs = shape
+        _check_blocks(name, num_inputs, self._precision)
 
-        def some(first: int, end: int) -> np.ndarray:
-            return np.asarray(self._read(name, shape, [own, inputs, slice(first, end)])[0], "float32")
+        def some(number: int, first: int, end: int) -> np.ndarray:
+            index = [slice(number, number + 1), slice(0, num_inputs), slice(first, end)]
+            return np.asarray(self._read(f"{name}.weight", shape, index)[0], "float32")
 
-        return pack_parts([Part(shape[2], some)], shape[1], self._precision)
+        matrices = [Part(num_outputs, functools.partial(some, number)) for number in range(num_experts)]
+        return pack_stack(matrices, num_inputs, self._precision)
 
     def _linear(
         self, names: Sequence[str], layers: Sequence[nn.Linear], orders: Sequence[np.ndarray | None] = (None, None)

@@ -48,6 +48,7 @@ _KERNELS = {
     "combine_rows": "combine_rows",
     "next_logits": "next_logits",
     "stored_product": "stored_product",
+    "stored_grouped": "stored_grouped",
     "stored_outputs": "stored_outputs",
     "stored_write": "stored_write",
     "square_sum": "square_sum",

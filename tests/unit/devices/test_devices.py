@@ -62,7 +62,15 @@ KERNELS = {
         for name in (
             *("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "grouped_matmul", "next_logits"),
             *("dispatch_rows", "combine_rows"),
-            *("joined_swiglu", "stored_product", "stored_outputs", "stored_write", "square_sum", "scale"),
+            *(
+                "joined_swiglu",
+                "stored_product",
+                "stored_grouped",
+                "stored_outputs",
+                "stored_write",
+                "square_sum",
+                "scale",
+            ),
             "adamw",
         )
     },

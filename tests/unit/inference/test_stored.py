@@ -31,7 +31,7 @@ from llmsuite.inference.evaluate import scorer
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model, open_any
 from llmsuite.inference.next_logits import uncovered
-from llmsuite.inference.packing import Part, block_format, pack_parts, rounded
+from llmsuite.inference.packing import Part, block_format, pack_parts, pack_stack, rounded
 from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.stored import head_precision, store
 from llmsuite.models.products import Products, use_products
@@ -124,6 +124,27 @@ def check_products(marker: str = "") -> None:
 def test_products_are_those_of_the_rounded_matrix() -> None:
     kernels.load()
     check_products()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_rows_of_experts_are_multiplied_with_their_own_matrix(precision: str) -> None:
+    """Some have none, few or many rows; rows behind them are of experts elsewhere."""
+    kernels.load()
+    counts, num_inputs, num_outputs = [0, 3, 40, 0, 1], 192, 70
+    values = random(len(counts), num_inputs, num_outputs, seed=1)
+    parts = [Part(num_outputs, lambda first, end, one=one: one[:, first:end]) for one in values]
+    stack, x = pack_stack(parts, num_inputs, precision), random(sum(counts) + 2, num_inputs, seed=2)
+    found = kernels.stored_grouped(paddle.to_tensor(x), stack, paddle.to_tensor(counts)).numpy()
+    ends = np.cumsum(counts)
+    for one, count, end in zip(values, counts, ends):
+        rows = paddle.to_tensor(x[end - count : end])
+        if count:
+            expected = kernels.stored_product(rows, packed(one, precision)).numpy()
+            assert np.array_equal(found[end - count : end], expected)
+    assert not found[ends[-1] :].any()
+    for wrong in ([0, 3, 40, 0, 9], [0, 3, 40, -1, 1], [1, 1]):
+        with pytest.raises(OSError, match=r"counts|its bytes"):
+            kernels.stored_grouped(paddle.to_tensor(x), stack, paddle.to_tensor(wrong))
 
 
 _FLAGS = next(line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")).split()

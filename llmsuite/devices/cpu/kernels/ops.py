@@ -270,6 +270,13 @@ def stored_product(x: Tensor, matrix: StoredMatrix) -> Tensor:
     return _run("stored_product", x, matrix.bytes, matrix.codes.bits, list(matrix.codes.levels), matrix.num_outputs)[0]
 
 
+def stored_grouped(x: Tensor, stack: StoredMatrix, counts: Tensor) -> Tensor:
+    """`stored_product` of rows x [N, I], so many `counts` [E] for each matrix of a stack: [N, O]. Rows behind them give
+    zeros."""
+    codes = (stack.codes.bits, list(stack.codes.levels))
+    return _run("stored_grouped", x, stack.bytes, counts, *codes, stack.num_outputs)[0]
+
+
 def stored_outputs(numbers: Tensor, matrix: StoredMatrix) -> Tensor:
     """Outputs of a stored matrix by their numbers [...], [..., I]."""
     codes = (matrix.codes.bits, list(matrix.codes.levels))

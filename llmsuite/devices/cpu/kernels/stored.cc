@@ -1,6 +1,9 @@
-// Stored matrices (stored.h) outside of the decoding step: products of any number of rows, single outputs, which are
-// the embeddings of words, and new values of outputs.
+// Stored matrices (stored.h) outside of the decoding step: products of any number of rows, those of experts, single
+// outputs, which are the embeddings of words, and new values of outputs.
 #include <omp.h>
+
+#include <algorithm>
+#include <numeric>
 
 #include "rounding.h"
 #include "stored.h"
@@ -143,6 +146,24 @@ void WideProduct(const Way& way, const Stored& w, int64_t M, const Rounded<float
 }
 #endif
 
+// y [M, N] = x [M, I] times a stored matrix
+template <typename Way>
+void Multiply(const Way& way, const Stored& w, int64_t M, const float* x, float* y) {
+  const bool is_wide = M > kFewRows;
+  Rounded<InputOf<Bf16>> given(is_wide ? M : 0, w.I);
+#pragma omp parallel
+  {
+    const Share mine(w.tiles(), 1, omp_get_thread_num(), omp_get_num_threads());
+    if (is_wide) {
+#pragma omp for
+      for (int64_t m = 0; m < M; ++m) given.Read(m, x + m * w.I);
+      WideProduct(way, w, M, given, mine.from, mine.to, y);
+    } else {
+      StoredProduct(way, w, M, x, w.I, mine.from * kTile, std::min(w.N, mine.to * kTile), y);
+    }
+  }
+}
+
 // x [..., I] to [..., N]
 std::vector<Tensor> Forward(const Tensor& x, const Tensor& stored, int64_t bits, std::vector<float> levels,
                             int64_t num_outputs) {
@@ -151,23 +172,29 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& stored, int64_t bits,
   const int64_t I = x.shape().back(), M = x.numel() / I;
   const Stored w = ReadStored(stored, form, I, num_outputs, "the matrix");
   Tensor y = Floats(WithLast(x.shape(), num_outputs), x);
+  WithForm(form, [&](auto way) { Multiply(way, w, M, x.data<float>(), y.data<float>()); });
+  return {y};
+}
+
+// Rows x [M, I], so many `counts` [E] for each matrix of a stack, to [M, N]; rows behind them give zeros.
+std::vector<Tensor> Grouped(const Tensor& x, const Tensor& stored, const Tensor& counts, int64_t bits,
+                            std::vector<float> levels, int64_t num_outputs) {
+  Check(x, "x");
+  PD_CHECK(counts.dtype() == paddle::DataType::INT64 && counts.is_contiguous(), "counts: contiguous int64");
+  const Form form(bits, levels);
+  const int64_t I = x.shape().back(), M = x.numel() / I, E = counts.numel();
+  const int64_t* rows = counts.data<int64_t>();
+  PD_CHECK(std::all_of(rows, rows + E, [](int64_t n) { return n >= 0; }) && std::accumulate(rows, rows + E, int64_t{0}) <= M,
+           "counts: of more rows than there are, or below 0");
+  Stored w = ReadStored(stored, form, I, num_outputs, "the stack", E);
+  Tensor y = Floats(WithLast(x.shape(), num_outputs), x);
   const float* px = x.data<float>();
   float* py = y.data<float>();
-  const bool is_wide = M > kFewRows;
-  Rounded<InputOf<Bf16>> given(is_wide ? M : 0, I);
   WithForm(form, [&](auto way) {
-#pragma omp parallel
-    {
-      const Share mine(w.tiles(), 1, omp_get_thread_num(), omp_get_num_threads());
-      if (is_wide) {
-#pragma omp for
-        for (int64_t m = 0; m < M; ++m) given.Read(m, px + m * I);
-        WideProduct(way, w, M, given, mine.from, mine.to, py);
-      } else {
-        StoredProduct(way, w, M, px, I, mine.from * kTile, std::min(w.N, mine.to * kTile), py);
-      }
-    }
+    for (int64_t e = 0; e < E; px += rows[e] * I, py += rows[e] * num_outputs, ++e, w.bytes += stored.numel() / E)
+      if (rows[e] > 0) Multiply(way, w, rows[e], px, py);
   });
+  std::fill(py, y.data<float>() + y.numel(), 0.f);
   return {y};
 }
 
@@ -223,6 +250,9 @@ std::vector<Tensor> Write(const Tensor& values, const Tensor& stored, int64_t nu
 std::vector<Dims> ProductShape(const Dims& x, const Dims&, int64_t, std::vector<float>, int64_t num_outputs) {
   return {WithLast(x, num_outputs)};
 }
+std::vector<Dims> GroupedShape(const Dims& x, const Dims&, const Dims&, int64_t, std::vector<float>, int64_t num_outputs) {
+  return {WithLast(x, num_outputs)};
+}
 std::vector<Dims> OutputsShape(const Dims& ids, const Dims&, int64_t, std::vector<float>, int64_t num_inputs, int64_t) {
   Dims found = ids;
   found.push_back(num_inputs);
@@ -230,6 +260,9 @@ std::vector<Dims> OutputsShape(const Dims& ids, const Dims&, int64_t, std::vecto
 }
 using Types = std::vector<paddle::DataType>;
 Types Floating(const paddle::DataType&, const paddle::DataType&) { return {paddle::DataType::FLOAT32}; }
+Types GroupedType(const paddle::DataType&, const paddle::DataType&, const paddle::DataType&) {
+  return {paddle::DataType::FLOAT32};
+}
 std::vector<Dims> StoredShape(const Dims&, const Dims& stored, int64_t, int64_t, bool) { return {stored}; }
 Types StoredType(const paddle::DataType&, const paddle::DataType& stored) { return {stored}; }
 
@@ -242,6 +275,14 @@ PD_BUILD_OP(llmsuite_stored_product)
     .SetKernelFn(PD_KERNEL(Forward))
     .SetInferShapeFn(PD_INFER_SHAPE(ProductShape))
     .SetInferDtypeFn(PD_INFER_DTYPE(Floating));
+
+PD_BUILD_OP(llmsuite_stored_grouped)
+    .Inputs({"x", "stored", "counts"})
+    .Outputs({"y"})
+    .Attrs({"bits: int64_t", "levels: std::vector<float>", "num_outputs: int64_t"})
+    .SetKernelFn(PD_KERNEL(Grouped))
+    .SetInferShapeFn(PD_INFER_SHAPE(GroupedShape))
+    .SetInferDtypeFn(PD_INFER_DTYPE(GroupedType));
 
 PD_BUILD_OP(llmsuite_stored_outputs)
     .Inputs({"ids", "stored"})

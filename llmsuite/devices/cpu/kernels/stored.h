@@ -129,14 +129,17 @@ int64_t BlockBytes(int64_t block) {
   return (Way::kScaled ? kTile * 4 : 0) + block / Way::kInputs * Way::kBytes;
 }
 
-inline Stored ReadStored(const Tensor& tensor, const Form& form, int64_t I, int64_t N, const char* name) {
+// Of a stack of `count` matrices the first one.
+inline Stored ReadStored(const Tensor& tensor, const Form& form, int64_t I, int64_t N, const char* name,
+                         int64_t count = 1) {
   const Stored found{nullptr, I, N};
   const int64_t block = Block(I);
   PD_CHECK(tensor.is_contiguous() && tensor.dtype() == paddle::DataType::UINT8, name, " has to be contiguous bytes");
   WithForm(form, [&](auto way) {
     using Way = decltype(way);
-    PD_CHECK(block % Way::kInputs == 0 && tensor.numel() == found.tiles() * (I / block) * BlockBytes<Way>(block), name,
-             ": its bytes are not those of ", I, " inputs and ", N, " outputs");
+    const int64_t bytes = found.tiles() * (I / block) * BlockBytes<Way>(block);
+    PD_CHECK(block % Way::kInputs == 0 && tensor.numel() == count * bytes, name, ": its bytes are not those of ", I,
+             " inputs and ", N, " outputs");
   });
   return {tensor.data<uint8_t>(), I, N};
 }
