@@ -88,8 +88,9 @@ class Attention(nn.Layer):
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
         """The same by compressed ones."""
-        own = self.up_keys, self.up_values
-        of_keys, of_values = self._up_matrices() if own[0] is None or own[1] is None else own
+        of_keys, of_values = self.up_keys, self.up_values
+        if of_keys is None or of_values is None:
+            of_keys, of_values = self._up_matrices()
         return absorbed_attention(self.ops, q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
 
     def _up_matrices(self) -> tuple[Tensor, Tensor]:
@@ -97,8 +98,8 @@ class Attention(nn.Layer):
 
     @paddle.no_grad()
     def keep_up_matrices(self) -> None:
-        """Keep what `_absorbed` makes of a matrix, which takes longer than it takes one token to be multiplied with it.
-        For generation: to be called again when the matrix has new values."""
+        """Keep the matrices that `_absorbed` multiplies with: to make them takes longer than to multiply one token.
+        For generation; to be called again when `kv_b_proj` has new values."""
         if self.can_absorb and type(self.kv_b_proj) is nn.Linear and not self.kv_b_proj.weight.is_dist():
             self.up_keys, self.up_values = (matrix.contiguous() for matrix in self._up_matrices())
 
@@ -113,7 +114,7 @@ class Attention(nn.Layer):
         if not self.can_absorb or learns:
             return False
         if type(matrix) is not nn.Linear or matrix.weight.is_dist() or "forward" in vars(matrix):
-            return False  # an adapter, a stored matrix, a rank's part, products in a form of the device
+            return False  # an adapter, a rank's part, products in a form of the device
         if matrix._forward_pre_hooks or matrix._forward_post_hooks:
             return False
         wide, whole = 2 * self.latent_sizes[0], sum(self.key_value_sizes)  # of scores and sums, for each head
