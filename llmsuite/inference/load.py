@@ -175,19 +175,30 @@ def build_model(
     Raises:
         UserError: the shape cannot be cut so, or the model not be stored so.
     """
+    import paddle
+
+    from llmsuite.checkpoint.prefix_dir import Prefixes
+    from llmsuite.checkpoint.reft_dir import Interventions
     from llmsuite.inference.next_logits import uncovered
     from llmsuite.inference.stages import keep_stage
     from llmsuite.inference.stored import store, store_rounding
+    from llmsuite.models.prefix import add_prefixes
+    from llmsuite.models.reft import add_interventions
     from llmsuite.models.shard_plan import WHOLE
     from llmsuite.parallel.mesh import Mesh
     from llmsuite.parallel.parallelize import parallelize_inference
-    from llmsuite.parallel.vocabulary import is_padded, pad_values
+    from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
     from llmsuite.schema.degrees import Degrees
 
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
     plan = family.shard_plan or WHOLE
     check_cut(family, config, mesh.degrees)
-    model = _without_memory(family, config, backend, precision, mesh.degrees.tp, beside)
+    with paddle.LazyGuard():
+        model = build_padded(family, config, plain_ops(backend, precision), mesh.degrees.tp)
+        if isinstance(beside, Interventions):
+            add_interventions(model, beside.layers, beside.rank, beside.ends)
+        elif isinstance(beside, Prefixes):
+            add_prefixes(model, beside.tokens)
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))
@@ -203,27 +214,6 @@ def build_model(
         keep_stage(model, family, mesh, parameter_shapes(family, config))
     parallelize_inference(model, plan, mesh, read, backend.parameter_dtype(precision))
     model.eval()
-    return model
-
-
-def _without_memory(
-    family: ModelFamily, config: Any, backend: DeviceBackend, precision: str, tp: int, beside: Any
-) -> Any:
-    """The model whose parameters have no memory yet; arguments as of `build_model`."""
-    import paddle
-
-    from llmsuite.checkpoint.prefix_dir import Prefixes
-    from llmsuite.checkpoint.reft_dir import Interventions
-    from llmsuite.models.prefix import add_prefixes
-    from llmsuite.models.reft import add_interventions
-    from llmsuite.parallel.vocabulary import build_padded
-
-    with paddle.LazyGuard():
-        model = build_padded(family, config, plain_ops(backend, precision), tp)
-        if isinstance(beside, Interventions):
-            add_interventions(model, beside.layers, beside.rank, beside.ends)
-        elif isinstance(beside, Prefixes):
-            add_prefixes(model, beside.tokens)
     return model
 
 

@@ -184,7 +184,8 @@ std::vector<Tensor> Grouped(const Tensor& x, const Tensor& stored, const Tensor&
   const Form form(bits, levels);
   const int64_t I = x.shape().back(), M = x.numel() / I, E = counts.numel();
   const int64_t* rows = counts.data<int64_t>();
-  PD_CHECK(std::all_of(rows, rows + E, [](int64_t n) { return n >= 0; }) && std::accumulate(rows, rows + E, int64_t{0}) <= M,
+  const bool none_below = std::all_of(rows, rows + E, [](int64_t n) { return n >= 0; });
+  PD_CHECK(none_below && std::accumulate(rows, rows + E, int64_t{0}) <= M,
            "counts: of more rows than there are, or below 0");
   Stored w = ReadStored(stored, form, I, num_outputs, "the stack", E);
   Tensor y = Floats(WithLast(x.shape(), num_outputs), x);
@@ -250,7 +251,8 @@ std::vector<Tensor> Write(const Tensor& values, const Tensor& stored, int64_t nu
 std::vector<Dims> ProductShape(const Dims& x, const Dims&, int64_t, std::vector<float>, int64_t num_outputs) {
   return {WithLast(x, num_outputs)};
 }
-std::vector<Dims> GroupedShape(const Dims& x, const Dims&, const Dims&, int64_t, std::vector<float>, int64_t num_outputs) {
+std::vector<Dims> GroupedShape(const Dims& x, const Dims&, const Dims&, int64_t, std::vector<float>,
+                               int64_t num_outputs) {
   return {WithLast(x, num_outputs)};
 }
 std::vector<Dims> OutputsShape(const Dims& ids, const Dims&, int64_t, std::vector<float>, int64_t num_inputs, int64_t) {

@@ -1,6 +1,6 @@
 // Matrices in 16, 8 or 4 bits, widened in registers as a product reads them. The inputs of a product are rounded to
 // bfloat16, in which codes and levels are exact; sums are float32, and so are scales. The layout is that of
-// llmsuite/inference/stored.py: tiles of kTile outputs, the last one filled up, and in a tile one block of inputs after
+// llmsuite/inference/packing.py: tiles of kTile outputs, the last one filled up; in a tile one block of inputs after
 // the other. A block is the scale of each output (float32; none in 16 bits), then the codes, input by input. In 4 bits
 // two inputs share the bytes of a row, the even one in the upper half.
 //
