@@ -14,6 +14,7 @@ from llmsuite.devices.ops import Ops, matmul, operand
 from llmsuite.models.products import use_products
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.buckets import assign_buckets
+from llmsuite.parallel.chunked_loss import chunk_losses
 from llmsuite.parallel.experts import share_experts
 from llmsuite.parallel.fill import ReadSlice, fill
 from llmsuite.parallel.gathering import Zero3Hooks, gather_in_programs
@@ -66,6 +67,8 @@ class Strategy:
     """Whether layers run as compiled programs."""
     recompute: Literal["none", "selective", "full"]
     recompute_every: int
+    loss_chunk_tokens: int | None
+    """Tokens whose logits exist at a time; None for all of a micro-batch."""
 
 
 def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[ParameterShard]:
@@ -110,6 +113,8 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
         gather_in_programs(model, plan, strategy.is_tied)
     # 9. recompute, outermost: a layer that is computed again is gathered again
     _recompute(model, strategy)
+    if strategy.loss_chunk_tokens is not None:
+        chunk_losses(model, strategy.loss_chunk_tokens, mesh, shards)
     return shards
 
 

@@ -76,7 +76,7 @@ class ParameterShard:
 
         self._sum: Tensor | None = None
         """The gradient accumulated so far, in float32; where every pass reduces it, the padded own shard."""
-        self._is_stored_in_shards = stage == 3 and self._num_shards > 1
+        self._is_stored_in_shards, self._is_held = stage == 3 and self._num_shards > 1, False
         if self._is_stored_in_shards:
             self._stored = shard
             self.free()
@@ -149,8 +149,18 @@ class ParameterShard:
 
     def free(self) -> None:
         """In stage 3: free the gathered parameter."""
-        if self._is_stored_in_shards:
+        if self._is_stored_in_shards and not self._is_held:
             self.parameter.get_tensor()._clear()
+
+    def hold(self) -> None:
+        """Make the parameter whole, as `gather`; `free` does nothing until `let_go`."""
+        self.gather()
+        self._is_held = True
+
+    def let_go(self) -> None:
+        """Free what was held."""
+        self._is_held = False
+        self.free()
 
     @paddle.no_grad()
     def copy_of_stored(self) -> Tensor:

@@ -95,6 +95,8 @@ class ActivationSettings:
     """Those of `adapted` whose adapters keep the input of their matrix, too."""
     inner_bytes: int | None = None
     """Bytes of an element of what lies between the products of a gated MLP without biases; None for `num_bytes`."""
+    loss_chunk: int | None = None
+    """Tokens whose logits exist at a time; None for all of a micro-batch."""
     head_bytes: int | None = None
     """Bytes of an element of queries, keys, values and what attention makes of them, without biases and norms of heads;
     None for `num_bytes`."""
@@ -109,7 +111,7 @@ def kept_by_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Ac
     if anatomy.layers[number].predicts_further:  # its inputs: no other layer keeps them
         further = 2 * between + INDEX_BYTES * batch.tokens
     if settings.recompute == "full" and number % settings.every == 0:
-        return further or between  # of its output only some tokens are read, which `kept_behind` counts
+        return further or between  # of its output only some tokens are read, which `head.kept_behind` counts
     return further + inside_layer(anatomy, number, batch, settings)
 
 
@@ -125,14 +127,14 @@ def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: Act
     layer, between = anatomy.layers[number], hidden_state_bytes(anatomy.hidden, batch, settings)
     # in a layer with experts only attention and the norm before it are compiled
     of_mlp = dataclasses.replace(settings, fused=settings.fused_outside) if isinstance(layer.mlp, MoE) else settings
-    norms = _norm(layer.norm, anatomy.hidden, batch, settings) + _norm(layer.norm, anatomy.hidden, batch, of_mlp)
+    norms = sum(norm_kept(layer.norm, anatomy.hidden, batch, how) for how in (settings, of_mlp))
     # of attention and MLP; gathered under sequence parallel
     inputs = sum(_input(anatomy, number, region, batch, settings) for region in ("self_attn", "mlp"))
     kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
     kept -= _inputs_of_last(layer, number, batch, settings)
     if layer.predicts_further:  # norms of both inputs and of the output; the joined inputs, and their product
         plain = dataclasses.replace(settings, fused=settings.fused_outside)
-        kept += 3 * _norm(layer.norm, anatomy.hidden, batch, plain) + 3 * between
+        kept += 3 * norm_kept(layer.norm, anatomy.hidden, batch, plain) + 3 * between
     kept += 2 * between + _edit(anatomy, number, batch, settings)
     return kept + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
 
@@ -176,7 +178,7 @@ def hidden_state_bytes(hidden: float, batch: MicroBatch, settings: ActivationSet
     return batch.tokens * hidden * settings.num_bytes / (settings.tp if settings.sequence_parallel else 1)
 
 
-def _norm(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+def norm_kept(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes a norm keeps besides its input, which the residual holds, and its output, which is counted as the input of
     attention or MLP."""
     tokens = batch.tokens / (settings.tp if settings.sequence_parallel else 1)
@@ -331,7 +333,7 @@ def kept_in_front(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSetti
         width = anatomy.hidden + settings.embedding_width
         return batch.tokens * INDEX_BYTES + hidden_state_bytes(width, batch, settings)
     if settings.adapter_rank is not None and settings.recompute != "full":
-        return -_norm(anatomy.layers[0].norm, anatomy.hidden, batch, settings)
+        return -norm_kept(anatomy.layers[0].norm, anatomy.hidden, batch, settings)
     if settings.prefix and settings.recompute != "full":
         return -_without_gradient(anatomy, batch, settings)
     positions = INDEX_BYTES * batch.length if anatomy.learned_positions else 0
@@ -344,7 +346,7 @@ def _without_gradient(anatomy: Anatomy, batch: MicroBatch, settings: ActivationS
     assert isinstance(layer.attention, GroupedQuery), "a rule refuses prefixes of others"
     what = layer.attention
     heads, kv_heads = what.heads / settings.tp, what.kv_heads / settings.tp
-    kept = _norm(layer.norm, anatomy.hidden, batch, settings) + _input(anatomy, 0, "self_attn", batch, settings)
+    kept = norm_kept(layer.norm, anatomy.hidden, batch, settings) + _input(anatomy, 0, "self_attn", batch, settings)
     if what.normed:
         for count in (heads, kv_heads):
             kept += _normed_heads(count * what.head_size, count, batch, settings)
@@ -383,17 +385,3 @@ def scores_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSet
     heads = layer.attention.heads / settings.tp
     length = batch.length + settings.prefix
     return 0.0 if "attention" in settings.fused else heads * batch.rows * length**2 * settings.num_bytes
-
-
-def kept_behind(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings, scores: bool) -> float:
-    """Bytes that the last norm, the head and the loss keep; `scores` for a head with one value a sequence."""
-    norm = _norm(anatomy.norm, anatomy.hidden, batch, dataclasses.replace(settings, fused=settings.fused_outside))
-    is_read = scores or not settings.keeps_trained_only or "lm_head" in settings.reading
-    width = (settings.input_bytes or settings.num_bytes) if is_read else 0
-    picked = batch.supervised * (anatomy.hidden * width + INDEX_BYTES)
-    if scores:
-        return norm + picked
-    # float32 logits, or the output of their softmax; for the entropy shifted logits and exponentials; over tp these,
-    # and which one is the target
-    times = 3 if settings.tp > 1 else 2 if settings.entropy else 1
-    return norm + picked + batch.supervised * (times * 4 * anatomy.vocabulary / settings.tp + 3 * 4)

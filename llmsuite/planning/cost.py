@@ -17,6 +17,7 @@ from llmsuite.models.prefix_shapes import INNER, NETWORK, OUTER
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import DP, EXPERT, GROUP_AXES, MODEL, PIPELINE, READERS, TENSOR, TIED, Message
+from llmsuite.planning.head import makes_logits_again
 from llmsuite.planning.layout import Layout
 
 
@@ -116,7 +117,7 @@ class PartCost:
 
 def part_costs(layout: Layout, anatomy: Anatomy, batch: MicroBatch) -> list[PartCost]:
     """FLOPs of each part. A backward pass costs two forward passes (one if only adapters are trained), plus the
-    recomputed layers."""
+    recomputed layers, and the logits of a trained head if its loss is computed in chunks."""
     engine, last = layout.plan.recipe.engine, len(layout.bounds) - 2
     prefix = layout.plan.recipe.prefix.tokens or 0
     # what each layer has made of its prefix is a product for each of these parameters and tokens
@@ -131,6 +132,7 @@ def part_costs(layout: Layout, anatomy: Anatomy, batch: MicroBatch) -> list[Part
         again = sum(f for i, f in each.items() if engine.computes_again(i))
         head = head_flops(anatomy, batch) if part == last and layout.plan.stage.head != "score" else 0.0
         forward = sum(each.values()) + head
+        again += head if makes_logits_again(layout, batch) else 0.0
         costs.append(PartCost(forward, times * forward + again))
     return costs
 

@@ -17,6 +17,7 @@ from llmsuite.parallel.schedule import Action
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.beginning import beginning_bytes
+from llmsuite.planning.head import kept_behind, temporaries
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes, ranks
 from llmsuite.planning.programs import memory_of_steps
 from llmsuite.planning.rollouts import cache_bytes, decoder_bytes, reference_bytes, reward_bytes
@@ -100,6 +101,7 @@ def activation_settings(layout: Layout) -> ActivationSettings:
         sequence_parallel=parallel.sequence_parallel,
         recompute=engine.recompute,
         every=engine.recompute_every,
+        loss_chunk=engine.loss_chunk_tokens,
         fused=fused - backend.on_parts_only if tp > 1 and engine.compiles_layers else fused,
         fused_outside=fused,
         document_mask_bytes=backend.document_mask_bytes,
@@ -295,7 +297,7 @@ def kept_by_part(layout: Layout, anatomy: Anatomy, part: int, batch: MicroBatch,
     else:  # what was received
         kept += activations.hidden_state_bytes(anatomy.hidden, batch, settings)
     if part == last:
-        kept += activations.kept_behind(anatomy, batch, settings, layout.plan.stage.head == "score")
+        kept += kept_behind(anatomy, batch, settings, layout.plan.stage.head == "score")
     return kept
 
 
@@ -331,16 +333,10 @@ def _buffers(
     behind = head = 0.0
     is_last, scores_only = stage == layout.plan.degrees.pp - 1, layout.plan.stage.head == "score"
     if is_last:
-        behind = activations.kept_behind(anatomy, batch, settings, scores_only)
+        behind = kept_behind(anatomy, batch, settings, scores_only)
     largest_in_layer = _largest(h for h in held if h.layer is not None)
     if is_last and not scores_only:
-        # forward: logits besides the softmax; backward: its gradient; a fused kernel works in place. 16-bit logits are
-        # copied to float32 first
-        wide = 0 if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy else 4
-        wide += 4 if settings.entropy else 0  # the gradient of the exponentials beside that of the logits
-        wide += settings.num_bytes if settings.num_bytes < 4 else 0
-        outside = _largest(h for h in held if h.layer is None)
-        head = batch.supervised * anatomy.vocabulary / settings.tp * wide + outside
+        head = temporaries(anatomy, batch, settings, _largest(h for h in held if h.layer is None))
     layer, e = anatomy.layers[top], settings.num_bytes
     heads = layer.attention.heads / settings.tp
     scores = activations.scores_bytes(layer, batch, settings)

@@ -13,6 +13,7 @@ from llmsuite.models.anatomy import Anatomy, GatedMLP, GeluMLP, GroupedQuery, La
 from llmsuite.models.reft_shapes import reft_shapes
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
+from llmsuite.planning.head import makes_logits_again
 from llmsuite.planning.layout import Layout
 
 
@@ -57,22 +58,13 @@ class TensorParallelTraffic:
             if self._sequence_parallel:
                 self._send("all_gather", piece, "last norm: sequences are gathered")
             if not self._is_scored:
-                count = 4 if self._layout.plan.profile.entropy else 3
-                self._send("all_reduce", (batch.supervised, 1), "cross-entropy: numbers of each token", count, width=4)
+                self._losses(batch)
 
     def backward(self, part: int, batch: MicroBatch) -> None:
         """One backward pass, including the forward passes of recomputed layers."""
         whole, piece = self._shapes(batch)
         if self._is_last(part) and not self._is_scored:
-            count, why = batch.supervised, "head, backward: gradient of its input"
-            self._send("all_reduce", (count, 1), "cross-entropy: numbers of each token", width=4)
-            if self._takes_all and count == batch.tokens:
-                self._sum(whole, why, self._sequence_parallel)
-            else:
-                self._send("all_reduce", (count, self._anatomy.hidden), why)
-            if "lm_head" in self._layout.adapted:
-                shape = whole[:2] if self._takes_all and count == batch.tokens else (count,)
-                self._send("all_reduce", (*shape, self._adapter_rank or 0), "adapters, backward: head", self._pairs)
+            self._head_backward(batch, whole)
         for number in self._layout.layers_of(part):
             if self._engine.computes_again(number):
                 self._layer_forward(number, batch, whole, piece, with_adapters=True, again=True)
@@ -90,6 +82,31 @@ class TensorParallelTraffic:
             self._send("all_gather", narrow, "adapters, backward: embedding")
             if self._is_dora:
                 self._send("all_reduce", piece[2:], "adapters: gradients of magnitudes, from each rank's tokens")
+
+    def _losses(self, batch: MicroBatch) -> None:
+        count = 4 if self._layout.plan.profile.entropy else 3
+        for tokens in self._chunks(batch):
+            self._send("all_reduce", (tokens, 1), "cross-entropy: numbers of each token", count, width=4)
+
+    def _chunks(self, batch: MicroBatch) -> list[int]:
+        """How many tokens each chunk of a loss has."""
+        size = self._engine.loss_chunk_tokens or batch.supervised
+        return [min(size, batch.supervised - first) for first in range(0, batch.supervised, size)]
+
+    def _head_backward(self, batch: MicroBatch, whole: tuple[int, ...]) -> None:
+        chunks, why, adapted = self._chunks(batch), "head, backward: gradient of its input", self._layout.adapted
+        if makes_logits_again(self._layout, batch):
+            self._losses(batch)
+        for tokens in chunks:
+            takes_all = self._takes_all and tokens == batch.tokens
+            self._send("all_reduce", (tokens, 1), "cross-entropy: numbers of each token", width=4)
+            if takes_all:
+                self._sum(whole, why, self._sequence_parallel)
+            else:
+                self._send("all_reduce", (tokens, self._anatomy.hidden), why)
+            if "lm_head" in adapted:
+                shape = whole[:2] if takes_all else (tokens,)
+                self._send("all_reduce", (*shape, self._adapter_rank or 0), "adapters, backward: head", self._pairs)
 
     def _shapes(self, batch: MicroBatch) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shapes of a hidden state between layers: whole, and sharded along the sequence."""

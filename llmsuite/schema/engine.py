@@ -109,6 +109,11 @@ class EngineSection(Section):
     of attention, between queries, keys, values and its output (a fused attention kernel does so by itself)."""
     recompute_every: PositiveInt = 1
     """With recompute "full": 1 to recompute all layers, n for every n-th one."""
+    loss_chunk_tokens: PositiveInt | None = None
+    """Compute the loss for so many tokens at a time, so that only their logits exist: with a vocabulary of 150,000
+    those of 4096 tokens are 2.5 GB in float32. Where the head is trained, they are made again in the backward pass;
+    under adapters that leave it as it is, they are not. null: all tokens of a micro-batch at once."""
+
     offload_optimizer: bool = False
     """Keep moments and master weights in host memory; those of each parameter move to the device for its update
     only."""

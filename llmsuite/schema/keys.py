@@ -186,6 +186,7 @@ ELSEWHERE = {
     "model.weights": ("model_name_or_path", "base_model", "model_path", "model_name", "pretrained"),
     "engine.precision": ("bf16", "fp16", "dtype", "torch_dtype", "compute_dtype", "mixed_precision"),
     "engine.recompute": ("gradient_checkpointing", "activation_checkpointing"),
+    "engine.loss_chunk_tokens": ("use_liger_kernel", "enable_liger_kernel", "loss_subbatch_sequence_length"),
     "parallel.tensor_parallel_degree": ("tp", "tensor_parallel_size", "tensor_model_parallel_size"),
     "parallel.pipeline_parallel_degree": ("pp", "pipeline_parallel_size", "pipeline_model_parallel_size"),
     "parallel.expert_parallel_degree": ("ep", "expert_parallel_size", "expert_model_parallel_size"),

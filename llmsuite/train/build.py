@@ -248,6 +248,7 @@ def _strategy(
         compile=engine.compiles_layers,
         recompute=engine.recompute,
         recompute_every=engine.recompute_every,
+        loss_chunk_tokens=engine.loss_chunk_tokens,
     )
 
 

@@ -24,7 +24,7 @@ MESHES: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
     "tp2 in sequences": ("sft", 2, SP, (KEPT,)),
     "ep2 stage1, again": ("sft", 2, {"expert_parallel_degree": 2, "sharding": "stage1"}, (AGAIN,)),
     "stage3": ("sft", 2, {"sharding": "stage3"}, (KEPT,)),
-    "interleaved": ("sft", 2, {**PP, "pipeline_schedule": "interleaved"}, (KEPT,)),
+    "interleaved": ("sft", 2, {**PP, "pipeline_schedule": "interleaved"}, (KEPT, "--engine.loss_chunk_tokens=64")),
     "tp2 pp2": ("pretrain", 4, {**SP, **PP}, ("--engine.recompute=selective",)),
     "pp2 ep2 stage3": ("pretrain", 4, {**PP, "expert_parallel_degree": 2, "sharding": "stage3"}, (AGAIN,)),
     "tp2 of adapters, again": ("lora", 2, SP, (AGAIN,)),

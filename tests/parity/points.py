@@ -40,6 +40,7 @@ DIMENSIONS = (
     Dimension("micro_batch_size", (1, 2), "train.micro_batch_size"),
     Dimension("recompute", ("none", "full", "selective"), "engine.recompute"),
     Dimension("offload", (False, True), "engine.offload_optimizer"),
+    Dimension("loss_chunk", (None, 7), "engine.loss_chunk_tokens"),
     Dimension("sequence_parallel", (False, True), "parallel.sequence_parallel"),
     Dimension("mode", ("dynamic", "to_static"), "engine.mode"),
     Dimension("stage", ("dpo", "tokens"), of_the_run=True),
@@ -73,6 +74,8 @@ DANGEROUS: tuple[dict[str, Any], ...] = (
     {"schedule": "interleaved", "tied": True, "data_ranks": 2},  # first and last part on ranks that have others too
     {"sharding": "stage3", "pp": 2, "tied": True},  # a part of an embedding on two stages
     {"sharding": "stage3", "tp": 2, "mode": "to_static"},  # what a program holds is freed and gathered
+    {"loss_chunk": 7, "sharding": "stage3", "tied": True, "data_ranks": 2},  # chunks, and parts of what they all take
+    {"loss_chunk": 7, "tp": 2, "sequence_parallel": True},  # partial sums of each chunk
     {"mode": "to_static", "sequence_parallel": True, "recompute": "full"},
     {"mode": "to_static", "pp": 2, "tp": 2},  # rings of programs beside groups of pipelines
 )

@@ -34,6 +34,7 @@ def _not_beside_own_meshes(context: RuleContext) -> Iterator[Violation]:
         ("parallel.sequence_parallel", "true", parallel.sequence_parallel, "false"),
         ("parallel.fuse_projections", "true", parallel.fuse_projections, "false"),
         ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
+        ("engine.loss_chunk_tokens", engine.loss_chunk_tokens, engine.loss_chunk_tokens is not None, "null"),
         ("engine.precision", engine.precision, engine.precision != "fp32", "fp32"),
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
         ("lora.rank", recipe.lora.rank, recipe.lora.rank is not None, "null"),
@@ -70,8 +71,8 @@ ANNOTATED_RULES = (
         _own_meshes,
     ),
     Rule(
-        "`program: layers`, `recompute`, 16 bits, `offload_optimizer`, `lora`, `reft`, `prefix`, `qat`, "
-        "`mtp_loss_weight`, `sequence_parallel`, `fuse_projections`, generation or rollouts with such a family",
+        "`program: layers`, `recompute`, `loss_chunk_tokens`, 16 bits, `offload_optimizer`, `lora`, `reft`, `prefix`, "
+        "`qat`, `mtp_loss_weight`, `sequence_parallel`, `fuse_projections`, generation or rollouts with such a family",
         "they change layers that the engine knows, and it knows none of these",
         (),
         _not_beside_own_meshes,

@@ -23,10 +23,12 @@ def _not_in_a_step(context: RuleContext) -> Iterator[Violation]:
     by_parts = "and a program updates all parameters at once, with all of the optimizer's state on the device"
     alone = "and a program sums the gradient of each parameter by itself"
     buckets = parallel.gradient_bucket_bytes
+    chunk = engine.loss_chunk_tokens
     ragged = "and micro-batches of as many tokens differ in their rows, so each step would need a program of its own"
     for key, value, is_set, default, why in (
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false", by_parts),
         ("train.mtp_loss_weight", train.mtp_loss_weight, train.mtp_loss_weight > 0, "0", missing),
+        ("engine.loss_chunk_tokens", chunk, chunk is not None, "null", missing),
         ("train.micro_batch_tokens", train.micro_batch_tokens, train.micro_batch_tokens is not None, "null", ragged),
         ("parallel.gradient_bucket_bytes", buckets, buckets is not None, "null", alone),
     ):
@@ -75,7 +77,7 @@ PROGRAM_RULES = (
     Rule(
         "`program: step` with sharding over some of the data ranks, another stage than `pretrain`, "
         "`sft`, `lora`, `dpo`, `kto` and `rm`, `offload_optimizer`, `mtp_loss_weight`, "
-        "`micro_batch_tokens` or `gradient_bucket_bytes`",
+        "`loss_chunk_tokens`, `micro_batch_tokens` or `gradient_bucket_bytes`",
         "such a program does not have it yet; it moves no state of the optimizer, is made for one shape of batches, "
         "and sums each gradient by itself",
         (

@@ -154,6 +154,13 @@ def _nothing_to_drop(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def _no_logits(context: RuleContext) -> Iterator[Violation]:
+    chunk = context.recipe.engine.loss_chunk_tokens
+    if chunk is not None and context.stage.head == "score":
+        stage = context.recipe.stage
+        yield "engine.loss_chunk_tokens", f"is {chunk}, but stage {stage} has scores and no logits; set it to null"
+
+
 def _no_first_gradients(context: RuleContext) -> Iterator[Violation]:
     recipe, stage, key = context.recipe, context.stage, "lora.init"
     if recipe.lora.rank is None or recipe.lora.init != "lora_ga" or not stage.trains:
@@ -349,6 +356,12 @@ STAGE_RULES = (
         "there is no such layer, or it is not trained",
         ("--train.mtp_loss_weight=0.3",),
         _no_further_tokens,
+    ),
+    Rule(
+        "`loss_chunk_tokens` with `rm`, or another stage with scores",
+        "it makes no logits",
+        (),
+        _no_logits,
     ),
     Rule(
         "`qat.activation_bits` with `to_static`",

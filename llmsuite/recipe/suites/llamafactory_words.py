@@ -73,7 +73,7 @@ REFUSED: Mapping[str, Refusal] = {
 WITHOUT: Mapping[str, str] = {
     "use_v1_kernels": "the device backend chooses its fused kernels",
     "flash_attn": "the device backend chooses its fused kernels",
-    "enable_liger_kernel": "the device backend chooses its fused kernels",
+    "enable_liger_kernel": "the device backend chooses its fused kernels; nearest key: engine.loss_chunk_tokens",
     "use_unsloth*": "the device backend chooses its fused kernels",
     "use_reentrant_gc": "recomputation needs no choice of how",
     "upcast_layernorm": "norms are computed in float32",

@@ -115,7 +115,7 @@ WITHOUT: Mapping[str, str] = {
     "variable_seq_lengths": "the engine decides what is overlapped and fused",
     "sd_*": "the engine decides what is overlapped and fused",
     "pp_*": "layers are split by parallel.pipeline_cut",
-    "loss_subbatch_*": "the loss is computed as a whole",
+    "loss_subbatch_*": "nearest key: engine.loss_chunk_tokens",
     "split_param": "the engine decides what is overlapped and fused",
     "tp_*": "the engine decides what is overlapped and fused",
     "sync_*": "the engine decides what is overlapped and fused",

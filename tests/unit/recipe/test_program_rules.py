@@ -175,6 +175,7 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
             ["--launch.num_devices=2", '--parallel={"gradient_bucket_bytes":0}'],
             "parallel.gradient_bucket_bytes: is 0, and a program sums the gradient of each .* set it to null, or",
         ),
+        ("llama/sft", ["--engine.loss_chunk_tokens=64"], "engine.loss_chunk_tokens: is 64, .* set it to null, or"),
         ("deepseek/pretrain", ["--train.mtp_loss_weight=0.3"], "train.mtp_loss_weight: is 0.3, .* set it to 0, or"),
     ],
 )
