@@ -13,6 +13,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -384,6 +385,27 @@ def test_the_served_page_changes_with_the_run(served: tuple[Path, str]) -> None:
         file.write(json.dumps(record(6, 0.4)) + "\n")
     with urllib.request.urlopen(same) as answer:
         assert json.load(answer)["charts"][0]["curves"][0]["values"][-1] == 0.4
+
+
+def test_the_served_page_tells_of_a_run_that_says_nothing(served: tuple[Path, str]) -> None:
+    """No file changes when a process is killed or hangs."""
+    path, url = served
+    (path / "environment.json").write_text(json.dumps({"host": platform.node()}))
+
+    def asked(tag: str) -> tuple[str, str]:
+        with urllib.request.urlopen(urllib.request.Request(url + "/content", headers={"If-None-Match": tag})) as answer:
+            return json.load(answer)["html"], answer.headers["ETag"]
+
+    with lock_directory(path):
+        html, tag = asked("")
+        assert "is it still there?" not in html
+        for file in path.iterdir():
+            os.utime(file, (time.time() - 90,) * 2)
+        html, tag = asked(tag)
+        assert "last record 1 min 30 s ago: is it still there?" in html
+        with pytest.raises(urllib.error.HTTPError, match="304"):
+            asked(tag)
+    assert "died" in asked(tag)[0]
 
 
 @pytest.mark.parametrize(("path", "host", "code"), [("/", "evil.example:80", 403), ("/recipe.json", None, 404)])
