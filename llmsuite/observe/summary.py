@@ -131,8 +131,9 @@ def _reward(run: Run) -> Card | None:
     for name, label in (("reward", "Reward"), ("rewards/accuracy", "Preferred rightly")):
         if values := run.series(name)[1]:
             at, evaluated = run.series(f"eval/{name}")
-            shown = f"{values[-1]:.1%}" if name == "rewards/accuracy" else f"{values[-1]:.4g}"
-            return Card(label, shown, f"{evaluated[-1]:.4g} in the evaluation of step {at[-1]}" if at else "")
+            form = ".1%" if name == "rewards/accuracy" else ".4g"
+            note = f"{evaluated[-1]:{form}} in the evaluation of step {at[-1]}" if at else ""
+            return Card(label, f"{values[-1]:{form}}", note)
     return None
 
 

@@ -253,7 +253,7 @@ def test_cards_say_how_far_a_run_is(tmp_path: Path) -> None:
     found = {card.label: (card.value, card.note) for card in cards(read_run(path), now)}
     assert found["Steps"] == ("100 of 500", "15 min 00 s so far, about 3 min 20 s left")  # 400 steps of 0.5 s
     assert found["Status"] == ("running", "last record 1 min 30 s ago: is it still there?")
-    assert found["Preferred rightly"] == ("75.0%", "0.875 in the evaluation of step 100")
+    assert found["Preferred rightly"] == ("75.0%", "87.5% in the evaluation of step 100")
     assert found["Model"] == ("smollm2-135m", "weights models/smollm2-135m-instruct")
     assert found["Data"] == ("preference/train.jsonl", "evaluated on data/preference/eval.jsonl")
     assert found["Stage"] == ("dpo", "lora of rank 8, batches of 8")
