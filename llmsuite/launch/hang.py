@@ -191,14 +191,14 @@ def _waits(ranks: Sequence[int]) -> str:
 
 def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
     """The Python stack of each rank's main thread, the innermost call first; it is written to the rank's log too."""
-    logs = {rank: log_dir / f"workerlog.{rank}" for rank in processes}
+    logs = {rank: log for rank in processes if (log := log_dir / f"workerlog.{rank}").is_file()}
     before = {rank: log.stat().st_size for rank, log in logs.items()}
     for process in processes.values():
         if process.poll() is None:
             process.send_signal(signal.SIGUSR1)
     deadline = time.monotonic() + _STACK_SECONDS
     found: dict[int, str] = {}
-    while time.monotonic() < deadline and len(found) < len(processes):
+    while time.monotonic() < deadline and len(found) < len(logs):
         time.sleep(_LOOK_SECONDS)
         for rank, log in logs.items():
             with open(log, "rb") as file:
@@ -217,8 +217,10 @@ def write_calls(calls: Mapping[int, Sequence[Call]], log_dir: Path) -> None:
     for rank, made in calls.items():
         text = "".join(json.dumps(dataclasses.asdict(call)) + "\n" for call in made)
         path = log_dir / f"calls.{rank}.jsonl"
+        unfinished = path.with_suffix(".part")
         with os_errors(path, "the last calls of ranks are not all there"):
-            path.write_text(text)
+            unfinished.write_text(text)
+            unfinished.replace(path)  # other machines read it as soon as it is there
 
 
 def forget_calls(rank: int, log_dir: Path) -> None:

@@ -312,8 +312,9 @@ def _explain(
         log = log_dir / f"workerlog.{first + local}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         if local != 0:  # the output of the first rank is on the terminal already
-            lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-            write("\n".join(lines) + "\n")
+            with contextlib.suppress(FileNotFoundError):  # somebody has deleted the logs
+                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
+                write("\n".join(lines) + "\n")
         reasons.append(f"rank {first + local}{where} {how}; its log: {log}")
         write(f"{reasons[-1]}\n")
     code = next(iter(codes.values()))

@@ -76,6 +76,7 @@ class Room:
 
     def look(self) -> None:
         """Say it once when the disk is full: what ranks print, an error too, may not be in their logs then."""
-        if not self._is_said and shutil.disk_usage(self._log_dir).free < _LEAST_BYTES:
-            self._is_said = True
-            self._write(f"{self._log_dir}: its disk is full; what ranks print from here on may be lost\n")
+        with contextlib.suppress(FileNotFoundError):  # somebody has deleted the logs
+            if not self._is_said and shutil.disk_usage(self._log_dir).free < _LEAST_BYTES:
+                self._is_said = True
+                self._write(f"{self._log_dir}: its disk is full; what ranks print from here on may be lost\n")

@@ -43,6 +43,27 @@ def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert [text for text in said if text] == [line]
 
 
+@pytest.mark.parametrize(("code", "end"), [(0, ""), (1, "rank 1 ended with"), (hang.STALLED, "nothing has happened")])
+def test_logs_that_somebody_deletes_end_no_run(tmp_path: Path, code: int, end: str) -> None:
+    logs = tmp_path / "logs"
+
+    def work() -> int:
+        calls.start()
+        for step in range(1, 4):
+            calls.step(step)
+        if os.environ["PADDLE_TRAINER_ID"] == "1":
+            shutil.rmtree(logs)
+            time.sleep(0.5)
+            return 1 if code == 1 else 0
+        time.sleep(600 if code == hang.STALLED else 1.5)
+        return 0
+
+    said: list[str] = []
+    stall_seconds = 2.0 if code == hang.STALLED else None
+    assert launch(work, 2, logs, lambda local: {}, said.append, stall_seconds=stall_seconds) == code
+    assert end in "".join(said)
+
+
 def test_a_stall_is_explained_without_room_for_the_calls(tmp_path: Path) -> None:
     (tmp_path / "calls.0.jsonl").mkdir()
     said: list[str] = []
