@@ -22,6 +22,7 @@ from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
+from llmsuite.schema.recipe import LaunchSection
 from llmsuite.specs import Command
 
 _OK, _WARN, _BAD = "ok", "warn", "BAD"
@@ -35,12 +36,18 @@ Finding = tuple[str, str, str]
 
 
 def add_arguments(parser: Any) -> None:
+    from jsonargparse.typing import NonNegativeInt, PositiveInt
+
     parser.add_argument("--device", type=str, default="cpu", help="the device to check; see: llmsuite list devices")
-    parser.add_argument("--num_devices", type=int, default=1, help="devices here; above 1 their network is checked too")
+    parser.add_argument(
+        "--num_devices", type=PositiveInt, default=1, help="devices here; above 1 their network is checked too"
+    )
     parser.add_argument("--ops", action="store_true", help="show which kernel each operation of a model gets instead")
-    parser.add_argument("--nnodes", type=int, default=1, help="machines; start the same command on each of them")
+    parser.add_argument(
+        "--nnodes", type=PositiveInt, default=1, help="machines; start the same command on each of them"
+    )
     parser.add_argument("--master", type=str | None, help="host:port of machine 0, with several")
-    parser.add_argument("--node_rank", type=int, default=0, help="which machine this is, from 0")
+    parser.add_argument("--node_rank", type=NonNegativeInt, default=0, help="which machine this is, from 0")
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -48,6 +55,9 @@ def run(args: Any, registry: Registry) -> int:
 
     if args.nnodes > 1 and args.master is None:
         raise UserError("--master: is required with several machines: host:port of machine 0, where the others find it")
+    told = {name: getattr(args, name) for name in ("num_devices", "nnodes", "master", "node_rank")}
+    for key, message in LaunchSection(**told).problems():
+        raise UserError(f"--{key}: {message}")
     if is_worker():
         return _rank(args, registry)
     if args.ops:

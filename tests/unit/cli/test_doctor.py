@@ -139,6 +139,19 @@ def test_several_machines_need_a_place_to_meet(capsys: pytest.CaptureFixture[str
     assert "--master: is required with several machines" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--nnodes=2", "--master=localhost"], "--master: is 'localhost'; it has to be host:port"),
+        (["--nnodes=2", "--master=localhost:1", "--node_rank=2"], "--node_rank: is 2; with nnodes 2 it is at most 1"),
+        (["--num_devices=0"], "--num_devices: expected a whole number above 0, found '0'"),
+    ],
+)
+def test_a_place_that_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", ["cpu", "gpu", "xpu"])
 def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
     """Also of devices that are not here."""
