@@ -51,6 +51,7 @@ def push(directory: Path, name: HubName, private: bool, message: str, report: Re
     if name.path or name.query:
         raise UserError(f"{name}: a model is pushed as a whole, as hf:ORG/NAME or hf:ORG/NAME@BRANCH")
     from huggingface_hub import HfApi, get_token
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     files = pushed_files(directory, name)
@@ -79,5 +80,7 @@ def push(directory: Path, name: HubName, private: bool, message: str, report: Re
         if is_broken_connection(error):
             text = f"{name}: {endpoint()} cannot be reached ({reason(error)}); what has arrived is not sent again"
             raise UserError(text) from error
+        if isinstance(error, HFValidationError) or status_of(error) is not None:
+            raise UserError(f"{name}: {endpoint()} does not take it: {reason(error)}") from error
         raise
     return name.at("hf", commit.oid)

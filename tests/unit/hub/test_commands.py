@@ -211,6 +211,8 @@ def test_push(hub: HubServer, model: Path, recipe: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("HF_TOKEN", "of-somebody")
     assert main(["push", "runs/hub", "hf:me/tuned"]) == 2
     assert "does not let this token write there" in capsys.readouterr().err
+    assert main(["push", "runs/hub", "hf:me/tuned--once"]) == 2
+    assert f"hf:me/tuned--once: {hub.url} does not take it: Cannot have -- or .. in" in capsys.readouterr().err
     monkeypatch.setenv("HF_TOKEN", "allowed")
     with monkeypatch.context() as patch:
         patch.setattr(constants, "ENDPOINT", hub.url)  # the library takes the environment of its import
