@@ -86,7 +86,8 @@ def _open(source: Path, config: Path | None, allow_pickle: bool, registry: Regis
 def _find_source(source: str) -> Path:
     if source.startswith(_PACKAGE):
         name = source.removeprefix(_PACKAGE)
-        found = importlib.util.find_spec(name)  # locates, does not import: nobody's code runs
+        # locates, does not import: nobody's code runs, but that of the package around one with a dot
+        found = importlib.util.find_spec(name) if name.isidentifier() else None
         if found is None or found.origin is None:
             raise UserError(f"{source}: no Python package {name!r} is installed")
         files = sorted(Path(found.origin).parent.glob("*.gguf"))

@@ -260,3 +260,15 @@ def test_where_to_listen_is_looked_at_before_the_model(run: Run) -> None:
     assert "cannot listen there: Name or service" in run("serve", "x", "--host", "no-such-host.invalid", "--port", 0)[2]
     for host in ("::", "localhost"):
         assert "no-model" in run("serve", "no-model", "--host", host, "--port", 0)[2]
+
+
+@pytest.mark.parametrize("name", ["", ".inside", "nowhere.inside", "broken.inside"])
+def test_no_code_of_a_package_runs_when_a_file_in_it_is_imported(
+    name: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "__init__.py").write_text("raise RuntimeError\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    told = f"package:{name}: no Python package {name!r} is installed\n"
+    assert run("import", f"package:{name}", "-o", tmp_path / "model") == (2, "", told)
+    assert run("import", "package:broken", "-o", tmp_path / "model")[2].endswith("ships 0 .gguf files; one is needed\n")
