@@ -63,8 +63,11 @@ def run(args: Any, registry: Registry) -> int:
     if args.engine == "static" and (args.perplexity or args.preference or args.tasks):
         raise UserError("--engine static: an exported program gives the logits of the last token only; use dynamic")
     from llmsuite.cli.model import open_generator
-    from llmsuite.cli.places import find_model_arguments
+    from llmsuite.cli.places import check_files, find_model_arguments
 
+    check_files(args, ("perplexity", "exact_match", "preference", "include_path"))
+    if args.output and not Path(args.output).absolute().parent.is_dir():
+        raise UserError(f"--output: {Path(args.output).parent} is no directory")
     find_model_arguments(args)
     opened = open_generator(args, registry)
     from llmsuite.data.chat_template import load_template

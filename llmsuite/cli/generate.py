@@ -106,9 +106,10 @@ def run(args: Any, registry: Registry) -> int:
     settle_degrees(args)
     _check(args)
     from llmsuite.cli.model import check_precision
-    from llmsuite.cli.places import find_model_arguments
+    from llmsuite.cli.places import check_files, find_model_arguments
     from llmsuite.launch.launch import is_worker
 
+    check_files(args, ("input",))
     find_model_arguments(args)
     if args.num_devices > 1 and not is_worker():
         check_precision(args, registry)

@@ -20,6 +20,13 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
+def check_files(args: Any, options: Sequence[str]) -> None:
+    """Raise UserError for a file that is given to an option and is not there: a model takes long to read."""
+    for option in options:
+        if args[option] and not Path(args[option]).exists():
+            raise UserError(f"--{option}: {args[option]} is not here (working directory: {Path.cwd()})")
+
+
 def find_place(given: str, want: Want = Want.MODEL, option: str = "", needs_base: bool = True) -> Path:
     """The directory or file that somebody names; for an adapter whose model is on a hub, that is fetched too.
 

@@ -272,3 +272,22 @@ def test_no_code_of_a_package_runs_when_a_file_in_it_is_imported(
     told = f"package:{name}: no Python package {name!r} is installed\n"
     assert run("import", f"package:{name}", "-o", tmp_path / "model") == (2, "", told)
     assert run("import", "package:broken", "-o", tmp_path / "model")[2].endswith("ships 0 .gguf files; one is needed\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (("eval", "MODEL", "--perplexity"), "--perplexity"),
+        (("eval", "MODEL", "--exact_match"), "--exact_match"),
+        (("eval", "MODEL", "--preference"), "--preference"),
+        (("generate", "MODEL", "--input"), "--input"),
+    ],
+)
+def test_files_are_looked_for_before_the_model(words: tuple[str, ...], option: str, run: Run, tmp_path: Path) -> None:
+    missing = tmp_path / "none.jsonl"
+    assert run(*words, missing) == (2, "", f"{option}: {missing} is not here (working directory: {Path.cwd()})\n")
+    results = tmp_path / "none" / "results.json"
+    missing.write_text("")
+    if words[0] == "eval":
+        told = f"--output: {results.parent} is no directory\n"
+        assert run(*words, missing, "--output", results) == (2, "", told)
