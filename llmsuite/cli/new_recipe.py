@@ -23,7 +23,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.new import METHODS, Choice, Method, new_recipe, stage_recipe
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.shape import local_weights, missing_model
-from llmsuite.recipe.write import recipe_text
+from llmsuite.recipe.write import recipe_text, write_recipe
 from llmsuite.resources import find
 from llmsuite.specs import ModelFamily
 
@@ -48,11 +48,7 @@ def make_new(args: Any, registry: Registry) -> int:
         print(recipe_text(recipe), end="")
         tell = sys.stderr
     else:
-        path = Path(output)
-        if path.exists():
-            raise UserError(f"{output} exists; choose another --output, or remove it first")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(recipe_text(recipe), encoding="utf-8")
+        write_recipe(recipe, Path(output))
         print(f"wrote {output}")
     for problem in _problems(recipe, registry):
         print(f"to do: {problem}", file=tell)
@@ -142,7 +138,7 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
     """What is left to do until it can be run here."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.json"
-        path.write_text(recipe_text(recipe), encoding="utf-8")
+        write_recipe(recipe, path)
         plan, problems = None, list[Problem]()
         try:
             plan = plan_run(path, [], registry)

@@ -11,7 +11,7 @@ from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.new import METHODS, RULE
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.write import recipe_text
+from llmsuite.recipe.write import recipe_text, write_recipe
 from llmsuite.specs import Command
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
+    if args.output is not None and Path(args.output).exists():
+        raise UserError(f"{args.output} exists; choose another --output, or remove it first")
     if args.action == "new":
         from llmsuite.cli.new_recipe import make_new
 
@@ -123,22 +125,18 @@ def _tell(found: Converted, tell: TextIO) -> None:
 
 def _give(recipe: dict[str, Any], output: str | None, registry: Registry) -> list[str]:
     """Write or print a recipe; returns the problems to fix before it is valid."""
-    text = recipe_text(recipe)
-    if output is not None and Path(output).exists():
-        raise UserError(f"{output} exists; choose another --output, or remove it first")
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.json"
-        path.write_text(text, encoding="utf-8")
+        write_recipe(recipe, path)
         try:
             plan_run(path, [], registry)
             problems = []
         except RecipeError as error:
             problems = [f"{problem.key}: {problem.message}" for problem in error.problems]
     if output is None:
-        print(text, end="")
+        print(recipe_text(recipe), end="")
     else:
-        Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_text(text, encoding="utf-8")
+        write_recipe(recipe, Path(output))
         print(f"wrote {output}")
     return problems
 

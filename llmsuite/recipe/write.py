@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
+
+from llmsuite.files import os_errors
 
 _WIDTH = 120
 
@@ -14,6 +17,13 @@ def recipe_text(data: Mapping[str, Any]) -> str:
     """A recipe as JSON text, in the style of the recipes that come with llmsuite."""
     lines = [f"  {json.dumps(key)}: {_value(key, value)}" for key, value in data.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def write_recipe(data: Mapping[str, Any], path: Path) -> None:
+    """Write a recipe into a file, in a directory that is made if need be. Raises UserError when that cannot be done."""
+    with os_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(recipe_text(data), encoding="utf-8")
 
 
 def _value(key: str, value: Any) -> str:

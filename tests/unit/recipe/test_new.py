@@ -134,6 +134,16 @@ def test_every_method_is_valid(registry: Registry, tmp_path: Path, stage: str, n
         assert plan.recipe.train.learning_rate == pytest.approx(by * before)
 
 
+def test_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "a file"
+    place.write_text("{}")
+    words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--preset", "smollm2-135m", "--num_devices", "1"]
+    assert main([*words, "--family", "llama", "-o", str(place / "recipe.json")]) == 2
+    assert capsys.readouterr().err == f"{place}/recipe.json: cannot be written: File exists; nothing was changed\n"
+    assert main([*words, "--family", "nothing", "-o", str(place)]) == 2
+    assert capsys.readouterr().err.startswith(f"{place} exists; choose another --output"), "before any question"
+
+
 def test_own_weights_and_data(weights: Path, rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = weights.parent / "my recipe.json"
     words = ["--no-plugins", "recipe", "new", "--stage", "dpo", "--weights", str(weights), "--device", "cpu"]
