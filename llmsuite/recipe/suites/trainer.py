@@ -60,15 +60,21 @@ def _deepspeed(run: Run, given: Any) -> tuple[str | None, bool]:
             raise UserError(f"{given}: cannot be read as JSON: {error}") from error
     if isinstance(config, dict):
         _refuse_other_jobs(run, given, config)
-        zero = config.get("zero_optimization") or {}
-        level = zero.get("stage", 0)
-        where = zero.get("offload_optimizer") or {}
-        return _STAGES.get(f"zero{level}"), where.get("device", "none") != "none"
+        zero = _section(given, config, "zero_optimization")
+        where = _section(given, zero, "offload_optimizer")
+        return _STAGES.get(f"zero{zero.get('stage', 0)}"), where.get("device", "none") != "none"
     found = re.search(r"z(?:ero)?[-_]?([0-3])", str(given).rpartition("/")[2])
     if found is None:
         run.note(f"parallel.sharding: {given} is not here; set it to stage1, stage2 or stage3")
         return None, False
     return _STAGES.get(f"zero{found[1]}"), "offload" in str(given)
+
+
+def _section(given: Any, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = config.get(name) or {}
+    if not isinstance(found, dict):
+        raise UserError(f"{given}: {name} is {found!r}; a section is wanted: {{...}}")
+    return found
 
 
 def _refuse_other_jobs(run: Run, given: Any, config: Mapping[str, Any]) -> None:
@@ -77,7 +83,7 @@ def _refuse_other_jobs(run: Run, given: Any, config: Mapping[str, Any]) -> None:
         why = "its scheduler takes the place of lr_scheduler_type; take it out of that file: train.lr_schedule"
         run.refuse("deepspeed", given, why)
     # AdamW there gets the values of the arguments, or the run ends; Adam is AdamW unless told otherwise
-    optimizer = config.get("optimizer") or {"type": "AdamW"}
+    optimizer = _section(given, config, "optimizer") or {"type": "AdamW"}
     if str(optimizer.get("type")).lower() not in ("adam", "adamw"):
         run.refuse("deepspeed", given, f"its optimizer is {optimizer.get('type')}; train.optimizer has adamw")
     if config.get("tensor_parallel"):
@@ -110,7 +116,7 @@ def engine(run: Run, defaults: Defaults) -> dict[str, Any]:
         precision = "fp16" if fp16 else defaults.precision if told["bf16"] is None else "fp32"
     engine: dict[str, Any] = {"precision": precision}
     asked = run.take("gradient_checkpointing")
-    if (defaults.recompute if asked is None else is_on(asked)) and precision != "none":
+    if defaults.recompute if asked is None else is_on(asked):
         engine["recompute"] = "full"
     return {**engine, "offload_optimizer": True} if run.offload else engine
 

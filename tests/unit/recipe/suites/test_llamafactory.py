@@ -240,6 +240,14 @@ def test_other_jobs_in_the_file_of_deepspeed(
             converted(ACTION, values)
 
 
+def test_a_section_of_deepspeed_that_is_none_is_named(converted: Converted, tmp_path: Path) -> None:
+    for given in ({"zero_optimization": "auto"}, {"optimizer": "AdamW"}):
+        (tmp_path / "ds.json").write_text(json.dumps(given))
+        ((name, value),) = given.items()
+        with pytest.raises(UserError, match=f"ds.json: {name} is '{value}'; a section is wanted"):
+            converted(ACTION, {**SFT, "deepspeed": "ds.json"})
+
+
 def test_the_report_has_the_values_of_the_file(converted: Converted) -> None:
     options = {"min_lr": 2e-5}
     found = converted(ACTION, {**SFT, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": options})
