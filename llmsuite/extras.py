@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import shlex
 from collections.abc import Collection
+from pathlib import Path
 
 from packaging.markers import Marker
 from packaging.requirements import Requirement
+
+from llmsuite.errors import UserError
 
 
 def install_command(extra: str, without: str = "") -> str:
@@ -37,3 +40,15 @@ def _is_of(marker: Marker, extra: str) -> bool:
 
 def _bracketed(extras: Collection[str]) -> str:
     return f"[{','.join(sorted(extras))}]" if extras else ""
+
+
+def check_plot(path: Path) -> None:
+    """Raise UserError for a file of `--plot` that cannot be drawn; to be called before what it shows is computed."""
+    if path.suffix not in (".png", ".svg"):
+        raise UserError(f"--plot: {path} has to end in .png or .svg")
+    if not path.absolute().parent.is_dir():
+        raise UserError(f"--plot: {path} cannot be written: {path.parent} is no directory")
+    try:
+        import matplotlib.figure  # noqa: F401
+    except ImportError as error:
+        raise UserError("--plot: needs the package matplotlib; install it with: pip install matplotlib") from error

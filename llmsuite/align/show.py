@@ -100,17 +100,10 @@ def table(report: Report, every: bool = False) -> Any:
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draw the differences of modules, in the order of the forward pass, into a PNG or SVG.
+    """Draw the differences of modules, in the order of the forward pass, into a file that `extras.check_plot` knows.
+    Raises UserError when it cannot be written."""
+    from matplotlib.figure import Figure
 
-    Raises:
-        UserError: matplotlib is not installed, the file is of another kind, or it cannot be written.
-    """
-    if path.suffix not in (".png", ".svg"):
-        raise UserError(f"--plot: {path} has to end in .png or .svg")
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise UserError("--plot: needs the package matplotlib; install it with: pip install matplotlib") from error
     rows = report.rows
     figure = Figure(figsize=(max(8.0, 0.16 * len(rows)), 5.5), layout="constrained")
     axes = figure.subplots()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from llmsuite.cli.exits import exit_code
 from llmsuite.errors import UserError
+from llmsuite.extras import check_plot
 from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE
@@ -60,12 +61,21 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--every", action="store_true", help="show all modules, not only those around a difference")
     parser.add_argument("--json", action="store_true", help="print the comparison as JSON")
     parser.add_argument("--plot", type=str, default=None, help="draw the differences into a .png or .svg")
-    parser.add_argument("--precision", type=Literal["fp32", "bf16", "fp16"], default="fp32", help="of two models")
-    parser.add_argument("--device", type=str, default="cpu", help="of two models; see: llmsuite list devices")
+    parser.add_argument(
+        "--precision",
+        type=Literal["fp32", "bf16", "fp16"] | None,
+        default=None,
+        help="of two models (default: fp32); recipes have engine.precision",
+    )
+    parser.add_argument(
+        "--device", type=str | None, default=None, help="of both sides; default: of models cpu, of recipes their own"
+    )
     parser.epilog = "Recipe keys are set for both sides: --train.global_batch_size=8."
 
 
 def run(args: Any, registry: Registry) -> int:
+    if args.plot is not None:
+        check_plot(Path(args.plot))
     if Path(args.a).is_dir():
         (a, b), names = _models(args, registry), (args.a, args.b)
     else:
@@ -112,6 +122,8 @@ def _print(report: Report, args: Any) -> None:
 
 def _plans(args: Any, registry: Registry) -> list[RunPlan]:
     """The two runs to compare. Raises UserError when one of them cannot be."""
+    if args.precision is not None:
+        raise UserError("align: --precision is of two models; of recipes set --engine.precision")
     if args.b is not None and args.against is not None:
         raise UserError("align: give B or --against, not both")
     if args.b is not None and Path(args.b).is_dir():
@@ -123,9 +135,10 @@ def _plans(args: Any, registry: Registry) -> list[RunPlan]:
         raise UserError('--against: expected an object of recipe keys, such as {"parallel": {}}')
     more = [] if args.b is not None else [f"--{key}={json.dumps(value)}" for key, value in changes.items()]
     keys = tuple(f"{word.partition('=')[0]}{end}" for word in more for end in "=.")
-    given = [word for word in args.overrides if not word.startswith(keys)]
+    both = [*args.overrides, *([f"--device={args.device}"] if args.device is not None else [])]
+    given = [word for word in both if not word.startswith(keys)]
     plans = []
-    for path, words in ((args.a, args.overrides), (args.b or args.a, [*given, *more])):
+    for path, words in ((args.a, both), (args.b or args.a, [*given, *more])):
         plan = plan_run(path, words, registry, args.smoke, layers=[("align", _ONE_STEP)])
         plan.check_trains("align")
         if plan.recipe.launch.nnodes > 1:
@@ -200,16 +213,17 @@ def _recorded(number: int, plan: RunPlan, registry: Registry, scratch: Path, eve
 
 def _models(args: Any, registry: Registry) -> Sequence[Side]:
     """Passes of two models over the same random ids."""
-    if args.b is None or not Path(args.b).is_dir() or args.against is not None or args.overrides:
-        raise UserError("align: A is a directory; name another as B, without recipe keys")
-    if args.device not in registry.devices:
-        raise UserError(registry.unknown("device", args.device))
-    backend = registry.devices[args.device].factory()
+    if args.b is None or not Path(args.b).is_dir() or args.against is not None or args.overrides or args.smoke:
+        raise UserError("align: A is a directory; name another as B, without recipe keys and --smoke")
+    device, precision = args.device or "cpu", args.precision or "fp32"
+    if device not in registry.devices:
+        raise UserError(registry.unknown("device", device))
+    backend = registry.devices[device].factory()
     from llmsuite.devices.start import start_paddle
 
     start_paddle(backend, 1)
     if reason := backend.unavailable(1):
-        raise UserError(f"--device {args.device}: {reason}")
+        raise UserError(f"--device {device}: {reason}")
     backend.activate(0)
     from llmsuite.align.side import random_ids, record_model
     from llmsuite.cli.export import find_program, find_weights
@@ -223,7 +237,7 @@ def _models(args: Any, registry: Registry) -> Sequence[Side]:
     vocabulary = min(source.config.vocab_size for source in sources)
     length = min(source.config.max_position_embeddings for source in sources)
     ids = random_ids(vocabulary, length)
-    return [record_model(source, backend, args.precision, ids) for source in sources]
+    return [record_model(source, backend, precision, ids) for source in sources]
 
 
 COMMAND = Command(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
+from llmsuite.extras import check_plot
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
 
@@ -22,7 +23,9 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("inputs", type=str, nargs="+", help="a recipe; files of text; a name")
     parser.add_argument("--smoke", action="store_true", help="explain, stats: of the small run that --smoke makes")
     parser.add_argument("--row", type=PositiveInt | None, default=None, help="explain: which one, from 1")
-    parser.add_argument("--plot", type=str | None, default=None, help="stats: also draw the lengths, into this PNG")
+    parser.add_argument(
+        "--plot", type=str | None, default=None, help="stats: also draw the lengths, into a .png or .svg"
+    )
     parser.add_argument(
         "-o", "--output", type=str | None, default=None, help="index: prefix of the two files; prepare: a new directory"
     )
@@ -75,6 +78,8 @@ def run(args: Any, registry: Registry) -> int:
         return _prepare(args, registry)
     if len(args.inputs) != 1:
         raise UserError(f"data {args.action}: takes one recipe, and got {len(args.inputs)}")
+    if args.plot is not None:
+        check_plot(Path(args.plot))
     from llmsuite.cli import show_data
     from llmsuite.recipe.resolve import plan_run
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.errors import UserError
+from llmsuite.extras import check_plot
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import load
 from llmsuite.recipe.resolve import RunPlan, plan_run
@@ -38,6 +39,8 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.planning.search import search
     from llmsuite.planning.show import show_plan, show_search
 
+    if args.plot is not None:
+        check_plot(Path(args.plot))
     words = [*_devices(args.devices), *args.overrides]
     free = args.search and not args.smoke
     plan = _for_search(args.recipe, words, registry) if free else plan_run(args.recipe, words, registry, args.smoke)

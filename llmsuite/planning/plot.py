@@ -10,17 +10,9 @@ from llmsuite.planning.schedule import Timeline
 
 
 def plot_schedule(timeline: Timeline, path: Path) -> None:
-    """Draw a row a rank into a PNG or SVG; see `schedule_figure`.
-
-    Raises:
-        UserError: matplotlib is not installed, the file is of another kind, or it cannot be written.
-    """
-    if path.suffix not in (".png", ".svg"):
-        raise UserError(f"--plot: {path} has to end in .png or .svg")
-    try:
-        figure = schedule_figure(timeline, "FLOPs of a rank", 14)
-    except ImportError as error:
-        raise UserError("--plot: needs the package matplotlib; install it with: pip install matplotlib") from error
+    """Draw a row a rank into a file that `extras.check_plot` knows; see `schedule_figure`. Raises UserError when it
+    cannot be written."""
+    figure = schedule_figure(timeline, "FLOPs of a rank", 14)
     try:
         figure.savefig(path, dpi=120)
     except OSError as error:

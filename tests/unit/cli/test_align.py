@@ -96,6 +96,7 @@ def test_models_of_other_shapes(align: Callable[..., tuple[int, str]]) -> None:
         (("hf", "scaled", "--precision=bf16"), "--precision bf16: cpu has fp32"),
         (("hf", "scaled", "--device=tpu"), "no device is called 'tpu'"),
         (("hf", "scaled", "--plot=a.pdf"), "has to end in .png or .svg"),
+        (("hf", "scaled", "--smoke"), "without recipe keys and --smoke"),
         (("recipe.json",), "recipe.json"),
     ],
 )
@@ -114,6 +115,10 @@ def test_refused(align: Callable[..., tuple[int, str]], words: tuple[str, ...], 
         (("{recipe}", "--against=x"), "--against"),
         (("{recipe}", '--against={{"train.max_stepps": 1}}'), "unknown key; did you mean 'max_steps'?"),
         (("{recipe}", "--launch.nnodes=2"), "runs on several machines; add --smoke"),
+        (("{recipe}", "--smoke", "--plot=a.pdf"), "a.pdf has to end in .png or .svg"),
+        (("{recipe}", "--smoke", "--plot=none/a.png"), "none/a.png cannot be written: none is no directory"),
+        (("{recipe}", "--device=tpu"), "--device=tpu: device: no device is called 'tpu'"),
+        (("{recipe}", "--precision=bf16"), "--precision is of two models; of recipes set --engine.precision"),
     ],
 )
 def test_refused_recipes(
