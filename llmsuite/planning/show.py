@@ -41,7 +41,10 @@ def show_search(fitting: Sequence[Fitting], rejected: Sequence[Rejected], most: 
             seconds = f"{found.seconds[0]:.3g} to {found.seconds[1]:.3g}"
             rows.append([str(number), str(found.strategy), size(found.estimate.peak), seconds])
         yield from table(rows, left=(1,))
-        yield f"the first: llmsuite plan RECIPE {fitting[0].strategy.overrides}"
+        # a search counts every layer that is computed again
+        every = ("engine", "recompute_every") in fitting[0].estimate.plan.loaded.given
+        more = " --engine.recompute_every=1" if every else ""
+        yield f"the first: llmsuite plan RECIPE {fitting[0].strategy.overrides}{more}"
     yield ""
     yield "rejected"
     rows = [["strategy", "reason"], *([str(r.strategy), r.reason] for r in rejected)]

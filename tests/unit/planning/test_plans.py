@@ -26,6 +26,7 @@ from llmsuite.planning.layout import Layout, ranks
 from llmsuite.planning.memory import full_micro_batch
 from llmsuite.planning.schedule import draw_text, length, orders, peak_passes, simulate, turns_of
 from llmsuite.planning.search import Strategy, search, strategies, violations, with_strategy
+from llmsuite.planning.show import show_search
 from tests.paths import ROOT
 from tests.unit.planning.test_memory import RECIPE, run_plan
 from tests.unit.schedules import peak_live
@@ -140,6 +141,18 @@ def test_a_search_says_what_fits_and_why_others_do_not() -> None:
     assert "sharding: is stage1, but there is one data rank" not in str(reasons)
     words = fitting[0].strategy.overrides.replace("'", "").split(" --engine")
     again = run_plan(RECIPE, words[0], f"--engine{words[1]}")
+    assert estimate(again).peak == fitting[0].estimate.peak
+
+
+def test_a_search_names_a_strategy_that_its_recipe_can_have(tmp_path: Path) -> None:
+    """Where a recipe recomputes some layers only, which a search does not try."""
+    recipe = json.loads((ROOT / RECIPE).read_text())
+    recipe["engine"] |= {"recompute": "full", "recompute_every": 2}
+    path = tmp_path / "recipe.json"
+    path.write_text(json.dumps(recipe))
+    fitting, rejected = search(run_plan(str(path)), 30 * 2.0**30, HARDWARE["a100"])
+    (line,) = (line for line in show_search(fitting, rejected, 1) if line.startswith("the first: "))
+    again = run_plan(str(path), *shlex.split(line)[5:])
     assert estimate(again).peak == fitting[0].estimate.peak
 
 
