@@ -82,12 +82,12 @@ def _recipe(run: Run) -> dict[str, Any]:
     run.take("command"), run.take("rlhf_type")
     is_full = kind == "full"
     hub = "" if is_on(run.take("use_hf")) | is_on(run.take("USE_HF")) else "ms:"
+    if (dtype := run.take("torch_dtype")) not in _TO_16_BITS:
+        run.refuse("torch_dtype", dtype, "engine.precision has fp32, bf16 and fp16")
     defaults = trainer.Defaults(
         learning_rate=1e-5 if is_full else 1e-4, micro_batch_size=1, lr_schedule="cosine", weight_decay=0.1,
-        adam_beta2=0.95, recompute=True, precision=_TO_16_BITS.get(run.take("torch_dtype"), "none"),
+        adam_beta2=0.95, recompute=True, precision=_TO_16_BITS.get(dtype, "bf16"),
     )  # fmt: skip
-    if defaults.precision == "none":
-        run.refuse("torch_dtype", run.given("torch_dtype"), "engine.precision has fp32, bf16 and fp16")
     has_masters = is_on(run.given("deepspeed")) or defaults.precision == "fp16"
     if is_full and not has_masters:
         run.refuse(word, kind, "without deepspeed it trains parameters in 16 bits; they have float32 masters "

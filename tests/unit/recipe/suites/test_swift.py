@@ -176,3 +176,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert "is read by its columns" not in told  # they are files
     assert main(["recipe", "from-trl", str(path)]) == 2
     assert "is a shell script; give the YAML or JSON file" in capsys.readouterr().err
+
+
+def test_a_dtype_that_is_left_out_is_the_usual_one(converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, "torch_dtype": "float8"}, leave_out=["torch_dtype"])
+    assert found.recipe["engine"] == {"precision": "bf16", "recompute": "full"}
