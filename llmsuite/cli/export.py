@@ -109,7 +109,7 @@ def run_deploy(args: Any, registry: Registry) -> int:
         rewrite.write(part / MERGED)
         print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
         args.base = args.config = None  # they belong to the source; from here on it is the merged model
-        _copy_tokenizer(args, registry, part / MERGED)
+        _copy_tokenizer(Path(args.source), part / MERGED)
         _export(part / MERGED, part / PROGRAM, backend, args, registry)
         print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
         args.source = str(part / MERGED)
@@ -158,12 +158,12 @@ def _open(path: Path, args: Any, registry: Registry) -> ModelDirectory:
     return open_any(find_weights(path), registry.models, base, config, args.allow_pickle)
 
 
-def _copy_tokenizer(args: Any, registry: Registry, target: Path) -> None:
+def _copy_tokenizer(source: Path, target: Path) -> None:
     """An adapter's own tokenizer takes the place of its base's."""
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.model_writer import copy_tokenizer
 
-    adapter = find_adapter(Path(args.source))
+    adapter = find_adapter(source)
     if adapter is not None:
         copy_tokenizer(adapter, target)
 

@@ -150,7 +150,7 @@ class GgufExport:
         Raises:
             UserError: a value is too large for fp16.
         """
-        with self._writer(path) as writer:
+        with self._writer() as writer:
             self._add_fields(writer)
             self._add_tokenizer(writer, dialogue)
             factors = rope_factors(self.config)
@@ -170,7 +170,7 @@ class GgufExport:
                 progress(tensor.num_bytes)
 
     @contextlib.contextmanager
-    def _writer(self, path: Path) -> Iterator[Any]:
+    def _writer(self) -> Iterator[Any]:
         writer = self._gguf.GGUFWriter(None, self.architecture)
         try:
             yield writer
@@ -179,11 +179,6 @@ class GgufExport:
 
     @property
     def _is_linear(self) -> bool:
-        if (window := getattr(self.config, "sliding_window", None)) is not None:
-            raise UserError(
-                f"{self.model.path}: attention has a window (sliding_window {window}), which GGUF has no place for in "
-                "this family. For texts that are not longer, set sliding_window to null in its config.json"
-            )
         scaling = self.config.rope_scaling or {}
         return scaling.get("rope_type", scaling.get("type")) == "linear"
 

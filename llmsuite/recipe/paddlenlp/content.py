@@ -329,9 +329,7 @@ def generation(run: Conversion, data: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def checkpoint(
-    run: Conversion, data: Mapping[str, Any], own: Mapping[str, Any], generates: bool = False
-) -> dict[str, Any]:
+def checkpoint(run: Conversion, data: Mapping[str, Any], generates: bool) -> dict[str, Any]:
     strategy, every = str(run.take("save_strategy") or "steps"), run.number("save_steps", 500)
     checkpoint: dict[str, Any] = {}
     if strategy == "epoch":

@@ -128,7 +128,7 @@ def _recipe(run: Conversion) -> dict[str, Any]:
         recipe["lora"] = lora
     if prefix := content.prefix(run, bool(lora)):
         recipe["prefix"] = prefix
-    recipe["checkpoint"] = content.checkpoint(run, recipe["data"], own, bool(generation))
+    recipe["checkpoint"] = content.checkpoint(run, recipe["data"], bool(generation))
     recipe["device"] = run.take("device") or run.arguments.device or "gpu"
     told = str(run.take("report_to") or "")
     if named := [name for name in ("visualdl", "tensorboard", "wandb", "swanlab") if name in told]:
