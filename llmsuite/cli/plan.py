@@ -12,6 +12,7 @@ from llmsuite.extras import check_plot
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import load
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from llmsuite.schema.degrees import launch_of
 from llmsuite.specs import Command
 
 _MOST = 10
@@ -92,8 +93,7 @@ def _devices(count: int | None) -> list[str]:
         return []
     if count < 1:
         raise UserError(f"--devices: is {count}; it has to be 1 or more")
-    per_machine = 8 if count > 8 and count % 8 == 0 else count
-    return [f"--launch.num_devices={per_machine}", f"--launch.nnodes={count // per_machine}"]
+    return [f"--launch.{key}={value}" for key, value in {"nnodes": 1, **launch_of(count)}.items()]
 
 
 def _amount(option: str, text: str | None, unit: Unit) -> float | None:

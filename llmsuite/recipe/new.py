@@ -13,6 +13,7 @@ from typing import Any, Literal
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.resources import bundled
+from llmsuite.schema.degrees import PER_MACHINE, launch_of
 from llmsuite.specs import ModelFamily
 
 RULE = """\
@@ -23,7 +24,6 @@ ranks are data ranks. They shard the optimizer state, and gradients if there is 
 experts. On cpu nothing is sharded. Where a recipe for all parameters gets adapters, its learning rate is multiplied by
 ten (Schulman et al. 2025, "LoRA Without Regret"). All other numbers come from recipes/FAMILY/STAGE.json, or from
 llama's."""
-PER_MACHINE = 8
 Method = Literal["full", "lora", "qlora"]
 METHODS: Mapping[str, str] = {
     "full": "all parameters",
@@ -160,8 +160,7 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
         "precision": "fp32" if choice.device == "cpu" else "bf16",
         "recompute": "full" if choice.device != "cpu" and plan.layers else "none",
     }
-    machines = choice.num_devices // PER_MACHINE if choice.num_devices % PER_MACHINE == 0 else 1
-    recipe["launch"] = {"num_devices": choice.num_devices // machines} | ({"nnodes": machines} if machines > 1 else {})
+    recipe["launch"] = launch_of(choice.num_devices)
     recipe["device"] = choice.device
     recipe["output_dir"] = f"runs/{choice.name}"
     _take_data(recipe, choice)

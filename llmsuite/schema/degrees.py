@@ -39,6 +39,16 @@ class Degrees:
         return f"pp{self.pp} dp{self.dp} sharding{self.sharding} tp{self.tp}{experts}"
 
 
+PER_MACHINE = 8
+"""Devices of a machine, where nothing says how many."""
+
+
+def launch_of(num_devices: int) -> dict[str, int]:
+    """The keys of section `launch` for so many devices: whole machines if they divide, else one."""
+    machines = num_devices // PER_MACHINE if num_devices % PER_MACHINE == 0 else 1
+    return {"num_devices": num_devices // machines, **({"nnodes": machines} if machines > 1 else {})}
+
+
 def degrees_of(recipe: Recipe, own_meshes: bool = False) -> Degrees:
     """The sizes of the mesh axes that a recipe asks for. `own_meshes`: whether the model has its own."""
     p = recipe.parallel

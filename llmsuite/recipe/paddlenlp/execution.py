@@ -9,8 +9,8 @@ from typing import Any
 
 from llmsuite.recipe.conversion.conversion import Conversion, is_true
 from llmsuite.recipe.paddlenlp.content import BATCH
+from llmsuite.schema.degrees import PER_MACHINE, launch_of
 
-_PER_MACHINE = 8
 _BALANCE = 0.001
 """`aux_loss_alpha` in the config.json of DeepSeek-V2 and V3, which PaddleNLP trains with."""
 _LOGGING_STEPS = 500
@@ -93,12 +93,11 @@ def launch(run: Conversion, parallel: Mapping[str, Any]) -> dict[str, Any]:
     told, nodes = run.arguments.num_devices, run.arguments.nnodes or 1
     total = run.told_devices or (told * nodes if told else None)
     if total is None:
-        total = math.lcm(fixed, _PER_MACHINE)
+        total = math.lcm(fixed, PER_MACHINE)
         run.note(f"launch: {total} devices, as nothing says how many; --num_devices N for another number")
     if told and not run.told_devices:
         return {"num_devices": told, **({"nnodes": nodes} if nodes > 1 else {})}
-    machines = total // _PER_MACHINE if total % _PER_MACHINE == 0 else 1
-    return {"num_devices": total // machines, **({"nnodes": machines} if machines > 1 else {})}
+    return launch_of(total)
 
 
 def train(run: Conversion, launch: Mapping[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:
