@@ -43,16 +43,6 @@ class Source:
     """The position of each value."""
 
 
-def read_json(path: str | Path) -> Source:
-    """Read a JSON file strictly; a relative path is looked up among the bundled files too.
-
-    Raises:
-        UserError: the file cannot be read.
-        RecipeError: it is not strict JSON; carries every problem found, each with line and column.
-    """
-    return parse_json(read_text(path), str(path))
-
-
 def read_text(path: str | Path) -> str:
     """The text of a recipe; a relative path is looked up among the bundled files too.
 
@@ -79,7 +69,8 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str, name: str, comments: bool = False) -> Source:
-    """Parse JSON text strictly, see `read_json`; with `comments`, JSONC."""
+    """Parse JSON text strictly; with `comments`, JSONC. Raises RecipeError with every problem found, each with line and
+    column."""
     reader = _Reader(text, name, comments)
     value = reader.document()
     if reader.problems:

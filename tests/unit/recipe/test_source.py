@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.recipe.source import MAX_BYTES, MAX_DEPTH, parse_json, read_json
+from llmsuite.recipe.document import read_document
+from llmsuite.recipe.source import MAX_BYTES, MAX_DEPTH, parse_json
 
 
 def defects(text: str) -> list[tuple[str, str, str]]:
@@ -126,7 +127,7 @@ def test_file_not_utf8(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_bytes('{"a": 1,\n "\u00e9\u00e9": "'.encode() + b'\xff"}')
     with pytest.raises(RecipeError) as caught:
-        read_json(path)
+        read_document(path)
     (problem,) = caught.value.problems
     assert problem.where == f"{path}:2:9"
     assert "is not UTF-8" in problem.message
@@ -136,29 +137,29 @@ def test_file_with_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_bytes(b"\xef\xbb\xbf{}")
     with pytest.raises(RecipeError, match=r"r\.json:1:1: starts with a byte order mark"):
-        read_json(path)
+        read_document(path)
 
 
 def test_file_size(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text("1".ljust(MAX_BYTES))
-    assert read_json(path).value == 1
+    assert read_document(path).value == 1
     path.write_text("1".ljust(MAX_BYTES + 1))
     with pytest.raises(UserError, match=r"r.json: is too long; a recipe has at most 200,000 bytes"):
-        read_json(path)
+        read_document(path)
 
 
 def test_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"nothing\.json: cannot be read: No such file"):
-        read_json(tmp_path / "nothing.json")
+        read_document(tmp_path / "nothing.json")
     with pytest.raises(UserError, match="is a directory; a recipe is a file"):
-        read_json(tmp_path)
+        read_document(tmp_path)
     with pytest.raises(UserError, match=r"is not a path: .*File name too long"):
-        read_json("x" * 300)
+        read_document("x" * 300)
     with pytest.raises(UserError, match=r"is not a path: .*home directory"):
-        read_json("~nobody-of-that-name/r.json")
+        read_document("~nobody-of-that-name/r.json")
 
 
 def test_bundled_file_from_any_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert read_json("recipes/llama/dpo.json").value["stage"] == "dpo"
+    assert read_document("recipes/llama/dpo.json").value["stage"] == "dpo"

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.recipe.source import MAX_DEPTH, MAX_INT, MIN_INT, Key, Source, parse_json, read_json
+from llmsuite.recipe.document import read_document
+from llmsuite.recipe.source import MAX_DEPTH, MAX_INT, MIN_INT, Key, Source, parse_json
 
 SCALARS = (
     st.none()
@@ -163,6 +164,6 @@ def test_any_bytes_are_read_or_refused(file: Path, content: bytes) -> None:
         expected = strict(content.decode("utf-8"))
     except ValueError:
         with pytest.raises(UserError):
-            read_json(file)
+            read_document(file)
     else:
-        assert repr(read_json(file).value) == repr(expected)
+        assert repr(read_document(file).value) == repr(expected)
