@@ -47,7 +47,7 @@ def pin_data(given: str, report: Report) -> str:
     name = hub_name(pinned(given, "dataset"))
     if name is None or name.is_pinned:
         return str(name or given)
-    exact = find_commit(name, "dataset", report)
+    exact = find_commit(name, report)
     pin(given, exact, "dataset")
     return str(exact)
 
@@ -61,7 +61,7 @@ def fetch(name: str, report: Report) -> Path:
     found = hub_name(pinned(name, "dataset"))
     if found is not None:
         if not found.is_pinned:
-            found = find_commit(found, "dataset", report)
+            found = find_commit(found, report)
         if found.path or found.hub != "hf":
             here = fetch_hub(found, Want.FILE if found.path else Want.ROWS, report, "dataset")
             return here.file if found.path else here.directory

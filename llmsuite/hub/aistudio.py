@@ -97,7 +97,7 @@ def _host(name: HubName) -> str:
     except ImportError as error:
         raise NotThere(
             f"{name}: needs the package {error.name}; install it with: pip install 'aistudio-sdk<0.3'"
-        ) from (error)
+        ) from error
     return os.environ.get("STUDIO_GIT_HOST", config.STUDIO_GIT_HOST_DEFAULT)
 
 

@@ -53,8 +53,9 @@ def fetch(given: HubName, want: Want, report: Report, kind: Kind = "model") -> F
     raise _all_of(missing)
 
 
-def find_commit(given: HubName, kind: Kind, report: Report) -> HubName:
-    """A name with its hub and the commit that is there now; where no hub can be asked, the one that was last found.
+def find_commit(given: HubName, report: Report) -> HubName:
+    """The name of a data set with its hub and the commit that is there now; where no hub can be asked, the one that was
+    last found.
 
     Raises:
         UserError: no hub has it, or none can be asked and none was before.
@@ -64,11 +65,11 @@ def find_commit(given: HubName, kind: Kind, report: Report) -> HubName:
     missing: list[UserError] = []
     for hub in [given.hub] if given.hub else hub_order():
         name = given.at(hub, given.revision)
-        last = note_of(name.at(hub, "last"), kind).with_name(f"last-{quote(name.revision or 'default', safe='')}")
+        last = note_of(name.at(hub, "last"), "dataset").with_name(f"last-{quote(name.revision or 'default', safe='')}")
         try:
             if is_offline():
                 raise Unreachable(f"{name}: HF_HUB_OFFLINE is set, and it was never fetched here")
-            found = name.at(hub, open_hub(hub).listing(name, kind).revision)
+            found = name.at(hub, open_hub(hub).listing(name, "dataset").revision)
         except Unreachable as error:
             if not last.is_file():
                 missing.append(error)
@@ -95,11 +96,8 @@ def _fetch_from(name: HubName, want: Want, report: Report, kind: Kind) -> Fetche
         if found is not None and not lacking and (is_offline() or is_checked(found, want, kind)):
             return found
         if is_offline():
-            what = (
-                f"only a part of it is in the cache: {', '.join(lacking[:5])} is missing"
-                if lacking
-                else ("it is not in the cache")
-            )
+            part = f"only a part of it is in the cache: {', '.join(lacking[:5])} is missing"
+            what = part if lacking else "it is not in the cache"
             raise Unreachable(f"{name}: HF_HUB_OFFLINE is set, and {what}; fetch it with a connection first")
     hub = open_hub(name.hub)
     try:
@@ -124,14 +122,14 @@ def _fetch_from(name: HubName, want: Want, report: Report, kind: Kind) -> Fetche
     return Fetched(exact, directory)
 
 
-def fetch_named(given: str, want: Want, report: Report, kind: Kind = "model") -> Fetched | None:
-    """Fetch what a text names, pin it, and return it; None where the text is a path."""
-    is_known = f"{kind} {given}" in known_pins()
-    name = hub_name(pinned(given, kind))
+def fetch_named(given: str, want: Want, report: Report) -> Fetched | None:
+    """Fetch the model that a text names, pin it, and return it; None where the text is a path."""
+    is_known = f"model {given}" in known_pins()
+    name = hub_name(pinned(given))
     if name is None:
         return None
-    found = cached(name, want, kind) if is_known else None  # by the process that started this one
+    found = cached(name, want) if is_known else None  # by the process that started this one
     if found is None:
-        found = fetch(name, want, report, kind)
-        pin(given, found.name, kind)
+        found = fetch(name, want, report)
+        pin(given, found.name)
     return found

@@ -85,14 +85,13 @@ def hub_name(given: str) -> HubName | None:
     return _name(match)
 
 
-def hub_order(environment: str | None = None) -> Sequence[str]:
+def hub_order() -> Sequence[str]:
     """The hubs a name without one is looked up in: LLMSUITE_HUBS, by default Hugging Face only.
 
     Raises:
         UserError: one of them is unknown.
     """
-    given = os.environ.get(ORDER, "") if environment is None else environment
-    names = [word.strip() for word in given.split(",") if word.strip()] or ["hf"]
+    names = [word.strip() for word in os.environ.get(ORDER, "").split(",") if word.strip()] or ["hf"]
     if unknown := [name for name in names if name not in HUBS]:
         raise UserError(f"{ORDER}: {unknown[0]!r} is no hub; known: {', '.join(HUBS)}")
     return list(dict.fromkeys(names))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.errors import UserError
-from llmsuite.hub.names import HUBS, HubName, hub_name, hub_order
+from llmsuite.hub.names import HUBS, ORDER, HubName, hub_name, hub_order
 
 WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
 
@@ -63,8 +63,10 @@ def test_a_name_is_read_as_it_is_written(hub: str, first: str, second: str, revi
     assert hub_name(str(name)) == name
 
 
-def test_order() -> None:
-    assert hub_order("") == ["hf"]
-    assert hub_order("ms, hf,ms") == ["ms", "hf"]
+def test_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, order in (("", ["hf"]), ("ms, hf,ms", ["ms", "hf"])):
+        monkeypatch.setenv(ORDER, text)
+        assert hub_order() == order
+    monkeypatch.setenv(ORDER, "hf,github")
     with pytest.raises(UserError, match="LLMSUITE_HUBS: 'github' is no hub; known: hf, ms, aistudio"):
-        hub_order("hf,github")
+        hub_order()
