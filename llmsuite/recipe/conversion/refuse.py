@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
@@ -10,6 +12,34 @@ from llmsuite.recipe.conversion.conversion import Converted
 
 Reason = tuple[str, Any, str]
 """An argument, its value, and why no recipe can follow it."""
+
+
+_OFF: tuple[Any, ...] = (None, False, 0, "", "0", "false", "False", "no", "No", "none", "None", "null", [], {})
+"""Values that say no."""
+
+
+def is_on(value: Any) -> bool:
+    """Whether a value says more than no."""
+    return value not in _OFF
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why an argument makes it another job than any recipe, and with which values it does."""
+
+    why: str
+    applies: Callable[[Any], bool] = is_on
+
+
+def find(table: Mapping[str, Any], key: str) -> Any:
+    """The entry of the first pattern that fits; None where none does."""
+    return next((entry for pattern, entry in table.items() if fnmatch.fnmatchcase(key, pattern)), None)
+
+
+def why_refused(table: Mapping[str, Refusal], key: str, value: Any) -> str | None:
+    """Why an argument makes it another job; None where it does not."""
+    found = find(table, key)
+    return found.why if found is not None and found.applies(value) else None
 
 
 def joined(first: Sequence[Reason], second: Sequence[Reason]) -> list[Reason]:

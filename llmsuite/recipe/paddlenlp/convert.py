@@ -12,10 +12,10 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.conversion import Conversion, Converted, check_stage, is_true
 from llmsuite.recipe.conversion.family import family_of
-from llmsuite.recipe.conversion.refuse import Reason, joined, left_without, refusal
+from llmsuite.recipe.conversion.refuse import Reason, find, joined, left_without, refusal, why_refused
 from llmsuite.recipe.paddlenlp import content, execution
-from llmsuite.recipe.paddlenlp.refused import is_off, refuse_without_training, why_refused
-from llmsuite.recipe.paddlenlp.without import reason
+from llmsuite.recipe.paddlenlp.refused import REFUSED, is_off, refuse_without_training
+from llmsuite.recipe.paddlenlp.without import WITHOUT
 
 _SCRIPTS = {"pretrain": "pretrain", "finetune": "sft", "sft": "sft", "lora": "lora", "dpo": "dpo", "simpo": "dpo"}
 _SCRIPTS |= {"kto": "kto", "reward": "rm", "rm": "rm"}
@@ -49,7 +49,9 @@ def convert(
         refuse_without_training(name, arguments.values)
         # what says more than that the stage or the family cannot be told
         at_once += [
-            (key, value, why) for key, value in arguments.values.items() if (why := why_refused(key, value)) is not None
+            (key, value, why)
+            for key, value in arguments.values.items()
+            if (why := why_refused(REFUSED, key, value)) is not None
         ]
         result = _read(arguments, name, registry, stage, family, num_devices)
     except UserError as stop:
@@ -80,8 +82,8 @@ def _read(
     run = Conversion(arguments, name, registry, stage, spec, num_devices)
     run.result.recipe = _recipe(run)
     for key, value in run.left.items():
-        why = why_refused(key, value)
-        if why is None and (known := reason(key)):
+        why = why_refused(REFUSED, key, value)
+        if why is None and (known := find(WITHOUT, key)):
             run.left_out(key, value, known)
         elif why is None and is_off(key, value):
             run.left_out(key, value, "it says no")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.recipe.conversion.conversion import is_true
+from llmsuite.recipe.conversion.refuse import Refusal, find, is_on
 
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"
@@ -22,11 +21,6 @@ _STEPS = "is a score for each step of an answer; stage rm scores whole answers"
 _LONG = "positions are those of the model's config: model.config.rope_scaling"
 
 
-def _is_on(value: Any) -> bool:
-    """Whether a value says more than no."""
-    return value not in (None, False, 0, "", "0", "false", "False", "no", "No", "none", "None", "null", [], {})
-
-
 def _is_not_one(value: Any) -> bool:
     return value not in (1, None)
 
@@ -35,47 +29,41 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, (int, float)) and value > 0
 
 
-@dataclasses.dataclass(frozen=True)
-class _Refusal:
-    why: str
-    applies: Callable[[Any], bool] = _is_on
-
-
-REFUSED: Mapping[str, _Refusal] = {
-    "vera": _Refusal(
+REFUSED: Mapping[str, Refusal] = {
+    "vera": Refusal(
         "both its factors begin with the largest singular vectors of each matrix there, which are taken off it, and "
         "the second one is trained too; here they are random, shared and frozen, as in the paper. Nearest keys: "
         "lora.method with vera, lora.init with pissa"
     ),
-    "reft": _Refusal(
+    "reft": Refusal(
         "its rotation is orthonormal at the start only, and the edits begin as those of other matrices; here it stays "
         "so, and the first step is that of the model as it was. Nearest keys: reft.rank (rank there, 8 unless given), "
         "reft.layers and reft.positions (position); see recipes/llama/reft.json"
     ),
-    "lora_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
-    "lokr_path": _Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
-    "prefix_path": _Refusal("prefixes begin as they are drawn: prefix.tokens; --resume goes on from a checkpoint"),
-    "weight_quantize_algo": _Refusal(_QUANTISED),
-    "neftune": _Refusal("embeddings are trained without noise"),
-    "hidden_dropout_prob": _Refusal(DROPOUT),
-    "attention_probs_dropout_prob": _Refusal(DROPOUT),
-    "process_reward": _Refusal(_STEPS),
-    "max_query_len": _Refusal(_EMBEDDING),
-    "max_passage_len": _Refusal(_EMBEDDING),
-    "actor_model_name_or_path": _Refusal(_RL),
-    "rl_algorithm": _Refusal(_RL),
-    "critic_*": _Refusal(_RL),
-    "kl_coeff": _Refusal(_RL),
-    "reference_free": _Refusal("nearest key: dpo.loss, simpo or orpo"),
-    "ref_model_update_steps": _Refusal("the reference is the initial model", _is_positive),
-    "pref_loss_ratio": _Refusal("the preference loss has weight 1; nearest key: dpo.sft_weight", _is_not_one),
-    "regularization": _Refusal("nearest key: rm.center_rewards"),
-    "normalize_score_during_training": _Refusal("scores of a reward model are not normalised"),
-    "use_ssa": _Refusal("attention is over the whole sequence"),
-    "use_long_sequence_strategies": _Refusal(_LONG),
-    "rope_scaling_factor": _Refusal(_LONG, _is_not_one),
-    "autotuner_benchmark": _Refusal("it replaces the job by five steps without saving; see: llmsuite plan --search"),
-    "using_fake_gate": _Refusal("it is for benchmarks: tokens go where the gate sends them"),
+    "lora_path": Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
+    "lokr_path": Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
+    "prefix_path": Refusal("prefixes begin as they are drawn: prefix.tokens; --resume goes on from a checkpoint"),
+    "weight_quantize_algo": Refusal(_QUANTISED),
+    "neftune": Refusal("embeddings are trained without noise"),
+    "hidden_dropout_prob": Refusal(DROPOUT),
+    "attention_probs_dropout_prob": Refusal(DROPOUT),
+    "process_reward": Refusal(_STEPS),
+    "max_query_len": Refusal(_EMBEDDING),
+    "max_passage_len": Refusal(_EMBEDDING),
+    "actor_model_name_or_path": Refusal(_RL),
+    "rl_algorithm": Refusal(_RL),
+    "critic_*": Refusal(_RL),
+    "kl_coeff": Refusal(_RL),
+    "reference_free": Refusal("nearest key: dpo.loss, simpo or orpo"),
+    "ref_model_update_steps": Refusal("the reference is the initial model", _is_positive),
+    "pref_loss_ratio": Refusal("the preference loss has weight 1; nearest key: dpo.sft_weight", _is_not_one),
+    "regularization": Refusal("nearest key: rm.center_rewards"),
+    "normalize_score_during_training": Refusal("scores of a reward model are not normalised"),
+    "use_ssa": Refusal("attention is over the whole sequence"),
+    "use_long_sequence_strategies": Refusal(_LONG),
+    "rope_scaling_factor": Refusal(_LONG, _is_not_one),
+    "autotuner_benchmark": Refusal("it replaces the job by five steps without saving; see: llmsuite plan --search"),
+    "using_fake_gate": Refusal("it is for benchmarks: tokens go where the gate sends them"),
 }
 """Patterns of `fnmatch` over names; the first that fits counts."""
 
@@ -103,12 +91,6 @@ def refuse_without_training(name: str, values: Mapping[str, Any]) -> None:
     raise UserError(f"{name}: do_train is not true, and without it PaddleNLP trains nothing; set it in the file")
 
 
-def why_refused(key: str, value: Any) -> str | None:
-    """Why an argument makes it another job; None where it does not."""
-    found = next((item for pattern, item in REFUSED.items() if fnmatch.fnmatchcase(key, pattern)), None)
-    return found.why if found is not None and found.applies(value) else None
-
-
 def is_off(key: str, value: Any) -> bool:
     """Whether an argument that could make it another job, or that is not known, says no."""
-    return not _is_on(value) or any(fnmatch.fnmatchcase(key, pattern) for pattern in REFUSED)
+    return not is_on(value) or find(REFUSED, key) is not None

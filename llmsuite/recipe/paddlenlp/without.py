@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fnmatch
-
 _KERNELS = "the device backend chooses its fused kernels"
 _MATRICES = "matrices stay apart, see parallel.fuse_projections; `convert --layout paddlenlp --fused` writes fused ones"
 _OVERLAP = "the engine decides what is overlapped and fused"
@@ -96,8 +94,3 @@ WITHOUT = {
     "*aistudio*": "uploading is up to you",
 }
 """Patterns of `fnmatch` over names; the first that fits counts."""
-
-
-def reason(key: str) -> str | None:
-    """Why an argument has no key; None when it is not known."""
-    return next((text for pattern, text in WITHOUT.items() if fnmatch.fnmatchcase(key, pattern)), None)

@@ -8,8 +8,9 @@ from typing import Any
 
 from llmsuite.data.formats import SHAREGPT_ROLES
 from llmsuite.errors import UserError
+from llmsuite.recipe.conversion.refuse import is_on
 from llmsuite.recipe.suites import axolotl_words, model, trainer
-from llmsuite.recipe.suites.suite import Run, Suite, is_on
+from llmsuite.recipe.suites.suite import Run, Suite
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
 _ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}

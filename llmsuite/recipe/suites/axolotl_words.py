@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmsuite.recipe.conversion.refuse import Refusal, is_on
 from llmsuite.recipe.suites import trainer
-from llmsuite.recipe.suites.suite import Refusal, is_on
 
 _ONE = "would make other data ranks; nearest key: section parallel"
 _FROZEN = Refusal("what is trained is the whole model or adapters")

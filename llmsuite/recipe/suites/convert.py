@@ -11,10 +11,10 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.conversion import check_stage
 from llmsuite.recipe.conversion.family import family_of
-from llmsuite.recipe.conversion.refuse import Reason, joined, left_without, refusal
+from llmsuite.recipe.conversion.refuse import Reason, find, is_on, joined, left_without, refusal, why_refused
 from llmsuite.recipe.document import JSONC, YAML
 from llmsuite.recipe.source import parse_json, read_text
-from llmsuite.recipe.suites.suite import Report, Run, Suite, find, is_on
+from llmsuite.recipe.suites.suite import Report, Run, Suite
 
 
 def read_values(path: Path, suite: Suite | None = None) -> dict[str, Any]:
@@ -71,7 +71,9 @@ def convert(
         stage = suite.stage(flat, name, stage)
         # what says more than that the family cannot be told
         at_once += [
-            (key, value, why) for key, value in flat.items() if (why := _refusal(suite, key, value)) is not None
+            (key, value, why)
+            for key, value in flat.items()
+            if (why := why_refused(suite.refused, key, value)) is not None
         ]
         run = _read(suite, flat, name, registry, stage, family, num_devices)
     except UserError as stop:
@@ -103,7 +105,7 @@ def _read(
     report = run.report
     report.recipe = suite.recipe(run)
     for key, value in run.left.items():
-        why = _refusal(suite, key, value)
+        why = why_refused(suite.refused, key, value)
         if why is None and (known := find(suite.without, key)) is not None:
             report.left_out.append((key, value, known))
         elif why is None and not is_on(value):
@@ -131,11 +133,6 @@ def _finished(run: Run, leave_out: Sequence[str]) -> Report:
     if without := left_without(report, leave_out):
         report.recipe["source"] += f", without {', '.join(without)}"
     return report
-
-
-def _refusal(suite: Suite, key: str, value: Any) -> str | None:
-    found = find(suite.refused, key)
-    return found.why if found is not None and found.applies(value) else None
 
 
 def _leaves(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.recipe.conversion.refuse import is_on
 from llmsuite.recipe.suites import llamafactory_data, llamafactory_words, model, trainer
-from llmsuite.recipe.suites.suite import Run, Suite, is_on
+from llmsuite.recipe.suites.suite import Run, Suite
 
 _DEFAULTS = trainer.Defaults(recompute=True)
 _STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto"}

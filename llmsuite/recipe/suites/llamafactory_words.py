@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmsuite.recipe.conversion.refuse import Refusal
 from llmsuite.recipe.suites import trainer
-from llmsuite.recipe.suites.suite import Refusal
 
 _OTHER_OPTIMIZER = Refusal("train.optimizer has adamw")
 _OTHER_LOSS = Refusal("every supervised token weighs the same")

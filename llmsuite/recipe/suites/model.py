@@ -8,8 +8,6 @@ from typing import Any
 from llmsuite.recipe.conversion.family import preset_of
 from llmsuite.recipe.suites.suite import Run
 
-_ROUTED = ("qwen_moe", "ernie_moe", "deepseek")
-
 
 def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, Any]:
     """Weights by their name on a hub or in a directory, and the shape the family has under that name.
@@ -44,7 +42,7 @@ def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | No
         if any(set(word) & set("^$()[]|\\") for word in named):
             run.refuse(key, told, "is a regular expression; nearest key: lora.target_modules, which has patterns")
         return {"target_modules": named} if named else {}
-    if run.family.name in _ROUTED:
+    if run.has_experts:
         run.refuse(
             key, told, "takes routed experts and gates too; name the matrices, as in q_proj,k_proj,v_proj,o_proj"
         )

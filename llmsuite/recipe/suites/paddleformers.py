@@ -7,14 +7,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.recipe.conversion.refuse import is_on
 from llmsuite.recipe.suites import model, paddleformers_words, trainer
-from llmsuite.recipe.suites.suite import Run, Suite, is_on
+from llmsuite.recipe.suites.suite import Run, Suite
 
 _DEFAULTS = trainer.Defaults(num_epochs=1, precision="bf16")
 _STAGES = {"sft": "sft", "dpo": "dpo", "pt": "pretrain"}
 _TEMPLATES = {"qwen3_nothink": "chatml", "llama3": "llama3"}
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
-_ROUTED = ("qwen_moe", "ernie_moe", "deepseek")
 _OFFLOAD = ("tensorwise_offload_optimizer", "optimizer_cpu_offload", "offload_optim")
 _LENGTH = 4096
 
@@ -79,7 +79,7 @@ def _recipe(run: Run) -> dict[str, Any]:
 def _balance(run: Run) -> None:
     """Experts are balanced by the config of their model; an argument that does so is read only where there are some."""
     key = "router_aux_loss_coef"
-    weight, routed = run.take(key), run.family.name in _ROUTED
+    weight, routed = run.take(key), run.has_experts
     if routed:
         run.refuse(
             "model_name_or_path", run.given("model_name_or_path"), "its experts are balanced by its config there"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmsuite.recipe.conversion.refuse import Refusal
 from llmsuite.recipe.suites import trainer
-from llmsuite.recipe.suites.suite import Refusal
 
 _KERNELS = "the device backend chooses its fused kernels"
 EXPERTS = "belongs to models with experts"

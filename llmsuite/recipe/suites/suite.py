@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import fnmatch
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.conversion import Conversion, Converted
+from llmsuite.recipe.conversion.refuse import Refusal
 from llmsuite.specs import ModelFamily
-
-OFF: tuple[Any, ...] = (None, False, 0, "", "0", "false", "False", "no", "No", "none", "None", "null", [], {})
-"""Values that say no."""
-
-
-def is_on(value: Any) -> bool:
-    """Whether a value says more than no."""
-    return value not in OFF
 
 
 @dataclasses.dataclass
@@ -31,14 +24,6 @@ class Report(Converted):
     """Arguments with the name and the value of a key here."""
     translated: list[tuple[str, Any, str]] = dataclasses.field(default_factory=list)
     """Name, value, and the key here that says it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Refusal:
-    """Why an argument makes it another job than any recipe, and with which values it does."""
-
-    why: str
-    applies: Callable[[Any], bool] = is_on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +72,11 @@ class Run(Conversion):
         self.hinted_devices: int | None = None
         """Devices that the file itself names."""
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether models of the family have routed experts."""
+        return bool((self.family.shard_plan or WHOLE).experts)
+
     def written(self, key: str) -> str:
         return self.suite.own_words.get(key, key)
 
@@ -107,8 +97,3 @@ class Run(Conversion):
             return []
         listed = value if isinstance(value, list) else str(value).split(",")
         return [str(word).strip() for word in listed if str(word).strip()]
-
-
-def find(table: Mapping[str, Any], key: str) -> Any:
-    """The entry of the first pattern that fits; None where none does."""
-    return next((entry for pattern, entry in table.items() if fnmatch.fnmatchcase(key, pattern)), None)

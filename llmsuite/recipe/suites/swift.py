@@ -10,8 +10,9 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.recipe.conversion.arguments import read_command
+from llmsuite.recipe.conversion.refuse import is_on
 from llmsuite.recipe.suites import model, swift_words, trainer
-from llmsuite.recipe.suites.suite import Run, Suite, is_on
+from llmsuite.recipe.suites.suite import Run, Suite
 
 _COMMANDS = ("sft", "pt", "rlhf")
 _LISTS = ("dataset", "val_dataset", "target_modules", "loss_type", "modules_to_save", "report_to")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmsuite.recipe.conversion.refuse import Refusal
 from llmsuite.recipe.suites import trainer
-from llmsuite.recipe.suites.suite import Refusal
 
 _IMAGES = Refusal("models read text")
 _FROZEN = Refusal("what is trained is the whole model (full) or adapters (lora)")

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.suites.suite import Refusal, Run, is_on
+from llmsuite.recipe.conversion.refuse import Refusal, is_on
+from llmsuite.recipe.suites.suite import Run
+from llmsuite.schema.degrees import launch_of
 
-_PER_MACHINE = 8
 _OPTIMIZERS = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
 _STAGES = {"zero1": "stage1", "zero2": "stage2", "zero3": "stage3", "full_shard": "stage3", "shard_grad_op": "stage2"}
 _LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")
@@ -102,8 +103,7 @@ def launch(run: Run) -> dict[str, Any]:
             "launch: 1 device, as the file does not say how many; --num_devices N for another number, which multiplies "
             "train.global_batch_size"
         )
-    machines = total // _PER_MACHINE if total % _PER_MACHINE == 0 else 1
-    return {"num_devices": total // machines, **({"nnodes": machines} if machines > 1 else {})}
+    return launch_of(total)
 
 
 def engine(run: Run, defaults: Defaults) -> dict[str, Any]:

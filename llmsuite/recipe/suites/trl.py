@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.recipe.conversion.refuse import is_on
 from llmsuite.recipe.suites import model, trainer, trl_data, trl_words
-from llmsuite.recipe.suites.suite import Run, Suite, is_on
+from llmsuite.recipe.suites.suite import Run, Suite
 
 _STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "rm": "rm"}
 _RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4}
@@ -19,7 +20,6 @@ _LOSSES = {
 }
 _QUERIES_AND_VALUES = ("llama", "qwen")
 """Families whose matrices q_proj and v_proj get adapters by PEFT's default."""
-_ROUTED = ("qwen_moe", "ernie_moe", "deepseek")
 _LENGTH, _BALANCE = 1024, 0.001
 
 
@@ -62,7 +62,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         recipe[run.section] = own
     if adapters:
         recipe["lora"] = _lora(run)
-    if run.family.name in _ROUTED and run.section in ("sft", "dpo", "kto"):
+    if run.has_experts and run.section in ("sft", "dpo", "kto"):
         balance = run.number("router_aux_loss_coef", _BALANCE)
         if balance:
             run.refuse("router_aux_loss_coef", balance, "balances experts over a micro-batch; set it to 0")

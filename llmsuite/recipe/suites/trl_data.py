@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.suites.suite import Run, is_on
+from llmsuite.recipe.conversion.refuse import is_on
+from llmsuite.recipe.suites.suite import Run
 
 _KNOWN = ("path", "name", "split", "data_files", "columns")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from llmsuite.recipe.conversion.refuse import Refusal
 from llmsuite.recipe.suites import trainer
-from llmsuite.recipe.suites.suite import Refusal
 
 REFUSED: Mapping[str, Refusal] = {
     "chat_template_path": Refusal("nearest key: data.chat_template; or write it into the tokenizer's directory"),
