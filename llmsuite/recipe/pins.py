@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from llmsuite.errors import RecipeError
+from llmsuite.errors import RecipeError, UserError
 from llmsuite.hub.here import pinned
 from llmsuite.hub.listing import Kind, Want
 from llmsuite.hub.names import hub_name
@@ -74,7 +74,7 @@ def rename(loaded: LoadedRecipe, named: Named, name: str) -> None:
 
 
 def hub_names(recipe: Recipe) -> list[Named]:
-    """What a recipe names on a hub."""
+    """What a recipe names on a hub. Raises UserError for a name that begins with a hub and goes on wrongly."""
     return list(_hub_names(recipe))
 
 
@@ -83,7 +83,11 @@ def _hub_names(recipe: Recipe) -> Iterator[Named]:
         section = recipe.__dict__.get(section_name)
         value = None if section is None else section.__dict__.get(key)
         for name in [value] if isinstance(value, str) else value or ():
-            if hub_name(pinned(name, kind)) is not None:
+            try:
+                is_one = hub_name(pinned(name, kind)) is not None
+            except UserError as error:
+                raise UserError(f"{section_name}.{key}: {error}") from error
+            if is_one:
                 yield Named(section, f"{section_name}.{key}", name, want, kind)
 
 

@@ -349,7 +349,7 @@ def plan_run(
     """Load, check and resolve a recipe; with `smoke`, as a small run for a laptop.
 
     Args:
-        path: the JSON file.
+        path: the JSON, JSONC or YAML file.
         overrides: `--a.b=c` words.
         registry: the known stages, model families, devices …
         smoke: whether to make it small.

@@ -79,6 +79,12 @@ def test_validate(run: Run, write_recipe: Callable[..., Path]) -> None:
     assert out.splitlines()[1].startswith(note)
 
 
+@pytest.mark.parametrize("key", ["data.train", "model.weights"])
+def test_validate_names_the_key_of_a_name_that_is_none(key: str, run: Run, write_recipe: Callable[..., Path]) -> None:
+    code, out, err = run("validate", write_recipe(), f"--{key}=hf:a/b/../c")
+    assert (code, out, err) == (2, "", f"{key}: 'hf:a/b/../c' leaves the repository; name a file inside\n")
+
+
 def test_validate_notes_what_a_run_would_stumble_over(run: Run, write_recipe: Callable[..., Path]) -> None:
     path = write_recipe({"data.eval": "nothing.jsonl"})
     code, out, _ = run("validate", path)
