@@ -97,7 +97,7 @@ def _refuse_other_jobs(run: Run, given: Any, config: Mapping[str, Any]) -> None:
 def launch(run: Run) -> dict[str, Any]:
     """How many devices: as told on the command line, by the file, else one."""
     total = run.told_devices or run.hinted_devices
-    if total is None:
+    if not total:
         total = 1
         run.note(
             "launch: 1 device, as the file does not say how many; --num_devices N for another number, which multiplies "

@@ -95,7 +95,8 @@ def test_strategy_and_schedule(converted: Converted) -> None:
     plain = converted(ACTION, {**SFT, "disable_gradient_checkpointing": True, "neat_packing": True}).recipe
     assert "recompute" not in plain["engine"]
     assert plain["data"]["packing"] == "best_fit"
-    assert converted(ACTION, {**SFT, "ray_num_workers": 4}).recipe["launch"] == {"num_devices": 4}
+    for number, devices in ((4, 4), (0, 1)):
+        assert converted(ACTION, {**SFT, "ray_num_workers": number}).recipe["launch"] == {"num_devices": devices}
 
 
 def test_evaluation(converted: Converted) -> None:
