@@ -77,8 +77,9 @@ def passes(recipe: Record) -> Timeline | None:
     data = max(1, launch.get("num_devices", 1) * launch.get("nnodes", 1) // (stages * tp))
     count = train["global_batch_size"] // (train.get("micro_batch_size", 1) * data)
     drawn = min(count, _SHOWN_ROUNDS * stages + count % stages)
-    # backward passes have twice the products, or as many if only adapters are trained; plus recompute
-    backward = 1.0 if (recipe.get("lora") or {}).get("rank") is not None else 2.0
+    # backward passes have twice the products, or as many if the model is frozen; plus recompute
+    kinds = (("lora", "rank"), ("reft", "rank"), ("prefix", "tokens"))
+    backward = 1.0 if any((recipe.get(name) or {}).get(size) is not None for name, size in kinds) else 2.0
     backward += engine.get("recompute") == "full"
     parts = stages * chunks
     return simulate(orders(kind, stages, drawn, chunks), [1.0] * parts, [backward] * parts)

@@ -225,6 +225,14 @@ def test_the_schedule_of_a_pipeline_is_drawn(tmp_path: Path) -> None:
     assert f"of {4 * 2 * 2 * 2} passes each" in content([long])["html"]
 
 
+@pytest.mark.parametrize("what", [{"lora": {"rank": 8}}, {"reft": {"rank": 4}}, {"prefix": {"tokens": 16}}])
+def test_passes_back_through_a_frozen_model_are_as_long(what: dict[str, Any], tmp_path: Path) -> None:
+    run = read_run(make_run(tmp_path / "a", sections=PIPELINE | what, global_batch_size=8))
+    found = passes(run.recipe)
+    assert found is not None
+    assert {one.end - one.start for rank in found.ranks for one in rank} == {1.0}
+
+
 def test_no_picture_of_passes_whose_number_depends_on_lengths(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8, micro_batch_tokens=512))
     assert passes(run.recipe) is None
