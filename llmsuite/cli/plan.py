@@ -41,6 +41,8 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.planning.show import show_plan, show_search
 
     if args.plot is not None:
+        if args.search:
+            raise UserError("--plot: draws one plan, not a search; plan its strategy by itself, or leave this out")
         check_plot(Path(args.plot))
     words = [*_devices(args.devices), *args.overrides]
     free = args.search and not args.smoke

@@ -286,6 +286,11 @@ def test_a_picture_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.Cap
         assert said in capsys.readouterr().err
 
 
+def test_a_search_draws_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", RECIPE, "--search", "--hardware=h100", "--plot", str(tmp_path / "a.png")]) == 2
+    assert "--plot: draws one plan, not a search" in capsys.readouterr().err
+
+
 def test_a_plan_reads_json_alike(tmp_path: Path) -> None:
     """Overrides and file say the same."""
     recipe = json.loads(Path(RECIPE).read_text())
