@@ -276,6 +276,14 @@ def _damaged(files: Mapping[Path, Sequence[Range]], name: Callable[[Path, Range,
     yield from (found for found in in_threads(check, places) if found is not None)
 
 
+def check_disk(target: Path, needed: int, there: int = 0) -> None:
+    """Raise UserError unless so many bytes fit onto the disk of a path, of which some are there already."""
+    place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
+    free = shutil.disk_usage(place).free + there
+    if needed > free:
+        raise UserError(f"{target}: needs {needed / 1e9:,.1f} GB; {place} has {free / 1e9:,.1f} GB left")
+
+
 def remove_directory(final: Path) -> None:
     """Delete a committed directory; under its name it is never half there. Raises OSError."""
     temporary = temporary_of(final)

@@ -159,13 +159,13 @@ def _check_gguf(args: Any) -> None:
 
 def _write_gguf(model: Any, target: Path, args: Any) -> int:
     from llmsuite.convert.gguf_export import GgufExport
-    from llmsuite.files import committed_directory
+    from llmsuite.files import check_disk, committed_directory
     from llmsuite.inference.ollama import MODELFILE, modelfile, read_dialogue
     from llmsuite.progress import track_bytes
 
     export = GgufExport(model, args.dtype or "fp16")
     dialogue = read_dialogue(model.path)
-    export.check_room(target)
+    check_disk(target, export.num_bytes)
     with committed_directory(target, {"format": 1}) as directory:
         with track_bytes(export.num_bytes, f"writing {target}") as progress:
             export.write(directory / "model.gguf", dialogue, progress)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -136,13 +135,6 @@ class GgufExport:
             f"{len(odd)} of {len(rows)} matrices have rows of {', '.join(map(str, sorted(set(odd))))}, which are no "
             f"whole blocks of {block}: these are {others}"
         ]
-
-    def check_room(self, target: Path) -> None:
-        """Raises UserError unless the file fits onto the disk."""
-        place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
-        free = shutil.disk_usage(place).free
-        if self.num_bytes > free:
-            raise UserError(f"{target}: needs {self.num_bytes / 1e9:,.1f} GB; {place} has {free / 1e9:,.1f} GB left")
 
     def write(self, path: Path, dialogue: Dialogue, progress: Callable[[int], None] = lambda num_bytes: None) -> None:
         """Write the file; one tensor at a time is in memory.

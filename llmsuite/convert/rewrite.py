@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES, WriteOptions, in_parts, parts_of, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
-from llmsuite.files import resumable_directory, write_json
+from llmsuite.files import check_disk, resumable_directory, write_json
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.threads import num_threads
 
@@ -192,12 +191,7 @@ class Rewrite:
 
     def check_room(self, target: Path) -> None:
         """Raises UserError unless the model fits onto the disk."""
-        place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
-        done = _unfinished(target)
-        there = sum(p.stat().st_size for p in done.glob("*")) if done.is_dir() else 0
-        free = shutil.disk_usage(place).free + there
-        if self.num_bytes > free:
-            raise UserError(f"{target}: needs {self.num_bytes / 1e9:,.1f} GB; {place} has {free / 1e9:,.1f} GB left")
+        check_disk(target, self.num_bytes, sum(p.stat().st_size for p in _unfinished(target).glob("*")))
 
     def _content(self) -> str:
         """Digest of everything that the result depends on; source files by size and time, to be quick."""

@@ -241,8 +241,12 @@ def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert message in capfd.readouterr().err
 
 
-def test_the_disk_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_has_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     found = GgufExport(write_case(tmp_path / "model", GROUPED))
     monkeypatch.setattr("shutil.disk_usage", lambda place: type("Usage", (), {"free": found.num_bytes - 1}))
-    with pytest.raises(UserError, match=r"needs 0\.0 GB"):
-        found.check_room(tmp_path / "target")
+    target = tmp_path / "target"
+    assert main(["convert", str(tmp_path / "model"), "-o", str(target), "--layout", "gguf"]) == 2
+    assert f"{target}: needs 0.0 GB" in capfd.readouterr().err
+    assert not target.exists()
