@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 
 from llmsuite.models.anatomy import Anatomy
 from llmsuite.models.mtp import num_layers
-from llmsuite.models.shard_plan import WHOLE
 from llmsuite.planning.cost import Hardware
 from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate_of, memory_of
 from llmsuite.planning.layout import Layout, ModelParameters
@@ -127,17 +126,7 @@ def violations(plan: RunPlan) -> list[str]:
     found = [f"parallel.{key}: {message}" for key, message in recipe.parallel.problems()]
     found += [f"engine.{key}: {message}" for key, message in recipe.engine.problems()]
     backend = plan.device.factory()
-    context = RuleContext(
-        recipe,
-        plan.degrees,
-        plan.model_config,
-        plan.family.shard_plan or WHOLE,
-        backend.precisions_of(plan.stage.trains),
-        backend.training_precisions,
-        plan.stage,
-        plan.family,
-        plan.loaded.given,
-    )
+    context = RuleContext(recipe, plan.degrees, plan.model_config, plan.stage, plan.family, backend, plan.loaded.given)
     return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(context)]
 
 

@@ -222,17 +222,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     degrees = degrees_of(recipe, (family.shard_plan or WHOLE).is_annotated)
     device = registry.devices.get(recipe.device)
     backend = device.factory() if device is not None else None
-    context = RuleContext(
-        recipe,
-        degrees,
-        config,
-        family.shard_plan or WHOLE,
-        None if backend is None else backend.precisions_of(stage.trains),
-        () if backend is None else backend.training_precisions,
-        stage,
-        family,
-        loaded.given,
-    )
+    context = RuleContext(recipe, degrees, config, stage, family, backend, loaded.given)
     for rule in RULES if stage.trains else UNTRAINED_RULES:
         violations += rule.check(context)
     if violations:

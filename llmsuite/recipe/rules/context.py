@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence, Set
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from llmsuite.models.shard_plan import ShardPlan
+from llmsuite.models.shard_plan import WHOLE, ShardPlan
 from llmsuite.schema.degrees import Degrees
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import ModelFamily, StageSpec
+
+if TYPE_CHECKING:
+    from llmsuite.devices.base import DeviceBackend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,15 +23,26 @@ class RuleContext:
     degrees: Degrees
     config: Any
     """The shape of the model; None if it has problems of its own."""
-    shard_plan: ShardPlan
-    precisions: Sequence[str] | None
-    """The precisions of the device; None when there is no such device."""
-    product_precisions: Sequence[str]
-    """Those of them in which the device computes products, and nothing else: `DeviceBackend.training_precisions`."""
     stage: StageSpec
     family: ModelFamily
+    backend: DeviceBackend | None
+    """The backend of the device; None when there is no such device."""
     given: Set[tuple[str, ...]]
     """The keys that the recipe or the command line sets, by their parts."""
+
+    @property
+    def shard_plan(self) -> ShardPlan:
+        return self.family.shard_plan or WHOLE
+
+    @property
+    def precisions(self) -> Sequence[str] | None:
+        """The precisions of the device; None when there is no such device."""
+        return None if self.backend is None else self.backend.precisions_of(self.stage.trains)
+
+    @property
+    def product_precisions(self) -> Sequence[str]:
+        """Those of them in which the device computes products, and nothing else."""
+        return () if self.backend is None else self.backend.training_precisions
 
     @property
     def num_devices(self) -> int:
