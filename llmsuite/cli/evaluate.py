@@ -66,8 +66,6 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.cli.places import check_files, find_model_arguments
 
     check_files(args, ("perplexity", "exact_match", "preference", "include_path"))
-    if args.output and not Path(args.output).absolute().parent.is_dir():
-        raise UserError(f"--output: {Path(args.output).parent} is no directory")
     find_model_arguments(args)
     opened = open_generator(args, registry)
     from llmsuite.data.chat_template import load_template

@@ -21,10 +21,13 @@ def say(text: str) -> None:
 
 
 def check_files(args: Any, options: Sequence[str]) -> None:
-    """Raise UserError for a file that is given to an option and is not there: a model takes long to read."""
+    """Raise UserError for a file that is given to an option and is not there, and for an `--output` in no directory: a
+    model takes long to read."""
     for option in options:
         if args[option] and not Path(args[option]).exists():
             raise UserError(f"--{option}: {args[option]} is not here (working directory: {Path.cwd()})")
+    if args.output and not (parent := Path(args.output).parent).is_dir():
+        raise UserError(f"--output: {parent} is no directory")
 
 
 def find_place(given: str, want: Want = Want.MODEL, option: str = "", needs_base: bool = True) -> Path:

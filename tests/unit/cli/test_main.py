@@ -294,6 +294,5 @@ def test_files_are_looked_for_before_the_model(words: tuple[str, ...], option: s
     assert run(*words, missing) == (2, "", f"{option}: {missing} is not here (working directory: {Path.cwd()})\n")
     results = tmp_path / "none" / "results.json"
     missing.write_text("")
-    if words[0] == "eval":
-        told = f"--output: {results.parent} is no directory\n"
-        assert run(*words, missing, "--output", results) == (2, "", told)
+    told = f"--output: {results.parent} is no directory\n"
+    assert run(*words, missing, "--output", results) == (2, "", told)
