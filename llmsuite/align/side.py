@@ -63,9 +63,9 @@ def record_step(plan: RunPlan, registry: Registry, directory: Path, every: int) 
 ROWS, LENGTH = 4, 64
 
 
-def random_ids(vocab_size: int, max_length: int, seed: int = 0) -> np.ndarray:
+def random_ids(vocab_size: int, max_length: int) -> np.ndarray:
     """[B, L], int64: the same ids for two models that have so many in common."""
-    return np.random.default_rng(seed).integers(0, vocab_size, [ROWS, min(LENGTH, max_length)])
+    return np.random.default_rng(0).integers(0, vocab_size, [ROWS, min(LENGTH, max_length)])
 
 
 def record_model(source: ModelDirectory, backend: DeviceBackend, precision: str, ids: np.ndarray) -> Side:

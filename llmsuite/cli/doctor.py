@@ -252,10 +252,11 @@ def run_check(environment: Mapping[str, str]) -> Finding:
     return (_OK, "run_check", works[-1]) if error is None else (_WARN, "run_check", f"{works[-1]} Not on more: {error}")
 
 
-def _gflops(matmul: Callable[[Any, Any, bool, bool], Any], dtype: str, size: int = 1024) -> float:
+def _gflops(matmul: Callable[[Any, Any, bool, bool], Any], dtype: str) -> float:
     """The speed of a product of two square matrices, the fastest of five."""
     import paddle
 
+    size = 1024
     x = paddle.ones([size, size], dtype)
     seconds = []
     for _ in range(5):
