@@ -16,7 +16,7 @@ import numpy as np
 
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.errors import AgreedError, UserError
+from llmsuite.errors import AgreedError
 from llmsuite.inference.prompts import stop_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
@@ -92,15 +92,19 @@ class RolloutEngine:
     def evaluate(self, data: TrainingData, step: int) -> dict[str, float]:
         """Metrics of completions of the samples for evaluation, after so many steps. Every rank of the run calls it;
         those that read no data get none. Raises AgreedError where it fails on all ranks."""
-        rollouts = self.current(step)
-        if data.stage is None or rollouts is None:
-            return {}
-        try:
-            return dict(data.stage.evaluate_rollouts(data.eval, rollouts))
-        except AgreedError as error:
-            if not collective.mesh().has_middle:
-                raise
-            raise UserError(str(error)) from error  # the ranks in the middle have gone on
+        rollouts, found, failure = self.current(step), dict[str, float](), None
+        if data.stage is not None and rollouts is not None:
+            try:
+                found = dict(data.stage.evaluate_rollouts(data.eval, rollouts))
+            except AgreedError as error:
+                failure = error
+        if collective.mesh().has_middle:  # ranks there wait to hear how it went
+            (has_failed,) = collective.from_first_rank([failure is not None])
+            if has_failed and failure is None:
+                failure = AgreedError("the evaluation has failed on the ranks that read data")
+        if failure is not None:
+            raise failure
+        return found
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint has to have: completions for later steps that this rank has drawn ahead, as JSON data. It

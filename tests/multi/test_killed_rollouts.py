@@ -111,10 +111,13 @@ def score(completions):
 """
 
 
-@pytest.mark.parametrize(
+MESHES = pytest.mark.parametrize(
     ("name", "ranks", "parallel"),
     [("data", 2, SHARDED), ("pipeline with a middle", 3, {"pipeline_parallel_degree": 3})],
 )
+
+
+@MESHES
 def test_what_was_learnt_before_a_failing_rollout_is_saved(
     runner: Runner, name: str, ranks: int, parallel: dict[str, Any]
 ) -> None:
@@ -139,6 +142,30 @@ def test_what_was_learnt_before_a_failing_rollout_is_saved(
     assert learnt(_without_seconds(runner, failing)) == learnt(_without_seconds(runner, f"whole {name}"))
     written, wanted = ((runner.directory / n / "completions.jsonl").read_bytes() for n in (failing, f"whole {name}"))
     assert written == wanted
+
+
+_JUDGE_OF_EVALUATIONS = """
+def score(completions):
+    if completions[0].columns.get("held_out"):
+        raise ConnectionError("the judge is down")
+    return [float(c.text[:1] < "k") for c in completions]
+"""
+
+
+@MESHES
+def test_what_was_learnt_before_a_failing_evaluation_is_saved(
+    runner: Runner, name: str, ranks: int, parallel: dict[str, Any]
+) -> None:
+    reward, held_out = runner.directory / "judge_of_evaluations.py", runner.directory / "held_out.jsonl"
+    reward.write_text(_JUDGE_OF_EVALUATIONS)
+    rows = [{"prompt": f"Say {word}.", "answer": word, "held_out": True} for word in ("one", "two", "three", "four")]
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = f"evaluating {name}"
+    words = [word for word in _words(runner, run, reward, None, ranks, parallel) if not word.startswith("--data.eval=")]
+    output = runner.run(*words, f"--data.eval={held_out}", "--train.eval_steps=2", expect=2)
+    assert "the judge is down" in output
+    assert "reward.max_failed" in output
+    assert (runner.directory / run / "checkpoints" / "latest").read_text().strip() == "step-2"
 
 
 def _without_seconds(runner: Runner, name: str) -> list[dict[str, float]]:
