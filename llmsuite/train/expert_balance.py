@@ -60,7 +60,7 @@ class ExpertBalance(StepPart):
             module.balance = Balance()
             self._layers.append((module.balance, by_name.get(f"{name}.{plan.gate_bias}")))
         names = [name for name, _ in (own if every_stage is None else _gates(every_stage, plan))]
-        self._places, self._num_gates = [names.index(name) for name, _ in own], len(names)
+        self._places, self.num_gates = [names.index(name) for name, _ in own], len(names)
         """Where the gates of this rank are among all that a program tells of, and how many these are."""
         self._loads: list[Tensor] = []
         self._summed: Tensor = None
@@ -123,7 +123,7 @@ class ExpertBalance(StepPart):
 
     def take(self, sums: dict[str, Any]) -> None:
         """Take what the program of a step has told out of its sums."""
-        loads = sums.pop(LOADS).reshape([self._num_gates, -1])
+        loads = sums.pop(LOADS).reshape([self.num_gates, -1])
         self._loads = [paddle.to_tensor(loads[place], dtype="float32") for place in self._places]
         ratios = float((loads.max(-1) / loads.mean(-1)).sum())
         # it is a mean over sequences already
@@ -131,8 +131,11 @@ class ExpertBalance(StepPart):
         self._summed, self._num_sequences = paddle.to_tensor([ratios, float(len(loads)), loss], "float64"), 1.0
 
     def metrics(self) -> dict[str, float]:
-        """Load of the fullest expert over the mean, and the balance loss if there is one."""
+        """Load of the fullest expert over the mean, and the balance loss if there is one; neither where no layer of the
+        whole model has experts, though its family has some."""
         ratio, count, loss = collective.read(self._summed)
+        if not count:
+            return {}
         found = {"experts/max_load": ratio / count}
         if self._loss_factor:
             found["experts/balance_loss"] = loss / self._num_sequences

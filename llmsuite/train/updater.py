@@ -100,8 +100,10 @@ class ProgramUpdater(Updater):
             built.shards, plan.recipe.train, total_steps, owners, shared_out
         )
         self._objective, self._edited_ends = objective, built.part.edited_ends
-        self._balance, self._num_data_ranks = built.balance, plan.degrees.num_data_ranks
-        loss = objective.program_loss if built.balance is None else with_experts(objective.program_loss)
+        # a shape of a family with experts may have none
+        self._balance = built.balance if built.balance is not None and built.balance.num_gates else None
+        self._num_data_ranks = plan.degrees.num_data_ranks
+        loss = objective.program_loss if self._balance is None else with_experts(objective.program_loss)
         slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
         self._scales_loss = plan.recipe.engine.precision == "fp16"
         model, ranks = built.part.model if built.pipeline is None else built.part, mesh.rows("tp")

@@ -151,6 +151,15 @@ def test_a_stage_that_does_not_say_what_its_loss_weighs() -> None:
         balance.begin(lambda: [{"lengths": np.array([3])}], 1.0)
 
 
+def test_a_shape_without_experts_has_no_load() -> None:
+    made = DeepSeek(DeepSeekConfig(**{**SMOKE, "first_k_dense_replace": SMOKE["num_hidden_layers"]}), Ops())
+    balance = ExpertBalance([made], PLAN, [], alone.MESH, 0.0, 0.25)
+    balance.begin(list, 1.0)
+    balance.finish()
+    balance.update()
+    assert (balance.num_gates, balance.metrics()) == (0, {})
+
+
 def test_evaluation_counts_nothing() -> None:
     made = model()
     balance = ExpertBalance([made], PLAN, [], alone.MESH, 0.0, 0.0)
