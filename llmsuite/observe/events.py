@@ -42,7 +42,7 @@ def add_event(run: Path, event: str, **more: Any) -> None:
 def read_events(run: Path) -> list[dict[str, Any]]:
     """The events of a run, oldest first, without a last line that was truncated by a kill."""
     try:
-        lines = (run / EVENTS).read_text(encoding="utf-8", errors="replace").splitlines()
+        lines = (run / EVENTS).read_text(encoding="utf-8", errors="replace").split("\n")  # U+2028 ends no line
     except FileNotFoundError:
         return []
     found = []

@@ -147,7 +147,7 @@ def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:
         )
     whole = target.read_bytes()
     whole = whole[: whole.rfind(b"\n") + 1]
-    rows = [json.loads(line) for line in whole.decode("utf-8").splitlines()]
+    rows = [json.loads(line) for line in whole.splitlines()]  # of bytes: U+2028 ends no line there
     if len(rows) > len(prompts) or any(
         {key: value for key, value in row.items() if key != "answers"}
         != {key: value for key, value in prompt.row.items() if key != "answers"}

@@ -75,6 +75,16 @@ def test_it_goes_on_where_it_was_stopped(recipe: Path, tmp_path: Path, capsys: A
     assert target.read_bytes() == whole
 
 
+def test_it_goes_on_behind_characters_that_end_lines_elsewhere(recipe: Path, tmp_path: Path, capsys: Any) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "one\u2028line\u0085"}\n{"prompt": "another"}\n', encoding="utf-8")
+    assert main(["run", str(recipe)]) == 0
+    target = tmp_path / "run" / "answers.jsonl"
+    target.write_bytes(target.read_bytes().splitlines(keepends=True)[0])
+    assert main(["run", str(recipe), "--resume"]) == 0
+    assert "1 of 2 prompts are answered" in capsys.readouterr().out
+
+
 def test_generate_tells_what_it_has_written_when_it_is_stopped(
     recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
