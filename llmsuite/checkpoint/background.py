@@ -28,6 +28,8 @@ class Writer:
             task()
             return
         with self._lock:
+            if self._error is not None:  # of a task that has just ended
+                return
             self._tasks.append(task)
             if len(self._tasks) > 1:
                 return  # the running thread takes it
