@@ -49,7 +49,7 @@ class Calculator:
             return Reply(done=True, reward={"score": float(right), "calls": 0.0})
         try:
             content = shown(value(_expression(call[1]) if self.tools else call[1]))
-        except ValueError as error:
+        except (ValueError, OverflowError) as error:  # of a quotient beyond the decimals that are shown
             content = f"error: {error}"
         return Reply(messages=[{"role": "tool", "content": content}], reward={"score": 0.0, "calls": 1.0})
 

@@ -68,6 +68,8 @@ def test_a_tool_answers_calls_and_the_rest_is_the_answer() -> None:
     assert tool.step(said(" 42\n")) == Reply(done=True, reward={"score": 1.0, "calls": 0.0})
     for turn in (said("43"), said("42", "length"), said("<calc>42")):
         assert tool.step(turn) == Reply(done=True, reward={"score": 0.0, "calls": 0.0})
+    reply = tool.step(said(f"<calc>{'1e300*' * 2}1e300/7</calc>"))
+    assert reply.messages == [{"role": "tool", "content": "error: integer division result too large for a float"}]
     with pytest.raises(ValueError, match=r"environment.calculator.column"):
         Calculator(CalculatorSection()).begin({"messages": MESSAGES}, 0)
 
