@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmsuite.models.llama.config import LlamaConfig
+from llmsuite.models.decoder_config import GroupedQueryConfig
 from llmsuite.models.shard_plan import ShardPlan, indivisible
 
 
-def _problems(config: LlamaConfig, tp: int) -> Iterator[str]:
+def _problems(config: GroupedQueryConfig, tp: int) -> Iterator[str]:
     sizes = {
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_key_value_heads,

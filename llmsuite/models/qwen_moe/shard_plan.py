@@ -14,14 +14,12 @@ from llmsuite.models.shard_plan import indivisible
 
 
 def _problems(config: QwenMoeConfig, tp: int) -> Iterator[str]:
+    yield from DENSE.problems(config, tp)
     sizes = {
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "intermediate_size": config.intermediate_size,
         "num_experts": config.num_experts,
         "shared_expert_intermediate_size": config.shared_size,
     }
-    return indivisible(sizes, tp)
+    yield from indivisible(sizes, tp)
 
 
 PLAN = dataclasses.replace(
