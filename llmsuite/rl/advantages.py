@@ -119,7 +119,6 @@ def token_rewards(rewards: ArrayLike, kl: Sequence[ArrayLike], beta: float) -> T
 
 def whitened(
     values: Sequence[ArrayLike],
-    keep_mean: bool = False,
     counted: Sequence[bool] | None = None,
     total: Callable[[Sequence[float]], list[float]] = list,
 ) -> Tokens:
@@ -128,7 +127,6 @@ def whitened(
 
     Args:
         values: for each completion those of its tokens.
-        keep_mean: do not subtract the mean.
         counted: which completions the mean and the deviation are of, None for all.
         total: adds up numbers over the ranks that have a part of the batch each.
     """
@@ -139,7 +137,7 @@ def whitened(
     mean = summed / max(count, 1.0)
     (squares,) = total([float(((every - mean) ** 2).sum())])
     scale = math.sqrt(squares / max(count - 1, 1.0)) + 1e-8
-    return [(row - (0.0 if keep_mean else mean)) / scale for row in rows]
+    return [(row - mean) / scale for row in rows]
 
 
 def generalised(

@@ -9,7 +9,6 @@ how they are summed. Advantages, old log-probabilities and those of a reference 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -20,7 +19,7 @@ import paddle.nn.functional as F
 from llmsuite.typing import Tensor
 
 Level = Literal["token", "sequence"]
-Normaliser = Literal["sequence_mean", "token_mean", "constant", "sequence_sum"]
+Normaliser = Literal["sequence_mean", "token_mean", "constant"]
 Estimate = Literal["k1", "k2", "k3", "k1+", "k3+"]
 
 
@@ -63,8 +62,7 @@ def token_weights(kind: Normaliser, lengths: Sequence[int], max_length: int) -> 
         kind: "sequence_mean": the mean over completions of the mean over their tokens (GRPO, Shao et al. 2024, arXiv
             2402.03300, eq. 3; GSPO). "token_mean": the mean over all tokens of the global batch (DAPO, Yu et al. 2025,
             arXiv 2503.14476, eq. 12; CISPO). "constant": the sum over the tokens, divided by the number of completions
-            and `max_length` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). "sequence_sum": the same without
-            `max_length` (LUSPO, arXiv 2602.05261).
+            and `max_length` (Dr. GRPO, Liu et al. 2025, arXiv 2503.20783).
         lengths: tokens of each completion that is trained on.
         max_length: the limit of tokens of a completion.
     """
@@ -73,7 +71,6 @@ def token_weights(kind: Normaliser, lengths: Sequence[int], max_length: int) -> 
         "sequence_mean": 1.0 / each,
         "token_mean": np.ones_like(each),
         "constant": np.full_like(each, 1.0 / max_length),
-        "sequence_sum": np.ones_like(each),
     }[kind]
     weight = float(each.sum()) if kind == "token_mean" else float(len(each))
     return np.repeat(factor, np.asarray(lengths, "int64")).astype("float32"), weight
@@ -131,34 +128,6 @@ def sapo(ratio: Tensor, advantages: Tensor, positive: float = 1.0, negative: flo
         advantages > 0, paddle.full_like(advantages, positive), paddle.full_like(advantages, negative)
     )
     return -F.sigmoid(temperature * (ratio - 1)) * 4 / temperature * advantages
-
-
-def vespo(
-    logps: Tensor,
-    old: Tensor,
-    advantages: Tensor,
-    completions: Completions,
-    k: tuple[float, float] = (2.0, 3.0),
-    lambda_: tuple[float, float] = (3.0, 2.0),
-) -> Tensor:
-    """-phi A logp with phi = w^k exp(lambda (1 - w)) without gradient, where w is the ratio of the whole completion,
-    the product over its tokens: VESPO, arXiv 2602.10693; bounds on logarithms as in TRL.
-
-    Args:
-        logps: of the model.
-        old: of the model that drew the tokens.
-        advantages: of each token's completion.
-        completions: where they lie.
-        k: where A is at least 0, and where it is negative.
-        lambda_: likewise.
-    """
-    with paddle.no_grad():
-        log_ratio = completions.sum((logps - old).clip(-20.0, 20.0)).clip(math.log(1e-8), 20.0)
-        log_ratio = completions.spread(log_ratio)
-        positive = (advantages >= 0).astype(log_ratio.dtype)
-        power, decay = (pair[0] * positive + pair[1] * (1 - positive) for pair in (k, lambda_))
-        phi = (decay + power * log_ratio - decay * log_ratio.exp()).exp()
-    return -phi * advantages * logps
 
 
 def clip_shares(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

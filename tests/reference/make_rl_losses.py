@@ -133,7 +133,7 @@ def case(**settings: Any) -> dict[str, Any]:
 
 
 def main() -> None:
-    losses = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo"]
+    losses = ["grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo"]
     cases = []
     for loss, level, beta in itertools.product(losses, ["token", "sequence"], [0.0, 0.1]):
         high = 2.0 if loss == "cispo" else 0.28

@@ -20,7 +20,7 @@ from llmsuite.stages.rl_losses import Completions
 from tests.paths import REFERENCE
 from tests.unit.stages.losses.by_hand import check, near, slopes
 
-NORMALISERS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant", "luspo": "sequence_sum"}
+NORMALISERS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 """TRL's losses that are not means over all tokens."""
 
 
@@ -34,7 +34,7 @@ def tensor(values: Any, dtype: str = "float32") -> Any:
     return paddle.to_tensor(np.array(values), dtype=dtype)
 
 
-def policy_loss(settings: dict[str, Any], ratio: Any, logps: Any, old: Any, advantage: Any, places: Any) -> Any:
+def policy_loss(settings: dict[str, Any], ratio: Any, logps: Any, advantage: Any) -> Any:
     """Loss of each token, by TRL's names."""
     kind = settings["loss_type"]
     low = settings["epsilon"]
@@ -43,8 +43,6 @@ def policy_loss(settings: dict[str, Any], ratio: Any, logps: Any, old: Any, adva
         return rl_losses.cispo(ratio, logps, advantage, high)
     if kind == "sapo":
         return rl_losses.sapo(ratio, advantage)
-    if kind == "vespo":
-        return rl_losses.vespo(logps, old, advantage, places)
     return rl_losses.clipped(ratio, advantage, low, high, settings.get("delta"))
 
 
@@ -74,7 +72,7 @@ def test_as_trl(case: dict[str, Any]) -> None:
     advantage = places.spread(tensor(found[kept]))
     level = wanted.get("importance_sampling_level", "token")
     ratio = rl_losses.ratios(logps, old, level, places)
-    losses = policy_loss(wanted, ratio, logps, old, advantage, places)
+    losses = policy_loss(wanted, ratio, logps, advantage)
     if wanted.get("use_vllm"):
         mask = wanted["vllm_importance_sampling_mode"].endswith("mask")
         cap = wanted["vllm_importance_sampling_clip_max"]
@@ -102,7 +100,7 @@ def test_trl_has_each_loss_at_each_level_with_kl_and_without() -> None:
         tuple(case["settings"].get(key) for key in ("loss_type", "importance_sampling_level", "beta"))
         for case in trl()["cases"]
     }
-    losses = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+    losses = ("grpo", "dr_grpo", "bnpo", "dapo", "cispo", "sapo")
     assert {(loss, level, beta) for loss in losses for level in ("token", "sequence") for beta in (0.0, 0.1)} <= found
     assert any(any(case["gradient"]) for case in trl()["cases"])
 
@@ -124,7 +122,7 @@ def test_completions_are_summed_and_spread_like_slices(lengths: list[int], seed:
 
 @given(
     st.lists(st.integers(1, 7), min_size=2, max_size=8),
-    st.sampled_from(["sequence_mean", "token_mean", "constant", "sequence_sum"]),
+    st.sampled_from(["sequence_mean", "token_mean", "constant"]),
     st.data(),
 )
 def test_weights_do_not_depend_on_how_the_batch_is_cut(lengths: list[int], kind: Any, data: Any) -> None:
@@ -143,7 +141,6 @@ def test_weights_by_hand() -> None:
     assert weights("sequence_mean") == ([1, 0.25, 0.25, 0.25, 0.25], 2)
     assert weights("token_mean") == ([1] * 5, 5)
     assert weights("constant") == ([0.125] * 5, 2)
-    assert weights("sequence_sum") == ([1] * 5, 2)
 
 
 # single formulas
