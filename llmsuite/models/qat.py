@@ -20,7 +20,7 @@ import paddle
 from paddle import nn
 
 from llmsuite.devices.ops import linear
-from llmsuite.models.adapter import is_plain_linear
+from llmsuite.models.adapter import identity, is_plain_linear
 from llmsuite.models.int8_grid import LEAST, LEVELS
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.targets import pick_modules
@@ -96,10 +96,6 @@ class FakeQuantLinear(nn.Layer):
             magnitudes = paddle.where(self.counted.unsqueeze(-1), magnitudes, paddle.zeros_like(magnitudes))
         largest = magnitudes.max().astype("float32")
         self.largest = largest if self.largest is None else paddle.maximum(self.largest, largest)
-
-
-def identity(x: Tensor) -> Tensor:
-    return x
 
 
 def rounded_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:

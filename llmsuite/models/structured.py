@@ -14,7 +14,6 @@ import paddle
 from paddle.autograd import PyLayer
 
 from llmsuite.models.adapter import Adapter
-from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.typing import Tensor
 
 
@@ -73,7 +72,7 @@ class StructuredLinear(Adapter):
 
     def local_weight(self, dtype: Any) -> Tensor:
         """This rank's part of W."""
-        return self.part.local(self.weight.dense(dtype) if isinstance(self.weight, QuantisedMatrix) else self.weight)
+        return self.part.local(self.dense_weight(dtype))
 
     def local_update(self, x: Tensor, parameters: Sequence[Tensor]) -> Tensor:
         """This rank's part of f, of its part of the inputs."""
