@@ -154,11 +154,9 @@ def _drawn(name: str, size: int) -> np.ndarray:
 
 def _is_kept(keys: Tensor, inputs: np.ndarray, rate: float) -> Tensor:
     """Keys [...] and numbers of the inputs [I] to which elements are kept, [..., I] in bool."""
-    mixed = keys.unsqueeze(-1) ^ paddle.to_tensor(inputs)
-    for multiplier in _MULTIPLIERS[:1]:
-        mixed = mixed * _constant(multiplier)
-        mixed = mixed ^ (mixed >> _constant(_SHIFT))
-    mixed = mixed * _constant(_MULTIPLIERS[1])
+    first, second = _MULTIPLIERS
+    mixed = (keys.unsqueeze(-1) ^ paddle.to_tensor(inputs)) * _constant(first)
+    mixed = (mixed ^ (mixed >> _constant(_SHIFT))) * _constant(second)
     return mixed >= _constant(round(rate * (1 << 32)) - (1 << 31))
 
 
