@@ -64,8 +64,8 @@ def stored_format(directory: Path) -> BlockFormat | None:
 def _named_base(directory: Path) -> Base:
     """The base model in the configuration of PEFT or PaddleNLP: its path, or its name on a hub."""
     found = [path for name in CONFIGS if (path := directory / name).is_file()]
-    named = read_json_file(found[0]).get("base_model_name_or_path") if found else None
-    revision = read_json_file(found[0]).get("revision") if found else None
+    config = read_json_file(found[0]) if found else {}
+    named, revision = config.get("base_model_name_or_path"), config.get("revision")
     if isinstance(named, str) and revision and (name := hub_name(named)) is not None:
         return Base(str(name.at(name.hub, str(revision))), "")
     if not isinstance(named, str) or not named:
