@@ -36,12 +36,11 @@ class Explained:
     """Whether those tokens precede the answer in training too."""
 
 
-def open_stage(plan: RunPlan, registry: Registry, quiet: bool = True) -> Stage[Any]:
-    """The stage of a recipe with its tokenizer, without a model. It caches no tokens, as it may read a single row."""
+def open_stage(plan: RunPlan, registry: Registry) -> Stage[Any]:
+    """The stage of a recipe with its tokenizer, without a model. It caches no tokens, as it may read a single row,
+    and reports nothing."""
     stage = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan))
-    stage.context = dataclasses.replace(stage.context, keeps_tokens=False)
-    if quiet:
-        stage.context = dataclasses.replace(stage.context, report=lambda text: None)
+    stage.context = dataclasses.replace(stage.context, keeps_tokens=False, report=lambda text: None)
     return stage
 
 
