@@ -8,16 +8,17 @@ from typing import Any
 
 from llmsuite.errors import UserError
 
-_KEYS: dict[str, tuple[set[str], set[str]]] = {
-    "default": (set(), set()),
-    "linear": ({"factor"}, set()),
-    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
-    "yarn": (
-        {"factor", "original_max_position_embeddings"},
-        {"beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor"},
-    ),
+_YARN_KEYS = {
+    "rope_type",
+    "type",
+    "factor",
+    "original_max_position_embeddings",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "attention_factor",
 }
-"""rope_type -> keys it needs, further keys it may have."""
 
 
 def read_hf(data: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
@@ -76,7 +77,8 @@ def _llama3(plain: list[float], factor: float, scaling: Mapping[str, Any]) -> li
 def _yarn(plain: list[float], factor: float, theta: float, scaling: Mapping[str, Any]) -> list[float]:
     """Peng et al. 2023, arXiv 2309.00071: pairs that turn more than beta_fast times in the original context are kept,
     those that turn less than beta_slow times stretched by `factor`, those between interpolated by their index."""
-    _check_keys("yarn", scaling)
+    if unknown := sorted(set(scaling) - _YARN_KEYS):
+        raise UserError(f"has {', '.join(unknown)}, which yarn scaling does not know here")
     original = _number(scaling, "original_max_position_embeddings")
     half = len(plain)
 
@@ -113,12 +115,6 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 def _kind(scaling: Mapping[str, Any]) -> Any:
     return scaling.get("rope_type", scaling.get("type"))
-
-
-def _check_keys(kind: str, scaling: Mapping[str, Any]) -> None:
-    needed, possible = _KEYS[kind]
-    if unknown := sorted(set(scaling) - needed - possible - {"rope_type", "type"}):
-        raise UserError(f"has {', '.join(unknown)}, which {kind} scaling does not know here")
 
 
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
