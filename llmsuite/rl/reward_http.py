@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from http.client import HTTPException
 from typing import Any
 
 from llmsuite.errors import UserError
@@ -94,7 +95,7 @@ def _post(url: str, body: Any, timeout: float, retries: int) -> Any:
                 said = error.read().decode("utf-8", "replace")
             if not left or (error.code != _BUSY and error.code < 500):
                 raise ValueError(f"{url} answers {error.code}: {_short(said)}") from error
-        except OSError as error:
+        except (OSError, HTTPException) as error:  # the latter of an answer that is cut off
             if not left:
                 raise OSError(f"{url}: {getattr(error, 'reason', error)}") from error
         time.sleep(_PAUSE * 2 ** (retries - left))

@@ -16,7 +16,7 @@ from tests.unit.reward_case import Making, completion
 
 
 class Server:
-    """Answers every POST by a function of its body: a status, and JSON data or a text."""
+    """Answers every POST by a function of its body: a status, and JSON data, a text, or bytes that are cut off."""
 
     def __init__(self, answer: Any):
         self.asked: list[Any] = []
@@ -27,8 +27,11 @@ class Server:
                 self.asked.append(body)
                 status, data = answer(body)
                 handler.send_response(status)
+                if isinstance(data, bytes):
+                    handler.send_header("Content-Length", str(len(data) + 1))
                 handler.end_headers()
-                handler.wfile.write((data if isinstance(data, str) else json.dumps(data)).encode())
+                text = data if isinstance(data, (str, bytes)) else json.dumps(data)
+                handler.wfile.write(text if isinstance(text, bytes) else text.encode())
 
             def log_message(handler, *given: Any) -> None:
                 pass
@@ -80,6 +83,7 @@ WRONG: list[tuple[Any, str, int]] = [
     ((500, "out of memory"), "answers 500: out of memory", 2),
     ((429, "busy"), "answers 429: busy", 2),
     ((404, "not here"), "answers 404: not here", 1),
+    ((200, b'{"score": [1.0'), "/: IncompleteRead(14 bytes read, 1 more expected)", 2),
     ((200, "<p>busy</p>"), "/ answers with no JSON: <p>busy</p>", 1),
     ((200, {"error_code": 5, "score": [0, 0]}), 'the server says: {"error_code": 5', 1),
     ((200, {"score": [[1.0], [1.0]]}), "it returned [1.0], which is no number", 1),
