@@ -146,9 +146,10 @@ class PretrainStage(Stage[np.ndarray]):
         """Inputs and targets; padding on the right where lengths have to be a multiple."""
         ids = np.stack(samples)  # [B, L + 1], as the corpus has them
         vocab_size = self.context.tokenizer.vocab_size
-        if ids.max() >= vocab_size or (ids.dtype.kind != "u" and ids.min() < 0):
+        if (wrong := ids[(ids < 0) | (ids >= vocab_size)]).size:
             raise UserError(
-                f"data.train: has token {ids.max()}, and model.tokenizer knows {vocab_size}; index the text with it"
+                f"data.train or data.eval: has token {wrong[0]}, and model.tokenizer knows {vocab_size}; index the "
+                "text with it"
             )
         input_ids = np.empty([len(ids), self._padded], "int64")
         input_ids[:, : self._length] = ids[:, :-1]

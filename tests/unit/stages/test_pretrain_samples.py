@@ -237,10 +237,12 @@ def test_too_little_text(corpus: Path) -> None:
         stage(split="999,1").read_all(corpus, None)
 
 
-def test_ids_of_another_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("wrong", [512, -1])
+def test_ids_of_another_tokenizer(wrong: int) -> None:
     made = stage(max_length=2)
-    with pytest.raises(UserError, match=r"has token 512, and model\.tokenizer knows 512"):
-        made.collate([np.array([1, 2, 512])])
+    message = rf"data\.train or data\.eval: has token {wrong}, and model\.tokenizer knows 512"
+    with pytest.raises(UserError, match=message):
+        made.collate([np.array([1, 2, wrong])])
 
 
 def test_padding_changes_no_loss(corpus: Path) -> None:
