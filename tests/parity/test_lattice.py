@@ -59,7 +59,7 @@ def test_write_table(request: pytest.FixtureRequest) -> None:
 def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else ""
-    return "" if value == "none" else str(value)
+    return "" if value in ("none", None) else str(value)
 
 
 def test_points_cover_every_pair_and_are_legal() -> None:
