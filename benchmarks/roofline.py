@@ -65,6 +65,11 @@ class Found:
         """Seconds of the products in the steps."""
         return sum(self._sum("parts", part) for part in PRODUCTS)
 
+    @property
+    def attention(self) -> float:
+        """FLOPs of attention in all recorded steps."""
+        return sum(step["attention"] for step in self.recorded)
+
     def others(self) -> dict[str, float]:
         """Shares of operations that are no part of their own, the largest first."""
         names = dict.fromkeys(name for step in self.recorded for name in step["others"])
@@ -101,8 +106,9 @@ def table_of_products(found: Sequence[Found]) -> list[str]:
     """Rows of Markdown: how fast the products are, in the step and by themselves."""
     lines = [
         "| step | precision | seconds, timed alone (lowest to highest) | under the profiler | products' share of it "
-        "| their GFLOP/s there | by themselves | by themselves, of rounded matrices | their share at their own speed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| their GFLOP/s there | by themselves | by themselves, of rounded matrices | their share at their own speed "
+        "| with those of attention |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for one in found:
         flops, alone, rounded = (one.products(what) for what in ("flops", "alone", "of_rounded"))
@@ -112,7 +118,7 @@ def table_of_products(found: Sequence[Found]) -> list[str]:
             f"{statistics.median(one.alone):.2f} ({min(one.alone):.2f} to {max(one.alone):.2f})",
             f"{seconds:.2f}", f"{one.in_step / one.seconds:.1%}", f"{flops / one.in_step / 1e9:.0f}",
             f"{flops / alone / 1e9:.0f}", "" if one.precision == "fp32" else f"{flops / rounded / 1e9:.0f}",
-            f"**{rounded / one.seconds:.1%}**",
+            f"**{rounded / one.seconds:.1%}**", f"{(rounded + one.attention * rounded / flops) / one.seconds:.1%}",
         ]  # fmt: skip
         lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -86,6 +86,12 @@ def forward_and_back(
         yield Product(left, right, transpose_left=True, is_of_head=head)
 
 
+def attention_flops(pairs: int, heads: int, head_size: int, value_size: int, has_gradient: bool) -> int:
+    """Of attention over so many pairs of a query and a key that it sees: two products, and four more for its gradients.
+    That a kernel computes scores again in its backward pass is not counted."""
+    return 2 * pairs * heads * (head_size + value_size) * (3 if has_gradient else 1)
+
+
 class Seconds:
     """Seconds of a step by part, whose sum is the step's time."""
 

@@ -149,6 +149,7 @@ class _RecordedBackend(CpuBackend):
             for field, part in parts.OF_KERNELS.items()
             if field in kernels
         }
+        found["attention"] = self._recorder.attention_of(found["attention"])
         if "matmul" in kernels:
             found["matmul"] = self._recorder.matmul
         if "operand_cross_entropy" in kernels:
@@ -174,6 +175,8 @@ class _Recorder:
         self._rounds = ops.operand is not operand
         """Whether they take matrices that are rounded."""
         self._number, self._products = 0, collections.Counter[Product]()
+        self._attention = 0
+        """FLOPs of attention in this step."""
         self._profiler: Any = None
         self._events: list[Any] = []
         self._passes_of_head = 0
@@ -187,6 +190,23 @@ class _Recorder:
         """The device's own product of two matrices, as an event."""
         with self._noted(x, y, transpose_x, transpose_y):
             return self._ops.matmul(x, y, transpose_x, transpose_y)
+
+    def attention_of(self, attend: Callable[..., Any]) -> Callable[..., Any]:
+        """The device's own attention, whose products are counted."""
+        import paddle
+
+        def counted(q: Any, k: Any, v: Any, mask: Any) -> Any:
+            rows, length, heads, head_size = q.shape
+            if mask is None:
+                pairs = rows * length * (length + 1) // 2
+            else:  # `ops.document_spans`
+                begin, end, own = mask.unbind(1)
+                pairs = int(((end - begin) + (paddle.arange(length) - own + 1)).sum()) * (rows // mask.shape[0])
+            has_gradient = paddle.is_grad_enabled() and not q.stop_gradient
+            self._attention += parts.attention_flops(pairs, heads, head_size, v.shape[-1], has_gradient)
+            return attend(q, k, v, mask)
+
+        return counted
 
     def sum_of(self, field: str) -> Callable[..., Any]:
         """The device's own sum of products, as an event of the first one's part."""
@@ -254,6 +274,7 @@ class _Recorder:
         from paddle.profiler import Profiler, ProfilerTarget
 
         self._products.clear()
+        self._attention = 0
         self._passes_of_head, self._profiler = 0, None
         if self._number and self._number % 2 == 0:
             self._profiler = Profiler(targets=[ProfilerTarget.CPU], on_trace_ready=lambda profiler: None)
@@ -282,7 +303,7 @@ class _Recorder:
         found = Seconds(_find(self._profiler.profiler_result.get_data().values(), parts.STEP))
         # else the first product of Paddle's on the way back is not the head's
         assert not self._is_paddles or found.num_passes_back == self._passes_of_head, found.num_passes_back
-        products, told = self._products.copy(), {}
+        products, attention, told = self._products.copy(), self._attention, {}
         times = {product: self._alone(product) for product in products}
         narrow = times if not self._rounds else {product: self._alone(product.rounded) for product in products}
         for part in parts.PRODUCTS:
@@ -293,7 +314,7 @@ class _Recorder:
                 "of_rounded": sum(narrow[product] * count for product, count in own.items()),
             }
         others = dict(found.others.most_common(12))
-        return {"seconds": seconds, "parts": found.parts, "products": told, "others": others}
+        return {"seconds": seconds, "parts": found.parts, "products": told, "attention": attention, "others": others}
 
     def _alone(self, product: Product) -> float:
         """Seconds of a product that is repeated."""

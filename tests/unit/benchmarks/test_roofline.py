@@ -114,6 +114,10 @@ def test_steps_of_a_run_are_told(
     for part, parameters in expected.items():
         assert step["products"][part]["flops"] == 3 * 2 * rows * parameters
         assert step["products"][part]["alone"] > 0
+    length, micro_batches = data.max_length, train.global_batch_size  # of a row each, causal
+    pairs = micro_batches * length * (length + 1) // 2
+    forward = 2 * 2 * pairs * config.num_attention_heads * config.head_size
+    assert step["attention"] == 3 * forward * config.num_hidden_layers
     title = "pretraining"
     found = [roofline.Found(title, precision, told["alone"], told["recorded"])]
     lines = roofline.table_of_products(found)
