@@ -51,6 +51,18 @@ def redacted_data(data: Any) -> Any:
     return [redacted_data(value) for value in data] if isinstance(data, list | tuple) else data
 
 
+def kind_of_json(value: Any) -> str:
+    """What a value of JSON is, in the words of JSON rather than Python's."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    for kinds, name in ((str, "a string"), (int, "an integer"), (float, "a number"), (dict, "an object")):
+        if isinstance(value, kinds):
+            return name
+    return "a list"
+
+
 def printable(text: str) -> str:
     """A text whose control characters but newlines and tabs are written out: a terminal obeys some of them."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -22,6 +22,7 @@ from llmsuite.data.formats import (
     texts_at,
 )
 from llmsuite.data.rows import ROLES, Conversation, Message, ToolCall
+from llmsuite.shown import kind_of_json
 from llmsuite.specs import DataFormat
 
 
@@ -188,7 +189,7 @@ def tools_at(row: Row) -> str:
     if isinstance(tools, str):
         tools = _json(tools, "tools") if tools.strip() else None
     if not isinstance(tools, (list, type(None))):
-        raise ValueError(f"'tools' is {type(tools).__name__}, not a list of functions")
+        raise ValueError(f"'tools' is {kind_of_json(tools)}, not a list of functions")
     wrapped = []
     for i, tool in enumerate(tools or []):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.data.rows import ROLES, Message, Preference
+from llmsuite.shown import kind_of_json
 from llmsuite.specs import DataFormat
 
 Row = Mapping[str, Any]
@@ -85,7 +86,7 @@ def alpaca_turns(row: Row) -> list[Message]:
     question, extra = text_at(row, "instruction"), text_at(row, "input") if row.get("input") is not None else ""
     history = row.get("history") or []  # an empty cell of a table is a text
     if not isinstance(history, list):
-        raise ValueError(f"'history' is {type(history).__name__}, not a list of [question, answer]")
+        raise ValueError(f"'history' is {kind_of_json(history)}, not a list of [question, answer]")
     turns = [Message("system", text_at(row, "system"))] if row.get("system") else []
     for i, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
@@ -235,7 +236,7 @@ def text_at(row: Row, key: str, where: str = "") -> str:
     value = row[key]
     if not isinstance(value, str):
         place = f"{where}.{key}" if where else key
-        raise ValueError(f"{place!r} is {'null' if value is None else type(value).__name__}, not text")
+        raise ValueError(f"{place!r} is {kind_of_json(value)}, not text")
     return value
 
 
@@ -250,7 +251,9 @@ def joined(parts: Sequence[Any], where: str) -> str:
     pictures."""
     texts = []
     for i, part in enumerate(parts):
-        kind = part.get("type", "text") if isinstance(part, Mapping) else type(part).__name__
+        if not isinstance(part, Mapping):
+            raise ValueError(f"'{where}[{i}]' is {kind_of_json(part)}; a part is an object with type and text")
+        kind = part.get("type", "text")
         if kind not in TEXT_PARTS:
             raise ValueError(
                 f"'{where}[{i}]' is a part of type {str(kind)[:100]!r}; only parts of type 'text' are read"

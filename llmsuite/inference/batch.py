@@ -108,12 +108,23 @@ def token_logprob(token: int, logits: np.ndarray, count: int) -> TokenLogprob:
     return TokenLogprob(token, float(values[token]), tuple((int(i), float(values[i])) for i in best))
 
 
-def check_room(prompt: Sequence[int], max_new_tokens: int, decoder: Decoder, what: str = "the prompt") -> None:
-    """Raises UserError when prompt and answer do not fit the model, or a token is not in its vocabulary."""
-    if not prompt or len(prompt) + max_new_tokens > decoder.max_length:
+def check_room(
+    prompt: Sequence[int],
+    max_new_tokens: int,
+    decoder: Decoder,
+    what: str = "the prompt",
+    option: str = "max_new_tokens",
+) -> None:
+    """Raises UserError when prompt and answer do not fit the model, or a token is not in its vocabulary; `option` is
+    what the length of the answer is asked for with."""
+    if not prompt:
+        raise UserError(f"{what} has no tokens; the model needs at least one")
+    left = decoder.max_length - len(prompt)
+    if left < max_new_tokens or left < 0:
+        asked = f", and {option} asks for {max_new_tokens} more: at most {left} are left" if left > 0 else ""
         raise UserError(
-            f"{what} is {len(prompt)} tokens, and max_new_tokens asks for {max_new_tokens} more; the model needs at "
-            f"least one and has room for {decoder.max_length} together"
+            f"{what} has {len(prompt)} tokens{asked}; the model's context length is {decoder.max_length}, of prompt "
+            "and answer together"
         )
     if not 0 <= min(prompt) <= max(prompt) < decoder.vocab_size:
         raise UserError(f"{what} has token {max(prompt)}; the model's end at {decoder.vocab_size - 1}")

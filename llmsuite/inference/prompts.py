@@ -20,6 +20,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.inference.calls import CallFormat, call_format
+from llmsuite.shown import kind_of_json
 
 NO_TEXT = "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
 
@@ -103,7 +104,7 @@ class Prompter:
         if isinstance(row, str):
             row = {"prompt": row}
         if not isinstance(row, Mapping):
-            raise UserError(f'is a {type(row).__name__}; a text, {{"prompt": …}} or {{"messages": […]}} is needed')
+            raise UserError(f'is {kind_of_json(row)}; a text, {{"prompt": …}} or {{"messages": […]}} is needed')
         if isinstance(row.get("prompt"), str) and "messages" not in row:
             return dataclasses.replace(self.text(row["prompt"]), row=dict(row))
         if ("prompt" in row) == ("messages" in row):
@@ -137,7 +138,7 @@ class Prompter:
                     prompts.append(self.row(row))
                     continue
                 if not isinstance(row, Mapping):
-                    raise UserError(f"is a {type(row).__name__}, which has no columns")
+                    raise UserError(f"is {kind_of_json(row)}, which has no columns")
                 fields = renamed(row, columns)
                 found = self.row(fields)
                 prompts.append(dataclasses.replace(found, row={**found.row, **row, **fields}))

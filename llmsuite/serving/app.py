@@ -114,7 +114,12 @@ async def _refuse(request: Request, error: Exception) -> Response:
     path = request.url.path
     code = "model_not_found" if status == 404 and (path in _PATHS or path.startswith(_MODEL)) else None
     headers = {"Retry-After": "1"} if status == 429 else None
-    return JSONResponse(protocol.error(str(getattr(error, "detail", error)), kind, code), status, headers)
+    message = str(getattr(error, "detail", error))
+    if message in ("Not Found", "Method Not Allowed"):  # as the framework says it of an address
+        message = f"{message}: {request.method} {path[:200]} is not there"
+        if f"/v1{path}" in _PATHS:
+            message += f", but /v1{path} is: the address that clients are given ends with /v1"
+    return JSONResponse(protocol.error(message, kind, code), status, headers)
 
 
 def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> None:

@@ -29,7 +29,9 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS)]
+    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS)] = Field(
+        description=f"a string, a list of 1 to {MAX_TEXTS} strings, a list of token ids, or a list of such lists"
+    )
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: str | None = None

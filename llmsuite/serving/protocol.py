@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
@@ -26,8 +26,8 @@ MAX_LINES = 128
 """Answers to all prompts of a request."""
 _MAX_STOPS = 16
 _MAX_TOOLS = 128
-_UNSUPPORTED = "is not supported here; leave it out"
-_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+_MAX_STOP = 1000
+_Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP)]
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
@@ -55,16 +55,21 @@ class Request(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] | None = Field(
+        None, description=f"a string of 1 to {_MAX_STOP} characters, or a list of at most {_MAX_STOPS} of them"
+    )
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    logit_bias: Annotated[dict[Annotated[str, Field(pattern="^[0-9]{1,9}$")], _Bias], Field(max_length=_MAX_BIASES)] | (
-        None
-    ) = None
+    logit_bias: Annotated[
+        dict[Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,8})$")], _Bias], Field(max_length=_MAX_BIASES)
+    ] | (None) = Field(
+        None,
+        description=f"an object of at most {_MAX_BIASES:,} token ids, with a number between -100 and 100 for each",
+    )
     # these change no answer
     user: str | None = None
     metadata: Annotated[dict[_Short, _Short], Field(max_length=64)] | None = None
@@ -173,7 +178,9 @@ class ChatRequest(Request):
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
     tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
+        None, description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
+    )
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any], Field(max_length=0)] | None = None
     function_call: Literal["none", "auto"] | None = None
@@ -218,7 +225,9 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[_Id] | list[list[_Id]]
+    prompt: str | list[str] | list[_Id] | list[list[_Id]] = Field(
+        description="a string, a list of strings, a list of token ids, or a list of such lists"
+    )
     max_tokens: _Count | None = None
     """0, with `echo`, for the prompt alone."""
     logprobs: TopLogprobs | None = None
@@ -301,12 +310,6 @@ def echoed_logprobs(first: int, kept: Sequence[TokenLogprob], tokenizer: TextTok
         "token_logprobs": [None, *found["token_logprobs"][1:]],
         "top_logprobs": [None, *found["top_logprobs"][1:]],
     }
-
-
-def faults(error: ValidationError) -> str:
-    """What is wrong with a request, by its keys."""
-    given = [(e, ".".join(map(str, e["loc"])) or "body") for e in error.errors()[:5]]
-    return "; ".join(f"{key}: {_UNSUPPORTED if e['type'] == 'none_required' else e['msg']}" for e, key in given)
 
 
 def error(message: str, kind: str = "invalid_request_error", code: str | None = None) -> dict[str, Any]:

@@ -6,24 +6,27 @@ Nothing is kept of a response, so that a conversation is sent whole each time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from llmsuite.data.conversations import calls_at
 from llmsuite.data.formats import joined
-from llmsuite.data.rows import ToolCall
+from llmsuite.data.rows import ROLES, ToolCall
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line, TokenLogprob
 from llmsuite.inference.sampling import MAX_TEMPERATURE
 from llmsuite.inference.text import TextStream
 from llmsuite.serving.events import CallReader
-from llmsuite.serving.protocol import ChatRequest, TopLogprobs, chat_logprobs, faults
+from llmsuite.serving.faults import faults
+from llmsuite.serving.protocol import ChatRequest, TopLogprobs, chat_logprobs
 from llmsuite.serving.service import Job, Service
 
 PATH = "/v1/responses"
@@ -37,6 +40,14 @@ _OfTools = Literal[
     "code_interpreter_call.outputs",
 ]
 """What can be included of calls that no answer has here."""
+_ROLES = (*ROLES, "developer")
+_OWN_WORDS = (
+    ("response_format.json_schema", "text.format"),
+    ("response_format", "text.format"),
+    ("max_completion_tokens", "max_output_tokens"),
+    ("messages: ", "input: "),
+)
+"""What a chat calls its parts, and what they are called here."""
 _Included = Literal["message.output_text.logprobs", _OfTools]
 
 
@@ -70,6 +81,13 @@ class Format(_Strict):
     answer_schema: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def check(self) -> Format:
+        """Raises ValueError unless a schema is where the type is."""
+        if (self.type == "json_schema") != (self.name is not None) or (self.name is None and self.answer_schema):
+            raise ValueError("name and schema have to be given with type json_schema, and only then")
+        return self
+
 
 class Text(_Strict):
     """How the answer's text is."""
@@ -82,7 +100,7 @@ class ResponseRequest(_Strict):
     """The body of a request."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] = Field(description="a string, or a list of items, each an object")
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
@@ -90,7 +108,9 @@ class ResponseRequest(_Strict):
     stream: bool | None = None
     text: Text | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = Field(
+        None, description='"none", "auto", "required" or {"type": "function", "name": NAME}'
+    )
     parallel_tool_calls: bool | None = None
     include: list[_Included] | None = None
     top_logprobs: TopLogprobs | None = None
@@ -142,7 +162,7 @@ class ResponseRequest(_Strict):
         try:
             return ChatRequest.model_validate(asked)
         except ValidationError as error:
-            raise HTTPException(400, faults(error)) from None
+            raise HTTPException(400, _in_own_words(faults(ChatRequest, error))) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -154,9 +174,15 @@ class ResponseRequest(_Strict):
         for number, item in enumerate(self.input):
             where, kind = f"input[{number}]", item.get("type", "message")
             if kind == "message":
+                if item.get("role") not in _ROLES:
+                    raise HTTPException(400, f"{where}: needs role, one of {', '.join(_ROLES)}")
                 messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
             elif kind == "function_call":
                 call = {key: item.get(key) for key in ("name", "arguments")}
+                try:
+                    calls_at([call], where)
+                except ValueError as error:
+                    raise HTTPException(400, str(error)) from None
                 last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
                 if last is None:
                     last = {"role": "assistant", "content": None}
@@ -170,6 +196,22 @@ class ResponseRequest(_Strict):
                 known = "message, function_call and function_call_output"
                 raise HTTPException(400, f"{where}: type {str(kind)[:100]!r} is not understood here; {known} are")
         return messages
+
+
+def _in_own_words(message: str) -> str:
+    """What a chat says is wrong, in the words of a response."""
+    for theirs, ours in _OWN_WORDS:
+        message = message.replace(theirs, ours)
+    return message
+
+
+@contextlib.contextmanager
+def _own_words() -> Iterator[None]:
+    """Turns what a chat refuses into the words of a response."""
+    try:
+        yield
+    except HTTPException as error:
+        raise HTTPException(error.status_code, _in_own_words(error.detail)) from None
 
 
 def _text(content: Any, where: str) -> str:
@@ -191,7 +233,8 @@ def add_api(app: FastAPI, service: Service) -> None:
     async def respond(request: Request) -> Response:
         asked = await service.body(request, ResponseRequest)
         chat = asked.as_chat()
-        job, _ = await service.start(chat)
+        with _own_words():
+            job, _ = await service.start(chat)
         made = _Response(asked, chat, service, job)
         if asked.stream:
             headers = {"Cache-Control": "no-store"}
@@ -209,7 +252,7 @@ def add_api(app: FastAPI, service: Service) -> None:
         try:
             ids = await asyncio.to_thread(service.conversation, chat)
         except UserError as error:
-            raise HTTPException(400, str(error)) from None
+            raise HTTPException(400, _in_own_words(str(error))) from None
         return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 

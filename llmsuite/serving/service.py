@@ -17,12 +17,13 @@ from pydantic import BaseModel, ValidationError
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.errors import UserError
-from llmsuite.inference.batch import Line, TokenLogprob, token_logprob
+from llmsuite.inference.batch import Line, TokenLogprob, check_room, token_logprob
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.guided import Guide
 from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages, tool_names
 from llmsuite.inference.shared_prefixes import SharedPrefixes
 from llmsuite.serving import protocol
+from llmsuite.serving.faults import faults
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
@@ -113,7 +114,7 @@ class Service:
             asked = kind.model_validate(content)
         except (ValueError, RecursionError) as error:
             if isinstance(error, ValidationError):
-                raise HTTPException(400, protocol.faults(error)) from None
+                raise HTTPException(400, faults(kind, error)) from None
             if isinstance(error, UnicodeEncodeError):
                 raise HTTPException(400, f"the body {NO_TEXT}") from None
             raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
@@ -135,10 +136,13 @@ class Service:
 
     def lines(self, asked: ChatRequest | CompletionRequest) -> tuple[list[Line], int]:
         """The answers to be made, and the number of prompts. Raises UserError."""
-        wanted, num_logprobs = asked.max_tokens, None
+        option, wanted, num_logprobs = "max_tokens", asked.max_tokens, None
         if isinstance(asked, ChatRequest):
             prompts = [self.conversation(asked)]
-            wanted = asked.max_completion_tokens or wanted
+            if asked.max_completion_tokens is not None:
+                option, wanted = "max_completion_tokens", asked.max_completion_tokens
+            if asked.max_tokens not in (None, wanted):
+                raise UserError(f"max_tokens: is {asked.max_tokens}, and {option} is {wanted}; give one of them")
             if asked.logprobs:
                 num_logprobs = asked.top_logprobs or 0
             elif asked.top_logprobs:
@@ -156,14 +160,24 @@ class Service:
         guide = self._guide(asked)
         adapter = [asked.model] if asked.model in self.adapters else []
         lines = []
-        for prompt in prompts:
+        if wanted is not None and wanted > self.limits.max_new_tokens:
+            raise UserError(f"{option}: is {wanted}; this server gives at most {self.limits.max_new_tokens}")
+        for prompt, what in zip(prompts, self._described(asked, len(prompts))):
             room = max(1, min(self.limits.max_new_tokens, self.generator.decoder.max_length - len(prompt)))
-            if wanted is not None and wanted > self.limits.max_new_tokens:
-                raise UserError(f"max_tokens: is {wanted}; this server gives at most {self.limits.max_new_tokens}")
-            sampling = asked.sampling(room if wanted is None else wanted, num_logprobs)
+            most = room if wanted is None else wanted
+            check_room(prompt, most, self.generator.decoder, what, option)
+            if asked.min_tokens > most:
+                raise UserError(f"min_tokens: is {asked.min_tokens}; an answer has at most {most} tokens ({option})")
+            sampling = asked.sampling(most, num_logprobs)
             guides = [guide.copy() if guide is not None else None for _ in range(count)]
             lines += [self.generator.line(prompt, sampling, number, own, *adapter) for number, own in enumerate(guides)]
         return lines, len(prompts)
+
+    def _described(self, asked: ChatRequest | CompletionRequest, count: int) -> list[str]:
+        """What the prompts of a request are called, where one of them is wrong."""
+        if isinstance(asked, ChatRequest):
+            return ["messages: the prompt"]
+        return [f"prompt[{number}]: the prompt" for number in range(count)] if count > 1 else ["prompt: the prompt"]
 
     def conversation(self, asked: ChatRequest) -> list[int]:
         """The ids of a chat, with the beginning of its answer. Tools that are left out are taken from the request.

@@ -41,7 +41,9 @@ class IdsRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    prompt: Annotated[list[int], Field(min_length=1)] | Annotated[list[list[int]], Field(min_length=1)]
+    prompt: Annotated[list[int], Field(min_length=1)] | Annotated[list[list[int]], Field(min_length=1)] = Field(
+        description="a list of token ids, or a list of such lists, as return_token_ids is given"
+    )
     n: Annotated[int, Field(ge=1, le=_MAX_COMPLETIONS)] = 1
     max_tokens: Annotated[int, Field(ge=1)] = 16
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
@@ -171,7 +173,7 @@ def _requests(service: Service, asked: IdsRequest) -> list[Drawable]:
     if asked.max_tokens > limits.max_new_tokens:
         raise UserError(f"max_tokens: is {asked.max_tokens}; this server gives at most {limits.max_new_tokens}")
     for number, prompt in enumerate(prompts):
-        check_room(prompt, asked.max_tokens, decoder, f"prompt {number}")
+        check_room(prompt, asked.max_tokens, decoder, f"prompt {number}", "max_tokens")
     keys: Sequence[Sequence[int]]
     if asked.random_keys is not None:
         keys = asked.random_keys

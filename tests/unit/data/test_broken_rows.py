@@ -82,7 +82,10 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         "has no key 'messages'; openai needs: messages of role/content",
     ),
     "no content": (said({"role": "assistant"}), "'messages[1]' has no key 'content'"),
-    "content of another type": (said({"role": "assistant", "content": 7}), "'messages[1].content' is int, not text"),
+    "content of another type": (
+        said({"role": "assistant", "content": 7}),
+        "'messages[1].content' is an integer, not text",
+    ),
     "weight of another type": (said({**ANSWER, "weight": "1"}), "'messages[1].weight' is '1'; 0 or 1 is needed"),
     "a user to learn": (messages({**USER, "weight": 1}, ANSWER), "said by 'user'; only the assistant's turns"),
     "call without name": (said({**ANSWER, "tool_calls": [{}]}), "has a call without a name"),

@@ -154,8 +154,8 @@ REFUSED: list[tuple[Callable[[Any], Preference], dict[str, Any], str]] = [
         (paddlenlp_preference, {**PADDLENLP, "sort": order}, "'sort' is")
         for order in (None, [], [1], [1, 1], [1, 2, 3], 1, "10", ["1", "0"], [1, "0"], [None, 1], [1, float("nan")])
     ),
-    (paddlenlp_preference, {**PADDLENLP, "system": 3}, "'system' is int, not text"),
-    (alpaca_preference, {**ALPACA, "chosen": ["Good."]}, "'chosen' is list, not text"),
+    (paddlenlp_preference, {**PADDLENLP, "system": 3}, "'system' is an integer, not text"),
+    (alpaca_preference, {**ALPACA, "chosen": ["Good."]}, "'chosen' is a list, not text"),
     (alpaca_preference, {**ALPACA, "history": [["Hi?"]]}, "'history[0]' is not [question, answer]"),
     (sharegpt_preference, {**SHAREGPT, "conversations": "Hi?"}, "'conversations' is not a list"),
     (sharegpt_preference, {**SHAREGPT, "conversations": []}, "prompt does not end with a turn of the user"),
@@ -178,7 +178,7 @@ REFUSED: list[tuple[Callable[[Any], Preference], dict[str, Any], str]] = [
     (
         sharegpt_preference,
         {**SHAREGPT, "conversations": [{"from": "human", "value": 3}]},
-        "'conversations[0].value' is int, not text",
+        "'conversations[0].value' is an integer, not text",
     ),
     (sharegpt_preference, {**SHAREGPT, "chosen": human("a")}, "'chosen' is said by 'user', not by the assistant"),
     (sharegpt_preference, {**SHAREGPT, "rejected": human("a")}, "'rejected' is said by 'user'"),
@@ -213,7 +213,11 @@ REFUSED: list[tuple[Callable[[Any], Preference], dict[str, Any], str]] = [
     (trl_preference, {**TRL, "prompt": turns(SAY)}, "prompt does not end with a turn of the user"),
     (trl_preference, {**TRL, "prompt": [{"role": "bot", "content": "a"}]}, "'prompt[0]' has the unknown role 'bot'"),
     (trl_preference, {**TRL, "prompt": [{"role": ["user"], "content": "a"}]}, "has the unknown role ['user']"),
-    (trl_preference, {**TRL, "prompt": [{"role": "user", "content": 1}]}, "'prompt[0].content' is int, not text"),
+    (
+        trl_preference,
+        {**TRL, "prompt": [{"role": "user", "content": 1}]},
+        "'prompt[0].content' is an integer, not text",
+    ),
     (
         trl_preference,
         {"chosen": turns(ASK, GOOD), "rejected": turns(AGAIN, BAD)},

@@ -132,7 +132,7 @@ REFUSED: list[tuple[Convert, dict[str, Any], str]] = [
     (sharegpt_unpaired, {**SHAREGPT, "tools": [ADD]}, "calls tools"),
     (openai_unpaired, {"messages": turns(ASK, BYE)}, "has neither of kto_tag, label"),
     (openai_unpaired, {**OPENAI, "messages": []}, "'messages' is not a list of turns"),
-    (alpaca_unpaired, {**ALPACA, "output": 3}, "'output' is int, not text"),
+    (alpaca_unpaired, {**ALPACA, "output": 3}, "'output' is an integer, not text"),
     (prompt, {"prompt": ""}, "the last turn of the prompt is empty"),
     (prompt, {"prompt": "  \n"}, "the last turn of the prompt is empty"),
     (prompt, {"prompt": turns(ASK, SAY)}, "the prompt does not end with a turn of the user"),

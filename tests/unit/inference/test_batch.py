@@ -200,8 +200,12 @@ def test_a_stop_text_is_found_across_tokens(ids: list[int], stop: list[str]) -> 
 
 def test_what_does_not_fit_is_refused() -> None:
     for prompt, count, message in (
-        ([], 5, "is 0 tokens"),
-        ([1] * 60, 5, "has room for 64 together"),
+        ([], 5, "has no tokens"),
+        (
+            [1] * 60,
+            5,
+            "has 60 tokens, and max_new_tokens asks for 5 more: at most 4 are left; the model's context length is 64",
+        ),
         ([1, 7], 5, "has token 7; the model's end at 6"),
     ):
         with pytest.raises(UserError, match=message):

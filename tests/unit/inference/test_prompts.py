@@ -40,7 +40,10 @@ def test_all_shapes_ask_the_same(prompter: Prompter) -> None:
         ({"prompt": 5}, "list of turns"),
         ({"prompt": []}, "list of turns"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "is a part of type 'image'; only parts"),
-        ({"messages": [{"role": "user", "content": ["Hi?"]}]}, "is a part of type 'str'"),
+        (
+            {"messages": [{"role": "user", "content": ["Hi?"]}]},
+            "is a string; a part is an object with type and text",
+        ),
         ({"messages": [{"role": "assistant", "content": "12"}]}, "has the assistant's turn alone"),
         ({"prompt": [*TURNS, {"role": "assistant", "content": "1"}]}, "no turn is continued"),
     ],
@@ -77,7 +80,7 @@ def test_columns_and_tables(prompter: Prompter, tmp_path: Path) -> None:
         with pytest.raises(UserError, match=rf"rows\.jsonl:1: .*{message}"):
             prompter.read(rows, columns)
     rows.write_text('"Hi?"\n')
-    with pytest.raises(UserError, match=r"rows\.jsonl:1: is a str, which has no columns"):
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: is a string, which has no columns"):
         prompter.read(rows, {"prompt": "x"})
 
 

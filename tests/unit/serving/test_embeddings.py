@@ -89,9 +89,9 @@ def test_forms_of_input_and_output(client: openai.OpenAI, place: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"input": ""}, "input 0 is 0 tokens"),
+        ({"input": ""}, "input 0 has no tokens"),
         ({"input": []}, "input"),
-        ({"input": ["a", "b " * 100]}, "input 1 is"),
+        ({"input": ["a", "b " * 100]}, "input 1 has"),
         ({"input": [[513]]}, "input 0 has token 513"),
         ({"dimensions": 7}, "dimensions: is 7; this model's vectors have 24"),
         ({"extra_body": {"task": "query"}}, "task"),

@@ -200,7 +200,7 @@ def test_tools_have_no_control_tokens() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, r"tools\[0\]\.function\.name"),
         ({"tools": [{"type": "web_search"}]}, "tools.0"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "strict": True, "parameters": {"not": {}}}}]},

@@ -269,7 +269,7 @@ def test_a_pause_lets_end_what_has_begun(client: TestClient) -> None:
     ("change", "says"),
     [
         ({"top_p": 0.5}, "top_p: "),
-        ({"prompt": [[5], []]}, "prompt 1 is 0 tokens"),
+        ({"prompt": [[5], []]}, "prompt 1 has no tokens"),
         ({"prompt": [[5, 10**6]], "random_keys": None}, "prompt 0 has token 1000000"),
         ({"prompt": []}, "prompt"),
         ({"random_keys": KEYS[:1]}, "random_keys: has 1 for 2 prompts"),
