@@ -307,18 +307,25 @@ def _explain(
         write: see `launch`.
         machines: of the run.
     """
+    first_said = _said(log_dir / f"workerlog.{first}")
     where, reasons = f" on machine {machines.number}" if machines.count > 1 else "", []
     for local, code in list(codes.items())[:_MOST_EXPLAINED]:
         log = log_dir / f"workerlog.{first + local}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        if local != 0:  # the output of the first rank is on the terminal already
-            with contextlib.suppress(FileNotFoundError):  # somebody has deleted the logs
-                lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL_LINES:]
-                write("\n".join(lines) + "\n")
+        said = "\n".join(_said(log).splitlines()[-_TAIL_LINES:])
+        if said not in first_said:  # the output of the first rank is on the terminal already
+            write(f"{said}\n")
         reasons.append(f"rank {first + local}{where} {how}; its log: {log}")
         write(f"{reasons[-1]}\n")
     code = next(iter(codes.values()))
     return End(code if code > 0 else 1, reasons[0], killed=code < 0)
+
+
+def _said(log: Path) -> str:
+    """What a rank has printed; nothing if somebody has deleted its log."""
+    with contextlib.suppress(FileNotFoundError):
+        return log.read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _explain_stall(

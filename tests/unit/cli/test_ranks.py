@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from llmsuite.cli.ranks import settle_degrees
+from llmsuite.cli.ranks import launch_ranks, settle_degrees
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.schema.degrees import Degrees
 
@@ -35,3 +39,15 @@ def test_contradictions_are_refused(num_devices: int, tp: int | None, pp: int) -
     args = types.SimpleNamespace(num_devices=num_devices, tensor_parallel_degree=tp, pipeline_parallel_degree=pp)
     with pytest.raises(UserError, match=f"--num_devices: is {num_devices}, and tensor parallel x pipeline parallel is"):
         settle_degrees(args)
+
+
+def test_logs_that_are_gone_are_not_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def launch(command: Any, count: int, logs: Path, environment: Any, write: Callable[[str], None]) -> int:
+        write(f"too many heads\nrank 1 ended with exit code 2; its log: {logs}/workerlog.1\n")
+        return 2
+
+    monkeypatch.setattr("llmsuite.launch.launch.launch", launch)
+    monkeypatch.setattr(CpuBackend, "prepare_ranks", lambda self: None)
+    registry: Any = types.SimpleNamespace(devices={"cpu": types.SimpleNamespace(factory=CpuBackend)})
+    assert launch_ranks(types.SimpleNamespace(device="cpu", num_devices=2), registry) == 2
+    assert capsys.readouterr().out == "too many heads\nrank 1 ended with exit code 2\n"

@@ -101,12 +101,21 @@ def test_a_signal_reaches_all(tmp_path: Path, number: signal.Signals) -> None:
 
 
 def test_ranks_that_fail_together_are_all_named(tmp_path: Path) -> None:
+    (tmp_path / "workerlog.0").write_text("")
     (tmp_path / "workerlog.1").write_text("the reason\n")
     said: list[str] = []
     end = _explain(0, {0: 1, 1: 1}, tmp_path, said.append, Machines())
     first, second = (f"rank {rank} ended with exit code 1; its log: {tmp_path}/workerlog.{rank}" for rank in (0, 1))
     assert "".join(said) == f"{first}\nthe reason\n{second}\n"
     assert end == End(1, first)
+
+
+def test_what_all_say_is_printed_once(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"workerlog.{rank}").write_text("data.train: is missing\n")
+    said: list[str] = []
+    _explain(0, {1: 2}, tmp_path, said.append, Machines())
+    assert "".join(said) == f"rank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n"
 
 
 def test_a_good_message_is_not_buried(tmp_path: Path) -> None:
