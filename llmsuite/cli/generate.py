@@ -14,6 +14,7 @@ from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.shown import printable
 from llmsuite.specs import Command
+from llmsuite.stages.sections import PENALTIES
 
 _ENGINES = Literal["dynamic", "static"]
 _OUTSIDE = {
@@ -22,9 +23,7 @@ _OUTSIDE = {
     "min_new_tokens": 0,
     "stop": None,
     "temperature": 0.0,
-    "repetition_penalty": 1.0,
-    "frequency_penalty": 0.0,
-    "presence_penalty": 0.0,
+    **PENALTIES,
     "num_return_sequences": 1,
     "num_beams": 1,
     "logprobs": None,
@@ -180,6 +179,13 @@ def _check(args: Any) -> None:
         raise UserError("--raw: continues plain text, which has no turns; leave out --system and --chat_template")
     if args.num_beams > 1 and (args.temperature or args.stop or args.logprobs is not None):
         raise UserError("--num_beams: beam search draws nothing; leave out --temperature, --stop and --logprobs")
+    penalties = [f"--{name}" for name, off in PENALTIES.items() if getattr(args, name) != off]
+    if args.num_beams > 1 and penalties:
+        raise UserError(
+            f"--num_beams: beam search has no penalty but --length_penalty; leave out {', '.join(penalties)}"
+        )
+    if args.num_beams == 1 and args.length_penalty != 1:
+        raise UserError("--length_penalty: is of beam search; add --num_beams, or leave it out")
     if args.decoding_loop and args.engine != "static":
         raise UserError("--decoding_loop: is part of an exported program; add --engine static")
     if args.decoding_loop and (set_ := [name for name, value in _OUTSIDE.items() if getattr(args, name) != value]):

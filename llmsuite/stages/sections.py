@@ -13,6 +13,9 @@ from llmsuite.schema.numbers import Fraction, MixWeight, NonNegativeFloat, NonNe
 from llmsuite.schema.section import Section
 from llmsuite.specs import PrePass, StageProfile
 
+PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
+"""Penalties of sampling, and the values that switch them off."""
+
 _SMOOTHED = ("sigmoid", "simpo")
 _REFERENCE_FREE = ("simpo", "orpo")
 
@@ -185,6 +188,9 @@ class InferSection(Section):
         for key in ("temperature", "stop", "logprobs") if self.num_beams > 1 else ():
             if getattr(self, key) not in (0, [], None) or (key == "logprobs" and self.logprobs == 0):
                 yield key, "does not go with num_beams: beam search draws nothing; remove it"
+        for key, off in PENALTIES.items() if self.num_beams > 1 else ():
+            if getattr(self, key) != off:
+                yield key, "does not go with num_beams: beam search has no penalties but length_penalty; remove it"
         if 1 < self.num_beams < self.num_return_sequences:
             yield "num_return_sequences", f"is {self.num_return_sequences}, more than num_beams = {self.num_beams}"
         if self.raw and self.system is not None:

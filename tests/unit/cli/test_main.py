@@ -296,3 +296,21 @@ def test_files_are_looked_for_before_the_model(words: tuple[str, ...], option: s
     missing.write_text("")
     told = f"--output: {results.parent} is no directory\n"
     assert run(*words, missing, "--output", results) == (2, "", told)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (
+            ("generate", "--prompt", "Hi", "--num_beams=2", "--presence_penalty=1"),
+            "--num_beams: beam search has no penalty but --length_penalty; leave out --presence_penalty",
+        ),
+        (("generate", "--prompt", "Hi", "--length_penalty=2"), "--length_penalty: is of beam search; add --num_beams"),
+    ],
+    ids=lambda value: " ".join(value)[:30] if isinstance(value, tuple) else "",
+)
+def test_what_a_model_would_be_read_for_in_vain_is_refused(run: Run, words: tuple[str, ...], says: str) -> None:
+    command, *options = words
+    code, out, err = run(command, "no-model", *options)
+    assert (code, out) == (2, "")
+    assert err.startswith(says)

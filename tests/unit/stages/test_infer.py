@@ -115,13 +115,17 @@ def test_beams_are_those_of_generate(recipe: Path, model: Path, tmp_path: Path) 
         (["--data.train=x.jsonl"], r"data\.train: has no meaning for stage 'infer'"),
         (["--infer.temprature=1"], r"infer\.temprature: unknown key; did you mean 'temperature'"),
         (["--infer.num_beams=2"], r"infer\.temperature: does not go with num_beams"),
+        (
+            ["--infer.num_beams=2", "--infer.presence_penalty=1"],
+            r"infer\.presence_penalty: does not go with num_beams: beam search has no penalties but length_penalty",
+        ),
         (["--infer.min_new_tokens=10"], r"infer\.min_new_tokens: is 10, above max_new_tokens = 9"),
         (["--launch.num_devices=2"], r"launch\.num_devices: 2 devices, but stage infer runs on .* degree = 1"),
         (["--parallel.pipeline_parallel_degree=2"], r"parallel\.pipeline_parallel_degree: has no meaning"),
         (["--engine.precision=bf16"], r"engine\.precision: bf16 does not work on cpu"),
         (['--loggers=["console"]'], r"loggers: .*"),
     ],
-    ids=["train", "data", "unknown", "beams", "length", "ranks", "pipeline", "precision", "loggers"],
+    ids=["train", "data", "unknown", "beams", "penalties", "length", "ranks", "pipeline", "precision", "loggers"],
 )
 def test_what_has_no_meaning_is_refused(recipe: Path, registry: Registry, words: list[str], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
