@@ -239,7 +239,9 @@ def behind_padding(tensor: Tensor, padding: Tensor, tokens: int) -> Tensor:
     at, padding = paddle.arange(tensor.shape[2]).unsqueeze(0), padding.unsqueeze(1)
     moved = paddle.where(at < padding, at + tokens, at - padding)
     source = paddle.where(at < padding + tokens, moved, at.expand_as(moved))
-    return paddle.take_along_axis(tensor, source.unsqueeze([1, 3]).expand(tensor.shape), 2)
+    # on the CPU Paddle has no such operation on bfloat16, and through float32 the numbers stay the same
+    wide = tensor.astype("float32") if tensor.dtype == paddle.bfloat16 else tensor
+    return paddle.take_along_axis(wide, source.unsqueeze([1, 3]).expand(tensor.shape), 2).astype(tensor.dtype)
 
 
 def _behind_cache(model: Any) -> Any:

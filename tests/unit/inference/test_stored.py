@@ -296,6 +296,16 @@ def test_prefixes_stand_in_front_of_stored_matrices(case: str, tmp_path: Path) -
         near_rounded(*passes)
 
 
+def test_prefixes_stand_in_front_of_a_cache_in_bf16(tmp_path: Path) -> None:
+    case = "llama-grouped_query"
+    shutil.copytree(REFERENCE / "peft" / "prefix" / case, tmp_path / "adapter")
+    base = REFERENCE / case.replace("-", "/", 1)
+    ids, _ = reference(case.replace("-", "/", 1))
+    decoders = [ModelDecoder(stored(tmp_path / "adapter", "bf16", base, cache)) for cache in ("bfloat16", None)]
+    for half, whole in zip(*(_passes(decoder, ids, np.arange(len(ids))) for decoder in decoders)):
+        assert 0 < np.abs(half - whole).max() < 3e-2 * np.abs(whole).max()
+
+
 def _passes(decoder: ModelDecoder, ids: np.ndarray, padding: np.ndarray) -> list[np.ndarray]:
     logits, cache = decoder.forward(ids[:, :-1], padding, None)
     return [logits, decoder.forward(ids[:, -1:], padding, cache)[0]]

@@ -156,6 +156,9 @@ def test_padding_moves_in_front_of_the_prefix() -> None:
     cache = paddle.to_tensor(np.arange(10.0).reshape([2, 1, 5, 1]))
     moved = behind_padding(cache, paddle.to_tensor([0, 2]), 2).numpy()[:, 0, :, 0]
     assert moved.tolist() == [[0, 1, 2, 3, 4], [7, 8, 5, 6, 9]]
+    half = behind_padding(cache.astype("bfloat16"), paddle.to_tensor([0, 2]), 2)
+    assert half.dtype == paddle.bfloat16
+    assert half.astype("float32").numpy()[:, 0, :, 0].tolist() == moved.tolist()
 
 
 # files and generation
