@@ -12,6 +12,7 @@ from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 
 if TYPE_CHECKING:
+    from llmsuite.checkpoint.model_dir import ModelDirectory
     from llmsuite.devices.base import DeviceBackend
     from llmsuite.inference.generate import Generator
 
@@ -87,6 +88,8 @@ def open_generator(
         where = find_weights(Path(args.model))
         source = open_any(where, registry.models, base, config, args.allow_pickle, runs=True)
         directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
+        if refreshable:
+            check_refreshable(where, source)
         model = load_model(source, backend, precision, mesh, AS_TRAINED if refreshable else stored)
         if refreshable:
             taking = RefreshableModel(model, backend.ops(precision))
@@ -101,6 +104,18 @@ def open_generator(
     tokenizer = TextTokenizer(directory)
     generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), as_first_rank)
     return OpenedModel(generator, collective.rank() == 0, where, model, taking)
+
+
+def check_refreshable(where: Path, source: ModelDirectory) -> None:
+    """Raise UserError for a model that is more than the weights that a trainer brings: what is more would stay."""
+    from llmsuite.checkpoint.int8 import input_scales
+
+    if source.beside is not None:
+        raise UserError(f"--rl: {where} is what runs beside a model, and weights that are replaced are a model's alone")
+    if input_scales(source):
+        raise UserError(
+            f"--rl: {where} rounds its inputs by scales that new weights do not bring; serve the run's checkpoint"
+        )
 
 
 def check_precision(args: Any, registry: Registry) -> None:

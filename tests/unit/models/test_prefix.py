@@ -15,6 +15,7 @@ from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.prefix_dir import Prefixes, open_prefixes, write_prefixes
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.cli.model import check_refreshable
 from llmsuite.convert.adapter import add_adapter
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
@@ -193,6 +194,12 @@ def test_what_was_written_is_read(saved: tuple[Path, Any]) -> None:
             assert found.files.read(name).tobytes() == parameter.numpy().tobytes()
             part = [slice(1, 3), slice(1, 2), slice(0, 5)]
             assert np.array_equal(found.files.read(name, part), parameter.numpy()[1:3, 1:2, :5])
+
+
+def test_a_prefix_is_no_model_whose_weights_are_replaced(saved: tuple[Path, Any]) -> None:
+    place = saved[0] / "prefix"
+    with pytest.raises(UserError, match="is what runs beside a model"):
+        check_refreshable(place, open_any(place, FAMILIES, runs=True))
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from hypothesis.extra.numpy import arrays
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.train_state import FORMAT, TrainState
 from llmsuite.cli.main import main
+from llmsuite.cli.model import check_refreshable
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import Problem, UserError
 from llmsuite.files import write_json
@@ -292,6 +294,14 @@ def test_the_int8_model_has_the_logits_of_the_trained_one(trained: Trained) -> N
     np.testing.assert_array_equal(loaded(paddle.to_tensor(IDS)).numpy(), expected)
     plain = load_model(open_model(trained.checkpoint, FAMILIES), CpuBackend())(paddle.to_tensor(IDS)).numpy()
     assert np.abs(plain - expected).max() > 1e-4, "rounding changes nothing, so nothing was tested"
+
+
+def test_a_model_that_rounds_inputs_is_not_one_to_be_replaced(trained: Trained) -> None:
+    """`serve --rl`: the scales of its inputs would round those of other weights."""
+    rounds_inputs = any(trained.rounded.values())
+    with pytest.raises(UserError, match="rounds its inputs by scales") if rounds_inputs else contextlib.nullcontext():
+        check_refreshable(trained.int8, open_model(trained.int8, FAMILIES))
+    check_refreshable(trained.checkpoint, open_model(trained.checkpoint, FAMILIES))
 
 
 def test_anybody_can_read_the_int8_model(trained: Trained) -> None:
