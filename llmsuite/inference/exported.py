@@ -75,7 +75,8 @@ def is_exported(path: Path) -> bool:
 def read_manifest(path: Path) -> Exported:
     """Raises UserError when the directory holds no exported model, or one of another version."""
     if not is_exported(path):
-        raise UserError(f"{path}: holds no exported model; make one with `llmsuite export MODEL -o {path}`")
+        how = f"{path} -o DIR" if path.is_dir() else f"MODEL -o {path}"  # a model or a run may be there
+        raise UserError(f"{path}: holds no exported model; make one with `llmsuite export {how}`")
     manifest = read_json_file(path / MANIFEST)
     try:
         if (manifest["kind"], manifest["format"]) != (KIND, FORMAT):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -38,11 +39,19 @@ def faults(kind: type[BaseModel], error: ValidationError) -> str:
     for fault in error.errors():
         key = str(fault["loc"][0]) if fault["loc"] else ""
         field = kind.model_fields.get(key)
-        if field is not None and field.description is not None and fault["type"] != "missing":
+        if field is not None and field.description is not None and not _is_missing(fault, key):
             told[f"{key}: has to be {field.description}"] = None
         else:
-            told[f"{_place(fault['loc'])}: {_words(fault)}"] = None
+            is_own = fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1
+            near = difflib.get_close_matches(key, kind.model_fields, n=1, cutoff=0.8) if is_own else []
+            meant = f"; did you mean {near[0]}?" if near else ""
+            told[f"{_place(fault['loc'])}: {_words(fault)}{meant}"] = None
     return "; ".join(list(told)[:_MOST])
+
+
+def _is_missing(fault: Any, key: str) -> bool:
+    """Whether the key itself is not there, and not a part of its value."""
+    return fault["type"] == "missing" and fault["loc"] == (key,)
 
 
 def _place(loc: tuple[int | str, ...]) -> str:
@@ -60,11 +69,12 @@ def _words(fault: Any) -> str:
     if kind == "none_required" or context.get("max_length") == 0 or context.get("expected") == "''":
         return _UNSUPPORTED
     if kind in _KINDS:
-        what = f"{given:g}" if isinstance(given, float) else kind_of_json(given)
+        what = repr(given) if isinstance(given, float) else kind_of_json(given)
         return f"has to be {_KINDS[kind]}, and is {what}"
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
-        return f"is {given}; it has to be {words} {context[bound]}"
+        limit = context[bound]
+        return f"is {given}; it has to be {words} {f'{limit:g}' if isinstance(limit, float) else limit}"
     if kind == "literal_error":
         return f"has to be {context['expected'].replace('False', 'false')}"
     if kind in ("string_too_short", "string_too_long"):

@@ -283,6 +283,6 @@ print(predictor.greedy([[5, 9]], 4)[0], predictor.forward(paddle.to_tensor([[5, 
 
 def test_what_is_no_exported_model_is_named(llama: Path, capsys: Any) -> None:
     assert main(["generate", str(llama), "--engine", "static", "--prompt", "Hi"]) == 2
-    assert "holds no exported model; make one with `llmsuite export" in capsys.readouterr().err
+    assert f"holds no exported model; make one with `llmsuite export {llama} -o DIR`" in capsys.readouterr().err
     assert main(["export", str(llama), "-o", str(llama / "x"), "--precision", "fp16"]) == 2
     assert "--precision fp16: cpu has fp32" in capsys.readouterr().err
