@@ -124,7 +124,7 @@ def test_the_decoding_loop_makes_the_tokens_of_the_model(pair: tuple[Path, Path]
         cut = [list(generate(trained, p, ends, Sampling(max_new_tokens=count))) for p in prompts]
         assert min(map(len, cut)) < count
         assert predictor.greedy(prompts, count, ends) == cut
-    with pytest.raises(UserError, match="room for"):
+    with pytest.raises(UserError, match="context length is"):
         predictor.greedy([[1], [2] * predictor.max_length], 1)
 
 
