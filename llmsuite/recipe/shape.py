@@ -141,7 +141,7 @@ def model_config(
         differing = [
             f"{key} is {given[key]!r} in the recipe and {getattr(config, key)!r} in config.json"
             for key in sorted(given)
-            if key not in ONLY_INITIAL and given[key] != getattr(config, key)
+            if key not in ONLY_INITIAL and given[key] != getattr(config, key) and _is_kept(config, key, given[key])
         ]
         if differing:
             message = f"{weights} has another shape: {'; '.join(differing)}. {_of_the_weights(model)}"
@@ -169,6 +169,12 @@ def model_config(
     if stage.trains and recipe.train.mtp_loss_weight and getattr(config, "num_nextn_predict_layers", 0):
         config = dataclasses.replace(config, mtp=True)
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
+
+
+def _is_kept(config: Any, key: str, value: Any) -> bool:
+    """Whether config.json would be another one with this value: it leaves out what such a model does not have, as the
+    width of a shared expert."""
+    return bool(dataclasses.replace(config, **{key: value}).to_hf() != config.to_hf())
 
 
 ONLY_INITIAL = {"initializer_range", "bos_token_id", "eos_token_id", "max_position_embeddings"}

@@ -206,3 +206,17 @@ def test_a_new_run_does_not_mix_with_an_old_one(plan: Plan, tmp_path: Path) -> N
     with pytest.raises(RecipeError, match="holds checkpoints; add --resume") as caught:
         found.check_output()
     assert caught.value.problems[0].where == position(tmp_path / "recipe.json", '"output_dir"')
+
+
+def test_what_such_a_model_does_not_have_is_no_other_shape(registry: Registry, tmp_path: Path) -> None:
+    """qwen3_moe has no shared expert, and its config.json no width of one; that of the smoke recipes is another one."""
+    family = registry.models["qwen_moe"]
+    directory = tmp_path / "model"
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps(family.config_cls(**family.smoke).to_hf()))
+    recipe, words = bundled("recipes") / "qwen_moe" / "sft.json", [f"--model.weights={directory}"]
+    words.append(f"--model.tokenizer={bundled('data') / 'tokenizer'}")
+    found = plan_run(recipe, words, registry, smoke=True).model_config
+    assert (found.num_hidden_layers, found.shared_size) == (family.smoke["num_hidden_layers"], 0)
+    with pytest.raises(RecipeError, match="has another shape: moe_intermediate_size is 48 in the recipe and 32 in"):
+        plan_run(recipe, [*words, "--model.config.moe_intermediate_size=48"], registry, smoke=True)
