@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite import __version__
+from llmsuite.devices.variables import NUM_RANKS, RANK
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.locks import scratch_directory
@@ -51,14 +52,14 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
-    from llmsuite.launch.launch import is_worker
+    from llmsuite.launch.launch import is_worker, is_worker_of_others
 
     if args.nnodes > 1 and args.master is None:
         raise UserError("--master: is required with several machines: host:port of machine 0, where the others find it")
     told = {name: getattr(args, name) for name in ("num_devices", "nnodes", "master", "node_rank")}
     for key, message in LaunchSection(**told).problems():
         raise UserError(f"--{key}: {message}")
-    if is_worker():
+    if is_worker() and not is_worker_of_others():
         return _rank(args, registry)
     if args.ops:
         return _show_ops(args.device, registry)
@@ -113,6 +114,7 @@ def _forms(ops: Any) -> Iterator[tuple[str, bool, str]]:
 
 def _findings(args: Any, registry: Registry) -> Iterator[Finding]:
     yield from _machine()
+    yield from _rank_variables()
     yield from _packages()
     yield from _pins()
     usable = True
@@ -145,6 +147,14 @@ def _machine() -> Iterator[Finding]:
         shared = shutil.disk_usage("/dev/shm").total
         mend = "mount -o remount,size=2G /dev/shm; in a container: docker run --shm-size=2g"
         yield _level(shared, _LEAST_SHARED, "shared memory", f"{shared / 1e9:.1f} GB in /dev/shm", mend)
+
+
+def _rank_variables() -> Iterator[Finding]:
+    """Variables of a rank, which a shell may have kept."""
+    for name in (RANK, NUM_RANKS):
+        if name in os.environ:
+            told = f"is {os.environ[name]!r} in the environment: runs take themselves for ranks of another launcher"
+            yield _WARN, name, f"{told}; unset it if there is none"
 
 
 def _level(found: float, least: float, what: str, text: str, mend: str) -> Finding:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from llmsuite.errors import UserError
 
 RANK, NUM_RANKS, LOCAL_RANK = "PADDLE_TRAINER_ID", "PADDLE_TRAINERS_NUM", "PADDLE_LOCAL_RANK"
+OWN_ADDRESS, ADDRESSES = "PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINER_ENDPOINTS"
 
 
 def number_in(variables: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -33,3 +34,14 @@ def check_rank() -> None:
             f"{RANK}: is {rank} in the environment, and {NUM_RANKS} is {num_ranks}; ranks are counted from 0: unset "
             "both if nobody started this process so"
         )
+
+
+def check_addresses() -> str:
+    """Where a rank finds the others; raises UserError where nobody has told it."""
+    for name in (OWN_ADDRESS, ADDRESSES):
+        if not os.environ.get(name):
+            raise UserError(
+                f"{name}: is not set in the environment, and {NUM_RANKS} is {os.environ.get(NUM_RANKS)}; a launcher "
+                f"sets both. Unset {RANK} and {NUM_RANKS} if nobody started this process as one of several"
+            )
+    return os.environ.get("PADDLE_MASTER") or os.environ[ADDRESSES].split(",")[0]

@@ -9,6 +9,7 @@ import contextlib
 import io
 import itertools
 import os
+import sys
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.static.process_group import new_process_group
 
-from llmsuite.devices.variables import LOCAL_RANK, NUM_RANKS, RANK, number_in
+from llmsuite.devices.variables import LOCAL_RANK, NUM_RANKS, RANK, check_addresses, number_in
 from llmsuite.errors import UserError
 from llmsuite.launch import calls
 from llmsuite.parallel.mesh import Mesh
@@ -61,6 +62,10 @@ def start(degrees: Degrees) -> Mesh:
             f"{num_ranks()}; start as many, or unset PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM if nobody started it so"
         )
     if num_ranks() > 1 and not dist.is_initialized():
+        others = check_addresses()
+        if calls.ENVIRONMENT not in os.environ:  # variables that a shell has kept make a rank that nobody answers
+            told = f"rank {rank()} of {num_ranks()}, by {RANK} and {NUM_RANKS}, waits for the others at {others}"
+            print(f"{told}; unset both if nobody started it so", file=sys.stderr, flush=True)
         with contextlib.redirect_stderr(io.StringIO()):  # Paddle 3.3.1 lists flags here that nobody has set
             dist.init_parallel_env()
     calls.start(__file__)  # nothing, where no launcher waits for it

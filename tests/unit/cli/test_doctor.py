@@ -70,6 +70,19 @@ def test_two_paddles_overwrite_each_other(monkeypatch: Patch) -> None:
     assert told(doctor._packages())["paddle"][0] == "BAD"
 
 
+def test_variables_of_a_rank_in_a_shell_make_it_none(
+    monkeypatch: Patch, registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PADDLE_TRAINER_ID", "0")
+    monkeypatch.setenv("PADDLE_TRAINERS_NUM", "2")
+    monkeypatch.setattr(doctor, "_device", lambda name, registry: iter([("ok", "device", "there")]))
+    assert main(["doctor"]) == 0
+    printed = capsys.readouterr().out
+    for name, value in (("PADDLE_TRAINER_ID", "0"), ("PADDLE_TRAINERS_NUM", "2")):
+        assert f"warn  {name:14}  is '{value}' in the environment" in printed
+    assert "unset it if there is none" in printed
+
+
 def test_the_wrong_path_of_mkl(monkeypatch: Patch, registry: Registry) -> None:
     monkeypatch.setattr("llmsuite.devices.cpu.mkl_path", lambda: "5")
     monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "4")

@@ -8,12 +8,14 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossLedger, LossTerms
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.schema.degrees import Degrees
 from tests.unit import many
 
+TWO = Degrees(1, 2, 1, 1)
 every_mesh = pytest.mark.parametrize("degrees", many.MESHES, ids=str)
 
 
@@ -124,3 +126,43 @@ def test_a_loss_of_no_weight_is_none(degrees: Degrees) -> None:
         return ledger.reduce()
 
     assert all(found == (0.0, {}) for found in many.run(degrees, work))
+
+
+def _told_to_be_a_rank(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """As by variables that a shell has kept; what Paddle would be asked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(collective.dist, "is_initialized", lambda: False)
+    monkeypatch.setattr(collective.dist, "init_parallel_env", lambda: asked.append("to meet"))
+    monkeypatch.setattr(Mesh, "make_groups", lambda self: None)
+    monkeypatch.setattr(collective, "_mesh", collective.mesh())
+    for name, value in (("PADDLE_TRAINER_ID", "1"), ("PADDLE_TRAINERS_NUM", "2")):
+        monkeypatch.setenv(name, value)
+    return asked
+
+
+@pytest.mark.parametrize("missing", ["PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINER_ENDPOINTS"])
+def test_a_rank_that_nobody_told_of_the_others(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
+    asked = _told_to_be_a_rank(monkeypatch)
+    for name in ("PADDLE_CURRENT_ENDPOINT", "PADDLE_TRAINER_ENDPOINTS"):
+        monkeypatch.setenv(name, "127.0.0.1:1")
+    monkeypatch.delenv(missing)
+    with pytest.raises(UserError, match=rf"^{missing}: is not set .* PADDLE_TRAINERS_NUM is 2; .* Unset PADDLE_TRAIN"):
+        collective.start(TWO)
+    assert not asked
+
+
+def test_a_rank_of_another_launcher_says_whom_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = _told_to_be_a_rank(monkeypatch)
+    monkeypatch.setenv("PADDLE_CURRENT_ENDPOINT", "127.0.0.1:2")
+    monkeypatch.setenv("PADDLE_TRAINER_ENDPOINTS", "127.0.0.1:1,127.0.0.1:2")
+    monkeypatch.delenv("PADDLE_MASTER", raising=False)
+    collective.start(TWO)
+    told = capsys.readouterr().err
+    assert asked == ["to meet"]
+    assert "rank 1 of 2, by PADDLE_TRAINER_ID and PADDLE_TRAINERS_NUM, waits for the others at 127.0.0.1:1" in told
+    monkeypatch.setenv("LLMSUITE_CALLS", "/nowhere")
+    monkeypatch.setattr(collective.calls, "start", lambda file: None)
+    collective.start(TWO)
+    assert not capsys.readouterr().err, "its own launcher has started it"
