@@ -62,6 +62,7 @@ def of_tokens() -> None:
         logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         expected = -logps[np.arange(len(logps)), passes.TARGETS]
         near(part.token_nll(flat, targets), expected, 1e-5, paddle.float32)
+        near(part.model.token_nll_and_first_choice(flat, targets)[0], expected, 1e-5, paddle.float32)
         found, entropies = part.token_nll_and_entropy(flat, targets)
     near(found, expected, 1e-5, paddle.float32)
     near(entropies, -(np.exp(logps) * logps).sum(-1), 1e-5, paddle.float32)
@@ -109,13 +110,19 @@ def rotations() -> None:
 
 
 def routing() -> None:
-    """The gate computes in float32, and so do its balance and its bias."""
-    part = built(plan("deepseek/deepseek-v3-sft", "--parallel={}")).part
-    gate = next(module for module in part.model.sublayers() if isinstance(module, Gate))
-    x = random(1, 8, gate.weight.shape[0])
-    with paddle.no_grad():
-        weights, _ = gate(x)
-    assert weights.dtype == paddle.float32
+    """Weights of experts are those of the logits in float32, not roundings of them, by softmax and by sigmoid."""
+    for recipe, is_softmax in (("qwen_moe/sft", True), ("deepseek/deepseek-v3-sft", False)):
+        part = built(plan(recipe, "--parallel={}")).part
+        gate = next(module for module in part.model.sublayers() if isinstance(module, Gate))
+        x = random(1, 8, gate.weight.shape[0])
+        with paddle.no_grad():
+            weights, chosen = gate(x)
+            logits = np.einsum("bld,de->ble", wide(x), wide(gate.weight))
+        scores = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True) if is_softmax else 1 / (1 + np.exp(-logits))
+        expected = np.take_along_axis(scores, chosen.numpy(), -1)
+        if gate.is_normed:
+            expected /= expected.sum(-1, keepdims=True)
+        near(weights, expected * gate.factor, 1e-5, paddle.float32)
 
 
 # the optimizer
@@ -185,30 +192,39 @@ def weight_gradients() -> None:
 
 
 def _merged(*words: str) -> None:
-    """Adapters are merged in float32, and the sum is rounded once."""
-    run = plan("llama/lora", "--parallel={}", *words)
-    model = built(run)
-    with paddle.no_grad():
-        for number, (name, parameter) in enumerate(model.part.named_parameters()):
-            if ".lora_" in name:
-                parameter.set_value(random(*parameter.shape, seed=number, scale=0.1))
-    merged = dict(whole_weights(run, model, "bfloat16", Mesh(run.degrees, 0)))
-    values = {name: wide(p) for name, p in model.part.named_parameters()}
-    module = next(name for name in merged if name.endswith("q_proj.weight")).removesuffix(".weight")
-    weight, scale = values[f"{module}.weight"], run.recipe.lora.scale
-    if "--lora.method=mora" in words:
-        assert merged[f"{module}.weight"].dtype == paddle.bfloat16
-        return
-    update = values[f"{module}.lora_A"] @ values[f"{module}.lora_B"] * scale
-    near(merged[f"{module}.weight"], weight + update, 1.01 * BF16, paddle.bfloat16)
+    """Adapters are merged in float32, and the sum is rounded once: as those of a model that has the same numbers in
+    float32."""
+    found: dict[str, dict[str, Tensor]] = {}
+    for precision, dtype in (("bf16", "bfloat16"), ("fp32", "float32")):
+        run = plan("llama/lora", "--parallel={}", *words, precision=precision)
+        model = built(run)
+        with paddle.no_grad():
+            for number, (name, parameter) in enumerate(model.part.named_parameters()):
+                # magnitudes and the like are lengths
+                value = random(*parameter.shape, seed=number, scale=0.1).abs() + 0.5 * (".lora_" not in name)
+                parameter.set_value(value.astype(parameter.dtype))
+        found[dtype] = dict(whole_weights(run, model, dtype, Mesh(run.degrees, 0)))
+    adapted = {name for name in found["float32"] if name.endswith("q_proj.weight")}
+    assert adapted
+    for name in adapted:
+        near(found["bfloat16"][name], wide(found["float32"][name]), 1.01 * BF16, paddle.bfloat16)
 
 
 def merged() -> None:
     _merged()
 
 
+def merged_pissa() -> None:
+    _merged("--lora.init=pissa")
+
+
 def merged_mora() -> None:
     _merged("--lora.method=mora")
+
+
+def merged_others() -> None:
+    for method in ("dora", "mixer", "vera", "lokr"):
+        _merged(f"--lora.method={method}")
 
 
 def ledger() -> None:
@@ -247,7 +263,9 @@ CHECKS: dict[str, Callable[[], None]] = {
         swapped,
         weight_gradients,
         merged,
+        merged_pissa,
         merged_mora,
+        merged_others,
         ledger,
         answers,
     )
