@@ -6,6 +6,8 @@ import platform
 
 _AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
 """What MKL's path for AVX-512 computes with; it ends a process on a processor that lacks one of them."""
+_AVX2 = {"avx2", "fma"}
+"""The same of its path for AVX2."""
 
 
 def mkl_path() -> str | None:
@@ -19,7 +21,9 @@ def mkl_path() -> str | None:
         return "5" if "AMD" in platform.processor() else None
     if facts.get("vendor_id") != "AuthenticAMD":
         return None
-    return "7" if _flags() >= _AVX512 else "5"
+    if _flags() >= _AVX512:
+        return "7"
+    return "5" if _flags() >= _AVX2 else None
 
 
 def has_amx() -> bool:

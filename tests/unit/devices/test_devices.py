@@ -182,6 +182,7 @@ WIDE = "avx512f avx512dq avx512cd avx512bw avx512vl"
         ("AuthenticAMD", WIDE, False, False),
         ("AuthenticAMD", "avx512_bf16", False, False),
         ("AuthenticAMD", "avx2", False, False),
+        ("GenuineIntel", "avx2 avx512_bf16 amx_bf16 amx_tile", False, False),  # of which a virtual machine shows a part
     ],
 )
 def test_which_processors_multiply_in_bfloat16(
@@ -295,6 +296,7 @@ AVX2, AVX512 = "avx2 fma", "avx2 fma avx512f avx512dq avx512cd avx512bw avx512vl
         ("AuthenticAMD", AVX2, {"MKL_DEBUG_CPU_TYPE": "5"}),
         ("AuthenticAMD", AVX512, {"MKL_DEBUG_CPU_TYPE": "7"}),
         ("AuthenticAMD", "avx2 fma avx512f avx512cd", {"MKL_DEBUG_CPU_TYPE": "5"}),
+        ("AuthenticAMD", "avx fma fma4", {}),  # of 2012; instructions of AVX2 would end the process
         ("GenuineIntel", AVX512, {}),
     ],
 )
