@@ -172,11 +172,13 @@ def test_a_name_that_is_machine_0s_own_loopback_is_not_published(monkeypatch: py
     assert [machines._listening_address(name) for name in ("localhost", "127.0.0.1")] == ["localhost", "127.0.0.1"]
     # this machine's only other address stands for the network: 127.0.0.5 is not what the name of machine 0 stands for
     monkeypatch.setattr(machines, "_is_loopback", lambda address: address == "127.0.1.1")
-    pair = [Machines(0, 2, f"HOST0:{port}", "run"), Machines(1, 2, f"127.0.0.5:{port}", "run")]
-    found = _meet(pair)
-    assert found[0] == found[1]
+    # one launcher more is on machine 0 itself, and reaches it where no other machine does
+    names = ("HOST0", "127.0.1.1", "127.0.0.5")
+    launchers = [Machines(number, 3, f"{name}:{port}", "run") for number, name in enumerate(names)]
+    found = _meet(launchers)
+    assert found[0] == found[1] == found[2]
     assert [endpoint.split(":")[0] for endpoint in found[0][:3]] == ["127.0.0.5"] * 3  # the store, and its ranks
-    for launcher in pair:
+    for launcher in launchers:
         launcher.close()
 
 

@@ -49,6 +49,8 @@ INDEXED = {"JOB_COMPLETION_INDEX": "1"}
         ({**VOLCANO, "VC_PS_HOSTS": "job-ps-0.job"}, None),
         ({**INDEXED, "MASTER_ADDR": "job-0.job"}, Place("Kubernetes", 1, master="job-0.job:29500")),
         ({**MPIRUN, "MASTER_ADDR": "a", "MASTER_PORT": "7"}, Place("mpirun", 1, 2, master="a:7")),
+        # who names the machine itself is believed, not what a shell may have kept
+        ({**SRUN, "MASTER_ADDR": "a"}, Place("Slurm", 1, 2, master="gpu07:29500")),
     ],
 )
 def test_what_they_say(variables: dict[str, str], place: Place | None) -> None:
@@ -132,6 +134,8 @@ def test_a_machine_is_numbered_by_its_scheduler(plan: Callable[..., RunPlan], mo
     with pytest.raises(UserError, match=r"launch.nnodes: is 1, and Slurm has started this on 2 machines"):
         run_command._machine(plan(nnodes=1))
     assert run_command._machine(plan("--launch.node_rank=0", nnodes=1)) == (0, "")
+    with pytest.raises(UserError, match=r"launch.nnodes: is 4, and Slurm has started this on 2 machines"):
+        run_command._machine(plan(nnodes=4))
 
 
 def test_who_does_not_name_machine_0_is_told(plan: Callable[..., RunPlan], monkeypatch: pytest.MonkeyPatch) -> None:
