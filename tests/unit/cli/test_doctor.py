@@ -83,6 +83,18 @@ def test_variables_of_a_rank_in_a_shell_make_it_none(
     assert "unset it if there is none" in printed
 
 
+def test_the_speed_of_a_product_is_of_the_fastest_of_five(monkeypatch: Patch) -> None:
+    seconds, dtypes = iter([0, 3, 3, 5, 5, 5.5, 6, 7, 7, 8]), list[Any]()
+    monkeypatch.setattr(doctor, "time", types.SimpleNamespace(perf_counter=lambda: next(seconds)))
+
+    def product(x: Any, y: Any, *transposed: bool) -> Any:
+        dtypes.append(x.dtype)
+        return x @ y
+
+    assert doctor._gflops(product, "float64", 16) == 2 * 16**3 / 0.5 / 1e9  # a multiplication and an addition each
+    assert {str(dtype) for dtype in dtypes} == {"paddle.float64"}
+
+
 def test_the_wrong_path_of_mkl(monkeypatch: Patch, registry: Registry) -> None:
     monkeypatch.setattr("llmsuite.devices.cpu.mkl_path", lambda: "5")
     monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "4")
