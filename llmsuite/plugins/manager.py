@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
-import keyword
 import os
 import sys
 import time
@@ -18,10 +17,9 @@ import pluggy
 
 from llmsuite.errors import UserError
 from llmsuite.plugins import hookspecs
+from llmsuite.plugins.checks import check_family, check_fields, check_keys, check_stage
 from llmsuite.schema.environment import EnvironmentSection
-from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.reward import RewardSection
-from llmsuite.schema.section import Section
 from llmsuite.specs import (
     API_VERSION,
     Command,
@@ -204,25 +202,31 @@ class Registry:
             for spec in (spec for impl in impls for spec in _as_list(impl.function(), hook, cls)):
                 if not isinstance(spec, cls):
                     raise UserError(f"{hook} returned a list with a {type(spec).__name__}; {_returns(cls)}")
-                _check_fields(kind, spec)
-                if spec.api > API_VERSION:
+                if isinstance(spec.api, int) and spec.api > API_VERSION:  # whose other fields may be of other types
                     raise UserError(
                         f"{kind} {spec.name!r} needs version {spec.api} of the plugin contract, this llmsuite has "
                         f"{API_VERSION}; install a newer llmsuite or an older {info.distribution}"
                     )
+                if info.distribution != BUILTIN:  # those are tested
+                    self._check(kind, spec)
                 if (kind, spec.name) in own:
                     raise UserError(f"it registers {kind} {spec.name!r} twice")
                 own.add((kind, spec.name))
-                if kind == "stage":
-                    _check_stage(spec)
-                elif kind == "reward":
-                    _check_keys("reward", spec, {field.name for field in dataclasses.fields(RewardSection)})
-                elif kind == "environment":
-                    _check_keys("environment", spec, {field.name for field in dataclasses.fields(EnvironmentSection)})
-                elif kind == "rollout engine":
-                    _check_keys("rollout", spec, self._keys_of_sections(kind))
                 self._refuse_duplicate(kind, spec.name, info)
                 yield kind, spec
+
+    def _check(self, kind: str, spec: Any) -> None:
+        check_fields(kind, spec)
+        if kind == "stage":
+            check_stage(spec)
+        elif kind == "model":
+            check_family(spec)
+        elif kind == "reward":
+            check_keys("reward", spec, {field.name for field in dataclasses.fields(RewardSection)})
+        elif kind == "environment":
+            check_keys("environment", spec, {field.name for field in dataclasses.fields(EnvironmentSection)})
+        elif kind == "rollout engine":
+            check_keys("rollout", spec, self._keys_of_sections(kind))
 
     def _keys_of_sections(self, kind: str) -> set[str]:
         """The keys of sections of stages that this kind extends."""
@@ -322,65 +326,6 @@ def _as_list(returned: Any, hook: str, cls: type) -> list[Any]:
 
 def _returns(cls: type) -> str:
     return f"it has to return a list of {cls.__name__}"
-
-
-def _check_fields(kind: str, spec: Any) -> None:
-    """Refuse what would fail only where it is used: a name that is no text, no function where one is called."""
-    if not isinstance(spec.name, str) or not spec.name.strip():
-        raise UserError(f"a {kind} is called {spec.name!r}; a name has to be a text")
-    for field in dataclasses.fields(spec):
-        value, type_name = getattr(spec, field.name), str(field.type)
-        is_missing = value is None and type_name.endswith("None")
-        if type_name.startswith("Callable") and not callable(value) and not is_missing:
-            raise UserError(
-                f"{field.name} of {kind} {spec.name!r} has to be a function, and is a {type(value).__name__}"
-            )
-        if isinstance(value, str) and type_name.startswith(("Sequence[", "tuple[")):
-            raise UserError(f"{field.name} of {kind} {spec.name!r} is a text; it has to be a tuple: ({value!r},)")
-    if kind in ("stage", "model") and isinstance(spec.factory, type):
-        raise UserError(
-            f"factory of {kind} {spec.name!r} is the class {spec.factory.__name__}; it has to be a function that "
-            "returns the class"
-        )
-
-
-def _check_stage(spec: StageSpec) -> None:
-    """Refuse what would break the schema of recipes: the stage's name becomes a key there, its class a section."""
-    taken = {field.name for field in dataclasses.fields(Recipe)}
-    for name in (spec.section_name, *spec.sections):
-        if not name.isidentifier() or keyword.iskeyword(name) or name in taken:
-            raise UserError(f"a stage cannot be called {name!r}: the name has to be a new key of a recipe, one word")
-        taken.add(name)
-    for cls in (spec.config_cls, *spec.sections.values()):
-        _check_section(cls, "stage", spec.name)
-
-
-def _check_section(cls: Any, kind: str, name: str) -> None:
-    """Refuse a class whose fields would be no keys of a recipe."""
-    if not (isinstance(cls, type) and issubclass(cls, Section)):
-        raise UserError(
-            f"config_cls of {kind} {name!r} has to be a dataclass derived from {Section.__module__}.Section"
-        )
-    if "__dataclass_fields__" not in vars(cls) and vars(cls).get("__annotations__"):
-        raise UserError(f"config_cls of {kind} {name!r}: {cls.__name__} lacks @dataclasses.dataclass(kw_only=True)")
-
-
-def _check_keys(section: str, spec: RewardSpec | RolloutEngineSpec | EnvironmentSpec, taken: set[str]) -> None:
-    """Refuse what would break the section `reward`, `environment` or `rollout`: the keys of a spec become a section
-    there, of its name."""
-    kind = "rollout engine" if isinstance(spec, RolloutEngineSpec) else section
-    article = "an" if kind == "environment" else "a"
-    if not spec.name.isidentifier() or keyword.iskeyword(spec.name) or spec.name in taken:
-        raise UserError(
-            f"{article} {kind} cannot be called {spec.name!r}: the name has to be a new key of `{section}`, one word"
-        )
-    if spec.config_cls is None:
-        return
-    _check_section(spec.config_cls, kind, spec.name)
-    try:
-        spec.config_cls()
-    except TypeError as error:
-        raise UserError(f"config_cls of {kind} {spec.name!r}: every key needs a default: {error}") from error
 
 
 def tail(error: BaseException) -> str:

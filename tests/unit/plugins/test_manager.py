@@ -12,8 +12,9 @@ from llmsuite import builtin
 from llmsuite.cli import commands
 from llmsuite.errors import RecipeError
 from llmsuite.plugins import hookspecs
+from llmsuite.plugins.checks import check_family, check_fields, check_stage
 from llmsuite.plugins.hookspecs import LoggerSpec, StageSpec
-from llmsuite.plugins.manager import ALLOW_LIST, BUILTIN, PluginInfo, Registry, load_plugins
+from llmsuite.plugins.manager import ALLOW_LIST, BUILTIN, REGISTRATIONS, PluginInfo, Registry, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.schema_json import recipe_schema
 from llmsuite.schema.section import Section
@@ -137,11 +138,107 @@ BROKEN = {
         STAGE_PLUGIN.replace("@dataclasses.dataclass(kw_only=True)\n", ""),
         "config_cls of stage 'spin': SpinSection lacks @dataclasses.dataclass(kw_only=True)",
     ),
+    "key of no type": (
+        STAGE_PLUGIN.replace("beta: float", 'beta: "Beta"'),
+        "config_cls of stage 'spin': SpinSection has a key without a type that JSON has: ",
+    ),
+    "default of another type": (
+        STAGE_PLUGIN.replace("float = 0.1", 'float = "much"'),
+        "config_cls of stage 'spin': a default of SpinSection is no value of its key: 1 validation error for Spin",
+    ),
+    "rules without keys": (
+        STAGE_PLUGIN.replace("@llmsuite", '    def problems(self):\n        return "beta"\n\n@llmsuite'),
+        "SpinSection.problems gave 'b'; it has to give pairs: (key, message)",
+    ),
+    "profile of nothing": (
+        STAGE_PLUGIN.replace(SPEC, f"{SPEC}, profile=lambda section: None"),
+        "profile of stage 'spin' returned a NoneType; it has to return a StageProfile",
+    ),
+    "no such head": (
+        STAGE_PLUGIN.replace(SPEC, f"{SPEC}, head='scores'"),
+        "head of stage 'spin' has to be one of: language_model, score, and is a str: 'scores'",
+    ),
+    "no help": (
+        STAGE_PLUGIN.replace('help="a third party\'s stage"', "help=None"),
+        "help of stage 'spin' has to be text, and is a NoneType: None",
+    ),
+    "smoke is no mapping": (
+        STAGE_PLUGIN.replace(SPEC, f"{SPEC}, smoke=['data.train']"),
+        "smoke of stage 'spin' has to be a mapping of text to value, and is a list: ['data.train']",
+    ),
+    "version is a text": (
+        STAGE_PLUGIN.replace(SPEC, f"{SPEC}, api='1'"),
+        "api of stage 'spin' has to be integer, and is a str: '1'",
+    ),
     "section is none": (
         STAGE_PLUGIN.replace("config_cls=SpinSection", "config_cls=dict"),
         "config_cls of stage 'spin' has to be a dataclass derived from llmsuite.schema.section.Section",
     ),
 }
+
+
+FAMILY_PLUGIN = """
+import dataclasses
+import llmsuite
+from llmsuite.models.plain import PlainNames, PlainShape
+from llmsuite.plugins.hookspecs import ModelFamily
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape(PlainShape):
+    model_type = "mine"
+
+    size: int = 4
+    '''Elements.'''
+
+@llmsuite.hookimpl
+def llmsuite_register_models():
+    return [ModelFamily(
+        name="mine", help="", config_cls=Shape, presets={"big": {"size": 8}}, smoke={"size": 2},
+        factory=lambda: object, names=lambda: PlainNames(lambda config: []), hf_model_types=("mine",),
+    )]
+"""
+BROKEN_FAMILIES = {
+    "shape is none": ("config_cls=Shape", "config_cls=dict", "config_cls of model 'mine' is dict; it has to be a data"),
+    "shape is an object": ("config_cls=Shape", "config_cls=Shape()", "config_cls of model 'mine' is a Shape; it has"),
+    "shape without methods": ("(PlainShape)", "", "Shape has no method from_hf, to_hf, problems; llmsuite.models"),
+    "field of no type": ("size: int", 'size: "Size"', "config_cls of model 'mine': Shape has a key without a type"),
+    "preset of another shape": ('{"size": 8}', '{"sise": 8}', "preset 'big' of model 'mine': Shape has no field sise"),
+    "smoke of another shape": ('smoke={"size"', 'smoke={"sise"', "smoke of model 'mine': Shape has no field sise"),
+    "list of presets": (
+        '{"big": {"size": 8}}',
+        '["big"]',
+        "presets of model 'mine' has to be a mapping of text to a m",
+    ),
+    "no plan": (
+        "hf_model",
+        "shard_plan={}, hf_model",
+        "shard_plan of model 'mine' has to be ShardPlan or None, and is",
+    ),
+}
+
+
+def test_what_is_built_in_keeps_the_rules() -> None:
+    registry = registry_with()
+    for kind in REGISTRATIONS:
+        assert registry.specs(kind)
+        for name, spec in registry.specs(kind).items():
+            check_fields(kind, spec)
+            if kind == "model":
+                check_family(spec)
+            elif kind == "stage" and name not in ("sft", "lora"):  # whose section is shared
+                check_stage(spec)
+
+
+@pytest.mark.parametrize("case", BROKEN_FAMILIES)
+def test_broken_family(site: PluginSite, write_recipe: Callable[..., Any], case: str) -> None:
+    right, wrong, error = BROKEN_FAMILIES[case]
+    site.install("good-package", FAMILY_PLUGIN.replace('"mine"', '"other"'), "good = {module}")
+    site.install("broken-package", FAMILY_PLUGIN.replace(right, wrong), "aaa = {module}")
+    registry, plugins = load(site)
+    assert error in str(plugins["aaa"].error)
+    assert plugins["good"].error is None
+    assert "mine" not in registry.models
+    plan_run(write_recipe(), [], registry)
 
 
 @pytest.mark.parametrize("case", BROKEN)
