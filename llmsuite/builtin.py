@@ -76,6 +76,7 @@ def _language_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="sft",
+            row_kind="conversation",
             help="supervised fine-tuning on the assistant's turns of conversations",
             config_cls=SftSection,
             profile=SftSection.profile,
@@ -91,6 +92,7 @@ def _language_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="lora",
+            row_kind="conversation",
             help="supervised fine-tuning of low-rank adapters; the section lora goes with the other stages too",
             config_cls=SftSection,
             profile=SftSection.profile,
@@ -113,6 +115,7 @@ def _preference_stages() -> list[StageSpec]:
     return [
         StageSpec(
             name="dpo",
+            row_kind="preference",
             help="direct preference optimisation: sigmoid, ipo, hinge, kto_pair, simpo, orpo",
             config_cls=DpoSection,
             profile=DpoSection.profile,
@@ -125,6 +128,7 @@ def _preference_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="rm",
+            row_kind="preference",
             help="reward model: a score for each answer, trained on pairs",
             config_cls=RmSection,
             profile=RmSection.profile,
@@ -137,6 +141,7 @@ def _preference_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="kto",
+            row_kind="unpaired",
             packs=False,
             help="preference optimisation on single answers that are wanted or not: kto, apo_zero",
             config_cls=KtoSection,
@@ -172,6 +177,7 @@ def _rollout_stages() -> list[StageSpec]:
     return [
         StageSpec(
             name="grpo",
+            row_kind="prompt",
             packs=False,
             help="group relative policy optimisation on completions the model draws: dapo, grpo, dr_grpo, cispo, sapo",
             config_cls=GrpoSection,
@@ -184,6 +190,7 @@ def _rollout_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="online_dpo",
+            row_kind="prompt",
             packs=False,
             help="dpo on the best and the worst of the completions that the model draws for a prompt",
             config_cls=OnlineDpoSection,
@@ -195,6 +202,7 @@ def _rollout_stages() -> list[StageSpec]:
         ),
         StageSpec(
             name="ppo",
+            row_kind="prompt",
             packs=False,
             help="proximal policy optimisation with a critic on completions the model draws",
             config_cls=PpoSection,

@@ -19,8 +19,7 @@ API_VERSION = 1
 """Major version of this contract. A spec with a greater `api` is refused with a plain message."""
 
 PrePassKind = Literal["batch", "model", "adapters_off", "reference"]
-"""Input of a pre-pass: the batch alone, or hidden states of the model too, with its adapters, without them, or with its
-initial weights or those of `StageProfile.reference`."""
+"""What a pre-pass gets: the batch, or the model too: as it is, without its adapters, or with those of the reference."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +39,7 @@ class PrePass:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CriticProfile:
-    """A second model of a run: of the family and shape of the first, with a score head, trained beside it. See
-    `Stage.values` and `Stage.critic_loss`."""
+    """A second model of the first one's family and shape, with a score head, trained beside it: `Stage.values`."""
 
     key: str
     """The section of the recipe that says so, such as "ppo.critic"."""
@@ -107,6 +105,8 @@ class StageSpec:
     """Whether it is for adapters only: a recipe has to set `lora.rank`, `reft.rank` or `prefix.tokens` then."""
     quantises: bool = False
     """Whether it works with the section `qat`: its loss needs the model being trained only, in one forward pass."""
+    row_kind: str = ""
+    """The `row_kind` of its class: `validate` checks `data.format` by it, and messages about rows name the stage."""
     rows_per_sample: int = 1
     """Sequences that a sample has in a micro-batch, such as both answers of a pair; for `llmsuite plan`."""
     profile: Callable[[Any], StageProfile] = lambda section: StageProfile()
@@ -220,7 +220,7 @@ class DataFormat:
     """Value of the recipe key `data.format`."""
     help: str
     kind: str
-    """Type of the converted row: "conversation", "preference", "unpaired" or "prompt"; see `llmsuite.data.rows`."""
+    """What `convert` gives: "conversation", "preference", "unpaired", "prompt" or what else a plugin's stage reads."""
     matches: Callable[[Mapping[str, Any]], bool]
     """Whether a row looks like this format; used for `data.format: auto`."""
     convert: Callable[[Mapping[str, Any]], Any]

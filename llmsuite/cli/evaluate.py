@@ -85,7 +85,8 @@ def run(args: Any, registry: Registry) -> int:
             found["perplexity"] = evaluate.perplexity(score, tokenizer, texts, length)
         if args.preference:
             template = load_template(args.chat_template, tokenizer.directory, tokenizer.special_tokens)
-            rows = read_rows(Path(args.preference), "preference", "auto", registry.data_formats)
+            formats, readers = registry.data_formats, registry.readers()
+            rows = read_rows(Path(args.preference), "preference", "auto", formats, readers=readers)
             found["preference"] = evaluate.preference_accuracy(score, tokenizer, template, rows, length)
     if args.exact_match:
         prompter = Prompter(tokenizer, None if args.raw else args.chat_template)

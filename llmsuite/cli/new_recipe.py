@@ -157,10 +157,10 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
 
 def _misfit(plan: RunPlan, registry: Registry, file: Path) -> str | None:
     """The reason why the first row of a file is none for the stage, with its columns; None where it may be one."""
-    kind = getattr(plan.stage.factory(), "row_kind", None)
+    kind = plan.stage.row_kind
     try:
-        if kind is not None:
-            read_rows(file, kind, "auto", registry.data_formats, limit=1)
+        if kind:
+            read_rows(file, kind, "auto", registry.data_formats, limit=1, readers=registry.readers())
         elif plan.stage.name == "pretrain" and file.suffix != ".idx":
             next(read_documents(file, "lines", plan.section.key), None)
     except UserError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from llmsuite.data.columns import NoColumn, renamed
 from llmsuite.data.faults import Faults
 from llmsuite.data.formats import MEDIA
-from llmsuite.data.kinds import answered, other_kinds, pairs_beside
+from llmsuite.data.kinds import Readers, answered, other_kinds, pairs_beside
 from llmsuite.errors import UserError
 from llmsuite.specs import DataFormat
 
@@ -18,7 +18,12 @@ class Conversion:
     """Converts rows of one kind; the first one decides the format, where none is chosen."""
 
     def __init__(
-        self, kind: str, name: str, formats: Mapping[str, DataFormat], columns: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        name: str,
+        formats: Mapping[str, DataFormat],
+        columns: Mapping[str, str] | None = None,
+        readers: Readers | None = None,
     ):
         """
         Args:
@@ -26,11 +31,12 @@ class Conversion:
             name: a format's name, or "auto" to take the first one that matches the first row.
             formats: the registered formats.
             columns: what fields a row gets from its columns, see `renamed`; none to take it as it is.
+            readers: the registered stages, which messages about other rows name.
 
         Raises:
             UserError: the format gives other rows.
         """
-        self._kind, self._formats, self._columns = kind, formats, columns or {}
+        self._kind, self._formats, self._columns, self._readers = kind, formats, columns or {}, readers or {}
         self.format: DataFormat | None = None if name == "auto" else formats[name]
         """None until it is known."""
         if self.format is not None and self.format.kind != kind:
@@ -68,12 +74,12 @@ class Conversion:
         for candidate in fitting:
             if answered(candidate.matches, row):
                 # who names columns has said what the rows are
-                if not self._columns and (fault := pairs_beside(row, candidate, self._formats)):
+                if not self._columns and (fault := pairs_beside(row, candidate, self._formats, self._readers)):
                     raise UserError(f"{where}: {fault}")
                 return candidate
         known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
         hint = ". Where they are called otherwise, say in data.columns which columns they are" if fitting else ""
-        others = other_kinds(row, self._kind, self._formats)
+        others = other_kinds(row, self._kind, self._formats, self._readers)
         raise UserError(
             f"{where}: keys {sorted(row)} fit no format with {self._kind} rows{others}. Known: {known or 'none'}{hint}"
         )

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmsuite.data.rows import Conversation
 from llmsuite.specs import DataFormat
 
-READERS = {
-    "conversation": ("sft", "lora"),
-    "preference": ("dpo", "rm"),
-    "unpaired": ("kto",),
-    "prompt": ("grpo", "online_dpo", "ppo"),
-}
-"""The stages that come with llmsuite, by the kind of rows that each trains on."""
+Readers = Mapping[str, Sequence[str]]
+"""The stages that train on rows, by the kind of rows."""
 
 
-def other_kinds(row: Mapping[str, Any], kind: str, formats: Mapping[str, DataFormat]) -> str:
+def other_kinds(row: Mapping[str, Any], kind: str, formats: Mapping[str, DataFormat], readers: Readers) -> str:
     """The end of a sentence about a row that no format of a kind fits: which others do, and who reads them.
 
     Of the others, only those that need the most of its columns. "" where there is none.
@@ -31,11 +26,13 @@ def other_kinds(row: Mapping[str, Any], kind: str, formats: Mapping[str, DataFor
         if len(columns) == most:
             named.setdefault(formats[name].kind, name)
     return ", but one with " + ", or one with ".join(
-        f"{other} rows ({name}){_readers(other)}" for other, name in named.items()
+        f"{other} rows ({name}){_clause(other, readers)}" for other, name in named.items()
     )
 
 
-def pairs_beside(row: Mapping[str, Any], fitting: DataFormat, formats: Mapping[str, DataFormat]) -> str | None:
+def pairs_beside(
+    row: Mapping[str, Any], fitting: DataFormat, formats: Mapping[str, DataFormat], readers: Readers
+) -> str | None:
     """Why a row that a format of conversations fits is a pair of answers all the same; None if it is none.
 
     A format of pairs says so if it shares a column with the other, needs more of them, and can convert the row. Columns
@@ -50,7 +47,7 @@ def pairs_beside(row: Mapping[str, Any], fitting: DataFormat, formats: Mapping[s
         if needed & read and len(needed) > len(read) and answered(pairs.convert, row):
             left_out = ", ".join(map(repr, sorted(needed - read)))
             return (
-                f"is a pair of answers ({pairs.name}: {pairs.help}){_readers(pairs.kind)}; to train on the "
+                f"is a pair of answers ({pairs.name}: {pairs.help}){_clause(pairs.kind, readers)}; to train on the "
                 f"conversation without {left_out}, say data.format={fitting.name}"
             )
     return None
@@ -61,9 +58,9 @@ def _has_answer(conversation: Conversation) -> bool:
     return last.role == "assistant" and bool(last.content or last.tool_calls)
 
 
-def _readers(kind: str) -> str:
-    """A clause about the stages that train on a kind of rows; "" if that is none that comes with llmsuite."""
-    *others, last = READERS.get(kind, ("",))
+def _clause(kind: str, readers: Readers) -> str:
+    """A clause about the stages that train on a kind of rows; "" if none does."""
+    *others, last = readers.get(kind, ("",))
     named = f"stages {', '.join(others)} and {last} train" if others else f"stage {last} trains"
     return f", which {named} on" if last else ""
 

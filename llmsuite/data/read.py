@@ -11,6 +11,7 @@ from typing import Any
 from llmsuite.data.compressed import PACKED, lines, open_bytes
 from llmsuite.data.conversion import Conversion
 from llmsuite.data.faults import Faults, OnBadRow
+from llmsuite.data.kinds import Readers
 from llmsuite.data.parquet import open_parquet
 from llmsuite.data.table import DELIMITERS, table_rows
 from llmsuite.errors import UserError
@@ -42,6 +43,7 @@ def read_rows(
     on_bad_row: OnBadRow = "error",
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
+    readers: Readers | None = None,
 ) -> Rows:
     """The rows of a file, converted.
 
@@ -54,12 +56,13 @@ def read_rows(
         on_bad_row: "skip" to leave faulty rows out and count them.
         columns: what fields a row gets from its columns, see `renamed`; none to take it as it is.
         limit: how many rows to read, the first ones without a fault; None for all.
+        readers: the registered stages, which messages about rows of another kind name.
 
     Raises:
         UserError: with file, line and reason of the first faulty rows; or no format fits, or the rest of a file cannot
             be read, or there are no rows.
     """
-    conversion = Conversion(kind, name, formats, columns)
+    conversion = Conversion(kind, name, formats, columns, readers)
     rows = Rows(Faults(on_bad_row))
     for where, raw, fault in _all_rows(path):
         if len(rows) == limit:

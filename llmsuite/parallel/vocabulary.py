@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.devices.ops import Ops
+from llmsuite.errors import UserError
 from llmsuite.parallel.fill import ReadSlice
 from llmsuite.specs import ModelFamily
 from llmsuite.typing import Tensor
@@ -24,9 +25,20 @@ def is_padded(config: Any, tp: int) -> bool:
     return bool(getattr(config, "vocab_size", 0) % tp)
 
 
+def network_of(family: ModelFamily) -> Any:
+    """The class of a family's network. Raises UserError if it has none."""
+    found = family.factory()
+    if not (isinstance(found, type) and hasattr(found, "named_parameters")):
+        raise UserError(
+            f"model {family.name}: its factory returned {found!r}; it has to return a class derived from "
+            "paddle.nn.Layer, which is built of a config and its ops"
+        )
+    return found
+
+
 def build_padded(family: ModelFamily, config: Any, ops: Ops, tp: int) -> Any:
     """A model whose vocabulary `tp` ranks can share; its `config` has the true one."""
-    build = family.factory()
+    build = network_of(family)
     if not is_padded(config, tp):
         return build(config, ops)
     model = build(dataclasses.replace(config, vocab_size=config.vocab_size + -config.vocab_size % tp), ops)

@@ -131,6 +131,14 @@ class Registry:
         "rollout engine", "environment" or "command"."""
         return self._specs[kind]
 
+    def readers(self) -> dict[str, list[str]]:
+        """The stages that train on rows, by the kind of rows."""
+        found: dict[str, list[str]] = {}
+        for stage in self.stages.values():
+            if stage.row_kind:
+                found.setdefault(stage.row_kind, []).append(stage.name)
+        return found
+
     def owner(self, kind: str, name: str) -> PluginInfo:
         """The plugin that registered a name."""
         return self._owners[kind, name]
@@ -268,7 +276,7 @@ class Registry:
                 continue
             try:
                 impl.function(**{name: arguments[name] for name in impl.argnames})
-            except Exception as error:
+            except (Exception, SystemExit) as error:  # a hook does not end a run on the quiet
                 if getattr(impl.plugin, "llmsuite_critical", False):
                     raise
                 info.events_disabled = True

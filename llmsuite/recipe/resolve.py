@@ -22,6 +22,7 @@ from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import LoadedRecipe, load
 from llmsuite.recipe.pins import apply_pins, mixed_names
 from llmsuite.recipe.problems import in_order
+from llmsuite.recipe.registered import backend_of, format_problems, names_problems
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
 from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
@@ -216,12 +217,12 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         )
         raise RecipeError([loaded.problem("model.weights", f"{error}{hint}")]) from error
     stage = registry.stages[recipe.stage]
+    backend = backend_of(loaded, registry)
     config, violations = model_config(recipe, family, shaped, stage)
     violations += [] if violations else _model_type(config, family, registry)
+    violations += names_problems(family)
     violations += _registered_names(recipe, registry)
     degrees = degrees_of(recipe, (family.shard_plan or WHOLE).is_annotated)
-    device = registry.devices.get(recipe.device)
-    backend = device.factory() if device is not None else None
     context = RuleContext(recipe, degrees, config, stage, family, backend, loaded.given)
     for rule in RULES if stage.trains else UNTRAINED_RULES:
         violations += rule.check(context)
@@ -274,8 +275,7 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
     elif recipe.engine.deterministic and registry.devices[recipe.device].factory().deterministic_flags is None:
         message = f"nothing makes the sums of {recipe.device} repeat themselves to the last bit; set it to false"
         yield "engine.deterministic", message
-    if recipe.data.format != "auto" and recipe.data.format not in registry.data_formats:
-        yield "data.format", registry.unknown("data format", recipe.data.format)
+    yield from format_problems(recipe, registry)
     yield from _collator_problems(getattr(recipe.data, "collator", None))  # stage infer has none
     for name in recipe.loggers:
         if name not in registry.loggers:

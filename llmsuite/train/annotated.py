@@ -16,6 +16,7 @@ from llmsuite.files import check_whole
 from llmsuite.parallel import collective
 from llmsuite.parallel.annotated import AnnotatedModel, AnnotatedShard
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.vocabulary import network_of
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
@@ -33,7 +34,7 @@ def build_annotated(plan: RunPlan, registry: Registry, backend: DeviceBackend, m
     """
     recipe, config = plan.recipe, plan.model_config
     paddle.seed(recipe.seed)
-    model = plan.family.factory()(config, backend.ops(recipe.engine.precision))
+    model = network_of(plan.family)(config, backend.ops(recipe.engine.precision))
     _check(plan, model)
     shards = [AnnotatedShard(name, parameter, mesh) for name, parameter in model.named_parameters()]
     shapes = {shard.name: list(shard.shape) for shard in shards}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,18 +34,27 @@ def with_collator(key: str, own: Collate) -> Collate:
 
     def collate(samples: Sequence[Any]) -> Batch:
         with _errors_of(key):
-            batch = function(samples, own)
+            return function(samples, own)
+
+    return counting(f"data.collator: {key}", collate)
+
+
+def counting(what: str, collate: Collate) -> Collate:
+    """The same collate, which raises UserError when its batch is none or lacks what the engine reads of it."""
+
+    def counted(samples: Sequence[Any]) -> Batch:
+        batch = collate(samples)
         if not isinstance(batch, dict):
-            raise UserError(f"data.collator: {key} has returned {type(batch).__name__}; a batch is a dict of arrays")
+            raise UserError(f"{what} has returned {type(batch).__name__}; a batch is a dict of arrays")
         for name in COUNTS:
-            if not isinstance(batch.get(name), int):
+            if not isinstance(batch.get(name), numbers.Integral):
                 raise UserError(
-                    f"data.collator: the batch of {key} has {batch.get(name)!r} for {name!r}; it is an integer, the "
-                    "number of tokens without padding or of those that are supervised"
+                    f"{what}: the batch has {batch.get(name)!r} for {name!r}; it is an integer, the number of tokens "
+                    "without padding or of those that are supervised"
                 )
         return batch
 
-    return collate
+    return counted
 
 
 @contextlib.contextmanager

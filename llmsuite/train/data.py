@@ -144,6 +144,7 @@ def make_stage(
         initial_digest=initial_digest,
         length_multiple=length_multiple(plan),
         report=report,
+        readers=registry.readers(),
         rewards=registry.rewards,
         environments=registry.environments,
         reward_services=RewardServices(
@@ -158,7 +159,15 @@ def make_stage(
             f"stage {plan.stage.name}: its factory returned {cls!r}; it has to return a class derived from "
             f"{Stage.__module__}.Stage"
         )
+    if plan.stage.row_kind and plan.stage.row_kind != getattr(cls, "row_kind", None):
+        raise UserError(
+            f"stage {plan.stage.name}: row_kind is {plan.stage.row_kind!r} in its StageSpec and "
+            f"{getattr(cls, 'row_kind', None)!r} in its class {cls.__name__}; both have to be the same"
+        )
+    if missing := sorted(cls.__abstractmethods__):
+        raise UserError(f"stage {plan.stage.name}: its class {cls.__name__} has no method {', '.join(missing)}")
     stage: Stage[Any] = cls(plan.section, context)
+    stage.check_collate(plan.stage.name)
     if (collator := recipe.data.collator) is not None:
         stage.use_collator(collator)
     return stage

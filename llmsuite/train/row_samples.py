@@ -108,7 +108,8 @@ def stored_samples(stage: Source, path: Path) -> Read:
     alone = copy.copy(stage)
     alone.context = dataclasses.replace(stage.context, keeps_tokens=False, report=lambda text: None)
     data = stage.context.recipe.data
-    conversion = Conversion(stage.row_kind, data.format, stage.context.data_formats, data.columns)
+    formats, readers = stage.context.data_formats, stage.context.readers
+    conversion = Conversion(stage.row_kind, data.format, formats, data.columns, readers)
     entry = cache_root() / "rows" / _name(stage, path)
     reader = _Pass(alone, path, conversion, Faults(data.on_bad_row), data.max_samples)
     with locked(entry.with_suffix(".lock")):

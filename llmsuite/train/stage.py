@@ -18,6 +18,7 @@ import numpy as np
 from llmsuite.cache import cache_root
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.data.chat_template import ChatTemplate
+from llmsuite.data.kinds import Readers
 from llmsuite.data.mixture import Mixture, mixed_file
 from llmsuite.data.once import encode_once
 from llmsuite.data.placed import is_large
@@ -32,7 +33,7 @@ from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import DataFormat, EnvironmentSpec, PrePassKind, RewardSpec
-from llmsuite.train.collator import with_collator
+from llmsuite.train.collator import counting, with_collator
 from llmsuite.train.drop_counts import DropCounts
 from llmsuite.train.objective import Batch
 from llmsuite.train.row_samples import held_samples, stored_samples
@@ -60,6 +61,8 @@ class StageContext:
     """Batches are padded to a multiple of this many tokens, for sequences that are sharded over ranks."""
     report: Callable[[str], None]
     """Prints a message to the user, on rank 0 only."""
+    readers: Readers = dataclasses.field(default_factory=dict)
+    """The registered stages by the kind of rows that each trains on."""
     rewards: Mapping[str, RewardSpec] = dataclasses.field(default_factory=dict)
     """The registered rewards of completions."""
     environments: Mapping[str, EnvironmentSpec] = dataclasses.field(default_factory=dict)
@@ -175,6 +178,10 @@ class Stage(abc.ABC, Generic[S]):
         """Let a function of the user's make the batches, given what `collate` makes of samples. Raises UserError when
         there is no "FILE.py:FUNCTION" of this name."""
         self.collate = with_collator(key, self.collate)  # type: ignore[method-assign, assignment]
+
+    def check_collate(self, name: str) -> None:
+        """Let batches that lack what the engine reads be refused, in the name of this stage."""
+        self.collate = counting(f"stage {name}: `collate`", self.collate)  # type: ignore[method-assign, assignment]
 
     @abc.abstractmethod
     def collate(self, samples: Sequence[S]) -> Batch:
@@ -347,7 +354,14 @@ class Stage(abc.ABC, Generic[S]):
 
     def read_rows(self, path: Path) -> Rows:
         """The rows of a file, as the section `data` of the recipe says."""
-        data, formats = self.context.recipe.data, self.context.data_formats
+        data, context = self.context.recipe.data, self.context
         return read_rows(
-            path, self.row_kind, data.format, formats, data.on_bad_row, data.columns, limit=data.max_samples
+            path,
+            self.row_kind,
+            data.format,
+            context.data_formats,
+            data.on_bad_row,
+            data.columns,
+            limit=data.max_samples,
+            readers=context.readers,
         )

@@ -20,7 +20,8 @@ def _stage():
 
 @llmsuite.hookimpl
 def llmsuite_register_stages():
-    return [StageSpec(name="next_token", help="plain text", config_cls=NextTokenSection, factory=_stage)]
+    spec = StageSpec(name="next_token", help="plain text", config_cls=NextTokenSection, factory=_stage, row_kind="text")
+    return [spec]
 
 
 @llmsuite.hookimpl

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from llmsuite.data.kinds import READERS
 from llmsuite.data.read import read_rows
 from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import DataFormat
+from llmsuite.plugins.given import plugin_of
+from llmsuite.plugins.hookspecs import DataFormat, Section, StageSpec
 from llmsuite.plugins.manager import Registry
+from tests.conftest import registry_with
 
 HUMAN, GPT = {"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "4"}
 TURNS = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
@@ -26,7 +27,8 @@ def read(directory: Path, registry: Registry, kind: str, row: dict[str, Any], **
     path = directory / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     name = options.pop("name", "auto")
-    return read_rows(path, kind, name, {**registry.data_formats, **options.pop("more", {})}, **options)
+    formats = {**registry.data_formats, **options.pop("more", {})}
+    return read_rows(path, kind, name, formats, readers=registry.readers(), **options)
 
 
 def refusal(directory: Path, registry: Registry, kind: str, row: dict[str, Any], **options: Any) -> str:
@@ -35,12 +37,9 @@ def refusal(directory: Path, registry: Registry, kind: str, row: dict[str, Any],
     return str(caught.value).removeprefix(f"{directory / 'rows.jsonl'}:1: ")
 
 
-def test_readers_are_the_stages(registry: Registry) -> None:
-    found: dict[str, set[str]] = {}
-    for name, stage in registry.stages.items():
-        if kind := getattr(stage.factory(), "row_kind", None):
-            found.setdefault(kind, set()).add(name)
-    assert {kind: set(stages) for kind, stages in READERS.items()} == found
+def test_stages_say_what_their_classes_read(registry: Registry) -> None:
+    for stage in registry.stages.values():
+        assert stage.row_kind == getattr(stage.factory(), "row_kind", ""), stage.name
 
 
 @pytest.mark.parametrize(
@@ -85,6 +84,13 @@ def test_formats_of_plugins_are_asked_too(tmp_path: Path, registry: Registry) ->
         assert refusal(tmp_path, registry, "conversation", row, more=lines(matches=matches)).startswith(
             f"{said}. Known"
         )
+
+
+def test_stages_of_plugins_are_named(tmp_path: Path) -> None:
+    spec = StageSpec(name="spin", help="", config_cls=Section, factory=lambda: object, row_kind="preference")
+    registry = registry_with(plugin=plugin_of([spec]))
+    said = refusal(tmp_path, registry, "conversation", PAIR)
+    assert "one with preference rows (trl_preference), which stages dpo, rm and spin train on" in said
 
 
 @pytest.mark.parametrize(

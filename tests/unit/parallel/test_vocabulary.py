@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.errors import UserError
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
-from llmsuite.parallel.vocabulary import is_padded, pad_values
+from llmsuite.parallel.vocabulary import is_padded, network_of, pad_values
 from llmsuite.schema.degrees import Degrees
 from tests.unit.families import FAMILIES
 
@@ -38,3 +41,10 @@ def test_what_is_padded() -> None:
     config = FAMILIES["gpt"].config_cls()
     assert [is_padded(config, tp) for tp in (1, 2, 4)] == [False, True, True]
     assert not is_padded(object(), 2)
+
+
+@pytest.mark.parametrize("found", [None, object])
+def test_a_factory_that_gives_no_network(found: Any) -> None:
+    family = dataclasses.replace(FAMILIES["llama"], factory=lambda: found)
+    with pytest.raises(UserError, match=r"model llama: its factory returned .*; it has to return a class derived from"):
+        network_of(family)

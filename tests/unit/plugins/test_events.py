@@ -99,6 +99,18 @@ def test_interrupt_is_not_a_plugin_failing() -> None:
             registry.emit("llmsuite_step_end", run=RUN, step=1, metrics={})
 
 
+def test_exit_in_an_event_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    class Exits:
+        @llmsuite.hookimpl
+        def llmsuite_step_end(self) -> None:
+            raise SystemExit(3)
+
+    registry_with(exits=Exits()).emit("llmsuite_step_end", run=RUN, step=1, metrics={})
+    said = capsys.readouterr().err
+    assert said.startswith("llmsuite: plugin exits failed in llmsuite_step_end and gets no more events:")
+    assert said.rstrip().endswith("SystemExit: 3")
+
+
 def test_events_of_a_package(site: PluginSite, capsys: pytest.CaptureFixture[str]) -> None:
     from llmsuite.plugins.manager import load_plugins
 

@@ -276,13 +276,40 @@ def test_a_stage_that_makes_no_samples(made: Any, said: str) -> None:
         Empty(DpoSection(), context()).read(DATA / "preference" / "eval.jsonl")
 
 
-def test_a_factory_that_gives_no_stage(registry: Registry) -> None:
+class Halfway(Stage[Any]):
+    row_kind = "preference"
+
+
+class Uncounted(DpoStage):
+    def collate(self, samples: Sequence[Any]) -> Any:
+        return {name: value for name, value in super().collate(samples).items() if name != "num_tokens"}
+
+
+def stage_of(registry: Registry, factory: Callable[[], Any], **spec: Any) -> Stage[Any]:
     plan = plan_run(ROOT / "recipes" / "llama" / "dpo.json", [], registry, smoke=True)
-    plan = dataclasses.replace(plan, stage=dataclasses.replace(plan.stage, factory=lambda: DpoSection))
-    with pytest.raises(
-        UserError, match=r"stage dpo: its factory returned <class '.*DpoSection'>; it has to return a cl"
-    ):
-        make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
+    plan = dataclasses.replace(plan, stage=dataclasses.replace(plan.stage, factory=factory, **spec))
+    return make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
+
+
+@pytest.mark.parametrize(
+    ("cls", "kind", "said"),
+    [
+        (DpoSection, "preference", "its factory returned <class '.*DpoSection'>; it has to return a cl"),
+        (DpoStage, "pairs", "row_kind is 'pairs' in its StageSpec and 'preference' in its class DpoStage; both have"),
+        (Halfway, "preference", "its class Halfway has no method collate, loss$"),
+    ],
+)
+def test_a_factory_that_gives_no_stage(registry: Registry, cls: type, kind: str, said: str) -> None:
+    with pytest.raises(UserError, match=f"^stage dpo: {said}"):
+        stage_of(registry, lambda: cls, row_kind=kind)
+
+
+def test_a_stage_counts_the_tokens_of_its_batches(registry: Registry) -> None:
+    rows = DATA / "preference" / "eval.jsonl"
+    right, wrong = (stage_of(registry, lambda cls=cls: cls) for cls in (DpoStage, Uncounted))  # type: ignore[misc]
+    assert right.collate(right.read(rows)[:2])["num_tokens"] > 0
+    with pytest.raises(UserError, match="stage dpo: `collate`: the batch has None for 'num_tokens'; it is an integer"):
+        wrong.collate(wrong.read(rows)[:2])
 
 
 def test_parts_and_mixtures_know_their_lengths() -> None:

@@ -1,0 +1,106 @@
+"""What a recipe finds out about the plugins that it uses, before it runs."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from llmsuite.errors import RecipeError
+from llmsuite.models.plain import PlainNames, PlainShape
+from llmsuite.plugins.given import plugin_of
+from llmsuite.plugins.hookspecs import DataFormat, DeviceSpec, ModelFamily, Section, StageSpec
+from llmsuite.recipe.resolve import plan_run
+from tests.conftest import registry_with
+
+Write = Callable[..., Path]
+
+
+def problems(path: Path, *specs: Any) -> list[tuple[str, str]]:
+    """What is wrong with a recipe where a plugin registers these."""
+    with pytest.raises(RecipeError) as caught:
+        plan_run(path, [], registry_with(own=plugin_of(specs)))
+    return [(problem.key, problem.message) for problem in caught.value.problems]
+
+
+def stage(kind: str) -> StageSpec:
+    return StageSpec(name="ranking", help="", config_cls=Section, factory=lambda: object, row_kind=kind)
+
+
+RANKED = DataFormat(
+    name="ranked", help="answers", kind="ranking", matches=lambda row: "answers" in row, convert=lambda row: row
+)
+
+
+def test_a_format_gives_the_rows_of_the_stage(write_recipe: Write, plan: Callable[..., Any]) -> None:
+    assert plan({"data.format": "trl_preference"})
+    found = problems(write_recipe({"data.format": "openai"}))
+    message = "openai gives conversation rows, and stage dpo trains on preference rows; choose auto or one of: "
+    ((key, said),) = found
+    assert key == "data.format"
+    assert said.startswith(message)
+    assert "trl_preference" in said
+
+
+def test_a_stage_with_rows_of_its_own(write_recipe: Write) -> None:
+    path = write_recipe({"stage": "ranking"})
+    plan_run(path, [], registry_with(own=plugin_of([stage("ranking"), RANKED])))
+    ((key, said),) = problems(path, stage("rankings"), RANKED)
+    assert key == "stage"
+    assert said.startswith("ranking trains on rankings rows, which no data format gives; there are formats of: conver")
+    chosen = write_recipe({"stage": "ranking", "data.format": "ranked"})
+    plan_run(chosen, [], registry_with(own=plugin_of([stage(""), RANKED])))  # it is asked when it reads
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape(PlainShape):
+    model_type = "mine"
+
+    width: int = 4
+    """Of a vector."""
+
+
+@pytest.mark.parametrize(
+    ("names", "missing"),
+    [
+        (None, "parameter_names, is_linear, hf_tensors, from_hf, paddlenlp_prefix"),
+        (
+            SimpleNamespace(**dict.fromkeys(("parameter_names", "hf_tensors", "from_hf"), id)),
+            "is_linear, paddlenlp_pre",
+        ),
+    ],
+)
+def test_names_of_parameters(write_recipe: Write, names: Any, missing: str) -> None:
+    family = ModelFamily(
+        name="mine",
+        help="",
+        config_cls=Shape,
+        presets={},
+        smoke={},
+        factory=lambda: object,
+        names=lambda: names,
+        hf_model_types=("mine",),
+    )
+    path = write_recipe({"stage": "pretrain", "model": {"family": "mine", "config": {"width": 8}}})
+    ((key, said),) = problems(path, family)
+    assert key == "model.family"
+    assert said.startswith("`names` of 'mine' returned ")
+    assert f"which has no function {missing}" in said
+    whole = dataclasses.replace(family, names=lambda: PlainNames(lambda config: ["w"]))
+    plan_run(path, [], registry_with(own=plugin_of([whole])))
+
+
+@pytest.mark.parametrize("backend", [None, object()])
+def test_a_device_that_is_none(write_recipe: Write, backend: Any) -> None:
+    device = DeviceSpec(name="mine", help="", factory=lambda: backend)
+    ((key, said),) = problems(write_recipe({"device": "mine"}), device)
+    assert key == "device"
+    assert said == (
+        f"the factory of 'mine' returned {backend!r}; it has to return an object derived from "
+        "llmsuite.devices.base.DeviceBackend"
+    )
+    plan_run(write_recipe(), [], registry_with(own=plugin_of([device])))
