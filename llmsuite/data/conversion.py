@@ -10,7 +10,9 @@ from llmsuite.data.columns import NoColumn, renamed
 from llmsuite.data.faults import Faults
 from llmsuite.data.formats import MEDIA
 from llmsuite.data.kinds import Readers, answered, other_kinds, pairs_beside
+from llmsuite.data.rows import TYPES
 from llmsuite.errors import UserError
+from llmsuite.plugins.manager import tail
 from llmsuite.specs import DataFormat
 
 
@@ -55,10 +57,7 @@ class Conversion:
             try:
                 raw = renamed(raw, self._columns)
                 self.format = self.format or self._recognise(raw, where)
-                row = self.format.convert(raw)
-                if row is None:
-                    raise UserError(f"{where}: `convert` of the data format {self.format.name} returned nothing")
-                return row
+                return self._converted(self.format, raw, where)
             except NoColumn as error:
                 fault, of_recipe = str(error), True
             except (KeyError, ValueError) as error:
@@ -67,6 +66,20 @@ class Conversion:
                     fault += f"; {self.format.name} needs: {self.format.help}"
         faults.add(where, fault, once=of_recipe)
         return None
+
+    def _converted(self, data_format: DataFormat, raw: Mapping[str, Any], where: str) -> Any:
+        """A row of the stage's kind. Raises UserError where that is the format's fault, not that of the row."""
+        what = f"{where}: `convert` of the data format {data_format.name}"
+        try:
+            row = data_format.convert(raw)
+        except (AttributeError, IndexError, TypeError) as error:
+            raise UserError(f"{what} has to raise ValueError with what is wrong in the row: {tail(error)}") from error
+        wanted = TYPES.get(self._kind, object)
+        if row is not None and isinstance(row, wanted):
+            return row
+        found = "nothing" if row is None else f"a {type(row).__name__}"
+        hint = "" if wanted is object else f"; {self._kind} rows are {wanted.__module__}.{wanted.__name__}"
+        raise UserError(f"{what} returned {found}{hint}")
 
     def _recognise(self, row: Mapping[str, Any], where: str) -> DataFormat:
         """The first format that fits. Raises UserError if there is none, or the row is rather one for other stages."""

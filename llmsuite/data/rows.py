@@ -71,6 +71,15 @@ class Prompt:
     `messages`, it is the column "answer", unless there is another one of this name."""
 
 
+TYPES: Mapping[str, type] = {
+    "conversation": Conversation,
+    "preference": Preference,
+    "unpaired": Unpaired,
+    "prompt": Prompt,
+}
+"""What a row is, by the kind of rows that a stage of llmsuite reads."""
+
+
 def texts_of(row: Any) -> list[str]:
     """What the turns of a row say; nothing for rows of other kinds than those of this module."""
     if isinstance(row, (Conversation, Prompt)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import keyword
+import re
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +19,15 @@ from llmsuite.models.head import NO_KEYS
 from llmsuite.schema.keys import describe
 from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.section import Section, as_plain
-from llmsuite.specs import EnvironmentSpec, ModelFamily, RewardSpec, RolloutEngineSpec, StageProfile, StageSpec
+from llmsuite.specs import (
+    Command,
+    EnvironmentSpec,
+    ModelFamily,
+    RewardSpec,
+    RolloutEngineSpec,
+    StageProfile,
+    StageSpec,
+)
 
 
 def check_fields(kind: str, spec: Any) -> None:
@@ -71,6 +80,15 @@ def _words(hint: Any) -> str:
     if origin is type:
         return "a class"
     return "None" if hint is type(None) else describe(hint)
+
+
+def check_command(spec: Command) -> None:
+    """Refuse a name that the command line cannot have: one such would end every command."""
+    if not re.fullmatch(r"[A-Za-z][\w-]*", spec.name) or spec.name in ("command", "no_plugins", "plugin"):
+        raise UserError(
+            f"a command cannot be called {spec.name!r}: the name has to be one word, of letters, digits, - and _, and "
+            "not command, no_plugins or plugin"
+        )
 
 
 def check_stage(spec: StageSpec) -> None:

@@ -17,7 +17,7 @@ import pluggy
 
 from llmsuite.errors import UserError
 from llmsuite.plugins import hookspecs
-from llmsuite.plugins.checks import check_family, check_fields, check_keys, check_stage
+from llmsuite.plugins.checks import check_command, check_family, check_fields, check_keys, check_stage
 from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.schema.reward import RewardSection
 from llmsuite.specs import (
@@ -229,6 +229,8 @@ class Registry:
             check_stage(spec)
         elif kind == "model":
             check_family(spec)
+        elif kind == "command":
+            check_command(spec)
         elif kind == "reward":
             check_keys("reward", spec, {field.name for field in dataclasses.fields(RewardSection)})
         elif kind == "environment":

@@ -56,7 +56,8 @@ class RewardSource:
         except (Exception, SystemExit) as error:  # it is somebody else's code
             raise UserError(f"reward {self.key}: cannot be loaded: {describe(error)}") from error
         if not callable(score):
-            raise UserError(f"reward {self.key}: is no function")
+            what = f"its factory returned {score!r}, which" if self.factory else "it"
+            raise UserError(f"reward {self.key}: {what} is no function that scores completions")
         return score
 
 

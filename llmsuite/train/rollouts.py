@@ -134,6 +134,10 @@ def rollout_engine(
     tokenizer = stage.context.tokenizer
     draws = not on_one or collective.rank() == mesh.readers[0]
     engine: Engine = plan.rollout_engine.factory(EngineContext(plan, backend, draws, report))
+    missing = [name for name in ("refresh", "begin", "close") if not callable(getattr(engine, name, None))]
+    if missing:
+        name = plan.rollout_engine.name
+        raise UserError(f"rollout engine {name}: its factory returned {engine!r}, without {', '.join(missing)}")
     stop_ids = stop_tokens(plan.weights or tokenizer.directory, tokenizer) | stop_tokens(tokenizer.directory, tokenizer)
     rollouts = Rollouts(engine, stop_ids, tokenizer.decode, plan.recipe.seed, on_one)
     return RolloutEngine(engine, rollouts, weights, on_one, draws)

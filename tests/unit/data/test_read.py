@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +223,24 @@ def test_a_format_that_trips_over_a_row_does_not_fit_it(tmp_path: Path) -> None:
     assert len(read_rows(path, "preference", "auto", {"lines": broken, **FORMATS})) == 1
     with pytest.raises(UserError, match=":1: `convert` of the data format lines returned nothing"):
         read_rows(path, "preference", "lines", {"lines": broken})
+
+
+@pytest.mark.parametrize(
+    ("convert", "said"),
+    [
+        (
+            lambda row: row["prompt"].text,
+            "has to raise ValueError with what is wrong in the row: .*AttributeError: 'str'",
+        ),
+        (lambda row: [][1], "has to raise ValueError with what is wrong in the row: .*IndexError: list index"),
+        (lambda row: row["prompt"], r"returned a str; preference rows are llmsuite\.data\.rows\.Preference$"),
+    ],
+)
+def test_a_format_that_does_not_convert(tmp_path: Path, convert: Callable[[Any], Any], said: str) -> None:
+    path = write(tmp_path, LINE)
+    lines = DataFormat(name="lines", help="lines", kind="preference", matches=lambda row: True, convert=convert)
+    with pytest.raises(UserError, match=re.compile(f":1: `convert` of the data format lines {said}", re.DOTALL)):
+        read_rows(path, "preference", "lines", {"lines": lines})
 
 
 def test_the_embedded_rows() -> None:

@@ -79,6 +79,14 @@ def test_function_of_another_name(site: PluginSite) -> None:
 
 
 SPEC = 'StageSpec(name="spin"'
+COMMAND_PLUGIN = """
+import llmsuite
+from llmsuite.plugins.hookspecs import Command
+
+@llmsuite.hookimpl
+def llmsuite_register_commands():
+    return [Command(name="{}", help="", add_arguments=lambda parser: None, run=lambda args, registry: 0)]
+"""
 BROKEN = {
     "import": ("import json\nraise RuntimeError('no licence')", "RuntimeError: no licence"),
     "syntax": ("import json\ndef (", '", line 2\n    def ('),
@@ -170,6 +178,12 @@ BROKEN = {
         STAGE_PLUGIN.replace(SPEC, f"{SPEC}, api='1'"),
         "api of stage 'spin' has to be integer, and is a str: '1'",
     ),
+    "command of two words": (
+        COMMAND_PLUGIN.format("hello there"),
+        "a command cannot be called 'hello there': the name has to be one word",
+    ),
+    "command like an option": (COMMAND_PLUGIN.format("--hello"), "a command cannot be called '--hello'"),
+    "command of the parser": (COMMAND_PLUGIN.format("command"), "a command cannot be called 'command'"),
     "section is none": (
         STAGE_PLUGIN.replace("config_cls=SpinSection", "config_cls=dict"),
         "config_cls of stage 'spin' has to be a dataclass derived from llmsuite.schema.section.Section",

@@ -49,7 +49,7 @@ def test_a_file_called_as_another_module(make: Making, tmp_path: Path) -> None:
     [
         ("raise ImportError('not today')", r"cannot be loaded: ImportError: not today \(my_rewards.py:1\)"),
         ("other = 1", "has no function 'score'"),
-        ("score = 1", "is no function"),
+        ("score = 1", "it is no function that scores completions"),
         ("import os; os._exit(3)", "its process ended with exit code 3"),
     ],
 )
@@ -176,6 +176,16 @@ def test_a_reward_that_no_other_process_can_load(make: Making) -> None:
     spec = RewardSpec(name="local", help="", factory=lambda options: None)  # type: ignore[arg-type, return-value]
     with pytest.raises(UserError, match="reward local: its factory cannot be sent to another process"):
         make({"local": 1.0}, known={"local": spec})
+
+
+def _nothing(options: Any) -> Any:
+    """A factory that forgets to return."""
+
+
+def test_a_factory_that_returns_nothing(make: Making) -> None:
+    spec = RewardSpec(name="empty", help="", factory=_nothing)
+    with pytest.raises(UserError, match="reward empty: its factory returned None, which is no function that scores"):
+        make({"empty": 1.0}, known={"empty": spec}).load()
 
 
 def test_names_in_metrics_are_different() -> None:
