@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.plugins.manager import Registry, allow_list_says
 from llmsuite.specs import Command
 
 _WIDTH = 100
@@ -34,6 +34,8 @@ def run(args: Any, registry: Registry) -> int:
             print(textwrap.fill(row, _WIDTH, subsequent_indent="    ", break_on_hyphens=False))
             if info.error:
                 print("".join(f"    {line}\n" for line in info.error.splitlines()), end="")
+        for text in allow_list_says():
+            print(textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False))
         return 0
     names = ", ".join(dict.fromkeys(info.name for info in registry.plugins))
     if args.name is None:

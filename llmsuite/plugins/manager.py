@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import importlib.metadata
+import inspect
 import os
+import re
 import sys
 import time
 import traceback
@@ -176,12 +178,15 @@ class Registry:
             self._refuse_unknown_hooks(info.plugin)
             hooks = sorted(caller.name for caller in self.pm.get_hookcallers(info.plugin) or [])
             _refuse_unmarked(info.plugin, hooks)
+            self._refuse_unrun(info.plugin)
             specs = list(self._specs_of(info))
         except (Exception, SystemExit) as error:  # the plugin's own code ran, which may raise anything
             if self.pm.is_registered(info.plugin):
                 self.pm.unregister(info.plugin)
-            is_message = isinstance(error, (pluggy.PluginValidationError, UserError))
-            info.error = str(error) if is_message else tail(error)
+            if isinstance(error, pluggy.PluginValidationError):
+                info.error = f"{error}{_arguments(str(error))}"
+            else:
+                info.error = str(error) if isinstance(error, UserError) else tail(error)
             return
         info.hooks = hooks
         for kind, spec in specs:
@@ -196,6 +201,15 @@ class Registry:
                 near = difflib.get_close_matches(caller.name, hookspecs.hook_names(), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hookspecs.hook_names())}"
                 raise UserError(f"no hook is called {caller.name!r}; {hint}")
+
+    def _refuse_unrun(self, plugin: Any) -> None:
+        """Raise UserError for a hook whose call would only make a coroutine or a generator, which nothing runs."""
+        for caller in self.pm.get_hookcallers(plugin) or []:
+            for impl in caller.get_hookimpls():
+                is_async = inspect.iscoroutinefunction(impl.function)
+                if impl.plugin is plugin and (is_async or inspect.isgeneratorfunction(impl.function)):
+                    what = "an async function" if is_async else "a generator or a wrapper"
+                    raise UserError(f"{caller.name} is {what}, which nothing would run; make it a plain function")
 
     def require(self, info: PluginInfo) -> None:
         """Register a plugin that somebody has named. Raises UserError when something is wrong with it."""
@@ -306,6 +320,18 @@ def _allowed(name: str) -> bool:
     return names is None or name in [part.strip() for part in names.split(",")]
 
 
+def allow_list_says() -> list[str]:
+    """What the allow list leaves out of the installed plugins, and whom it names that is not installed."""
+    names = [name for part in os.environ.get(ALLOW_LIST, "").split(",") if (name := part.strip())]
+    installed = sorted({entry_point.name for entry_point in importlib.metadata.entry_points(group=GROUP)})
+    left_out = [name for name in installed if not _allowed(name)]
+    unknown = [name for name in names if name not in installed]
+    said = [f"{ALLOW_LIST} leaves out: {', '.join(left_out)}"] if left_out else []
+    if unknown:
+        said.append(f"{ALLOW_LIST} names {', '.join(unknown)}; installed: {', '.join(installed) or 'none'}")
+    return said
+
+
 def load_plugins(*builtins: ModuleType) -> Registry:
     """A registry of these built-in plugins, then of those of installed packages in the order of their names."""
     result = Registry()
@@ -326,6 +352,15 @@ def _refuse_unmarked(plugin: Any, hooks: list[str]) -> None:
         raise UserError(f"{', '.join(unmarked)}: not marked with @llmsuite.hookimpl, so nothing would call it")
     if not hooks:
         raise UserError("it has no function marked with @llmsuite.hookimpl")
+
+
+def _arguments(error: str) -> str:
+    """The arguments that a hook has, for pluggy's message about one that it has not."""
+    found = re.search(r"for hook '(\w+)'", error)
+    hook = getattr(hookspecs, found[1], None) if found else None
+    if hook is None:
+        return ""
+    return f"\nIts arguments, of which it may leave out some: {', '.join(inspect.signature(hook).parameters) or 'none'}"
 
 
 def _as_list(returned: Any, hook: str, cls: type) -> list[Any]:

@@ -10,11 +10,20 @@ import pytest
 import llmsuite
 from llmsuite import builtin
 from llmsuite.cli import commands
+from llmsuite.cli.main import main
 from llmsuite.errors import RecipeError
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.checks import check_family, check_fields, check_stage
 from llmsuite.plugins.hookspecs import LoggerSpec, StageSpec
-from llmsuite.plugins.manager import ALLOW_LIST, BUILTIN, REGISTRATIONS, PluginInfo, Registry, load_plugins
+from llmsuite.plugins.manager import (
+    ALLOW_LIST,
+    BUILTIN,
+    REGISTRATIONS,
+    PluginInfo,
+    Registry,
+    allow_list_says,
+    load_plugins,
+)
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.schema_json import recipe_schema
 from llmsuite.schema.section import Section
@@ -114,7 +123,20 @@ BROKEN = {
     ),
     "unknown argument": (
         STAGE_PLUGIN + "\n@llmsuite.hookimpl\ndef llmsuite_step_end(run, stepp):\n    print('called')\n",
-        "Argument(s) {'stepp'} are declared in the hookimpl but can not be found in the hookspec",
+        "Argument(s) {'stepp'} are declared in the hookimpl but can not be found in the hookspec\n"
+        "Its arguments, of which it may leave out some: run, step, metrics",
+    ),
+    "async event": (
+        STAGE_PLUGIN + "\n@llmsuite.hookimpl\nasync def llmsuite_step_end(run):\n    print('called')\n",
+        "llmsuite_step_end is an async function, which nothing would run; make it a plain function",
+    ),
+    "wrapper": (
+        STAGE_PLUGIN + "\n@llmsuite.hookimpl(wrapper=True)\ndef llmsuite_step_end(run):\n    return (yield)\n",
+        "llmsuite_step_end is a generator or a wrapper, which nothing would run",
+    ),
+    "event that yields": (
+        STAGE_PLUGIN + "\n@llmsuite.hookimpl\ndef llmsuite_run_end(run):\n    yield run\n",
+        "llmsuite_run_end is a generator or a wrapper, which nothing would run",
     ),
     "unmarked": (
         STAGE_PLUGIN.replace("@llmsuite.hookimpl", ""),
@@ -316,6 +338,23 @@ def test_allow_list(site: PluginSite, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(ALLOW_LIST)
     assert set(load(site)[1]) == {"spin", "orpo", "simpo"}
     assert "allows" not in registry.unknown("stage", "spin")
+
+
+def test_what_the_allow_list_says(
+    site: PluginSite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("spin", "orpo"):
+        site.install(f"{name}-package", STAGE_PLUGIN.replace('"spin"', f'"{name}"'), f"{name} = {{module}}")
+    assert allow_list_says() == []
+    monkeypatch.setenv(ALLOW_LIST, "spin")
+    (said,) = allow_list_says()
+    assert said.startswith(f"{ALLOW_LIST} leaves out: ")
+    assert "orpo" in said
+    assert "spin" not in said
+    monkeypatch.setenv(ALLOW_LIST, "spin, orpoo,")
+    assert allow_list_says()[1].startswith(f"{ALLOW_LIST} names orpoo; installed: ")
+    assert main(["plugins", "list"]) == 0
+    assert f"{ALLOW_LIST} names orpoo; installed: " in " ".join(capsys.readouterr().out.split())
 
 
 def test_plugin_that_is_not_allowed_is_not_imported(site: PluginSite, monkeypatch: pytest.MonkeyPatch) -> None:
