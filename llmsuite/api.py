@@ -30,6 +30,7 @@ from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.launch.launch import is_worker
 from llmsuite.locks import scratch_directory
 from llmsuite.plugins.given import add_files, load_file, plugin_files, plugin_of
+from llmsuite.plugins.hookspecs import hook_names
 from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.schema.recipe import Recipe
@@ -246,7 +247,8 @@ def _registry(plugins: Sequence[Plugin]) -> Registry:
 def _info(plugin: Plugin) -> PluginInfo:
     if isinstance(plugin, (str, Path)):
         return load_file(Path(plugin))
-    if not isinstance(plugin, types.ModuleType) and dataclasses.is_dataclass(plugin):
+    has_hooks = any(hasattr(plugin, hook) for hook in hook_names())
+    if dataclasses.is_dataclass(plugin) and not has_hooks:
         name = str(getattr(plugin, "name", type(plugin).__name__))
         return PluginInfo(name, "this program", name, plugin=plugin_of([plugin]))
     name = getattr(plugin, "__name__", type(plugin).__name__)

@@ -164,7 +164,8 @@ class Registry:
 
     def add(self, info: PluginInfo) -> None:
         """Register a loaded plugin: all of it, or nothing when something is wrong with it."""
-        same = next((i for i in self.plugins if i.error is None and i.plugin is info.plugin), None)
+        # equal is the same to pluggy, too
+        same = next((i for i in self.plugins if i.error is None and i.plugin == info.plugin), None)
         self.plugins.append(info)
         if info.error is None and same is not None:
             info.error = f"{info.value} is registered already, as plugin {same.name} of {same.distribution}"
@@ -173,8 +174,9 @@ class Registry:
         try:
             if isinstance(info.plugin, type):  # whose methods would be called without an object
                 raise UserError(f"{info.value} is the class {info.plugin.__name__}; name an object of it")
-            # two distributions may give their plugins the same name
-            self.pm.register(info.plugin, name=f"{info.name} of {info.distribution}")
+            # two distributions may give their plugins the same name, and a program has several objects of one class
+            name = f"{info.name} of {info.distribution}"
+            self.pm.register(info.plugin, name=f"{name} ({len(self.plugins)})" if self.pm.has_plugin(name) else name)
             self._refuse_unknown_hooks(info.plugin)
             hooks = sorted(caller.name for caller in self.pm.get_hookcallers(info.plugin) or [])
             _refuse_unmarked(info.plugin, hooks)
@@ -294,6 +296,8 @@ class Registry:
                 impl.function(**{name: arguments[name] for name in impl.argnames})
             except (Exception, SystemExit) as error:  # a hook does not end a run on the quiet
                 if getattr(impl.plugin, "llmsuite_critical", False):
+                    critical = "which ends the run, as the plugin sets llmsuite_critical"
+                    print(f"llmsuite: plugin {info.name} failed in {event}, {critical}", file=sys.stderr)
                     raise
                 info.events_disabled = True
                 print(

@@ -196,6 +196,23 @@ def test_files_are_handed_on_for_a_while(tmp_path: Path, monkeypatch: pytest.Mon
     assert FILES not in os.environ
 
 
+@dataclasses.dataclass
+class Best:
+    """A plugin with settings of its own, which is no spec though it is a dataclass."""
+
+    path: str
+
+    @llmsuite.hookimpl
+    def llmsuite_run_end(self, run: Any) -> None: ...
+
+
+def test_an_object_with_hooks_may_be_a_dataclass() -> None:
+    changes = {"launch.num_devices": 1}
+    assert llmsuite.load_recipe(VALID, changes, plugins=[Best("a"), Best("b")])
+    with pytest.raises(llmsuite.UserError, match="Best is registered already, as plugin Best of this program"):
+        llmsuite.load_recipe(VALID, changes, plugins=[Best("a"), Best("a")])
+
+
 def test_only_specs_are_registered() -> None:
     with pytest.raises(UserError, match="a int cannot be registered; give one of: StageSpec, ModelFamily"):
         plugin_of([3])

@@ -10,6 +10,7 @@ import pytest
 import llmsuite
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.hookspecs import RunView
+from llmsuite.plugins.manager import PluginInfo
 from tests.conftest import STAGE_PLUGIN, PluginSite, registry_with
 
 RUN = RunView(Path("runs/x"), {"seed": 1}, num_ranks=2, total_steps=5)
@@ -84,7 +85,8 @@ def test_critical_plugin_ends_the_run(capsys: pytest.CaptureFixture[str]) -> Non
     for step in (1, 2):  # every time: it is not silenced
         with pytest.raises(RuntimeError, match=f"server gone at step {step}"):
             registry.emit("llmsuite_step_end", run=RUN, step=step, metrics={})
-    assert capsys.readouterr() == ("", "")
+        said = "failed in llmsuite_step_end, which ends the run, as the plugin sets llmsuite_critical\n"
+        assert capsys.readouterr() == ("", f"llmsuite: plugin critical {said}")
 
 
 def test_interrupt_is_not_a_plugin_failing() -> None:
@@ -109,6 +111,14 @@ def test_exit_in_an_event_does_not_end_the_run(capsys: pytest.CaptureFixture[str
     said = capsys.readouterr().err
     assert said.startswith("llmsuite: plugin exits failed in llmsuite_step_end and gets no more events:")
     assert said.rstrip().endswith("SystemExit: 3")
+
+
+def test_two_objects_of_one_class_both_follow() -> None:
+    registry, followers = registry_with(), [Follower(), Follower()]
+    for follower in followers:
+        registry.require(PluginInfo("Follower", "this program", "Follower", plugin=follower))
+    registry.emit("llmsuite_step_end", run=RUN, step=3, metrics={})
+    assert [follower.heard for follower in followers] == [[3], [3]]
 
 
 def test_events_of_a_package(site: PluginSite, capsys: pytest.CaptureFixture[str]) -> None:
