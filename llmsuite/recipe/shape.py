@@ -127,7 +127,7 @@ def model_config(
     given: dict[str, Any] = {}
     if model.preset is not None:
         if model.preset not in family.presets:
-            known = ", ".join(sorted(family.presets))
+            known = ", ".join(sorted(family.presets)) or "none"
             return None, [("model.preset", f"family {family.name} has no preset {model.preset!r}; known: {known}")]
         given.update(family.presets[model.preset])
     given.update(model.config)

@@ -94,6 +94,22 @@ def test_names_of_parameters(write_recipe: Write, names: Any, missing: str) -> N
     plan_run(path, [], registry_with(own=plugin_of([whole])))
 
 
+def test_a_family_without_presets(write_recipe: Write) -> None:
+    family = ModelFamily(
+        name="mine",
+        help="",
+        config_cls=Shape,
+        presets={},
+        smoke={},
+        factory=lambda: object,
+        names=lambda: PlainNames(lambda config: ["w"]),
+    )
+    changes = {"stage": "pretrain", "model": {"family": "mine", "preset": "llama-7b"}}
+    assert problems(write_recipe(changes), family) == [
+        ("model.preset", "family mine has no preset 'llama-7b'; known: none")
+    ]
+
+
 @pytest.mark.parametrize("backend", [None, object()])
 def test_a_device_that_is_none(write_recipe: Write, backend: Any) -> None:
     device = DeviceSpec(name="mine", help="", factory=lambda: backend)
