@@ -16,7 +16,7 @@ import numpy as np
 
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.errors import AgreedError
+from llmsuite.errors import AgreedError, UserError
 from llmsuite.inference.prompts import stop_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
