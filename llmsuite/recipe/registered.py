@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import RecipeError
-from llmsuite.plugins.manager import Registry
+from llmsuite.plugins.manager import BUILTIN, Registry
 from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.rule import Violation
@@ -31,8 +31,11 @@ def format_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
         yield "data.format", f"{message}; choose auto or one of: {', '.join(fitting)}"
 
 
-def names_problems(family: ModelFamily) -> Iterator[Violation]:
-    """What tells the names of parameters has all that it is asked for."""
+def names_problems(family: ModelFamily, registry: Registry) -> Iterator[Violation]:
+    """What tells the names of parameters has all that it is asked for. Those of built-in families are not imported to
+    look."""
+    if registry.owner("model", family.name).distribution == BUILTIN:
+        return
     names = family.names()
     asked = ("parameter_names", "is_linear", "hf_tensors", "from_hf", "paddlenlp_prefix")
     if missing := [name for name in asked if not callable(getattr(names, name, None))]:

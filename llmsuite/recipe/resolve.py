@@ -220,7 +220,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     backend = backend_of(loaded, registry)
     config, violations = model_config(recipe, family, shaped, stage)
     violations += [] if violations else _model_type(config, family, registry)
-    violations += names_problems(family)
+    violations += names_problems(family, registry)
     violations += _registered_names(recipe, registry)
     degrees = degrees_of(recipe, (family.shard_plan or WHOLE).is_annotated)
     context = RuleContext(recipe, degrees, config, stage, family, backend, loaded.given)
