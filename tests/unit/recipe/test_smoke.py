@@ -70,18 +70,18 @@ def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
         assert as_plain(small.parallel)[key] == as_plain(whole.parallel)[key]
 
 
-COLUMNS = {"instruction": "question", "output": "answer"}
-OF_COLUMNS = {"data.columns": COLUMNS, "data.format": "alpaca"}
+COLUMNS = {"chosen": "good", "rejected": "bad"}
+OF_COLUMNS = {"data.columns": COLUMNS, "data.format": "trl_preference"}
 
 
 @pytest.mark.parametrize("smoke", [False, True])
 def test_rows_that_the_command_line_names_are_read_as_the_recipe_says(plan: Plan, smoke: bool) -> None:
     data = plan(OF_COLUMNS, "--data.train=mine.csv", smoke=smoke).recipe.data
-    assert (data.train, data.columns, data.format) == ("mine.csv", COLUMNS, "alpaca")
+    assert (data.train, data.columns, data.format) == ("mine.csv", COLUMNS, "trl_preference")
     assert data.eval == ("mine.csv" if smoke else plan(OF_COLUMNS).recipe.data.eval)
-    words = ("--data.train=mine.csv", "--data.eval=held.csv", "--data.columns.output=text", "--data.format=auto")
+    words = ("--data.train=mine.csv", "--data.eval=held.csv", "--data.columns.rejected=text", "--data.format=auto")
     data = plan(OF_COLUMNS, *words, smoke=smoke).recipe.data
-    assert (data.eval, data.columns, data.format) == ("held.csv", {**COLUMNS, "output": "text"}, "auto")
+    assert (data.eval, data.columns, data.format) == ("held.csv", {**COLUMNS, "rejected": "text"}, "auto")
     data = plan(OF_COLUMNS, "--data.train=mine.csv", "--data.columns={}", smoke=smoke).recipe.data
     assert data.columns == {}
 
