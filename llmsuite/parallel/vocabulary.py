@@ -26,12 +26,13 @@ def is_padded(config: Any, tp: int) -> bool:
 
 
 def network_of(family: ModelFamily) -> Any:
-    """The class of a family's network. Raises UserError if it has none."""
+    """What builds a family's network, of a config and its ops: a class, or a function. Raises UserError if it is none
+    of these."""
     found = family.factory()
-    if not (isinstance(found, type) and hasattr(found, "named_parameters")):
+    if not callable(found) or (isinstance(found, type) and not hasattr(found, "named_parameters")):
         raise UserError(
             f"model {family.name}: its factory returned {found!r}; it has to return a class derived from "
-            "paddle.nn.Layer, which is built of a config and its ops"
+            "paddle.nn.Layer, or a function, which builds the network of a config and its ops"
         )
     return found
 
