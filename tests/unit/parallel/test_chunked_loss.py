@@ -94,6 +94,8 @@ def test_chunks_take_the_memory_that_is_planned(precision: str | None, trains_he
     how = ActivationSettings(num_bytes=4, fused=fused, fused_outside=fused, loss_chunk=CHUNK)
     planned = head.kept_behind(anatomy, batch, how, scores=False) - norm_kept(anatomy.norm, anatomy.hidden, batch, how)
     assert 0 <= planned - kept <= (0 if trains_head else 8 * NUM_TOKENS)  # a frozen head needs no targets any more
+    if precision is not None:  # what products take while they run depends on the processor
+        return
     gradient = 4 * anatomy.hidden * anatomy.vocabulary
     besides = head.temporaries(anatomy, batch, how, gradient) if trains_head else 0
     assert 0 <= most - besides <= 4 * NUM_TOKENS * (anatomy.hidden + 2)  # and the gradient of the hidden states
