@@ -47,8 +47,8 @@ class _InChunks:
     def __init__(self, name: str, model: Any, num_tokens: int, mesh: Mesh, shards: Sequence[ParameterShard]):
         self._compute, self._model, self._num_tokens = getattr(model, name), model, num_tokens
         self._mesh, self._shards = mesh, shards
-        self.is_sum = name != "token_nll_and_entropy"
-        """Whether one output at most has a gradient, a row of which depends on one row of the hidden states."""
+        self.has_one_gradient = name != "token_nll_and_entropy"
+        """Whether the first output alone has a gradient: then that of a token is a vector times one number."""
 
     def __call__(self, hidden: Tensor, targets: Tensor) -> Any:
         """Hidden states [N, D] and targets [N] to [N], or two of them."""
@@ -58,7 +58,7 @@ class _InChunks:
         with self.whole_head():
             if paddle.is_grad_enabled() and (trained or not hidden.stop_gradient):
                 return _Chunks.apply(hidden, *trained, (self, targets))
-            return joined([self.of_chunk(*chunk) for chunk in self.chunks(hidden, targets)])
+            return _joined([self.of_chunk(*chunk) for chunk in self.chunks(hidden, targets)])
 
     def _parameters(self) -> list[Tensor]:
         """Those that the logits are made with."""
@@ -102,7 +102,7 @@ class _InChunks:
         return paddle.concat([reshard(one, self._mesh, whole) if one.is_dist() else one for one in gradients])
 
 
-def joined(chunks: Sequence[Sequence[Tensor]]) -> Any:
+def _joined(chunks: Sequence[Sequence[Tensor]]) -> Any:
     """The outputs of all chunks, as the loss as a whole has them."""
     outputs = tuple(paddle.concat(list(parts)) for parts in zip(*chunks, strict=True))
     return outputs if len(outputs) > 1 else outputs[0]
@@ -116,24 +116,24 @@ class _Chunks(PyLayer):
     def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Any:
         *trained, (losses, targets) = rest
         ctx.losses, ctx.wants_hidden, ctx.dtype = losses, not hidden.stop_gradient, hidden.dtype
-        ctx.of_sum = None
-        if trained or not losses.is_sum:
+        ctx.vectors = None
+        if trained or not losses.has_one_gradient:
             ctx.targets = targets
             ctx.save_for_backward(hidden, *trained)
-            return joined([losses.of_chunk(*chunk) for chunk in losses.chunks(hidden, targets)])
-        outputs, of_sum = [], []
+            return _joined([losses.of_chunk(*chunk) for chunk in losses.chunks(hidden, targets)])
+        outputs, vectors = [], []
         for chunk in losses.chunks(hidden, targets):
             x, found = losses.with_gradient(*chunk)
-            of_sum += paddle.grad([found[0]], [x], [paddle.ones_like(found[0])])
+            vectors += paddle.grad([found[0]], [x], [paddle.ones_like(found[0])])
             outputs.append([output.detach() for output in found])
-        ctx.of_sum = losses.rows(of_sum)
-        return joined(outputs)
+        ctx.vectors = losses.rows(vectors)
+        return _joined(outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        if ctx.of_sum is not None:
+        if ctx.vectors is not None:
             with ctx.losses.whole_head():  # as often as a data rank without chunks
-                return ((ctx.of_sum.astype("float32") * gradients[0].unsqueeze(-1)).astype(ctx.dtype),)
+                return ((ctx.vectors.astype("float32") * gradients[0].unsqueeze(-1)).astype(ctx.dtype),)
         losses, (hidden, *trained) = ctx.losses, ctx.saved_tensor()
         of_hidden, sums = list[Tensor](), [_Sum() for _ in trained]
         with losses.whole_head():

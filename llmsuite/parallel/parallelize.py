@@ -113,6 +113,7 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
         gather_in_programs(model, plan, strategy.is_tied)
     # 9. recompute, outermost: a layer that is computed again is gathered again
     _recompute(model, strategy)
+    # 10. losses in chunks, around what gathers the head
     if strategy.loss_chunk_tokens is not None:
         chunk_losses(model, strategy.loss_chunk_tokens, mesh, shards)
     return shards

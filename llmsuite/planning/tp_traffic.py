@@ -90,8 +90,10 @@ class TensorParallelTraffic:
 
     def _chunks(self, batch: MicroBatch) -> list[int]:
         """How many tokens each chunk of a loss has."""
-        size = self._engine.loss_chunk_tokens or batch.supervised
-        return [min(size, batch.supervised - first) for first in range(0, batch.supervised, size)]
+        size, count = self._engine.loss_chunk_tokens, batch.supervised
+        if size is None or size >= count:
+            return [count]
+        return [min(size, count - first) for first in range(0, count, size)]
 
     def _head_backward(self, batch: MicroBatch, whole: tuple[int, ...]) -> None:
         chunks, why, adapted = self._chunks(batch), "head, backward: gradient of its input", self._layout.adapted

@@ -16,9 +16,12 @@ from llmsuite.parallel.chunked_loss import LOSSES, chunk_losses
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning import head
 from llmsuite.planning.activations import ActivationSettings, MicroBatch, norm_kept
+from llmsuite.planning.communication import Traffic
+from llmsuite.planning.estimate import anatomy_of
+from llmsuite.planning.layout import Layout
 from llmsuite.schema.degrees import Degrees
 from tests.unit.families import FAMILIES
-from tests.unit.planning.test_memory import allocated
+from tests.unit.planning.test_memory import allocated, run_plan
 
 NUM_TOKENS, CHUNK = 23, 5
 
@@ -99,3 +102,19 @@ def test_chunks_take_the_memory_that_is_planned(precision: str | None, trains_he
     gradient = 4 * anatomy.hidden * anatomy.vocabulary
     besides = head.temporaries(anatomy, batch, how, gradient) if trains_head else 0
     assert 0 <= most - besides <= 4 * NUM_TOKENS * (anatomy.hidden + 2)  # and the gradient of the hidden states
+
+
+@pytest.mark.parametrize(("supervised", "chunks"), [(0, [0]), (CHUNK, [CHUNK]), (2 * CHUNK + 1, [CHUNK, CHUNK, 1])])
+@pytest.mark.parametrize("given", ["null", str(CHUNK)])
+def test_messages_of_each_chunk_are_planned(given: str, supervised: int, chunks: list[int]) -> None:
+    """Also where a micro-batch has no token to learn."""
+    words = (
+        "--launch.num_devices=2",
+        '--parallel={"tensor_parallel_degree": 2}',
+        f"--engine.loss_chunk_tokens={given}",
+    )
+    plan = run_plan("recipes/llama/sft.json", *words, smoke=True)
+    batch, mesh = MicroBatch(2, 16, supervised), Mesh(plan.degrees, 0)
+    counts = Traffic(Layout(plan), anatomy_of(plan), mesh, [batch], False).counts
+    sent = {message.shape[0] for message in counts if "cross-entropy" in message.why}
+    assert sent == ({supervised} if given == "null" else {*chunks})

@@ -64,6 +64,12 @@ class Shape(PlainShape):
     """Of a vector."""
 
 
+def family_with(names: Callable[[], Any]) -> ModelFamily:
+    """A family of `Shape` without presets."""
+    fields: dict[str, Any] = {"config_cls": Shape, "presets": {}, "smoke": {}, "hf_model_types": ("mine",)}
+    return ModelFamily(name="mine", help="", factory=lambda: object, names=names, **fields)
+
+
 @pytest.mark.parametrize(
     ("names", "missing"),
     [
@@ -75,16 +81,7 @@ class Shape(PlainShape):
     ],
 )
 def test_names_of_parameters(write_recipe: Write, names: Any, missing: str) -> None:
-    family = ModelFamily(
-        name="mine",
-        help="",
-        config_cls=Shape,
-        presets={},
-        smoke={},
-        factory=lambda: object,
-        names=lambda: names,
-        hf_model_types=("mine",),
-    )
+    family = family_with(lambda: names)
     path = write_recipe({"stage": "pretrain", "model": {"family": "mine", "config": {"width": 8}}})
     ((key, said),) = problems(path, family)
     assert key == "model.family"
@@ -95,15 +92,7 @@ def test_names_of_parameters(write_recipe: Write, names: Any, missing: str) -> N
 
 
 def test_a_family_without_presets(write_recipe: Write) -> None:
-    family = ModelFamily(
-        name="mine",
-        help="",
-        config_cls=Shape,
-        presets={},
-        smoke={},
-        factory=lambda: object,
-        names=lambda: PlainNames(lambda config: ["w"]),
-    )
+    family = family_with(lambda: PlainNames(lambda config: ["w"]))
     changes = {"stage": "pretrain", "model": {"family": "mine", "preset": "llama-7b"}}
     assert problems(write_recipe(changes), family) == [
         ("model.preset", "family mine has no preset 'llama-7b'; known: none")
