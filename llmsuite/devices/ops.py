@@ -117,9 +117,9 @@ def sum_of_products(ops: Ops, pairs: Pairs, transpose_y: bool, gives_operand: bo
     return first
 
 
-def square_sum(x: Tensor, factor: float) -> Tensor:
-    """The sum of the squares of x times a number, []. x is scaled first, because its own squares may overflow."""
-    return x.scale(factor).square_().sum()
+def square_sum(tensors: Sequence[Tensor], factor: float) -> Tensor:
+    """The sum of squares of the numbers of tensors times a factor, [], which comes first: squares may overflow."""
+    return paddle.add_n([x.scale(factor).square_().sum() for x in tensors])
 
 
 def scale(x: Tensor, factor: float) -> None:
@@ -291,13 +291,13 @@ class Ops:
     """As `grouped_matmul`."""
     joined_swiglu: Callable[[Tensor], Tensor] = joined_swiglu
     """For generation: a kernel has no gradient."""
-    square_sum: Callable[[Tensor, float], Tensor] = square_sum
+    square_sum: Callable[[Sequence[Tensor], float], Tensor] = square_sum
     """For the norm of the gradients; like `scale`, it is not differentiated."""
     scale: Callable[[Tensor, float], None] = scale
     """For gradients, before they update their parameters."""
     adamw: Callable[..., None] | None = None
-    """An update of a plain float32 parameter, in place, by its gradient, what this is multiplied by, the learning rate,
-    [both moments, powers of both decay rates], the decay rates, epsilon and weight decay. None: Paddle's own."""
+    """Updates plain float32 parameters in place: by their gradients, a factor of these, the rate, [both moments, powers
+    of both betas], the betas, epsilon and weight decays. None: Paddle's own."""
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, [B, J, S, K] float32 or bfloat16 each, and how many columns are

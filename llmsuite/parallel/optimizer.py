@@ -37,22 +37,27 @@ PLAIN_OPS = Ops()
 class _KernelAdamW(paddle.optimizer.AdamW):
     """Paddle's, with updates by a kernel of the device."""
 
-    factor = 1.0
-    """What gradients are multiplied by, which saves a pass over them."""
-
     def __init__(self, update: Callable[..., None], **options: Any):
         super().__init__(**options)
         self._kernel = update
 
-    def _append_optimize_op(self, block: Any, param_and_grad: tuple[Tensor, Tensor]) -> None:
-        """Called for each parameter that has a gradient, in place of Paddle 3.3.1's own operation."""
-        parameter, gradient = param_and_grad
+    def update(self, pairs: Sequence[tuple[Tensor, Tensor]], factor: float) -> None:
+        """`step` of these parameters with these gradients, which are multiplied by a factor first: all in one call.
+        Paddle's would copy each gradient to its parameter, and call an operation for each."""
+        if not pairs:
+            return
+        parameters, gradients = zip(*pairs)
+        _create_slots(self, parameters)
         names = (self._moment1_acc_str, self._moment2_acc_str, self._beta1_pow_acc_str, self._beta2_pow_acc_str)
-        slots = [self._get_accumulator_master(name, parameter) for name in names]
-        decay = self._weight_decay if self._apply_decay_param_fun(parameter.name) else 0.0
-        rate = self._create_param_lr(param_and_grad)
+        slots = [[self._get_accumulator_master(name, parameter) for parameter in parameters] for name in names]
+        decays = [self._weight_decay if self._apply_decay_param_fun(p.name) else 0.0 for p in parameters]
         betas = self._beta1, self._beta2
-        self._kernel(parameter, gradient, self.factor, rate, slots, betas, self._epsilon, decay)
+        self._kernel(parameters, gradients, factor, self.get_lr(), slots, betas, self._epsilon, decays)
+
+
+def _create_slots(optimizer: Any, parameters: Sequence[Tensor]) -> None:
+    """Those that are not there yet; values that were loaded go into them."""
+    optimizer._create_accumulators(paddle.static.default_main_program().global_block(), parameters)
 
 
 def paddle_optimizer(
@@ -152,9 +157,7 @@ class Optimizer:
         if self._host or not self._paddle._parameter_list:
             return
         with paddle.utils.unique_name.guard():  # as in `step`
-            self._paddle._create_accumulators(
-                paddle.static.default_main_program().global_block(), self._paddle._parameter_list
-            )
+            _create_slots(self._paddle, self._paddle._parameter_list)
 
     def begin_backward(self, is_last: bool) -> None:
         """Called before each backward pass. `is_last`: no further pass of the step adds to these gradients, so they are
@@ -173,10 +176,10 @@ class Optimizer:
         # every element counts once, however many ranks hold it
         by_replicas: dict[int, list[Tensor]] = {}
         for shard, gradient in finished:
-            by_replicas.setdefault(shard.replica_count, []).append(self._ops.square_sum(gradient, 1.0 / weight))
+            by_replicas.setdefault(shard.replica_count, []).append(gradient)
         squares = [
-            paddle.add_n(parts).astype("float64") / paddle.full([], replica_count, "float64")
-            for replica_count, parts in by_replicas.items()
+            self._ops.square_sum(gradients, 1.0 / weight).astype("float64") / paddle.full([], count, "float64")
+            for count, gradients in by_replicas.items()
         ]
         norm = math.sqrt(collective.sum_over_run([paddle.add_n(squares) if squares else 0.0])[0])
         clipped = 1.0 if self._max_norm is None or not norm > self._max_norm else self._max_norm / norm
@@ -201,28 +204,35 @@ class Optimizer:
         for shard in self.shards:
             shard.drop_gradient()
 
+    @paddle.no_grad()
     def step(self, step: int) -> None:
         """Update the parameters and drop the gradients."""
         self._paddle.set_lr(self.learning_rate(step))
-        if isinstance(self._paddle, _KernelAdamW):
-            self._paddle.factor = self._factor
-        else:
+        if not isinstance(self._paddle, _KernelAdamW):
             self._scale()
         finished, self._finished = dict(self._finished), []
         # state on the host is moved a parameter at a time; else all are updated at once
         for group in [[shard] for shard in self.shards] if self._host else [self.shards]:
             for shard in group:
                 self._to_device(shard)
-                if (gradient := finished.pop(shard, None)) is not None:
-                    shard.set_gradient(gradient)
             # the first step names the slots; counted from 0, the names are the same for all optimizers of a process
             with paddle.utils.unique_name.guard():
-                if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
-                    self._paddle.step()
+                self._update([(shard, finished.pop(shard)) for shard in group if shard in finished])
             for shard in group:
                 shard.master_or_shard.clear_gradient(False)
                 shard.write_back()
                 self.to_host(shard)
+
+    def _update(self, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
+        if isinstance(self._paddle, _KernelAdamW):
+            self._paddle.update([(shard.master_or_shard, gradient) for shard, gradient in pairs], self._factor)
+            for shard, _ in pairs:
+                shard.drop_gradient()
+            return
+        for shard, gradient in pairs:
+            shard.set_gradient(gradient)
+        if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
+            self._paddle.step()
 
     def to_host(self, shard: ParameterShard) -> None:
         """Move what only the update needs of a parameter to host memory, where the recipe says so."""

@@ -63,9 +63,10 @@ def test_gradients_before_an_update(shape: list[int]) -> None:
     x = paddle.to_tensor(values)
     expected = np.square(values.astype("float64") * 0.5).sum()
     for square_sum in (kernels.square_sum, ops.square_sum):
-        found = square_sum(x, 0.5)
-        assert found.shape == []
-        assert abs(float(found) / expected - 1) <= LIMIT
+        for count in (1, 3):
+            found = square_sum([x] * count, 0.5)
+            assert found.shape == []
+            assert abs(float(found) / expected / count - 1) <= LIMIT
     kernels.scale(x, 0.3)
     assert np.array_equal(x.numpy(), values * np.float32(0.3)), "in place"
 
@@ -73,23 +74,22 @@ def test_gradients_before_an_update(shape: list[int]) -> None:
 @pytest.mark.parametrize("size", [1, 7, 210_000])
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_updates_by_adamw(size: int, decay: float) -> None:
-    """Three of them are as Paddle's; a part of a parameter has the numbers of the whole, to the last bit."""
+    """Three of them are as Paddle's; a part of a parameter, in the same call, has the numbers of the whole, to the last
+    bit."""
     values, *gradients = (random(size, seed=seed) for seed in range(4))
     theirs, mine, half = leaf(values), paddle.to_tensor(values), paddle.to_tensor(values[: size // 2 + 1])
     optimizer = paddle.optimizer.AdamW(0.01, 0.8, 0.95, 1e-3, parameters=[theirs], weight_decay=decay)
-    slots = [
-        [paddle.zeros_like(x), paddle.zeros_like(x), paddle.full([1], 0.8), paddle.full([1], 0.95)]
-        for x in (mine, half)
-    ]
+    both = [mine, half]
+    moments = [[paddle.zeros_like(x) for x in both] for _ in range(2)]
+    powers = [[paddle.full([1], beta) for _ in both] for beta in (0.8, 0.95)]
     for gradient in gradients:
         theirs.grad = paddle.to_tensor(gradient)
         optimizer.step()
-        for parameter, own in zip((mine, half), slots):
-            given = paddle.to_tensor(gradient[: parameter.shape[0]] * 4)
-            kernels.adamw(parameter, given, 0.25, paddle.full([], 0.01), own, (0.8, 0.95), 1e-3, decay)
+        given = [paddle.to_tensor(gradient[: parameter.shape[0]] * 4) for parameter in both]
+        kernels.adamw(both, given, 0.25, 0.01, [*moments, *powers], (0.8, 0.95), 1e-3, [decay] * 2)
     assert np.abs(mine.numpy() - theirs.numpy()).max() <= LIMIT * np.abs(values).max()
     assert np.array_equal(half.numpy(), mine.numpy()[: half.shape[0]])
-    assert [float(power) for power in slots[0][2:]] == pytest.approx([0.8**4, 0.95**4])
+    assert [float(power) for of_both in powers for power in of_both] == pytest.approx([0.8**4] * 2 + [0.95**4] * 2)
 
 
 HEADS = [(4, 4, 8), (6, 2, 16), (3, 1, 10)]

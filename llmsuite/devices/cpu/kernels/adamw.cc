@@ -1,6 +1,6 @@
-// An update of AdamW, in place, in one pass on all threads:
-//   llmsuite_adamw  a parameter, its gradient, the learning rate, both moments, and both decay rates to the power of the
-//                   updates so far and this one -> the parameter; the gradient is multiplied by a factor first
+// Updates of AdamW, in place, in one pass on all threads:
+//   llmsuite_adamw  parameters, their gradients, both moments, and both decay rates to the power of the updates so far
+//                   and this one -> the first parameter; the gradients are multiplied by a factor first
 // As Paddle's operation computes it (Loshchilov and Hutter 2019, arXiv 1711.05101; Kingma and Ba 2015, arXiv 1412.6980,
 // section 2, in the order of computation it gives for efficiency), which takes twice as long. An element's numbers do not
 // depend on those beside it.
@@ -10,54 +10,70 @@
 
 namespace {
 
-constexpr int64_t kChunk = 1 << 14;
-
-float Number(const Tensor& x, const char* name) {
-  Check(x, name);
+float* Number(const Tensor& x, const char* name) {
   PD_CHECK(x.numel() == 1, name, " is one number");
-  return *x.data<float>();
+  return Data(x, name);
 }
 
-std::vector<Tensor> AdamW(const Tensor& parameter, const Tensor& gradient, const Tensor& rate, const Tensor& moment1,
-                          const Tensor& moment2, const Tensor& power1, const Tensor& power2, float factor, float beta1,
-                          float beta2, float epsilon, float decay) {
-  Tensor of_p = parameter, of_m = moment1, of_v = moment2, first = power1, second = power2;  // they share the memory
-  const int64_t count = parameter.numel();
-  Check(parameter, "parameter"), Check(gradient, "gradient"), Check(moment1, "moment1"), Check(moment2, "moment2");
-  PD_CHECK(gradient.numel() == count && moment1.numel() == count && moment2.numel() == count, "sizes differ");
-  const float lr = Number(rate, "rate"), root = std::sqrt(1.f - Number(power2, "power2"));
-  const float step = lr * root / (1.f - Number(power1, "power1")), least = epsilon * root, kept = 1.f - lr * decay;
-  const float *pg = gradient.data<float>();
-  float *pp = of_p.data<float>(), *pm = of_m.data<float>(), *pv = of_v.data<float>();
-#pragma omp parallel for if (count > 4 * kChunk)
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    const int64_t end = std::min(count, begin + kChunk);
+// One parameter.
+struct Update {
+  const float* gradient;
+  float *parameter, *moment1, *moment2;
+  float step, least, kept;  // of the learning rate, epsilon, and what is left of the weight
+
+  void operator()(int64_t begin, int64_t end, float factor, float beta1, float beta2) const {
 #pragma omp simd
     for (int64_t i = begin; i < end; ++i) {
-      const float g = pg[i] * factor;
-      const float m = pm[i] = beta1 * pm[i] + (1.f - beta1) * g;
-      const float v = pv[i] = beta2 * pv[i] + (1.f - beta2) * g * g;
-      pp[i] = kept * pp[i] - step * (m / (std::sqrt(v) + least));
+      const float g = gradient[i] * factor;
+      const float m = moment1[i] = beta1 * moment1[i] + (1.f - beta1) * g;
+      const float v = moment2[i] = beta2 * moment2[i] + (1.f - beta2) * g * g;
+      parameter[i] = kept * parameter[i] - step * (m / (std::sqrt(v) + least));
     }
   }
-  *first.data<float>() *= beta1, *second.data<float>() *= beta2;
-  return {of_p};
+};
+
+using Tensors = std::vector<Tensor>;
+
+Tensors AdamW(const Tensors& parameters, const Tensors& gradients, const Tensors& moments1, const Tensors& moments2,
+              const Tensors& powers1, const Tensors& powers2, float rate, float factor, float beta1, float beta2,
+              float epsilon, const std::vector<float>& decays) {
+  const size_t count = parameters.size();
+  for (const Tensors* all : {&gradients, &moments1, &moments2, &powers1, &powers2})
+    PD_CHECK(all->size() == count, "as many are needed as parameters");
+  PD_CHECK(decays.size() == count, "a decay is needed for each parameter");
+  std::vector<Update> updates;
+  for (size_t i = 0; i < count; ++i) {
+    for (const Tensors* all : {&gradients, &moments1, &moments2})
+      PD_CHECK((*all)[i].numel() == parameters[i].numel(), "sizes differ");
+    float *power1 = Number(powers1[i], "power1"), *power2 = Number(powers2[i], "power2");
+    const float root = std::sqrt(1.f - *power2), step = rate * root / (1.f - *power1);
+    updates.push_back({Data(gradients[i], "gradient"), Data(parameters[i], "parameter"), Data(moments1[i], "moment1"),
+                       Data(moments2[i], "moment2"), step, epsilon * root, 1.f - rate * decays[i]});
+    *power1 *= beta1, *power2 *= beta2;
+  }
+  const std::vector<Chunk> chunks = Chunks(parameters);
+#pragma omp parallel for if (chunks.size() > 4)
+  for (size_t i = 0; i < chunks.size(); ++i)
+    updates[chunks[i].tensor](chunks[i].begin, chunks[i].end, factor, beta1, beta2);
+  return {parameters[0]};
 }
 
 using Dims = std::vector<int64_t>;
 using Type = paddle::DataType;
-std::vector<Dims> Same(const Dims& p, const Dims&, const Dims&, const Dims&, const Dims&, const Dims&, const Dims&,
-                       float, float, float, float, float) {
-  return {p};
+using Shapes = std::vector<Dims>;
+using Types = std::vector<Type>;
+Shapes Same(const Shapes& p, const Shapes&, const Shapes&, const Shapes&, const Shapes&, const Shapes&, float, float,
+            float, float, float, const std::vector<float>&) {
+  return {p[0]};
 }
-std::vector<Type> SameType(const Type& p, const Type&, const Type&, const Type&, const Type&, const Type&,
-                           const Type&) {
-  return {p};
-}
+Types SameType(const Types& p, const Types&, const Types&, const Types&, const Types&, const Types&) { return {p[0]}; }
 
 }  // namespace
 
 PD_BUILD_OP(llmsuite_adamw)
-    .Inputs({"parameter", "gradient", "rate", "moment1", "moment2", "power1", "power2"}).Outputs({"updated"})
-    .Attrs({"factor: float", "beta1: float", "beta2: float", "epsilon: float", "decay: float"})
+    .Inputs({paddle::Vec("parameters"), paddle::Vec("gradients"), paddle::Vec("moments1"), paddle::Vec("moments2"),
+             paddle::Vec("powers1"), paddle::Vec("powers2")})
+    .Outputs({"updated"})
+    .Attrs({"rate: float", "factor: float", "beta1: float", "beta2: float", "epsilon: float",
+            "decays: std::vector<float>"})
     .SetKernelFn(PD_KERNEL(AdamW)).SetInferShapeFn(PD_INFER_SHAPE(Same)).SetInferDtypeFn(PD_INFER_DTYPE(SameType));

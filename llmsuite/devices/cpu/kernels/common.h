@@ -1,5 +1,6 @@
 // Helpers of the kernels. All tensors are contiguous and in host memory, and float32 unless a kernel says more.
 #pragma once
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -16,6 +17,27 @@ inline Tensor Floats(std::vector<int64_t> shape, const Tensor& x) { return paddl
 inline void Check(const Tensor& x, const char* name) {
   PD_CHECK(x.is_contiguous(), name, " has gaps; it has to be contiguous");
   PD_CHECK(x.dtype() == paddle::DataType::FLOAT32, name, " has to be float32");
+}
+
+// The numbers of a tensor, which a kernel may write to: a tensor shares its memory with its copies.
+inline float* Data(const Tensor& x, const char* name) {
+  Check(x, name);
+  return const_cast<float*>(x.data<float>());
+}
+
+// A part of one of several tensors, for a thread to pass over.
+struct Chunk {
+  size_t tensor;
+  int64_t begin, end;
+};
+
+inline std::vector<Chunk> Chunks(const std::vector<Tensor>& tensors) {
+  constexpr int64_t kSize = 1 << 14;
+  std::vector<Chunk> chunks;
+  for (size_t i = 0; i < tensors.size(); ++i)
+    for (int64_t begin = 0; begin < tensors[i].numel(); begin += kSize)
+      chunks.push_back({i, begin, std::min(tensors[i].numel(), begin + kSize)});
+  return chunks;
 }
 
 // e^x for a loop that the compiler vectorises: x = n ln 2 + r, e^r by a polynomial (Cephes, expf.c), 2^n by its bits.

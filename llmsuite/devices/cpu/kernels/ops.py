@@ -148,8 +148,8 @@ def bf16_operand_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
 
 
 def bf16_operand(x: Tensor) -> Tensor:
-    """x rounded to bfloat16: half of the memory."""
-    return _run("round_bf16", x)[0]
+    """x rounded to bfloat16: half of the memory. What is rounded already is x itself."""
+    return x if x.dtype == paddle.bfloat16 else _run("round_bf16", x)[0]
 
 
 def bf16_attention_operand(x: Tensor) -> Tensor:
@@ -288,9 +288,11 @@ def stored_write(values: Tensor, matrix: StoredMatrix, first: int, turned: bool)
     _run("stored_write", values, matrix.bytes, matrix.num_outputs, first, turned)
 
 
-def square_sum(x: Tensor, factor: float) -> Tensor:
+def square_sum(tensors: Sequence[Tensor], factor: float) -> Tensor:
     """`ops.square_sum` in one pass, on all threads."""
-    return _run("square_sum", x, factor)[0] if _is_plain(x) else ops.square_sum(x, factor)
+    if not all(_is_plain(x) for x in tensors):
+        return ops.square_sum(tensors, factor)
+    return _run("square_sum", [x.contiguous() for x in tensors], factor)[0]
 
 
 def scale(x: Tensor, factor: float) -> None:
@@ -302,22 +304,24 @@ def scale(x: Tensor, factor: float) -> None:
 
 
 def adamw(
-    parameter: Tensor, gradient: Tensor, factor: float, rate: Tensor, slots: Sequence[Tensor],
-    betas: tuple[float, float], epsilon: float, decay: float,
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], factor: float, rate: float,
+    slots: Sequence[Sequence[Tensor]], betas: tuple[float, float], epsilon: float, decays: Sequence[float],
 ) -> None:  # fmt: skip
-    """An update by AdamW in one pass, on all threads.
+    """Updates by AdamW of at least one parameter in one pass, on all threads.
 
     Args:
-        parameter: float32, like its gradient and moments; it changes, and so do the slots.
-        gradient: of the parameter.
-        factor: what the gradient is multiplied by first.
-        rate: the learning rate, one number.
-        slots: both moments, and both decay rates to the power of this update's number, one number each.
+        parameters: float32, like their gradients and moments; they change, and so do the slots.
+        gradients: of the parameters.
+        factor: what the gradients are multiplied by first.
+        rate: the learning rate.
+        slots: first moments, second moments, and both decay rates to the power of this update's number, one number
+            each; every one as many as parameters.
         betas: decay rates of the moments.
         epsilon: what is added to the root of the second moment.
-        decay: of the weight.
+        decays: of the weights, one for each parameter.
     """
-    _run("adamw", parameter, gradient, rate, *slots, factor, *betas, epsilon, decay)
+    given = [gradient.contiguous() for gradient in gradients]
+    _run("adamw", list(parameters), given, *map(list, slots), rate, factor, *betas, epsilon, list(decays))
 
 
 def _is_plain(x: Tensor) -> bool:
