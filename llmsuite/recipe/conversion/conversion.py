@@ -9,6 +9,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
+from llmsuite.recipe.conversion.kinds import ONE, Kind, check, is_on, is_true, number, wrong
 from llmsuite.recipe.load import recipe_type
 from llmsuite.schema.keys import walk
 from llmsuite.specs import ModelFamily
@@ -67,20 +68,39 @@ class Conversion:
         """The name that users give an argument: what is told of it is told by this."""
         return key
 
-    def take(self, key: str) -> Any:
+    def take(self, key: str, kind: Kind = ONE) -> Any:
+        """The value of an argument; None where it is not given, or says so.
+
+        Raises:
+            UserError: it is not of its kind.
+        """
         value = self.left.pop(self.written(key), None)
-        return None if value in ("", "None", "none", "null") else value
+        if value in ("", "None", "none", "null"):
+            return None
+        check(value, kind, self.place(key))
+        return value
+
+    def place(self, key: str) -> str:
+        """Where an argument is, for messages."""
+        return f"{self.name}: {self.written(key)}"
 
     def number(self, key: str, default: Any) -> Any:
         value = self.take(key)
-        if value is None:
-            return default
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise UserError(f"{self.name}: {self.written(key)} is {value!r}; a number is wanted")
-        return value
+        return default if value is None else number(value, self.place(key))
 
-    def flag(self, key: str) -> bool:
-        return is_true(self.take(key))
+    def whole(self, key: str, default: Any) -> Any:
+        """A whole number, which may be written as 2.0 too."""
+        value = self.number(key, default)
+        if isinstance(value, float) and not value.is_integer():
+            raise wrong(value, "a whole number", self.place(key))
+        return int(value) if isinstance(value, float) else value
+
+    def flag(self, key: str, also: str | None = None) -> bool:
+        """Whether a flag is set. Raises UserError for what says neither yes nor no, nor is a word it knows also."""
+        value = self.take(key)
+        if is_on(value) and not is_true(value) and value != also:
+            raise wrong(value, "true or false", self.place(key))
+        return is_true(value)
 
     def left_out(self, key: str, value: Any, why: str) -> None:
         """An argument that changes nothing of what is trained."""
@@ -97,8 +117,3 @@ class Conversion:
         near = difflib.get_close_matches(key, {k.rpartition(".")[2]: k for k in self.keys}, n=1)
         full = sorted(k for k in self.keys if near and k.rpartition(".")[2] == near[0])
         return f"is not known; nearest key: {full[0]}" if full else "is not known"
-
-
-def is_true(value: Any) -> bool:
-    """Whether a flag is set, in any of the ways it is written."""
-    return value in (True, 1, "true", "1")

@@ -9,18 +9,10 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.recipe.conversion.conversion import Converted
+from llmsuite.recipe.conversion.kinds import is_on
 
 Reason = tuple[str, Any, str]
 """An argument, its value, and why no recipe can follow it."""
-
-
-_OFF: tuple[Any, ...] = (None, False, 0, "", "0", "false", "False", "no", "No", "none", "None", "null", [], {})
-"""Values that say no."""
-
-
-def is_on(value: Any) -> bool:
-    """Whether a value says more than no."""
-    return value not in _OFF
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.conversion.conversion import Conversion, is_true
+from llmsuite.recipe.conversion.conversion import Conversion
 from llmsuite.recipe.conversion.family import preset_of
+from llmsuite.recipe.conversion.kinds import ONE, Kind, is_true, wrong
 from llmsuite.recipe.paddlenlp.refused import DROPOUT
 
 _LOSSES = {"ipo": "ipo_mean"}
@@ -49,7 +51,7 @@ def model(run: Conversion) -> dict[str, Any]:
         run.note(f"model.preset: none is known of {name}; checks need its config.json, in model.weights")
     _extend_positions(run, preset, fresh)
     shape = {f.name for f in dataclasses.fields(run.family.config_cls)} - {"model_type"}
-    config = {key: run.take(key) for key in list(run.left) if key in shape}
+    config = {key: run.take(key, Kind(items=ONE, keys={})) for key in list(run.left) if key in shape}
     if config:
         model["config"] = config
     _refuse_what_models_add(run, preset)
@@ -115,7 +117,7 @@ def data(run: Conversion, own: dict[str, Any]) -> dict[str, Any]:
             raise UserError(f"{run.name}: has no dataset_name_or_path and no train_dataset_path")
         data["train"] = str(train)
         data |= {"eval": str(held_out)} if run.evaluates and held_out else {}
-    lengths = [run.number(key, None) for key in ("max_seq_length", "max_seq_len", "max_length")]
+    lengths = [run.whole(key, None) for key in ("max_seq_length", "max_seq_len", "max_length")]
     data["max_length"] = next((value for value in lengths if value is not None), None) or _LENGTHS.get(
         run.section, 2048
     )
@@ -124,7 +126,7 @@ def data(run: Conversion, own: dict[str, Any]) -> dict[str, Any]:
         data["packing"] = "best_fit"
     if run.flag("dataloader_drop_last"):
         data["drop_last"] = True
-    if workers := run.number("dataloader_num_workers", 0):
+    if workers := run.whole("dataloader_num_workers", 0):
         data["num_workers"] = workers
     return data
 
@@ -179,16 +181,18 @@ def _corpora(run: Conversion, own: dict[str, Any]) -> str:
         raise UserError(f"{run.name}: has no input_dir")
     if len(words) > 1 and len(words) % 2 == 0 and all(_is_number(word) for word in words[::2]):
         first = float(words[0])
+        if first <= 0:
+            raise wrong(given, "a weight above 0 in front of the first corpus", run.place("input_dir"))
         own["mix"] = {path: float(weight) / first for weight, path in zip(words[2::2], words[3::2])}
         words = words[1:2]
     path = Path(words[0])
-    prefixes = sorted(file.with_suffix("") for file in path.glob("*.idx")) if path.is_dir() else []
+    prefixes = sorted(file.with_suffix("") for file in path.glob("*.idx")) if os.path.isdir(path) else []
     if len(prefixes) > 1 and "mix" not in own:  # get_train_data_file: all of them, with weight 1
         own["mix"] = {str(prefix): 1.0 for prefix in prefixes[1:]}
         return str(prefixes[0])
     if len(prefixes) == 1:
         return str(prefixes[0])
-    if path.suffix != "" or len(prefixes) != 0 or not path.with_suffix(".idx").is_file():
+    if path.suffix != "" or len(prefixes) != 0 or not os.path.isfile(f"{path}.idx"):
         run.note(f"data.train: is {path}; it has to be the prefix of one corpus, {path}/NAME for NAME.bin and .idx")
     return str(path)
 
@@ -221,7 +225,7 @@ def stage_section(run: Conversion) -> dict[str, Any]:
 
 
 def lora(run: Conversion) -> dict[str, Any]:
-    wanted, rank = run.flag("lora"), run.number("lora_rank", 8)
+    wanted, rank = run.flag("lora"), run.whole("lora_rank", 8)
     plus, rslora = run.flag("rslora_plus"), run.flag("rslora")
     ratio, alpha = run.number("lora_plus_scale", 1.0), run.number("lora_alpha", 0)
     mixer, dora, mora = run.flag("lora_use_mixer"), run.flag("use_dora"), run.flag("use_mora")
@@ -259,7 +263,7 @@ def lora(run: Conversion) -> dict[str, Any]:
 
 def _lokr(run: Conversion, with_lora: bool) -> dict[str, Any]:
     """`lokr` of run_finetune.py: its `LoKrConfig` gets nothing but the rank, so the scale is 1."""
-    rank = run.number("lokr_dim", 8)
+    rank = run.whole("lokr_dim", 8)
     if run.section != "sft":
         run.refuse("lokr", True, "only run_finetune.py reads it; with another script the whole model is trained")
     if with_lora:
@@ -269,7 +273,7 @@ def _lokr(run: Conversion, with_lora: bool) -> dict[str, Any]:
 
 def _lora_ga(run: Conversion) -> dict[str, Any]:
     """The keys of LoRA-GA."""
-    iterations, gamma = run.number("loraga_init_iters", 32), run.number("loraga_stable_gamma", 64)
+    iterations, gamma = run.whole("loraga_init_iters", 32), run.number("loraga_stable_gamma", 64)
     if run.flag("loraga_gradient_offload"):
         run.left_out("loraga_gradient_offload", True, "nearest key: lora.init_passes")
     if gamma <= 0:
@@ -294,7 +298,7 @@ def prefix(run: Conversion, uses_lora: bool) -> dict[str, Any]:
         run.refuse("prefix_tuning", True, "is for stage sft: prefix.tokens")
     if uses_lora:
         run.refuse("prefix_tuning", True, "beside LoRA: prefix.tokens and lora.rank are not for the same run")
-    found: dict[str, Any] = {"tokens": run.number("num_prefix_tokens", 128)}
+    found: dict[str, Any] = {"tokens": run.whole("num_prefix_tokens", 128)}
     if run.flag("prefix_projection"):
         found["projection"] = True  # as wide as the model, in every script that had it
         width = run.number("prefix_projection_hidden_size", None)
@@ -336,7 +340,7 @@ def checkpoint(run: Conversion, data: Mapping[str, Any], generates: bool) -> dic
         checkpoint["save_steps"] = "epoch"
     elif strategy == "steps":
         checkpoint["save_steps"] = every
-    keep = run.number("save_total_limit", None)
+    keep = run.whole("save_total_limit", None)
     if keep is None:
         run.note("checkpoint.keep_last: the 2 newest are kept, where nothing says how many and theirs keeps all")
     else:
@@ -364,7 +368,7 @@ def checkpoint(run: Conversion, data: Mapping[str, Any], generates: bool) -> dic
 
 def evaluation(run: Conversion, own: dict[str, Any]) -> None:
     """What run_pretrain.py evaluates on, for the stage's section."""
-    size = run.number("per_device_eval_batch_size", BATCH)
+    size = run.whole("per_device_eval_batch_size", BATCH)
     if run.stage == "pretrain" and run.evaluates:
         own["max_eval_samples"] = _EVAL_ITERS * size * run.data_ranks
     else:
@@ -372,4 +376,4 @@ def evaluation(run: Conversion, own: dict[str, Any]) -> None:
 
 
 def _is_number(text: str) -> bool:
-    return re.fullmatch(r"[0-9.]+([eE][-+]?[0-9]+)?", text) is not None
+    return re.fullmatch(r"([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?", text) is not None

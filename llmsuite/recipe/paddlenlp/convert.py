@@ -10,8 +10,9 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
-from llmsuite.recipe.conversion.conversion import Conversion, Converted, check_stage, is_true
+from llmsuite.recipe.conversion.conversion import Conversion, Converted, check_stage
 from llmsuite.recipe.conversion.family import family_of
+from llmsuite.recipe.conversion.kinds import WORDS, is_true
 from llmsuite.recipe.conversion.refuse import Reason, find, joined, left_without, refusal, why_refused
 from llmsuite.recipe.paddlenlp import content, execution
 from llmsuite.recipe.paddlenlp.refused import REFUSED, is_off, refuse_without_training
@@ -132,9 +133,9 @@ def _recipe(run: Conversion) -> dict[str, Any]:
         recipe["prefix"] = prefix
     recipe["checkpoint"] = content.checkpoint(run, recipe["data"], bool(generation))
     recipe["device"] = run.take("device") or run.arguments.device or "gpu"
-    told = str(run.take("report_to") or "")
+    told = str(run.take("report_to", WORDS) or "")
     if named := [name for name in ("visualdl", "tensorboard", "wandb", "swanlab") if name in told]:
         recipe["loggers"] = named
-    recipe["seed"] = run.number("seed", 42)
+    recipe["seed"] = run.whole("seed", 42)
     recipe["output_dir"] = str(run.take("output_dir") or f"runs/{Path(run.name).stem}")
     return {key: value for key, value in recipe.items() if value != {}}

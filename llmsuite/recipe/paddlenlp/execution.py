@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from llmsuite.recipe.conversion.conversion import Conversion, is_true
+from llmsuite.recipe.conversion.conversion import Conversion
+from llmsuite.recipe.conversion.kinds import is_true
 from llmsuite.recipe.paddlenlp.content import BATCH
 from llmsuite.schema.degrees import PER_MACHINE, launch_of
 
@@ -21,9 +22,9 @@ _PRETRAIN_LEAST = 1e-5
 
 def parallel(run: Conversion) -> dict[str, Any]:
     parallel: dict[str, Any] = {}
-    tp, pp = (run.number(f"{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline"))
+    tp, pp = (run.whole(f"{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline"))
     tp, pp = max(tp, 1), max(pp, 1)
-    chunks, schedule = run.number("virtual_pp_degree", 1), str(run.take("pipeline_schedule_mode") or "1F1B")
+    chunks, schedule = run.whole("virtual_pp_degree", 1), str(run.take("pipeline_schedule_mode") or "1F1B")
     if tp > 1:
         parallel["tensor_parallel_degree"] = tp
     if pp > 1:
@@ -36,13 +37,13 @@ def parallel(run: Conversion) -> dict[str, Any]:
     words = str(run.take("sharding") or "").split()
     run.offload = "offload" in words or run.flag("sharding_offload")
     stages = [word for word in words if re.fullmatch(r"stage[123]", word)]
-    degree = max(run.number("sharding_parallel_degree", 1), run.number("sharding_degree", 1), 1)
+    degree = max(run.whole("sharding_parallel_degree", 1), run.whole("sharding_degree", 1), 1)
     if stages:
         parallel["sharding"] = stages[0]
         parallel |= {"sharding_parallel_degree": degree} if degree > 1 else {}
     elif degree > 1:
         run.left_out("sharding_parallel_degree", degree, "sharding is not given, so nothing is cut")
-    experts = run.number("expert_parallel_degree", 1)
+    experts = run.whole("expert_parallel_degree", 1)
     if experts > 1:
         parallel["expert_parallel_degree"] = experts
     if run.flag("sequence_parallel"):
@@ -89,7 +90,7 @@ def launch(run: Conversion, parallel: Mapping[str, Any]) -> dict[str, Any]:
     fixed = math.prod(
         parallel.get(key, 1)
         for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "sharding_parallel_degree")
-    ) * max(1, run.number("data_parallel_degree", 1))
+    ) * max(1, run.whole("data_parallel_degree", 1))
     told, nodes = run.arguments.num_devices, run.arguments.nnodes or 1
     total = run.told_devices or (told * nodes if told else None)
     if total is None:
@@ -109,9 +110,9 @@ def train(run: Conversion, launch: Mapping[str, Any], parallel: dict[str, Any]) 
         run.left_out("sharding", parallel.pop("sharding"), f"there is one data rank on {total} devices")
     elif degree == ranks:
         parallel.pop("sharding_parallel_degree", None)  # all data ranks take part, which is the default
-    micro = run.number("per_device_train_batch_size", BATCH)
-    accumulate = run.number("gradient_accumulation_steps", 1)
-    steps, epochs = run.number("max_steps", -1), run.number("num_train_epochs", 1)
+    micro = run.whole("per_device_train_batch_size", BATCH)
+    accumulate = run.whole("gradient_accumulation_steps", 1)
+    steps, epochs = run.whole("max_steps", -1), run.number("num_train_epochs", 1)
     length = {"max_steps": steps} if steps > 0 else {"num_epochs": max(1, math.ceil(epochs))}
     if steps <= 0 and epochs != length["num_epochs"]:
         run.refuse("num_train_epochs", epochs, "train.num_epochs is whole; max_steps can be any number")

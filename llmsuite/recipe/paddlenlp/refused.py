@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.conversion.conversion import is_true
-from llmsuite.recipe.conversion.refuse import Refusal, find, is_on
+from llmsuite.recipe.conversion.kinds import is_on, is_true
+from llmsuite.recipe.conversion.refuse import Refusal, find
 
 _QUANTISED = "its blocks or scales are others; nearest key: lora.base_dtype, with nf4, fp4 or int8"
 DROPOUT = "models are trained without dropout"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmsuite.data.formats import SHAREGPT_ROLES
 from llmsuite.errors import UserError
-from llmsuite.recipe.conversion.refuse import is_on
+from llmsuite.recipe.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.recipe.suites import axolotl_words, model, trainer
 from llmsuite.recipe.suites.suite import Run, Suite
 
@@ -20,6 +21,18 @@ _ROW_KEYS = {
     "path", "type", "name", "split", "data_files", "ds_type", "field_messages", "message_property_mappings",
     "message_field_role", "message_field_content", "chat_template", "roles_to_train", "train_on_eos",
 }  # fmt: skip
+_DATA_SETS = Kind(
+    one=False,
+    items=Kind(
+        one=False,
+        keys={
+            **dict.fromkeys(_ROW_KEYS - {"type"}, ONE),
+            **dict.fromkeys(("data_files", "roles_to_train"), WORDS),
+            "message_property_mappings": MAPPING,
+        },
+    ),
+)
+"""`datasets`. A `type` that is a mapping makes texts of its own, which is refused."""
 _LENGTH = 512
 _OWN_WORDS = {
     "per_device_train_batch_size": "micro_batch_size", "num_train_epochs": "num_epochs",
@@ -49,7 +62,7 @@ def _recipe(run: Run) -> dict[str, Any]:
                                                     "masters here")  # fmt: skip
     if is_on(run.given("fsdp_config")) and not is_on(run.given("fsdp")):
         run.left["fsdp"] = "full_shard"
-    run.take("fsdp_config")
+    run.take("fsdp_config", ONE_OR_MAPPING)
     parallel = trainer.parallel(run)
     defaults = trainer.Defaults(num_epochs=1, micro_batch_size=1, lr_schedule="cosine", precision=precision)
     recipe: dict[str, Any] = {
@@ -95,7 +108,7 @@ def _read_rate(run: Run) -> None:
 
 
 def _data(run: Run) -> dict[str, Any]:
-    entries = run.take("datasets") or []
+    entries = run.take("datasets", _DATA_SETS) or []
     if not entries:
         raise UserError(f"{run.name}: has no datasets")
     template = run.take("chat_template")
@@ -103,7 +116,7 @@ def _data(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"train": places[0]}
     if len(places) > 1:
         found["mix"] = dict.fromkeys(places[1:])
-    held_out = [_rows(run, "test_datasets", entry, template) for entry in run.take("test_datasets") or []]
+    held_out = [_rows(run, "test_datasets", entry, template) for entry in run.take("test_datasets", _DATA_SETS) or []]
     if len(held_out) > 1:
         run.refuse("test_datasets", f"{len(held_out)} data sets", "data.eval is one; join their rows in a file")
     if held_out:
@@ -112,7 +125,7 @@ def _data(run: Run) -> dict[str, Any]:
         run.refuse("datasets", "field_messages", "data.columns is for all files alike")
     if any(other != templates[0] for other in templates):
         run.refuse("datasets", "chat_template", "data.chat_template is for all files alike")
-    found |= {"columns": columns[0], "max_length": run.number("sequence_len", _LENGTH)}
+    found |= {"columns": columns[0], "max_length": run.whole("sequence_len", _LENGTH)}
     if run.flag("sample_packing"):
         found["packing"] = "best_fit"
         kernel = run.given("attn_implementation")
@@ -126,10 +139,8 @@ def _data(run: Run) -> dict[str, Any]:
     return found | trainer.loading(run)
 
 
-def _rows(run: Run, key: str, entry: Any, template: Any) -> tuple[str, dict[str, str], str]:
+def _rows(run: Run, key: str, entry: Mapping[str, Any], template: Any) -> tuple[str, dict[str, str], str]:
     """Where a data set is, its columns and its chat template."""
-    if not isinstance(entry, dict):
-        raise UserError(f"{run.name}: {key} has {entry!r}; a path and a type are wanted")
     place, kind = str(entry.get("path")), entry.get("type")
     if kind != "chat_template":
         run.refuse(key, f"{place}, type {kind}", "writes its rows in a text of its own; type chat_template is read")
@@ -147,7 +158,7 @@ def _rows(run: Run, key: str, entry: Any, template: Any) -> tuple[str, dict[str,
     if files is not None and not isinstance(files, str):
         run.refuse(key, f"{place}, data_files", "data.train is one file; name each as a data set")
     options = f"split={entry.get('split') or 'train'}" + (f"&config={entry['name']}" if entry.get("name") else "")
-    if Path(place).suffix in (".json", ".jsonl", ".parquet", ".csv") or Path(place).exists():
+    if Path(place).suffix in (".json", ".jsonl", ".parquet", ".csv") or os.path.exists(place):
         where = place
     else:
         where = f"hf:{place}/{files}" if isinstance(files, str) else f"hf:{place}?{options}"
@@ -169,7 +180,7 @@ def _columns(run: Run, key: str, entry: Mapping[str, Any]) -> dict[str, str]:
 
 def _check_ends(run: Run, template: str) -> None:
     """Tokens that end a turn are those of the template, and none is made the end of a sequence."""
-    ends, tokens = run.take("eot_tokens"), run.take("special_tokens") or {}
+    ends, tokens = run.take("eot_tokens", LIST), run.take("special_tokens", MAPPING) or {}
     if ends and ends != [_ENDS.get(template)]:
         run.refuse("eot_tokens", ", ".join(map(str, ends)), "what ends an answer is read from the chat template")
     if odd := sorted(set(tokens) - {"pad_token"}):
@@ -200,7 +211,7 @@ def _checkpoint(run: Run, has_eval: bool, defaults: trainer.Defaults) -> dict[st
 def _lora(run: Run, adapter: str, four: bool, eight: bool) -> dict[str, Any]:
     if adapter not in ("lora", "qlora"):
         run.refuse("adapter", adapter, "lora.method has lora, mixer, dora, mora, vera and lokr")
-    rank, alpha = run.number("lora_r", None), run.number("lora_alpha", None)
+    rank, alpha = run.whole("lora_r", None), run.number("lora_alpha", None)
     if rank is None or alpha is None:
         raise UserError(f"{run.name}: has an adapter and no lora_r or no lora_alpha")
     found: dict[str, Any] = {"rank": rank, "alpha": float(alpha)}
@@ -213,13 +224,13 @@ def _lora(run: Run, adapter: str, four: bool, eight: bool) -> dict[str, Any]:
     if ratio := run.number("loraplus_lr_ratio", None):
         found["lora_plus_ratio"] = float(ratio)
     if run.flag("lora_target_linear"):
-        run.take("lora_target_modules")
+        run.take("lora_target_modules", WORDS)
         found |= model.target_modules(run, "lora_target_linear", ("all-linear",), "all-linear")
     else:
         if not run.given("lora_target_modules"):
             run.refuse("lora_target_modules", "not given", "name the matrices, or set lora_target_linear")
         found |= model.target_modules(run, "lora_target_modules", ("all-linear",))
-    options = run.take("bnb_config_kwargs") or {}
+    options = run.take("bnb_config_kwargs", MAPPING) or {}
     kind = ("bnb_config_kwargs.bnb_4bit_quant_type", str(options.get("bnb_4bit_quant_type", "nf4")))
     doubled = ("bnb_config_kwargs.bnb_4bit_use_double_quant", bool(options.get("bnb_4bit_use_double_quant", True)))
     return found | model.bits(run, four, ("load_in_8bit", eight), kind, doubled)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from llmsuite.recipe.conversion.refuse import Refusal, is_on
+from llmsuite.recipe.conversion.kinds import is_on
+from llmsuite.recipe.conversion.refuse import Refusal
 from llmsuite.recipe.suites import trainer
 
 _ONE = "would make other data ranks; nearest key: section parallel"
@@ -18,7 +19,8 @@ def _is_more_than_one(value: Any) -> bool:
 
 
 def _changes_the_job(plugins: Any) -> bool:
-    return any(str(name).rpartition(".")[2] not in _HARMLESS for name in plugins or [])
+    named = plugins if isinstance(plugins, list) else [plugins]
+    return any(str(name).rpartition(".")[2] not in _HARMLESS for name in named if is_on(name))
 
 
 REFUSED: Mapping[str, Refusal] = {

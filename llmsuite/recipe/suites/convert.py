@@ -11,7 +11,8 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.conversion import check_stage
 from llmsuite.recipe.conversion.family import family_of
-from llmsuite.recipe.conversion.refuse import Reason, find, is_on, joined, left_without, refusal, why_refused
+from llmsuite.recipe.conversion.kinds import is_on
+from llmsuite.recipe.conversion.refuse import Reason, find, joined, left_without, refusal, why_refused
 from llmsuite.recipe.document import JSONC, YAML
 from llmsuite.recipe.source import parse_json, read_text
 from llmsuite.recipe.suites.suite import Report, Run, Suite

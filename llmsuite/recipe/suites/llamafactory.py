@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.conversion.refuse import is_on
+from llmsuite.recipe.conversion.kinds import is_on
 from llmsuite.recipe.suites import llamafactory_data, llamafactory_words, model, trainer
 from llmsuite.recipe.suites.suite import Run, Suite
 
@@ -47,7 +47,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     run.take("stage")
     own = _own_section(run)
     parallel = trainer.parallel(run) | _megatron(run)
-    run.hinted_devices = run.number("ray_num_workers", None)
+    run.hinted_devices = run.whole("ray_num_workers", None)
     data = _data(run)
     if run.section == "pretrain" and data["train"].endswith(".txt"):
         own["documents"] = "lines"
@@ -85,7 +85,7 @@ def _megatron(run: Run) -> dict[str, Any]:
         why = "adapters of its Megatron engines are on joined matrices, of queries, keys and values, and of gate and up"
         run.refuse("tensor_model_parallel_size", run.given("tensor_model_parallel_size"), why)
     for theirs, ours in (("tensor_model", "tensor"), ("pipeline_model", "pipeline"), ("expert_model", "expert")):
-        degree = run.number(f"{theirs}_parallel_size", 1)
+        degree = run.whole(f"{theirs}_parallel_size", 1)
         found |= {f"{ours}_parallel_degree": degree} if degree > 1 else {}
     if run.flag("sequence_parallel") and "tensor_parallel_degree" in found:
         found["sequence_parallel"] = True
@@ -136,7 +136,7 @@ def _own_section(run: Run) -> dict[str, Any]:
 
 
 def _data(run: Run) -> dict[str, Any]:
-    length = run.number("cutoff_len", 2048)
+    length = run.whole("cutoff_len", 2048)
     if run.section == "pretrain":
         if run.take("packing") is False:
             run.refuse("packing", False, "samples are cut from the documents joined together")
@@ -181,7 +181,7 @@ def _template(run: Run) -> dict[str, Any]:
 
 
 def _lora(run: Run) -> dict[str, Any]:
-    rank = run.number("lora_rank", 8)
+    rank = run.whole("lora_rank", 8)
     found: dict[str, Any] = {"rank": rank, "alpha": float(run.number("lora_alpha", 0) or 2 * rank)}
     if run.flag("use_dora"):
         found["method"] = "dora"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmsuite.data.formats import MEDIA, SHAREGPT_ROLES
 from llmsuite.errors import UserError
+from llmsuite.recipe.conversion.kinds import MAPPING, ONE, Kind, check
 from llmsuite.recipe.suites.suite import Run
 
 _DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
@@ -23,6 +25,7 @@ _SPEAKERS = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag"
 _PAIRS = ("dpo", "rm")
 _REMOTE = "REMOTE:"
 """In front of a data set of Hugging Face whose dataset_info.json is read."""
+_DATA_SET = Kind(one=False, keys={"columns": MAPPING, "tags": MAPPING}, others=ONE)
 Columns = dict[str, str]
 
 
@@ -86,7 +89,7 @@ def _data_set(run: Run, key: str, name: str) -> _DataSet:
     if directory == "ONLINE":
         return _DataSet(name, f"hf:{name}?split=train", _columns(run, key, name, {}))
     index = Path(directory) / "dataset_info.json"
-    if not index.is_file():
+    if not os.path.isfile(index):
         place = f"{directory.replace(_REMOTE, 'hf:')}/{name}.json"
         run.note(f"data.train: {index} is not here, which says where {name} is and which columns it has; taken for "
                  f"{place} in one of the formats of `llmsuite list formats`")  # fmt: skip
@@ -97,6 +100,7 @@ def _data_set(run: Run, key: str, name: str) -> _DataSet:
         raise UserError(f"{index}: cannot be read as JSON: {error}") from error
     if not isinstance(entry, dict):
         raise UserError(f"{run.name}: {index} has no data set {name}")
+    check(entry, _DATA_SET, f"{index}: {name}")
     for word, why in (("num_samples", "draws rows at random"), ("folder", "is a directory within a data set")):
         if entry.get(word) is not None:
             run.refuse(key, name, f"its {word} {why}; write the rows into a file")
@@ -112,7 +116,7 @@ def _place(run: Run, name: str, entry: Mapping[str, Any], index: Path) -> str:
         if word in entry:
             return f"{hub}:{entry[word]}?{'&'.join(options)}"
     if "file_name" in entry:
-        return str(Path(_directory(run)) / entry["file_name"])  # an absolute one stays as it is
+        return str(Path(_directory(run)) / str(entry["file_name"]))  # an absolute one stays as it is
     raise UserError(f"{run.name}: data set {name} of {index} is neither a file nor on Hugging Face or ModelScope")
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.conversion.refuse import is_on
+from llmsuite.recipe.conversion.kinds import is_on
 from llmsuite.recipe.suites import model, paddleformers_words, trainer
 from llmsuite.recipe.suites.suite import Run, Suite
 
@@ -94,7 +94,7 @@ def _expert_ranks(run: Run) -> int:
     """Over how many ranks of a pipeline stage experts are divided. So many must be there, with experts or without."""
     found = 1
     for key in ("expert_model_parallel_size", "expert_parallel_degree"):
-        degree = run.number(key, None)
+        degree = run.whole(key, None)
         if degree is not None:
             found = max(found, int(degree))
             run.left_out(key, degree, paddleformers_words.EXPERTS)
@@ -109,7 +109,7 @@ def _parallel(run: Run) -> dict[str, Any]:
         (("pipeline_model_parallel_size", "pipeline_parallel_degree"), "pipeline_parallel_degree"),
         (("sharding_parallel_size", "sharding_parallel_degree"), "sharding_parallel_degree"),
     ):
-        degree = max(run.number(name, 1) for name in names)
+        degree = max(run.whole(name, 1) for name in names)
         degrees.append(max(1, int(degree)))
         found |= {ours: degree} if degree > 1 else {}
     words = str(run.take("sharding") or ("stage1" if degrees[2] > 1 else "")).split()
@@ -169,11 +169,11 @@ def _data(run: Run) -> dict[str, Any]:
             run.refuse(key, ", ".join(paths), "files are mixed by probability; join their rows in one file")
         found |= {ours: paths[0]} if paths else {}
         share = run.take(key.replace("_path", "_prob"))
-        if share is not None and len(paths) == 1 and float(share) != 1:
+        if share is not None and len(paths) == 1 and str(share) not in ("1", "1.0"):
             run.refuse(key.replace("_path", "_prob"), share, "one file is read whole")
     if "train" not in found:
         raise UserError(f"{run.name}: has no train_dataset_path; name the file of rows by it")
-    found["max_length"] = run.number("max_seq_len", _LENGTH)
+    found["max_length"] = run.whole("max_seq_len", _LENGTH)
     packs = run.flag("packing")
     if run.section == "pretrain":
         if not packs:
@@ -224,7 +224,7 @@ def _own_section(run: Run) -> dict[str, Any]:
 
 
 def _lora(run: Run) -> dict[str, Any]:
-    rank, plus = run.number("lora_rank", 8), run.flag("rslora_plus")
+    rank, plus = run.whole("lora_rank", 8), run.flag("rslora_plus")
     rslora, ratio = run.flag("rslora") or plus, run.number("lora_plus_scale", 1.0)
     found: dict[str, Any] = {"rank": rank, "alpha": 4.0 if rslora else 2.0 * rank}
     if (alpha := run.take("lora_alpha")) not in (None, -1, found["alpha"]):

@@ -12,6 +12,7 @@ from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.conversion.arguments import Arguments
 from llmsuite.recipe.conversion.conversion import Conversion, Converted
+from llmsuite.recipe.conversion.kinds import WORDS
 from llmsuite.recipe.conversion.refuse import Refusal
 from llmsuite.specs import ModelFamily
 
@@ -92,7 +93,7 @@ class Run(Conversion):
 
     def words(self, key: str) -> list[str]:
         """Several values: a list, or a text with commas."""
-        value = self.take(key)
+        value = self.take(key, WORDS)
         if value is None:
             return []
         listed = value if isinstance(value, list) else str(value).split(",")

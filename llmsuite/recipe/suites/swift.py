@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.recipe.conversion.arguments import read_command
-from llmsuite.recipe.conversion.refuse import is_on
+from llmsuite.recipe.conversion.kinds import ONE_OR_MAPPING, is_on
 from llmsuite.recipe.suites import model, swift_words, trainer
 from llmsuite.recipe.suites.suite import Run, Suite
 
@@ -94,7 +95,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         run.refuse(word, kind, "without deepspeed it trains parameters in 16 bits; they have float32 masters "
                                "here")  # fmt: skip
     parallel = trainer.parallel(run)
-    ranks, machines = run.number("NPROC_PER_NODE", 0), run.number("NNODES", 1)
+    ranks, machines = run.whole("NPROC_PER_NODE", 0), run.whole("NNODES", 1)
     run.hinted_devices = ranks * machines or None
     recipe: dict[str, Any] = {
         "stage": run.stage,
@@ -155,7 +156,7 @@ def _data(run: Run, hub: str) -> dict[str, Any]:
         found["eval"] = held_out[0]
         if len(held_out) > 1:
             run.refuse("val_dataset", ", ".join(held_out), "data.eval is one; join their rows in a file")
-    if columns := run.take("columns"):
+    if columns := run.take("columns", ONE_OR_MAPPING):
         run.refuse("columns", columns, "renames columns of each data set before it is recognised; nearest key: "
                                        "data.columns")  # fmt: skip
     found["max_length"] = _length(run)
@@ -181,7 +182,7 @@ def _place(run: Run, key: str, word: str, hub: str) -> str:
         run.refuse(key, word, "draws rows at random; write them into a file, or leave out #COUNT")
     prefix = next((given for given in ("HF::", "MS::") if name.startswith(given)), "")
     name, hub = name.removeprefix(prefix), {"HF::": "hf:", "MS::": "ms:"}.get(prefix, hub or "hf:")
-    if name.startswith((".", "/", "~")) or Path(name).suffix in (".jsonl", ".json", ".csv") or Path(name).exists():
+    if name.startswith((".", "/", "~")) or Path(name).suffix in (".jsonl", ".json", ".csv") or os.path.exists(name):
         return name
     name, _, subset = name.partition(":")
     if name == "swift/self-cognition":
@@ -191,7 +192,7 @@ def _place(run: Run, key: str, word: str, hub: str) -> str:
 
 
 def _length(run: Run) -> int:
-    given = run.number("max_length", None)
+    given = run.whole("max_length", None)
     if given is not None:
         return int(given)
     if run.preset is None:
@@ -219,7 +220,7 @@ def _own_section(run: Run) -> dict[str, Any]:
     if scale not in (None, usual):
         run.refuse("loss_scale", scale, "every token that the assistant says counts alike")
     if run.section == "sft":
-        if loss := run.take("loss_type"):
+        if loss := run.words("loss_type"):
             run.refuse("loss_type", ", ".join(loss), "every supervised token weighs the same")
         return {"truncate": True} if strategy == "right" else {}
     if run.section == "rm":
@@ -242,7 +243,7 @@ def _own_section(run: Run) -> dict[str, Any]:
 
 
 def _lora(run: Run) -> dict[str, Any]:
-    found: dict[str, Any] = {"rank": run.number("lora_rank", 8), "alpha": float(run.number("lora_alpha", 32))}
+    found: dict[str, Any] = {"rank": run.whole("lora_rank", 8), "alpha": float(run.number("lora_alpha", 32))}
     if dropout := run.number("lora_dropout", 0.05):
         found["dropout"] = float(dropout)
     if run.flag("use_rslora"):

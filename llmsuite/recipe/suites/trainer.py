@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.conversion.refuse import Refusal, is_on
+from llmsuite.recipe.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on, number, wrong
+from llmsuite.recipe.conversion.refuse import Refusal
 from llmsuite.recipe.suites.suite import Run
 from llmsuite.schema.degrees import launch_of
 
@@ -40,11 +42,11 @@ class Defaults:
 def parallel(run: Run) -> dict[str, Any]:
     """The strategy of DeepSpeed's or FSDP's arguments. It changes no number."""
     offload, stage = False, None
-    deepspeed, fsdp = run.take("deepspeed"), run.take("fsdp")
+    deepspeed, fsdp = run.take("deepspeed", ONE_OR_MAPPING), run.take("fsdp", WORDS)
     if is_on(deepspeed):
         stage, offload = _deepspeed(run, deepspeed)
     if is_on(fsdp):
-        words = " ".join(fsdp) if isinstance(fsdp, list) else str(fsdp)
+        words = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp)
         found = next((known for known in ("full_shard", "shard_grad_op") if known in words), "full_shard")
         stage, offload = _STAGES[found], "offload" in words
     run.offload = offload
@@ -54,7 +56,7 @@ def parallel(run: Run) -> dict[str, Any]:
 def _deepspeed(run: Run, given: Any) -> tuple[str | None, bool]:
     """ZeRO's stage and whether the optimizer is in host memory: from the file if it is here, else from its name."""
     config = given if isinstance(given, dict) else None
-    if config is None and Path(str(given)).is_file():
+    if config is None and os.path.isfile(str(given)):
         try:
             config = json.loads(Path(str(given)).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -109,7 +111,7 @@ def launch(run: Run) -> dict[str, Any]:
 def engine(run: Run, defaults: Defaults) -> dict[str, Any]:
     """Precision and recomputation."""
     told = {kind: run.given(kind) for kind in ("bf16", "fp16")}
-    bf16, fp16 = run.flag("bf16"), run.flag("fp16")
+    bf16, fp16 = run.flag("bf16", "auto"), run.flag("fp16", "auto")
     if bf16 or told["bf16"] == "auto":
         precision = "bf16"
     else:
@@ -128,12 +130,14 @@ def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], default
     ranks = run.data_ranks = max(1, total // cut)
     if ranks == 1 and "sharding" in parallel:
         run.note(f"parallel.sharding: {parallel.pop('sharding')} is left out, as there is one data rank")
-    micro = run.number("per_device_train_batch_size", defaults.micro_batch_size)
-    accumulate = run.number("gradient_accumulation_steps", defaults.accumulate)
+    micro = run.whole("per_device_train_batch_size", defaults.micro_batch_size)
+    accumulate = run.whole("gradient_accumulation_steps", defaults.accumulate)
     train: dict[str, Any] = _length(run, defaults)
     train |= {"global_batch_size": micro * accumulate * ranks, "micro_batch_size": micro}
-    train["learning_rate"] = float(run.number("learning_rate", defaults.learning_rate))
-    train |= _schedule(run, train["learning_rate"], train.get("max_steps"), defaults)
+    rate = train["learning_rate"] = float(run.number("learning_rate", defaults.learning_rate))
+    if rate <= 0:
+        raise wrong(rate, "a number above 0", run.place("learning_rate"))
+    train |= _schedule(run, rate, train.get("max_steps"), defaults)
     for key, default in (("weight_decay", defaults.weight_decay), ("adam_beta1", 0.9),
                          ("adam_beta2", defaults.adam_beta2), ("adam_epsilon", 1e-8)):  # fmt: skip
         value = run.number(key, default)
@@ -152,7 +156,7 @@ def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], default
 
 
 def _length(run: Run, defaults: Defaults) -> dict[str, Any]:
-    steps, epochs = run.number("max_steps", -1), run.number("num_train_epochs", defaults.num_epochs)
+    steps, epochs = run.whole("max_steps", -1), run.number("num_train_epochs", defaults.num_epochs)
     if steps > 0:
         if run.given("num_train_epochs") is not None:
             run.left_out("num_train_epochs", epochs, "max_steps is given, which counts")
@@ -165,7 +169,7 @@ def _length(run: Run, defaults: Defaults) -> dict[str, Any]:
 def _schedule(run: Run, rate: float, steps: int | None, defaults: Defaults) -> dict[str, Any]:
     """The schedule and its warm-up, whose first step has rate 0."""
     kind = str(run.take("lr_scheduler_type") or defaults.lr_schedule)
-    options = run.take("lr_scheduler_kwargs") or {}
+    options = run.take("lr_scheduler_kwargs", ONE_OR_MAPPING) or {}
     options = dict(options) if isinstance(options, dict) else options
     schedule = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}.get(kind, kind)
     if schedule not in ("constant", "linear", "cosine"):
@@ -173,8 +177,8 @@ def _schedule(run: Run, rate: float, steps: int | None, defaults: Defaults) -> d
         schedule = "linear"
     found: dict[str, Any] = {"lr_schedule": schedule}
     if kind == "cosine_with_min_lr" and isinstance(options, dict):
-        least = options.pop("min_lr", None)
-        share = options.pop("min_lr_rate", None) if least is None else least / rate
+        least = _option(run, options, "min_lr")
+        share = _option(run, options, "min_lr_rate") if least is None else least / rate
         found |= {"min_lr_ratio": float(f"{share:.6g}")} if share else {}
     if options:
         run.refuse("lr_scheduler_kwargs", options, f"train has no such keys for {kind}")
@@ -189,6 +193,12 @@ def _schedule(run: Run, rate: float, steps: int | None, defaults: Defaults) -> d
         count = math.ceil(ratio * steps)
     warm = {"warmup_steps": count} if count > 0 else {"warmup_ratio": float(ratio)}
     return found | warm | {"warmup_from_zero": True}
+
+
+def _option(run: Run, options: dict[str, Any], key: str) -> Any:
+    """A number of `lr_scheduler_kwargs`, taken off them; None where there is none."""
+    value = options.pop(key, None)
+    return None if value is None else number(value, f"{run.place('lr_scheduler_kwargs')}.{key}")
 
 
 def evaluates(run: Run, train: dict[str, Any]) -> bool:
@@ -226,7 +236,7 @@ def checkpoint(run: Run, has_eval: bool, defaults: Defaults) -> dict[str, Any]:
         found["save_steps"] = every or defaults.save_steps
     elif kind != "no" and every is not None:
         run.note(f"checkpoint.save_steps: is left out, as a share of the steps ({every}) has no key")
-    keep = run.number("save_total_limit", None)
+    keep = run.whole("save_total_limit", None)
     if keep is None:
         run.note("checkpoint.keep_last: the 2 newest are kept, where nothing says how many and theirs keeps all")
     else:
@@ -248,7 +258,7 @@ def loading(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if run.flag("dataloader_drop_last"):
         found["drop_last"] = True
-    if workers := run.number("dataloader_num_workers", 0):
+    if workers := run.whole("dataloader_num_workers", 0):
         found["num_workers"] = workers
     return found
 
@@ -256,11 +266,11 @@ def loading(run: Run) -> dict[str, Any]:
 def ends(run: Run) -> dict[str, Any]:
     """Device, loggers, seed and output directory."""
     found: dict[str, Any] = {"device": "cpu" if run.flag("use_cpu") else "gpu"}
-    told = run.take("report_to")
-    words = " ".join(told) if isinstance(told, list) else str(told or "")
+    told = run.take("report_to", WORDS)
+    words = " ".join(map(str, told)) if isinstance(told, list) else str(told or "")
     if named := [name for name in _LOGGERS if name in words]:
         found["loggers"] = named
-    found["seed"] = run.number("seed", 42)
+    found["seed"] = run.whole("seed", 42)
     found["output_dir"] = str(run.take("output_dir") or f"runs/{Path(run.name).stem}")
     return found
 

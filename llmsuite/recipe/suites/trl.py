@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.conversion.refuse import is_on
+from llmsuite.recipe.conversion.kinds import WORDS, is_on
 from llmsuite.recipe.suites import model, trainer, trl_data, trl_words
 from llmsuite.recipe.suites.suite import Run, Suite
 
@@ -41,7 +41,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     adapters = run.flag("use_peft")
     defaults = trainer.Defaults(learning_rate=_RATES[run.section], recompute=True, precision="bf16")
     parallel = trainer.parallel(run) | _accelerate(run)
-    run.hinted_devices = run.number("num_processes", None)
+    run.hinted_devices = run.whole("num_processes", None)
     recipe: dict[str, Any] = {
         "stage": run.stage,
         "source": f"TRL {run.name}",
@@ -124,7 +124,7 @@ def _own_section(run: Run) -> dict[str, Any]:
     own: dict[str, Any] = {"beta": float(run.number("beta", 0.1))}
     losses = _LOSSES[run.section]
     first = next(iter(losses))
-    told_loss = run.take("loss_type") or first
+    told_loss = run.take("loss_type", WORDS) or first
     kinds = told_loss if isinstance(told_loss, list) else [told_loss]
     if len(kinds) != 1 or kinds[0] not in losses:
         run.refuse("loss_type", told_loss, f"{run.section}.loss has {', '.join(losses)} of TRL's")
@@ -145,7 +145,7 @@ def _own_section(run: Run) -> dict[str, Any]:
 
 
 def _lora(run: Run) -> dict[str, Any]:
-    rank, alpha = run.number("lora_r", 16), run.number("lora_alpha", 32)
+    rank, alpha = run.whole("lora_r", 16), run.number("lora_alpha", 32)
     found: dict[str, Any] = {"rank": rank, "alpha": float(alpha)}
     if dropout := run.number("lora_dropout", 0.05):
         found["dropout"] = float(dropout)

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.recipe.conversion.refuse import is_on
+from llmsuite.recipe.conversion.kinds import LIST, ONE, Kind, is_on
 from llmsuite.recipe.suites.suite import Run
 
 _KNOWN = ("path", "name", "split", "data_files", "columns")
+_PARTS = Kind(one=False, items=Kind(keys={
+    **dict.fromkeys(_KNOWN, ONE), "data_files": Kind(items=ONE, keys={}), "columns": LIST,
+}))  # fmt: skip
+"""`datasets`."""
 
 
 def rows(run: Run) -> dict[str, Any]:
     """The keys of section `data` that name files and their columns."""
-    parts = run.take("datasets") or []
+    parts = run.take("datasets", _PARTS) or []
     train, test = (run.take(f"dataset_{kind}_split") or kind for kind in ("train", "test"))
     name, config = run.take("dataset_name"), run.take("dataset_config")
     if parts:
         return _mixture(run, [part if isinstance(part, dict) else {"path": str(part)} for part in parts])
     if name is None:
         raise UserError(f"{run.name}: has no dataset_name and no datasets")
-    if Path(str(name)).exists():
+    if os.path.exists(str(name)):
         return {"train": _split(run, Path(str(name)), train), **_held_out(run, Path(str(name)), test)}
     more = f"&config={config}" if config else ""
     return {"train": f"hf:{name}?split={train}{more}", "eval": f"hf:{name}?split={test}{more}"}
@@ -56,6 +61,8 @@ def _mixture(run: Run, parts: list[dict[str, Any]]) -> dict[str, Any]:
         if odd := sorted(set(part) - {*_KNOWN}):
             run.refuse("datasets", ", ".join(odd), "data.train and data.mix take whole rows of a split")
     places = [place for part in parts for place in _places(run, part)]
+    if not places:
+        raise UserError(f"{run.name}: datasets names no files: its data_files are empty")
     columns = [part.get("columns") for part in parts]
     if any(chosen != columns[0] for chosen in columns):
         run.refuse("datasets", "columns", "data.columns is for all files alike")
@@ -75,6 +82,6 @@ def _places(run: Run, part: dict[str, Any]) -> list[str]:
         run.refuse("datasets", "data_files", "data.train and data.mix name files without splits")
         return [", ".join(map(str, files))]
     if files is not None:
-        return [str(file) for file in ([files] if isinstance(files, str) else files)]
+        return [str(file) for file in (files if isinstance(files, list) else [files])]
     config = f"&config={part['name']}" if part.get("name") else ""
     return [f"hf:{part.get('path')}?split={part.get('split') or 'train'}{config}"]

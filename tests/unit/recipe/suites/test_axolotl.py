@@ -96,7 +96,7 @@ def test_adapters(converted: Converted) -> None:
         ({**BARE, "datasets": [{**ROWS, "chat_template": "gemma"}]}, "chat_template = gemma"),
         ({**BARE, "datasets": [ROWS, {**ROWS, "path": "b", "field_messages": "c"}]}, "data.columns is for all"),
         ({**BARE, "datasets": [ROWS, {**ROWS, "path": "b", "chat_template": "chatml"}]}, "data.chat_template is for"),
-        ({**BARE, "datasets": ["a"]}, "a path and a type are wanted"),
+        ({**BARE, "datasets": ["a"]}, "a mapping {key: value} is wanted"),
         ({**BARE, "datasets": None}, "has no datasets"),
         ({**BARE, "test_datasets": [ROWS, ROWS]}, "data.eval is one"),
         ({**BARE, "test_datasets": [ROWS], "evals_per_epoch": 4}, "evals_per_epoch = 4"),
