@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,8 @@ def _run(args: Any, registry: Registry) -> int:
 
     paths = [Path(path) for path in args.runs]
     if args.action == "list":
+        if odd := [name for name in args.runs if not os.path.isdir(name)]:
+            raise UserError(f"runs list: there is no directory {odd[0]}; name one that runs are in or below")
         found = [run for path in paths or [Path("runs")] for run in find_runs(path)]
         _print(("run", "stage", "status", "step", "loss", "tokens/s"), [_line(path) for path in found])
         return 0

@@ -65,8 +65,15 @@ def pinned(given: str, kind: Kind = "model") -> str:
 
 
 def known_pins() -> dict[str, str]:
-    found = json.loads(os.environ.get(PINS) or "{}")
-    return dict(found)
+    """The pinned names. Raises UserError where the variable was set by hand, and not as `pin` does."""
+    told = os.environ.get(PINS) or "{}"
+    try:
+        found = json.loads(told)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UserError(f"{PINS} is {told[:80]!r}; the launcher sets it for its ranks, as JSON of names: unset it")
+    return found
 
 
 def cached(name: HubName, want: Want, kind: Kind = "model") -> Fetched | None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.errors import UserError
+from llmsuite.hub.here import PINS, known_pins
 from llmsuite.hub.names import HUBS, ORDER, HubName, hub_name, hub_order
 
 WORDS = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,9}", fullmatch=True)
@@ -70,3 +71,10 @@ def test_order(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ORDER, "hf,github")
     with pytest.raises(UserError, match="LLMSUITE_HUBS: 'github' is no hub; known: hf, ms, aistudio"):
         hub_order()
+
+
+@pytest.mark.parametrize("told", ["x", "[1]", '{"model a": 1}', "3"])
+def test_pins_that_the_launcher_did_not_write(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PINS, told)
+    with pytest.raises(UserError, match=f"{PINS} is .*: unset it"):
+        known_pins()

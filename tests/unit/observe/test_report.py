@@ -347,8 +347,11 @@ def test_runs_are_listed_shown_and_compared(tmp_path: Path, capsys: Capsys) -> N
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert ["status", "ended", "hung"] in rows
     assert ["train.learning_rate", "0.001", "0.5"] in rows
-    assert main(["runs", "list", str(tmp_path / "nowhere")]) == 0
+    (tmp_path / "empty").mkdir()
+    assert main(["runs", "list", str(tmp_path / "empty")]) == 0
     assert capsys.readouterr().out == "no runs\n"
+    assert main(["runs", "list", str(tmp_path / "nowhere"), str(tmp_path)]) == 2
+    assert f"there is no directory {tmp_path / 'nowhere'}; name one" in capsys.readouterr().err
     assert main(["runs", "compare", str(one)]) == 2
     assert main(["runs", "show"]) == 2
 
