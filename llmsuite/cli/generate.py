@@ -104,14 +104,14 @@ def add_arguments(parser: Any) -> None:
 def run(args: Any, registry: Registry) -> int:
     settle_degrees(args)
     _check(args)
-    from llmsuite.cli.model import check_precision
+    from llmsuite.cli.model import check_ranks
     from llmsuite.cli.places import check_files, find_model_arguments
     from llmsuite.launch.launch import is_worker
 
     check_files(args, ("input",))
     find_model_arguments(args)
     if args.num_devices > 1 and not is_worker():
-        check_precision(args, registry)
+        check_ranks(args, registry)
         return launch_ranks(args, registry)
     from llmsuite.cli.model import open_generator
     from llmsuite.inference.prompts import Prompter

@@ -118,10 +118,25 @@ def check_refreshable(where: Path, source: ModelDirectory) -> None:
         )
 
 
-def check_precision(args: Any, registry: Registry) -> None:
-    """Raise UserError for a precision that ranks would refuse, before they are started."""
+def check_ranks(args: Any, registry: Registry) -> None:
+    """Raise UserError for a precision or a number of ranks that ranks would refuse, before they are started. Imports no
+    Paddle: of files without a config.json they tell it themselves."""
     if args.device in registry.devices:
         stored_precision(args, registry.devices[args.device].factory())
+    if args.engine == "static":
+        return
+    from llmsuite.checkpoint.adapter_base import base_path
+    from llmsuite.checkpoint.directory import find_adapter, find_model, is_run
+    from llmsuite.checkpoint.model_dir import read_config
+    from llmsuite.cli.export import find_weights
+    from llmsuite.inference.load import check_cut
+
+    place = find_weights(Path(args.model))
+    if (adapter := find_adapter(place)) is not None:
+        place = Path(args.base) if args.base else base_path(adapter)
+    place = Path(args.config) if args.config else find_model(place) if is_run(place) else place
+    if (place / "config.json").is_file():
+        check_cut(*read_config(place, registry.models), settle_degrees(args))
 
 
 def stored_precision(args: Any, backend: DeviceBackend, refreshable: bool = False) -> str | None:

@@ -97,7 +97,7 @@ def run(args: Any, registry: Registry) -> int:
         import uvicorn  # noqa: F401
     except ImportError as error:
         raise UserError(f"serve: {error.name} is missing; install it with: {install_command('serve')}") from error
-    from llmsuite.cli.model import check_precision, open_generator
+    from llmsuite.cli.model import check_ranks, open_generator
     from llmsuite.cli.places import find_model_arguments
     from llmsuite.launch.launch import is_worker
 
@@ -108,7 +108,7 @@ def run(args: Any, registry: Registry) -> int:
     find_model_arguments(args)
     adapters = _adapters(args, names)
     if args.num_devices > 1 and not is_worker():
-        check_precision(args, registry)
+        check_ranks(args, registry)
         return launch_ranks(args, registry)
     opened = open_generator(args, registry, refreshable=args.rl, adapters=adapters)
     if not opened.speaks:

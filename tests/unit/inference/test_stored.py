@@ -343,6 +343,19 @@ def test_what_cannot_be_stored_is_refused_by_name(
     assert why in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["generate", "--prompt", "Hi"], ["serve", "--port", "0"]])
+def test_ranks_that_cannot_share_a_model_are_refused_before_they_start(
+    command: list[str], tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def start(*_: Any) -> int:
+        raise AssertionError("ranks were started")
+
+    monkeypatch.setattr(f"llmsuite.cli.{command[0]}.launch_ranks", start)
+    model = write_family(tmp_path / "model", "llama")
+    assert main([command[0], str(model), *command[1:], "--num_devices", "3"]) == 2
+    assert "--num_devices is 3, which does not divide num_attention_heads" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("family", "key"), [("llama", "intermediate_size"), ("qwen_moe", "moe_intermediate_size")])
 def test_odd_numbers_of_inputs_are_refused_by_name(family: str, key: str, tmp_path: Path) -> None:
     source = open_any(write_family(tmp_path / "model", family, **{key: 33}), FAMILIES)
