@@ -18,7 +18,7 @@ import numpy as np
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.convert.gguf import ROPE_SCALING, rope_factors
 from llmsuite.convert.gguf_tokenizer import Vocabulary, read_vocabulary
-from llmsuite.convert.gguf_types import BLOCK, DTYPES, FILE_TYPES, K_BLOCK, k_quants, quantised, stored_as
+from llmsuite.convert.gguf_types import BLOCK, DTYPES, FILE_TYPES, K_BLOCK, k_quants, largest, quantised, stored_as
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.models.gguf_names import ROPE_FACTORS
@@ -140,7 +140,7 @@ class GgufExport:
         """Write the file; one tensor at a time is in memory.
 
         Raises:
-            UserError: a value is too large for fp16.
+            UserError: a value is too large for fp16, or for scales in it.
         """
         with self._writer() as writer:
             self._add_fields(writer)
@@ -223,6 +223,11 @@ class GgufExport:
             if not np.array_equal(np.isfinite(half), np.isfinite(value)):
                 raise UserError(f"{self.model.path}: {tensor.ours!r} has values too large for fp16; use --dtype bf16")
             return half
+        if not np.abs(value).max(initial=0.0) <= largest(tensor.kind):
+            raise UserError(
+                f"{self.model.path}: {tensor.ours!r} has values that are not finite, or too large for the scales of "
+                f"{tensor.kind.name}, which are fp16; use --dtype bf16"
+            )
         return quantised(value, tensor.kind)
 
 

@@ -90,6 +90,12 @@ def quantised(value: np.ndarray, kind: Any) -> np.ndarray:
     return np.concatenate(list(in_threads(lambda rows: library.quantize_rows(rows, int(kind)), parts)))
 
 
+def largest(kind: Any) -> float:
+    """The weight up to which every block of a gguf.GGMLQuantizationType has a scale and a least value in fp16."""
+    fp16 = float(np.finfo("float16").max)
+    return {"BF16": float("inf"), "Q8_0": 127 * fp16}.get(kind.name, fp16)
+
+
 def k_quants() -> Any:
     """The library that quantises to K-quants. Raises UserError where it is missing."""
     try:

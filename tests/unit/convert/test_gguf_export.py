@@ -218,6 +218,35 @@ def test_values_too_large_for_fp16_are_named(tmp_path: Path) -> None:
     export(changed, tmp_path / "wide.gguf", "bf16")
 
 
+QUERIES = "model.layers.0.self_attn.q_proj.weight"
+
+
+def with_queries(path: Path, value: float) -> ModelDirectory:
+    """A model whose first queries are all made of one number."""
+    model = write_case(path, "llama/llama3_rope")
+    changed = dataclasses.replace(model)
+
+    def read(name: str, index: Any = None) -> np.ndarray:
+        return np.full_like(model.read(name), value) if name == QUERIES else model.read(name)
+
+    changed.read = read  # type: ignore[method-assign]
+    return changed
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q5_1", "q4_1", "q4_k_m"])
+@pytest.mark.parametrize("odd", [1e9, float("nan"), float("inf")])
+def test_values_beyond_the_scales_of_blocks_are_named(tmp_path: Path, dtype: str, odd: float) -> None:
+    found = refusal(with_queries(tmp_path / "model", odd), dtype)
+    assert f"{QUERIES!r} has values that are not finite, or too large for the scales of Q" in found
+    assert "use --dtype bf16" in found
+
+
+def test_values_that_eight_bits_have_scales_for(tmp_path: Path) -> None:
+    """127 steps of a scale in fp16 go further than fp16 itself."""
+    found = back(export(with_queries(tmp_path / "model", 8e6), tmp_path / "wide.gguf", "q8_0"))
+    np.testing.assert_allclose(found.read(QUERIES).astype("float32"), 8e6, rtol=1e-3)
+
+
 def test_the_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     write_case(source, "qwen/qwen3")
