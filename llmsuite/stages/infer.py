@@ -26,6 +26,7 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report, track
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.unread import unread_keys
 from llmsuite.schema.section import as_plain
 from llmsuite.shown import redacted_data
 from llmsuite.stages.sections import InferSection
@@ -71,8 +72,8 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     )
     beams = Beams(section.num_beams, section.length_penalty, section.max_new_tokens, section.min_new_tokens)
     count, batch_size = section.num_return_sequences, section.batch_size
-    if unread := plan.loaded.unread():
-        raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
+    if unread := unread_keys(plan.loaded):
+        raise RecipeError(unread)
 
     target = plan.output_dir / plan.stage.result
     done = _answered(plan, target, prompts) if is_first and resume else 0

@@ -28,6 +28,7 @@ from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.unread import unread_keys
 from llmsuite.schema.section import as_plain
 from llmsuite.shown import redacted_data
 from llmsuite.specs import RunView
@@ -147,8 +148,8 @@ class Trainer:
 
         names = recipe.loggers if collective.rank() == 0 else ()
         self._loggers = Loggers({name: registry.loggers[name].factory(plan.output_dir) for name in names})
-        if data.stage is not None and (unread := plan.loaded.unread()):
-            raise RecipeError([plan.loaded.problem(key, "nothing in this run reads it; remove it") for key in unread])
+        if data.stage is not None and (unread := unread_keys(plan.loaded)):
+            raise RecipeError(unread)
         self._prepare_stage()
         # rank 0 alone compares and writes it: it takes the data to know
         digest = ""

@@ -151,7 +151,11 @@ def _no_such_precision(context: RuleContext) -> Iterator[Violation]:
     precision = context.recipe.engine.precision
     if context.precisions is not None and precision not in context.precisions:
         known = ", ".join(context.precisions)
-        yield "engine.precision", f"{precision} does not work on {context.recipe.device}; use {known}"
+        is_stored = context.backend is not None and precision in context.backend.stored_precisions
+        hint = ""
+        if is_stored and not context.stage.trains:
+            hint = f", or `llmsuite generate MODEL --input FILE --precision {precision}`, on one device"
+        yield "engine.precision", f"{precision} does not work on {context.recipe.device}; use {known}{hint}"
 
 
 def _not_in_programs(context: RuleContext) -> Iterator[Violation]:

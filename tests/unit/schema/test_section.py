@@ -11,6 +11,7 @@ import pytest
 
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import LoadedRecipe, load
+from llmsuite.recipe.unread import unread_keys
 from llmsuite.schema.section import Section, as_plain, forget_reads, unread
 
 
@@ -107,6 +108,18 @@ def test_what_was_read_or_never_written_is_not_listed(loaded: LoadedRecipe) -> N
     assert "dpo.label_smoothing" not in idle  # has its default: nobody expects an effect
     assert recipe.dpo.beta == 0.2  # type: ignore[attr-defined]
     assert "dpo.beta" not in loaded.unread()
+
+
+def test_keys_without_effect_are_told_with_their_defaults(
+    loaded: LoadedRecipe, write_recipe: Callable[..., Path], registry: Registry
+) -> None:
+    told = {problem.key: problem.message for problem in unread_keys(loaded)}
+    unread = "nothing in this run reads it; remove it"
+    assert told["dpo.beta"] == f"{unread}, or set it to its default: --dpo.beta=0.1"
+    assert told["model.preset"] == f"{unread}, or set it to its default: --model.preset=null"
+    assert told["train.learning_rate"] == told["model.config.hidden_size"] == unread  # neither has one
+    idle = load(write_recipe({"dpo": {"beta": 0.2}}), ["--dpo.beta=0.1"], registry)
+    assert "dpo.beta" not in {problem.key for problem in unread_keys(idle)}
 
 
 def test_rules_are_asked_for_without_counting_as_reading(write_recipe: Callable[..., Path], registry: Registry) -> None:

@@ -122,7 +122,10 @@ def test_beams_are_those_of_generate(recipe: Path, model: Path, tmp_path: Path) 
         (["--infer.min_new_tokens=10"], r"infer\.min_new_tokens: is 10, above max_new_tokens = 9"),
         (["--launch.num_devices=2"], r"launch\.num_devices: 2 devices, but stage infer runs on .* degree = 1"),
         (["--parallel.pipeline_parallel_degree=2"], r"parallel\.pipeline_parallel_degree: has no meaning"),
-        (["--engine.precision=bf16"], r"engine\.precision: bf16 does not work on cpu"),
+        (
+            ["--engine.precision=bf16"],
+            r"engine\.precision: bf16 does not work on cpu; use fp32, or `llmsuite generate MODEL --input F",
+        ),
         (['--loggers=["console"]'], r"loggers: .*"),
     ],
     ids=["train", "data", "unknown", "beams", "penalties", "length", "ranks", "pipeline", "precision", "loggers"],
