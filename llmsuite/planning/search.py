@@ -89,16 +89,20 @@ def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting]
 def _try(
     plan: RunPlan, strategy: Strategy, model: ModelParameters, anatomy: Anatomy, limit: float, device: Hardware
 ) -> Fitting | Rejected:
-    full = dataclasses.replace(strategy, recompute="full")
-    first = with_strategy(plan, full)
-    if reasons := violations(first):
+    # a family that names no layers computes nothing again
+    for least in ("full", "none"):
+        smallest = dataclasses.replace(strategy, recompute=least)
+        first = with_strategy(plan, smallest)
+        if not (reasons := violations(first)):
+            break
+    else:
         return Rejected(strategy, reasons[0])
     layout, meshes = Layout(first, model), busiest(first)
-    # a strategy that does not fit with full recompute does not fit at all
+    # a strategy that does not fit where most is computed again does not fit at all
     most = memory_of(first, layout, anatomy, meshes)
     if reason := _too_much(most, limit):
-        return Rejected(full, reason)
-    for recompute in ("none", "selective"):
+        return Rejected(smallest, reason)
+    for recompute in ("none", "selective") if least == "full" else ():
         tried = dataclasses.replace(strategy, recompute=recompute)
         layout.plan = with_strategy(plan, tried)
         if not violations(layout.plan):
@@ -106,7 +110,7 @@ def _try(
             if not _too_much(stages, limit):
                 break
     else:
-        tried, layout.plan, stages = full, first, most
+        tried, layout.plan, stages = smallest, first, most
     found = estimate_of(layout.plan, layout, anatomy, meshes, stages)
     return Fitting(tried, found, found.step_seconds(device))
 

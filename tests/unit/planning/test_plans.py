@@ -156,6 +156,17 @@ def test_a_search_names_a_strategy_that_its_recipe_can_have(tmp_path: Path) -> N
     assert estimate(again).peak == fitting[0].estimate.peak
 
 
+def test_a_search_of_a_family_that_names_no_layers() -> None:
+    """What needs layers is rejected with that reason, and the others are planned without computing anything again."""
+    plan = run_plan("recipes/llama/sft.json", "--launch.num_devices=4", "--parallel={}", "--engine.recompute=none")
+    plan = dataclasses.replace(plan, family=dataclasses.replace(plan.family, shard_plan=None))
+    fitting, rejected = search(plan, 1e15, HARDWARE["a100"])
+    assert {(f.strategy.tp, f.strategy.pp, f.strategy.recompute) for f in fitting} == {(1, 1, "none")}
+    reasons = {str(r.strategy): r.reason for r in rejected}
+    assert "names no layers to split" in reasons["tp1, pp2, sharding none, recompute none"]
+    assert "names no modules to gather" in reasons["tp1, pp1, sharding stage3, recompute none"]
+
+
 SEARCHED = {
     "llama": ("recipes/llama/sft.json", ("--launch.num_devices=4", "--parallel={}")),
     "adapters": ("recipes/llama/lora.json", ("--launch.num_devices=4", "--parallel={}")),
@@ -185,7 +196,7 @@ def test_a_search_finds_what_single_plans_say(name: str) -> None:
         fits, others = {}, set()
         for strategy, tries in single.items():
             well = [(r, found) for r, found in tries if not isinstance(found, str) and found.peak <= limit]
-            if well and not isinstance(tries[-1][1], str):
+            if well:
                 fits[dataclasses.replace(strategy, recompute=well[0][0])] = well[0][1]
             else:
                 others.add((strategy.tp, strategy.pp, strategy.sharding, strategy.ep))
