@@ -41,6 +41,17 @@ def fresh(recipe_sha256: str, seed: int) -> TrainState:
     return TrainState(step=0, samples=0, seed=seed, recipe_sha256=recipe_sha256)
 
 
+def check_recipe(plan: RunPlan) -> None:
+    """Before data and model are read, which may take long: whether checkpoints to go on from are of this recipe.
+    What is in files `resume_from` compares.
+
+    Raises:
+        UserError: they were written with another one.
+    """
+    if list_steps(plan.output_dir / "checkpoints") and (differing := _differing_keys(plan)):
+        raise _of_another_run(plan, plan.output_dir, differing)
+
+
 def resume_from(
     plan: RunPlan,
     begin: TrainState,
@@ -79,12 +90,7 @@ def resume_from(
             if built.adapters is not None:
                 check_base(path, built.adapters.base)
             if state.recipe_sha256 != begin.recipe_sha256:
-                differing = ", ".join(_differing_keys(plan)) or "the content of its data or weights"
-                raise UserError(
-                    f"{path}: was written by a run that differs in {differing}; resume it with "
-                    f"{plan.output_dir / 'recipe.json'} and the same files, or give it as model.weights of a run with "
-                    "another --output_dir"
-                )
+                raise _of_another_run(plan, path, _differing_keys(plan) or ["the content of its data or weights"])
             found = state.step
             name_latest(checkpoints, path)
         elif list_steps(checkpoints):
@@ -137,6 +143,18 @@ def run_digest(plan: RunPlan, model_digest: str, stage: Stage[Any]) -> str:
     files = [stage.digest(path) for path in (plan.train_file, plan.eval_file) if path is not None]
     data = [_training_keys(as_plain(plan.recipe)), model_digest, files]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def _of_another_run(plan: RunPlan, path: Path, differing: Sequence[str]) -> UserError:
+    recipe, anew = plan.recipe, "give it as model.weights of a run with another --output_dir"
+    if recipe.lora.rank is not None:
+        anew = "`llmsuite merge` it and give that as model.weights of a run with another --output_dir"
+    elif recipe.reft.rank is not None or recipe.prefix.tokens is not None:  # no matrix can take them in
+        anew = "choose another --output_dir"
+    return UserError(
+        f"{path}: was written by a run that differs in {', '.join(differing)}; resume it with "
+        f"{plan.output_dir / 'recipe.json'} and the same files, or {anew}"
+    )
 
 
 def _differing_keys(plan: RunPlan) -> list[str]:

@@ -49,7 +49,7 @@ from llmsuite.train.output import Output, Silence
 from llmsuite.train.own_disks import find_own_disk, take_directory
 from llmsuite.train.passes import Passes
 from llmsuite.train.reader import StepReader
-from llmsuite.train.resume import fresh, load_all, resume_from, rounded, run_digest
+from llmsuite.train.resume import check_recipe, fresh, load_all, resume_from, rounded, run_digest
 from llmsuite.train.rollouts import RolloutEngine, RolloutReader, rollout_engine
 from llmsuite.train.saving import CheckpointContents, Saver
 from llmsuite.train.step import StepRules
@@ -68,6 +68,8 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
     with contextlib.ExitStack() as locks:
         if collective.rank() == 0:
             locks.enter_context(lock_directory(plan.output_dir))
+            if resume:
+                check_recipe(plan)
         trainer = Trainer(plan, registry)
         if trainer.disk is not None:
             locks.enter_context(take_directory(plan, trainer.disk, resume))
