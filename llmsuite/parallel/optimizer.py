@@ -13,7 +13,6 @@ import paddle
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import LearningRate
 from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
@@ -77,9 +76,6 @@ def paddle_optimizer(
         decay: names of the parameters whose weights decay.
         clip: what it does to the gradients first.
         kinds: classes to choose from.
-
-    Raises:
-        UserError: the optimizer has no decoupled decay.
     """
     if train.optimizer == "adamw":
         return kinds.adamw(
@@ -92,8 +88,7 @@ def paddle_optimizer(
             apply_decay_param_fun=decay.__contains__,
             grad_clip=clip,
         )
-    if train.weight_decay:
-        raise UserError("train.weight_decay: sgd has no decoupled decay; set it to 0 or use adamw")
+    assert not train.weight_decay, "sgd has no decoupled decay, and the section refuses it"
     return kinds.sgd(learning_rate=rate, parameters=parameters, grad_clip=clip)
 
 

@@ -183,6 +183,10 @@ class TrainSection(Section):
         if (self.max_steps is None) == (self.num_epochs is None):
             state = "neither is given" if self.max_steps is None else "both are given"
             yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
+        for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon") if self.optimizer == "sgd" else ():
+            default = getattr(type(self), key)
+            if getattr(self, key) != default:
+                yield key, f"is not read by the optimizer sgd; set it to {default}, its default, or choose adamw"
         if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
             yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear, cosine or wsd"
         for key in ("decay_ratio", "decay_type") if self.lr_schedule != "wsd" else ():

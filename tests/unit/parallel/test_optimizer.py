@@ -12,7 +12,6 @@ import pytest
 
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels.source import can_be_built
-from llmsuite.errors import UserError
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.schema.recipe import TrainSection
@@ -150,9 +149,12 @@ def test_sgd_reads_no_key_of_adamw(make: Any) -> None:
     assert {"adam_beta1", "adam_beta2", "adam_epsilon"} <= {key for (key,) in unread(train)}
 
 
-def test_sgd_refuses_decay() -> None:
-    with pytest.raises(UserError, match=r"train\.weight_decay: sgd has no"):
-        alone.optimizer(parameters(initial()), section(optimizer="sgd", weight_decay=0.1), NUM_STEPS)
+def test_sgd_refuses_keys_of_adamw() -> None:
+    """Before anything is read, and not where they have the values that are there without them."""
+    told = dict(section(optimizer="sgd", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95).problems())
+    assert list(told) == ["weight_decay", "adam_beta2"]
+    assert told["adam_beta2"] == "is not read by the optimizer sgd; set it to 0.999, its default, or choose adamw"
+    assert not [*section(optimizer="adamw", weight_decay=0.1, adam_beta2=0.95).problems()]
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])

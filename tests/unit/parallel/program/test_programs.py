@@ -18,7 +18,6 @@ import paddle.distributed as dist
 import pytest
 from paddle import nn
 
-from llmsuite.errors import UserError
 from llmsuite.parallel.program.optimizer import Owners, ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from llmsuite.schema.recipe import TrainSection
@@ -185,11 +184,6 @@ def _operations(work: Callable[[], object], file: Path) -> list[str]:
         profiler.export(str(file), "json")
     names = [event["name"] for event in json.loads(file.read_text())["traceEvents"] if "name" in event]
     return [name for name in names if "pybind_imperative_func" in name or "pybind_patch_func" in name]
-
-
-def test_refuses_a_decay_that_is_not_there() -> None:
-    with pytest.raises(UserError, match="sgd has no decoupled decay"):
-        _programs(Product(), dataclasses.replace(SGD, weight_decay=0.1))
 
 
 class OneDim(NamedTuple):
