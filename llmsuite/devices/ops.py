@@ -296,8 +296,8 @@ class Ops:
     scale: Callable[[Tensor, float], None] = scale
     """For gradients, before they update their parameters."""
     adamw: Callable[..., None] | None = None
-    """Updates plain float32 parameters in place: by their gradients, a factor of these, the rate, [both moments, powers
-    of both betas], the betas, epsilon and weight decays. None: Paddle's own."""
+    """Updates plain float32 parameters in place: by their gradients, a factor of these, their rates, [both moments,
+    powers of both betas], the betas, epsilon and weight decays. None: Paddle's own."""
     next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor] | None = None
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, [B, J, S, K] float32 or bfloat16 each, and how many columns are

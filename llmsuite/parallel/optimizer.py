@@ -49,9 +49,9 @@ class _KernelAdamW(paddle.optimizer.AdamW):
         _create_slots(self, parameters)
         names = (self._moment1_acc_str, self._moment2_acc_str, self._beta1_pow_acc_str, self._beta2_pow_acc_str)
         slots = [[self._get_accumulator_master(name, parameter) for parameter in parameters] for name in names]
+        rates = [self.get_lr() * p.optimize_attr["learning_rate"] for p in parameters]
         decays = [self._weight_decay if self._apply_decay_param_fun(p.name) else 0.0 for p in parameters]
-        betas = self._beta1, self._beta2
-        self._kernel(parameters, gradients, factor, self.get_lr(), slots, betas, self._epsilon, decays)
+        self._kernel(parameters, gradients, factor, rates, slots, (self._beta1, self._beta2), self._epsilon, decays)
 
 
 def _create_slots(optimizer: Any, parameters: Sequence[Tensor]) -> None:

@@ -86,7 +86,7 @@ def test_updates_by_adamw(size: int, decay: float) -> None:
         theirs.grad = paddle.to_tensor(gradient)
         optimizer.step()
         given = [paddle.to_tensor(gradient[: parameter.shape[0]] * 4) for parameter in both]
-        kernels.adamw(both, given, 0.25, 0.01, [*moments, *powers], (0.8, 0.95), 1e-3, [decay] * 2)
+        kernels.adamw(both, given, 0.25, [0.01] * 2, [*moments, *powers], (0.8, 0.95), 1e-3, [decay] * 2)
     assert np.abs(mine.numpy() - theirs.numpy()).max() <= LIMIT * np.abs(values).max()
     assert np.array_equal(half.numpy(), mine.numpy()[: half.shape[0]])
     assert [float(power) for of_both in powers for power in of_both] == pytest.approx([0.8**4] * 2 + [0.95**4] * 2)

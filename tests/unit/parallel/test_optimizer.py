@@ -27,6 +27,8 @@ SHAPES = {
     # gets no gradient
     "unused.weight": [2, 2],
 }
+RATES = {"scale_up": 0.25}
+"""What the learning rate is multiplied by, for a parameter that has one of its own, as in LoRA+."""
 NUM_STEPS = 6
 
 Arrays = dict[str, np.ndarray]
@@ -53,6 +55,7 @@ def parameters(values: Mapping[str, np.ndarray], dtype: str = "float32") -> dict
         zeros = paddle.nn.initializer.Constant(0.0)
         made[name] = paddle.create_parameter(list(value.shape), dtype, default_initializer=zeros)
         made[name].set_value(paddle.to_tensor(value).astype(dtype))
+        made[name].optimize_attr["learning_rate"] = RATES.get(name, 1.0)
     return made
 
 
@@ -80,7 +83,8 @@ def numpy_sgd(train: TrainSection, optimizer: Optimizer, weight: float) -> Array
     values = {name: value.astype("float64") for name, value in initial().items()}
     for step in range(1, NUM_STEPS + 1):
         for name, gradient in gradients(step).items():
-            values[name] -= optimizer.learning_rate(step) * gradient.astype("float64") / weight
+            rate = optimizer.learning_rate(step) * RATES.get(name, 1.0)
+            values[name] -= rate * gradient.astype("float64") / weight
     return values
 
 
@@ -90,8 +94,8 @@ def numpy_adamw(train: TrainSection, optimizer: Optimizer, weight: float) -> Arr
     first = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     second = {name: np.zeros(shape) for name, shape in SHAPES.items()}
     for step in range(1, NUM_STEPS + 1):
-        rate = optimizer.learning_rate(step)
         for name, raw in gradients(step).items():
+            rate = optimizer.learning_rate(step) * RATES.get(name, 1.0)
             gradient = raw.astype("float64") / weight
             first[name] = train.adam_beta1 * first[name] + (1 - train.adam_beta1) * gradient
             second[name] = train.adam_beta2 * second[name] + (1 - train.adam_beta2) * gradient**2

@@ -19,7 +19,7 @@ float* Number(const Tensor& x, const char* name) {
 struct Update {
   const float* gradient;
   float *parameter, *moment1, *moment2;
-  float step, least, kept;  // of the learning rate, epsilon, and what is left of the weight
+  float step, least, kept;  // the learning rate and epsilon of this update, and what is left of the weight
 
   void operator()(int64_t begin, int64_t end, float factor, float beta1, float beta2) const {
 #pragma omp simd
@@ -35,20 +35,20 @@ struct Update {
 using Tensors = std::vector<Tensor>;
 
 Tensors AdamW(const Tensors& parameters, const Tensors& gradients, const Tensors& moments1, const Tensors& moments2,
-              const Tensors& powers1, const Tensors& powers2, float rate, float factor, float beta1, float beta2,
-              float epsilon, const std::vector<float>& decays) {
+              const Tensors& powers1, const Tensors& powers2, float factor, float beta1, float beta2, float epsilon,
+              const std::vector<float>& rates, const std::vector<float>& decays) {
   const size_t count = parameters.size();
   for (const Tensors* all : {&gradients, &moments1, &moments2, &powers1, &powers2})
     PD_CHECK(all->size() == count, "as many are needed as parameters");
-  PD_CHECK(decays.size() == count, "a decay is needed for each parameter");
+  PD_CHECK(rates.size() == count && decays.size() == count, "each parameter needs a rate and a decay");
   std::vector<Update> updates;
   for (size_t i = 0; i < count; ++i) {
     for (const Tensors* all : {&gradients, &moments1, &moments2})
       PD_CHECK((*all)[i].numel() == parameters[i].numel(), "sizes differ");
     float *power1 = Number(powers1[i], "power1"), *power2 = Number(powers2[i], "power2");
-    const float root = std::sqrt(1.f - *power2), step = rate * root / (1.f - *power1);
+    const float root = std::sqrt(1.f - *power2), step = rates[i] * root / (1.f - *power1);
     updates.push_back({Data(gradients[i], "gradient"), Data(parameters[i], "parameter"), Data(moments1[i], "moment1"),
-                       Data(moments2[i], "moment2"), step, epsilon * root, 1.f - rate * decays[i]});
+                       Data(moments2[i], "moment2"), step, epsilon * root, 1.f - rates[i] * decays[i]});
     *power1 *= beta1, *power2 *= beta2;
   }
   const std::vector<Chunk> chunks = Chunks(parameters);
@@ -63,7 +63,7 @@ using Type = paddle::DataType;
 using Shapes = std::vector<Dims>;
 using Types = std::vector<Type>;
 Shapes Same(const Shapes& p, const Shapes&, const Shapes&, const Shapes&, const Shapes&, const Shapes&, float, float,
-            float, float, float, const std::vector<float>&) {
+            float, float, const std::vector<float>&, const std::vector<float>&) {
   return {p[0]};
 }
 Types SameType(const Types& p, const Types&, const Types&, const Types&, const Types&, const Types&) { return {p[0]}; }
@@ -74,6 +74,6 @@ PD_BUILD_OP(llmsuite_adamw)
     .Inputs({paddle::Vec("parameters"), paddle::Vec("gradients"), paddle::Vec("moments1"), paddle::Vec("moments2"),
              paddle::Vec("powers1"), paddle::Vec("powers2")})
     .Outputs({"updated"})
-    .Attrs({"rate: float", "factor: float", "beta1: float", "beta2: float", "epsilon: float",
+    .Attrs({"factor: float", "beta1: float", "beta2: float", "epsilon: float", "rates: std::vector<float>",
             "decays: std::vector<float>"})
     .SetKernelFn(PD_KERNEL(AdamW)).SetInferShapeFn(PD_INFER_SHAPE(Same)).SetInferDtypeFn(PD_INFER_DTYPE(SameType));

@@ -304,7 +304,7 @@ def scale(x: Tensor, factor: float) -> None:
 
 
 def adamw(
-    parameters: Sequence[Tensor], gradients: Sequence[Tensor], factor: float, rate: float,
+    parameters: Sequence[Tensor], gradients: Sequence[Tensor], factor: float, rates: Sequence[float],
     slots: Sequence[Sequence[Tensor]], betas: tuple[float, float], epsilon: float, decays: Sequence[float],
 ) -> None:  # fmt: skip
     """Updates by AdamW of at least one parameter in one pass, on all threads.
@@ -313,7 +313,7 @@ def adamw(
         parameters: float32, like their gradients and moments; they change, and so do the slots.
         gradients: of the parameters.
         factor: what the gradients are multiplied by first.
-        rate: the learning rate.
+        rates: the learning rates, one for each parameter.
         slots: first moments, second moments, and both decay rates to the power of this update's number, one number
             each; every one as many as parameters.
         betas: decay rates of the moments.
@@ -321,7 +321,7 @@ def adamw(
         decays: of the weights, one for each parameter.
     """
     given = [gradient.contiguous() for gradient in gradients]
-    _run("adamw", list(parameters), given, *map(list, slots), rate, factor, *betas, epsilon, list(decays))
+    _run("adamw", list(parameters), given, *map(list, slots), factor, *betas, epsilon, list(rates), list(decays))
 
 
 def _is_plain(x: Tensor) -> bool:
