@@ -18,9 +18,11 @@ from typing import Any
 
 import jinja2
 
+from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
 from llmsuite.data.jinja import Marked, environment, has_mark, unmark
 from llmsuite.data.rendering import Refused, render, render_all
-from llmsuite.data.rows import Conversation, Message
+from llmsuite.data.rows import REASONING, Conversation, Message, strings_in
+from llmsuite.data.turns import DEVELOPER
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.regular import read_regular
@@ -80,28 +82,37 @@ class ChatTemplate:
                 asked += [(messages[:i], not self._has_marks, tools), (messages[: i + 1], False, tools)]
         return self._ahead_of(asked)
 
-    def ahead_of_splits(self, answered: Iterable[tuple[Sequence[Message], str]]) -> ChatTemplate:
-        """As `ahead_of_turns`, for `split` of these prompts with their answers."""
+    def ahead_of_splits(self, answered: Iterable[Conversation]) -> ChatTemplate:
+        """As `ahead_of_turns`, for `split` of these conversations."""
         asked: list[_Asked] = []
-        for prompt, answer in answered:
-            asked += [(tuple(prompt), True, ""), ((*prompt, Message("assistant", answer)), False, "")]
+        for conversation in answered:
+            messages, tools = conversation.messages, conversation.tools
+            asked += [(messages[:-1], True, tools), (messages, False, tools)]
         return self._ahead_of(asked)
 
     def ahead_of_prompts(self, prompts: Iterable[tuple[Sequence[Message], str]]) -> ChatTemplate:
-        """As `ahead_of_turns`, for `render` of these messages with their tools and the prompt of generation."""
+        """As `ahead_of_turns`, for `prompt` of these messages with their tools."""
         return self._ahead_of((tuple(messages), True, tools) for messages, tools in prompts)
 
     def _ahead_of(self, asked: Iterable[_Asked]) -> ChatTemplate:
         if self._is_ours:
             return self
-        found = copy.copy(self)
         unique = list(dict.fromkeys(asked))
-        found._known = dict(zip(unique, render_all(self.source, [self._variables(*each) for each in unique])))
+        known = dict(zip(unique, render_all(self.source, [self._variables(*each) for each in unique])))
+        found = copy.copy(self)
+        found._known = known
         return found
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> str:
         """Text of a conversation; `tools` as in `Conversation`. Raises UserError when the template refuses it."""
         return self._marked(messages, add_generation_prompt, tools).text
+
+    def prompt(self, messages: Sequence[Message], tools: str = "") -> str:
+        """Text of a conversation and of the beginning of its answer. Raises UserError when the template refuses it, or
+        leaves out a tool, a call, or what the model thought."""
+        text = self.render(messages, add_generation_prompt=True, tools=tools)
+        self._check_whole(text, messages, tools)
+        return text
 
     def _marked(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> Marked:
         try:
@@ -111,7 +122,7 @@ class ChatTemplate:
             raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
         if not self._has_marks:
             return Marked(rendered, [])
-        if any(has_mark(message.content + (message.name or "")) for message in messages):
+        if any(has_mark(text) for message in messages for text in strings_in(message.as_turn())):
             raise UserError(
                 f"chat template of {self._name} has {{% generation %}}, and a turn a character that marks it"
             )
@@ -127,12 +138,46 @@ class ChatTemplate:
         return render(self.source, self._variables(*asked)) if known is None else known
 
     def _variables(self, messages: Sequence[Message], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
+        return self._named([self._turn(message) for message in messages], add_generation_prompt, tools)
+
+    def _named(self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
+        """What a template may name, as transformers has it."""
         return {
-            "messages": [_as_plain(message) for message in messages],
+            "messages": turns,
             "add_generation_prompt": add_generation_prompt,
             "tools": json.loads(tools) if tools else None,
+            "documents": None,
             **self._tokens,
         }
+
+    def _turn(self, message: Message) -> dict[str, Any]:
+        """A turn as this template takes it."""
+        turn = message.as_turn()
+        if turn["role"] == DEVELOPER and DEVELOPER not in self.source:
+            turn["role"] = message.role
+        return self._call_forms.fit(turn) if message.tool_calls else turn
+
+    @functools.cached_property
+    def _call_forms(self) -> CallForms:
+        """The forms in which this template takes turns with calls, found by rendering one in each."""
+        asked = [{"role": "user", "content": "Hi?"}]
+        variables = [
+            self._named(asked, True, PROBE_TOOLS),
+            *(self._named([*asked, probe(form)], False, PROBE_TOOLS) for form in FORMS),
+        ]
+        before, *rendered = self._rendered_all(variables)
+        if isinstance(before, Refused):
+            before = ""
+        own = {
+            form: None if isinstance(text, Refused) else text[len(os.path.commonprefix([before, text])) :]
+            for form, text in zip(FORMS, rendered)
+        }
+        return CallForms.of(own)
+
+    def _rendered_all(self, variables: Sequence[Mapping[str, Any]]) -> list[str | Refused]:
+        if self._is_ours:
+            return [_built_in(self.source).render(each) for each in variables]
+        return render_all(self.source, variables)
 
     def continuation(self, messages: Sequence[Message], replies: Sequence[Message], tools: str = "") -> str:
         """Text between the end of the last turn, which is the assistant's, and the turn that it writes next: whatever
@@ -162,25 +207,27 @@ class ChatTemplate:
             )
         return after[len(before) :]
 
-    def split(self, prompt: Sequence[Message], answer: str) -> tuple[str, str]:
-        """Text of the prompt, and text of the answer with whatever closes its turn.
+    def split(self, conversation: Conversation) -> tuple[str, str]:
+        """Text before the last turn, which is an answer, and that text with the answer and whatever closes its turn.
 
         The conversation is rendered as a whole and cut where the prompt ends, so that training is on the text that
         the model has to produce after the prompt.
 
         Raises:
-            UserError: the template renders the prompt differently when an answer follows, or leaves out a part of it.
+            UserError: the template renders the prompt differently when an answer follows, or leaves out a part of the
+                answer, a tool or a call.
         """
-        before = self.render(prompt, add_generation_prompt=True)
-        whole = self.render([*prompt, Message("assistant", answer)])
+        messages, tools = conversation.messages, conversation.tools
+        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools)
+        whole = self.render(messages, tools=tools)
         if not whole.startswith(before):
             raise UserError(
                 f"chat template of {self._name} renders a prompt differently when an answer follows, so the answer "
                 f"cannot be separated from it; choose another data.chat_template ({', '.join(BUILTIN)})"
             )
-        if answer.strip() not in whole[len(before) :]:
-            raise self._unfit("leaves out a part of the answer")
-        return before, whole[len(before) :]
+        self._check_whole(whole, messages, tools)
+        self._check_turn(messages[-1], before, whole[len(before) :], "the answer")
+        return before, whole
 
     def supervised_turns(self, conversation: Conversation) -> list[tuple[str, str]]:
         """For each supervised turn: the text before it, and that text with the turn and whatever closes it.
@@ -196,7 +243,7 @@ class ChatTemplate:
         """
         messages, tools = conversation.messages, conversation.tools
         whole = self._marked(messages, tools=tools)
-        self.check_tools(whole.text, tools, [call.name for message in messages for call in message.tool_calls])
+        self._check_whole(whole.text, messages, tools)
         indices = [i for i in range(len(messages)) if conversation.supervised[i]]
         if not self._has_marks:
             return [self._supervised(messages[: i + 1], tools, whole.text) for i in indices]
@@ -205,12 +252,30 @@ class ChatTemplate:
             raise self._unfit("has {% generation %} around no turn of it")
         return turns
 
-    def check_tools(self, text: str, tools: str, called: Sequence[str] = ()) -> None:
-        """Raises UserError unless a text that was rendered has the names of all `tools`, as in `Conversation`, and of
-        those that are `called` in it."""
-        for name in [*(tool["function"]["name"] for tool in json.loads(tools or "[]")), *called]:
+    def left_out(self, text: str, messages: Sequence[Message], tools: str) -> str | None:
+        """A tool or a call that a rendered conversation lacks, or thoughts of a turn that this template does not read;
+        None where it has all. Which turns keep their thoughts is the choice of a template that reads them."""
+        for name in (tool["function"]["name"] for tool in json.loads(tools or "[]")):
             if name not in text:
-                raise self._unfit(f"leaves out the tool {name!r}", _WITH_TOOLS)
+                return f"the tool {name!r}"
+        for i, message in enumerate(messages):
+            for call in message.tool_calls:
+                if call.name not in text:
+                    return f"the call of the tool {call.name!r}"
+            if message.reasoning.strip() and not _has(text, message.reasoning):
+                keys = [key for key in message.as_turn() if key in REASONING]
+                if not any(key in self.source for key in keys):
+                    return f"the thoughts of messages[{i}] ({keys[0]!r}{self._reads_thoughts()})"
+        return None
+
+    def _reads_thoughts(self) -> str:
+        known = [key for key in REASONING if key in self.source]
+        return f"; it reads {known[0]!r}" if known else ""
+
+    def _check_whole(self, text: str, messages: Sequence[Message], tools: str) -> None:
+        what = self.left_out(text, messages, tools)
+        if what is not None:
+            raise self._unfit(f"leaves out {what}", _WITH_TOOLS if "tool" in what else ())
 
     def _supervised(self, messages: Sequence[Message], tools: str, whole: str) -> tuple[str, str]:
         """The pair of the last turn, in a conversation that is rendered as `whole`."""
@@ -223,7 +288,7 @@ class ChatTemplate:
         if not whole.startswith(after):
             raise self._unfit(f"renders {where} differently once other turns follow")
         turn = after[len(before) :]
-        self._check_turn(message, turn, where)
+        self._check_turn(message, before, turn, where)
         if after != whole and turn.strip() == message.content.strip():
             raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
         return before, after
@@ -234,12 +299,16 @@ class ChatTemplate:
         begin, end = (
             len(os.path.commonprefix([self.render(messages[:n], tools=tools), whole.text])) for n in (i, i + 1)
         )
-        self._check_turn(messages[i], whole.text[begin:end], f"messages[{i}]")
+        self._check_turn(messages[i], "", whole.text[begin:end], f"messages[{i}]")
         return [(whole.text[:a], whole.text[:b]) for a, b in whole.blocks if begin <= a < end]
 
-    def _check_turn(self, message: Message, text: str, where: str) -> None:
-        if message.content.strip() not in text or any(call.name not in text for call in message.tool_calls):
+    def _check_turn(self, message: Message, before: str, text: str, where: str) -> None:
+        """Raises UserError unless a turn, rendered as `text` behind `before`, has all that it says."""
+        has_calls = all(call.name in text for call in message.tool_calls)
+        if not has_calls or not _says(message.content, before, text):
             raise self._unfit(f"leaves out a part of what {where} says")
+        if message.reasoning.strip() and not _says(message.reasoning, before, text):
+            raise self._unfit(f"leaves out what the model thought in {where}", ())
 
     def _unfit(self, what: str, others: Sequence[str] = tuple(BUILTIN)) -> UserError:
         fit = ", ".join(name for name in others if name != self._name)
@@ -254,16 +323,32 @@ def _built_in(source: str) -> jinja2.Template:
     return environment().from_string(source)
 
 
-def _as_plain(message: Message) -> dict[str, Any]:
-    turn: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.name is not None:
-        turn["name"] = message.name
-    if message.tool_calls:
-        turn["tool_calls"] = [
-            {"type": "function", "function": {"name": call.name, "arguments": json.loads(call.arguments)}}
-            for call in message.tool_calls
-        ]
-    return turn
+_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+"""What a turn says that begins with what the model thought."""
+_MOST_OPENED = 64
+"""Characters of a turn that a prompt of generation may have written ahead, such as `<think>`."""
+
+
+def _has(text: str, said: str) -> bool:
+    """Whether a text has what somebody says in it. Templates may set white space as they like."""
+    return said.strip() in text or "".join(said.split()) in "".join(text.split())
+
+
+def _says(said: str, before: str, text: str) -> bool:
+    """Whether a turn that is rendered as `text` behind `before` says all of something.
+
+    The prompt of generation may have written its beginning already, such as `<think>`; and a template that knows
+    thoughts may write them in a form of its own.
+    """
+    if _has(text, said):
+        return True
+    squeezed, turn = "".join(said.split()), "".join(text.split())
+    opened = "".join(before[-4 * _MOST_OPENED :].split())
+    for length in range(1, min(len(squeezed), _MOST_OPENED) + 1):
+        if opened.endswith(squeezed[:length]) and turn.startswith(squeezed[length:]):
+            return True
+    parts = _THOUGHT.fullmatch(said)
+    return parts is not None and all(_has(text, part) for part in parts.groups())
 
 
 def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, str]) -> ChatTemplate:

@@ -7,31 +7,26 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from llmsuite.data.rows import ROLES, Message, Preference
+from llmsuite.data.rows import Message, Preference
+from llmsuite.data.turns import (
+    Row,
+    check_order,
+    messages_at,
+    sharegpt_turn_at,
+    text_at,
+    texts_at,
+    tools_at,
+    turns_at,
+    with_system,
+)
 from llmsuite.shown import kind_of_json
 from llmsuite.specs import DataFormat
 
-Row = Mapping[str, Any]
-
-SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-    "function_call": "assistant",
-}
-
 MEDIA = ("images", "videos", "audios")
 """Columns of what is no text, as other suites call them."""
-
-TEXT_PARTS = ("text", "input_text", "output_text")
-"""Types of a part of a turn that is text: of chats, and of questions and answers with OpenAI's responses."""
 
 
 def paddlenlp_preference(row: Row) -> Preference:
@@ -47,13 +42,14 @@ def paddlenlp_preference(row: Row) -> Preference:
         raise ValueError(f"'response' has {len(responses)} answers; two are needed")
     if not isinstance(order, list) or len(order) != 2 or not _differ(*order):
         raise ValueError(f"'sort' is {order!r}; two different numbers are needed, the larger for the better answer")
-    prompt = [Message("system", text_at(row, "system"))] if row.get("system") else []
+    prompt: list[Message] = []
     for i, user in enumerate(users):
         prompt.append(Message("user", user))
         if i < len(answers):
             prompt.append(Message("assistant", answers[i]))
     better = 0 if order[0] > order[1] else 1
-    return Preference(tuple(prompt), responses[better], responses[1 - better])
+    chosen, rejected = (Message("assistant", responses[i]) for i in (better, 1 - better))
+    return _preference(row, prompt, chosen, rejected)
 
 
 def _differ(a: Any, b: Any) -> bool:
@@ -61,33 +57,32 @@ def _differ(a: Any, b: Any) -> bool:
 
 
 def sharegpt_preference(row: Row) -> Preference:
-    """`{"conversations": [{"from", "value"}], "chosen": {"from", "value"}, "rejected": {...}}`."""
-    turns = row["conversations"]
-    if not isinstance(turns, list):
-        raise ValueError("'conversations' is not a list")
-    prompt = [_turn(turn, f"conversations[{i}]", "from", "value") for i, turn in enumerate(turns)]
-    if row.get("system"):
-        prompt.insert(0, Message("system", text_at(row, "system")))
-    chosen, rejected = (_turn(row[key], key, "from", "value") for key in ("chosen", "rejected"))
-    return _preference(prompt, chosen, rejected)
+    """`{"conversations": [{"from", "value"}], "chosen": {"from", "value"}, "rejected": {...}}`.
+
+    "system" and "tools" are optional, as in all of these formats.
+    """
+    turns = turns_at(row, "conversations")
+    prompt = [sharegpt_turn_at(turn, f"conversations[{i}]") for i, turn in enumerate(turns)]
+    chosen, rejected = (sharegpt_turn_at(row[key], key) for key in ("chosen", "rejected"))
+    return _preference(row, prompt, chosen, rejected)
 
 
 def alpaca_preference(row: Row) -> Preference:
-    """`{"instruction", "input", "chosen", "rejected"}`, two texts as answers; "history" and "system" are optional."""
+    """`{"instruction", "input", "chosen", "rejected"}`, two texts as answers; "history" is optional."""
     chosen, rejected = (Message("assistant", text_at(row, key)) for key in ("chosen", "rejected"))
-    return _preference(alpaca_turns(row), chosen, rejected)
+    return _preference(row, alpaca_turns(row), chosen, rejected)
 
 
 def alpaca_turns(row: Row) -> list[Message]:
     """The turns up to the question: the input follows the instruction on a line of its own, if there is one.
 
-    "system", and "history", a list of earlier [question, answer], may be left out. Raises ValueError for anything else.
+    "history", a list of earlier [question, answer], may be left out. Raises ValueError for anything else.
     """
     question, extra = text_at(row, "instruction"), text_at(row, "input") if row.get("input") is not None else ""
     history = row.get("history") or []  # an empty cell of a table is a text
     if not isinstance(history, list):
         raise ValueError(f"'history' is {kind_of_json(history)}, not a list of [question, answer]")
-    turns = [Message("system", text_at(row, "system"))] if row.get("system") else []
+    turns: list[Message] = []
     for i, pair in enumerate(history):
         if not isinstance(pair, list) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise ValueError(f"'history[{i}]' is not [question, answer]")
@@ -106,11 +101,11 @@ def trl_preference(row: Row) -> Preference:
     given = row.get("prompt")
     if given is None and isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
         text, better, worse = _shared_text(row["chosen"], row["rejected"])
-        return _preference([Message("user", text)], Message("assistant", better), Message("assistant", worse))
+        return _preference(row, [Message("user", text)], Message("assistant", better), Message("assistant", worse))
     prompt = [] if given is None else messages_at(given, "prompt", "user")
     if given is None or (len(chosen) > 1 and len(rejected) > 1):
         prompt, chosen, rejected = _without_prompt(prompt, chosen, rejected)
-    return _one_answer_each(prompt, chosen, rejected)
+    return _one_answer_each(row, prompt, chosen, rejected)
 
 
 def _without_prompt(
@@ -144,7 +139,7 @@ def hh_rlhf(row: Row) -> Preference:
     """`{"chosen", "rejected"}`: texts of whole dialogues, `"\\n\\nHuman: … \\n\\nAssistant: …"`, which share all but
     the last answer, as in Anthropic/hh-rlhf."""
     chosen, rejected = (_dialogue(text_at(row, key), key) for key in ("chosen", "rejected"))
-    return _one_answer_each(*_without_prompt([], chosen, rejected))
+    return _one_answer_each(row, *_without_prompt([], chosen, rejected))
 
 
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
@@ -169,116 +164,25 @@ def _is_alpaca(row: Row) -> bool:
     return "prompt" not in row and all(key in row for key in ("instruction", "chosen", "rejected"))
 
 
-def _one_answer_each(prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]) -> Preference:
+def _one_answer_each(
+    row: Row, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]
+) -> Preference:
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         if len(answer) != 1:
             raise ValueError(f"{key!r} has {len(answer)} turns after the prompt; one is needed")
-    return _preference(prompt, chosen[0], rejected[0])
+    return _preference(row, prompt, chosen[0], rejected[0])
 
 
-def _preference(prompt: Sequence[Message], chosen: Message, rejected: Message) -> Preference:
+def _preference(row: Row, prompt: Sequence[Message], chosen: Message, rejected: Message) -> Preference:
+    """A pair of answers to a prompt, with the system and the tools of its row."""
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         if answer.role != "assistant":
             raise ValueError(f"{key!r} is said by {answer.role!r}, not by the assistant")
     if not prompt or prompt[-1].role not in ("user", "tool"):
         raise ValueError("the prompt does not end with a turn of the user")
-    check_order(prompt, "prompt")
-    return Preference(tuple(prompt), chosen.content, rejected.content)
-
-
-def _turn(value: Any, where: str, role_key: str, text_key: str) -> Message:
-    if not isinstance(value, Mapping) or role_key not in value or text_key not in value:
-        raise ValueError(f"{where!r} is not an object with {role_key!r} and {text_key!r}")
-    role = value[role_key]
-    if role_key == "from":
-        role = SHAREGPT_ROLES.get(role) if isinstance(role, str) else None
-    if role not in ROLES:
-        raise ValueError(f"{where!r} has the unknown role {value[role_key]!r}")
-    if role_key == "role":
-        return Message(role, content_at(value, where), name=name_at(value, where))
-    return Message(role, text_at(value, text_key, where))
-
-
-def messages_at(value: Any, where: str, default_role: str) -> list[Message]:
-    """The turns of a list of `{"role", "content"}`, or the one of a text. Raises ValueError for anything else."""
-    if isinstance(value, str):
-        return [Message(default_role, value)]
-    if not isinstance(value, list) or not value:
-        raise ValueError(f"{where!r} is neither text nor a list of turns")
-    return [_turn(turn, f"{where}[{i}]", "role", "content") for i, turn in enumerate(value)]
-
-
-_BEFORE = {
-    "system": (None,),
-    "user": (None, "system", "assistant"),
-    "assistant": ("user", "tool"),
-    "tool": ("assistant", "tool"),
-}
-
-
-def check_order(messages: Sequence[Message], where: str, first: int = 0) -> None:
-    """Raises ValueError unless the roles alternate as in a conversation: answers follow a user or a tool, and so on.
-
-    `where` names the list of the turns, which begins with turn `first` of them.
-    """
-    before: str | None = None
-    for i, message in enumerate(messages):
-        if before not in _BEFORE[message.role]:
-            place = f"behind one of the {before}" if before else "at the beginning"
-            raise ValueError(f"the turns are out of order: '{where}[{i - first}]' of the {message.role} is {place}")
-        before = message.role
-
-
-def text_at(row: Row, key: str, where: str = "") -> str:
-    """The text of a key; `where` says what the row is a part of. Raises ValueError for anything else."""
-    if key not in row:
-        raise ValueError(f"{where!r} has no key {key!r}" if where else f"has no key {key!r}")
-    value = row[key]
-    if not isinstance(value, str):
-        place = f"{where}.{key}" if where else key
-        raise ValueError(f"{place!r} is {kind_of_json(value)}, not text")
-    return value
-
-
-def content_at(turn: Row, where: str) -> str:
-    """What a turn says: its content, a text or a list of parts. Raises ValueError for anything else."""
-    content = turn.get("content")
-    return joined(content, f"{where}.content") if isinstance(content, list) else text_at(turn, "content", where)
-
-
-def joined(parts: Sequence[Any], where: str) -> str:
-    """The text of the parts of a turn, as OpenAI's API has them. Raises ValueError for parts that are not text, such as
-    pictures."""
-    texts = []
-    for i, part in enumerate(parts):
-        if not isinstance(part, Mapping):
-            raise ValueError(f"'{where}[{i}]' is {kind_of_json(part)}; a part is an object with type and text")
-        kind = part.get("type", "text")
-        if kind not in TEXT_PARTS:
-            raise ValueError(
-                f"'{where}[{i}]' is a part of type {str(kind)[:100]!r}; only parts of type 'text' are read"
-            )
-        texts.append(text_at(part, "text", f"{where}[{i}]"))
-    return "".join(texts)
-
-
-def name_at(turn: Row, where: str) -> str | None:
-    """Who says a turn, of several with one role; None where it does not tell. Raises ValueError for what is no text."""
-    return None if turn.get("name") is None else text_at(turn, "name", where)
-
-
-def texts_at(row: Row, key: str, allow_missing: bool = False) -> list[str]:
-    """The texts of a key that has one or a list of them. Raises ValueError for anything else."""
-    value = row.get(key)
-    if value is None and allow_missing:
-        return []
-    if isinstance(value, str):
-        return [value]
-    if key not in row:
-        raise ValueError(f"has no key {key!r}")
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{key!r} is not text or a list of texts")
-    return value
+    whole = with_system(row, prompt)
+    check_order(whole, "prompt", len(whole) - len(prompt))
+    return Preference(tuple(whole), chosen, rejected, tools_at(row))
 
 
 def has_keys(*keys: str) -> Any:

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from llmsuite.data import conversations
-from llmsuite.data.formats import Row, check_order, has_keys, messages_at, text_at, texts_at
+from llmsuite.data.formats import has_keys
 from llmsuite.data.rows import Conversation, Message, Prompt, Unpaired
+from llmsuite.data.turns import Row, check_order, messages_at, texts_at, tools_at, with_system
 from llmsuite.specs import DataFormat
 
 _TAGS = ("kto_tag", "label")
@@ -24,20 +25,20 @@ def trl_unpaired(row: Row) -> Unpaired:
     answer = messages_at(row["completion"], "completion", "assistant")
     if len(answer) != 1:
         raise ValueError(f"'completion' has {len(answer)} turns; one is needed")
-    return _unpaired([*prompt, *answer], row["label"], "label")
+    return _unpaired(row, with_system(row, [*prompt, *answer]), row["label"], "label")
 
 
 def paddlenlp_unpaired(row: Row) -> Unpaired:
     """`{"src": [...], "tgt": [...], "response": ["answer"], "sort": [1]}`: 1 for a wanted answer, 0 for an unwanted.
 
-    `src` are the user's turns, `tgt` the assistant's answers to all but the last of them; "system" is optional.
+    `src` are the user's turns, `tgt` the assistant's answers to all but the last of them.
     """
     responses, tag = texts_at(row, "response"), row["sort"]
     if len(responses) != 1:
         raise ValueError(f"'response' has {len(responses)} answers; one is needed")
     if not isinstance(tag, list) or len(tag) != 1:
         raise ValueError(f"'sort' is {tag!r}; a list with 1 or 0 is needed")
-    return _unpaired([*_paddlenlp_turns(row, (1,)), Message("assistant", responses[0])], tag[0], "sort[0]")
+    return _unpaired(row, [*_paddlenlp_turns(row, (1,)), Message("assistant", responses[0])], tag[0], "sort[0]")
 
 
 def sharegpt_unpaired(row: Row) -> Unpaired:
@@ -56,68 +57,74 @@ def alpaca_unpaired(row: Row) -> Unpaired:
 
 
 def prompt(row: Row) -> Prompt:
-    """`{"prompt"}`: text or a list of `{"role", "content"}`; "tools" is optional."""
-    messages = messages_at(row["prompt"], "prompt", "user")
-    return _prompt(messages, conversations.tools_at(row), _columns(row, ("prompt", "tools")))
+    """`{"prompt"}`: text or a list of `{"role", "content"}`."""
+    messages = with_system(row, messages_at(row["prompt"], "prompt", "user"))
+    return _prompt(messages, tools_at(row), _columns(row, ("prompt", "system", "tools")))
 
 
 def paddlenlp_prompt(row: Row) -> Prompt:
     """`{"src"}`: text, or the user's turns with the answers to all but the last of them in "tgt".
 
-    An answer to the last one is left out. "system" is optional.
+    An answer to the last one is left out.
     """
     messages = _paddlenlp_turns(row, (0, 1))
     answers = texts_at(row, "tgt", allow_missing=True)[len(texts_at(row, "src")) - 1 :]
-    return _prompt(messages, columns=_columns(row, ("src", "tgt", "system"), *answers))
+    answer = Message("assistant", answers[0]) if answers else None
+    return _prompt(messages, tools_at(row), _columns(row, ("src", "tgt", "system", "tools"), answer))
 
 
 def alpaca_prompt(row: Row) -> Prompt:
-    """`{"instruction", "input"}`; "history" and "system" are optional, "output" is left out."""
-    answers = [row["output"]] if isinstance(row.get("output"), str) else []
-    used = ("instruction", "input", "history", "system", "output")
-    return _asked(conversations.alpaca({**row, "output": ""}), _columns(row, used, *answers))
+    """`{"instruction", "input"}`; "history" is optional, "output" is left out."""
+    answer = Message("assistant", row["output"]) if isinstance(row.get("output"), str) else None
+    used = ("instruction", "input", "history", "system", "tools", "output")
+    return _asked(conversations.alpaca({**row, "output": ""}), _columns(row, used, answer))
 
 
 def sharegpt_prompt(row: Row) -> Prompt:
-    """`{"conversations": [{"from", "value"}]}`; "system" and "tools" are optional, an answer at the end is left out."""
-    return _asked_of_turns(row, conversations.sharegpt(row), ("conversations", "system", "tools"))
+    """`{"conversations": [{"from", "value"}]}`; an answer at the end is left out."""
+    return _asked_of_turns(row, conversations.sharegpt(row), "conversations")
 
 
 def openai_prompt(row: Row) -> Prompt:
-    """`{"messages": [{"role", "content"}]}`; "tools" is optional, an answer at the end is left out."""
-    return _asked_of_turns(row, conversations.openai(row), ("messages", "tools"))
+    """`{"messages": [{"role", "content"}]}`; an answer at the end is left out."""
+    return _asked_of_turns(row, conversations.openai(row), "messages")
 
 
-def _columns(row: Row, used: tuple[str, ...], *answers: str) -> dict[str, Any]:
+def answer_columns(answer: Message) -> dict[str, Any]:
+    """The columns in which a prompt's own answer is kept: "answer", what it says; and, where it calls tools or thinks,
+    "answer_turn", the whole turn."""
+    if not (answer.tool_calls or answer.reasoning):
+        return {"answer": answer.content}
+    return {"answer": answer.content, "answer_turn": answer.as_turn()}
+
+
+def _columns(row: Row, used: tuple[str, ...], answer: Message | None = None) -> dict[str, Any]:
     """The columns of a row that its prompt is not made of, without null ones, and its answer if it has one."""
     others = {key: value for key, value in row.items() if key not in used and value is not None}
-    return {**({"answer": answers[0]} if answers else {}), **others}
+    return {**(answer_columns(answer) if answer is not None else {}), **others}
 
 
-def _asked_of_turns(row: Row, conversation: Conversation, used: tuple[str, ...]) -> Prompt:
+def _asked_of_turns(row: Row, conversation: Conversation, key: str) -> Prompt:
     last = conversation.messages[-1]
-    answers = [last.content] if last.role == "assistant" else []
-    return _asked(conversation, _columns(row, used, *answers))
+    answer = last if last.role == "assistant" else None
+    return _asked(conversation, _columns(row, (key, "system", "tools"), answer))
 
 
 def _of_conversation(row: Row, convert: Callable[[Row], Conversation]) -> Unpaired:
     tags = [tag for tag in _TAGS if tag in row]
     if len(tags) != 1:
         raise ValueError(f"has {' and '.join(tags) or 'neither'} of {', '.join(_TAGS)}; one of them is needed")
-    found = convert(row)
-    if found.tools or any(message.tool_calls for message in found.messages):
-        raise ValueError("calls tools, which an answer that is wanted or not cannot")
-    return _unpaired(list(found.messages), row[tags[0]], tags[0])
+    return _unpaired(row, list(convert(row).messages), row[tags[0]], tags[0])
 
 
-def _unpaired(messages: list[Message], tag: Any, where: str) -> Unpaired:
+def _unpaired(row: Row, messages: list[Message], tag: Any, where: str) -> Unpaired:
     if isinstance(tag, str):
         tag = _TEXTS.get(tag.lower(), tag)
     if not isinstance(tag, (bool, int)) or tag not in (0, 1):
         raise ValueError(f"{where!r} is {tag!r}; true or false is needed")
     if not messages or messages[-1].role != "assistant":
         raise ValueError("the last turn is not an answer of the assistant")
-    return Unpaired(_prompt(messages[:-1]).messages, messages[-1].content, bool(tag))
+    return Unpaired(_prompt(messages[:-1]).messages, messages[-1], bool(tag), tools_at(row))
 
 
 def _asked(conversation: Conversation, columns: Mapping[str, Any]) -> Prompt:
@@ -142,12 +149,12 @@ def _paddlenlp_turns(row: Row, more: tuple[int, ...]) -> list[Message]:
     if len(users) - len(answers) not in more:
         needed = "one more than tgt" if more == (1,) else "as many as tgt, or one more"
         raise ValueError(f"'src' has {len(users)} turns and 'tgt' {len(answers)}; src has {needed}")
-    messages = [Message("system", text_at(row, "system"))] if row.get("system") else []
+    messages: list[Message] = []
     for i, user in enumerate(users):
         messages.append(Message("user", user))
         if i < len(users) - 1:
             messages.append(Message("assistant", answers[i]))
-    return messages
+    return with_system(row, messages)
 
 
 def _with_tag(*keys: str) -> Callable[[Mapping[str, Any]], bool]:

@@ -19,6 +19,8 @@ _FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sen
 _SUFFIXES = (".model", ".tiktoken")
 _BYTE_PIECE = re.compile("<0x([0-9A-F]{2})>")
 """A byte in a vocabulary of SentencePiece."""
+_BEGINNINGS = ("a", "Z", "7", "é")
+"""Texts by which one sees what a tokenizer puts in front of any."""
 
 
 class TextTokenizer:
@@ -128,17 +130,46 @@ class TextTokenizer:
                 return str(self._fast.decode(list(ids), skip_special_tokens=skip_special_tokens))
         return str(self._paddlenlp.decode(list(ids), skip_special_tokens=skip_special_tokens))
 
+    @functools.cached_property
+    def anchors(self) -> tuple[str, ...]:
+        """Texts behind which others are encoded as they go on from any text. Empty for a tokenizer that puts nothing in
+        front of a text, so that a text by itself has the tokens that it has behind others."""
+        found: list[str] = []
+        for anchor in ("\n", ".", "x", "1"):
+            begin = self.encode(anchor)
+            whole = [self.encode(anchor + text) for text in _BEGINNINGS]
+            if not begin or any(ids[: len(begin)] != begin for ids in whole):
+                continue  # the anchor becomes a part of another token
+            if [ids[len(begin) :] for ids in whole] == [self.encode(text) for text in _BEGINNINGS]:
+                return ()
+            found.append(anchor)
+        return tuple(found)
+
+    @functools.cached_property
+    def _before(self) -> list[int]:
+        """An ordinary token, behind which others are decoded: tokenizers write them differently at the beginning of a
+        text."""
+        return self.encode("a")[-1:]
+
+    def token_text(self, token: int, is_first: bool = False, skip_special_tokens: bool = True) -> str:
+        """Text of one token behind others, or where it begins a text. So the texts of tokens, one after the other, are
+        the text of all, but for tokens that are a part of a character."""
+        if is_first or not self._before:
+            return self.decode([token], skip_special_tokens)
+        before = self.decode(self._before, skip_special_tokens)
+        whole = self.decode([*self._before, token], skip_special_tokens)
+        return whole[len(before) :] if whole.startswith(before) else self.decode([token], skip_special_tokens)
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """Text of each token by itself, special ones too; tokens that are no whole character as in the vocabulary."""
+        """Text of each token of a text, special ones too; tokens that are no whole character as in the vocabulary."""
         if not self._fast:
             return [str(token) for token in self._paddlenlp.convert_ids_to_tokens(list(ids))]
-        with self._panics():
-            alone = [str(self._fast.decode([token], skip_special_tokens=False)) for token in ids]
-        return [str(self._fast.id_to_token(t)) if "\ufffd" in text or not text else text for t, text in zip(ids, alone)]
+        texts = [self.token_text(token, number == 0, skip_special_tokens=False) for number, token in enumerate(ids)]
+        return [str(self._fast.id_to_token(t)) if "\ufffd" in text or not text else text for t, text in zip(ids, texts)]
 
-    def bytes_of(self, token: int) -> bytes | None:
+    def bytes_of(self, token: int, is_first: bool = False) -> bytes | None:
         """The bytes that one token stands for in UTF-8, a part of a character too; None where they are not known."""
-        text = self.decode([token])
+        text = self.token_text(token, is_first)
         if "\ufffd" not in text:
             return text.encode()
         piece = str(self._fast.id_to_token(token)) if self._fast else ""

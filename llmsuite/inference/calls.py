@@ -16,15 +16,11 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
+from llmsuite.data.call_forms import PROBE_ARGUMENTS, PROBE_ID, PROBE_KEY, PROBE_NAME, PROBE_TOOLS
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Message, ToolCall
 from llmsuite.errors import UserError
 
-_NAME, _KEY, _VALUE = "probe_name", "probe_key", "probe_value"
-_PARAMETERS = {"type": "object", "properties": {_KEY: {"type": "string"}}}
-_TOOLS = json.dumps(
-    [{"type": "function", "function": {"name": _NAME, "description": "A probe.", "parameters": _PARAMETERS}}]
-)
 _JSON = json.JSONDecoder()
 
 
@@ -82,7 +78,12 @@ class CallFormat:
         arguments = value.get(self.arguments_key, {})
         if isinstance(arguments, str):
             arguments = next(iter(_whole(arguments)), None)
-        return ToolCall(name, json.dumps(arguments, ensure_ascii=False)) if isinstance(arguments, dict) else None
+        if not isinstance(arguments, dict):
+            return None
+        identifier = value.get("id")  # some models write one, and expect it in the tool's answer
+        return ToolCall(
+            name, json.dumps(arguments, ensure_ascii=False), identifier if isinstance(identifier, str) else None
+        )
 
 
 def call_format(template: ChatTemplate, control_tokens: Collection[str]) -> CallFormat:
@@ -95,18 +96,19 @@ def call_format(template: ChatTemplate, control_tokens: Collection[str]) -> Call
     Raises:
         UserError: it renders no calls, or in a form that is not known here.
     """
-    asked, call = [Message("user", "Hi?")], Message("assistant", "", (ToolCall(_NAME, json.dumps({_KEY: _VALUE})),))
+    asked = [Message("user", "Hi?")]
+    call = Message("assistant", "", (ToolCall(PROBE_NAME, PROBE_ARGUMENTS, PROBE_ID),))
     try:
-        before = template.render(asked, add_generation_prompt=True, tools=_TOOLS)
-        whole = template.render([*asked, call], tools=_TOOLS)
+        before = template.render(asked, add_generation_prompt=True, tools=PROBE_TOOLS)
+        whole = template.render([*asked, call], tools=PROBE_TOOLS)
     except UserError as error:
         raise UserError(f"tools: {error}") from error
     turn = whole[len(os.path.commonprefix([before, whole])) :]
     for token in control_tokens:
         turn = turn.replace(token, " ")
     for begin, end, value in _objects(turn):
-        names = [key for key, what in value.items() if what == _NAME]
-        arguments = [key for key, what in value.items() if _KEY in (what if isinstance(what, (dict, str)) else ())]
+        names = [key for key, what in value.items() if what == PROBE_NAME]
+        arguments = [key for key, what in value.items() if PROBE_KEY in (what if isinstance(what, (dict, str)) else ())]
         if len(names) == len(arguments) == 1:
             mark, behind = turn[:begin].split(), turn[end:].split()
             is_word = bool(mark) and any(char.isalnum() for char in mark[-1])

@@ -11,7 +11,8 @@ import numpy as np
 import paddle
 
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.rows import Preference
+from llmsuite.data.encoding import encode_answers
+from llmsuite.data.rows import Preference, conversations_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.inference.generate import Generator
@@ -126,9 +127,8 @@ def preference_accuracy(
     texts: list[tuple[int, ...]] = []
     starts: list[int] = []
     for number, row in enumerate(rows, 1):
-        for answer in (row.chosen, row.rejected):
-            before, completion = template.split(row.prompt, answer)
-            prompt, ids = tokenizer.encode(before), tokenizer.encode(completion)
+        split = [template.split(conversation) for conversation in conversations_of(row)]
+        for prompt, ids in encode_answers(split, tokenizer):
             if len(prompt) + len(ids) > max_length or not prompt or not ids:
                 raise UserError(
                     f"row {number}: has {len(prompt)} + {len(ids)} tokens; the model takes 2 to {max_length}"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.columns import renamed
 from llmsuite.data.control import ControlTokens
-from llmsuite.data.conversations import calls_at
-from llmsuite.data.formats import joined
+from llmsuite.data.prompts import answer_columns
 from llmsuite.data.read import raw_rows
-from llmsuite.data.rows import ROLES, Message, ToolCall
+from llmsuite.data.rows import Message, ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.data.turns import tools_at, turn_at
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.inference.calls import CallFormat, call_format
@@ -83,13 +83,16 @@ class Prompter:
                 f"tools: the model's chat template leaves out {missing[0]!r}, so it knows no tools; send none, or "
                 "start the server with --leave_out_tools, which answers without those that may be called"
             )
+        if (what := self._template.left_out(text, messages, tools)) is not None:
+            raise UserError(f"messages: the model's chat template leaves out {what}; send turns without it")
         return self._encode(text)
 
     def _marked(self, message: Message) -> Message:
         mark = self._control.mark
-        calls = tuple(ToolCall(mark(call.name), mark(call.arguments)) for call in message.tool_calls)
-        name = None if message.name is None else mark(message.name)
-        return Message(message.role, mark(message.content), calls, name)
+        calls = tuple(ToolCall(mark(call.name), mark(call.arguments), call.id) for call in message.tool_calls)
+        turn = {key: value if key == "role" else _changed(value, mark) for key, value in message.as_turn().items()}
+        given = json.dumps(turn, ensure_ascii=False)
+        return Message(message.role, mark(message.content), calls, mark(message.reasoning), given)
 
     @functools.cached_property
     def calls(self) -> CallFormat:
@@ -111,8 +114,12 @@ class Prompter:
             raise UserError('has to have either "prompt", a text or a list of turns, or "messages", a list of turns')
         turns = row["prompt"] if "prompt" in row else row["messages"]  # TRL calls them a prompt
         messages, fields = read_messages(turns), dict(row)
+        try:
+            tools = tools_at(row)
+        except ValueError as error:
+            raise UserError(str(error)) from error
         if messages[-1].role == "assistant":
-            answer = messages.pop().content
+            answer = messages.pop()
             if "prompt" in row:  # which somebody may mean to be continued
                 raise UserError(
                     "prompt: ends with the assistant's turn, and no turn is continued; leave it out, or call a "
@@ -120,8 +127,9 @@ class Prompter:
                 )
             if not messages:
                 raise UserError("has the assistant's turn alone; a turn that it answers is needed")
-            fields["answer"] = answer if fields.get("answer") is None else fields["answer"]
-        return Prompt(fields, self.turns(messages))
+            own = {key: value for key, value in row.items() if value is not None}
+            fields = {**fields, **answer_columns(answer), **own}
+        return Prompt(fields, self.turns(messages, tools))
 
     def read(self, path: Path, columns: Mapping[str, str] | None = None) -> list[Prompt]:
         """The rows of a file of any kind that `llmsuite.data.read` knows.
@@ -165,26 +173,21 @@ def read_messages(turns: Any) -> list[Message]:
     """Turns in OpenAI's format. Raises UserError naming the first invalid one."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise UserError("messages: has to be a list of turns, at least one")
-    messages = []
-    for number, turn in enumerate(turns):
-        role = turn.get("role") if isinstance(turn, Mapping) else None
-        content = turn.get("content") if isinstance(turn, Mapping) else None
-        role = "system" if role == "developer" else role  # what OpenAI calls it since o1
-        calls: tuple[ToolCall, ...] = ()
-        try:
-            if isinstance(content, list):
-                content = joined(content, f"messages[{number}].content")
-            if role == "assistant" and turn.get("tool_calls"):
-                calls = calls_at(turn["tool_calls"], f"messages[{number}].tool_calls")
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if calls:
-            content = "" if content is None else content  # with a call there may be nothing to say
-        if role not in ROLES or not isinstance(content, str):
-            raise UserError(f"messages[{number}]: needs role (one of {', '.join(ROLES)}) and content, a text")
-        name = turn.get("name")
-        messages.append(Message(role, content, calls, name if isinstance(name, str) else None))
-    return messages
+    try:
+        return [turn_at(turn, f"messages[{number}]") for number, turn in enumerate(turns)]
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _changed(value: Any, change: Callable[[str], str]) -> Any:
+    """A JSON value with each of its texts changed, keys of objects too."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, list):
+        return [_changed(inner, change) for inner in value]
+    if isinstance(value, dict):
+        return {change(key): _changed(inner, change) for key, inner in value.items()}
+    return value
 
 
 def stop_tokens(directory: Path, tokenizer: TextTokenizer) -> set[int]:

@@ -13,8 +13,8 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from llmsuite.data.conversations import tools_at
-from llmsuite.data.rows import ROLES, Message
+from llmsuite.data.rows import Message
+from llmsuite.data.turns import tools_at, turn_at
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file, python_function
 from llmsuite.rl.worker import describe, finished
@@ -150,12 +150,13 @@ def _messages(given: Any, what: str) -> tuple[Message, ...]:
         raise TypeError(f"{what} {given!r:.200}, not a list with at least one message")
     found = []
     for i, message in enumerate(given):
-        role, content = (message.get(key) for key in ("role", "content")) if isinstance(message, Mapping) else ("", "")
-        if role not in ROLES or (role == "assistant" and i == len(given) - 1) or not isinstance(content, str):
-            raise ValueError(
-                f'messages[{i}] is {message!r:.200}; it has to be {{"role": …, "content": text}}, of the user or a tool'
-            )
-        found.append(Message(role, content))
+        try:
+            turn = turn_at(message, f"messages[{i}]")
+        except ValueError as error:
+            raise ValueError(f"{what} {message!r:.200}: {error}") from error
+        if turn.role == "assistant" and i == len(given) - 1:
+            raise ValueError(f"messages[{i}] is {message!r:.200}; the last one has to be of the user or a tool")
+        found.append(turn)
     return tuple(found)
 
 

@@ -15,7 +15,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 import numpy as np
 
 from llmsuite.data.chat_template import PLACEHOLDER, ChatTemplate
+from llmsuite.data.encoding import encode_continuations
 from llmsuite.data.rows import Message
+from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.drawing import Drawing, Drawn, Request, uniforms
 from llmsuite.rl.environments import Answer, Begin, Step, environment_source
@@ -98,7 +100,7 @@ class Episodes:
         section: EnvironmentSection,
         registered: Mapping[str, EnvironmentSpec],
         template: ChatTemplate,
-        encode: Callable[[Sequence[str]], list[list[int]]],
+        tokenizer: TextTokenizer,
         max_length: int,
     ):
         """
@@ -106,13 +108,13 @@ class Episodes:
             section: of the recipe, which names an environment. Its keys are read here.
             registered: environments by name.
             template: writes the turns.
-            encode: texts to token ids, without special tokens.
+            tokenizer: of the model.
             max_length: tokens of prompt and episode together.
         """
         source = environment_source(section, registered)
         self.parts, self._key, self._max_turns = source.parts, source.key, section.max_turns
         self._max_turn_length = section.max_turn_length
-        self._template, self._encode, self._max_length = template, encode, max_length
+        self._template, self._tokenizer, self._max_length = template, tokenizer, max_length
         self._pool = WorkerPool([source], section.workers, section.time_limit, "environment")
         weakref.finalize(self, self._pool.close)
         self._has_warned = False
@@ -183,14 +185,9 @@ class Episodes:
             answers[number], whys[number] = outcome.values, outcome.why
         given = [tuple(prompt.messages) if a is None else a.messages for a, prompt in zip(answers, prompts)]
         tools = [prompt.tools if a is None else a.tools or prompt.tools for a, prompt in zip(answers, prompts)]
-        texts = [
-            self._template.render(messages, add_generation_prompt=True, tools=offered)
-            for messages, offered in zip(given, tools)
-        ]
-        for text, offered in zip(texts, tools):
-            self._template.check_tools(text, offered)
+        texts = [self._template.prompt(messages, offered) for messages, offered in zip(given, tools)]
         groups = []
-        for i, ids in enumerate(self._encode(texts)):
+        for i, ids in enumerate(self._tokenizer.encode_batch(texts)):
             answer, request, text = answers[i], requests[i], texts[i]
             room = min(drawing.max_completion_length, self._max_length - len(ids))
             if answer is not None and (room < 1 or not ids):
@@ -227,7 +224,7 @@ class Episodes:
         ]
         texts = [self._template.continuation(e.messages, messages, e.tools) for e, messages in going]
         left = []
-        for (episode, messages), ids in zip(going, self._encode(texts)):
+        for (episode, messages), ids in zip(going, encode_continuations(texts, self._tokenizer)):
             # the model has written the end of its turn itself, unless that is truncated
             closes = bool(ids) and ids[0] in stop_ids and episode.has_stopped
             seen = ids[closes:]
@@ -244,8 +241,7 @@ class Episodes:
 
 def _row(prompt: RolloutPrompt) -> dict[str, object]:
     """A row as environments see it."""
-    messages = [{"role": message.role, "content": message.content} for message in prompt.messages]
-    return {**prompt.columns, "messages": messages}
+    return {**prompt.columns, "messages": [message.as_turn() for message in prompt.messages]}
 
 
 def _seed(request: Request) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import string
 import time
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
@@ -24,6 +25,7 @@ MAX_ANSWERS = 16
 """To one prompt."""
 MAX_LINES = 128
 """Answers to all prompts of a request."""
+_ID_CHARACTERS = string.ascii_letters + string.digits
 _MAX_STOPS = 16
 _MAX_TOOLS = 128
 _MAX_STOP = 1000
@@ -264,7 +266,7 @@ def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     """Calls of tools in a turn of the assistant."""
     return [
         {
-            "id": f"call_{secrets.token_hex(12)}",
+            "id": call_id(call),
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
@@ -272,20 +274,26 @@ def tool_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     ]
 
 
+def call_id(call: ToolCall) -> str:
+    """The id of a call: the model's own, or a new one of nine letters and digits, the only ones that Mistral's chat
+    templates take back."""
+    return call.id or "".join(secrets.choice(_ID_CHARACTERS) for _ in range(9))
+
+
 def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
     """Log-probabilities of a choice of a chat, from token `begin` on."""
 
-    def entry(token: int, logprob: float) -> dict[str, Any]:
-        found = tokenizer.bytes_of(token)
+    def entry(token: int, logprob: float, is_first: bool) -> dict[str, Any]:
+        found = tokenizer.bytes_of(token, is_first)
         known = None if found is None else list(found)
-        return {"token": tokenizer.decode([token]), "logprob": max(logprob, -9999.0), "bytes": known}
+        text = tokenizer.token_text(token, is_first)
+        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": known}
 
-    return {
-        "content": [
-            {**entry(t.token, t.logprob), "top_logprobs": [entry(other, value) for other, value in t.top]}
-            for t in kept[begin:]
-        ]
-    }
+    content = []
+    for number, t in enumerate(kept[begin:], begin):
+        top = [entry(other, value, number == 0) for other, value in t.top]
+        content.append({**entry(t.token, t.logprob, number == 0), "top_logprobs": top})
+    return {"content": content}
 
 
 def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin: int = 0) -> dict[str, Any]:
@@ -295,9 +303,12 @@ def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, 
     for t in kept:
         offsets.append(len(stream.text))
         stream.push(t.token)
-    texts = [tokenizer.decode([t.token]) for t in kept]
+    texts = [tokenizer.token_text(t.token, number == 0) for number, t in enumerate(kept)]
     # tokens of one text, such as parts of characters, are one key, which has the likeliest
-    top = [{tokenizer.decode([other]): value for other, value in reversed(t.top)} for t in kept[begin:]]
+    top = [
+        {tokenizer.token_text(other, number == 0): value for other, value in reversed(t.top)}
+        for number, t in enumerate(kept)
+    ][begin:]
     logprobs = [t.logprob for t in kept[begin:]]
     return {"tokens": texts[begin:], "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets[begin:]}
 

@@ -17,16 +17,15 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from llmsuite.data.conversations import calls_at
-from llmsuite.data.formats import joined
 from llmsuite.data.rows import ROLES, ToolCall
+from llmsuite.data.turns import DEVELOPER, calls_at, joined
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line, TokenLogprob
 from llmsuite.inference.sampling import MAX_TEMPERATURE
 from llmsuite.inference.text import TextStream
 from llmsuite.serving.events import CallReader
 from llmsuite.serving.faults import faults
-from llmsuite.serving.protocol import ChatRequest, TopLogprobs, chat_logprobs
+from llmsuite.serving.protocol import ChatRequest, TopLogprobs, call_id, chat_logprobs
 from llmsuite.serving.service import Job, Service
 
 PATH = "/v1/responses"
@@ -40,7 +39,7 @@ _OfTools = Literal[
     "code_interpreter_call.outputs",
 ]
 """What can be included of calls that no answer has here."""
-_ROLES = (*ROLES, "developer")
+_ROLES = (*ROLES, DEVELOPER)
 _OWN_WORDS = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -257,7 +256,7 @@ def add_api(app: FastAPI, service: Service) -> None:
 
 
 def _call(call: ToolCall) -> dict[str, Any]:
-    ids = {"id": f"fc_{secrets.token_hex(12)}", "call_id": f"call_{secrets.token_hex(12)}"}
+    ids = {"id": f"fc_{secrets.token_hex(12)}", "call_id": call_id(call)}
     return {**ids, "type": "function_call", "name": call.name, "arguments": call.arguments, "status": "completed"}
 
 

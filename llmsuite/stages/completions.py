@@ -65,8 +65,8 @@ class CompletionStage(Stage[Any]):
         section = getattr(recipe, "environment", None)
         if section is None or section.name is None:
             return None
-        encode, known = self.context.tokenizer.encode_batch, self.context.environments
-        return Episodes(section, known, self._template, encode, recipe.data.max_length)
+        tokenizer, known = self.context.tokenizer, self.context.environments
+        return Episodes(section, known, self._template, tokenizer, recipe.data.max_length)
 
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[Any], Sequence[Any]]:
         """Load rewards and environment first: what is wrong with them is told before the model is loaded."""
@@ -82,9 +82,7 @@ class CompletionStage(Stage[Any]):
         template = self._template.ahead_of_prompts((row.messages, row.tools) for row in rows)
         for number, row in enumerate(rows):
             try:
-                text = template.render(row.messages, add_generation_prompt=True, tools=row.tools)
-                template.check_tools(text, row.tools)
-                texts.append(text)
+                texts.append(template.prompt(row.messages, row.tools))
                 kept.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))

@@ -12,7 +12,7 @@ import numpy as np
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.columns import renamed
 from llmsuite.data.read import raw_row
-from llmsuite.data.rows import Conversation, Message, Preference, Unpaired
+from llmsuite.data.rows import Conversation, Preference, Unpaired, conversations_of
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
@@ -105,17 +105,12 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
 
 def _conversations(row: Any) -> list[tuple[str, Conversation]]:
     """The conversation of each answer of a row, with its name."""
-    if isinstance(row, Conversation):
-        return [("", row)]
+    names = [""]
     if isinstance(row, Preference):
-        return [("chosen", _answered(row.prompt, row.chosen)), ("rejected", _answered(row.prompt, row.rejected))]
-    if isinstance(row, Unpaired):
-        return [("desirable" if row.desirable else "undesirable", _answered(row.prompt, row.completion))]
-    return []
-
-
-def _answered(prompt: tuple[Message, ...], answer: str) -> Conversation:
-    return Conversation((*prompt, Message("assistant", answer)), (*[False] * len(prompt), True))
+        names = ["chosen", "rejected"]
+    elif isinstance(row, Unpaired):
+        names = ["desirable" if row.desirable else "undesirable"]
+    return [(name, found) for name, found in zip(names, conversations_of(row)) if any(found.supervised)]
 
 
 def _generation_prompt(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -> list[int]:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.data.rows import Unpaired
+from llmsuite.data.rows import Unpaired, conversations_of
 from llmsuite.data.sequences import Lazy, Measure, lengths_of
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import (
@@ -69,22 +69,22 @@ class KtoStage(Stage[LabelledAnswer]):
 
     def make_samples(self, rows: Sequence[Unpaired], counts: DropCounts) -> list[LabelledAnswer]:
         """Answers that fit. Nothing is ever cut: the model would not learn to end a cut answer."""
-        texts: list[str] = []
+        texts: list[tuple[str, str]] = []
         kept: list[tuple[int, Unpaired]] = []
-        template = self._template.ahead_of_splits((row.prompt, row.completion) for row in rows)
+        template = self._template.ahead_of_splits(found for row in rows for found in conversations_of(row))
         for number, row in enumerate(rows):
-            if not row.completion.strip():
+            if row.completion.is_empty:
                 counts.drop("with an empty answer", number)
                 continue
             try:
-                texts += template.split(row.prompt, row.completion)
+                texts += [template.split(conversation) for conversation in conversations_of(row)]
                 kept.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
-        ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
+        encoded, eos = self.context.encode_answers(texts), self.context.tokenizer.eos_id
         labelled = []
-        for i, (number, row) in enumerate(kept):
-            answer = Answer(ids[2 * i], ensure_eos(ids[2 * i + 1], eos))
+        for (number, row), (prompt, ids) in zip(kept, encoded):
+            answer = Answer(prompt, ensure_eos(ids, eos))
             if not answer.prompt:
                 counts.drop("with a prompt of no tokens (nothing would predict the answer)", number)
             elif answer.ids.count(eos) > 1:

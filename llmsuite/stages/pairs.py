@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.data.packing import packed
-from llmsuite.data.rows import Preference
+from llmsuite.data.rows import Message, Preference, conversations_of
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, ensure_eos
 from llmsuite.train.stage import Batch, DropCounts, Stage, StageContext
@@ -57,27 +57,24 @@ class PairStage(Stage["Pair | Pairs"]):
 
     def make_samples(self, rows: Sequence[Preference], counts: DropCounts) -> list[Pair]:
         """Pairs whose answers differ and fit. Nothing is ever cut: the model would not learn to end a cut answer."""
-        texts: list[str] = []
+        texts: list[tuple[str, str]] = []
         kept: list[int] = []
-        template = self._template.ahead_of_splits((row.prompt, a) for row in rows for a in (row.chosen, row.rejected))
+        template = self._template.ahead_of_splits(both for row in rows for both in conversations_of(row))
         for number, row in enumerate(rows):
-            if row.chosen.strip() == row.rejected.strip():
+            if _same(row.chosen, row.rejected):
                 counts.drop("with chosen equal to rejected", number)
-            elif not row.chosen.strip() or not row.rejected.strip():
+            elif row.chosen.is_empty or row.rejected.is_empty:
                 counts.drop("with an empty answer", number)
             else:
                 try:
-                    prompt, chosen = template.split(row.prompt, row.chosen)
-                    _, rejected = template.split(row.prompt, row.rejected)
+                    texts += [template.split(conversation) for conversation in conversations_of(row)]
+                    kept.append(number)
                 except UserError as error:
                     counts.bad(number, str(error))
-                    continue
-                texts += [prompt, chosen, rejected]
-                kept.append(number)
-        ids, eos = self.context.encode(texts), self.context.tokenizer.eos_id
+        encoded, eos = self.context.encode_answers(texts), self.context.tokenizer.eos_id
         pairs = []
-        for i, number in enumerate(kept):
-            pair = Pair(ids[3 * i], ensure_eos(ids[3 * i + 1], eos), ensure_eos(ids[3 * i + 2], eos))
+        for number, (prompt, chosen), (_, rejected) in zip(kept, encoded[::2], encoded[1::2]):
+            pair = Pair(prompt, ensure_eos(chosen, eos), ensure_eos(rejected, eos))
             if pair.chosen == pair.rejected:  # different texts, but the tokenizer maps them to the same ids
                 counts.drop("with chosen equal to rejected", number)
             elif not pair.prompt:
@@ -113,6 +110,15 @@ class PairStage(Stage["Pair | Pairs"]):
         rows = chosen_then_rejected(samples)
         lengths = [sum(len(answer) - 1 for answer in row) for row in rows]
         return np.array(lengths, dtype="int64").reshape(2, len(samples)).T
+
+
+def _same(chosen: Message, rejected: Message) -> bool:
+    """Whether two answers say, think and call the same."""
+    first, second = (
+        (answer.content.strip(), answer.reasoning.strip(), [(call.name, call.arguments) for call in answer.tool_calls])
+        for answer in (chosen, rejected)
+    )
+    return first == second
 
 
 def join(samples: Sequence[Pair | Pairs]) -> Pairs:

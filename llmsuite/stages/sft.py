@@ -51,7 +51,7 @@ class SftStage(Stage[WeightedTokens]):
                 rendered.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
-        encoded = iter(self._encode([texts for row in turns for texts in row]))
+        encoded = iter(self.context.encode_answers([texts for row in turns for texts in row]))
         samples = []
         for (number, row), texts in zip(rendered, turns):
             parts = [next(encoded) for _ in texts]
@@ -66,19 +66,6 @@ class SftStage(Stage[WeightedTokens]):
             except Unusable as reason:
                 counts.drop(str(reason), number)
         return samples
-
-    def _encode(self, turns: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
-        """Token ids of the prompt and of the answer, from the texts before and after each turn."""
-        ids = self.context.encode([text for turn in turns for text in turn])
-        both = list(zip(ids[::2], ids[1::2]))
-        # Where a token spans the border, the answer is encoded by itself, as generation encodes the prompt by itself.
-        spanned = [after[: len(before)] != before for before, after in both]
-        answers = [after[len(before) :] for (before, after), is_spanned in zip(turns, spanned) if is_spanned]
-        alone = iter(self.context.encode(answers))
-        return [
-            (before, next(alone) if is_spanned else after[len(before) :])
-            for (before, after), is_spanned in zip(both, spanned)
-        ]
 
     def _join(self, encoded: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
         """One sequence from the ids before each supervised turn and those of the turn."""
@@ -163,4 +150,4 @@ class SftStage(Stage[WeightedTokens]):
 def _has_answers(row: Conversation) -> bool:
     """Whether there are supervised turns, none of them empty."""
     answers = [message for message, is_supervised in zip(row.messages, row.supervised) if is_supervised]
-    return bool(answers) and all(message.content.strip() or message.tool_calls for message in answers)
+    return bool(answers) and not any(message.is_empty for message in answers)

@@ -18,6 +18,7 @@ import numpy as np
 from llmsuite.cache import cache_root
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.data.chat_template import ChatTemplate
+from llmsuite.data.encoding import encode_answers
 from llmsuite.data.kinds import Readers
 from llmsuite.data.mixture import Mixture, mixed_file
 from llmsuite.data.once import encode_once
@@ -115,6 +116,14 @@ class StageContext:
         if self.keeps_tokens:
             return encode_once(texts, self.tokenizer, cache_root() / "tokens")
         return self.tokenizer.encode_batch(texts)
+
+    def encode_answers(self, texts: Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """Token ids of prompts and of the answers behind them, by `encode`.
+
+        Args:
+            texts: the text before each answer, and that text with the answer.
+        """
+        return encode_answers(texts, self.tokenizer, self.encode)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.data.formats import SHAREGPT_ROLES
+from llmsuite.data.turns import SHAREGPT_ROLES
 from llmsuite.errors import UserError
 from llmsuite.recipe.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.recipe.suites import axolotl_words, model, trainer

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.data.formats import MEDIA, SHAREGPT_ROLES
+from llmsuite.data.formats import MEDIA
+from llmsuite.data.turns import SHAREGPT_ROLES
 from llmsuite.errors import UserError
 from llmsuite.recipe.conversion.kinds import MAPPING, ONE, Kind, check
 from llmsuite.recipe.suites.suite import Run

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.data.conversations import tools_at
+from llmsuite.data.turns import tools_at
 from llmsuite.rl.arithmetic import numbers_in, shown, value
 from llmsuite.rl.calculator import Calculator
 from llmsuite.rl.environment_sections import BUILTIN, CalculatorSection, GuessSection, VerifiersSection
