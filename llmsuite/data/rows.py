@@ -142,7 +142,8 @@ def texts_of(row: Any) -> list[str]:
     texts: dict[str, None] = {}
     for conversation in conversations_of(row):
         for message in conversation.messages:
-            texts.update(dict.fromkeys(strings_in(message.as_turn())))
+            said = [value for key, value in message.as_turn().items() if key != "role"]
+            texts.update(dict.fromkeys(strings_in(said)))
         if conversation.tools:
             texts.update(dict.fromkeys(strings_in(json.loads(conversation.tools))))
     return list(texts)

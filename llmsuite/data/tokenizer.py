@@ -160,6 +160,13 @@ class TextTokenizer:
         whole = self.decode([*self._before, token], skip_special_tokens)
         return whole[len(before) :] if whole.startswith(before) else self.decode([token], skip_special_tokens)
 
+    def begin(self, ids: Sequence[int]) -> int:
+        """The number of the token with which the text of some begins: the first that is not left out as special."""
+        for number, token in enumerate(ids):
+            if self.decode([token]) or not self.decode([token], False):
+                return number
+        return 0
+
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """Text of each token of a text, special ones too; tokens that are no whole character as in the vocabulary."""
         if not self._fast:

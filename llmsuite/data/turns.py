@@ -66,6 +66,8 @@ def sharegpt_turn_at(turn: Any, where: str) -> Message:
         if turn.get("tool_calls"):
             raise ValueError(f"{where!r} is a function_call and has 'tool_calls' too; one of them is needed")
         said |= {"content": "", "tool_calls": from_json(text, f"{where}.value")}
+        if not said["tool_calls"]:
+            raise ValueError(f"'{where}.value' is empty")
     others = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
     return _message({**others, **said}, role, where, calls_are_at=f"{where}.value" if "tool_calls" in said else "")
 

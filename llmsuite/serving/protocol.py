@@ -290,9 +290,10 @@ def chat_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, begin:
         return {"token": text, "logprob": max(logprob, -9999.0), "bytes": known}
 
     content = []
+    first = tokenizer.begin([t.token for t in kept])
     for number, t in enumerate(kept[begin:], begin):
-        top = [entry(other, value, number == 0) for other, value in t.top]
-        content.append({**entry(t.token, t.logprob, number == 0), "top_logprobs": top})
+        top = [entry(other, value, number == first) for other, value in t.top]
+        content.append({**entry(t.token, t.logprob, number == first), "top_logprobs": top})
     return {"content": content}
 
 
@@ -303,10 +304,11 @@ def completion_logprobs(kept: Sequence[TokenLogprob], tokenizer: TextTokenizer, 
     for t in kept:
         offsets.append(len(stream.text))
         stream.push(t.token)
-    texts = [tokenizer.token_text(t.token, number == 0) for number, t in enumerate(kept)]
+    first = tokenizer.begin([t.token for t in kept])
+    texts = [tokenizer.token_text(t.token, number == first) for number, t in enumerate(kept)]
     # tokens of one text, such as parts of characters, are one key, which has the likeliest
     top = [
-        {tokenizer.token_text(other, number == 0): value for other, value in reversed(t.top)}
+        {tokenizer.token_text(other, number == first): value for other, value in reversed(t.top)}
         for number, t in enumerate(kept)
     ][begin:]
     logprobs = [t.logprob for t in kept[begin:]]

@@ -13,6 +13,7 @@ import numpy as np
 import paddle
 
 import llmsuite
+from llmsuite.data.rows import conversations_of
 from llmsuite.plugins.hookspecs import StageSpec
 from llmsuite.schema.section import Section
 from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage
@@ -31,9 +32,8 @@ class TokenStage(Stage[tuple[list[int], list[int]]]):
     row_kind = "preference"
 
     def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> list[tuple[list[int], list[int]]]:
-        template, encode = self.context.template(), self.context.tokenizer.encode_batch
-        texts = [template.split(row.prompt, row.chosen) for row in rows]
-        pairs = zip(encode([prompt for prompt, _ in texts]), encode([answer for _, answer in texts]))
+        template = self.context.template()
+        pairs = self.context.encode_answers([template.split(conversations_of(row)[0]) for row in rows])
         longest = self.context.recipe.data.max_length
         return [(p, a) for p, a in pairs if len(p) + len(a) <= longest or counts.drop("too long")]
 

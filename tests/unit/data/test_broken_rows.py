@@ -73,8 +73,8 @@ BROKEN: dict[str, tuple[bytes, str]] = {
     "role of another type": (said({"role": 3, "content": "a"}), "'messages[1]' has the unknown role 3"),
     "turns of the other kind": (
         messages({"from": "human", "value": "Hi?"}),
-        "'messages[0]' is not an object with 'role'; turns with 'from' are conversations: name all fields in "
-        'data.columns, such as {"conversations": "messages"}',
+        "'messages[0]' is not an object with 'role' and 'content'; turns with 'from' are conversations: name all "
+        'fields in data.columns, such as {"conversations": "messages"}',
     ),
     "pictures": (row(**GOOD, images=["a.png"]), "has images, and only text is read; name the columns of text in "),
     "another format": (

@@ -15,13 +15,18 @@ from hypothesis import strategies as st
 
 from llmsuite.data import chat_template
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
-from llmsuite.data.rows import Conversation, Message
+from llmsuite.data.rows import Conversation, Message, answered
+from llmsuite.data.turns import turn_at
 from llmsuite.errors import UserError
 from llmsuite.schema.recipe import DataSection
 from tests.paths import DATA
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ASK = [Message("system", " Be brief. "), Message("user", "Hi?")]
+
+
+def named(role: str, text: str, name: str) -> Message:
+    return turn_at({"role": role, "content": text, "name": name}, "turn")
 
 
 def built_in(name: str) -> ChatTemplate:
@@ -52,16 +57,16 @@ def template(source: str) -> ChatTemplate:
 def test_the_built_in_ones(name: str, prompt: str, answer: str) -> None:
     assert built_in(name).render(ASK, add_generation_prompt=True) == prompt
     assert built_in(name).render([*ASK, Message("assistant", "Hello.")]) == prompt + answer
-    assert built_in(name).split(ASK, "Hello.") == (prompt, answer)
+    assert built_in(name).split(answered(ASK, Message("assistant", "Hello."))) == (prompt, prompt + answer)
 
 
 @given(name=st.sampled_from(sorted(BUILTIN)), texts=st.lists(st.text(), min_size=1, max_size=4), answer=st.text())
 def test_split_cuts_the_whole_conversation(name: str, texts: list[str], answer: str) -> None:
     roles = ["user", "assistant"] * 2
     prompt = [Message(role, text) for role, text in zip(roles, texts)]
-    before, after = built_in(name).split(prompt, answer)
+    before, whole = built_in(name).split(answered(prompt, Message("assistant", answer)))
     assert before == built_in(name).render(prompt, add_generation_prompt=True)
-    assert before + after == built_in(name).render([*prompt, Message("assistant", answer)])
+    assert whole == built_in(name).render([*prompt, Message("assistant", answer)])
 
 
 def test_the_schema_names_the_built_in_ones() -> None:
@@ -221,18 +226,17 @@ def test_what_is_rendered_ahead_is_the_same(source: str, monkeypatch: pytest.Mon
         for texts in itertools.product(says, repeat=4)
         for supervised in [(False, True, False, True), (False, False, False, True)]
     ]
-    answered = [(talk.messages[:3], talk.messages[3].content) for talk in talks]
     alone = template(source)
     turns = [_told(alone.supervised_turns, talk) for talk in talks[:300]]
-    splits = [_told(alone.split, *pair) for pair in answered[:300]]
-    prompts = [_told(alone.render, prompt, True) for prompt, _ in answered[:300]]
+    splits = [_told(alone.split, talk) for talk in talks[:300]]
+    prompts = [_told(alone.prompt, talk.messages[:3]) for talk in talks[:300]]
     assert {type(found) for found in (*turns, *splits)} == {list, tuple, str}
-    ahead = alone.ahead_of_turns(talks[:300]), alone.ahead_of_splits(answered[:300])
-    of_prompts = alone.ahead_of_prompts((prompt, "") for prompt, _ in answered[:300])
+    ahead = alone.ahead_of_turns(talks[:300]), alone.ahead_of_splits(talks[:300])
+    of_prompts = alone.ahead_of_prompts((talk.messages[:3], "") for talk in talks[:300])
     monkeypatch.setattr(chat_template, "render", None)  # all is known
     assert [_told(ahead[0].supervised_turns, talk) for talk in talks[:300]] == turns
-    assert [_told(ahead[1].split, *pair) for pair in answered[:300]] == splits
-    assert [_told(of_prompts.render, prompt, True) for prompt, _ in answered[:300]] == prompts
+    assert [_told(ahead[1].split, talk) for talk in talks[:300]] == splits
+    assert [_told(of_prompts.prompt, talk.messages[:3]) for talk in talks[:300]] == prompts
 
 
 def test_a_turn_without_a_block_is_not_supervised() -> None:
@@ -248,13 +252,13 @@ def test_a_turn_without_a_block_is_not_supervised() -> None:
     with pytest.raises(UserError, match="a character that marks it"):
         template(final).render([Message("user", "a\ufdd0b")])
     with pytest.raises(UserError, match="a character that marks it"):
-        template(final).render([Message("user", "ab", name="\ufdd1")])
+        template(final).render([named("user", "ab", "\ufdd1")])
     assert template("{{ messages[0].content }}").render([Message("user", "a\ufdd0b")]) == "a\ufdd0b"
 
 
 def test_names_are_there_where_turns_have_them() -> None:
     source = template("{% for m in messages %}{{ m | tojson }}{{ 1 if m.name is defined else 0 }} {% endfor %}")
-    turns = [Message("user", "Hi?", name="Ann"), Message("user", "Who?"), Message("assistant", "", name="")]
+    turns = [named("user", "Hi?", "Ann"), Message("user", "Who?"), named("assistant", "", "")]
     expected = (
         '{"role": "user", "content": "Hi?", "name": "Ann"}1 {"role": "user", "content": "Who?"}0 '
         '{"role": "assistant", "content": "", "name": ""}1 '
@@ -262,20 +266,20 @@ def test_names_are_there_where_turns_have_them() -> None:
     assert source.render(turns) == expected
     # what was rendered ahead is that of the same names
     ahead = source.ahead_of_prompts([(turns, "")])
-    other = [Message("user", "Hi?", name="Bob"), *turns[1:]]
+    other = [named("user", "Hi?", "Bob"), *turns[1:]]
     assert [ahead.render(each, True) for each in (turns, other)] == [expected, expected.replace("Ann", "Bob")]
 
 
 def test_names_are_trained_on_where_the_template_shows_them() -> None:
     each = "{% for m in messages %}<{{ m.name or m.role }}>{{ m.content }}</s>{% endfor %}"
     source = template(each + "{{ '<assistant>' if add_generation_prompt }}")
-    ask = Message("user", "Hi?", name="Ann")
+    ask = named("user", "Hi?", "Ann")
     talk = Conversation((ask, Message("assistant", "Hello.")), (False, True))
     prompt = "<Ann>Hi?</s><assistant>"
     assert source.supervised_turns(talk) == [(prompt, f"{prompt}Hello.</s>")]
     # what the model would not be asked for is not trained on
     with pytest.raises(UserError, match="cannot be used to train on this conversation"):
-        source.supervised_turns(Conversation((ask, Message("assistant", "Hello.", name="Bob")), (False, True)))
+        source.supervised_turns(Conversation((ask, named("assistant", "Hello.", "Bob")), (False, True)))
 
 
 def test_only_templates_that_write_tools_are_proposed_for_tools() -> None:
@@ -300,7 +304,7 @@ def test_nothing_is_escaped_as_html_and_no_text_is_run() -> None:
 )
 def test_an_answer_that_cannot_be_told_from_its_prompt(source: str) -> None:
     with pytest.raises(UserError, match=r"renders a prompt differently when an answer follows.*chatml, llama3, plain"):
-        template(source).split(ASK, "Hello.")
+        template(source).split(answered(ASK, Message("assistant", "Hello.")))
 
 
 def directory(path: Path, config: Any = None, separate: str | None = None) -> Path:

@@ -58,6 +58,6 @@ def test_all_turns_of_a_row_are_looked_at() -> None:
     turns = (Message("user", "a"), Message("assistant", "b"))
     assert texts_of(Conversation(turns, (False, True))) == ["a", "b"]
     assert texts_of(Prompt(turns)) == ["a", "b"]
-    assert texts_of(Preference(turns, "c", "d")) == ["a", "b", "c", "d"]
-    assert texts_of(Unpaired(turns, "c", True)) == ["a", "b", "c"]
+    assert texts_of(Preference(turns, Message("assistant", "c"), Message("assistant", "d"))) == ["a", "b", "c", "d"]
+    assert texts_of(Unpaired(turns, Message("assistant", "c"), True)) == ["a", "b", "c"]
     assert texts_of({"text": "a"}) == []

@@ -50,7 +50,10 @@ def refusal(path: Path, name: str = "auto") -> str:
     ],
 )
 def test_json_lines(tmp_path: Path, content: str) -> None:
-    assert read(write(tmp_path, content)) == [Preference((Message("user", "Hi?"),), "Good.", "Bad.")] * 2
+    assert (
+        read(write(tmp_path, content))
+        == [Preference((Message("user", "Hi?"),), Message("assistant", "Good."), Message("assistant", "Bad."))] * 2
+    )
 
 
 @pytest.mark.parametrize("content", [f"[{LINE}, {LINE}]", f"\ufeff[\n{LINE},\n{LINE}\n]\n"])
@@ -62,14 +65,14 @@ def test_line_ends_of_unicode_end_no_line(tmp_path: Path) -> None:
     text = "a\u2028b\u2029c\u0085d"
     row = json.dumps({**ROW, "chosen": text}, ensure_ascii=False)
     assert "\u2028" in row
-    assert read(write(tmp_path, f"{row}\n{row}\n"))[1].chosen == text
+    assert read(write(tmp_path, f"{row}\n{row}\n"))[1].chosen.content == text
 
 
 def test_text_is_kept_to_the_letter(tmp_path: Path) -> None:
     text = " \u4e16\u754c \U0001f600 e\u0301 <|im_end|> \\n \t "
     for ascii_only in (True, False):
         path = write(tmp_path, json.dumps({**ROW, "rejected": text}, ensure_ascii=ascii_only))
-        assert read(path)[0].rejected == text
+        assert read(path)[0].rejected.content == text
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import pytest
 
 from llmsuite.cli.main import main
 from llmsuite.data.chat_template import load_template
-from llmsuite.data.rows import Message, Preference
+from llmsuite.data.rows import Message, Preference, conversations_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.inference.evaluate import perplexity, preference_accuracy, scorer
@@ -64,18 +64,22 @@ def test_perplexity_predicts_every_token_once(model: Any, directory: Path) -> No
         perplexity(scorer(model, 1), tokenizer, [""], 7)
 
 
+def pair(question: str, chosen: str, rejected: str) -> Preference:
+    return Preference((Message("user", question),), Message("assistant", chosen), Message("assistant", rejected))
+
+
 def test_preference_accuracy_is_that_of_the_sums(model: Any, directory: Path) -> None:
     tokenizer = TextTokenizer(directory)
     template = load_template("tokenizer", directory, tokenizer.special_tokens)
     words = ["yes", "no, never", "a cat", "the dog and the cat", "1", "2 and 3"]
-    rows = [Preference((Message("user", f"Why {i}?"),), words[i % 6], words[(i * 5 + 1) % 6]) for i in range(10)]
-    rows.append(Preference((Message("user", "Same?"),), "yes", "yes"))
+    rows = [pair(f"Why {i}?", words[i % 6], words[(i * 5 + 1) % 6]) for i in range(10)]
+    rows.append(pair("Same?", "yes", "yes"))
     sums, means = [], []
     for row in rows:
         before = tokenizer.encode(template.render(row.prompt, add_generation_prompt=True))
         values = [
-            alone(model, [*before, *tokenizer.encode(template.split(row.prompt, a)[1])], len(before))
-            for a in (row.chosen, row.rejected)
+            alone(model, tokenizer.encode(template.split(conversation)[1]), len(before))
+            for conversation in conversations_of(row)
         ]
         sums.append(np.sign(sum(values[0]) - sum(values[1])))
         means.append(np.sign(np.mean(values[0]) - np.mean(values[1])))
@@ -95,7 +99,7 @@ def test_equal_answers_tie_where_rows_of_a_batch_round_otherwise(directory: Path
     def score(texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
         return [np.full(len(text) - 1, -1 - 1e-7 * row) for row, text in enumerate(texts)]
 
-    rows = [Preference((Message("user", "Same?"),), answer, answer) for answer in ("yes", "no", "yes")]
+    rows = [pair("Same?", answer, answer) for answer in ("yes", "no", "yes")]
     found = preference_accuracy(score, tokenizer, template, rows, 200)
     assert found.share == found.share_per_token == 0.5
 

@@ -16,6 +16,7 @@ import pytest
 
 from llmsuite.data.chat_template import BUILTIN, PLACEHOLDER, ChatTemplate
 from llmsuite.data.rows import Message
+from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.inference.sampling import draw
 from llmsuite.rl import reward_sections
@@ -68,6 +69,18 @@ def encode(texts: Sequence[str]) -> list[list[int]]:
     return [[LETTERS.index(letter) for letter in text] for text in texts]
 
 
+class Letters(TextTokenizer):
+    """A token for each letter."""
+
+    anchors = ()
+
+    def __init__(self) -> None:
+        """Reads no files."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        return encode(texts)
+
+
 def decode(ids: Sequence[int]) -> str:
     return "".join(LETTERS[i] for i in ids if i)
 
@@ -85,7 +98,7 @@ class Table:
 
     def sit(self, name: str = "echo", **keys: Any) -> Episodes:
         section = EnvironmentSection(name=name, **{"workers": 1, "time_limit": 20.0, **keys})
-        self.made.append(Episodes(section, {"echo": SPEC}, template(), encode, max_length=30))
+        self.made.append(Episodes(section, {"echo": SPEC}, template(), Letters(), max_length=30))
         return self.made[-1]
 
     def play(
@@ -327,7 +340,7 @@ def test_a_factory_that_cannot_travel_is_refused() -> None:
     section = EnvironmentSection(name="echo")
     spec = EnvironmentSpec(name="echo", help="", factory=lambda section: Echo())
     with pytest.raises(UserError, match="cannot be sent to another process"):
-        Episodes(section, {"echo": spec}, template(), encode, 30)
+        Episodes(section, {"echo": spec}, template(), Letters(), 30)
 
 
 # templates

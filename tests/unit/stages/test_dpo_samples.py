@@ -27,7 +27,7 @@ def stage() -> DpoStage:
 
 
 def row(prompt: str = "What is 1 + 1?", chosen: str = "2", rejected: str = "3") -> Preference:
-    return Preference((Message("user", prompt),), chosen, rejected)
+    return Preference((Message("user", prompt),), Message("assistant", chosen), Message("assistant", rejected))
 
 
 def text(stage: DpoStage, ids: list[int]) -> str:
@@ -58,7 +58,9 @@ def test_prompt_and_answers_are_what_the_template_writes(stage: DpoStage) -> Non
         Message("assistant", "2"),
         Message("user", "And twice that?"),
     )
-    ((pair,), _) = dpo_case.pairs(stage, [Preference(conversation, "4", "It is 4, of course.")])
+    ((pair,), _) = dpo_case.pairs(
+        stage, [Preference(conversation, row(chosen="4").chosen, row(rejected="It is 4, of course.").rejected)]
+    )
     assert text(stage, pair.prompt) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n"
         "<|im_start|>user\nWhat is 1 + 1?<|im_end|>\n"
@@ -150,7 +152,7 @@ def test_what_is_too_long(stage: DpoStage) -> None:
 
 
 def write(path: Path, *rows: Preference) -> Path:
-    lines = ({"prompt": r.prompt[0].content, "chosen": r.chosen, "rejected": r.rejected} for r in rows)
+    lines = ({"prompt": r.prompt[0].content, "chosen": r.chosen.content, "rejected": r.rejected.content} for r in rows)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     return path
 

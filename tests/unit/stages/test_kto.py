@@ -21,7 +21,7 @@ from tests.unit import alone, dpo_case
 from tests.unit.train.test_accumulation import Recording, cut
 
 ROWS = [
-    Unpaired((Message("user", question),), answer, desirable)
+    Unpaired((Message("user", question),), Message("assistant", answer), desirable)
     for question, answer, desirable in (
         ("What is 1 + 1?", "2", True),
         ("What is 1 + 1?", "It is 3, I think.", False),
@@ -72,7 +72,8 @@ def test_unrelated_answers_fit_and_are_to_another_prompt(answers: list[Answer], 
 
 def test_rows_that_would_train_nothing_are_counted() -> None:
     stage, _, _ = made()
-    rows = [*ROWS, Unpaired(ROWS[0].prompt, " ", True), Unpaired(ROWS[0].prompt, "2<|im_end|>3", True)]
+    answers = [Message("assistant", text) for text in (" ", "2<|im_end|>3")]
+    rows = [*ROWS, *(Unpaired(ROWS[0].prompt, answer, True) for answer in answers)]
     counts = DropCounts(Path("rows.jsonl"), read=len(rows))
     assert len(stage.make_samples(rows, counts)) == len(ROWS)
     assert counts.dropped == {"with an empty answer": 1, "with the end-of-sequence token inside an answer": 1}

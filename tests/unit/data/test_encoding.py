@@ -1,0 +1,90 @@
+"""Tokens of answers behind their prompts, and texts of single tokens, with tokenizers of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from llmsuite.data.encoding import encode_answers, encode_continuations
+from llmsuite.data.tokenizer import TextTokenizer
+from tests.unit.data import tokenizers
+
+KINDS = sorted(tokenizers.kinds())
+PUT_IN_FRONT = {"sentencepiece-normalizer", "sentencepiece-always", "sentencepiece-first", "bytes-space"}
+"""Those that begin a text with a space that it does not have."""
+PARTS = st.lists(
+    st.sampled_from([*tokenizers.WORDS, " ", "  ", "\n", ".", "[INST]", "</s>", "x", "7", "é", "世", "🙂"]), max_size=8
+).map("".join)
+
+
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTokenizer]:
+    root: Path = tmp_path_factory.mktemp("kinds")
+    return {
+        name: TextTokenizer(tokenizers.write(root / name, tokenizer)) for name, tokenizer in tokenizers.kinds().items()
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_anchors_are_needed_where_something_is_put_in_front(opened: dict[str, TextTokenizer], kind: str) -> None:
+    assert bool(opened[kind].anchors) == (kind in PUT_IN_FRONT)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(prompt=PARTS.filter(bool), answer=PARTS)
+def test_an_answer_has_the_tokens_it_has_behind_its_prompt(
+    opened: dict[str, TextTokenizer], kind: str, prompt: str, answer: str
+) -> None:
+    tokenizer = opened[kind]
+    ((before, ids),) = encode_answers([(prompt, prompt + answer)], tokenizer)
+    assert before == tokenizer.encode(prompt)  # as generation has it
+    whole = tokenizer.encode(prompt + answer)
+    if whole[: len(before)] == before:
+        assert before + ids == whole
+    else:  # a token spans the border: other tokens, of the same text
+        assert tokenizer.decode(before + ids, False) == tokenizer.decode(whole, False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(before=PARTS.filter(bool), text=PARTS)
+def test_a_continuation_is_nothing_but_its_text(
+    opened: dict[str, TextTokenizer], kind: str, before: str, text: str
+) -> None:
+    tokenizer = opened[kind]
+    (ids,) = encode_continuations([text], tokenizer)
+    if not before.endswith("</s>") and "</s>" not in text:  # behind which some put a space, in whole texts too
+        assert (
+            tokenizer.decode([*tokenizer.encode(before), *ids], False)
+            == tokenizer.decode(tokenizer.encode(before), False) + text
+        )
+    if kind not in PUT_IN_FRONT:
+        assert ids == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@settings(deadline=None, max_examples=60)
+@given(text=PARTS)
+def test_texts_of_tokens_are_the_text_of_all(opened: dict[str, TextTokenizer], kind: str, text: str) -> None:
+    tokenizer = opened[kind]
+    ids = tokenizer.encode(text)
+    first = tokenizer.begin(ids)
+    found = [tokenizer.token_text(token, number == first) for number, token in enumerate(ids)]
+    if all("\ufffd" not in each for each in found):
+        assert "".join(found) == tokenizer.decode(ids)
+    known = [tokenizer.bytes_of(token, number == first) for number, token in enumerate(ids)]
+    assert b"".join(each or b"" for each in known).decode() == tokenizer.decode(ids)
+
+
+def test_nothing_is_put_in_front_of_the_answers_of_llama_2(opened: dict[str, TextTokenizer]) -> None:
+    tokenizer = opened["sentencepiece-normalizer"]
+    prompt = "<s>[INST] capital of France [/INST]"
+    ((_, ids),) = encode_answers([(prompt, prompt + " Paris</s>")], tokenizer)
+    assert tokenizer.pieces([tokenizer.eos_id, *ids])[1:] == [" Paris", "</s>"]
+    (alone,) = encode_continuations(["Paris"], tokenizer)
+    assert tokenizer.token_id("▁") not in alone
+    assert tokenizer.encode("Paris") == [tokenizer.token_id("▁Paris")]
