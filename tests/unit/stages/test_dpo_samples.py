@@ -87,7 +87,7 @@ def test_every_embedded_row(stage: DpoStage) -> None:
             # the end is supervised, once, and nothing behind it
             assert answer.count(EOS) == 1
             assert answer[-1] == EOS
-            assert text(stage, answer[:-1]) == content
+            assert text(stage, answer[:-1]) == content.content
 
 
 @pytest.mark.parametrize("template", ["tokenizer", "chatml", "llama3", "plain"])
