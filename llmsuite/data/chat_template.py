@@ -382,10 +382,21 @@ def tokenizer_template(directory: Path) -> str | None:
         return None
     config = read_json_file(path)
     found = config.get("chat_template") if isinstance(config, dict) else None
-    if isinstance(found, list):
-        named = [entry for entry in found if isinstance(entry, dict) and entry.get("name") == "default"]
-        found = named[0].get("template") if named else None
-    return found if isinstance(found, str) else None
+    return _of_names(found) if isinstance(found, list) else found if isinstance(found, str) else None
+
+
+def _of_names(entries: Sequence[Any]) -> str | None:
+    """The one template that several named ones make. As in transformers, "tool_use" is for conversations with tools,
+    and "default" for all others."""
+    named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
+    default, with_tools = named.get("default"), named.get("tool_use")
+    if not isinstance(default, str):
+        return None
+    if not isinstance(with_tools, str):
+        return default
+    # the plus signs keep white space beside the tags, of which each template has its own; Jinja drops a last line end
+    with_tools, default = (source.removesuffix("\n") for source in (with_tools, default))
+    return f"{{% if tools +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"
 
 
 def describe(tokens: dict[str, Any]) -> dict[str, str]:

@@ -363,3 +363,16 @@ def test_the_embedded_tokenizer_speaks_chatml() -> None:
     own = load_template("tokenizer", DATA / "tokenizer", TOKENS)
     for generation in (False, True):
         assert own.render(ASK, generation) == built_in("chatml").render(ASK, generation)
+
+
+def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+    sources = {
+        "tool_use": "\n  {{ tools | length }} tools{% for m in messages %} {{ m.content }}{% endfor %}\n",
+        "default": "\nplainly  \n\n",
+    }
+    named = [{"name": name, "template": source} for name, source in sources.items()]
+    found = load_template("tokenizer", directory(tmp_path, {"chat_template": named}), TOKENS)
+    tools = '[{"type": "function", "function": {"name": "add"}}]'
+    for name, given_tools in (("tool_use", tools), ("default", "")):
+        alone = template(sources[name]).render(ASK, tools=given_tools)
+        assert found.render(ASK, tools=given_tools) == alone

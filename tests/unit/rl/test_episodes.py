@@ -256,7 +256,10 @@ def test_its_reward_and_parts_are_those_of_the_environment(table: Table) -> None
         ("def step(self, turn):\n    raise KeyError('nobody')", "KeyError: 'nobody'.*own_games.py"),
         ("def step(self, turn):\n    return 1.0", "no llmsuite.plugins.hookspecs.Reply"),
         ("def step(self, turn):\n    return Reply()", "its messages are"),
-        ("def step(self, turn):\n    return Reply(messages=[{'role': 'me', 'content': ''}])", r"messages\[0\]' has the unknown role"),
+        (
+            "def step(self, turn):\n    return Reply(messages=[{'role': 'me', 'content': ''}])",
+            r"messages\[0\]' has the unknown role",
+        ),
         ("def step(self, turn):\n    return Reply(done=True, reward=float('nan'))", "its reward is nan"),
         ("def step(self, turn):\n    return Reply(done=True, reward={'score': 1, 'a': 2})", "the keys"),
         ("def begin(self, row, seed): pass\ndef step(self, turn): pass", "begin returned None, not a list with"),
