@@ -160,7 +160,9 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
             if column not in file.schema_arrow.names:
                 # the types of its columns say which of them are texts
                 row = {field.name: "" if str(field.type) in _ARROW_TEXTS else None for field in file.schema_arrow}
-                raise UserError(f"{path}: has no column {column!r}; it has {', '.join(row)}; {_KEY}{_hint(column, row)}")
+                raise UserError(
+                    f"{path}: has no column {column!r}; it has {', '.join(row)}; {_KEY}{_hint(column, row)}"
+                )
         size, total, number = path.stat().st_size, file.metadata.num_rows, 0
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
             for row in batch.to_pylist():

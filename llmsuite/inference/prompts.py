@@ -16,7 +16,7 @@ from llmsuite.data.conversations import calls_at
 from llmsuite.data.formats import joined
 from llmsuite.data.read import raw_rows
 from llmsuite.data.rows import ROLES, Message, ToolCall
-from llmsuite.data.suggest import advice, suggested_prompt
+from llmsuite.data.suggest import advice, corrected, suggested_prompt
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
@@ -55,9 +55,7 @@ def asked(row: Any) -> Asked:
     if isinstance(row.get("prompt"), str) and "messages" not in row:
         return Asked(dict(row), row["prompt"])
     if ("prompt" in row) == ("messages" in row):
-        columns = None if "prompt" in row else suggested_prompt(row, _is_asked)
-        hint = "" if columns is None else f"; {advice(row, columns, 'prompt')}"
-        raise UserError(f'has to have either "prompt", a text or a list of turns, or "messages", a list of turns{hint}')
+        raise UserError('has to have either "prompt", a text or a list of turns, or "messages", a list of turns')
     turns = row["prompt"] if "prompt" in row else row["messages"]  # TRL calls them a prompt
     messages, fields = read_messages(turns), dict(row)
     if messages[-1].role == "assistant":
@@ -71,6 +69,14 @@ def asked(row: Any) -> Asked:
             raise UserError("has the assistant's turn alone; a turn that it answers is needed")
         fields["answer"] = answer if fields.get("answer") is None else fields["answer"]
     return Asked(fields, messages)
+
+
+def prompt_columns(row: Any, columns: Mapping[str, str]) -> dict[str, str] | None:
+    """What `data.columns` may be in place of what it is, for a row that asks nothing; None where that cannot be
+    guessed."""
+    if not isinstance(row, Mapping):
+        return None
+    return corrected(columns, row) if columns else suggested_prompt(row, _is_asked)
 
 
 def _is_asked(row: Mapping[str, Any]) -> bool:
@@ -94,7 +100,9 @@ def asked_at(where: str, row: Any, fault: str | None, columns: Mapping[str, str]
         found = asked(fields)
         return dataclasses.replace(found, row={**found.row, **row, **fields})
     except (ValueError, UserError) as error:
-        raise UserError(f"{where}: {error}") from error
+        proposed = None if columns is None or columns else prompt_columns(row, columns)
+        hint = "" if proposed is None else f"; {advice(row, proposed, 'prompt')}"
+        raise UserError(f"{where}: {error}{hint}") from error
 
 
 class Prompter:

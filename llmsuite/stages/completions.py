@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.data.rendered import prompt_text
 from llmsuite.data.rows import Prompt
 from llmsuite.errors import AgreedError, UserError
 from llmsuite.files import sha256_of
@@ -82,9 +83,7 @@ class CompletionStage(Stage[Any]):
         template = self._template.ahead_of_prompts((row.messages, row.tools) for row in rows)
         for number, row in enumerate(rows):
             try:
-                text = template.render(row.messages, add_generation_prompt=True, tools=row.tools)
-                template.check_tools(text, row.tools)
-                texts.append(text)
+                texts.append(prompt_text(template, row))
                 kept.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
