@@ -141,12 +141,15 @@ def _num_parameters(choice: Choice, registry: Registry) -> int:
 def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
     """What is left to do until it can be run here."""
     problems: list[Problem] = []
-    with _planned(recipe, registry) as plan:
-        for check in (plan.check_files, lambda: check_rows(plan, registry)):
-            try:
-                check()
-            except RecipeError as error:
-                problems += error.problems
+    try:
+        with _planned(recipe, registry) as plan:
+            for check in (plan.check_files, lambda: check_rows(plan, registry)):
+                try:
+                    check()
+                except RecipeError as error:
+                    problems += error.problems
+    except RecipeError as error:
+        problems = error.problems
     return list(dict.fromkeys(f"{problem.key}: {problem.message}" for problem in problems))
 
 
@@ -181,7 +184,12 @@ def _ask_columns(recipe: dict[str, Any], registry: Registry) -> None:
     if found is None:
         return
     print(f"  the columns of {recipe['data']['train']} are {', '.join(map(repr, found.of_file))}")
-    columns = {field: _column(field, found.of_file, column) for field, column in found.fields.items()}
+    columns: dict[str, str] = {}
+    for field, default in found.fields.items():
+        column = _column(field, found.of_file, default)
+        if not column:
+            return
+        columns[field] = column
     if recipe["stage"] == "pretrain":
         recipe.setdefault("pretrain", {})["key"] = next(iter(columns.values()))
     else:
@@ -189,9 +197,12 @@ def _ask_columns(recipe: dict[str, Any], registry: Registry) -> None:
 
 
 def _column(field: str, known: Sequence[str], default: str) -> str:
-    """The column of a field, or a template with columns in braces."""
+    """The column of a field, or a template with columns in braces; "" for an answer that is left out."""
+    left_out = "" if default else "; empty to leave it to do"
     while True:
-        answer = _ask(f"column of {field} ({MEANS.get(field, 'for rewards')})", default)
+        answer = _ask(f"column of {field} ({MEANS.get(field, 'for rewards')}{left_out})", default)
+        if not answer:
+            return ""
         try:
             names = columns_of(answer)
         except ValueError as error:

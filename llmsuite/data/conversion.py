@@ -11,7 +11,7 @@ from llmsuite.data.faults import Faults
 from llmsuite.data.formats import MEDIA
 from llmsuite.data.kinds import Readers, answered, other_kinds, pairs_beside
 from llmsuite.data.rows import TYPES
-from llmsuite.data.suggest import Columns, advice, columns_word, corrected, suggested, typed
+from llmsuite.data.suggest import Columns, advice, columns_word, corrected, fields_of, suggested, typed
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import tail
 from llmsuite.specs import DataFormat
@@ -136,7 +136,8 @@ class Conversion:
             what = advice(row, columns, self._kind)
             return f"{what[0].upper()}{what[1:]}"
         known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
-        hint = f". Where they are called otherwise, {advice(row, None, self._kind)}" if fitting else ""
+        can_be = fitting and len(row) >= len(fields_of(self._kind))
+        hint = f". Where they are called otherwise, {advice(row, None, self._kind)}" if can_be else ""
         return f"Known: {known or 'none'}{hint}"
 
 

@@ -191,7 +191,7 @@ def _proposals(kind: str, found: _Found) -> Iterator[Columns]:
     """What may be proposed for a kind of rows, the best first. {} stands for none."""
     if kind not in _FIELDS:
         return
-    question, answer = found.named("question"), found.named("answer")
+    question, answer = found.asked_and_answered()
     further = _named(input=found.named("input", question, answer), system=found.named("system"))
     rest = found.rest if kind == "prompt" else lambda *used: {}
     tools = {"tools": "tools"} if "tools" in found.row else {}
@@ -263,6 +263,17 @@ class _Found:
         if what == "input":  # beside a question, which has gone before
             ranked = [(rank, name) for rank, name in ranked if but and but[0] is not None]
         return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+
+    def asked_and_answered(self) -> tuple[str | None, str | None]:
+        """The columns of question and answer; one that is called by words for both is what the surer word says."""
+        question, answer = self.named("question"), self.named("answer")
+        if question is not None and question == answer:
+            asks, answers = _rank(question, "question"), _rank(question, "answer")
+            if asks is not None and answers is not None and answers < asks:
+                question = self.named("question", answer)
+            else:
+                answer = self.named("answer", question)
+        return question, answer
 
     def label(self) -> str | None:
         """The column that says whether an answer is wanted: true or false, or called so."""

@@ -17,7 +17,7 @@ from llmsuite.data.columns import renamed
 from llmsuite.data.conversion import Conversion
 from llmsuite.data.documents import check_has_columns, first_document, text_key
 from llmsuite.data.faults import Faults
-from llmsuite.data.kinds import answered
+from llmsuite.data.kinds import answered, other_kinds
 from llmsuite.data.read import data_files, first_rows
 from llmsuite.data.remote import is_remote, saved_rows
 from llmsuite.data.rendered import check_rendered
@@ -64,8 +64,11 @@ def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
     """
     problems: list[Problem] = []
     notes: list[str] = []
-    look = _Look(plan, registry)
+    look, seen = _Look(plan, registry), set[Path]()
     for key, given, path in plan.data_files():
+        if path in seen:  # with --smoke evaluations may be of the same rows
+            continue
+        seen.add(path)
         if is_remote(given) and saved_rows(given) is None:
             notes.append(f"{key}: not checked: {redacted(given)}, which `llmsuite run` fetches")
         else:
@@ -85,7 +88,9 @@ def unread_columns(plan: RunPlan, registry: Registry) -> Columns | None:
     row = look.first(given, path)
     if row is None or look.is_read(row):
         return None
-    fields = look.proposed(row) or dict.fromkeys(look.fields, "")
+    fields = look.proposed(row)
+    if not fields and not look.fits_others(row):
+        fields = dict.fromkeys(look.fields, "")
     return Columns(tuple(row), fields) if fields else None
 
 
@@ -244,6 +249,11 @@ class _Look:
         if self._reads_prompts:
             return prompt_columns(row, self._columns) or {}
         return self._conversion().suggested(row) or {}
+
+    def fits_others(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row is one for other stages."""
+        kind, formats = self._stage.row_kind, self._registry.data_formats
+        return bool(kind and other_kinds(row, kind, formats, self._registry.readers()))
 
     def _remedy(self, given: str, path: Path) -> str:
         """The override that lets the stage read the first row; "" where that cannot be guessed."""
