@@ -35,6 +35,7 @@ from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import Command, DataFormat, DeviceSpec, Exporter, LoggerSpec, ModelFamily, RewardSpec, StageSpec
+from llmsuite.stages.first_rows import check_rows
 
 RecipeLike = str | Path | Mapping[str, Any]
 """A recipe: its file, or its content."""
@@ -75,7 +76,8 @@ def load_recipe(
     smoke: bool = False,
     plugins: Sequence[Plugin] = (),
 ) -> Recipe:
-    """A recipe with all its defaults, checked as `llmsuite validate` does. Imports no Paddle.
+    """A recipe with all its defaults, checked as `llmsuite validate` does, the first rows of its data too. Imports no
+    Paddle.
 
     Args:
         recipe: its file, or its content as JSON data.
@@ -86,8 +88,11 @@ def load_recipe(
     Raises:
         RecipeError: with everything that is wrong; it is a `UserError`.
     """
+    registry = _registry(plugins)
     with _file_of(recipe) as path:
-        return plan_run(path, _words(overrides), _registry(plugins), smoke).recipe
+        plan = plan_run(path, _words(overrides), registry, smoke)
+        check_rows(plan, registry)
+        return plan.recipe
 
 
 def train(

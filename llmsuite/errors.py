@@ -30,6 +30,8 @@ class Problem:
     """Dotted recipe key, empty for the file as a whole."""
     message: str
     """What is wrong and what would be right."""
+    remedy: str = ""
+    """An override that probably mends it, such as `--data.columns={"instruction":"Question"}`; empty for none."""
 
     def __str__(self) -> str:
         return ": ".join(part for part in (self.where, self.key, self.message) if part)

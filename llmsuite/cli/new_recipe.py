@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
-from llmsuite.data.documents import read_documents
-from llmsuite.data.read import read_rows
 from llmsuite.data.remote import is_remote
+from llmsuite.data.suggest import MEANS
 from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.hub.fetch import fetch
 from llmsuite.hub.here import cached
@@ -25,7 +25,9 @@ from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.shape import local_weights, missing_model
 from llmsuite.recipe.write import recipe_text, write_recipe
 from llmsuite.resources import find
+from llmsuite.schema.columns import columns_of
 from llmsuite.specs import ModelFamily
+from llmsuite.stages.first_rows import check_rows, unread_columns
 
 _DEVICES = {"gpu": "nvidia[0-9]*", "xpu": "xpu[0-9]*"}
 """What the driver of a device has in /dev, one for each."""
@@ -40,6 +42,8 @@ def make_new(args: Any, registry: Registry) -> int:
     choice = _choice(args, registry)
     stage = registry.stages[choice.stage]
     recipe = new_recipe(choice, _num_parameters(choice, registry), stage.adapters)
+    if choice.data is not None and _asks():
+        _ask_columns(recipe, registry)
     output = args.output
     if output is None and _asks():
         output = _file(f"{choice.name}.json")
@@ -136,36 +140,26 @@ def _num_parameters(choice: Choice, registry: Registry) -> int:
 
 def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
     """What is left to do until it can be run here."""
+    problems: list[Problem] = []
+    try:
+        with _planned(recipe, registry) as plan:
+            for check in (plan.check_files, lambda: check_rows(plan, registry)):
+                try:
+                    check()
+                except RecipeError as error:
+                    problems += error.problems
+    except RecipeError as error:
+        problems = error.problems
+    return list(dict.fromkeys(f"{problem.key}: {problem.message}" for problem in problems))
+
+
+@contextlib.contextmanager
+def _planned(recipe: Mapping[str, Any], registry: Registry) -> Iterator[RunPlan]:
+    """The plan of a recipe that is not written yet, while its file is there."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "recipe.json"
         write_recipe(recipe, path)
-        plan, problems = None, list[Problem]()
-        try:
-            plan = plan_run(path, [], registry)
-            plan.check_files()
-        except RecipeError as error:
-            problems = error.problems
-    told = [f"{problem.key}: {problem.message}" for problem in problems]
-    if plan is None:
-        return told
-    missing = {problem.key for problem in problems}
-    for key, file in (("data.train", plan.train_file), ("data.eval", plan.eval_file)):
-        if file is not None and file.exists() and key not in missing and (fault := _misfit(plan, registry, file)):
-            told.append(f"{key}: {fault}")
-    return told
-
-
-def _misfit(plan: RunPlan, registry: Registry, file: Path) -> str | None:
-    """The reason why the first row of a file is none for the stage, with its columns; None where it may be one."""
-    kind = plan.stage.row_kind
-    try:
-        if kind:
-            read_rows(file, kind, "auto", registry.data_formats, limit=1, readers=registry.readers())
-        elif plan.stage.name == "pretrain" and file.suffix != ".idx":
-            next(read_documents(file, "lines", plan.section.key), None)
-    except UserError as error:
-        return str(error).partition("\n")[0]
-    return None
+        yield plan_run(path, [], registry)
 
 
 def _devices(registry: Registry) -> tuple[str, int]:
@@ -178,6 +172,45 @@ def _devices(registry: Registry) -> tuple[str, int]:
 
 
 # questions
+
+
+def _ask_columns(recipe: dict[str, Any], registry: Registry) -> None:
+    """Ask which column is what, where those of the data fit no format, and write the answers into the recipe."""
+    try:
+        with _planned(recipe, registry) as plan:
+            found = unread_columns(plan, registry)
+    except UserError:  # which is to do, as the recipe is written all the same
+        return
+    if found is None:
+        return
+    print(f"  the columns of {recipe['data']['train']} are {', '.join(map(repr, found.of_file))}")
+    columns: dict[str, str] = {}
+    for field, default in found.fields.items():
+        column = _column(field, found.of_file, default)
+        if not column:
+            return
+        columns[field] = column
+    if recipe["stage"] == "pretrain":
+        recipe.setdefault("pretrain", {})["key"] = next(iter(columns.values()))
+    else:
+        recipe["data"]["columns"] = columns
+
+
+def _column(field: str, known: Sequence[str], default: str) -> str:
+    """The column of a field, or a template with columns in braces; "" for an answer that is left out."""
+    left_out = "" if default else "; empty to leave it to do"
+    while True:
+        answer = _ask(f"column of {field} ({MEANS.get(field, 'for rewards')}{left_out})", default)
+        if not answer:
+            return ""
+        try:
+            names = columns_of(answer)
+        except ValueError as error:
+            print(f"{answer!r} {error}")
+            continue
+        if answer in known or all(name in known for name in names):
+            return answer
+        print(f"{answer!r} is no column; there are {', '.join(map(repr, known))}")
 
 
 def _asks() -> bool:

@@ -13,6 +13,7 @@ from llmsuite.recipe.new import METHODS, RULE
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text, write_recipe
 from llmsuite.specs import Command
+from llmsuite.stages.first_rows import check_rows
 
 if TYPE_CHECKING:
     from llmsuite.recipe.conversion.conversion import Converted
@@ -129,7 +130,7 @@ def _give(recipe: dict[str, Any], output: str | None, registry: Registry) -> lis
         path = Path(directory) / "recipe.json"
         write_recipe(recipe, path)
         try:
-            plan_run(path, [], registry)
+            check_rows(plan_run(path, [], registry), registry)
             problems = []
         except RecipeError as error:
             problems = [f"{problem.key}: {problem.message}" for problem in error.problems]

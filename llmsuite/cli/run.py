@@ -57,7 +57,7 @@ def run(args: Any, registry: Registry) -> int:
 
     check_fewest(plan, args.recipe, args.overrides, registry, args.smoke)
     machine, master = _machine(plan)
-    _check(args, plan, machine)
+    _check(args, plan, registry, machine)
     where = plan.recipe.launch
     # read in every rank, or they would be keys without effect
     max_restarts = where.max_restarts
@@ -138,12 +138,14 @@ def _machine(plan: RunPlan) -> tuple[int, str]:
     return number, master
 
 
-def _check(args: Any, plan: RunPlan, machine: int) -> None:
-    """Raise UserError if files are missing or the output directory is in use."""
+def _check(args: Any, plan: RunPlan, registry: Registry, machine: int) -> None:
+    """Raise UserError if files are missing, rows cannot be read, or the output directory is in use."""
     from llmsuite.launch.launch import is_worker, is_worker_of_others
+    from llmsuite.stages.first_rows import check_rows
 
     if not is_worker():  # a rank checks the files it reads itself
         plan.check_files()
+        check_rows(plan, registry)  # before Paddle is imported and ranks are started
         first = machine == 0  # only machine 0 writes there
     else:
         first = is_worker_of_others() and os.environ["PADDLE_TRAINER_ID"] == "0"

@@ -11,6 +11,7 @@ from llmsuite.recipe.fewer import check_fewest
 from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.specs import Command
+from llmsuite.stages.first_rows import check_rows
 
 
 def add_arguments(parser: Any) -> None:
@@ -25,6 +26,7 @@ def run(args: Any, registry: Registry) -> int:
         try:
             plan = plan_run(path, args.overrides, registry, args.smoke)
             check_fewest(plan, path, args.overrides, registry, args.smoke)
+            unchecked = check_rows(plan, registry)
         except UserError as error:
             print(error, file=sys.stderr)
             failed = True
@@ -36,7 +38,7 @@ def run(args: Any, registry: Registry) -> int:
             plan.check_files()
         except RecipeError as error:
             notes = error.problems
-        for note in [*notes, *not_fetched(plan), *few_rows(plan), *held_out(plan), *endless_warm_up(plan)]:
+        for note in [*notes, *unchecked, *not_fetched(plan), *few_rows(plan), *held_out(plan), *endless_warm_up(plan)]:
             print(f"  note: {note}")
     return 2 if failed else 0
 

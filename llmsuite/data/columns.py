@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from llmsuite.data.suggest import did_you_mean, names_of
 from llmsuite.schema.columns import PARTS, columns_of, is_template
 
 
@@ -32,14 +33,11 @@ def _value(row: Mapping[str, Any], field: str, source: str) -> Any:
     for name in columns_of(source):
         if name not in row:
             how = "" if is_template(source) else "; a text has to name a column in braces"
-            raise NoColumn(f"has no column {name!r}, which data.columns.{field} takes: it has {_names(row)}{how}")
+            hint = did_you_mean(name, row) or how
+            raise NoColumn(f"has no column {name!r}, which data.columns.{field} takes: it has {names_of(row)}{hint}")
     if not is_template(source):
         return row[source]
     return PARTS.sub(lambda found: found[0][0] if found[1] is None else _text(row[found[1]], found[1], field), source)
-
-
-def _names(row: Mapping[str, Any]) -> str:
-    return ", ".join(map(repr, row)) or "none"
 
 
 def _text(value: Any, name: str, field: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.data.columns import NoColumn, renamed
@@ -11,6 +11,7 @@ from llmsuite.data.faults import Faults
 from llmsuite.data.formats import MEDIA
 from llmsuite.data.kinds import Readers, answered, other_kinds, pairs_beside
 from llmsuite.data.rows import TYPES
+from llmsuite.data.suggest import Columns, advice, columns_word, corrected, fields_of, suggested, typed
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import tail
 from llmsuite.specs import DataFormat
@@ -39,8 +40,11 @@ class Conversion:
             UserError: the format gives other rows.
         """
         self._kind, self._formats, self._columns, self._readers = kind, formats, columns or {}, readers or {}
+        self._name = name
         self.format: DataFormat | None = None if name == "auto" else formats[name]
         """None until it is known."""
+        self._has_read = False
+        """Whether a row was converted: where one was, the next one's fault is not that of its columns."""
         if self.format is not None and self.format.kind != kind:
             raise UserError(f"data.format: {name} gives {self.format.kind} rows; this stage trains on {kind} rows")
 
@@ -52,18 +56,20 @@ class Conversion:
             fault = _text_fault(raw)
         if fault is None and not self._columns and (media := [name for name in MEDIA if raw.get(name)]):
             fault = f"has {', '.join(media)}, and only text is read; name the columns of text in data.columns"
-        of_recipe = False
+        of_recipe, given = False, raw
         if fault is None:
             try:
-                raw = renamed(raw, self._columns)
-                self.format = self.format or self._recognise(raw, where)
-                return self._converted(self.format, raw, where)
+                raw = renamed(given, self._columns)
+                self.format = self.format or self._recognise(raw, given, where)
+                row = self._converted(self.format, raw, where)
+                self._has_read = True
+                return row
             except NoColumn as error:
                 fault, of_recipe = str(error), True
             except (KeyError, ValueError) as error:
                 fault = f"has no key {error}" if isinstance(error, KeyError) else str(error)
                 if self.format is not None and not answered(self.format.matches, raw):
-                    fault += f"; {self.format.name} needs: {self.format.help}"
+                    fault += f"; {self.format.name} needs: {self.format.help}{self._advice_on_first(given)}"
         faults.add(where, fault, once=of_recipe)
         return None
 
@@ -81,8 +87,34 @@ class Conversion:
         hint = "" if wanted is object else f"; {self._kind} rows are {wanted.__module__}.{wanted.__name__}"
         raise UserError(f"{what} returned {found}{hint}")
 
-    def _recognise(self, row: Mapping[str, Any], where: str) -> DataFormat:
-        """The first format that fits. Raises UserError if there is none, or the row is rather one for other stages."""
+    def suggested(self, row: Mapping[str, Any]) -> Columns | None:
+        """What `data.columns` may be for a row that has other columns, see `llmsuite.data.suggest`; None where that
+        cannot be guessed."""
+        if not self._columns:
+            return suggested(row, self._kind, self._formats, self._name)
+        mended = corrected(self._columns, row)
+        if mended is None:
+            return None
+        trial = Conversion(self._kind, self._name, self._formats, mended)
+        try:
+            return mended if trial.convert("", row, None, Faults("skip")) is not None else None
+        except UserError:
+            return None
+
+    def _advice_on_first(self, row: Mapping[str, Any]) -> str:
+        """What to do about the first row where a format is chosen that has other fields; "" where nothing is known."""
+        columns = None if self._has_read else self.suggested(row)
+        self._has_read = True  # once is enough
+        return f"; {advice(row, columns, self._kind)}" if columns else ""
+
+    def _recognise(self, row: Mapping[str, Any], given: Mapping[str, Any], where: str) -> DataFormat:
+        """The first format that fits. Raises UserError if there is none, or the row is rather one for other stages.
+
+        Args:
+            row: with the fields of `data.columns`.
+            given: as the file has it.
+            where: its place.
+        """
         fitting = [f for f in self._formats.values() if f.kind == self._kind]
         for candidate in fitting:
             if answered(candidate.matches, row):
@@ -90,12 +122,23 @@ class Conversion:
                 if not self._columns and (fault := pairs_beside(row, candidate, self._formats, self._readers)):
                     raise UserError(f"{where}: {fault}")
                 return candidate
-        known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
-        hint = ". Where they are called otherwise, say in data.columns which columns they are" if fitting else ""
         others = other_kinds(row, self._kind, self._formats, self._readers)
         raise UserError(
-            f"{where}: keys {sorted(row)} fit no format with {self._kind} rows{others}. Known: {known or 'none'}{hint}"
+            f"{where}: keys {sorted(row)} fit no format with {self._kind} rows{others}. {self._way_out(given, fitting)}"
         )
+
+    def _way_out(self, row: Mapping[str, Any], fitting: Sequence[DataFormat]) -> str:
+        """What to do about a row that fits no format: the columns that it probably has; else what formats need."""
+        columns = self.suggested(row)
+        if columns is not None and self._columns:
+            return f"Did you mean {typed(columns_word(columns))}"
+        if columns is not None:
+            what = advice(row, columns, self._kind)
+            return f"{what[0].upper()}{what[1:]}"
+        known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
+        can_be = fitting and len(row) >= len(fields_of(self._kind))
+        hint = f". Where they are called otherwise, {advice(row, None, self._kind)}" if can_be else ""
+        return f"Known: {known or 'none'}{hint}"
 
 
 def _text_fault(row: Mapping[str, Any]) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import codecs
+import io
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -11,6 +13,7 @@ from llmsuite.data.compressed import lines, open_bytes
 from llmsuite.data.faults import Faults
 from llmsuite.data.parquet import open_parquet
 from llmsuite.data.read import Parser
+from llmsuite.data.suggest import key_word, near, suggested_text, typed
 from llmsuite.data.table import DELIMITERS, table_rows
 from llmsuite.errors import UserError
 from llmsuite.schema.columns import columns_of, is_template
@@ -19,7 +22,28 @@ Division = Literal["blank_lines", "lines", "files"]
 """The separator of documents in a plain text."""
 KINDS = (".txt", ".jsonl", ".parquet", *DELIMITERS)
 _PARQUET_ROWS = 1024
+_FIRST_PART = 1 << 20
+"""Bytes of plain text that are read for its first document."""
 _KEY = "pretrain.key, or --key of `llmsuite data index`, says which it is"
+
+
+_ARROW_TEXTS = ("string", "large_string", "string_view")
+
+
+def text_key(columns: Mapping[str, str], key: str) -> str:
+    """What the text of a row is made of, see `read_documents`: `pretrain.key`, or what `data.columns` says of it.
+    Raises UserError where that has other fields."""
+    if columns and list(columns) != [key]:
+        raise UserError(
+            f"data.columns: has {', '.join(columns)}; the one field of pretraining is {key!r}, the text (pretrain.key)"
+        )
+    return columns.get(key, key)
+
+
+def check_has_columns(path: Path, columns: Mapping[str, str]) -> None:
+    """Raise UserError where `data.columns` is for a file without columns."""
+    if columns and path.name.endswith((".idx", ".bin", ".txt", ".txt.gz", ".txt.zst")):
+        raise UserError(f"data.columns: {path} has no columns; remove that key, or name a file of rows")
 
 
 def kind_of(path: Path) -> str:
@@ -52,6 +76,18 @@ def read_documents(path: Path, division: Division, key: str, faults: Faults | No
     return ((text, done) for text, done in texts if text.strip())
 
 
+def first_document(path: Path, key: str, faults: Faults) -> str | None:
+    """The first document that is not blank, or its first line; None where there is none. Of plain text the first part
+    is read only. The arguments, and what is raised, are those of `read_documents`."""
+    if kind_of(path) != ".txt":
+        return next((text for text, _ in read_documents(path, "lines", key, faults)), None)
+    with open_bytes(path) as (stream, _):
+        part = io.BytesIO(stream.read(_FIRST_PART))
+        is_whole = not stream.read(1)
+    found = [line for _, line in _lines(part, path, faults, is_whole) if line.strip()]
+    return found[0] if found else None if is_whole else ""
+
+
 def _plain(path: Path, division: Division, faults: Faults) -> Iterator[tuple[str, int]]:
     with open_bytes(path) as (stream, raw):
         if division == "files":
@@ -69,11 +105,12 @@ def _plain(path: Path, division: Division, faults: Faults) -> Iterator[tuple[str
         yield "".join(part).rstrip("\r\n"), raw.tell()
 
 
-def _lines(stream: IO[bytes], path: Path, faults: Faults) -> Iterator[tuple[int, str]]:
-    """Lines of text, however long they are."""
+def _lines(stream: IO[bytes], path: Path, faults: Faults, is_whole: bool = True) -> Iterator[tuple[int, str]]:
+    """Lines of text, however long they are. Where the stream is not whole, its last line may end within a character."""
     for number, line in enumerate(stream, 1):
+        decoder = codecs.getincrementaldecoder("utf-8-sig" if number == 1 else "utf-8")()
         try:
-            yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
+            yield number, decoder.decode(line, is_whole or line.endswith(b"\n"))
         except UnicodeDecodeError as error:
             _bad(faults, f"{path}:{number}", f"is not UTF-8: {error.reason}")
 
@@ -87,7 +124,8 @@ def _texts(rows: Iterator[Found], key: str, faults: Faults) -> Iterator[tuple[st
         text: Any = None
         if fault is None and (not isinstance(row, dict) or (not is_template(key) and key not in row)):
             found = f"the keys {sorted(row)}" if isinstance(row, dict) else f"a {type(row).__name__}"
-            fault = f"has no key {key!r}, which is to hold the text; it has {found}; {_KEY}"
+            hint = _hint(key, row) if isinstance(row, dict) else ""
+            fault = f"has no key {key!r}, which is to hold the text; it has {found}; {_KEY}{hint}"
         if fault is None:
             try:
                 text = renamed(row, {"text": key})["text"]
@@ -120,8 +158,10 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
     with open_parquet(path) as file:
         for column in columns:
             if column not in file.schema_arrow.names:
+                # the types of its columns say which of them are texts
+                row = {field.name: "" if str(field.type) in _ARROW_TEXTS else None for field in file.schema_arrow}
                 raise UserError(
-                    f"{path}: has no column {column!r}; it has {', '.join(file.schema_arrow.names)}; {_KEY}"
+                    f"{path}: has no column {column!r}; it has {', '.join(row)}; {_KEY}{_hint(column, row)}"
                 )
         size, total, number = path.stat().st_size, file.metadata.num_rows, 0
         for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
@@ -133,6 +173,12 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
 def _bad(faults: Faults, where: str, fault: str) -> None:
     faults.add(where, fault)
     faults.check()
+
+
+def _hint(key: str, row: Mapping[str, Any]) -> str:
+    """The end of a message about a row without the column of the text."""
+    found = near(key, row) or suggested_text(row)
+    return "" if found is None else f", such as {typed(key_word('pretrain.key', found))}"
 
 
 def _text_fault(text: Any, key: str) -> str | None:

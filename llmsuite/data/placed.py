@@ -56,7 +56,7 @@ def _state(found: os.stat_result) -> list[int]:
 
 def lines_of(path: Path) -> list[Path]:
     """The files of JSON Lines with the rows of a file or directory: the file itself, or a copy. Raises UserError."""
-    return [file if _is_lines(file) else _copy(file) for file in data_files(path)]
+    return [file if is_lines(file) else _copy(file) for file in data_files(path)]
 
 
 def placed_rows(path: Path) -> Iterator[tuple[str, Any, str | None, tuple[int, int, int]]]:
@@ -107,7 +107,8 @@ class PlacedRows:
         return json.loads(bare(line, start))
 
 
-def _is_lines(file: Path) -> bool:
+def is_lines(file: Path) -> bool:
+    """Whether rows of a file can be read where they are; of others there is a copy as lines."""
     return file.suffix not in PACKED and (file.suffix == ".jsonl" or file.suffix not in KINDS)
 
 
@@ -122,7 +123,7 @@ def _copy(file: Path) -> Path:
                 with open(temporary, "wb") as out:
                     for where, raw, fault in raw_rows(file):
                         if fault is None:
-                            out.write(_line(where, raw))
+                            out.write(as_line(where, raw))
                 temporary.replace(target)
             except OSError as error:
                 raise UserError(f"{temporary}: cannot be written: {error.strerror}") from error
@@ -132,7 +133,7 @@ def _copy(file: Path) -> Path:
     return target
 
 
-def _line(where: str, raw: Any) -> bytes:
+def as_line(where: str, raw: Any) -> bytes:
     """A row as a line. Raises UserError when it would be another one when it is read again."""
     try:
         line = json.dumps(raw, allow_nan=False)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,6 +25,8 @@ _UNREAD = (".arrow", ".feather", ".ods", ".xls", ".xlsx")
 _SPLITS = "dataset_dict.json"
 """In a directory that `DatasetDict.save_to_disk` wrote: a directory of `Dataset.save_to_disk` for each split."""
 _PARQUET_ROWS = 1024
+_FIRST_PART = 1 << 20
+"""Bytes of a list that are read for its first rows."""
 
 
 class Rows(list[Any]):
@@ -127,6 +131,11 @@ def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     return _list(path) if kind == ".json" else _lines(path)
 
 
+def first_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
+    """As `raw_rows`, for whoever asks for a few rows only: no more of the file is read than they take."""
+    return _list_in_parts(path) if unpacked_suffix(path) == ".json" else raw_rows(path)
+
+
 def _lines(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     for where, raw, fault, _ in spanned_lines(path):
         yield where, raw, fault
@@ -162,8 +171,31 @@ def _table(path: Path, kind: str) -> Iterator[tuple[str, Any, str | None]]:
 def _list(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     with open_bytes(path) as (stream, _):
         data = stream.read()
+    yield from _rows_of(data, path)
+
+
+def _list_in_parts(path: Path) -> Iterator[tuple[str, Any, str | None]]:
+    """As `_list`, without reading more of the file than the rows take that are asked for, or about twice as much."""
+    data, has_ended, count = b"", False, 0
+    with open_bytes(path) as (stream, _):
+        while not has_ended:
+            size = max(_FIRST_PART, len(data))
+            more = stream.read(size)
+            data, has_ended = data + more, len(more) < size
+            try:
+                for found in itertools.islice(_rows_of(data, path, has_ended), count, None):
+                    yield found
+                    count += 1
+                return
+            except UserError:  # the part may end within a row
+                if has_ended:
+                    raise
+
+
+def _rows_of(data: bytes, path: Path, is_whole: bool = True) -> Iterator[tuple[str, Any, str | None]]:
+    """The rows of a list; of one that is not whole, a UserError behind the last row that is."""
     try:
-        text = data.decode("utf-8-sig")
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, is_whole)
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{number}: is not UTF-8: {error.reason}") from error

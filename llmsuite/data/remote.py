@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from llmsuite.hub.fetch import find_commit
 from llmsuite.hub.here import pin, pinned
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
+from llmsuite.regular import open_regular
 from llmsuite.shown import redacted
 
 Report = Callable[[str], None]
@@ -36,6 +37,30 @@ _OPTIONS = ("split", "config", "revision", "rows")
 def is_remote(name: str) -> bool:
     """Whether data of this name has to be fetched to a file first."""
     return "://" in name or (Path(name) / "state.json").is_file() or hub_name(name) is not None
+
+
+def saved_rows(name: str) -> Iterator[tuple[str, Any, str | None]] | None:
+    """As `llmsuite.data.read.raw_rows`, of a directory that `Dataset.save_to_disk` wrote, without a copy of it; None
+    for any other name. Raises UserError when it cannot be read."""
+    return _saved_rows(Path(name)) if (Path(name) / "state.json").is_file() else None
+
+
+def _saved_rows(directory: Path) -> Iterator[tuple[str, Any, str | None]]:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError(f"{directory}: needs the package datasets; install it with: pip install datasets") from error
+    number = 0
+    for file in sorted(directory.glob("data-*.arrow")):
+        try:
+            with open_regular(file) as opened, pyarrow.ipc.open_stream(opened) as stream:
+                for batch in stream:
+                    for row in batch.to_pylist():
+                        number += 1
+                        # as `_converted` writes it
+                        yield f"{directory}: row {number}", json.loads(json.dumps(row, default=str)), None
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(f"{directory}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
 def pin_data(given: str, report: Report) -> str:

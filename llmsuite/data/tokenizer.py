@@ -23,6 +23,21 @@ _BEGINNINGS = ("a", "Z", "7", "é")
 """Texts by which one sees what a tokenizer puts in front of any."""
 
 
+def special_tokens(directory: Path) -> dict[str, str]:
+    """bos_token, eos_token … of a tokenizer directory as text, without the unset ones. Raises UserError when its
+    tokenizer_config.json cannot be read."""
+    path, found = directory / "tokenizer_config.json", {}
+    config = read_json_file(path) if path.is_file() else {}
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: is a {type(config).__name__}, not an object")
+    for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
+        value = config.get(key)
+        value = value.get("content") if isinstance(value, dict) else value
+        if value:
+            found[key] = str(value)
+    return found
+
+
 class TextTokenizer:
     """A tokenizer directory: tokenizer.json is read by `tokenizers`, everything else by paddlenlp."""
 
@@ -30,12 +45,8 @@ class TextTokenizer:
         """Raises UserError when the directory holds no tokenizer, or one without an end-of-sequence token."""
         self.directory = directory
         config_path = directory / "tokenizer_config.json"
-        self._config: dict[str, Any] = {}
-        if config_path.is_file():
-            config = read_json_file(config_path)
-            if not isinstance(config, dict):
-                raise UserError(f"{config_path}: is a {type(config).__name__}, not an object")
-            self._config = config
+        self.special_tokens = special_tokens(directory)
+        """bos_token, eos_token … as text, without the unset ones."""
         self._fast: Any = None
         self._paddlenlp: Any = None
         if (directory / "tokenizer.json").is_file():
@@ -66,17 +77,6 @@ class TextTokenizer:
     def libraries(self) -> tuple[str, ...]:
         """The packages that read it: ids depend on their versions."""
         return ("tokenizers",) if self._fast else ("tokenizers", "paddlenlp")
-
-    @property
-    def special_tokens(self) -> dict[str, str]:
-        """bos_token, eos_token … as text, without the unset ones."""
-        found = {}
-        for key in ("bos_token", "eos_token", "pad_token", "unk_token"):
-            value = self._config.get(key)
-            value = value.get("content") if isinstance(value, dict) else value
-            if value:
-                found[key] = str(value)
-        return found
 
     @property
     def pad_id(self) -> int:

@@ -15,8 +15,9 @@ from llmsuite.data.control import ControlTokens
 from llmsuite.data.prompts import answer_columns
 from llmsuite.data.read import raw_rows
 from llmsuite.data.rows import Message, ToolCall
+from llmsuite.data.suggest import advice, corrected, suggested_prompt
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.data.turns import tools_at, turn_at
+from llmsuite.data.turns import tools_at, turn_at, with_system
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.inference.calls import CallFormat, call_format
@@ -32,6 +33,86 @@ class Prompt:
     row: dict[str, Any]
     """The row of the file: {"prompt": text} or {"messages": turns}."""
     ids: list[int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a row of a file asks."""
+
+    row: dict[str, Any]
+    """As in `Prompt`."""
+    turns: str | list[Message]
+    """A text, or the turns up to the one that is answered."""
+    tools: str = ""
+    """As in `Conversation`."""
+
+
+def asked(row: Any) -> Asked:
+    """What a row asks. Where its messages end with the assistant's turn, this is no part of the prompt, and the row has
+    it as "answer" if it has no other one. Raises UserError saying what is wrong with it."""
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, Mapping):
+        raise UserError(f'is {kind_of_json(row)}; a text, {{"prompt": …}} or {{"messages": […]}} is needed')
+    try:
+        tools = tools_at(row)
+        if isinstance(row.get("prompt"), str) and "messages" not in row:
+            asks = with_system(row, [Message("user", row["prompt"])])
+            return Asked(dict(row), row["prompt"] if len(asks) == 1 else asks, tools)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    if ("prompt" in row) == ("messages" in row):
+        raise UserError('has to have either "prompt", a text or a list of turns, or "messages", a list of turns')
+    turns = row["prompt"] if "prompt" in row else row["messages"]  # TRL calls them a prompt
+    messages, fields = read_messages(turns), dict(row)
+    if messages[-1].role == "assistant":
+        answer = messages.pop()
+        if "prompt" in row:  # which somebody may mean to be continued
+            raise UserError(
+                "prompt: ends with the assistant's turn, and no turn is continued; leave it out, or call a "
+                'conversation with its answer "messages"'
+            )
+        if not messages:
+            raise UserError("has the assistant's turn alone; a turn that it answers is needed")
+        fields = {**fields, **answer_columns(answer), **{key: row[key] for key in row if row[key] is not None}}
+    try:
+        return Asked(fields, with_system(row, messages), tools)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def prompt_columns(row: Any, columns: Mapping[str, str]) -> dict[str, str] | None:
+    """What `data.columns` may be in place of what it is, for a row that asks nothing; None where that cannot be
+    guessed."""
+    if not isinstance(row, Mapping):
+        return None
+    return corrected(columns, row) if columns else suggested_prompt(row, _is_asked)
+
+
+def _is_asked(row: Mapping[str, Any]) -> bool:
+    try:
+        return bool(asked(row).turns)
+    except UserError:
+        return False
+
+
+def asked_at(where: str, row: Any, fault: str | None, columns: Mapping[str, str] | None) -> Asked:
+    """What a row of a file asks, by `data.columns`; the arguments are those of `Prompter.read` and `raw_rows`. Raises
+    UserError with its place."""
+    try:
+        if fault is not None:
+            raise UserError(fault)
+        if not columns:
+            return asked(row)
+        if not isinstance(row, Mapping):
+            raise UserError(f"is {kind_of_json(row)}, which has no columns")
+        fields = renamed(row, columns)
+        found = asked(fields)
+        return dataclasses.replace(found, row={**found.row, **row, **fields})
+    except (ValueError, UserError) as error:
+        proposed = None if columns is None or columns else prompt_columns(row, columns)
+        hint = "" if proposed is None else f"; {advice(row, proposed, 'prompt')}"
+        raise UserError(f"{where}: {error}{hint}") from error
 
 
 class Prompter:
@@ -102,34 +183,8 @@ class Prompter:
         return call_format(self._template, self._control.tokens)
 
     def row(self, row: Any) -> Prompt:
-        """One row of a file. Where its messages end with the assistant's turn, this is no part of the prompt, and the
-        row has it as "answer" if it has no other one. Raises UserError saying what is wrong with it."""
-        if isinstance(row, str):
-            row = {"prompt": row}
-        if not isinstance(row, Mapping):
-            raise UserError(f'is {kind_of_json(row)}; a text, {{"prompt": …}} or {{"messages": […]}} is needed')
-        if isinstance(row.get("prompt"), str) and "messages" not in row:
-            return dataclasses.replace(self.text(row["prompt"]), row=dict(row))
-        if ("prompt" in row) == ("messages" in row):
-            raise UserError('has to have either "prompt", a text or a list of turns, or "messages", a list of turns')
-        turns = row["prompt"] if "prompt" in row else row["messages"]  # TRL calls them a prompt
-        messages, fields = read_messages(turns), dict(row)
-        try:
-            tools = tools_at(row)
-        except ValueError as error:
-            raise UserError(str(error)) from error
-        if messages[-1].role == "assistant":
-            answer = messages.pop()
-            if "prompt" in row:  # which somebody may mean to be continued
-                raise UserError(
-                    "prompt: ends with the assistant's turn, and no turn is continued; leave it out, or call a "
-                    'conversation with its answer "messages"'
-                )
-            if not messages:
-                raise UserError("has the assistant's turn alone; a turn that it answers is needed")
-            own = {key: value for key, value in row.items() if value is not None}
-            fields = {**fields, **answer_columns(answer), **own}
-        return Prompt(fields, self.turns(messages, tools))
+        """One row of a file, see `asked`. Raises UserError saying what is wrong with it."""
+        return self._prompt(asked(row))
 
     def read(self, path: Path, columns: Mapping[str, str] | None = None) -> list[Prompt]:
         """The rows of a file of any kind that `llmsuite.data.read` knows.
@@ -139,22 +194,22 @@ class Prompter:
         """
         prompts = []
         for where, row, fault in raw_rows(path):
-            if fault is not None:
-                raise UserError(f"{where}: {fault}")
+            question = asked_at(where, row, fault, columns)
             try:
-                if not columns:
-                    prompts.append(self.row(row))
-                    continue
-                if not isinstance(row, Mapping):
-                    raise UserError(f"is {kind_of_json(row)}, which has no columns")
-                fields = renamed(row, columns)
-                found = self.row(fields)
-                prompts.append(dataclasses.replace(found, row={**found.row, **row, **fields}))
-            except (ValueError, UserError) as error:
+                prompts.append(self._prompt(question))
+            except UserError as error:
                 raise UserError(f"{where}: {error}") from error
         if not prompts:
             raise UserError(f"{path}: has no rows")
         return prompts
+
+    def _prompt(self, question: Asked) -> Prompt:
+        turns = question.turns
+        if isinstance(turns, str):
+            if not question.tools:
+                return dataclasses.replace(self.text(turns), row=question.row)
+            turns = [Message("user", turns)]
+        return Prompt(question.row, self.turns(turns, question.tools))
 
     def _encode(self, text: str) -> list[int]:
         try:

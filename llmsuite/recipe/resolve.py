@@ -103,18 +103,27 @@ class RunPlan:
         is_wide = precision == "bf16" and self.device.factory().parameter_dtype(precision) == "float32"
         return is_plain and is_wide and lora.base_dtype is None
 
+    def data_files(self) -> Iterator[tuple[str, str, Path]]:
+        """The data that the recipe names: its key, the name, and the file or directory, for what is here. Looking at
+        it does not count as reading the keys."""
+        data = self.recipe.__dict__["data"].__dict__
+        first = "train" if self.stage.trains else "prompts"
+        yield f"data.{first}", data[first], self.train_file
+        if self.eval_file is not None:
+            yield "data.eval", data["eval"], self.eval_file
+        for section in ("data", "pretrain"):
+            of_section = getattr(self.recipe.__dict__.get(section), "__dict__", {})
+            for name in of_section.get("mix") or ():
+                yield f"{section}.mix", name, _data_file(name)
+
     def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
         """Raises RecipeError naming every file this process needs that is not there, and how to get it.
 
         What has a name on a hub is fetched before a run: see `llmsuite.recipe.fetch`.
         """
         problems = []
-        first = "data.train" if self.stage.trains else "data.prompts"
-        data = ((first, self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
-        for key, path in data:
-            if path is None or is_remote(getattr(self.recipe.data, key[5:])):
-                continue
-            if (fault := _data_fault(path)) is not None:
+        for key, given, path in self.data_files() if reads_data else ():
+            if not is_remote(given) and (fault := data_fault(path)) is not None:
                 problems.append(self.loaded.problem(key, fault))
         weights = self.weights if self.stage.trains or self.weights is None else base_of_adapter(self.weights)
         if loads_model and weights is not None and not (weights / "config.json").is_file() and not _on_hub(weights):
@@ -188,7 +197,8 @@ def _on_hub(path: Path) -> bool:
     return hub_name(str(path)) is not None
 
 
-def _data_fault(path: Path) -> str | None:
+def data_fault(path: Path) -> str | None:
+    """Why there is no data at a path; None where there is a file, or a directory with some."""
     if path.is_dir():
         try:
             data_files(path)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.rl.arithmetic import shown, value
+from llmsuite.rl.columns import value_of
 from llmsuite.rl.environment_sections import CalculatorSection
 from llmsuite.specs import Reply, Turn
 
@@ -36,9 +37,8 @@ class Calculator:
         self.tools = [CALCULATE] if section.as_tool else []
 
     def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, str]]:
-        if row.get(self._column) is None:
-            raise ValueError(f"the row has no {self._column!r} (environment.calculator.column)")
-        self._answer = str(row[self._column]).strip()
+        columns = {name: value for name, value in row.items() if name != "messages"}
+        self._answer = str(value_of(columns, self._column, "environment.calculator.column")).strip()
         found: Sequence[Mapping[str, str]] = row["messages"]
         return found
 

@@ -7,7 +7,7 @@ import functools
 import pkgutil
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from llmsuite.schema.section import Section
 from llmsuite.specs import Environment, EnvironmentSpec
@@ -39,6 +39,7 @@ class CalculatorSection(Section):
     """Offer the chat template a function `calculate` with the parameter `expression`, and read calls as Qwen's and
     other templates ask for them: <tool_call>{"name": "calculate", "arguments": {"expression": "12*7"}}</tool_call>. The
     key pattern counts for nothing then."""
+    needs_columns: ClassVar[tuple[str, ...]] = ("column",)
     column: str = "answer"
     """The column with the answer."""
 

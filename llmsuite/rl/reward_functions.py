@@ -12,6 +12,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.rl.arithmetic import numbers_in, value
+from llmsuite.rl.columns import value_of
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import CountdownSection, ExactSection, FormatSection, LengthSection, MathSection
 from llmsuite.specs import Score
@@ -19,11 +20,7 @@ from llmsuite.specs import Score
 
 def answer_of(completion: Completion, reward: str, column: str, key: str = "column") -> Any:
     """What a row has in the column that `reward.REWARD.KEY` names. Raises ValueError without one."""
-    answer = completion.columns.get(column)
-    if answer is None:
-        known = ", ".join(sorted(completion.columns)) or "none"
-        raise ValueError(f"the row has no {column!r} (reward.{reward}.{key}); its other columns: {known}")
-    return answer
+    return value_of(completion.columns, column, f"reward.{reward}.{key}")
 
 
 def exact(section: ExactSection) -> Score:

@@ -7,7 +7,7 @@ import functools
 import pkgutil
 import re
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from llmsuite.schema.numbers import NonNegativeInt, PositiveFloat, PositiveInt
 from llmsuite.schema.section import Section
@@ -18,6 +18,7 @@ from llmsuite.specs import RewardSpec, Score
 class ExactSection(Section):
     """1 for a completion that is the answer of its row, else 0; spaces around both do not count."""
 
+    needs_columns: ClassVar[tuple[str, ...]] = ("column",)
     column: str = "answer"
     """The column with the answer. Rows that end with the assistant's turn have it as "answer", if there is no other
     column of this name."""
@@ -56,6 +57,7 @@ class MathSection(Section):
     """1 for a completion whose last mathematical expression equals the answer of its row, else 0, by math-verify
     0.9. Where the answer itself is not understood, the reward is missing."""
 
+    needs_columns: ClassVar[tuple[str, ...]] = ("column",)
     column: str = "answer"
     """The column with the answer, LaTeX or plain."""
 
@@ -65,6 +67,7 @@ class CountdownSection(Section):
     """1 for an expression of + - * / and brackets that has each number of the row once, and the row's target as its
     exact value, else 0 (the game Countdown, after Pan's TinyZero, https://github.com/Jiayi-Pan/TinyZero)."""
 
+    needs_columns: ClassVar[tuple[str, ...]] = ("numbers", "target")
     numbers: str = "numbers"
     """The column with the numbers, a list."""
     target: str = "target"

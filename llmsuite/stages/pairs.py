@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from llmsuite.data.packing import packed
-from llmsuite.data.rows import Message, Preference, conversations_of
+from llmsuite.data.rendered import same_answers
+from llmsuite.data.rows import Preference, conversations_of
 from llmsuite.errors import UserError
 from llmsuite.stages.answers import Answer, ensure_eos
 from llmsuite.train.stage import Batch, DropCounts, Stage, StageContext
@@ -61,7 +62,7 @@ class PairStage(Stage["Pair | Pairs"]):
         kept: list[int] = []
         template = self._template.ahead_of_splits(both for row in rows for both in conversations_of(row))
         for number, row in enumerate(rows):
-            if _same(row.chosen, row.rejected):
+            if same_answers(row):
                 counts.drop("with chosen equal to rejected", number)
             elif row.chosen.is_empty or row.rejected.is_empty:
                 counts.drop("with an empty answer", number)
@@ -110,15 +111,6 @@ class PairStage(Stage["Pair | Pairs"]):
         rows = chosen_then_rejected(samples)
         lengths = [sum(len(answer) - 1 for answer in row) for row in rows]
         return np.array(lengths, dtype="int64").reshape(2, len(samples)).T
-
-
-def _same(chosen: Message, rejected: Message) -> bool:
-    """Whether two answers say, think and call the same."""
-    first, second = (
-        (answer.content.strip(), answer.reasoning.strip(), [(call.name, call.arguments) for call in answer.tool_calls])
-        for answer in (chosen, rejected)
-    )
-    return first == second
 
 
 def join(samples: Sequence[Pair | Pairs]) -> Pairs:

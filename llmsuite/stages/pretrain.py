@@ -22,6 +22,7 @@ import paddle
 
 from llmsuite.cache import cache_root
 from llmsuite.data.corpus import TokenWindows, split_bounds
+from llmsuite.data.documents import check_has_columns, text_key
 from llmsuite.data.index import cached_corpus
 from llmsuite.data.indexed import IndexedCorpus, index_path
 from llmsuite.data.mixture import Mixture, mixed_file
@@ -43,12 +44,7 @@ class PretrainStage(Stage[np.ndarray]):
         self._mix, self._split, self._max_eval_samples = section.mix, section.split, section.max_eval_samples
         self._division = section.documents
         self._columns, self._max_samples = context.recipe.data.columns, context.recipe.data.max_samples
-        if self._columns and list(self._columns) != [section.key]:
-            raise UserError(
-                f"data.columns: has {', '.join(self._columns)}; the one field of pretraining is {section.key!r}, the "
-                "text (pretrain.key)"
-            )
-        self._key = self._columns.get(section.key, section.key)
+        self._key = text_key(self._columns, section.key)
         self._is_masked, self._mtp_weight = section.document_mask, context.recipe.train.mtp_loss_weight
         self._num_generated = context.recipe.generation.max_new_tokens or 0
 
@@ -90,8 +86,7 @@ class PretrainStage(Stage[np.ndarray]):
 
     @functools.cache  # noqa: B019  (one stage a run)
     def _corpus(self, path: Path) -> IndexedCorpus:
-        if self._columns and path.name.endswith((".idx", ".bin", ".txt", ".txt.gz", ".txt.zst")):
-            raise UserError(f"data.columns: {path} has no columns; remove that key, or name a file of rows")
+        check_has_columns(path, self._columns)
         if path.suffix in (".idx", ".bin"):
             corpus = IndexedCorpus(index_path(path))
             if self._is_masked:

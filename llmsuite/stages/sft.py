@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.data.packing import packed
+from llmsuite.data.rendered import has_answers
 from llmsuite.data.rows import Conversation
 from llmsuite.errors import UserError
 from llmsuite.stages import language_model
@@ -44,10 +45,10 @@ class SftStage(Stage[WeightedTokens]):
         """The conversations that fit. Raises UserError with the line that the chat template cannot render."""
         turns: list[list[tuple[str, str]]] = []
         rendered: list[tuple[int, Conversation]] = []
-        template = self._template.ahead_of_turns(filter(_has_answers, rows))
+        template = self._template.ahead_of_turns(filter(has_answers, rows))
         for number, row in enumerate(rows):
             try:
-                turns.append(template.supervised_turns(row) if _has_answers(row) else [])
+                turns.append(template.supervised_turns(row) if has_answers(row) else [])
                 rendered.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
@@ -56,7 +57,7 @@ class SftStage(Stage[WeightedTokens]):
         for (number, row), texts in zip(rendered, turns):
             parts = [next(encoded) for _ in texts]
             try:
-                if not _has_answers(row):
+                if not has_answers(row):
                     raise Unusable("with no supervised turn of the assistant, or an empty one")
                 sample = self._join(parts)
                 if len(sample.ids) > self._max_length:
@@ -145,9 +146,3 @@ class SftStage(Stage[WeightedTokens]):
     def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Sum over the tokens; those that are not supervised weigh 0."""
         return language_model.program_loss(model, inputs)
-
-
-def _has_answers(row: Conversation) -> bool:
-    """Whether there are supervised turns, none of them empty."""
-    answers = [message for message, is_supervised in zip(row.messages, row.supervised) if is_supervised]
-    return bool(answers) and not any(message.is_empty for message in answers)

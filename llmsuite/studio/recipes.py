@@ -10,13 +10,14 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmsuite.errors import RecipeError, UserError
+from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.resources import bundled
 from llmsuite.schema.keys import walk
 from llmsuite.schema.section import as_plain
+from llmsuite.stages.first_rows import check_rows
 
 Data = dict[str, Any]
 _KEY = re.compile(r"[a-zA-Z_][\w.]*")
@@ -82,14 +83,14 @@ class Recipes:
         """What is wrong with a recipe, by key, or the notes of `validate`; and the command that runs it."""
         try:
             plan = self.plan_of(filled)
-            plan.check_files()
+            unchecked = _checked(plan, self._registry)
         except RecipeError as error:
-            problems = [{"key": each.key, "message": each.message, "where": each.where} for each in error.problems]
+            problems = list(map(_problem, error.problems))
             return {"problems": problems, "command": filled.command}
         except UserError as error:
             return {"problems": [{"key": "", "message": str(error), "where": ""}], "command": filled.command}
         made = f"{plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}"
-        notes = [*not_fetched(plan), *few_rows(plan), *held_out(plan), *endless_warm_up(plan)]
+        notes = [*unchecked, *not_fetched(plan), *few_rows(plan), *held_out(plan), *endless_warm_up(plan)]
         return {"problems": [], "command": filled.command, "made": made, "run": str(plan.output_dir), "notes": notes}
 
     def plan(self, filled: Filled) -> str:
@@ -105,6 +106,31 @@ class Recipes:
         """The resolved recipe. Raises UserError with everything that is wrong."""
         with self._lock:
             return plan_run(filled.recipe, filled.overrides, self._registry, filled.smoke)
+
+
+def _checked(plan: RunPlan, registry: Registry) -> list[str]:
+    """The notes of `check_rows`. Raises RecipeError with all that is wrong with files and with rows, as a run needs
+    both."""
+    problems: list[Problem] = []
+    notes: list[str] = []
+    try:
+        plan.check_files()
+    except RecipeError as error:
+        problems = error.problems
+    try:
+        notes = check_rows(plan, registry)
+    except RecipeError as error:
+        problems = [*problems, *(each for each in error.problems if each not in problems)]
+    if problems:
+        raise RecipeError(problems)
+    return notes
+
+
+def _problem(problem: Problem) -> Data:
+    """A problem as the page shows it, with the key that would mend it and its value."""
+    key, _, value = problem.remedy.removeprefix("--").partition("=")
+    mended = {"remedy": {"key": key, "value": value}} if problem.remedy else {}
+    return {"key": problem.key, "message": problem.message, "where": problem.where, **mended}
 
 
 def _known() -> Iterator[Data]:

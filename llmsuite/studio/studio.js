@@ -91,17 +91,26 @@
     verdict = told;
     $("command").textContent = told.command;
     $("planned").hidden = true;
-    const other = [];
+    const other = [], remedies = [];
     for (const made of $("keys").children) { made.lastChild.hidden = true; made.lastChild.textContent = ""; }
-    for (const {key, message} of told.problems) {
+    for (const {key, message, remedy} of told.problems) {
+      if (remedy && !remedies.some((one) => one.key === remedy.key)) remedies.push(remedy);
       const place = [...$("keys").children].find((made) => made.dataset.key === key)?.lastChild;
       if (place) { place.textContent += `${message} `; place.hidden = false; }
       other.push(key ? `${key}: ${message}` : message);
     }
     const right = !told.problems.length;
     $("verdict").className = right ? "good" : "bad";
+    $("remedies").replaceChildren(...remedies.map(mend));
     $("verdict").textContent = (right ? [`Right: ${told.made}, into ${told.run}`, ...told.notes] : other).join("\n");
     $("start").disabled = $("plan").disabled = !right;
+  });
+
+  // A button that fills in what probably mends a problem.
+  const mend = ({key, value}) => button(`Fill in ${key}: ${value}`, () => {
+    const field = $(`key-${key}`);
+    field.value = value;
+    field.dispatchEvent(new Event("input"));
   });
 
   $("plan").addEventListener("click", tried(async () => {

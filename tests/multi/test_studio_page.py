@@ -69,6 +69,22 @@ def test_it_can_be_read_and_used_everywhere(
     screenshot(browser, f"studio-{width}-{scheme}.png", tmp_path)
 
 
+def test_a_click_maps_the_columns_of_own_data(browser: Any, address: str, tmp_path: Path) -> None:
+    rows = tmp_path / "mine.csv"
+    rows.write_text("Question,Our Answer\nWhy?,Because.\n")
+    view(browser, 1440, "light")
+    choose(browser, address)
+    change(browser, "data.train", str(rows))
+    wait(browser, 60, lambda b: "fit no format with conversation rows" in b.find_element("id", "verdict").text)
+    assert browser.find_element("id", "verdict").get_attribute("class") == "bad"
+    assert not browser.find_element("id", "start").is_enabled()
+    (button,) = browser.find_elements("css selector", "#remedies button")
+    assert button.text == 'Fill in data.columns: {"instruction":"Question","output":"Our Answer"}'
+    button.click()
+    wait(browser, 60, lambda b: b.find_element("id", "verdict").text.startswith("Right: lora"))
+    assert browser.find_elements("css selector", "#remedies button") == []
+
+
 def test_from_a_recipe_to_a_model_that_talks(browser: Any, address: str, runner: Runner, tmp_path: Path) -> None:
     view(browser, 1440, "light")
     choose(browser, address)

@@ -80,9 +80,20 @@ def test_a_recipe_is_a_file_or_its_content(write_recipe: Callable[..., Path]) ->
 def test_overrides_are_values(tmp_path: Path) -> None:
     changes: dict[str, Any] = {"train.max_grad_norm": None, "data.eval": tmp_path, "lora.target_modules": ["q_proj"],
                                "lora.rank": 4, "data.chat_template": "plain"}  # fmt: skip
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     recipe = llmsuite.load_recipe(VALID, changes)
     assert recipe.train.max_grad_norm is None
     assert (recipe.data.eval, recipe.lora.target_modules) == (str(tmp_path), ["q_proj"])
+
+
+def test_a_recipe_whose_rows_a_run_would_refuse_is_refused(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.csv"
+    rows.write_text("Frage,gut,schlecht\na,b,c\n")
+    with pytest.raises(llmsuite.RecipeError, match=r"rows.csv:2: keys .* fit no format with preference rows") as caught:
+        llmsuite.load_recipe(VALID, {"data.train": rows})
+    assert [problem.key for problem in caught.value.problems] == ["data.train"]
+    columns = {"prompt": "Frage", "chosen": "gut", "rejected": "schlecht"}
+    assert llmsuite.load_recipe(VALID, {"data.train": rows, "data.eval": None, "data.columns": columns})
 
 
 def test_smoke_is_small() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 import socket
@@ -85,12 +86,15 @@ def test_validate_names_the_key_of_a_name_that_is_none(key: str, run: Run, write
     assert (code, out, err) == (2, "", f"{key}: 'hf:a/b/../c' leaves the repository; name a file inside\n")
 
 
-def test_validate_notes_what_a_run_would_stumble_over(run: Run, write_recipe: Callable[..., Path]) -> None:
-    path = write_recipe({"data.eval": "nothing.jsonl"})
-    code, out, _ = run("validate", path)
-    assert code == 0
-    _, note = out.splitlines()
-    assert note.startswith("  note: " + position(path, '"eval"') + ": data.eval: nothing.jsonl is not a file")
+def test_validate_refuses_data_that_is_not_there(run: Run, write_recipe: Callable[..., Path]) -> None:
+    path = write_recipe({"data.eval": "nothing.jsonl", "data.mix": {"none.csv": 1.0}})
+    code, out, err = run("validate", path)
+    assert (code, out) == (2, "")
+    of_eval, of_mix = err.splitlines()
+    assert of_eval.startswith(position(path, '"eval"') + ": data.eval: nothing.jsonl is not a file")
+    assert of_mix.startswith(position(path, '"mix"') + ": data.mix: none.csv is not a file")
+    assert run("run", path) == (2, "", err)
+    assert run("validate", path, "--smoke")[0] == 0
 
 
 def test_validate_notes_a_warm_up_without_an_end(run: Run, write_recipe: Callable[..., Path]) -> None:
@@ -106,8 +110,9 @@ def test_validate_notes_a_directory_with_rows_to_evaluate_on(
 ) -> None:
     rows = tmp_path / "rows"
     rows.mkdir()
+    row = b'{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
     for name in ("train.jsonl", "test.jsonl", "validation.jsonl.gz"):
-        (rows / name).touch()
+        (rows / name).write_bytes(gzip.compress(row) if name.endswith(".gz") else row)
     path = write_recipe({"data.train": str(rows)})
 
     def notes(*words: object) -> list[str]:
@@ -123,7 +128,7 @@ def test_validate_notes_a_directory_with_rows_to_evaluate_on(
         f"  note: data.mix: {rows} {note} there"
     ]
     (rows / "train.jsonl").rename(rows / "train-00000-of-00002.jsonl")
-    (rows / "latest-00001-of-00002.jsonl").touch()
+    (rows / "latest-00001-of-00002.jsonl").write_bytes(row)
     (found,) = notes()
     assert found.endswith("test.jsonl too; move what is not to train on to another directory")
     for name in ("train-00000-of-00002.jsonl", "latest-00001-of-00002.jsonl"):

@@ -105,7 +105,7 @@ def test_a_missing_column_is_named_with_line_and_columns(tmp_path: Path) -> None
         f"{path}:2: has no column 'a', which data.columns.output takes: it has 'q', 'b'"
     )
     assert list(read(path, columns, limit=1)) == [talk("Hi?", "Hello.")]  # it ends before the fault
-    with pytest.raises(UserError, match=r"say in data\.columns which columns they are"):
+    with pytest.raises(UserError, match=r'add --data\.columns=\'{"instruction":"q","output":"a"}\'$'):
         read(path)
 
 

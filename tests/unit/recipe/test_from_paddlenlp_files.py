@@ -95,6 +95,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     out = capsys.readouterr().out
     assert f"wrote {target}" in out
     assert "use_flash_attention = True: the device backend chooses its fused kernels" in out
+    assert "to do: data.train: data/train.json is not a file" in out
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    for name in ("train.json", "dev.json"):
+        (tmp_path / "data" / name).write_text('{"src": "a", "tgt": "b"}\n' * 2)
     assert main(["--no-plugins", "validate", str(target)]) == 0
     capsys.readouterr()
     assert main(["--no-plugins", "recipe", "from-paddlenlp", str(path)]) == 0

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -71,7 +72,7 @@ def test_text_in_another_column_of_a_table_is_to_do(weights: Path, capsys: pytes
     todo = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: data")]
     assert todo == [
         f"to do: data.train: {rows}: has no column 'text'; it has body; pretrain.key, or --key of `llmsuite data "
-        "index`, says which it is"
+        "index`, says which it is, such as --pretrain.key=body"
     ]
 
 
@@ -221,6 +222,46 @@ def test_columns_that_do_not_fit_are_to_do(
     assert len(todo) == (says is not None)
     for line in todo:
         assert line.startswith(f"to do: data.train: {rows}:1: {says}")
+
+
+def test_the_option_that_maps_own_columns_is_told(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, target = weights.parent / "mine.csv", weights.parent / "a.json"
+    rows.write_text("Question,Our Answer\nWhy?,Because.\n")
+    words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(weights), "--device", "cpu"]
+    assert main([*words, "--num_devices", "1", "--data", str(rows), "-o", str(target)]) == 0
+    (todo,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: data")]
+    assert "fit no format" in todo
+    assert main(["--no-plugins", "validate", str(target)]) == 2
+    option = shlex.split(todo.partition(", add ")[2])
+    assert option == ['--data.columns={"instruction":"Question","output":"Our Answer"}']
+    assert main(["--no-plugins", "validate", str(target), *option]) == 0
+
+
+@pytest.mark.parametrize(
+    ("stage", "header", "answers", "columns"),
+    [
+        ("sft", "Question,Our Answer", ["", ""], {"instruction": "Question", "output": "Our Answer"}),
+        ("sft", "eins,zwei", ["zwo", "zwei", "{eins}!"], {"instruction": "zwei", "output": "{eins}!"}),
+        ("pretrain", "body,id", ["{", ""], "body"),
+    ],
+)
+def test_columns_are_asked_for(
+    weights: Path, stage: str, header: str, answers: list[str], columns: Any, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    rows, target = weights.parent / "mine.csv", weights.parent / "a.json"
+    rows.write_text(f"{header}\na,b\n")
+    method = [] if stage == "pretrain" else [""]
+    asked = ask(monkeypatch, *method, *answers)
+    words = ["--no-plugins", "recipe", "new", "--stage", stage, "--weights", str(weights), "--device", "cpu"]
+    assert main([*words, "--num_devices", "1", "--data", str(rows), "-o", str(target)]) == 0
+    assert asked == ["method"] * len(method) + ["column"] * len(answers)
+    recipe = json.loads(target.read_text())
+    assert (recipe["pretrain"]["key"] if stage == "pretrain" else recipe["data"]["columns"]) == columns
+    out = capsys.readouterr().out
+    assert "to do: data" not in out
+    assert ("'zwo' is no column; there are 'eins', 'zwei'" in out) == ("zwo" in answers)
+    assert main(["--no-plugins", "validate", str(target)]) == 0
 
 
 def test_what_is_missing_is_to_do(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:

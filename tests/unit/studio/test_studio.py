@@ -64,9 +64,22 @@ def test_what_is_wrong_is_said_at_its_key(registry: Registry) -> None:
 
 def test_notes_of_a_recipe_are_told(registry: Registry, tmp_path: Path) -> None:
     for name in ("train.jsonl", "test.jsonl"):
-        (tmp_path / name).touch()
+        (tmp_path / name).write_text('{"src": "a", "tgt": "b"}\n')
     (note,) = Recipes(registry).check(filled(data__train=str(tmp_path)))["notes"]
     assert "the run trains on test.jsonl too" in note
+
+
+def test_columns_that_fit_no_format_are_wrong_and_what_mends_them_is_told(registry: Registry, tmp_path: Path) -> None:
+    rows, recipes = tmp_path / "mine.csv", Recipes(registry)
+    rows.write_text("Question,Our Answer\nWhy?,Because.\n")
+    (problem,) = recipes.check(filled(data__train=str(rows)))["problems"]
+    assert problem["key"] == "data.train"
+    assert "keys ['Our Answer', 'Question'] fit no format with conversation rows" in problem["message"]
+    assert problem["remedy"] == {"key": "data.columns", "value": '{"instruction":"Question","output":"Our Answer"}'}
+    mended = filled(data__train=str(rows), data__columns=problem["remedy"]["value"])
+    assert recipes.check(mended)["problems"] == []
+    (typo,) = recipes.check(filled(data__train=str(rows), data__columns='{"instruction":"Qestion"}'))["problems"]
+    assert "did you mean 'Question'?" in typo["message"]
 
 
 @pytest.mark.parametrize(
