@@ -26,9 +26,10 @@ from llmsuite.checkpoint.adapter_dir import (
     stored_structure,
 )
 from llmsuite.checkpoint.model_dir import Layout
-from llmsuite.checkpoint.model_writer import OrderedGather, copy_tokenizer
+from llmsuite.checkpoint.model_writer import OrderedGather
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_tensors
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
 from llmsuite.models.shard_plan import (

@@ -10,9 +10,10 @@ import numpy as np
 
 from llmsuite.checkpoint.gptq import GptqFormat, packed
 from llmsuite.checkpoint.model_dir import ModelDirectory
-from llmsuite.checkpoint.model_writer import Arrangement, copy_tokenizer
+from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.tensor_writer import write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, write_json
 from llmsuite.models.block_quant import BlockFormat
@@ -61,7 +62,7 @@ def write_gptq(
         written = write_tensors(directory, "model", specs, read, {"format": "pt"})
         config = {**model.config.to_hf(), "torch_dtype": _OTHERS, "quantization_config": form.to_hf()}
         write_json(directory / "config.json", config)
-        copy_tokenizer(model.path, directory)
+        copy_tokenizer(model.tokenizer_directory, directory)
         manifest.update(dataclasses.asdict(written))
 
 

@@ -19,6 +19,7 @@ from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.gptq import GptqFormat, GptqTensors
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, Renamed, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of
 from llmsuite.models.head import NO_KEYS
@@ -61,6 +62,8 @@ class ModelDirectory:
     """Whether matrices are stored in FP8; they are read as float32."""
     beside: Any = None
     """What runs beside the model, see `llmsuite.checkpoint.beside`, and is no part of `names`."""
+    adapter: Path | None = None
+    """The directory of what was added to the model, or runs beside it."""
 
     @property
     def names(self) -> list[str]:
@@ -78,6 +81,12 @@ class ModelDirectory:
         if not self.ignored:
             return f"{self.layout} layout"
         return f"{self.layout} layout; {len(self.ignored)} tensors are ignored, such as {self.ignored[0]}"
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        """The directory of its tokenizer, chat template and generation_config.json: an adapter may bring its own.
+        Raises UserError as `tokenizer_of_adapter`."""
+        return self.path if self.adapter is None else tokenizer_of_adapter(self.adapter, self.path)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """A parameter by our name, or a slice of it (one slice a dim), lying as in memory, in the stored dtype."""

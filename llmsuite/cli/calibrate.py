@@ -49,14 +49,14 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.inference.calibrate import calibrated, check_layers, group_of, matrices_of, windows_of
-    from llmsuite.inference.load import open_any, tokenizer_directory
+    from llmsuite.inference.load import open_any
     from llmsuite.progress import track_bytes
 
     source = Path(args.source)
     base, config = (Path(value) if value else None for value in (args.base, args.config))
     model = open_any(source, registry.models, base, config, args.allow_pickle)
     check_layers(model)
-    tokenizer = TextTokenizer(tokenizer_directory(source, model))
+    tokenizer = TextTokenizer(model.tokenizer_directory)
     longest = min(args.max_length, model.config.max_position_embeddings)
     windows = windows_of(tokenizer.encode_batch(texts), longest, args.windows)
     layers, group = model.config.num_hidden_layers, group_of(model) if args.precision == "int4" else None

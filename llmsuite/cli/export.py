@@ -109,7 +109,6 @@ def run_deploy(args: Any, registry: Registry) -> int:
         rewrite.write(part / MERGED)
         print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
         args.base = args.config = None  # they belong to the source; from here on it is the merged model
-        _copy_tokenizer(Path(args.source), part / MERGED)
         _export(part / MERGED, part / PROGRAM, backend, args, registry)
         print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
         args.source = str(part / MERGED)
@@ -158,16 +157,6 @@ def _open(path: Path, args: Any, registry: Registry) -> ModelDirectory:
     return open_any(find_weights(path), registry.models, base, config, args.allow_pickle)
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    """An adapter's own tokenizer takes the place of its base's."""
-    from llmsuite.checkpoint.directory import find_adapter
-    from llmsuite.checkpoint.model_writer import copy_tokenizer
-
-    adapter = find_adapter(source)
-    if adapter is not None:
-        copy_tokenizer(adapter, target)
-
-
 def _export(
     source: Path,
     target: Path,
@@ -176,13 +165,11 @@ def _export(
     registry: Registry,
     degrees: Degrees = _ALONE,
 ) -> None:
-    from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.inference.export import export
-    from llmsuite.inference.load import tokenizer_directory
 
-    model, adapter = _open(source, args, registry), find_adapter(source)
-    tokenizer = tokenizer_directory(source, model)
-    export(model, target, backend, tokenizer, args.precision, args.decoding_loop, degrees, adapter)
+    model = _open(source, args, registry)
+    tokenizer = model.tokenizer_directory
+    export(model, target, backend, tokenizer, args.precision, args.decoding_loop, degrees, model.adapter)
 
 
 def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry) -> str:

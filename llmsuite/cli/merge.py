@@ -164,12 +164,12 @@ def _write_gguf(model: Any, target: Path, args: Any) -> int:
     from llmsuite.progress import track_bytes
 
     export = GgufExport(model, args.dtype or "fp16")
-    dialogue = read_dialogue(model.path)
+    dialogue = read_dialogue(model.tokenizer_directory)
     check_disk(target, export.num_bytes)
     with committed_directory(target, {"format": 1}) as directory:
         with track_bytes(export.num_bytes, f"writing {target}") as progress:
             export.write(directory / "model.gguf", dialogue, progress)
-        text = modelfile(model.path, "model.gguf", export.vocabulary.adds_bos)
+        text = modelfile(model.tokenizer_directory, "model.gguf", export.vocabulary.adds_bos)
         (directory / MODELFILE).write_text(text, encoding="utf-8")
     print(
         f"wrote {target / 'model.gguf'}: {export.architecture}, {len(export.tensors)} tensors, "
@@ -206,7 +206,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_writer import write_adapters
     from llmsuite.checkpoint.beside import is_beside
     from llmsuite.checkpoint.model_dir import read_config
-    from llmsuite.checkpoint.model_writer import copy_tokenizer
+    from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
     from llmsuite.convert.paddlenlp_lokr import is_lokr, write_lokr
     from llmsuite.convert.vera import write_vera
     from llmsuite.devices.start import start_paddle
@@ -258,7 +258,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
 
 def _convert_beside(source: Path, target: Path, family: Any, config: Any, args: Any) -> int:
     from llmsuite.checkpoint.adapter_base import Base
-    from llmsuite.checkpoint.model_writer import copy_tokenizer
+    from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
     from llmsuite.convert.beside import open_any_beside, write_beside
     from llmsuite.files import committed_directory
 

@@ -348,8 +348,9 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
         trained_on = rounded_model(trained_on, format)
     names = base.family.names()
     tensors = {name: names.hf_tensors(name, base.config) for name in base.names}
+    files = Adapted(trained_on, directory, allow_pickle)
     return dataclasses.replace(
-        base, layout="hf", tensors=tensors, files=Adapted(trained_on, directory, allow_pickle), linears_transposed=False
+        base, layout="hf", tensors=tensors, files=files, linears_transposed=False, adapter=directory
     )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import paddle
 from paddle.distributed.flex_checkpoint.dcp.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 
-from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.convert.rewrite import Rewrite
 from llmsuite.files import committed_directory, write_json
 
@@ -50,7 +50,7 @@ def write_distcp(rewrite: Rewrite, target: Path, progress: Callable[[int], None]
             paddle.save(values, str(directory / name))
         paddle.save(metadata, str(directory / f"{_SAVE}.metadata"))
         write_json(directory / "config.json", rewrite.config())
-        copy_tokenizer(rewrite.model.path, directory)
+        copy_tokenizer(rewrite.model.tokenizer_directory, directory)
     return count
 
 

@@ -69,7 +69,7 @@ class GgufExport:
         self._wanted = DTYPES[dtype]
         self.architecture = self._architecture()
         self._check_shape()
-        self.vocabulary: Vocabulary = read_vocabulary(model.path, self.config.vocab_size)
+        self.vocabulary: Vocabulary = read_vocabulary(model.tokenizer_directory, self.config.vocab_size)
         self.tensors: list[_Tensor] = []
         for name in names.parameter_names(self.config):
             theirs = names.to_gguf(name)

@@ -19,10 +19,11 @@ from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors, Fp8Writing, is_fp8_ma
 from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
 from llmsuite.checkpoint.int8 import Int8Weights, quantization_config
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
-from llmsuite.checkpoint.model_writer import Arrangement, copy_tokenizer
+from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES, WriteOptions, in_parts, parts_of, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import check_disk, resumable_directory, write_json
 from llmsuite.models.shard_plan import WHOLE
@@ -113,7 +114,7 @@ class Rewrite:
             if isinstance(model.files, Int8Weights):
                 written.add(model.files.write_scales(directory, self._arrangement))
             write_json(directory / "config.json", self.config())
-            copy_tokenizer(model.path, directory)
+            copy_tokenizer(model.tokenizer_directory, directory)
             manifest.update(dataclasses.asdict(written))
 
     def config(self) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from paddle.static import InputSpec
 from llmsuite import __version__
 from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory
-from llmsuite.checkpoint.model_writer import copy_tokenizer
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, sha256_of, write_json

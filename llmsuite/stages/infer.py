@@ -17,7 +17,7 @@ from llmsuite.inference.beam import Beams
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import Answer, Generator
-from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any, tokenizer_directory
+from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any
 from llmsuite.inference.prompts import Prompt, Prompter, stop_tokens
 from llmsuite.inference.sampling import Sampling
 from llmsuite.locks import lock_directory
@@ -112,7 +112,7 @@ def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> G
         report(f"loading {plan.weights} ({source.description})")
         model = load_model(source, backend, precision, mesh)
         if plan.recipe.model.tokenizer is None:
-            tokenizer = tokenizer_directory(plan.weights, source)
+            tokenizer = source.tokenizer_directory
     else:
         seed, std = plan.recipe.seed, plan.model_config.initializer_range
         report(f"no model.weights: parameters are drawn from seed {seed}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.model_writer import check_tokenizer, copy_tokenizer
+from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.sequences import Packs, Picked, lengths_of
