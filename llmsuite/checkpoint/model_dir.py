@@ -65,6 +65,8 @@ class ModelDirectory:
     """What runs beside the model, see `llmsuite.checkpoint.beside`, and is no part of `names`."""
     adapter: Path | None = None
     """The directory of what was added to the model, or runs beside it."""
+    allow_nonfinite: bool = False
+    """Whether what is written of it may have values that are NaN or infinite, see `llmsuite.checkpoint.finite`."""
     tied_copy: str | None = None
     """The tensor in the files that is the head of a tied model, where it is stored beside the embedding it has to
     equal."""

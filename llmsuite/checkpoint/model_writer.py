@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.finite_model import nonfinite_of
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
 from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, in_parts, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
@@ -238,6 +239,7 @@ def _rewrite(model: ModelDirectory, directory: Path, layout: Layout) -> None:
         return (part.astype(spec.dtype, copy=False) for part in parts)
 
     metadata = {"format": "pt" if layout == "hf" else "np"}
-    write_tensors(directory, "model", arrangement.specs, read, metadata)
+    for_each = nonfinite_of(model, arrangement.parameters)
+    write_tensors(directory, "model", arrangement.specs, read, metadata, WriteOptions(on_nonfinite=for_each))
     write_json(directory / "config.json", {**model.config.to_hf(), "torch_dtype": specs[0].dtype})
     copy_tokenizer(model.tokenizer_directory, directory)

@@ -159,6 +159,10 @@ class PrefixTensors:
         return self._tokens
 
     @property
+    def names(self) -> list[str]:
+        return [spec.name for spec in self.specs]
+
+    @property
     def specs(self) -> list[TensorSpec]:
         """Number of its layer and kind as a name, shape and dtype of every part, in the order of `write_prefixes`."""
         shape = self._tokens, self._heads, self._width // self._heads

@@ -27,7 +27,7 @@ _VOCABULARY = (
     "merges.txt",
 )
 _SUFFIXES = (".model", ".tiktoken")
-"""Of further files with a vocabulary."""
+"""Ends of the names of further files with a vocabulary."""
 TOKENIZER_FILES = (*_VOCABULARY, _CONFIG, _TOKENS, _ADDED, _TEMPLATE, _GENERATION)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmsuite.cli.places import find_model_arguments
+from llmsuite.cli.places import ALLOW_NONFINITE, find_model_arguments
 from llmsuite.cli.ranks import add_degrees, launch_ranks
 from llmsuite.devices.variables import LOCAL_RANK, RANK, number_in
 from llmsuite.errors import UserError
@@ -32,6 +33,7 @@ def _add_source(parser: Any) -> None:
         "--config", type=str | None, default=None, help="directory of config.json, if not with the weights"
     )
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE)
     parser.add_argument(
         "--precision",
         type=Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4", "int4"],
@@ -154,7 +156,8 @@ def _open(path: Path, args: Any, registry: Registry) -> ModelDirectory:
     from llmsuite.inference.load import open_any
 
     base, config = (Path(value) if value else None for value in (args.base, args.config))
-    return open_any(find_weights(path), registry.models, base, config, args.allow_pickle)
+    model = open_any(find_weights(path), registry.models, base, config, args.allow_pickle)
+    return dataclasses.replace(model, allow_nonfinite=bool(args.get("allow_nonfinite")))
 
 
 def _export(

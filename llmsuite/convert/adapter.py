@@ -274,6 +274,11 @@ class Adapted:
         by_rows = (self._path / CONFIGS[0]).is_file()
         return value.T if by_rows and target in self._tensors.linears else value
 
+    @property
+    def added(self) -> TensorSource:
+        """The adapter's own tensors."""
+        return self._files
+
     # as a source of tensors
 
     @property

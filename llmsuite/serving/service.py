@@ -106,7 +106,7 @@ class Service:
         self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting, prefixes)
         self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
         self.speakers: Mapping[str, Speaker] = {}
-        """Of adapters that bring a tokenizer or template, by their names."""
+        """Speakers of adapters that bring a tokenizer or template, by their names."""
         self.aliases: tuple[str, ...] = ()
         """Further names of the model."""
         self.marks: Callable[[], dict[str, Any]] = dict
