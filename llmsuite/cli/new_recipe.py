@@ -150,7 +150,7 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
         return told
     missing = {problem.key for problem in problems}
     for key, file in (("data.train", plan.train_file), ("data.eval", plan.eval_file)):
-        if file is not None and file.exists() and key not in missing and (fault := _misfit(plan, registry, file)):
+        if isinstance(file, Path) and file.exists() and key not in missing and (fault := _misfit(plan, registry, file)):
             told.append(f"{key}: {fault}")
     return told
 

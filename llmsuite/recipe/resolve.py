@@ -32,6 +32,7 @@ from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.rule import Violation
+from llmsuite.shown import Url
 from llmsuite.specs import DeviceSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 
 
@@ -54,9 +55,9 @@ class RunPlan:
     weights: Path | None
     """Directory of the initial weights; None to initialise from the seed. May not exist yet: see `check_files`."""
     tokenizer: Path | None
-    train_file: Path
-    """The training data; the prompts, for a stage that does not train."""
-    eval_file: Path | None
+    train_file: Path | Url
+    """The training data; the prompts, for a stage that does not train. An address until it is `fetched`."""
+    eval_file: Path | Url | None
     output_dir: Path
     rollout_engine: RolloutEngineSpec | None = None
     """What draws completions; None for a stage without rollouts."""
@@ -66,6 +67,18 @@ class RunPlan:
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def train_path(self) -> Path:
+        """The `train_file` of a plan whose data is `fetched`."""
+        assert isinstance(self.train_file, Path), f"{self.train_file} is not fetched"
+        return self.train_file
+
+    @property
+    def eval_path(self) -> Path | None:
+        """The `eval_file` of a plan whose data is `fetched`."""
+        assert not isinstance(self.eval_file, Url), f"{self.eval_file} is not fetched"
+        return self.eval_file
 
     @property
     def section(self) -> Any:
@@ -112,7 +125,7 @@ class RunPlan:
         first = "data.train" if self.stage.trains else "data.prompts"
         data = ((first, self.train_file), ("data.eval", self.eval_file)) if reads_data else ()
         for key, path in data:
-            if path is None or is_remote(getattr(self.recipe.data, key[5:])):
+            if path is None or isinstance(path, Url) or is_remote(getattr(self.recipe.data, key[5:])):
                 continue
             if (fault := _data_fault(path)) is not None:
                 problems.append(self.loaded.problem(key, fault))
@@ -261,8 +274,10 @@ def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterato
         )
 
 
-def _data_file(given: str) -> Path:
-    """A data file; the index, for a corpus that is named by its prefix."""
+def _data_file(given: str) -> Path | Url:
+    """A data file, or its address; the index, for a corpus that is named by its prefix."""
+    if "://" in given:
+        return Url(given)
     path = find(given)
     return index if not path.exists() and (index := find(f"{given}.idx")).is_file() else path
 

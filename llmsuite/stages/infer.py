@@ -50,12 +50,13 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     lock = lock_directory(plan.output_dir) if is_first else None
     mesh = collective.start(plan.degrees)
     plan.check_files()
+    plan = plan.fetched(report)
     if recipe.source:
         report(f"numbers from {recipe.source}")
 
     generator = _generator(plan, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template
-    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_file, recipe.data.columns)
+    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_path, recipe.data.columns)
     sampling = Sampling(
         temperature=section.temperature,
         top_k=section.top_k,
