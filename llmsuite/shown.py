@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import urllib.parse
 from typing import Any
 
 _URL = re.compile(
     r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^\s/?#@\"'<>]*)@)?(?P<rest>[^\s?#\"'<>]*)(?P<more>[?#][^\s\"'<>]*)?"
 )
-_VALUE = re.compile(r"(?P<name>[^?&#=]+)=(?P<value>[^&#]*)")
+_PART = re.compile(r"(?P<mark>[?#&;])(?:(?P<name>[^?&#;=]*)=)?(?P<value>[^?&#;]+)")
+"""A value of a query or a fragment; one without a name is a word that may be the key."""
 _PLAIN = ("split", "config", "revision", "rows")
 """Options of data sets, which are no secrets."""
 _OPTION = re.compile(r"(?i)(--[\w.-]*(?:api_?key|token|secret|password)=)(.+)", re.DOTALL)
@@ -17,20 +20,38 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def redacted(text: str) -> str:
-    """A text whose URLs have neither passwords nor values of queries, which may be signatures."""
+    """A text whose URLs have neither passwords nor values of queries and fragments, which may be signatures."""
 
     def url(found: re.Match[str]) -> str:
         user = f"{_HIDDEN}@" if found["user"] else ""
-        more = _VALUE.sub(value, found["more"] or "")
-        if more and "=" not in more:  # one word, which may be the key
-            more = more[0] + _HIDDEN if len(more) > 1 else more
-        return f"{found['scheme']}://{user}{found['rest']}{more}"
+        return f"{found['scheme']}://{user}{found['rest']}{_PART.sub(value, found['more'] or '')}"
 
     def value(found: re.Match[str]) -> str:
         name = found["name"]
-        return found[0] if name in _PLAIN else f"{name}={_HIDDEN}"
+        if name in _PLAIN and found["mark"] != "#":
+            return found[0]
+        return found["mark"] + ("" if name is None else f"{name}=") + _HIDDEN
 
     return _URL.sub(url, text) if "://" in text else text
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Url:
+    """The address of remote data, which may have secrets. As a text it is `redacted`."""
+
+    whole: str
+    """The address as it was given, to be opened."""
+
+    def __str__(self) -> str:
+        return redacted(self.whole)
+
+    def __repr__(self) -> str:
+        return f"Url({str(self)!r})"
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return urllib.parse.urlsplit(self.whole).path.rpartition("/")[2]
 
 
 def redacted_words(words: list[str]) -> list[str]:

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
+from llmsuite.checkpoint.finite_model import nonfinite_of
 from llmsuite.checkpoint.gptq import GptqFormat, packed
 from llmsuite.checkpoint.model_dir import ModelDirectory
-from llmsuite.checkpoint.model_writer import Arrangement, copy_tokenizer
-from llmsuite.checkpoint.tensor_writer import write_tensors
+from llmsuite.checkpoint.model_writer import Arrangement
+from llmsuite.checkpoint.tensor_writer import WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, write_json
 from llmsuite.models.block_quant import BlockFormat
@@ -58,10 +60,11 @@ def write_gptq(
         return made.pop(name)
 
     with committed_directory(target, manifest := {"format": 1}) as directory:
-        written = write_tensors(directory, "model", specs, read, {"format": "pt"})
+        options = WriteOptions(on_nonfinite=nonfinite_of(model, lambda name: []))
+        written = write_tensors(directory, "model", specs, read, {"format": "pt"}, options)
         config = {**model.config.to_hf(), "torch_dtype": _OTHERS, "quantization_config": form.to_hf()}
         write_json(directory / "config.json", config)
-        copy_tokenizer(model.path, directory)
+        copy_tokenizer(model.tokenizer_directory, directory)
         manifest.update(dataclasses.asdict(written))
 
 

@@ -19,10 +19,11 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.finite import OnNonFinite
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.stored import INT8
-from llmsuite.checkpoint.tensor_writer import ManifestPart, write_tensors
+from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import Dequantised, TensorSpec
 from llmsuite.checkpoint.train_state import load_state
 from llmsuite.errors import UserError
@@ -61,7 +62,7 @@ class Int8Weights:
         scale = self._weight_scale(name)
         return to_int8(value, scale if index is None else scale[index[1]])
 
-    def write_scales(self, directory: Path, arrangement: Arrangement) -> ManifestPart:
+    def write_scales(self, directory: Path, arrangement: Arrangement, on_nonfinite: OnNonFinite) -> ManifestPart:
         """Write the scales of the tensors of an arrangement."""
         scales: dict[str, np.ndarray] = {}
         for spec in arrangement.specs:
@@ -76,7 +77,8 @@ class Int8Weights:
             if of_inputs:  # parts of one tensor have the same inputs
                 scales[f"{layer}.input_scale"] = np.array([max(of_inputs)], "float32")
         specs = [TensorSpec(name, value.shape, "float32") for name, value in scales.items()]
-        return write_tensors(directory, SCALES, specs, scales.__getitem__, {"format": QUANT_METHOD})
+        options = WriteOptions(on_nonfinite=on_nonfinite)
+        return write_tensors(directory, SCALES, specs, scales.__getitem__, {"format": QUANT_METHOD}, options)
 
 
 def quantised(model: ModelDirectory, rounded: Mapping[str, Sequence[float]]) -> ModelDirectory:

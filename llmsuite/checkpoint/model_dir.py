@@ -19,9 +19,11 @@ from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.gptq import GptqFormat, GptqTensors
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, Renamed, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tied import check_tied
+from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of
-from llmsuite.models.head import NO_KEYS
+from llmsuite.models.head import EMBEDDING, NO_KEYS, OUTPUT, is_tied
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.specs import ModelFamily
 
@@ -61,6 +63,13 @@ class ModelDirectory:
     """Whether matrices are stored in FP8; they are read as float32."""
     beside: Any = None
     """What runs beside the model, see `llmsuite.checkpoint.beside`, and is no part of `names`."""
+    adapter: Path | None = None
+    """The directory of what was added to the model, or runs beside it."""
+    allow_nonfinite: bool = False
+    """Whether what is written of it may have values that are NaN or infinite, see `llmsuite.checkpoint.finite`."""
+    tied_copy: str | None = None
+    """The tensor in the files that is the head of a tied model, where it is stored beside the embedding it has to
+    equal."""
 
     @property
     def names(self) -> list[str]:
@@ -79,9 +88,17 @@ class ModelDirectory:
             return f"{self.layout} layout"
         return f"{self.layout} layout; {len(self.ignored)} tensors are ignored, such as {self.ignored[0]}"
 
+    @property
+    def tokenizer_directory(self) -> Path:
+        """The directory of its tokenizer, chat template and generation_config.json: an adapter may bring its own.
+        Raises UserError as `tokenizer_of_adapter`."""
+        return self.path if self.adapter is None else tokenizer_of_adapter(self.adapter, self.path)
+
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """A parameter by our name, or a slice of it (one slice a dim), lying as in memory, in the stored dtype."""
         place, transposed = self.tensors[name], self._is_transposed(name)
+        if name == EMBEDDING and self.tied_copy in self.files.names:
+            check_tied(self.path, self.files, place.names[0], str(self.tied_copy), index)
         if place.stacked:
             first, rest = (index[0], index[1:]) if index else (slice(None), None)
             return self._read_stack(place.names[first], rest, transposed)
@@ -112,6 +129,8 @@ class ModelDirectory:
         """A parameter, or of a stacked one the matrix `index`, to be copied as it is stored; None unless it is one
         whole tensor of the wanted orientation."""
         found, is_linear = self._stored_name(name, index), self.family.names().is_linear(name)
+        if name == EMBEDDING and self.tied_copy in self.files.names:
+            return None  # it is to be compared with that
         if found is None or not isinstance(self.files, TensorFiles | Fp8Tensors):
             return None
         return self.files.stored(found) if not is_linear or transposed == self.linears_transposed else None
@@ -306,8 +325,10 @@ def describe_model(
         full_names = {theirs: theirs if by_our_names else hf_name(family, config, theirs) for theirs in files.names}
     found = {full: theirs for theirs, full in full_names.items() if full is not None}
     ignored = [theirs for theirs, full in full_names.items() if full is None]
+    tied_copy = None
     if getattr(config, "tie_word_embeddings", False):
-        found.pop("lm_head.weight", None)  # some writers store the tied copy
+        stored_head = found.pop(OUTPUT, None)  # some writers store the tied copy
+        tied_copy = stored_head if is_tied(config) else None
     missing = [name for name in wanted if name not in found]
     carried = [name for name in found if name not in wanted and _is_carried(family, name, config)]
     unexpected = [found[name] for name in found if name not in wanted and name not in carried]
@@ -321,7 +342,9 @@ def describe_model(
     tensors |= {name: HfTensors((found[name],)) for name in carried}
     if not carried:
         config = without_carried(config)
-    return ModelDirectory(path, family, config, layout, tensors, files, ignored, transposed, unexpected)
+    return ModelDirectory(
+        path, family, config, layout, tensors, files, ignored, transposed, unexpected, tied_copy=tied_copy
+    )
 
 
 def has_further_layers(family: ModelFamily, config: Any, names: Iterable[str]) -> bool:

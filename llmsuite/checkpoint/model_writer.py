@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -16,30 +15,17 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.finite_model import nonfinite_of
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
 from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, in_parts, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
-from llmsuite.regular import check_own, copy_regular
+from llmsuite.files import write_json
 from llmsuite.specs import ModelFamily
 
 Read = Callable[[str, Sequence[slice] | None], np.ndarray]
 """A parameter by our name, or a slice of it (one slice a dim), lying as in memory."""
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "sentencepiece.bpe.model",
-    "tokenizer.model",
-    "spiece.model",
-    "vocab.json",
-    "vocab.txt",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 
 
 class OrderedGather:
@@ -233,37 +219,6 @@ def write_model(
     return written
 
 
-def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files a tokenizer is made of. Raises UserError as `check_tokenizer`, before any is copied."""
-    for path in check_tokenizer(source):
-        copy_regular(path, target / path.name)
-
-
-def check_tokenizer(source: Path) -> list[Path]:
-    """The files a tokenizer is made of.
-
-    Raises:
-        UserError: one is not what its name says, or lies elsewhere, so that another file would be handed on with what
-            is written.
-    """
-    found = [path for name in TOKENIZER_FILES if (path := source / name).is_file()]
-    for path in found:
-        try:
-            check_own(path)
-        except OSError as error:
-            raise UserError(f"{path}: cannot be copied: {error.strerror}") from error
-        if path.suffix == ".json":
-            _check_object(path, path.stat().st_mtime_ns)
-    return found
-
-
-@functools.lru_cache(maxsize=64)
-def _check_object(path: Path, changed: int) -> None:
-    """Raises UserError when a file is no JSON object; `changed` is when it was written."""
-    if not isinstance(read_json_file(path), dict):
-        raise UserError(f"{path}: is not a JSON object, as a tokenizer has it")
-
-
 def write_hf(model: ModelDirectory, directory: Path) -> None:
     """Exporter `hf`: a directory for HF transformers."""
     _rewrite(model, directory, "hf")
@@ -284,6 +239,7 @@ def _rewrite(model: ModelDirectory, directory: Path, layout: Layout) -> None:
         return (part.astype(spec.dtype, copy=False) for part in parts)
 
     metadata = {"format": "pt" if layout == "hf" else "np"}
-    write_tensors(directory, "model", arrangement.specs, read, metadata)
+    for_each = nonfinite_of(model, arrangement.parameters)
+    write_tensors(directory, "model", arrangement.specs, read, metadata, WriteOptions(on_nonfinite=for_each))
     write_json(directory / "config.json", {**model.config.to_hf(), "torch_dtype": specs[0].dtype})
-    copy_tokenizer(model.path, directory)
+    copy_tokenizer(model.tokenizer_directory, directory)

@@ -19,9 +19,9 @@ import numpy as np
 
 from llmsuite.checkpoint.adapter_base import Base, base_keys, read_base, write_base
 from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE, STEMS
-from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, write_json
 from llmsuite.models.prefix_shapes import INNER, INNER_BIAS, NETWORK, PREFIX_KEY, PREFIX_VALUE, TABLE
@@ -157,6 +157,10 @@ class PrefixTensors:
     @property
     def tokens(self) -> int:
         return self._tokens
+
+    @property
+    def names(self) -> list[str]:
+        return [spec.name for spec in self.specs]
 
     @property
     def specs(self) -> list[TensorSpec]:

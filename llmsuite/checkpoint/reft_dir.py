@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 
 from llmsuite.checkpoint.adapter_base import Base, read_base, write_base
-from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, write_json
 

@@ -73,12 +73,14 @@ class StoredTensor:
         with _readable(self.path), open_regular(self.path, buffering=0) as file:
             at, end = self.start, self.start + self.size
             while at < end:
-                part = buffer[: end - at]
-                count = os.preadv(file.fileno(), [part], at)
-                if not count:
-                    raise UserError(f"{self.path}: ends at byte {at:,}, within {self.name!r}")
-                yield part[:count]
-                at += count
+                part, filled = buffer[: end - at], 0
+                while filled < len(part):
+                    count = os.preadv(file.fileno(), [part[filled:]], at + filled)
+                    if not count:
+                        raise UserError(f"{self.path}: ends at byte {at + filled:,}, within {self.name!r}")
+                    filled += count
+                yield part
+                at += len(part)
 
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
         """Its values, or those of a slice (one slice a dim, none empty). Raises as `chunks`."""

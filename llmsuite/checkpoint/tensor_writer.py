@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.finite import OnNonFinite, count_nonfinite, keep, refuse
 from llmsuite.checkpoint.stored import CODES, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.files import first_fault, fsync, ranges_of, write_json
@@ -114,6 +115,8 @@ class WriteOptions:
     """This process, where several write a part each. Rank 0 writes the index."""
     writers: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Rank by tensor; rank 0 writes those that are not named."""
+    on_nonfinite: OnNonFinite = refuse
+    """Called with each tensor that has values that are NaN or infinite."""
 
 
 def write_tensors(
@@ -139,7 +142,7 @@ def write_tensors(
 
     Raises:
         OSError: a file cannot be written.
-        UserError: a tensor that is copied is not as it was written.
+        UserError: a tensor that is copied is not as it was written, or `options.on_nonfinite` refuses one.
     """
     options = options or WriteOptions()
     groups = _by_writer(specs, options)
@@ -192,7 +195,7 @@ class _FileSet:
             yield from (functools.partial(self._write_tensor, file, spec) for spec in group)
 
     def _write_tensor(self, file: TensorFile, spec: TensorSpec) -> None:
-        file.write(spec, self._read(spec.name), self._progress)
+        file.write(spec, self._read(spec.name), self._progress, self._options.on_nonfinite)
         with self._lock:
             file.num_left -= 1
             is_last = not file.num_left
@@ -211,10 +214,10 @@ class _FileSet:
 def write_file(
     path: Path, specs: Sequence[TensorSpec], read: Callable[[str], Values], metadata: Mapping[str, str]
 ) -> ManifestPart:
-    """Write one file, without an index; `read` is called once each, in the order of `specs`."""
+    """Write one file of any values, without an index; `read` is called once each, in the order of `specs`."""
     file = TensorFile(path, specs, metadata)
     for spec in specs:
-        file.write(spec, read(spec.name), _no_progress)
+        file.write(spec, read(spec.name), _no_progress, keep)
     return file.finish()
 
 
@@ -244,14 +247,17 @@ class TensorFile:
         self._written = ManifestPart({path.name: {"size": len(start) + end, "header_sha256": header_sha256}})
         self._entries: dict[str, dict[str, Any]] = {spec.name: {} for spec in specs}
 
-    def write(self, spec: TensorSpec, values: Values, progress: Callable[[int], None]) -> None:
-        """Write a tensor to its place."""
+    def write(
+        self, spec: TensorSpec, values: Values, progress: Callable[[int], None], on_nonfinite: OnNonFinite
+    ) -> None:
+        """Write a tensor to its place; when it is there, `on_nonfinite` is told of values that are not finite."""
         digest, start = hashlib.sha256(), self._starts[spec.name]
-        at = start
+        at, num_nonfinite = start, 0
         with open(self.path, "r+b", buffering=0) as file:
             file.seek(start)
             for data in _bytes_of(spec, values):
                 digest.update(data)
+                num_nonfinite += count_nonfinite(np.frombuffer(data, spec.dtype)) if len(data) else 0
                 with self._lock:  # the system would let others wait in a loop that burns their core
                     _write_all(file, data)
                 at += len(data)
@@ -259,6 +265,8 @@ class TensorFile:
         assert at - start == spec.num_bytes, f"{spec} was announced, {at - start} bytes came"
         if isinstance(values, StoredTensor):
             values.compare(digest.hexdigest())
+        if num_nonfinite:
+            on_nonfinite(spec.name, num_nonfinite, int(np.prod(spec.shape, dtype="int64")))
         self._entries[spec.name] = {
             "start": start,
             "size": spec.num_bytes,

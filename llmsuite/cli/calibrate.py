@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.cli.places import ALLOW_NONFINITE
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
@@ -30,6 +32,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--base", type=str | None, default=None, help="base model of an adapter that names none")
     parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not in SOURCE")
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams, without running any code in them")
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE)
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -49,14 +52,15 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.inference.calibrate import calibrated, check_layers, group_of, matrices_of, windows_of
-    from llmsuite.inference.load import open_any, tokenizer_directory
+    from llmsuite.inference.load import open_any
     from llmsuite.progress import track_bytes
 
     source = Path(args.source)
     base, config = (Path(value) if value else None for value in (args.base, args.config))
     model = open_any(source, registry.models, base, config, args.allow_pickle)
     check_layers(model)
-    tokenizer = TextTokenizer(tokenizer_directory(source, model))
+    model = dataclasses.replace(model, allow_nonfinite=args.allow_nonfinite)
+    tokenizer = TextTokenizer(model.tokenizer_directory)
     longest = min(args.max_length, model.config.max_position_embeddings)
     windows = windows_of(tokenizer.encode_batch(texts), longest, args.windows)
     layers, group = model.config.num_hidden_layers, group_of(model) if args.precision == "int4" else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmsuite.cli.places import find_model_arguments
+from llmsuite.cli.places import ALLOW_NONFINITE, find_model_arguments
 from llmsuite.cli.ranks import add_degrees, launch_ranks
 from llmsuite.devices.variables import LOCAL_RANK, RANK, number_in
 from llmsuite.errors import UserError
@@ -32,6 +33,7 @@ def _add_source(parser: Any) -> None:
         "--config", type=str | None, default=None, help="directory of config.json, if not with the weights"
     )
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE)
     parser.add_argument(
         "--precision",
         type=Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4", "int4"],
@@ -109,7 +111,6 @@ def run_deploy(args: Any, registry: Registry) -> int:
         rewrite.write(part / MERGED)
         print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
         args.base = args.config = None  # they belong to the source; from here on it is the merged model
-        _copy_tokenizer(Path(args.source), part / MERGED)
         _export(part / MERGED, part / PROGRAM, backend, args, registry)
         print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
         args.source = str(part / MERGED)
@@ -155,17 +156,8 @@ def _open(path: Path, args: Any, registry: Registry) -> ModelDirectory:
     from llmsuite.inference.load import open_any
 
     base, config = (Path(value) if value else None for value in (args.base, args.config))
-    return open_any(find_weights(path), registry.models, base, config, args.allow_pickle)
-
-
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    """An adapter's own tokenizer takes the place of its base's."""
-    from llmsuite.checkpoint.directory import find_adapter
-    from llmsuite.checkpoint.model_writer import copy_tokenizer
-
-    adapter = find_adapter(source)
-    if adapter is not None:
-        copy_tokenizer(adapter, target)
+    model = open_any(find_weights(path), registry.models, base, config, args.allow_pickle)
+    return dataclasses.replace(model, allow_nonfinite=bool(args.get("allow_nonfinite")))
 
 
 def _export(
@@ -176,13 +168,11 @@ def _export(
     registry: Registry,
     degrees: Degrees = _ALONE,
 ) -> None:
-    from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.inference.export import export
-    from llmsuite.inference.load import tokenizer_directory
 
-    model, adapter = _open(source, args, registry), find_adapter(source)
-    tokenizer = tokenizer_directory(source, model)
-    export(model, target, backend, tokenizer, args.precision, args.decoding_loop, degrees, adapter)
+    model = _open(source, args, registry)
+    tokenizer = model.tokenizer_directory
+    export(model, target, backend, tokenizer, args.precision, args.decoding_loop, degrees, model.adapter)
 
 
 def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry) -> str:

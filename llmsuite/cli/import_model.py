@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.cli.places import ALLOW_NONFINITE
 from llmsuite.errors import UserError
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
@@ -33,6 +35,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--allow-pickle", action="store_true", help="read .pdparams, by a reader that runs nothing of what is in them"
     )
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE)
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -50,11 +53,12 @@ def run(args: Any, registry: Registry) -> int:
         if source.suffix == ".gguf":
             if args.layout not in ("hf", "paddlenlp"):
                 raise UserError(f"a GGUF file is imported as hf or paddlenlp; convert that to {args.layout} afterwards")
-            import_gguf(source, directory, registry.models, args.layout)
+            import_gguf(source, directory, registry.models, args.layout, args.allow_nonfinite)
         else:
             found = _open(source, Path(args.config) if args.config else None, args.allow_pickle, registry)
             if found.ignored:
                 print(f"{source}: {found.description}")
+            found = dataclasses.replace(found, allow_nonfinite=args.allow_nonfinite)
             registry.exporters[args.layout].write(found, directory)
     model = open_model(target, registry.models)
     size = sum(path.stat().st_size for path in model.files.paths)

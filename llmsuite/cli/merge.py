@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.cli.amounts import parse_amount
+from llmsuite.cli.places import ALLOW_NONFINITE
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
@@ -40,6 +41,7 @@ def _common_arguments(parser: Any) -> None:
         help="with --layout paddlenlp or distcp: fuse qkv and gate-up into one matrix each",
     )
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams, without running any code in them")
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE)
 
 
 def _merge_arguments(parser: Any) -> None:
@@ -116,6 +118,7 @@ def run(args: Any, registry: Registry) -> int:
                 f"{adapter} was trained on matrices stored as {format.dtype} in blocks of {format.block}; merged are "
                 "the values that these stand for"
             )
+    model = dataclasses.replace(model, allow_nonfinite=args.allow_nonfinite)
     if args.layout == "gguf":
         return _write_gguf(model, target, args)
     if is_int8:
@@ -164,12 +167,12 @@ def _write_gguf(model: Any, target: Path, args: Any) -> int:
     from llmsuite.progress import track_bytes
 
     export = GgufExport(model, args.dtype or "fp16")
-    dialogue = read_dialogue(model.path)
+    dialogue = read_dialogue(model.tokenizer_directory)
     check_disk(target, export.num_bytes)
     with committed_directory(target, {"format": 1}) as directory:
         with track_bytes(export.num_bytes, f"writing {target}") as progress:
             export.write(directory / "model.gguf", dialogue, progress)
-        text = modelfile(model.path, "model.gguf", export.vocabulary.adds_bos)
+        text = modelfile(model.tokenizer_directory, "model.gguf", export.vocabulary.adds_bos)
         (directory / MODELFILE).write_text(text, encoding="utf-8")
     print(
         f"wrote {target / 'model.gguf'}: {export.architecture}, {len(export.tensors)} tensors, "
@@ -205,8 +208,9 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.adapter_dir import open_adapters
     from llmsuite.checkpoint.adapter_writer import write_adapters
     from llmsuite.checkpoint.beside import is_beside
+    from llmsuite.checkpoint.finite import NonFiniteError, first_nonfinite
     from llmsuite.checkpoint.model_dir import read_config
-    from llmsuite.checkpoint.model_writer import copy_tokenizer
+    from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
     from llmsuite.convert.paddlenlp_lokr import is_lokr, write_lokr
     from llmsuite.convert.vera import write_vera
     from llmsuite.devices.start import start_paddle
@@ -226,6 +230,8 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     start_paddle(registry.devices["cpu"].factory(), 1)  # before paddlenlp, whose configuration they have
     family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)
+    if not args.allow_nonfinite and (what := first_nonfinite(sorted(source.glob("*.safetensors")))):
+        raise NonFiniteError(what)
     if is_beside(source):
         return _convert_beside(source, target, family, config, args)
     if args.layout == "paddlenlp" and is_lokr(source):
@@ -258,13 +264,18 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
 
 def _convert_beside(source: Path, target: Path, family: Any, config: Any, args: Any) -> int:
     from llmsuite.checkpoint.adapter_base import Base
-    from llmsuite.checkpoint.model_writer import copy_tokenizer
+    from llmsuite.checkpoint.finite import NonFiniteError, count_nonfinite, told
+    from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
     from llmsuite.convert.beside import open_any_beside, write_beside
     from llmsuite.files import committed_directory
 
     named = Base(str(Path(args.config).resolve()) if args.config else None, "")
     saved = open_any_beside(source, family, config, args.allow_pickle, named)
     assert saved is not None, "the caller has asked"
+    for name in () if args.allow_nonfinite else saved.files.names:
+        value = saved.files.read(name)
+        if count := count_nonfinite(value):
+            raise NonFiniteError(told(source, name, count, value.size))
     with committed_directory(target, {"format": 1}) as directory:
         write_beside(directory, saved, family, config, args.layout)
         copy_tokenizer(source, directory)

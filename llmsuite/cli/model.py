@@ -30,6 +30,8 @@ class OpenedModel:
     """The live model; None for an exported one."""
     refreshable: Any = None
     """The live model as one that can take new weights (`llmsuite.inference.refresh.RefreshableModel`), if asked for."""
+    of_adapters: Mapping[str, Generator] = dataclasses.field(default_factory=dict)
+    """By the names of adapters that rows may have: the same model, with the tokenizer of the adapter if it has one."""
 
 
 def open_generator(
@@ -62,11 +64,11 @@ def open_generator(
     start_paddle(backend, args.num_devices, join=is_worker(), answers=True)
     from llmsuite.cli.export import find_program, find_weights
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.inference.adapters import AdaptedDecoder, read_adapters
+    from llmsuite.inference.adapters import AdaptedDecoder, read_adapters, tokenizers_of
     from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
-    from llmsuite.inference.load import AS_TRAINED, as_first_rank, load_model, open_any, tokenizer_directory
+    from llmsuite.inference.load import AS_TRAINED, as_first_rank, load_model, open_any
     from llmsuite.inference.prompts import stop_tokens
     from llmsuite.inference.refresh import RefreshableModel
     from llmsuite.parallel import collective
@@ -77,6 +79,7 @@ def open_generator(
     mesh = collective.start(settle_degrees(args))
     decoder: Decoder
     model = taking = None
+    places: dict[str, Path] = {}
     if args.engine == "static":
         from llmsuite.inference.predictor import Predictor
 
@@ -87,7 +90,7 @@ def open_generator(
         base, config = (Path(value) if value else None for value in (args.base, args.config))
         where = find_weights(Path(args.model))
         source = open_any(where, registry.models, base, config, args.allow_pickle, runs=True)
-        directory = Path(args.tokenizer) if args.tokenizer else tokenizer_directory(where, source)
+        directory = Path(args.tokenizer) if args.tokenizer else source.tokenizer_directory
         if refreshable:
             check_refreshable(where, source)
         model = load_model(source, backend, precision, mesh, AS_TRAINED if refreshable else stored)
@@ -98,12 +101,17 @@ def open_generator(
         decoder = ModelDecoder(model, mesh)
         if adapters:
             decoder = AdaptedDecoder(model, read_adapters(adapters, source, args.allow_pickle))
+            places = tokenizers_of(adapters, source, directory if args.tokenizer else None)
     if not cached:
         decoder = Uncached(decoder)
 
-    tokenizer = TextTokenizer(directory)
-    generator = Generator(decoder, tokenizer, stop_tokens(directory, tokenizer), as_first_rank)
-    return OpenedModel(generator, collective.rank() == 0, where, model, taking)
+    generators: dict[Path, Generator] = {}
+    for place in (directory, *places.values()):
+        if place not in generators:
+            tokenizer = TextTokenizer(place)
+            generators[place] = Generator(decoder, tokenizer, stop_tokens(place, tokenizer), as_first_rank)
+    of_adapters = {name: generators[place] for name, place in places.items()}
+    return OpenedModel(generators[directory], collective.rank() == 0, where, model, taking, of_adapters)
 
 
 def check_refreshable(where: Path, source: ModelDirectory) -> None:

@@ -14,6 +14,9 @@ from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.recipe.shape import base_named, missing_model
 
+ALLOW_NONFINITE = "write weights even where values are NaN or infinite; else such a tensor is refused"
+"""Help of `--allow-nonfinite`."""
+
 
 def say(text: str) -> None:
     """Tell of a download; what a command answers goes to the standard output."""

@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llmsuite.cli.generate import CONTROL_TOKENS, add_model_arguments
 from llmsuite.cli.parser import Port
@@ -20,6 +20,10 @@ from llmsuite.extras import install_command
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import Command
+
+if TYPE_CHECKING:
+    from llmsuite.inference.generate import Generator
+    from llmsuite.inference.prompts import Prompter
 
 _KEY = "LLMSUITE_API_KEY"
 
@@ -114,12 +118,11 @@ def run(args: Any, registry: Registry) -> int:
     if not opened.speaks:
         return _follow(opened.generator.decoder)
     from llmsuite.inference.followed import lead
-    from llmsuite.inference.prompts import Prompter
     from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
     from llmsuite.serving.metrics import Metrics
     from llmsuite.serving.server import make_server
-    from llmsuite.serving.service import Service
+    from llmsuite.serving.service import Service, Speaker
     from llmsuite.serving.weights import ServedWeights
 
     leader = lead(opened.generator.decoder) if args.num_devices > 1 else None
@@ -127,11 +130,16 @@ def run(args: Any, registry: Registry) -> int:
     limits = Limits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)})
     if key is None and not _is_loopback(args.host):
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
-    prompter = Prompter(opened.generator.tokenizer, args.chat_template, control_tokens=args.control_tokens)
+    prompter = _prompter(opened.generator, args, needs_template=not opened.of_adapters)
     weights = ServedWeights(opened.refreshable, registry.models) if args.rl else None
     service = Service(opened.generator, prompter, names[0], limits, Metrics())
     service.aliases = tuple(names[1:])
     service.leaves_out_tools = args.leave_out_tools
+    service.speakers = {
+        name: Speaker(generator, _prompter(generator, args, needs_template=False))
+        for name, generator in opened.of_adapters.items()
+        if generator is not opened.generator
+    }
     hosts = None if key is not None else {args.host.lower(), *map(str.lower, args.allowed_host or ())}
     server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port)
     try:
@@ -141,6 +149,18 @@ def run(args: Any, registry: Registry) -> int:
     if leader is not None:
         leader.end()
     return 0
+
+
+def _prompter(generator: Generator, args: Any, needs_template: bool) -> Prompter:
+    """What makes prompts for a model, or for one of its adapters; without a template where it has none and need not
+    have any, as others that are served with it may."""
+    from llmsuite.data.chat_template import tokenizer_template
+    from llmsuite.inference.prompts import Prompter
+
+    tokenizer, template = generator.tokenizer, args.chat_template
+    if not needs_template and template == "tokenizer" and tokenizer_template(tokenizer.directory) is None:
+        template = None
+    return Prompter(tokenizer, template, control_tokens=args.control_tokens)
 
 
 def _follow(decoder: Any) -> int:

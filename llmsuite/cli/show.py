@@ -11,6 +11,7 @@ from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.source import Key
 from llmsuite.schema.keys import walk
 from llmsuite.schema.section import as_plain
+from llmsuite.shown import redacted
 from llmsuite.specs import Command
 
 
@@ -48,7 +49,7 @@ def run(args: Any, registry: Registry) -> int:
         rows.append((name, str(value), "derived"))
     widths = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
     for name, value, origin in rows:
-        print(f"{name:{widths[0]}}  {value:{widths[1]}}  {origin}")
+        print(f"{name:{widths[0]}}  {redacted(value):{widths[1]}}  {redacted(origin)}")
     return 0
 
 

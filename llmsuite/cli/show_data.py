@@ -35,8 +35,8 @@ def explain(plan: RunPlan, registry: Registry, row: int) -> int:
     from llmsuite.stages.explain import explain, made_of, open_stage
 
     stage = open_stage(plan, registry)
-    place, dropped, found = explain(stage, plan.train_file, row)
-    for field, source, value in made_of(stage, plan.train_file, place):
+    place, dropped, found = explain(stage, plan.train_path, row)
+    for field, source, value in made_of(stage, plan.train_path, place):
         print(f"{place}: {field} is made of {source!r}: {value!r}")
     if dropped is not None:
         print(f"{place}: is dropped: {dropped}")
@@ -77,7 +77,7 @@ def stats(plan: RunPlan, registry: Registry, plot: str | None) -> int:
     from llmsuite.train.data import padding_free
 
     stage, joined = open_stage(plan, registry), padding_free(plan, plan.device.factory())
-    found = [file_stats(stage, path, joined) for path in (plan.train_file, plan.eval_file) if path is not None]
+    found = [file_stats(stage, path, joined) for path in (plan.train_path, plan.eval_path) if path is not None]
     for each in found:
         _print_stats(plan, each)
     if plot is not None:

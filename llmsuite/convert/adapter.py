@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,18 @@ from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert import structured, vera
 from llmsuite.convert.pdparams import PickledTensors
+from llmsuite.convert.peft_score import with_score_head
 from llmsuite.convert.peft_stacks import ExpertsOfStacks
 from llmsuite.convert.rounded import rounded_model
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
-from llmsuite.models.head import SCORE, head_of, is_tied
-from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.models.head import EMBEDDING, SCORE, head_of, is_tied
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _PICKLES = "lora_model_state.pdparams", "lokr_model_state.pdparams", vera.PICKLE
 _PART = re.compile(r"(.*)\.lora_(embedding_)?(A|B|AB|magnitude_vector)(?:\.default)?(\.weight|\.bias)?")
 _LOKR_SCALE = ("alpha", "alpha"), ("rank", "r")
+_SAVED = re.compile(r"\.modules_to_save(\.default)?|\.base_layer")
 _WRAPPERS = ("", "base_model.model.", "model.")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Values of PEFT's `init_lora_weights` that take something off the base; it says true once that is put back."""
@@ -76,6 +77,7 @@ class Adapted:
         """The first name of each tensor that a file has twice or more, by the others."""
         self._turned = {copy for copy, name in self._originals.items() if names.is_linear(name) > names.is_linear(copy)}
         """Copies that lie as in the file, as nothing multiplies with them."""
+        self._embedding = names.hf_tensors(EMBEDDING, base.config).names[0] if is_tied(base.config) else ""
         config_path = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
         if config_path is None:
             raise UserError(f"{directory}: has neither {' nor '.join(CONFIGS)}")
@@ -116,17 +118,20 @@ class Adapted:
                     self._structures.setdefault(target, {})[match[2]] = name
                 continue
             match = _PART.fullmatch(name)
-            module = match[1] if match else re.sub(r"\.modules_to_save(\.default)?|\.base_layer", "", name)
+            module = match[1] if match else _SAVED.sub("", name)
             target = self._name(f"{module}.weight" if match else module)
             if target is None:
-                if not self._is_embedding_again(module, name):
-                    unknown.append(name)
+                unknown.append(name)
             elif match:
                 kind = "bias" if match[4] == ".bias" else match[3]
                 parts.setdefault(target, {})[kind] = name, bool(match[2] or match[4])
             else:
                 self._replaced[target] = name
-        self._check_tied(parts, unknown)
+        if is_tied(self._base.config):
+            heads = [name for name in unknown if ".lm_head." in f".{name}"]
+            self._check_tied(config, [*parts, *self._structures], heads)
+            unknown = [name for name in unknown if name not in heads]
+        self._check_copies([*parts, *self._structures, *self._replaced])
         if unknown:
             shown = ", ".join(unknown[:5])
             raise UserError(f"{self._path}: {len(unknown)} tensors belong to nothing in {self._base.path}: {shown}")
@@ -156,23 +161,48 @@ class Adapted:
         found = self._name(name)
         return None if found is None else self.spec(found).shape
 
-    def _check_tied(self, targets: Iterable[str], unknown: Sequence[str]) -> None:
-        """PEFT adds to the embedding or to the head, which are one matrix in a tied model: no tied model is the sum."""
-        on_head = [name for name in unknown if ".lm_head.lora_" in f".{name}"]
-        on_embedding = [target for target in targets if target.endswith("embed_tokens.weight")]
-        if is_tied(self._base.config) and (on_head or on_embedding):
+    def _check_tied(self, config: Mapping[str, Any], changed: Collection[str], heads: Sequence[str]) -> None:
+        """Raise UserError for an adapter that changes the embedding or the head of a tied model, but not both alike: no
+        tied model computes what it does.
+
+        Args:
+            config: of the adapter.
+            changed: tensors of the base that the adapter adds to.
+            heads: tensors of the adapter that belong to the head, which the base does not have.
+        """
+        whole = [name for name in heads if _SAVED.sub("", name).endswith("lm_head.weight")]
+        added = [name for name in heads if name not in whole] + [name for name in changed if name == self._embedding]
+        replacing = self._replaced.get(self._embedding)
+        alone = [name for name in whole if not np.array_equal(self._files.read(name), self._embedded(replacing))]
+        if replacing is not None and not whole and self._is_one_sided(config, replacing):
+            alone.append(replacing)
+        if added or alone:
             raise UserError(
-                f"{self._path}: {(on_head or on_embedding)[0]!r} is of the embedding or the head alone, and "
-                f"{self._base.path} has one matrix for both (tie_word_embeddings); give it a base with two"
+                f"{self._path}: {(added or alone)[0]!r} is of the embedding or the head alone, and {self._base.path} "
+                "has one matrix for both (tie_word_embeddings); give it a base with two"
+                + (", or save it with ensure_weight_tying" if alone and not config.get("ensure_weight_tying") else "")
             )
 
-    def _is_embedding_again(self, module: str, name: str) -> bool:
-        """Whether a tensor is the head of a tied model, which PEFT writes along with the embedding it is."""
-        stem, _, word = module.rpartition("lm_head")
-        embedding = self._name(f"{stem}model.embed_tokens.weight") if word == ".weight" else None
-        if embedding is None:
+    def _embedded(self, replacing: str | None) -> np.ndarray:
+        """The embedding of a tied model, with the one that the adapter has in its place."""
+        return self._base.read(EMBEDDING) if replacing is None else self._files.read(replacing)
+
+    def _is_one_sided(self, config: Mapping[str, Any], name: str) -> bool:
+        """Whether the embedding of an adapter is a copy that PEFT trained (modules_to_save) while the head stayed."""
+        saved, module = config.get("modules_to_save") or [], _SAVED.sub("", name).removesuffix(".weight")
+        named = saved if isinstance(saved, list) else [saved]
+        is_copy = ".modules_to_save" in name or any(module.endswith(str(part)) for part in named)
+        if not is_copy or config.get("ensure_weight_tying"):
             return False
-        return np.array_equal(self._files.read(name), self._base.read("model.embed_tokens.weight"))
+        return not np.array_equal(self._files.read(name), self._base.read(EMBEDDING))
+
+    def _check_copies(self, names: Iterable[str]) -> None:
+        """Raise UserError for an adapter of what is a copy in the files: what it is a copy of would not change."""
+        if copies := [name for name in names if name in self._originals]:
+            raise UserError(
+                f"{self._path}: has {copies[0]}, which is a copy of {self._originals[copies[0]]} in {self._base.path}, "
+                "and no matrix of its own"
+            )
 
     def _add_bias(self, target: str, name: str) -> None:
         bias = f"{target.removesuffix('.weight')}.bias"
@@ -244,6 +274,11 @@ class Adapted:
         by_rows = (self._path / CONFIGS[0]).is_file()
         return value.T if by_rows and target in self._tensors.linears else value
 
+    @property
+    def added(self) -> TensorSource:
+        """The adapter's own tensors."""
+        return self._files
+
     # as a source of tensors
 
     @property
@@ -298,38 +333,6 @@ class Adapted:
         return result.astype(dtype)
 
 
-def _with_score_head(base: ModelDirectory) -> ModelDirectory:
-    """A language model as a reward model, whose score head comes with the adapter."""
-    config = dataclasses.replace(base.config, head="score")
-    tensors = {name: place for name, place in base.tensors.items() if name != "lm_head.weight"}
-    shape = (1, config.hidden_size) if base.linears_transposed else (config.hidden_size, 1)
-    files = _PromisedHead(base.files, TensorSpec(SCORE, shape, base.spec(base.names[0]).dtype))
-    return dataclasses.replace(base, config=config, tensors={**tensors, SCORE: HfTensors((SCORE,))}, files=files)
-
-
-@dataclasses.dataclass(frozen=True)
-class _PromisedHead:
-    """Tensors of a language model, and the shape of a score head that an adapter will provide."""
-
-    files: TensorSource
-    promised: TensorSpec
-
-    @property
-    def names(self) -> list[str]:
-        return [*self.files.names, self.promised.name]
-
-    @property
-    def paths(self) -> list[Path]:
-        return self.files.paths
-
-    def spec(self, name: str) -> TensorSpec:
-        return self.promised if name == self.promised.name else self.files.spec(name)
-
-    def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        assert name != self.promised.name, "the adapter has it"
-        return self.files.read(name, index)
-
-
 def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = False) -> ModelDirectory:
     """The base with an adapter added to it.
 
@@ -340,7 +343,7 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
     refuse_beside(directory)
     files = _open_files(directory, allow_pickle)
     if head_of(base.config) != "score" and any(name.endswith(f".{SCORE}") for name in files.names):
-        base = _with_score_head(base)
+        base = with_score_head(base)
     format, trained_on = stored_format(directory), base
     if base.carried and has_further_layers(base.family, base.config, files.names):
         trained_on = with_further_layers(base)
@@ -348,8 +351,9 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
         trained_on = rounded_model(trained_on, format)
     names = base.family.names()
     tensors = {name: names.hf_tensors(name, base.config) for name in base.names}
+    files = Adapted(trained_on, directory, allow_pickle)
     return dataclasses.replace(
-        base, layout="hf", tensors=tensors, files=Adapted(trained_on, directory, allow_pickle), linears_transposed=False
+        base, layout="hf", tensors=tensors, files=files, linears_transposed=False, adapter=directory
     )
 
 

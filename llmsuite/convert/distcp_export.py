@@ -12,8 +12,9 @@ from pathlib import Path
 import paddle
 from paddle.distributed.flex_checkpoint.dcp.metadata import LocalTensorIndex, LocalTensorMetadata, Metadata
 
-from llmsuite.checkpoint.model_writer import copy_tokenizer
+from llmsuite.checkpoint.finite import count_nonfinite
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.convert.rewrite import Rewrite
 from llmsuite.files import committed_directory, write_json
 
@@ -33,7 +34,7 @@ def write_distcp(rewrite: Rewrite, target: Path, progress: Callable[[int], None]
         The number of files with tensors.
 
     Raises:
-        UserError: there is not enough room, or a value does not fit its new dtype.
+        UserError: there is not enough room, or a value does not fit its new dtype or is not finite.
     """
     rewrite.check_room(target)
     metadata = Metadata(state_dict_metadata={}, storage_metadata={}, flat_mapping={})
@@ -50,7 +51,7 @@ def write_distcp(rewrite: Rewrite, target: Path, progress: Callable[[int], None]
             paddle.save(values, str(directory / name))
         paddle.save(metadata, str(directory / f"{_SAVE}.metadata"))
         write_json(directory / "config.json", rewrite.config())
-        copy_tokenizer(rewrite.model.path, directory)
+        copy_tokenizer(rewrite.model.tokenizer_directory, directory)
     return count
 
 
@@ -75,6 +76,8 @@ def _describe(metadata: Metadata, key: str, spec: TensorSpec, file: str) -> None
 
 def _tensor(rewrite: Rewrite, spec: TensorSpec) -> paddle.Tensor:
     value = rewrite.read(spec.name)
+    if count := count_nonfinite(value):
+        rewrite.on_nonfinite(spec.name, count, value.size)
     if spec.dtype == "bfloat16":  # Paddle takes the bits in uint16 for one
         return paddle.to_tensor(value.view("uint16"), place="cpu")
     return paddle.to_tensor(value, place="cpu")

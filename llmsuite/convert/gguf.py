@@ -13,8 +13,10 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.finite import keep, refuse_of
 from llmsuite.checkpoint.model_dir import Layout, check_config
 from llmsuite.checkpoint.model_writer import write_model
+from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.convert.gguf_header import check_header
 from llmsuite.convert.gguf_tokenizer import field, read_tokenizer, save_tokenizer
@@ -29,12 +31,18 @@ ROPE_SCALING = "llmsuite.rope_scaling"
 _BIASES = {"attention_bias": "self_attn.o_proj", "mlp_bias": "mlp.down_proj"}
 
 
-def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamily], layout: Layout = "hf") -> None:
+def import_gguf(
+    source: Path,
+    directory: Path,
+    families: Mapping[str, ModelFamily],
+    layout: Layout = "hf",
+    allow_nonfinite: bool = False,
+) -> None:
     """Write the model of a GGUF file into an existing directory, as float32.
 
     Raises:
-        UserError: it is no GGUF file, no family reads its architecture, its rotary scaling is not in the file, or its
-            tokenizer is not byte-pair.
+        UserError: it is no GGUF file, no family reads its architecture, its rotary scaling is not in the file, its
+            tokenizer is not byte-pair, or a value is not finite, unless that is allowed.
     """
     try:
         import gguf
@@ -89,7 +97,8 @@ def import_gguf(source: Path, directory: Path, families: Mapping[str, ModelFamil
         shape = tuple(int(n) for n in reversed(tensors[name].shape))
         specs.append(TensorSpec(name, shape[::-1] if names.is_linear(name) else shape, "float32"))
     save_tokenizer(*read_tokenizer(source, fields), directory)
-    write_model(directory, family, config, read, specs, layout)
+    options = WriteOptions(on_nonfinite=keep if allow_nonfinite else refuse_of(source))
+    write_model(directory, family, config, read, specs, layout, options=options)
 
 
 def _config(source: Path, family: ModelFamily, fields: Mapping[str, Any], tensors: Collection[str]) -> Any:

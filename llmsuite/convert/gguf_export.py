@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.finite_model import checked
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.convert.gguf import ROPE_SCALING, rope_factors
 from llmsuite.convert.gguf_tokenizer import Vocabulary, read_vocabulary
@@ -65,11 +66,11 @@ class GgufExport:
         self._gguf = _library()
         if dtype == "q4_k_m":
             k_quants()
-        self.model, self.config, names = model, model.config, model.family.names()
+        self.model, self.config, names = checked(model), model.config, model.family.names()
         self._wanted = DTYPES[dtype]
         self.architecture = self._architecture()
         self._check_shape()
-        self.vocabulary: Vocabulary = read_vocabulary(model.path, self.config.vocab_size)
+        self.vocabulary: Vocabulary = read_vocabulary(model.tokenizer_directory, self.config.vocab_size)
         self.tensors: list[_Tensor] = []
         for name in names.parameter_names(self.config):
             theirs = names.to_gguf(name)
@@ -140,7 +141,7 @@ class GgufExport:
         """Write the file; one tensor at a time is in memory.
 
         Raises:
-            UserError: a value is too large for fp16, or for scales in it.
+            UserError: a value is not finite, or too large for fp16 or for scales in it.
         """
         with self._writer() as writer:
             self._add_fields(writer)

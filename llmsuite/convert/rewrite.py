@@ -15,16 +15,20 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.finite import NonFiniteError
+from llmsuite.checkpoint.finite_model import nonfinite_of
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors, Fp8Writing, is_fp8_matrix
 from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
 from llmsuite.checkpoint.int8 import Int8Weights, quantization_config
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
-from llmsuite.checkpoint.model_writer import Arrangement, copy_tokenizer
+from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES, WriteOptions, in_parts, parts_of, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import check_disk, resumable_directory, write_json
+from llmsuite.locks import remove_any
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.threads import num_threads
 
@@ -89,8 +93,8 @@ class Rewrite:
         """Write it; on return it is whole and on disk.
 
         Raises:
-            UserError: the target exists, there is not enough room or memory, a value does not fit its new dtype, or the
-                source does not match its manifest.
+            UserError: the target exists, there is not enough room or memory, a value does not fit its new dtype or is
+                not finite, or the source does not match its manifest.
         """
         if target.exists():
             raise UserError(f"{target} exists; choose another --output, or remove it first")
@@ -102,19 +106,34 @@ class Rewrite:
                 f"{target}: there is not enough memory for it: {error or 'none is left'}; what is done stays in "
                 f"{_unfinished(target)}"
             ) from error
+        except NonFiniteError:
+            remove_any(_unfinished(target))
+            raise
 
     def _write(self, target: Path, progress: Callable[[int], None]) -> None:
         limit, model, form = self.max_file_bytes, self.model, self.form
         manifest: dict[str, Any] = {"format": FORMAT}
         with resumable_directory(target, self._content(), manifest) as directory:
             metadata = {"format": "pt" if form.layout == "hf" else "np"}
-            options = WriteOptions(limit, resumable=True, progress=progress, threads=num_threads())
+            options = WriteOptions(
+                limit, resumable=True, progress=progress, threads=num_threads(), on_nonfinite=self.on_nonfinite
+            )
             written = write_tensors(directory, "model", self.specs, self._read, metadata, options)
             if isinstance(model.files, Int8Weights):
-                written.add(model.files.write_scales(directory, self._arrangement))
+                written.add(model.files.write_scales(directory, self._arrangement, self.on_nonfinite))
             write_json(directory / "config.json", self.config())
-            copy_tokenizer(model.path, directory)
+            copy_tokenizer(model.tokenizer_directory, directory)
             manifest.update(dataclasses.asdict(written))
+
+    def on_nonfinite(self, name: str, count: int, size: int) -> None:
+        """Refuse a tensor to be written whose values are not finite, unless the model may have such."""
+        nonfinite_of(self.model, self._parameters)(name, count, size)
+
+    def _parameters(self, theirs: str) -> list[str]:
+        """Our names of what a tensor is made of; none of scales."""
+        matrix = self._fp8.matrix_of(theirs) if self._fp8 is not None else None
+        names = self._parts.get(theirs, [matrix or theirs])
+        return [ours for name in names if name in self._arrangement for ours in self._arrangement.parameters(name)]
 
     def config(self) -> dict[str, Any]:
         """The content of its config.json."""
@@ -200,6 +219,7 @@ class Rewrite:
             files,
             self.model.config.to_hf(),
             dataclasses.asdict(self.form),
+            self.model.allow_nonfinite,
             [dataclasses.astuple(s) for s in self.specs],
         ]
         return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ from llmsuite.checkpoint.fused import Heads, Unfused
 from llmsuite.checkpoint.model_dir import ModelDirectory, describe_model, hf_name, open_model, read_config, rename
 from llmsuite.checkpoint.model_writer import Arrangement
 from llmsuite.checkpoint.shapes import Shapes, check_shapes
-from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tensors import TensorSource, TensorSpec
 from llmsuite.convert.distcp import metadata_file, open_distcp
 from llmsuite.convert.pdparams import join_ranks, open_pdparams, pdparams_files
 from llmsuite.errors import UserError
+from llmsuite.models.head import EMBEDDING, OUTPUT
 from llmsuite.specs import ModelFamily
 
 _DISTCP_BELOW = (".", "dist_ckpt", "model")  # names used by PaddleNLP's trainers
@@ -97,14 +98,17 @@ def _open_pdparams(
     specs = [TensorSpec(name, tuple(shape), "float32") for name, shape in shapes_of(family, config).items()]
     stored_specs = specs if has_own_names else Arrangement(family, config, specs, "paddlenlp").specs
     whole = {spec.name: spec.shape for spec in stored_specs}
+    if getattr(config, "tie_word_embeddings", False) and OUTPUT in stored:  # it is compared with the embedding
+        whole[OUTPUT] = _shape_of_head(parts, tuple(shapes_of(family, config)[EMBEDDING]))
     known = {name: whole[name] for name in stored if name in whole}
-    copy_of_tied = ["lm_head.weight"] if getattr(config, "tie_word_embeddings", False) else []
-    unexpected = [
-        n
-        for n in stored
-        if n not in whole and n not in copy_of_tied and (has_own_names or hf_name(family, config, n) is not None)
-    ]
+    unexpected = [n for n in stored if n not in whole and (has_own_names or hf_name(family, config, n) is not None)]
     if unexpected:
         raise UserError(f"{path}: has {len(unexpected)} tensors a {family.name} has not: {', '.join(unexpected[:5])}")
     labels = [f"tp{rank:02d}" for rank in range(len(ranks))]
     return describe_model(place, family, config, join_ranks(path, parts, known, labels), from_paddle=True)
+
+
+def _shape_of_head(parts: Sequence[TensorSource], embedding: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tied head that ranks have parts of: that of the embedding [V, D], or turned."""
+    part = next(part.spec(OUTPUT) for part in parts if OUTPUT in part.names)
+    return embedding if part.shape[-1] == embedding[-1] else embedding[::-1]

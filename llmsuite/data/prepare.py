@@ -15,6 +15,7 @@ from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, sha256_of
+from llmsuite.shown import redacted
 from llmsuite.specs import DataFormat
 
 _SPLITS = {"train": "train", "dev": "eval", "eval": "eval", "test": "eval", "valid": "eval", "validation": "eval"}
@@ -86,8 +87,9 @@ def prepare(
     actual = sha256_of(files[0])
     if sha256 is not None and actual != sha256.lower():
         raise UserError(f"{source}: has sha256 {actual}, and --sha256 says {sha256}; it is damaged or another file")
-    report(f"{source}: sha256 {actual}" + (", as --sha256 says" if sha256 else "; not compared, no --sha256"))
-    with committed_directory(target, {"source": source, "sha256": actual}) as directory:
+    shown = redacted(source)
+    report(f"{shown}: sha256 {actual}" + (", as --sha256 says" if sha256 else "; not compared, no --sha256"))
+    with committed_directory(target, {"source": shown, "sha256": actual}) as directory:
         if found.kind == "corpus":
             for file in files:
                 shutil.copyfile(file, directory / f"corpus{file.suffix}")

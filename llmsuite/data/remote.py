@@ -28,7 +28,7 @@ from llmsuite.hub.here import pin, pinned
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.regular import open_regular
-from llmsuite.shown import redacted
+from llmsuite.shown import Url, redacted
 
 Report = Callable[[str], None]
 _OPTIONS = ("split", "config", "revision", "rows")
@@ -78,7 +78,7 @@ def pin_data(given: str, report: Report) -> str:
 
 
 def fetch(name: str, report: Report) -> Path:
-    """The file of the cache with this data.
+    """The file of the cache with this data; what `report` is told has no secrets of its address.
 
     Raises:
         UserError: it cannot be reached and is not in the cache, or a package is missing that reads it.
@@ -97,10 +97,10 @@ def fetch(name: str, report: Report) -> Path:
     with locked(directory / "lock"):
         if source is not None:
             return _converted(name, directory, source, report)
-        return _downloaded(name, directory, report)
+        return _downloaded(Url(name), directory, report)
 
 
-def _downloaded(url: str, directory: Path, report: Report) -> Path:
+def _downloaded(url: Url, directory: Path, report: Report) -> Path:
     try:
         import fsspec
     except ImportError as error:
@@ -109,7 +109,7 @@ def _downloaded(url: str, directory: Path, report: Report) -> Path:
     known = json.loads(note.read_text()) if note.is_file() else None
     part = directory / "part"
     try:
-        system, path = fsspec.core.url_to_fs(url)
+        system, path = fsspec.core.url_to_fs(url.whole)
         version = _version(system.info(path))
         if known is not None and known["version"] == version and Path(known["file"]).is_file():
             return Path(known["file"])
@@ -119,11 +119,11 @@ def _downloaded(url: str, directory: Path, report: Report) -> Path:
         raise UserError(f"{url}: cannot be fetched: {error}") from None  # a traceback would show the whole address
     except Exception as error:  # each protocol has errors of its own
         if known is not None and Path(known["file"]).is_file():
-            report(f"{url}: cannot be reached ({error}); going on with what was fetched before")
+            report(f"{url}: cannot be reached ({redacted(str(error))}); going on with what was fetched before")
             return Path(known["file"])
         raise UserError(f"{url}: cannot be fetched: {error or type(error).__name__}") from None
-    file = _kept(part, directory, Path(urllib.parse.urlsplit(url).path).name or "data")
-    note.write_text(json.dumps({"url": redacted(url), "version": version, "file": str(file)}))
+    file = _kept(part, directory, url.name or "data")
+    note.write_text(json.dumps({"url": str(url), "version": version, "file": str(file)}))
     return file
 
 
@@ -150,7 +150,7 @@ def _converted(name: str, directory: Path, load: Callable[[str], Any], report: R
     found = directory / "rows.jsonl"
     if load is _load_dataset and found.is_file():
         return found
-    report(f"reading {name}")
+    report(f"reading {redacted(name)}")
     datasets.disable_progress_bars()
     part = directory / f"part-{os.getpid()}"
     try:

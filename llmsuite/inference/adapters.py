@@ -18,6 +18,7 @@ from paddle import nn
 from llmsuite.checkpoint.adapter_base import Base, check_base, stored_format
 from llmsuite.checkpoint.directory import find_adapter
 from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
 from llmsuite.convert.adapter import Adapted
 from llmsuite.convert.beside import open_any_beside
 from llmsuite.errors import UserError
@@ -48,6 +49,17 @@ def read_adapters(places: Mapping[str, Path], base: ModelDirectory, allow_pickle
         known = known or Base(str(base.path), base.digest())
         check_base(directory, known)
         found[name] = Adapted(base, directory, allow_pickle).pairs()
+    return found
+
+
+def tokenizers_of(places: Mapping[str, Path], base: ModelDirectory, given: Path | None = None) -> dict[str, Path]:
+    """The directory of the tokenizer of each adapter by its name: `given`, or what `tokenizer_of_adapter` finds, and
+    raises."""
+    found: dict[str, Path] = {}
+    for name, place in places.items():
+        directory = find_adapter(place)
+        assert directory is not None, "`read_adapters` has read it"
+        found[name] = given or tokenizer_of_adapter(directory, base.path)
     return found
 
 

@@ -16,6 +16,7 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from llmsuite.checkpoint.finite_model import checked
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.checkpoint.tensors import HeldTensors
@@ -66,7 +67,11 @@ def calibrated(source: ModelDirectory, windows: np.ndarray, precision: str) -> M
         source: the model, which `check_layers` has seen.
         windows: token ids, [N, L].
         precision: nf4, fp4 or int4.
+
+    Raises:
+        UserError: a value is not finite.
     """
+    source = checked(source)
     model = source.family.factory()(source.config, Ops())
     check_shapes(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
     values = {name: np.asarray(source.read(name)) for name in source.names}

@@ -26,9 +26,10 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from llmsuite import __version__
+from llmsuite.checkpoint.finite_model import checked
 from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory
-from llmsuite.checkpoint.model_writer import copy_tokenizer
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, sha256_of, write_json
@@ -96,7 +97,8 @@ def export(
     what was added to the model, if something was.
 
     Raises:
-        UserError: the target exists, the device cannot run the precision, or the model not be cut or stored so.
+        UserError: the target exists, the device cannot run the precision, the model not be cut or stored so, or a
+            value is not finite.
     """
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
@@ -110,6 +112,7 @@ def export(
         raise UserError("--decoding_loop: is a program of one pipeline stage; leave out --pipeline_parallel_degree")
     check_precision(source, backend, "fp32" if has_kernels else "bf16" if precision == "int8" else precision)
     check_cut(source.family, source.config, degrees, "--tensor_parallel_degree")
+    source = checked(source)
     files = {path.name: sha256_of(path) for path in _files(source)}
     manifest = {"format": FORMAT, "kind": KIND, "llmsuite": __version__, "paddle": paddle.__version__}
     shapes: list[list[int]] = []

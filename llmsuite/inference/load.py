@@ -68,17 +68,8 @@ def open_any(
     if base is None:
         check_base(adapter, Base(str(place), model.digest()))
     if runs and (beside := open_any_beside(adapter, model.family, model.config, allow_pickle)) is not None:
-        return dataclasses.replace(model, beside=beside)
+        return dataclasses.replace(model, beside=beside, adapter=adapter)
     return add_adapter(model, adapter, allow_pickle)
-
-
-def tokenizer_directory(path: Path, source: ModelDirectory) -> Path:
-    """Directory of the tokenizer of a model that `open_any` has found at a path; adapters may have their own."""
-    from llmsuite.checkpoint.directory import find_adapter
-
-    adapter = find_adapter(path)
-    has_own = adapter is not None and (adapter / "tokenizer_config.json").is_file()
-    return adapter if adapter is not None and has_own else source.path
 
 
 def check_answers(family: ModelFamily) -> None:

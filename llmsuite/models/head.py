@@ -12,6 +12,8 @@ from llmsuite.errors import UserError
 
 Head = Literal["language_model", "score"]
 SCORE = "score.weight"
+EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+"""The matrices of which a tied model has one for both."""
 NO_KEYS = ("head", "kept", "mtp")
 """Fields of a config that are no keys of recipes."""
 _SCORING = "ForSequenceClassification"
@@ -31,7 +33,7 @@ def head_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Names of the head's parameters, which are HF's too, and their shapes."""
     if head_of(config) == "score":
         return {SCORE: (config.hidden_size, 1)}
-    return {} if is_tied(config) else {"lm_head.weight": (config.hidden_size, config.vocab_size)}
+    return {} if is_tied(config) else {OUTPUT: (config.hidden_size, config.vocab_size)}
 
 
 def read_head(data: Mapping[str, Any]) -> Head:

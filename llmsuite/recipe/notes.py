@@ -16,6 +16,7 @@ from llmsuite.hub.names import hub_name
 from llmsuite.recipe.pins import hub_names, mixed_names
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.resources import bundled, find
+from llmsuite.shown import Url
 
 _HELD_OUT = ("validation", "valid", "val", "dev", "eval", "evaluation", "test")
 """Words that the name of a file to evaluate on begins or ends with; the best ones for `data.eval` first."""
@@ -23,6 +24,8 @@ _HELD_OUT = ("validation", "valid", "val", "dev", "eval", "evaluation", "test")
 
 def few_rows(plan: RunPlan) -> list[str]:
     """A note where a model is to be trained on a real device with the small files that come with llmsuite."""
+    if isinstance(plan.train_file, Url):
+        return []
     path = plan.train_file.resolve()
     if not plan.stage.trains or plan.device.name == "cpu" or not path.is_relative_to(bundled("data").resolve()):
         return []

@@ -32,6 +32,7 @@ from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.rule import Violation
+from llmsuite.shown import Url
 from llmsuite.specs import DeviceSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 
 
@@ -54,9 +55,9 @@ class RunPlan:
     weights: Path | None
     """Directory of the initial weights; None to initialise from the seed. May not exist yet: see `check_files`."""
     tokenizer: Path | None
-    train_file: Path
-    """The training data; the prompts, for a stage that does not train."""
-    eval_file: Path | None
+    train_file: Path | Url
+    """The training data; the prompts, for a stage that does not train. An address until it is `fetched`."""
+    eval_file: Path | Url | None
     output_dir: Path
     rollout_engine: RolloutEngineSpec | None = None
     """What draws completions; None for a stage without rollouts."""
@@ -66,6 +67,18 @@ class RunPlan:
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
+
+    @property
+    def train_path(self) -> Path:
+        """The `train_file` of a plan whose data is `fetched`."""
+        assert isinstance(self.train_file, Path), f"{self.train_file} is not fetched"
+        return self.train_file
+
+    @property
+    def eval_path(self) -> Path | None:
+        """The `eval_file` of a plan whose data is `fetched`."""
+        assert not isinstance(self.eval_file, Url), f"{self.eval_file} is not fetched"
+        return self.eval_file
 
     @property
     def section(self) -> Any:
@@ -103,7 +116,7 @@ class RunPlan:
         is_wide = precision == "bf16" and self.device.factory().parameter_dtype(precision) == "float32"
         return is_plain and is_wide and lora.base_dtype is None
 
-    def data_files(self) -> Iterator[tuple[str, str, Path]]:
+    def data_files(self) -> Iterator[tuple[str, str, Path | Url]]:
         """The data that the recipe names: its key, the name, and the file or directory, for what is here. Looking at
         it does not count as reading the keys."""
         data = self.recipe.__dict__["data"].__dict__
@@ -123,7 +136,7 @@ class RunPlan:
         """
         problems = []
         for key, given, path in self.data_files() if reads_data else ():
-            if not is_remote(given) and (fault := data_fault(path)) is not None:
+            if isinstance(path, Path) and not is_remote(given) and (fault := data_fault(path)) is not None:
                 problems.append(self.loaded.problem(key, fault))
         weights = self.weights if self.stage.trains or self.weights is None else base_of_adapter(self.weights)
         if loads_model and weights is not None and not (weights / "config.json").is_file() and not _on_hub(weights):
@@ -271,8 +284,10 @@ def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterato
         )
 
 
-def _data_file(given: str) -> Path:
-    """A data file; the index, for a corpus that is named by its prefix."""
+def _data_file(given: str) -> Path | Url:
+    """A data file, or its address; the index, for a corpus that is named by its prefix."""
+    if "://" in given:
+        return Url(given)
     path = find(given)
     return index if not path.exists() and (index := find(f"{given}.idx")).is_file() else path
 

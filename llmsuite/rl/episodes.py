@@ -24,6 +24,7 @@ from llmsuite.rl.environments import Answer, Begin, Step, environment_source
 from llmsuite.rl.rollouts import Draw, RolloutPrompt
 from llmsuite.rl.worker_pool import Call, WorkerPool
 from llmsuite.schema.environment import EnvironmentSection
+from llmsuite.shown import redacted
 from llmsuite.specs import EnvironmentSpec, RewardSpec, Turn
 
 
@@ -235,7 +236,7 @@ class Episodes:
 
     def _warn(self, why: str) -> None:
         if not self._has_warned:
-            print(f"warning: an environment failed: {self._key}: {why}", file=sys.stderr, flush=True)
+            print(redacted(f"warning: an environment failed: {self._key}: {why}"), file=sys.stderr, flush=True)
         self._has_warned = True
 
 

@@ -13,6 +13,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import HttpSection
+from llmsuite.shown import Url
 from llmsuite.specs import Score
 
 _PAUSE = 0.5
@@ -27,13 +28,14 @@ def http(section: HttpSection) -> Score:
     timeout, retries = section.timeout, section.retries
     if url is None:
         raise UserError("reward.http.url: is required with the reward http; set it to where the server listens")
+    server = Url(url)
 
     def score(completions: Sequence[Completion]) -> list[float | None]:
         body = {"paddlenlp": _for_paddlenlp, "openrlhf": _for_openrlhf}[dialect](completions, column)
-        answer = _post(url, body, timeout, retries)
+        answer = _post(server, body, timeout, retries)
         scores = {"paddlenlp": _of_paddlenlp, "openrlhf": _of_openrlhf}[dialect](answer)
         if not isinstance(scores, list) or len(scores) != len(completions):
-            raise ValueError(f"{url} answers with no list of {len(completions)} scores: {_short(answer)}")
+            raise ValueError(f"{server} answers with no list of {len(completions)} scores: {_short(answer)}")
         return scores
 
     return score
@@ -74,14 +76,14 @@ def _of_openrlhf(answer: Any) -> Any:
     return answer.get("rewards") if isinstance(answer, dict) else None
 
 
-def _post(url: str, body: Any, timeout: float, retries: int) -> Any:
+def _post(url: Url, body: Any, timeout: float, retries: int) -> Any:
     """The server's answer, as JSON data.
 
     Raises:
         OSError, ValueError: after the last try, with what was wrong in it.
     """
     data = json.dumps(body, ensure_ascii=False).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    request = urllib.request.Request(url.whole, data, {"Content-Type": "application/json"})
     for left in range(retries, -1, -1):
         try:
             with urllib.request.urlopen(request, timeout=timeout) as response:

@@ -19,6 +19,7 @@ from llmsuite.rl.reward_worker import RewardSource, scored
 from llmsuite.rl.worker_pool import Call, Outcome, WorkerPool
 from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.section import Section
+from llmsuite.shown import redacted
 from llmsuite.specs import RewardSpec, Score
 
 
@@ -87,7 +88,8 @@ class Rewards:
             missing = [row for row in rows if np.isnan(found[row, first])]
             if missing and not self.first_failure:
                 text = completions[missing[0]].text
-                self.first_failure = f"{self._sources[which].key}: {outcome.why}; the completion: {text!r:.200}"
+                failure = f"{self._sources[which].key}: {outcome.why}; the completion: {text!r:.200}"
+                self.first_failure = redacted(failure)
                 print(f"warning: a reward is missing: {self.first_failure}", file=sys.stderr, flush=True)
             if self._weights[first]:
                 failed.update(missing)

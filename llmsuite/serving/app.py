@@ -124,12 +124,12 @@ async def _refuse(request: Request, error: Exception) -> Response:
 
 def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> None:
     """The routes of OpenAI's API."""
-    tokenizer = service.generator.tokenizer
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         def choice(line: Line, asked: ChatRequest) -> dict[str, Any]:
             said, calls = service.calls(asked, _text(line))
+            tokenizer = service.speaker(asked.model).generator.tokenizer
             message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
             if calls:
                 message |= {"content": said or None, "tool_calls": protocol.tool_calls(calls)}
@@ -147,7 +147,7 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
             return await training.draw(service, weights, request)
 
         def choice(line: Line, asked: CompletionRequest) -> dict[str, Any]:
-            wants_logprobs = asked.logprobs is not None
+            wants_logprobs, tokenizer = asked.logprobs is not None, service.speaker(asked.model).generator.tokenizer
             return {
                 "text": _text(line),
                 "finish_reason": line.finished,
@@ -187,12 +187,13 @@ async def _answer(
     for one, text in zip(choices, service.echoed(asked)):
         one["text"] = text + one["text"]
     given = service.chosen(asked, job, num_prompts)
+    tokenizer = service.speaker(asked.model).generator.tokenizer
     for number, of_prompt in enumerate(await service.prompt_logprobs(asked, job, num_prompts)):
         answer = given[number]
         # with the token that ended the answer: harnesses take off one, of an answer of one token
         ending = [answer.ending] if answer.ending is not None else []
         both = of_prompt + answer.logprobs + ending
-        choices[number]["logprobs"] = protocol.echoed_logprobs(answer.prompt[0], both, service.generator.tokenizer)
+        choices[number]["logprobs"] = protocol.echoed_logprobs(answer.prompt[0], both, tokenizer)
     head = protocol.envelope(name, asked.model or service.name)
     return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
 

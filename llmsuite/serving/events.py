@@ -72,8 +72,9 @@ class EventStream:
         self._num_sent[piece.number] = piece.num_logprobs
         if self._asked.logprobs in (None, False):
             return None
+        tokenizer = self._service.speaker(self._asked.model).generator.tokenizer
         form = protocol.chat_logprobs if self._is_chat else protocol.completion_logprobs
-        return form(line.logprobs[: piece.num_logprobs], self._service.generator.tokenizer, begin)
+        return form(line.logprobs[: piece.num_logprobs], tokenizer, begin)
 
 
 class CallReader:
@@ -93,7 +94,7 @@ class CallReader:
         if not self._may_call or self._is_text[piece.number]:
             return piece.text, []
         assert isinstance(self._asked, ChatRequest)
-        calls = self._service.prompter.calls
+        calls = self._service.speaker(self._asked.model).prompter.calls
         held = self._held[piece.number] + piece.text
         if piece.ended:
             return self._service.calls(self._asked, held)

@@ -265,6 +265,7 @@ class _Response:
 
     def __init__(self, asked: ResponseRequest, chat: ChatRequest, service: Service, job: Job):
         self._asked, self._chat, self._service, self._job = asked, chat, service, job
+        self._speaker = service.speaker(asked.model)
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
@@ -319,15 +320,15 @@ class _Response:
         if not has_calls or not line.logprobs:
             return self._logprobs(line.logprobs)
         assert line.text is not None
-        left, count = self._service.prompter.calls.free(line.text.text), 0
-        text = TextStream(self._service.generator.tokenizer)
+        left, count = self._speaker.prompter.calls.free(line.text.text), 0
+        text = TextStream(self._speaker.generator.tokenizer)
         while left > 0:
             left -= len(text.push(line.ids[count]))
             count += 1
         return self._logprobs(line.logprobs[:count])
 
     def _logprobs(self, kept: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        return chat_logprobs(kept, self._service.generator.tokenizer)["content"]
+        return chat_logprobs(kept, self._speaker.generator.tokenizer)["content"]
 
     def message(self, text: str | None, line: Line | None, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """The turn of the assistant; one that has just begun without a text."""

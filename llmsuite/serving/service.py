@@ -8,7 +8,7 @@ import dataclasses
 import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -87,6 +87,14 @@ class Job:
             self._scheduler.cancel([line for line in self.lines if line.finished is None])
 
 
+@dataclasses.dataclass(frozen=True)
+class Speaker:
+    """How answers of a model, or of one of its adapters, are asked for and read: by its own tokenizer and template."""
+
+    generator: Generator
+    prompter: Prompter
+
+
 class Service:
     """A model that is served: requests are checked here, and become lines of the scheduler."""
 
@@ -97,12 +105,18 @@ class Service:
         prefixes = SharedPrefixes(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
         self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting, prefixes)
         self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
+        self.speakers: Mapping[str, Speaker] = {}
+        """Speakers of adapters that bring a tokenizer or template, by their names."""
         self.aliases: tuple[str, ...] = ()
         """Further names of the model."""
         self.marks: Callable[[], dict[str, Any]] = dict
         """What every answer names beside the model, such as the version of its weights."""
         self.leaves_out_tools = False
         """Whether chats are answered without the tools that they may call, as of a model that knows none."""
+
+    def speaker(self, model: str | None) -> Speaker:
+        """That of the model a request names; None for the first."""
+        return self.speakers.get(model or self.name) or Speaker(self.generator, self.prompter)
 
     async def body(self, request: Request, kind: type[B]) -> B:
         """The body of a request. Raises HTTPException saying what is wrong with it."""
@@ -148,7 +162,7 @@ class Service:
             elif asked.top_logprobs:
                 raise UserError("top_logprobs: only with logprobs: true")
         else:
-            prompts, num_logprobs = self._prompts(asked.prompt), asked.logprobs
+            prompts, num_logprobs = self._prompts(asked), asked.logprobs
             self._check_completion(asked)
             wanted = 16 if wanted is None else wanted  # as OpenAI has it
             if asked.num_drawn > (asked.n or 1):
@@ -157,7 +171,7 @@ class Service:
         if len(prompts) * count > protocol.MAX_LINES:
             raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_LINES} a request")
         self._check_biases(asked)
-        guide = self._guide(asked)
+        guide, speaker = self._guide(asked), self.speaker(asked.model)
         adapter = [asked.model] if asked.model in self.adapters else []
         lines = []
         if wanted is not None and wanted > self.limits.max_new_tokens:
@@ -170,7 +184,7 @@ class Service:
                 raise UserError(f"min_tokens: is {asked.min_tokens}; an answer has at most {most} tokens ({option})")
             sampling = asked.sampling(most, num_logprobs)
             guides = [guide.copy() if guide is not None else None for _ in range(count)]
-            lines += [self.generator.line(prompt, sampling, number, own, *adapter) for number, own in enumerate(guides)]
+            lines += [speaker.generator.line(prompt, sampling, n, own, *adapter) for n, own in enumerate(guides)]
         return lines, len(prompts)
 
     def _described(self, asked: ChatRequest | CompletionRequest, count: int) -> list[str]:
@@ -187,10 +201,10 @@ class Service:
         """
         if self.leaves_out_tools and not asked.has_to_call:
             asked.tools = asked.tool_choice = None
-        tools = asked.tools_as_text
-        ids = self.prompter.turns(read_messages(asked.messages), tools)
+        tools, prompter = asked.tools_as_text, self.speaker(asked.model).prompter
+        ids = prompter.turns(read_messages(asked.messages), tools)
         if tools:
-            self.prompter.calls  # noqa: B018  (the model has to have a form for them)
+            prompter.calls  # noqa: B018  (the model has to have a form for them)
         return ids
 
     def _check_completion(self, asked: CompletionRequest) -> None:
@@ -210,6 +224,7 @@ class Service:
         """The grammar that answers have to follow. Raises UserError."""
         if isinstance(asked, CompletionRequest):
             return None
+        speaker = self.speaker(asked.model)
         schema = asked.response_format.schema_of_answer if asked.response_format is not None else None
         if (schema is not None or asked.has_to_call) and asked.min_tokens:
             raise UserError(
@@ -217,14 +232,15 @@ class Service:
             )
         if not asked.has_to_call:
             if asked.tools_as_text and any(tool.function.strict for tool in asked.tools or ()):
-                return self.generator.grammars.of_text_or_calls(self.prompter.calls, asked.callable_tools, schema)
-            return None if schema is None else self.generator.grammars.of_schema(schema, "response_format")
+                calls = speaker.prompter.calls
+                return speaker.generator.grammars.of_text_or_calls(calls, asked.callable_tools, schema)
+            return None if schema is None else speaker.generator.grammars.of_schema(schema, "response_format")
         if schema is not None:
             raise UserError("response_format: not with a tool_choice that asks for a call")
         if not asked.callable_tools:
             raise UserError("tool_choice: asks for a call of a tool that is not in tools")
         several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
-        return self.generator.grammars.of_calls(self.prompter.calls, asked.callable_tools, several)
+        return speaker.generator.grammars.of_calls(speaker.prompter.calls, asked.callable_tools, several)
 
     def _check_biases(self, asked: ChatRequest | CompletionRequest) -> None:
         size = self.generator.decoder.vocab_size
@@ -236,7 +252,7 @@ class Service:
         tools = asked.tools_as_text
         if not tools:
             return text, []
-        said, found = self.prompter.calls.parse(text, tool_names(tools))
+        said, found = self.speaker(asked.model).prompter.calls.parse(text, tool_names(tools))
         return said, found[:1] if asked.parallel_tool_calls is False else found
 
     def chosen(self, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int) -> list[Line]:
@@ -259,7 +275,8 @@ class Service:
         prompts: Any = asked.prompt
         if isinstance(prompts, str) or isinstance(prompts[0], int):
             prompts = [prompts]
-        texts = [p if isinstance(p, str) else self.generator.tokenizer.decode(p) for p in prompts]
+        tokenizer = self.speaker(asked.model).generator.tokenizer
+        texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
         return [text for text in texts for _ in range(given)]
 
     async def prompt_logprobs(
@@ -286,14 +303,16 @@ class Service:
         assert len(found) == num_prompts * (asked.n or 1)
         return found
 
-    def _prompts(self, given: Any) -> list[list[int]]:
+    def _prompts(self, asked: CompletionRequest) -> list[list[int]]:
+        given: Any = asked.prompt
+        prompter = self.speaker(asked.model).prompter
         if isinstance(given, str):
-            return [self.prompter.plain(given)]
+            return [prompter.plain(given)]
         if not given:
             raise UserError("prompt: is empty")
         if isinstance(given[0], int):
             return [given]
-        return [self.prompter.plain(p) if isinstance(p, str) else p for p in given]
+        return [prompter.plain(p) if isinstance(p, str) else p for p in given]
 
     async def start(self, asked: ChatRequest | CompletionRequest) -> tuple[Job, int]:
         """Queue the answers, and return them with the number of prompts. Raises HTTPException."""

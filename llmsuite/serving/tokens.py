@@ -36,11 +36,12 @@ class DetokenizeRequest(BaseModel):
 
 def add_api(app: FastAPI, service: Service) -> None:
     """The routes. Control tokens that stand in a text become tokens, and none are left out of texts of ids."""
-    tokenizer, decoder = service.generator.tokenizer, service.generator.decoder
+    decoder = service.generator.decoder
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> dict[str, Any]:
         asked = await service.body(request, TokenizeRequest)
+        tokenizer = service.speaker(asked.model).generator.tokenizer
         try:
             ids = await asyncio.to_thread(tokenizer.encode, asked.prompt)
         except UserError as error:
@@ -51,10 +52,11 @@ def add_api(app: FastAPI, service: Service) -> None:
     @app.post("/detokenize")
     async def detokenize(request: Request) -> dict[str, Any]:
         asked = await service.body(request, DetokenizeRequest)
+        tokenizer = service.speaker(asked.model).generator.tokenizer
         if wrong := [token for token in asked.tokens if token >= tokenizer.vocab_size]:
             raise HTTPException(400, f"tokens: has {wrong[0]}; the tokenizer's end at {tokenizer.vocab_size - 1}")
         return {"prompt": await asyncio.to_thread(tokenizer.decode, asked.tokens, False)}
 
     @app.get("/tokenizer_info")
     async def info() -> dict[str, Any]:
-        return {**tokenizer.special_tokens, "chat_template": service.prompter.template_source}
+        return {**service.generator.tokenizer.special_tokens, "chat_template": service.prompter.template_source}

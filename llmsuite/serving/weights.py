@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.checkpoint.finite import first_nonfinite
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.errors import UserError
@@ -54,7 +55,8 @@ class ServedWeights:
             digest: sha256 of its manifest.json, which has those of all other files.
 
         Raises:
-            UserError: it is not what the trainer means, is damaged, or is of another model. Nothing was changed.
+            UserError: it is not what the trainer means, is damaged, is of another model, or has a value that is not
+                finite. Nothing was changed.
         """
         if not (directory / MANIFEST).is_file():
             raise UserError(f"{directory}: has no {MANIFEST}; give a directory that this server can read too")
@@ -70,6 +72,8 @@ class ServedWeights:
             raise UserError(f"{directory}: is another model than the one that is served: {keys or 'of another family'}")
         shapes = parameter_shapes(source.family, source.config)
         check_shapes(source, shapes)
+        if fault := first_nonfinite(source.files.paths):
+            raise UserError(fault)
         if missing := self._model.names ^ shapes.keys():
             raise UserError(f"{directory}: other parameters than those of the model that is served: {sorted(missing)}")
         return source

@@ -31,7 +31,7 @@ from llmsuite.recipe.resolve import RunPlan, data_fault
 from llmsuite.rl.columns import missing_columns
 from llmsuite.schema.columns import columns_of
 from llmsuite.schema.reward import RewardSection
-from llmsuite.shown import redacted
+from llmsuite.shown import Url, redacted
 
 _MOST_FAULTS = 10
 """Rows without one that can be read: that is enough to tell."""
@@ -64,12 +64,12 @@ def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
     """
     problems: list[Problem] = []
     notes: list[str] = []
-    look, seen = _Look(plan, registry), set[Path]()
+    look, seen = _Look(plan, registry), set[Path | Url]()
     for key, given, path in plan.data_files():
         if path in seen:  # with --smoke evaluations may be of the same rows
             continue
         seen.add(path)
-        if is_remote(given) and saved_rows(given) is None:
+        if isinstance(path, Url) or (is_remote(given) and saved_rows(given) is None):
             notes.append(f"{key}: not checked: {redacted(given)}, which `llmsuite run` fetches")
         else:
             problems += look.problems(key, given, path)
@@ -83,7 +83,12 @@ def unread_columns(plan: RunPlan, registry: Registry) -> Columns | None:
     else is wrong."""
     look = _Look(plan, registry)
     key, given, path = next(plan.data_files())
-    if is_remote(given) or data_fault(path) is not None or not list(look.problems(key, given, path)):
+    if (
+        isinstance(path, Url)
+        or is_remote(given)
+        or data_fault(path) is not None
+        or not list(look.problems(key, given, path))
+    ):
         return None
     row = look.first(given, path)
     if row is None or look.is_read(row):

@@ -17,7 +17,7 @@ from llmsuite.inference.beam import Beams
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import Answer, Generator
-from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any, tokenizer_directory
+from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any
 from llmsuite.inference.prompts import Prompt, Prompter, stop_tokens
 from llmsuite.inference.sampling import Sampling
 from llmsuite.locks import lock_directory
@@ -50,12 +50,13 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     lock = lock_directory(plan.output_dir) if is_first else None
     mesh = collective.start(plan.degrees)
     plan.check_files()
+    plan = plan.fetched(report)
     if recipe.source:
         report(f"numbers from {recipe.source}")
 
     generator = _generator(plan, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template
-    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_file, recipe.data.columns)
+    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_path, recipe.data.columns)
     sampling = Sampling(
         temperature=section.temperature,
         top_k=section.top_k,
@@ -112,7 +113,7 @@ def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> G
         report(f"loading {plan.weights} ({source.description})")
         model = load_model(source, backend, precision, mesh)
         if plan.recipe.model.tokenizer is None:
-            tokenizer = tokenizer_directory(plan.weights, source)
+            tokenizer = source.tokenizer_directory
     else:
         seed, std = plan.recipe.seed, plan.model_config.initializer_range
         report(f"no model.weights: parameters are drawn from seed {seed}")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.model_writer import check_tokenizer, copy_tokenizer
+from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.sequences import Packs, Picked, lengths_of
@@ -204,14 +204,14 @@ def tokenizer_to_save(plan: RunPlan) -> Path | None:
 
 def _read(stage: Stage[Any], plan: RunPlan, mesh: Mesh) -> tuple[Sequence[Any], Sequence[Any]]:
     """Samples for training and for evaluation."""
-    train, evaluation = stage.read_all(plan.train_file, plan.eval_file)
+    train, evaluation = stage.read_all(plan.train_path, plan.eval_path)
     if plan.profile.updates:  # samples are completed first
         return train, evaluation
     if reads_tokens(plan.model_config):
-        check_supervision(stage, train, f"data.train: {plan.train_file}")
-        check_supervision(stage, evaluation, f"data.eval: {plan.eval_file or plan.train_file}")
+        check_supervision(stage, train, f"data.train: {plan.train_path}")
+        check_supervision(stage, evaluation, f"data.eval: {plan.eval_path or plan.train_path}")
     if 0 < len(evaluation) < mesh.degrees.num_data_ranks:
-        source = plan.eval_file or plan.train_file
+        source = plan.eval_path or plan.train_path
         raise UserError(f"data.eval: {source} gives {len(evaluation)} usable samples; every data rank needs one")
     return train, evaluation
 

@@ -140,7 +140,7 @@ def _training_keys(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def run_digest(plan: RunPlan, model_digest: str, stage: Stage[Any]) -> str:
     """Digest of recipe, initial model and content of the data: equal digests are the same run."""
-    files = [stage.digest(path) for path in (plan.train_file, plan.eval_file) if path is not None]
+    files = [stage.digest(path) for path in (plan.train_path, plan.eval_path) if path is not None]
     data = [_training_keys(as_plain(plan.recipe)), model_digest, files]
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 

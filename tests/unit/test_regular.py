@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.checkpoint.model_writer import copy_tokenizer
 from llmsuite.checkpoint.stored import read_header
 from llmsuite.checkpoint.tensors import TensorFiles
+from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.convert.gguf_header import check_header
 from llmsuite.convert.pickled import read_pickle
 from llmsuite.data.archives import members

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.observe.events import environment
 from llmsuite.progress import report
-from llmsuite.shown import printable, redacted, redacted_data, redacted_words
+from llmsuite.shown import Url, printable, redacted, redacted_data, redacted_words
 from llmsuite.train.output import recipe_text
 
 SECRET = "s3cr3t"
@@ -25,6 +28,15 @@ SECRET = "s3cr3t"
         (f"s3://bucket/a?X-Amz-Signature={SECRET}&X-Amz-Date=1", "s3://bucket/a?X-Amz-Signature=***&X-Amz-Date=***"),
         (f"https://{SECRET}@host/a", "https://***@host/a"),
         (f"https://host/a?{SECRET}", "https://host/a?***"),
+        (f"https://host/a#{SECRET}", "https://host/a#***"),
+        (f"https://host/a?x=1#{SECRET}", "https://host/a?x=***#***"),
+        (f"https://host/a?{SECRET}&x=1", "https://host/a?***&x=***"),
+        (f"https://host/a?x=1&{SECRET}", "https://host/a?x=***&***"),
+        (f"https://host/a?rows=5&{SECRET}#{SECRET}", "https://host/a?rows=5&***#***"),
+        (f"https://host/a?x=1;{SECRET}#a={SECRET}&{SECRET}", "https://host/a?x=***;***#a=***&***"),
+        (f"https://host/a#rows={SECRET}", "https://host/a#rows=***"),
+        (f"https://host/a?x=1=={SECRET}?{SECRET}##{SECRET}", None),
+        ("https://host/a?#", "https://host/a?#"),
         ("hf://ORG/NAME?split=train&rows=5", "hf://ORG/NAME?split=train&rows=5"),
         ("hf:ORG/NAME?split=train", "hf:ORG/NAME?split=train"),
         ("https://host:8000/a/b.jsonl", "https://host:8000/a/b.jsonl"),
@@ -63,6 +75,29 @@ def test_nothing_that_is_written_or_said_has_one(
     assert not any(SECRET in text for text in said)
     assert redacted_words(["--lr=1", "x"]) == ["--lr=1", "x"]
     assert redacted_data((1, None, 2.5, True)) == [1, None, 2.5, True]
+
+
+@given(
+    marks=st.lists(st.sampled_from(["?", "#", "&", ";", "=", "==", "&&", "?x=", "#x=", "&x"]), min_size=1, max_size=6)
+)
+def test_nothing_behind_the_path_is_shown(marks: list[str]) -> None:
+    """Wherever it stands, but as the name of a value; and a text is the same whether it was redacted before or not."""
+    start = "?" if marks[0][0] not in "?#" else ""
+    url = f"https://host/a{start}" + "".join(f"{mark}{SECRET}" for mark in marks)
+    shown = redacted(f"see {url} there")
+    assert re.sub(rf"{SECRET}x?(?==)", "", shown).find(SECRET) == -1
+    assert shown.startswith("see https://host/a")
+    assert shown.endswith(" there")
+    assert redacted(shown) == shown
+
+
+def test_an_address_is_shown_without_secrets() -> None:
+    url = Url(f"https://u:{SECRET}@host/a/b.jsonl?token={SECRET}#{SECRET}")
+    assert str(url) == f"{url}" == "https://***@host/a/b.jsonl?token=***#***"
+    assert SECRET not in repr([url])
+    assert url.name == "b.jsonl"
+    assert url.whole.count(SECRET) == 3
+    assert url == Url(url.whole)
 
 
 def test_control_characters_are_written_out() -> None:

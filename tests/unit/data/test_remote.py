@@ -29,6 +29,8 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
 from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.shown import Url
 from tests.paths import ROOT
 
 ROW = {"src": "Hi?", "tgt": "Hello."}
@@ -90,6 +92,20 @@ def test_a_file_is_fetched_once_and_again_when_it_has_changed(server: Server) ->
     assert "going on with what was fetched before" in told[-1]
 
 
+def test_what_is_told_of_a_fetch_has_no_secrets(server: Server) -> None:
+    (server.directory / "rows.jsonl").write_text(LINE)
+    told: list[str] = []
+    url = f"{server.url}/rows.jsonl?key=s3cr3t&X-Amz-Signature=s3cr3t#s3cr3t"
+    found = fetch(url, told.append)
+    assert found.name == "rows.jsonl"
+    server.stop()
+    assert fetch(url, told.append) == found
+    shown = f"{server.url}/rows.jsonl?key=***&X-Amz-Signature=***#***"
+    assert told[0] == f"fetching {shown}"
+    assert told[1].startswith(f"{shown}: cannot be reached (")
+    assert "s3cr3t" not in "".join(told) + (found.parents[1] / "source.json").read_text()
+
+
 def test_what_cannot_be_fetched(server: Server) -> None:
     with pytest.raises(UserError, match=r"absent\.jsonl: cannot be fetched: "):
         fetch(f"{server.url}/absent.jsonl", print)
@@ -123,6 +139,22 @@ def test_a_recipe_reads_a_url(server: Server, write_recipe: Callable[..., Path],
     assert server.asked == []  # looking at a recipe asks nobody
     assert main(["data", "explain", str(recipe), "--row=3"]) == 0
     assert "rows.jsonl:3: " in capsys.readouterr().out
+
+
+def test_a_url_is_shown_without_secrets_until_it_is_fetched(
+    server: Server, write_recipe: Callable[..., Path], registry: Registry, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (server.directory / "rows.jsonl").write_text(LINE * 3)
+    recipe = write_recipe({"stage": "sft", "data.train": f"{server.url}/rows.jsonl?token=s3cr3t"})
+    plan = plan_run(recipe, [], registry)
+    assert plan.train_file == Url(f"{server.url}/rows.jsonl?token=s3cr3t"), "and no path, which has one slash"
+    assert str(plan.train_file) == f"{server.url}/rows.jsonl?token=***"
+    assert "s3cr3t" not in repr(plan.train_file)
+    assert plan.fetched(lambda text: None).train_path.read_text() == LINE * 3
+    for words in (["show", str(recipe)], ["validate", str(recipe)], ["plan", str(recipe)]):
+        assert main(words) == 0
+        said = capsys.readouterr()
+        assert "s3cr3t" not in said.out + said.err
 
 
 def test_data_sets_of_the_hugging_face_library(server: Server, tmp_path: Path, registry: Registry) -> None:

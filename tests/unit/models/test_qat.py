@@ -347,7 +347,7 @@ def test_int8_goes_into_paddlenlps_layout_and_back_to_floats(trained: Trained, t
 
 @pytest.mark.parametrize("trained", [("gpt", True)], indirect=True, ids=["gpt"])
 def test_the_program_of_an_int8_model_is_verified(trained: Trained, tmp_path: Path, capsys: Any) -> None:
-    from llmsuite.checkpoint.model_writer import copy_tokenizer
+    from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
     from llmsuite.resources import find
 
     copy_tokenizer(find("data/tokenizer"), trained.int8)

@@ -56,6 +56,27 @@ def asking(make: Making, server: Server, **keys: Any) -> Rewards:
 GROUP = [completion("4", 0), completion("five", 1), completion("6", 0, group=1, columns={"answer": ["x"]})]
 
 
+@pytest.mark.parametrize("status", [200, 400, 500])
+def test_no_message_has_secrets_of_the_address(status: int, make: Making, capsys: pytest.CaptureFixture[str]) -> None:
+    with Server(lambda body: (status, "no scores")) as server:
+        url = f"{server.url}s?key=s3cr3t#s3cr3t"
+        section = reward_sections.HttpSection(url=url, retries=0)
+        rewards = make({"http": 1.0}, {"http": section}, workers=1, max_failed=1.0)
+        assert np.isnan(rewards.score(GROUP)).all()
+    said = capsys.readouterr().err
+    assert "warning: a reward is missing: http: " in said
+    assert f"{server.url}s?key=***#***" in said
+    assert "s3cr3t" not in said + rewards.first_failure
+
+
+def test_a_server_that_is_not_there_is_named_without_secrets(make: Making, capsys: pytest.CaptureFixture[str]) -> None:
+    section = reward_sections.HttpSection(url="http://127.0.0.1:1/s?key=s3cr3t", retries=0)
+    make({"http": 1.0}, {"http": section}, workers=1, max_failed=1.0).score(GROUP)
+    said = capsys.readouterr().err
+    assert "http://127.0.0.1:1/s?key=***" in said
+    assert "s3cr3t" not in said
+
+
 def test_paddlenlp_servers(make: Making) -> None:
     def answer(body: Any) -> Any:
         scores = [float(a == b) for a, b in zip(body["response"], body["tgt"])]

@@ -15,7 +15,8 @@ import safetensors.numpy
 from starlette.testclient import TestClient
 
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
-from llmsuite.cli.serve import _adapters
+from llmsuite.cli.model import open_generator
+from llmsuite.cli.serve import _adapters, _prompter
 from llmsuite.convert.adapter import add_adapter
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
@@ -27,11 +28,14 @@ from llmsuite.inference.generate import Generator
 from llmsuite.inference.load import load_model
 from llmsuite.inference.prompts import Prompter
 from llmsuite.inference.sampling import Sampling
+from llmsuite.models.llama.config import LlamaConfig
+from llmsuite.plugins.manager import Registry
 from llmsuite.serving.app import make_app
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
-from llmsuite.serving.service import Service
+from llmsuite.serving.service import Service, Speaker
 from tests.unit import tiny_llama
+from tests.unit.inference.toy_decoder import ToyDecoder
 from tests.unit.tiny_llama import FAMILIES
 
 CONFIG = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512)
@@ -40,18 +44,18 @@ PROMPTS = ([5, 80, 33, 99, 7], [300, 4], [17, 18, 19], [5, 80, 33, 99, 7], [401]
 GREEDY = Sampling(max_new_tokens=10)
 
 
-def write_adapter(directory: Path, name: str, changes: Any = (), extra: Any = ()) -> Path:
+def write_adapter(directory: Path, name: str, changes: Any = (), extra: Any = (), config: LlamaConfig = CONFIG) -> Path:
     """As HF PEFT saves it."""
     directory.mkdir(parents=True)
     random, tensors = np.random.default_rng(len(name) + ord(name[0])), {}
-    for target, value in tiny_llama.values(CONFIG).items():
+    for target, value in tiny_llama.values(config).items():
         if target.split(".")[-2] in TARGETS[name]:
             module = f"base_model.model.{target.removesuffix('.weight')}"
             tensors[f"{module}.lora_A.weight"] = random.normal(size=[3, value.shape[0]]).astype("float32")
             tensors[f"{module}.lora_B.weight"] = random.normal(size=[value.shape[1], 3]).astype("float32")
     safetensors.numpy.save_file({**tensors, **dict(extra)}, directory / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(TARGETS[name]), **dict(changes)}
-    (directory / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
+    told = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(TARGETS[name]), **dict(changes)}
+    (directory / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
     return directory
 
 
@@ -157,3 +161,43 @@ def test_arguments(given: list[str], more: dict[str, Any], message: str) -> None
         _adapters(args, "m")
     args = argparse.Namespace(adapters=["a=x", "b=y=z"], rl=False, engine="dynamic", precision="fp32")
     assert _adapters(args, "m") == {"a": Path("x"), "b": Path("y=z")}
+
+
+def test_each_adapter_is_asked_by_its_own_template(place: Path, tmp_path: Path, registry: Registry) -> None:
+    """Those without one by that of the model."""
+    own = write_adapter(tmp_path / "own", "a")
+    (own / "chat_template.jinja").write_text("{% for message in messages %}[{{ message['content'] }}]{% endfor %}")
+    more = dict.fromkeys(("base", "config", "tokenizer", "tensor_parallel_degree"))
+    more |= {"allow_pickle": False, "engine": "dynamic", "pipeline_parallel_degree": 1, "precision": "fp32"}
+    args = argparse.Namespace(
+        model=str(place / "base"), device="cpu", num_devices=1, chat_template="tokenizer", control_tokens=False, **more
+    )
+    opened = open_generator(args, registry, adapters={"own": own, "b": place / "b"})
+    assert opened.of_adapters["b"] is opened.generator, "it brings nothing"
+    prompters = {name: _prompter(generator, args, False) for name, generator in opened.of_adapters.items()}
+    speakers = {name: Speaker(opened.of_adapters[name], prompters[name]) for name in prompters}
+    service = Service(opened.generator, _prompter(opened.generator, args, True), "base", Limits(), Metrics())
+    service.speakers = speakers
+    with TestClient(make_app(service)) as http:
+        turns = [{"role": "user", "content": "hello"}]
+        counts = {}
+        for name in ("base", "own", "b"):
+            asked = {"model": name, "messages": turns, "max_tokens": 1}
+            counts[name] = http.post("/v1/chat/completions", json=asked).json()["usage"]["prompt_tokens"]
+    tokenizer = TextTokenizer(place / "base")
+    assert counts["own"] == len(tokenizer.encode("[hello]"))
+    assert counts["b"] == counts["base"] > counts["own"]
+
+
+def test_a_base_without_a_template_serves_an_adapter_that_has_one(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    tiny_llama.write(bare, CONFIG, tokenizer=tiny_llama.TOKENIZER)
+    settings = json.loads((bare / "tokenizer_config.json").read_text())
+    del settings["chat_template"]
+    (bare / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = TextTokenizer(bare)
+    args = argparse.Namespace(chat_template="tokenizer", control_tokens=False)
+    generator = Generator(ToyDecoder(8), tokenizer)
+    assert _prompter(generator, args, False).template_source is None
+    with pytest.raises(UserError, match="has no chat template"):
+        _prompter(generator, args, True)

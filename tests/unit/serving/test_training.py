@@ -170,6 +170,15 @@ def _other_shape(place: Path) -> None:
     _commit(place)
 
 
+def _not_finite(place: Path) -> None:
+    (file,) = place.glob("*.safetensors")
+    tensors = safetensors.numpy.load_file(file)
+    name = next(name for name in tensors if name.endswith("q_proj.weight"))
+    tensors[name][0, :3] = np.nan
+    safetensors.numpy.save_file(tensors, file)
+    _commit(place)
+
+
 def _lacks_a_tensor(place: Path) -> None:
     (file,) = place.glob("*.safetensors")
     tensors = safetensors.numpy.load_file(file)
@@ -196,12 +205,13 @@ def _commit(place: Path) -> None:
     [
         (_other_byte, "does not have the sha256"),
         (_other_shape, "have another shape"),
+        (_not_finite, "q_proj.weight' has 3 of "),
         (_lacks_a_tensor, "tensor 'model.norm.weight', it is not there"),
         (_other_model, "rms_norm_eps 0.5 in place of"),
         (lambda place: (place / "config.json").unlink(), "is missing"),
         (shutil.rmtree, "has no manifest.json"),
     ],
-    ids=["damaged", "shape", "names", "config", "file", "directory"],
+    ids=["damaged", "shape", "finite", "names", "config", "file", "directory"],
 )
 def test_weights_that_are_not_right_change_nothing(
     client: TestClient, places: dict[str, Path], tmp_path: Path, change: Callable[[Path], Any], says: str
