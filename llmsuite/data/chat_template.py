@@ -22,6 +22,7 @@ from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
 from llmsuite.data.jinja import Marked, environment, has_mark, unmark
 from llmsuite.data.rendering import Refused, render, render_all
 from llmsuite.data.rows import REASONING, Conversation, Message, strings_in
+from llmsuite.data.said import has_said, says
 from llmsuite.data.turns import DEVELOPER
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
@@ -262,7 +263,7 @@ class ChatTemplate:
             for call in message.tool_calls:
                 if call.name not in text:
                     return f"the call of the tool {call.name!r}"
-            if message.reasoning.strip() and not _has(text, message.reasoning):
+            if message.reasoning.strip() and not has_said(text, message.reasoning):
                 keys = [key for key in message.as_turn() if key in REASONING]
                 if not any(key in self.source for key in keys):
                     return f"the thoughts of messages[{i}] ({keys[0]!r}{self._reads_thoughts()})"
@@ -305,9 +306,9 @@ class ChatTemplate:
     def _check_turn(self, message: Message, before: str, text: str, where: str) -> None:
         """Raises UserError unless a turn, rendered as `text` behind `before`, has all that it says."""
         has_calls = all(call.name in text for call in message.tool_calls)
-        if not has_calls or not _says(message.content, before, text):
+        if not has_calls or not says(message.content, before, text):
             raise self._unfit(f"leaves out a part of what {where} says")
-        if message.reasoning.strip() and not _says(message.reasoning, before, text):
+        if message.reasoning.strip() and not says(message.reasoning, before, text):
             raise self._unfit(f"leaves out what the model thought in {where}", ())
 
     def _unfit(self, what: str, others: Sequence[str] = tuple(BUILTIN)) -> UserError:
@@ -321,34 +322,6 @@ class ChatTemplate:
 @functools.cache
 def _built_in(source: str) -> jinja2.Template:
     return environment().from_string(source)
-
-
-_THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
-"""What a turn says that begins with what the model thought."""
-_MOST_OPENED = 64
-"""Characters of a turn that a prompt of generation may have written ahead, such as `<think>`."""
-
-
-def _has(text: str, said: str) -> bool:
-    """Whether a text has what somebody says in it. Templates may set white space as they like."""
-    return said.strip() in text or "".join(said.split()) in "".join(text.split())
-
-
-def _says(said: str, before: str, text: str) -> bool:
-    """Whether a turn that is rendered as `text` behind `before` says all of something.
-
-    The prompt of generation may have written its beginning already, such as `<think>`; and a template that knows
-    thoughts may write them in a form of its own.
-    """
-    if _has(text, said):
-        return True
-    squeezed, turn = "".join(said.split()), "".join(text.split())
-    opened = "".join(before[-4 * _MOST_OPENED :].split())
-    for length in range(1, min(len(squeezed), _MOST_OPENED) + 1):
-        if opened.endswith(squeezed[:length]) and turn.startswith(squeezed[length:]):
-            return True
-    parts = _THOUGHT.fullmatch(said)
-    return parts is not None and all(_has(text, part) for part in parts.groups())
 
 
 def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, str]) -> ChatTemplate:
@@ -397,8 +370,3 @@ def _of_names(entries: Sequence[Any]) -> str | None:
     # the plus signs keep white space beside the tags, of which each template has its own; Jinja drops a last line end
     with_tools, default = (source.removesuffix("\n") for source in (with_tools, default))
     return f"{{% if tools +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"
-
-
-def describe(tokens: dict[str, Any]) -> dict[str, str]:
-    """The special tokens a template may name, without the unset ones."""
-    return {key: str(value) for key, value in tokens.items() if value}

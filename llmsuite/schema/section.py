@@ -26,8 +26,8 @@ class Section:
     """Kind of what is registered and has keys of its own in this section, below its name: "reward" or "rollout
     engine"."""
     needs_columns: ClassVar[tuple[str, ...]] = ()
-    """Of a reward or an environment: keys that name columns of a row which it gives no reward without. `validate` and
-    `run` look for them in the first rows."""
+    """Keys that name columns of a row without which a reward or an environment gives no reward. `validate` and `run`
+    look for them in the first rows."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between keys of this section, as (key, message). Override to add some."""
