@@ -60,6 +60,8 @@ def _print_sequence(console: Any, text: Any, place: str, found: Explained, token
         verdict = "the same that precede the answer here"
         verdict, style = (verdict, "") if found.prompt_matches else (f"NOT {verdict}", "bold red")
         console.print(f"generation is prompted with {found.prompt_length} tokens: {verdict}", style=style)
+    if found.changed is not None:
+        console.print(f"the tokens are not the rendered text: {found.changed}", style="bold red", markup=False)
     console.print(f"{'position':>8}  {'id':>7}  {'role':9}  {'document':>8}  {'label':>7}  {'weight':>6}  token")
     for at, piece in enumerate(tokenizer.pieces(sequence.ids)):
         is_supervised, role = bool(supervised[at]), found.roles[at]

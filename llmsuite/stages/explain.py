@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,8 @@ class Explained:
     """Tokens of the prompt that generation would get for the first answer. None where there is no answer."""
     prompt_matches: bool
     """Whether those tokens precede the answer in training too."""
+    changed: str | None = None
+    """Where the tokens of the conversation say something else than its rendered text; None where they say the same."""
 
 
 def open_stage(plan: RunPlan, registry: Registry) -> Stage[Any]:
@@ -100,7 +103,8 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         prompt = _generation_prompt(template, tokenizer, conversation)
         (supervised,) = np.nonzero(sequence.weights)
         before_answer = sequence.ids[: supervised[0]].tolist() if len(supervised) else []
-        yield Explained(name, sequence, roles, len(prompt), prompt == before_answer)
+        changed = _changed(template.render(conversation.messages, tools=conversation.tools), tokenizer)
+        yield Explained(name, sequence, roles, len(prompt), prompt == before_answer, changed)
 
 
 def _conversations(row: Any) -> list[tuple[str, Conversation]]:
@@ -111,6 +115,16 @@ def _conversations(row: Any) -> list[tuple[str, Conversation]]:
     elif isinstance(row, Unpaired):
         names = ["desirable" if row.desirable else "undesirable"]
     return [(name, found) for name, found in zip(names, conversations_of(row)) if any(found.supervised)]
+
+
+def _changed(text: str, tokenizer: Any) -> str | None:
+    """Where the tokens of a text say something else, as those of a tokenizer that normalises; None where they do not.
+    Space at the beginning does not count, which tokenizers put there and take away."""
+    text, told = text.lstrip(), tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False).lstrip()
+    if text == told:
+        return None
+    at = len(os.path.commonprefix([text, told]))
+    return f"{text[at : at + 20]!r} is {told[at : at + 20]!r} in tokens"
 
 
 def _generation_prompt(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -> list[int]:

@@ -12,17 +12,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 from llmsuite.cli.main import main
 from llmsuite.data.rows import Conversation, Message
+from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.models.llama.config import SMOKE
 from llmsuite.recipe.load import REMOVE
-from llmsuite.stages.explain import explain
+from llmsuite.stages.explain import _changed, explain
 from llmsuite.stages.language_model import WeightedTokens
 from llmsuite.stages.stats import histogram
 from llmsuite.train.supervision import check_supervision, supervised_sequences
+from tests.unit.data import tokenizers
 from tests.unit.stages.test_sft_samples import make_stage
 
 EOS = 2
@@ -271,3 +274,12 @@ def test_packed_documents_are_told_apart() -> None:
     assert row.weights.tolist() == [0, 0, 1, 0, 0, 0.5]
     assert row.documents.tolist() == [0, 0, 0, 1, 1, 1]
     assert supervised_sequences({"ids": 1}) is None
+
+
+def test_tokens_that_are_not_the_text_are_told(tmp_path: Path) -> None:
+    plain = tokenizers.byte_level(False)
+    same = TextTokenizer(tokenizers.write(tmp_path / "same", plain))
+    assert _changed("Hello world\n", same) is None
+    plain.normalizer = normalizers.Lowercase()
+    lower = TextTokenizer(tokenizers.write(tmp_path / "lower", plain))
+    assert _changed("the Paris", lower) == "'Paris' is 'paris' in tokens"
