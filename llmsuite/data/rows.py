@@ -80,12 +80,12 @@ TYPES: Mapping[str, type] = {
 """What a row is, by the kind of rows that a stage of llmsuite reads."""
 
 
-def texts_of(row: Any) -> list[str]:
-    """What the turns of a row say; nothing for rows of other kinds than those of this module."""
+def turns_of(row: Any) -> list[tuple[str, str]]:
+    """The role of each turn of a row, and what it says; nothing for rows of other kinds than those of this module."""
     if isinstance(row, (Conversation, Prompt)):
-        return [message.content for message in row.messages]
-    if isinstance(row, Preference):
-        return [*(message.content for message in row.prompt), row.chosen, row.rejected]
-    if isinstance(row, Unpaired):
-        return [*(message.content for message in row.prompt), row.completion]
-    return []
+        return [(message.role, message.content) for message in row.messages]
+    if not isinstance(row, (Preference, Unpaired)):
+        return []
+    answers = [row.chosen, row.rejected] if isinstance(row, Preference) else [row.completion]
+    prompt = [(message.role, message.content) for message in row.prompt]
+    return prompt + [("assistant", answer) for answer in answers]

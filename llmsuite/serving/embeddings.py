@@ -73,7 +73,7 @@ def _checked(service: Service, asked: EmbeddingRequest) -> list[list[int]]:
     decoder = service.generator.decoder
     if not hasattr(decoder, "embed") or service.marks():
         raise UserError("embeddings: are given by models that are served as they are, not with --engine static or --rl")
-    found = [service.prompter.plain(text) if isinstance(text, str) else text for text in asked.texts]
+    found = [service.prompter.plain(text, is_whole=True) if isinstance(text, str) else text for text in asked.texts]
     for number, ids in enumerate(found):
         check_room(ids, 0, decoder, f"input {number}")
     return found
