@@ -1,4 +1,4 @@
-"""Texts in which some tokens are not looked for: what reads like one of them is text, and a mask stands for the token."""
+"""Texts in which some tokens are not looked for: what reads like one is text, a mask stands for the token."""
 
 from __future__ import annotations
 

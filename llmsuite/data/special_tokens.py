@@ -5,7 +5,7 @@ disagree the rules are those of transformers:
 
 - `special_tokens_map.json` goes before `tokenizer_config.json`, unless that has `added_tokens_decoder`. What the first
   does not name is taken from the second.
-- `added_tokens_decoder` goes before `added_tokens` of `tokenizer.json`, but that a token is special if any file says so.
+- `added_tokens_decoder` goes before `added_tokens` of `tokenizer.json`, but a token is special if any file says so.
 - a role that neither names has the token of its id in `generation_config.json`, else in `config.json`.
 - every end that a file names ends an answer.
 """
