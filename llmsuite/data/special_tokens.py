@@ -96,6 +96,25 @@ def read_token_files(directory: Path) -> TokenFiles:
     return TokenFiles(directory, config, roles, frozenset(further), tuple(sorted(added, key=lambda a: a.id)), added_in)
 
 
+def ids_of_roles(directory: Path) -> dict[str, int]:
+    """The ids of the tokens of roles in a directory with a tokenizer.json, which is not opened as a tokenizer; empty
+    without one. Raises UserError naming a file that is faulty."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return {}
+    content, roles = _object(path), read_token_files(directory).roles
+    model, added = content.get("model"), content.get("added_tokens")
+    vocab = model.get("vocab") if isinstance(model, dict) else None
+    found: dict[Any, Any] = dict(vocab) if isinstance(vocab, dict) else {}
+    if isinstance(vocab, list):  # pieces with their scores
+        found = {piece[0]: number for number, piece in enumerate(vocab) if isinstance(piece, list) and piece}
+    for token in added if isinstance(added, list) else ():
+        if isinstance(token, dict):
+            found[token.get("content")] = token.get("id")
+    ids = {role: found.get(text) for role, text in roles.items()}
+    return {role: number for role, number in ids.items() if type(number) is int}
+
+
 def is_mark(text: str) -> bool:
     """Whether a token looks like no part of a common text: it has more than one character, and not only letters, digits
     and space. A tokenizer may have words, runs of spaces or a `!` among its tokens of a role, or among its added ones.

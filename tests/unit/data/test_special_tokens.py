@@ -213,14 +213,19 @@ def test_a_token_that_a_config_has_the_id_of(tmp_path: Path, role: str) -> None:
         assert tokenizer.special_tokens[role] == "[INST]"
         files["tokenizer_config.json"][role] = None
         files["tokenizer_config.json"]["eos_token"] = "</s>"
-        assert role not in TextTokenizer(write(tmp_path / "none", fast, files)).special_tokens, "null says there is none"
+        assert role not in TextTokenizer(write(tmp_path / "none", fast, files)).special_tokens, (
+            "null says there is none"
+        )
 
 
 def test_where_files_disagree(tmp_path: Path) -> None:
     fast = made("bytes", PLAIN)
     config, named = {"eos_token": "</s>", "bos_token": "<s>"}, {"eos_token": "<|A|>"}
     files = {"tokenizer_config.json": config, "special_tokens_map.json": named}
-    assert TextTokenizer(write(tmp_path / "a", fast, files)).special_tokens == {"eos_token": "<|A|>", "bos_token": "<s>"}
+    assert TextTokenizer(write(tmp_path / "a", fast, files)).special_tokens == {
+        "eos_token": "<|A|>",
+        "bos_token": "<s>",
+    }
     entry = {"content": "<|A|>", "special": False, "lstrip": True, "normalized": False}
     files["tokenizer_config.json"] = {**config, "added_tokens_decoder": {str(fast.token_to_id("<|A|>")): entry}}
     tokenizer = TextTokenizer(write(tmp_path / "b", fast, files))
