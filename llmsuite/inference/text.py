@@ -23,7 +23,8 @@ class TextStream:
         named = named[: ord(_LAST_CODE) - ord(_FIRST_CODE) + 1]
         codes = {token: chr(ord(_FIRST_CODE) + number) for number, token in enumerate(named)}
         self._codes = {tokenizer.token_id(token): code for token, code in codes.items()}
-        self._stop = [*stop, *(_coded(text, codes) for text in stop if any(token in text for token in named))]
+        coded = (_coded(text, codes) for text in stop)
+        self._stop = tuple(dict.fromkeys((*stop, *coded)))
         self._ids: list[int] = []
         # text of the ids before `_read` is known; what follows is decoded with those from `_context` on, because
         # tokenizers write a token differently at the beginning of a text
