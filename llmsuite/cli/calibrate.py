@@ -62,7 +62,8 @@ def run(args: Any, registry: Registry) -> int:
     model = dataclasses.replace(model, allow_nonfinite=args.allow_nonfinite)
     tokenizer = TextTokenizer(model.tokenizer_directory)
     longest = min(args.max_length, model.config.max_position_embeddings)
-    windows = windows_of(tokenizer.encode_batch(texts), longest, args.windows)
+    whole = [tokenizer.framed(ids, is_whole=True) for ids in tokenizer.encode_batch(texts)]
+    windows = windows_of(whole, longest, args.windows)
     layers, group = model.config.num_hidden_layers, group_of(model) if args.precision == "int4" else None
     found = calibrated(model, windows, args.precision)
     if group is not None:

@@ -63,6 +63,17 @@ def add_model_arguments(parser: Any) -> None:
     )
 
 
+def add_generation_config(parser: Any) -> None:
+    """Add the option that says whether a model's generation_config.json counts."""
+    parser.add_argument(
+        "--generation_config",
+        type=Literal["auto", "ignore"],
+        default="auto",
+        help="auto: temperature, top_k, top_p, min_p and repetition_penalty that are not given are those of the "
+        "model's generation_config.json; ignore: they are not. Tokens that end an answer are taken from it in any case",
+    )
+
+
 def add_arguments(parser: Any) -> None:
     from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -78,11 +89,25 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=128)
     parser.add_argument("--min_new_tokens", type=NonNegativeInt, default=0)
     parser.add_argument("--stop", type=str, action="append", help="a text that ends the answer; may be repeated")
-    parser.add_argument("--temperature", type=NonNegativeFloat, default=0.0, help="0 is greedy")
-    parser.add_argument("--top_k", type=NonNegativeInt, default=0, help="0 is off")
-    parser.add_argument("--top_p", type=ClosedUnitInterval, default=1.0)
-    parser.add_argument("--min_p", type=ClosedUnitInterval, default=0.0)
-    parser.add_argument("--repetition_penalty", type=PositiveFloat, default=1.0, help="1 is off")
+    add_generation_config(parser)
+    parser.add_argument(
+        "--temperature", type=NonNegativeFloat | None, default=None, help="0 is greedy (default: the model's, else 0)"
+    )
+    parser.add_argument(
+        "--top_k", type=NonNegativeInt | None, default=None, help="0 is off (default: the model's, else 0)"
+    )
+    parser.add_argument(
+        "--top_p", type=ClosedUnitInterval | None, default=None, help="1 is off (default: the model's, else 1)"
+    )
+    parser.add_argument(
+        "--min_p", type=ClosedUnitInterval | None, default=None, help="0 is off (default: the model's, else 0)"
+    )
+    parser.add_argument(
+        "--repetition_penalty",
+        type=PositiveFloat | None,
+        default=None,
+        help="1 is off (default: the model's, else 1)",
+    )
     parser.add_argument("--frequency_penalty", type=float, default=0.0)
     parser.add_argument("--presence_penalty", type=float, default=0.0)
     parser.add_argument("--seed", type=NonNegativeInt, default=0)
@@ -114,19 +139,19 @@ def run(args: Any, registry: Registry) -> int:
         check_ranks(args, registry)
         return launch_ranks(args, registry)
     from llmsuite.cli.model import open_generator
+    from llmsuite.inference.defaults import read_defaults
     from llmsuite.inference.prompts import Prompter
     from llmsuite.inference.sampling import Sampling
 
-    sampling = Sampling(
-        stop=tuple(args.stop or ()),
-        num_logprobs=args.logprobs,
-        **{
-            field.name: getattr(args, field.name)
-            for field in dataclasses.fields(Sampling)
-            if field.name not in ("stop", "num_logprobs", "logit_bias")  # the last is of serve
-        },
-    )
+    options = {field.name: getattr(args, field.name, None) for field in dataclasses.fields(Sampling)}
+    given = {name: value for name, value in options.items() if value is not None and name != "stop"}
+    sampling = Sampling(stop=tuple(args.stop or ()), num_logprobs=args.logprobs, **given)
     opened = open_generator(args, registry, cached=not args.no_cache)
+    if args.num_beams == 1 and not args.decoding_loop:  # which draw nothing
+        defaults = read_defaults(opened.configs, args.generation_config)
+        sampling = defaults.fill(sampling, given)
+        if defaults.note and opened.speaks:
+            print(defaults.note, file=sys.stderr)
     prompter = Prompter(
         opened.generator.tokenizer, None if args.raw else args.chat_template, args.system, args.control_tokens
     )
@@ -179,7 +204,7 @@ def _check(args: Any) -> None:
         raise UserError("--raw: continues plain text, which has no turns; leave out --system and --chat_template")
     if args.num_beams > 1 and (args.temperature or args.stop or args.logprobs is not None):
         raise UserError("--num_beams: beam search draws nothing; leave out --temperature, --stop and --logprobs")
-    penalties = [f"--{name}" for name, off in PENALTIES.items() if getattr(args, name) != off]
+    penalties = [f"--{name}" for name, off in PENALTIES.items() if getattr(args, name) not in (None, off)]
     if args.num_beams > 1 and penalties:
         raise UserError(
             f"--num_beams: beam search has no penalty but --length_penalty; leave out {', '.join(penalties)}"
@@ -188,7 +213,9 @@ def _check(args: Any) -> None:
         raise UserError("--length_penalty: is of beam search; add --num_beams, or leave it out")
     if args.decoding_loop and args.engine != "static":
         raise UserError("--decoding_loop: is part of an exported program; add --engine static")
-    if args.decoding_loop and (set_ := [name for name, value in _OUTSIDE.items() if getattr(args, name) != value]):
+    if args.decoding_loop and (
+        set_ := [name for name, off in _OUTSIDE.items() if getattr(args, name) not in (None, off)]
+    ):
         raise UserError(f"--decoding_loop: its answers are greedy, one to a prompt; leave out --{', --'.join(set_)}")
 
 

@@ -172,7 +172,7 @@ def _write_gguf(model: Any, target: Path, args: Any) -> int:
     with committed_directory(target, {"format": 1}) as directory:
         with track_bytes(export.num_bytes, f"writing {target}") as progress:
             export.write(directory / "model.gguf", dialogue, progress)
-        text = modelfile(model.tokenizer_directory, "model.gguf", export.vocabulary.adds_bos)
+        text = modelfile(model.tokenizer_directory, "model.gguf", dialogue.adds_bos)
         (directory / MODELFILE).write_text(text, encoding="utf-8")
     print(
         f"wrote {target / 'model.gguf'}: {export.architecture}, {len(export.tensors)} tensors, "

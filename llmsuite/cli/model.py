@@ -26,6 +26,8 @@ class OpenedModel:
     """Whether this process prints and writes: the first rank does."""
     path: Path
     """Where the model was found."""
+    configs: tuple[Path, ...]
+    """Directories whose generation_config.json and config.json are about it: of its tokenizer, and of the model."""
     model: Any = None
     """The live model; None for an exported one."""
     refreshable: Any = None
@@ -69,7 +71,6 @@ def open_generator(
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.load import AS_TRAINED, as_first_rank, load_model, open_any
-    from llmsuite.inference.prompts import stop_tokens
     from llmsuite.inference.refresh import RefreshableModel
     from llmsuite.parallel import collective
 
@@ -78,19 +79,21 @@ def open_generator(
     backend.activate(collective.local_rank())
     mesh = collective.start(settle_degrees(args))
     decoder: Decoder
+    models: tuple[Path, ...]
     model = taking = None
     places: dict[str, Path] = {}
     if args.engine == "static":
         from llmsuite.inference.predictor import Predictor
 
         where = find_program(Path(args.model))
-        decoder = Predictor(where, backend.name, mesh=mesh)
+        decoder, models = Predictor(where, backend.name, mesh=mesh), (where,)
         directory = Path(args.tokenizer) if args.tokenizer else where
     else:
         base, config = (Path(value) if value else None for value in (args.base, args.config))
         where = find_weights(Path(args.model))
         source = open_any(where, registry.models, base, config, args.allow_pickle, runs=True)
         directory = Path(args.tokenizer) if args.tokenizer else source.tokenizer_directory
+        models = (source.path, *([config] if config else []))
         if refreshable:
             check_refreshable(where, source)
         model = load_model(source, backend, precision, mesh, AS_TRAINED if refreshable else stored)
@@ -109,9 +112,10 @@ def open_generator(
     for place in (directory, *places.values()):
         if place not in generators:
             tokenizer = TextTokenizer(place)
-            generators[place] = Generator(decoder, tokenizer, stop_tokens(place, tokenizer), as_first_rank)
+            generators[place] = Generator(decoder, tokenizer, tokenizer.ends(*models), as_first_rank)
     of_adapters = {name: generators[place] for name, place in places.items()}
-    return OpenedModel(generators[directory], collective.rank() == 0, where, model, taking, of_adapters)
+    speaks = collective.rank() == 0
+    return OpenedModel(generators[directory], speaks, where, (directory, *models), model, taking, of_adapters)
 
 
 def check_refreshable(where: Path, source: ModelDirectory) -> None:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.cli.generate import CONTROL_TOKENS, add_model_arguments
+from llmsuite.cli.generate import CONTROL_TOKENS, add_generation_config, add_model_arguments
 from llmsuite.cli.parser import Port
 from llmsuite.cli.ranks import launch_ranks, settle_degrees
 from llmsuite.errors import UserError
@@ -44,6 +44,7 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
     parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS)
+    add_generation_config(parser)
     parser.add_argument(
         "--leave_out_tools",
         action="store_true",
@@ -117,6 +118,7 @@ def run(args: Any, registry: Registry) -> int:
     opened = open_generator(args, registry, refreshable=args.rl, adapters=adapters)
     if not opened.speaks:
         return _follow(opened.generator.decoder)
+    from llmsuite.inference.defaults import read_defaults
     from llmsuite.inference.followed import lead
     from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
@@ -130,6 +132,7 @@ def run(args: Any, registry: Registry) -> int:
     limits = Limits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)})
     if key is None and not _is_loopback(args.host):
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
+    defaults = read_defaults(opened.configs, args.generation_config)
     prompter = _prompter(opened.generator, args, needs_template=not opened.of_adapters)
     weights = ServedWeights(opened.refreshable, registry.models) if args.rl else None
     service = Service(opened.generator, prompter, names[0], limits, Metrics())
@@ -140,6 +143,9 @@ def run(args: Any, registry: Registry) -> int:
         for name, generator in opened.of_adapters.items()
         if generator is not opened.generator
     }
+    service.defaults = defaults.fill(service.defaults, ())
+    if defaults.note:
+        print(defaults.note, flush=True)
     hosts = None if key is not None else {args.host.lower(), *map(str.lower, args.allowed_host or ())}
     server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port)
     try:

@@ -130,8 +130,15 @@ def _config(source: Path, family: ModelFamily, fields: Mapping[str, Any], tensor
         rope_scaling=scaling,
         tie_word_embeddings="lm_head.weight" not in tensors,
         bos_token_id=fields.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=fields.get("tokenizer.ggml.eos_token_id"),
+        eos_token_id=_ends(fields),
     )
+
+
+def _ends(fields: Mapping[str, Any]) -> int | list[int] | None:
+    """The end of sequence, with those of a turn and of a message where there are any."""
+    given = (fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+    ends = list(dict.fromkeys(int(token) for token in given if token is not None))
+    return ends if len(ends) > 1 else ends[0] if ends else None
 
 
 def rope_factors(config: Any) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from llmsuite.checkpoint.finite_model import checked
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.convert.gguf import ROPE_SCALING, rope_factors
-from llmsuite.convert.gguf_tokenizer import Vocabulary, read_vocabulary
+from llmsuite.convert.gguf_tokenizer import CONTROL, Vocabulary, read_vocabulary
 from llmsuite.convert.gguf_types import BLOCK, DTYPES, FILE_TYPES, K_BLOCK, k_quants, largest, quantised, stored_as
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
@@ -35,6 +35,12 @@ class Dialogue:
     pad_id: int | None
     eot_id: int | None = None
     """A further token that ends an answer."""
+    eom_id: int | None = None
+    """Another one; GGUF has a place for three."""
+    adds_bos: bool = False
+    """Whether a text gets the token that begins a sequence in front."""
+    control: frozenset[int] = frozenset()
+    """Tokens that are no text, whatever tokenizer.json flags them."""
     chat_template: str | None = None
 
 
@@ -201,11 +207,12 @@ class GgufExport:
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(vocabulary.split)
         writer.add_token_list(vocabulary.tokens)
-        writer.add_token_types(vocabulary.kinds)
+        kinds = [CONTROL if token in dialogue.control else kind for token, kind in enumerate(vocabulary.kinds)]
+        writer.add_token_types(kinds)
         writer.add_token_merges(vocabulary.merges)
-        writer.add_add_bos_token(vocabulary.adds_bos)
-        ids = {"bos": dialogue.bos_id, "eos": dialogue.eos_id, "eot": dialogue.eot_id, "pad": dialogue.pad_id}
-        for role, token in ids.items():
+        writer.add_add_bos_token(dialogue.adds_bos)
+        for role in ("bos", "eos", "eot", "eom", "pad"):
+            token = getattr(dialogue, f"{role}_id")
             if token is not None:
                 getattr(writer, f"add_{role}_token_id")(token)
         if dialogue.chat_template is not None:

@@ -130,8 +130,6 @@ class Vocabulary:
     tokens: list[str]
     kinds: list[int]
     merges: list[str]
-    adds_bos: bool
-    """Whether a text gets the token that begins a sequence in front."""
 
 
 def read_vocabulary(directory: Path, size: int) -> Vocabulary:
@@ -165,7 +163,7 @@ def _vocabulary(path: Path, data: Any, size: int) -> Vocabulary:
     for token in added:
         kinds[token["id"]] = CONTROL if token["special"] else USER
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
-    return Vocabulary(split, tokens, kinds, merges, _adds_bos(data.get("post_processor")))
+    return Vocabulary(split, tokens, kinds, merges)
 
 
 def _name_of(path: Path, data: Any) -> str:
@@ -195,11 +193,3 @@ def _steps(step: Any) -> list[dict[str, Any]]:
     if step["type"] == "Sequence":
         return [inner for part in step["pretokenizers"] for inner in _steps(part)]
     return [{key: value for key, value in step.items() if key != "trim_offsets"}]  # of positions, not of tokens
-
-
-def _adds_bos(processor: Any) -> bool:
-    if processor is None:
-        return False
-    if processor["type"] == "Sequence":
-        return any(map(_adds_bos, processor["processors"]))
-    return processor["type"] == "TemplateProcessing" and "SpecialToken" in processor["single"][0]

@@ -136,17 +136,17 @@ def conversations_of(row: Any) -> list[Conversation]:
     return []
 
 
-def texts_of(row: Any) -> list[str]:
-    """All texts of a row that its author wrote: contents, thoughts, names, calls and tools. Nothing for rows of other
-    kinds than those of this module."""
-    texts: dict[str, None] = {}
+def turns_of(row: Any) -> list[tuple[str, str]]:
+    """All texts of a row that its author wrote, each with the role of its turn: contents, thoughts, names and calls,
+    and of the tools as if a user said them. Nothing for rows of other kinds than those of this module."""
+    found: dict[tuple[str, str], None] = {}
     for conversation in conversations_of(row):
         for message in conversation.messages:
             said = [value for key, value in message.as_turn().items() if key != "role"]
-            texts.update(dict.fromkeys(strings_in(said)))
+            found.update(dict.fromkeys((message.role, text) for text in strings_in(said)))
         if conversation.tools:
-            texts.update(dict.fromkeys(strings_in(json.loads(conversation.tools))))
-    return list(texts)
+            found.update(dict.fromkeys(("user", text) for text in strings_in(json.loads(conversation.tools))))
+    return list(found)
 
 
 def strings_in(value: Any) -> Iterator[str]:

@@ -62,12 +62,15 @@ class Perplexity:
 def perplexity(score: Scorer, tokenizer: TextTokenizer, texts: Sequence[str], max_length: int) -> Perplexity:
     """Perplexity of texts: every token but the first is predicted once, from at most max_length - 1 tokens before it.
 
+    A text has what the tokenizer puts in front of it and behind it: it is whole, and where a model's texts end with a
+    token, that it comes there is a part of what the model has learnt to predict.
+
     Raises:
         UserError: there is nothing to predict.
     """
     windows, num_bytes = [], 0
     for text, ids in zip(texts, tokenizer.encode_batch(texts)):
-        pieces = list(_windows(ids, max_length))
+        pieces = list(_windows(tokenizer.framed(ids, is_whole=True), max_length))
         windows += pieces
         num_bytes += len(text.encode()) if pieces else 0
     if not windows:

@@ -30,6 +30,7 @@ from llmsuite.checkpoint.finite_model import checked
 from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
+from llmsuite.data.tokenizer import ends_of
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, sha256_of, write_json
@@ -57,6 +58,8 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.regular import copy_regular
 from llmsuite.schema.degrees import Degrees
 from llmsuite.typing import Tensor
+
+_RECOMMENDED = "generation_config.json"
 
 
 class DecodeStep(nn.Layer):
@@ -126,6 +129,9 @@ def export(
                 shapes += found
         write_json(directory / "config.json", source.config.to_hf())
         copy_tokenizer(tokenizer, directory)
+        recommended = source.path / _RECOMMENDED
+        if recommended.is_file() and not (directory / _RECOMMENDED).is_file():  # an adapter has its own tokenizer
+            copy_regular(recommended, directory / _RECOMMENDED)
         for path in sorted(source.path.glob(f"{SCALES}*")):  # for runtimes that multiply integers
             copy_regular(path, directory / path.name)
         if has_kernels:
@@ -133,7 +139,7 @@ def export(
         place, added = str(source.path.absolute()), str(adapter.absolute()) if adapter else None
         exported = Exported(precision, shapes, place, files, degrees.tp, degrees.pp, stages, has_kernels, added)
         if degrees.num_ranks == 1:
-            (directory / "README.md").write_text(readme(exported))
+            (directory / "README.md").write_text(readme(exported, ends_of(directory, source.config.vocab_size)))
         manifest |= dataclasses.asdict(exported)
     return exported
 

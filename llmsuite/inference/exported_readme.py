@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llmsuite.inference.exported import KERNELS, Exported
 
 _TEXT = """\
@@ -25,6 +27,7 @@ shapes = {shapes}  # of the cache: no columns yet
 cache = [paddle.zeros([len(ids), *shape], "{dtype}") for shape in shapes]
 logits, *cache = predictor.run([paddle.to_tensor(ids), paddle.to_tensor(padding), *cache])
 token = logits.argmax(-1, keepdim=True)  # [B, V] to [B, 1], the next input; the cache has L more columns
+ends = np.isin(token.numpy(), {ends})  # [B, 1]: whether it ends the answer
 cache = [tensor.clone() for tensor in cache]  # else the next run may write over what it reads
 ```
 
@@ -42,10 +45,10 @@ program_kernels.register()  # the operations that multiply with its matrices: bu
 """
 
 
-def readme(exported: Exported) -> str:
-    """The text for an exported model of one rank."""
+def readme(exported: Exported, ends: Sequence[int]) -> str:
+    """The text for an exported model of one rank. `ends` are the tokens that end an answer."""
     kernels = _KERNELS.format(directory=KERNELS) if exported.has_kernels else ""
     shapes = exported.cache_shapes
     same = all(shape == shapes[0] for shape in shapes)
     shown = f"[{shapes[0]}] * {len(shapes)}" if same else str(shapes)
-    return _TEXT.format(kernels=kernels, shapes=shown, dtype=exported.dtype)
+    return _TEXT.format(kernels=kernels, shapes=shown, dtype=exported.dtype, ends=list(ends))

@@ -46,8 +46,10 @@ class HarnessModel(TemplateLM):
         return tokenizer.token_id(begin) if begin else tokenizer.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text; special tokens are only those written out in it."""
-        return self._generator.tokenizer.encode(string)
+        """Ids of a text, with those that the tokenizer puts in front of texts unless `add_special_tokens` is false."""
+        tokenizer = self._generator.tokenizer
+        ids = tokenizer.encode(string)
+        return ids if add_special_tokens is False else tokenizer.framed(ids)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
         """Log-probability of each continuation, and whether it is the greedy one."""
@@ -78,7 +80,7 @@ class HarnessModel(TemplateLM):
         sums = []
         for request in requests:
             (text,) = request.args
-            ids, pieces = self.tok_encode(text), []
+            ids, pieces = self.tok_encode(text, add_special_tokens=False), []
             for start in range(0, len(ids), self._longest):
                 before = [ids[start - 1]] if start else [self.prefix_token_id]
                 pieces.append((("", ""), before, ids[start : start + self._longest]))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from llmsuite.convert.gguf_export import Dialogue
 from llmsuite.data.chat_template import ChatTemplate, load_template, tokenizer_template
+from llmsuite.data.control import ControlTokens
 from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
-from llmsuite.inference.prompts import stop_tokens
 
 MODELFILE = "Modelfile"
 _ROLES = ("system", "user", "assistant")
@@ -24,9 +24,11 @@ def read_dialogue(directory: Path) -> Dialogue:
     tokenizer = TextTokenizer(directory)
     named = tokenizer.special_tokens
     bos, pad = (tokenizer.token_id(named[key]) if key in named else None for key in ("bos_token", "pad_token"))
-    further = sorted(stop_tokens(directory, tokenizer) - {tokenizer.eos_id})
-    eot = further[0] if further else None
-    return Dialogue(bos, tokenizer.eos_id, pad, eot, tokenizer_template(directory))
+    further = sorted(tokenizer.ends() - {tokenizer.eos_id})
+    eot, eom, *_ = [*further, None, None]
+    control = frozenset(tokenizer.token_id(token) for token in ControlTokens(tokenizer).of_turns)
+    adds_bos = bos is not None and tokenizer.framed([])[:1] == [bos]
+    return Dialogue(bos, tokenizer.eos_id, pad, eot, eom, adds_bos, control, tokenizer_template(directory))
 
 
 def modelfile(directory: Path, weights: str, adds_bos: bool) -> str:
@@ -42,7 +44,7 @@ def modelfile(directory: Path, weights: str, adds_bos: bool) -> str:
     that is like it.
     """
     tokenizer = TextTokenizer(directory)
-    stops = tokenizer.pieces(sorted(stop_tokens(directory, tokenizer)))
+    stops = tokenizer.pieces(sorted(tokenizer.ends()))
     lines = [f"FROM ./{weights}"]
     if tokenizer_template(directory) is not None:
         turns = take_apart(load_template("tokenizer", directory, tokenizer.special_tokens))

@@ -19,7 +19,6 @@ from llmsuite.data.suggest import advice, corrected, suggested_prompt
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.data.turns import tools_at, turn_at, with_system
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
 from llmsuite.inference.calls import CallFormat, call_format
 from llmsuite.shown import kind_of_json
 
@@ -129,11 +128,11 @@ class Prompter:
             control_tokens: whether what turns say may have control tokens, such as one that ends the turn; else they
                 are text there. What is rendered around the turns, and plain text, has them in any case.
         """
-        self._system, self._control = system, ControlTokens(tokenizer)
-        self._keeps_control = control_tokens
+        self._system, self._tokenizer, self._keeps_control = system, tokenizer, control_tokens
         self._template: ChatTemplate | None = None
         if template is not None:
-            self._template = load_template(template, tokenizer.directory, tokenizer.special_tokens)
+            self._template = loaded = load_template(template, tokenizer.directory, tokenizer.special_tokens)
+        self._control = ControlTokens(tokenizer, None if template is None else lambda: loaded)
 
     @property
     def template_source(self) -> str | None:
@@ -141,14 +140,16 @@ class Prompter:
         return self._template.source if self._template is not None else None
 
     def text(self, text: str) -> Prompt:
-        """A user's turn, or without a template the text itself."""
+        """A user's turn, or without a template the text itself, behind what the tokenizer puts in front of texts."""
         if self._template is not None:
             return Prompt({"prompt": text}, self.turns([Message("user", text)]))
-        return Prompt({"prompt": text}, self._encode(text))
+        return Prompt({"prompt": text}, self._tokenizer.framed(self._encode(text)))
 
-    def plain(self, text: str) -> list[int]:
-        """The ids of a text that is not a turn, by somebody who may not write control tokens unless turns may."""
-        return self._encode(text if self._keeps_control else self._control.mark(text))
+    def plain(self, text: str, is_whole: bool = False) -> list[int]:
+        """The ids of a text that is not a turn, by somebody who may not write control tokens unless turns may; with
+        what the tokenizer puts around texts, see `TextTokenizer.framed`."""
+        ids = self._encode(text if self._keeps_control else self._control.mark(text))
+        return self._tokenizer.framed(ids, is_whole)
 
     def turns(self, messages: Sequence[Message], tools: str = "") -> list[int]:
         """The ids of a conversation and the beginning of an answer; `tools` as in `Conversation`."""
@@ -169,18 +170,22 @@ class Prompter:
         return self._encode(text)
 
     def _marked(self, message: Message) -> Message:
-        mark = self._control.mark
+        mark = functools.partial(self._control.mark, role=message.role)
+        whole = functools.partial(self._control.mark_turn, role=message.role)
         calls = tuple(ToolCall(mark(call.name), mark(call.arguments), call.id) for call in message.tool_calls)
-        turn = {key: value if key == "role" else _changed(value, mark) for key, value in message.as_turn().items()}
+        turn = {
+            key: value if key == "role" else _changed(value, whole if key == "content" else mark)
+            for key, value in message.as_turn().items()
+        }
         given = json.dumps(turn, ensure_ascii=False)
-        return Message(message.role, mark(message.content), calls, mark(message.reasoning), given)
+        return Message(message.role, whole(message.content), calls, mark(message.reasoning), given)
 
     @functools.cached_property
     def calls(self) -> CallFormat:
         """How the model writes calls of tools. Raises UserError when its template does not say."""
         if self._template is None:
             raise UserError("tools: the model has no chat template")
-        return call_format(self._template, self._control.tokens)
+        return call_format(self._template, self._tokenizer.special_texts)
 
     def row(self, row: Any) -> Prompt:
         """One row of a file, see `asked`. Raises UserError saying what is wrong with it."""
@@ -243,17 +248,3 @@ def _changed(value: Any, change: Callable[[str], str]) -> Any:
     if isinstance(value, dict):
         return {change(key): _changed(inner, change) for key, inner in value.items()}
     return value
-
-
-def stop_tokens(directory: Path, tokenizer: TextTokenizer) -> set[int]:
-    """Tokens that end an answer: the tokenizer's end of sequence, and those of generation_config.json."""
-    found = {tokenizer.eos_id}
-    path = directory / "generation_config.json"
-    if path.is_file():
-        config = read_json_file(path)
-        ids = config.get("eos_token_id") if isinstance(config, dict) else None
-        ids = ids if isinstance(ids, list) else [ids]
-        if any(i is not None and type(i) is not int for i in ids):
-            raise UserError(f"{path}: eos_token_id is {ids!r}; it has to be a number or a list of them")
-        found |= {i for i in ids if i is not None}
-    return found

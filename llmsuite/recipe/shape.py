@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from llmsuite.data.special_tokens import ids_of_roles
 from llmsuite.errors import UserError
 from llmsuite.hub.fetch import fetch
 from llmsuite.hub.here import cached
@@ -156,7 +157,7 @@ def model_config(
     elif not given and model.preset is None:
         return None, [("model", "has no shape; set model.weights, model.preset or model.config")]
     else:
-        config = family.config_cls(**given)
+        config = _with_ends(family.config_cls(**given), given, tokenizer_of(model, weights))
     if stage.head != head_of(config):
         if not hasattr(config, "head"):
             return None, [
@@ -169,6 +170,21 @@ def model_config(
     if stage.trains and recipe.train.mtp_loss_weight and getattr(config, "num_nextn_predict_layers", 0):
         config = dataclasses.replace(config, mtp=True)
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
+
+
+def _with_ends(config: Any, given: dict[str, Any], tokenizer: Path | None) -> Any:
+    """A shape of a new model whose begin and end are those of its tokenizer, where the recipe sets none: what is
+    written of it is what generation stops at."""
+    if tokenizer is None or not hasattr(config, "eos_token_id"):
+        return config
+    try:
+        ids = ids_of_roles(tokenizer)
+    except UserError:  # which is told where it is read
+        return config
+    if "eos_token" not in ids or max(ids.values()) >= config.vocab_size:
+        return config
+    own = {f"{role}_id": ids.get(role) for role in ("bos_token", "eos_token")}
+    return dataclasses.replace(config, **{key: value for key, value in own.items() if key not in given})
 
 
 def _is_kept(config: Any, key: str, value: Any) -> bool:

@@ -74,7 +74,7 @@ def _checked(service: Service, asked: EmbeddingRequest) -> list[list[int]]:
     if not hasattr(decoder, "embed") or service.marks():
         raise UserError("embeddings: are given by models that are served as they are, not with --engine static or --rl")
     prompter = service.speaker(asked.model).prompter
-    found = [prompter.plain(text) if isinstance(text, str) else text for text in asked.texts]
+    found = [prompter.plain(text, is_whole=True) if isinstance(text, str) else text for text in asked.texts]
     for number, ids in enumerate(found):
         check_room(ids, 0, decoder, f"input {number}")
     return found

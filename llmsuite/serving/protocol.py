@@ -6,6 +6,7 @@ such as who asks or what is kept of it, are accepted: see `Request`.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import secrets
 import string
@@ -18,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from llmsuite.data.rows import ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.batch import Line, TokenLogprob
+from llmsuite.inference.defaults import NAMES
 from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERATURE, MIN_REPETITION, Sampling
 from llmsuite.inference.text import TextStream
 
@@ -78,20 +80,19 @@ class Request(BaseModel):
     safety_identifier: _Short | None = None
     service_tier: _Short | None = None
     # not in OpenAI's API
-    top_k: _Count = 0
-    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] = 1.0
+    top_k: _Count | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=MIN_REPETITION, le=MAX_REPETITION)] | None = None
     min_tokens: _Count = 0
 
-    def sampling(self, max_new_tokens: int, num_logprobs: int | None) -> Sampling:
-        """The sampling parameters. Raises UserError for values that contradict each other."""
+    def sampling(self, max_new_tokens: int, num_logprobs: int | None, defaults: Sampling) -> Sampling:
+        """The sampling parameters, with those of `defaults` that the request does not set. Raises UserError for values
+        that contradict each other."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return Sampling(
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_k=self.top_k,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            min_p=self.min_p,
-            repetition_penalty=self.repetition_penalty,
+        given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
+        return dataclasses.replace(
+            defaults,
+            **given,
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             seed=secrets.randbits(62) if self.seed is None else self.seed % 2**64,  # those below 0 have their own

@@ -21,6 +21,7 @@ from llmsuite.inference.batch import Line, TokenLogprob, check_room, token_logpr
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.guided import Guide
 from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages, tool_names
+from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.shared_prefixes import SharedPrefixes
 from llmsuite.serving import protocol
 from llmsuite.serving.faults import faults
@@ -111,6 +112,8 @@ class Service:
         """Further names of the model."""
         self.marks: Callable[[], dict[str, Any]] = dict
         """What every answer names beside the model, such as the version of its weights."""
+        self.defaults = Sampling(temperature=1.0)
+        """Parameters of sampling that a request does not set; the temperature is OpenAI's."""
         self.leaves_out_tools = False
         """Whether chats are answered without the tools that they may call, as of a model that knows none."""
 
@@ -182,7 +185,7 @@ class Service:
             check_room(prompt, most, self.generator.decoder, what, option)
             if asked.min_tokens > most:
                 raise UserError(f"min_tokens: is {asked.min_tokens}; an answer has at most {most} tokens ({option})")
-            sampling = asked.sampling(most, num_logprobs)
+            sampling = asked.sampling(most, num_logprobs, self.defaults)
             guides = [guide.copy() if guide is not None else None for _ in range(count)]
             lines += [speaker.generator.line(prompt, sampling, n, own, *adapter) for n, own in enumerate(guides)]
         return lines, len(prompts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from fastapi import FastAPI, HTTPException, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,8 +21,9 @@ class TokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
     prompt: str
-    add_special_tokens: Literal[False] | None = None
-    """Prompts get none here."""
+    add_special_tokens: bool | None = None
+    """Whether the text gets what the tokenizer puts in front of prompts, as those of /v1/completions do; it does unless
+    this is false."""
     return_token_strs: bool | None = None
 
 
@@ -44,6 +45,7 @@ def add_api(app: FastAPI, service: Service) -> None:
         tokenizer = service.speaker(asked.model).generator.tokenizer
         try:
             ids = await asyncio.to_thread(tokenizer.encode, asked.prompt)
+            ids = ids if asked.add_special_tokens is False else tokenizer.framed(ids)
         except UserError as error:
             raise HTTPException(400, str(error)) from None
         texts = tokenizer.pieces(ids) if asked.return_token_strs else None

@@ -22,8 +22,8 @@ from llmsuite.data.read import data_files, first_rows
 from llmsuite.data.remote import is_remote, saved_rows
 from llmsuite.data.rendered import check_rendered
 from llmsuite.data.rows import Message, Prompt
+from llmsuite.data.special_tokens import read_token_files
 from llmsuite.data.suggest import columns_word, corrected, fields_of, key_word, suggested_text
-from llmsuite.data.tokenizer import special_tokens
 from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.inference.prompts import asked_at, prompt_columns
 from llmsuite.plugins.manager import BUILTIN, Registry
@@ -213,7 +213,7 @@ class _Look:
         directory = self._plan.tokenizer
         if not self._renders or directory is None or not (directory / "tokenizer_config.json").is_file():
             return None
-        return load_template(self._data["chat_template"], directory, special_tokens(directory))
+        return load_template(self._data["chat_template"], directory, dict(read_token_files(directory).roles))
 
     # what would be right
 

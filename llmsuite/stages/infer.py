@@ -15,10 +15,11 @@ from llmsuite.errors import RecipeError, UserError
 from llmsuite.files import NO_ROOM, os_errors, read_json_file, write_text_atomic
 from llmsuite.inference.beam import Beams
 from llmsuite.inference.decoder import ModelDecoder
+from llmsuite.inference.defaults import NAMES, read_defaults
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import Answer, Generator
 from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any
-from llmsuite.inference.prompts import Prompt, Prompter, stop_tokens
+from llmsuite.inference.prompts import Prompt, Prompter
 from llmsuite.inference.sampling import Sampling
 from llmsuite.locks import lock_directory
 from llmsuite.parallel import collective
@@ -54,15 +55,12 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     if recipe.source:
         report(f"numbers from {recipe.source}")
 
-    generator = _generator(plan, registry, backend, mesh)
+    generator, configs = _generator(plan, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template
     prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_path, recipe.data.columns)
+    given = {name: value for name in NAMES if (value := getattr(section, name)) is not None}
     sampling = Sampling(
-        temperature=section.temperature,
-        top_k=section.top_k,
-        top_p=section.top_p,
-        min_p=section.min_p,
-        repetition_penalty=section.repetition_penalty,
+        **given,
         frequency_penalty=section.frequency_penalty,
         presence_penalty=section.presence_penalty,
         seed=recipe.seed,
@@ -71,6 +69,11 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
         stop=tuple(section.stop),
         num_logprobs=section.logprobs,
     )
+    if section.num_beams == 1:  # beam search draws nothing
+        defaults = read_defaults(configs, section.generation_config)
+        sampling = defaults.fill(sampling, given)
+        if defaults.note:
+            report(defaults.note)
     beams = Beams(section.num_beams, section.length_penalty, section.max_new_tokens, section.min_new_tokens)
     count, batch_size = section.num_return_sequences, section.batch_size
     if unread := unread_keys(plan.loaded):
@@ -104,14 +107,15 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     return 0
 
 
-def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> Generator:
-    """The model of the recipe, from files or initialised from the seed."""
+def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> tuple[Generator, list[Path]]:
+    """The model of the recipe, from files or initialised from the seed; and the directories whose configs are about
+    it."""
     precision = plan.recipe.engine.precision
-    tokenizer = plan.tokenizer
+    tokenizer, models = plan.tokenizer, list[Path]()
     if plan.weights is not None:
         source = open_any(plan.weights, registry.models, runs=True)
         report(f"loading {plan.weights} ({source.description})")
-        model = load_model(source, backend, precision, mesh)
+        model, models = load_model(source, backend, precision, mesh), [source.path]
         if plan.recipe.model.tokenizer is None:
             tokenizer = source.tokenizer_directory
     else:
@@ -130,7 +134,7 @@ def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> G
             f"{plan.model_config.vocab_size} of the model"
         )
     decoder = ModelDecoder(model, mesh)
-    return Generator(decoder, words, stop_tokens(tokenizer, words), as_first_rank)
+    return Generator(decoder, words, words.ends(*models), as_first_rank), [tokenizer, *models]
 
 
 def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:

@@ -149,15 +149,18 @@ class InferSection(Section):
     """Shortest answer, in tokens."""
     stop: list[str] = dataclasses.field(default_factory=list)
     """Texts that end an answer; they are not part of it."""
-    temperature: NonNegativeFloat = 0.0
-    """0 is greedy."""
-    top_k: NonNegativeInt = 0
+    generation_config: Literal["auto", "ignore"] = "auto"
+    """auto: what is null of temperature, top_k, top_p, min_p and repetition_penalty is that of the model's
+    generation_config.json; ignore: it is not. Tokens that end an answer are taken from it in any case."""
+    temperature: NonNegativeFloat | None = None
+    """0 is greedy; so is null, where generation_config.json has none."""
+    top_k: NonNegativeInt | None = None
     """Choose among this many of the likeliest tokens; 0 for all."""
-    top_p: Fraction = 1.0
+    top_p: Fraction | None = None
     """Choose among the likeliest tokens that together reach this probability."""
-    min_p: Fraction = 0.0
+    min_p: Fraction | None = None
     """Choose among tokens with at least this share of the probability of the likeliest one."""
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: PositiveFloat | None = None
     """Logits of tokens in prompt or answer are divided by it where positive, else multiplied."""
     frequency_penalty: float = 0.0
     """Subtracted from a token's logit for each time it is in the answer."""
@@ -189,7 +192,7 @@ class InferSection(Section):
             if getattr(self, key) not in (0, [], None) or (key == "logprobs" and self.logprobs == 0):
                 yield key, "does not go with num_beams: beam search draws nothing; remove it"
         for key, off in PENALTIES.items() if self.num_beams > 1 else ():
-            if getattr(self, key) != off:
+            if getattr(self, key) not in (None, off):
                 yield key, "does not go with num_beams: beam search has no penalties but length_penalty; remove it"
         if 1 < self.num_beams < self.num_return_sequences:
             yield "num_return_sequences", f"is {self.num_return_sequences}, more than num_beams = {self.num_beams}"

@@ -15,7 +15,6 @@ import numpy as np
 
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.inference.generate import Generator
-from llmsuite.inference.prompts import stop_tokens
 from llmsuite.inference.sampling import Sampling
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
@@ -59,7 +58,7 @@ class AnswerEvaluation:
         self._questions = _spread(functools.partial(_questions, data.stage, data.eval_as_read), count)
         self._model = LocalModel(plan, backend)
         tokenizer = data.stage.context.tokenizer
-        stops = stop_tokens(plan.weights or tokenizer.directory, tokenizer) | {tokenizer.eos_id}
+        stops = tokenizer.ends(plan.weights or tokenizer.directory)
         self._generator = Generator(self._model.decoder, tokenizer, stops)
 
     def evaluate(self) -> tuple[dict[str, float], list[dict[str, str]]]:

@@ -17,7 +17,6 @@ import numpy as np
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import AgreedError, UserError
-from llmsuite.inference.prompts import stop_tokens
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.parallel.mesh import Mesh
@@ -138,7 +137,7 @@ def rollout_engine(
     if missing:
         name = plan.rollout_engine.name
         raise UserError(f"rollout engine {name}: its factory returned {engine!r}, without {', '.join(missing)}")
-    stop_ids = stop_tokens(plan.weights or tokenizer.directory, tokenizer) | stop_tokens(tokenizer.directory, tokenizer)
+    stop_ids = tokenizer.ends(plan.weights or tokenizer.directory)
     rollouts = Rollouts(engine, stop_ids, tokenizer.decode, plan.recipe.seed, on_one)
     return RolloutEngine(engine, rollouts, weights, on_one, draws)
 

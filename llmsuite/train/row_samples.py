@@ -29,7 +29,7 @@ from llmsuite.data.conversion import Conversion
 from llmsuite.data.faults import Faults
 from llmsuite.data.placed import PLACE, PlacedRows, lines_of, placed_rows, state_of
 from llmsuite.data.read import Rows, data_files
-from llmsuite.data.rows import texts_of
+from llmsuite.data.rows import turns_of
 from llmsuite.data.sequences import Lazy, Measure
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, read_json_file, write_json
@@ -91,8 +91,8 @@ Read = tuple[Sequence[Any], DropCounts, "str | None"]
 def held_samples(stage: Source, path: Path) -> Read:
     """Those of rows that are all in memory. Raises UserError: a row is faulty, or there is none."""
     rows = stage.read_rows(path)
-    control = ControlTokens(stage.context.tokenizer)
-    found = [(where, token) for where, row in zip(rows.places, rows) if (token := control.find(texts_of(row)))]
+    control = ControlTokens(stage.context.tokenizer, stage.context.template)
+    found = [(where, token) for where, row in zip(rows.places, rows) if (token := control.find_said(turns_of(row)))]
     counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
     return stage.make_samples(rows, counts), counts, warning(found, len(found))
 
@@ -143,7 +143,7 @@ class _Pass:
     def __init__(self, stage: Source, path: Path, conversion: Conversion, faults: Faults, limit: int | None):
         self._stage, self._path, self._conversion, self._limit = stage, path, conversion, limit
         self._counts = DropCounts(path, faults=faults)
-        self._control = ControlTokens(stage.context.tokenizer)
+        self._control = ControlTokens(stage.context.tokenizer, stage.context.template)
         self._marked: list[tuple[str, str]] = []
         """Place and token of the first row that says a control token."""
         self._num_marked, self._has_lengths = 0, True
@@ -219,7 +219,7 @@ class _Pass:
             self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + count
         self._counts.cut += counts.cut
         for name, row in zip(names, rows):
-            if token := self._control.find(texts_of(row)):
+            if token := self._control.find_said(turns_of(row)):
                 self._marked = self._marked or [(name, token)]
                 self._num_marked += 1
         return kept, self._stage.remembered(samples)

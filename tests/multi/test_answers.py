@@ -16,7 +16,7 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.load import load_model, open_any
-from llmsuite.inference.prompts import Prompter, stop_tokens
+from llmsuite.inference.prompts import Prompter
 from llmsuite.inference.sampling import Sampling
 from llmsuite.observe.report import content
 from llmsuite.observe.runs import read_run
@@ -105,7 +105,7 @@ def test_answers_are_those_of_the_checkpoint(runner: Runner, registry: Registry)
     checkpoint = directory / f"checkpoints/step-{STEPS}"
     tokenizer = TextTokenizer(checkpoint)
     model = load_model(open_any(checkpoint, registry.models), CpuBackend())
-    generator = Generator(ModelDecoder(model), tokenizer, stop_tokens(checkpoint, tokenizer))
+    generator = Generator(ModelDecoder(model), tokenizer, tokenizer.ends(checkpoint))
     prompts = {tokenizer.decode(ids): ids for ids in all_prompts(tokenizer)}
     chosen = [prompts[row["prompt"]] for row in found]
     sampling = Sampling(max_new_tokens=LONGEST, seed=42, **DRAWS)  # type: ignore[arg-type]

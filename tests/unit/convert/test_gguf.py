@@ -125,6 +125,16 @@ def refusal(tmp_path: Path, **options: Any) -> str:
     return str(caught.value)
 
 
+def test_every_end_is_kept(tmp_path: Path) -> None:
+    def more(writer: gguf.GGUFWriter) -> None:
+        writer.add_eot_token_id(0)
+        writer.add_eom_token_id(5)
+
+    found = imported(tmp_path, more=more)
+    assert open_model(found, FAMILIES).config.eos_token_id == [2, 0, 5]
+    assert TextTokenizer(found).ends() == {2, 0, 5}
+
+
 @pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
 def test_logits_are_those_of_the_source(tmp_path: Path, layout: str) -> None:
     source = open_model(imported(tmp_path, layout), FAMILIES)

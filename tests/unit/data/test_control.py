@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.data.control import ControlTokens
-from llmsuite.data.rows import Conversation, Message, Preference, Prompt, Unpaired, texts_of
+from llmsuite.data.rows import Conversation, Message, Preference, Prompt, Unpaired, turns_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.inference.prompts import Prompter
@@ -43,6 +43,10 @@ def test_a_turn_is_encoded_with_what_is_around_it() -> None:
 def test_tokens_that_overlap_are_all_taken_apart() -> None:
     class Toy:
         control_tokens = frozenset({"<<a>>", "<a>", "[", "a>>"})
+        added_tokens = control_tokens
+
+        def masked(self, hidden: frozenset[str]) -> None:
+            return None
 
         def encode(self, text: str) -> list[str]:
             return [text]
@@ -55,9 +59,10 @@ def test_tokens_that_overlap_are_all_taken_apart() -> None:
 
 
 def test_all_turns_of_a_row_are_looked_at() -> None:
-    turns = (Message("user", "a"), Message("assistant", "b"))
-    assert texts_of(Conversation(turns, (False, True))) == ["a", "b"]
-    assert texts_of(Prompt(turns)) == ["a", "b"]
-    assert texts_of(Preference(turns, Message("assistant", "c"), Message("assistant", "d"))) == ["a", "b", "c", "d"]
-    assert texts_of(Unpaired(turns, Message("assistant", "c"), True)) == ["a", "b", "c"]
-    assert texts_of({"text": "a"}) == []
+    turns, said = (Message("user", "a"), Message("assistant", "b")), [("user", "a"), ("assistant", "b")]
+    good, bad = Message("assistant", "c"), Message("assistant", "d")
+    assert turns_of(Conversation(turns, (False, True))) == said
+    assert turns_of(Prompt(turns)) == said
+    assert turns_of(Preference(turns, good, bad)) == [*said, ("assistant", "c"), ("assistant", "d")]
+    assert turns_of(Unpaired(turns, good, True)) == [*said, ("assistant", "c")]
+    assert turns_of({"text": "a"}) == []

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from llmsuite.data import conversations, formats, prompts
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.rows import Conversation, Message, conversations_of, texts_of
+from llmsuite.data.rows import Conversation, Message, conversations_of, turns_of
 from llmsuite.data.turns import sharegpt_turn_at, turn_at
 from llmsuite.errors import UserError
 from llmsuite.inference.prompts import read_messages
@@ -84,7 +84,7 @@ def test_every_format_keeps_tools_and_system(name: str) -> None:
         assert turns[1] == ASK
         assert tools == TOOLS
         assert len(conversation.supervised) == len(conversation.messages)
-    assert {"Be brief.", "Hi?", "weather"} <= set(texts_of(FORMATS[name].convert(row)))
+    assert {"Be brief.", "Hi?", "weather"} <= {text for _, text in turns_of(FORMATS[name].convert(row))}
     as_text = {**ROWS[name], "tools": json.dumps([TOOLS[0]["function"]]), "system": None}
     assert all(rendered(each)[1] == TOOLS for each in conversations_of(FORMATS[name].convert(as_text)))
     assert all(rendered(each)[0][0] == ASK for each in conversations_of(FORMATS[name].convert(as_text)))

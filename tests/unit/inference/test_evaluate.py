@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from llmsuite.inference.evaluate import perplexity, preference_accuracy, scorer
 from llmsuite.inference.sampling import log_softmax
 from tests.unit.families import load
 from tests.unit.inference.test_export import write_family
+from tests.unit.tiny_llama import TOKENIZER
 
 TEXTS = ["The cat sat on the mat, and the dog did not.", "One.", "", "a b c d e f g h i j k l m n o p"]
 
@@ -62,6 +64,17 @@ def test_perplexity_predicts_every_token_once(model: Any, directory: Path) -> No
         assert found.bits_per_byte == pytest.approx(total / math.log(2) / size, rel=1e-5)
     with pytest.raises(UserError, match="nothing to predict"):
         perplexity(scorer(model, 1), tokenizer, [""], 7)
+
+
+def test_a_whole_text_has_what_the_tokenizer_puts_around_it(model: Any, directory: Path, tmp_path: Path) -> None:
+    begun = shutil.copytree(TOKENIZER, tmp_path / "begun")
+    config = json.loads((begun / "tokenizer_config.json").read_text())
+    (begun / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True, "add_eos_token": True}))
+    tokenizer = TextTokenizer(begun)
+    ids = [1, *tokenizer.encode("One."), 2]
+    found = perplexity(scorer(model, 1), tokenizer, ["One."], 20)
+    assert found.num_tokens == len(ids) - 1
+    assert found.perplexity == pytest.approx(math.exp(-np.mean(alone(model, ids))), rel=1e-5)
 
 
 def pair(question: str, chosen: str, rejected: str) -> Preference:

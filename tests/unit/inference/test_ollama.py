@@ -57,6 +57,7 @@ def test_other_templates_have_no_counterpart(tmp_path: Path, source: str) -> Non
 def test_a_modelfile(tmp_path: Path) -> None:
     directory = write(tmp_path / "model", SMOLLM)
     (directory / "generation_config.json").write_text('{"eos_token_id": [2, 0]}', encoding="utf-8")
+    assert read_dialogue(directory).eom_id is None
     assert modelfile(directory, "model.gguf", adds_bos=False) == (
         "FROM ./model.gguf\n"
         'TEMPLATE """{{ range .Messages }}{{ if eq .Role "system" }}<|im_start|>system\n{{ .Content }}<|im_end|>\n'
@@ -76,3 +77,19 @@ def test_the_token_that_llama_cpp_adds_is_not_written_twice(tmp_path: Path) -> N
     begun, plain = (modelfile(directory, "model.gguf", adds_bos=adds) for adds in (True, False))
     assert 'TEMPLATE """{{ range' in begun
     assert 'TEMPLATE """<|im_start|>{{ range' in plain
+
+
+def test_ends_and_control_tokens_of_all_files(tmp_path: Path) -> None:
+    directory = write(tmp_path / "model", "{% for m in messages %}<|im_start|>{{ m['content'] }}{% endfor %}")
+    (directory / "config.json").write_text(json.dumps({"eos_token_id": [2, 45, 46, 47]}))
+    content = json.loads((directory / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    dialogue = read_dialogue(directory)
+    assert (dialogue.eos_id, dialogue.eot_id, dialogue.eom_id) == (2, 45, 46)
+    assert dialogue.control == {0, 1, 2}, "those with a role, and what the template writes"
+    assert (dialogue.adds_bos, modelfile(directory, "m.gguf", False).count("PARAMETER stop")) == (False, 4)
+    settings = json.loads((directory / "tokenizer_config.json").read_text())
+    (directory / "tokenizer_config.json").write_text(json.dumps({**settings, "add_bos_token": True}))
+    assert read_dialogue(directory).adds_bos

@@ -15,6 +15,7 @@ import pytest
 
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.cli.main import main
+from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.errors import UserError
@@ -93,6 +94,7 @@ def test_paddle_alone_runs_it_as_its_readme_says(pair: tuple[Path, Path], tmp_pa
     static = pair[1]
     (code,) = re.findall(r"```python\n(.*?)```", (static / "README.md").read_text(), re.DOTALL)
     assert "program_kernels.register()" in code
+    assert f"np.isin(token.numpy(), {sorted(TextTokenizer(static).ends())})" in code
     path = tmp_path / "run.py"
     path.write_text(code + 'print("SAID", *logits.numpy()[0], *("llmsuite" in name for name in sys.modules))\n')
     extensions = {"PADDLE_EXTENSION_DIR": str(tmp_path / "extensions"), "PYTHONPATH": ""}

@@ -37,6 +37,8 @@ class ToyDecoder:
 class ToyTokenizer:
     """Ids are looked up in a list of pieces, which are bytes: a piece may be a part of a character."""
 
+    special_texts: frozenset[str] = frozenset()
+
     def __init__(self, pieces: Sequence[bytes], eos_id: int = 0):
         self.pieces, self.eos_id = pieces, eos_id
 

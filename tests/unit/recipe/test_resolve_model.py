@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.resources import bundled
 from tests.conftest import position
+from tests.paths import DATA
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[Problem]]
@@ -220,3 +222,16 @@ def test_what_such_a_model_does_not_have_is_no_other_shape(registry: Registry, t
     assert (found.num_hidden_layers, found.shared_size) == (family.smoke["num_hidden_layers"], 0)
     with pytest.raises(RecipeError, match="has another shape: moe_intermediate_size is 48 in the recipe and 32 in"):
         plan_run(recipe, [*words, "--model.config.moe_intermediate_size=48"], registry, smoke=True)
+
+
+def test_a_new_model_ends_where_its_tokenizer_does(plan: Plan, tmp_path: Path) -> None:
+    tokenizer = shutil.copytree(DATA / "tokenizer", tmp_path / "tokenizer")
+    config = json.loads((tokenizer / "tokenizer_config.json").read_text())
+    named = {**config, "eos_token": "<|endoftext|>", "bos_token": "<|im_end|>"}
+    (tokenizer / "tokenizer_config.json").write_text(json.dumps(named))
+    shape = {key: value for key, value in TINY.items() if not key.endswith("_token_id")}
+    given = {"model.preset": REMOVE, "model.tokenizer": str(tokenizer), "model.config": {**shape, "vocab_size": 512}}
+    found = plan(given).model_config
+    assert (found.bos_token_id, found.eos_token_id) == (2, 0)
+    found = plan({**given, "model.config": {**given["model.config"], "eos_token_id": [3]}}).model_config
+    assert (found.bos_token_id, found.eos_token_id) == (2, [3])

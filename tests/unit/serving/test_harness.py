@@ -145,7 +145,7 @@ def test_its_tokenizer_is_that_of_the_server(client: TestClient, model: Path) ->
     pieces = client.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True}).json()["token_strs"]
     assert "".join(pieces) == "Hi"
     for path, asked in (
-        ("/tokenize", {"prompt": "a", "add_special_tokens": True}),
+        ("/tokenize", {"prompt": "a", "add_special_tokens": "yes"}),
         ("/tokenize", {"prompt": "a", "model": "another"}),
         ("/detokenize", {"tokens": [tokenizer.vocab_size]}),
     ):

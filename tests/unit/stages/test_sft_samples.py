@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.data.chat_template import ChatTemplate, load_template
+from llmsuite.data.control import ControlTokens
 from llmsuite.data.conversations import BUILTIN
 from llmsuite.data.read import read_rows
-from llmsuite.data.rows import Conversation, Message, ToolCall
+from llmsuite.data.rows import Conversation, Message, ToolCall, turns_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
@@ -379,3 +381,29 @@ def test_control_tokens_in_turns_are_warned_of(tmp_path: Path) -> None:
         f"warning: {path}:2: what a turn says has the control token <|im_start|>, and so have 1 more rows; it is "
         "trained as that token and not as text. If it comes from users, take it out of the data"
     ]
+
+
+def test_tokens_of_any_file_are_warned_of_and_thoughts_are_not(tmp_path: Path) -> None:
+    """A role's token that is not flagged special, and one that the template writes; not what an answer may have."""
+    directory = shutil.copytree(DATA / "tokenizer", tmp_path / "tokenizer")
+    content = json.loads((directory / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = False
+    like = {**content["added_tokens"][0], "special": False}
+    new = ("<|A|>", "<think>", "</think>")
+    content["added_tokens"] += [{**like, "id": 512 + i, "content": text} for i, text in enumerate(new)]
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    template = (
+        "{% for m in messages %}{{ '<|A|>' if m['role'] == 'assistant' else '' }}{{ m['content'] }}<|im_end|>"
+        "{% endfor %}{% if add_generation_prompt %}<|A|>{% endif %}{# <think> </think> #}"
+    )
+    (directory / "chat_template.jinja").write_text(template)
+    tokenizer = TextTokenizer(directory)
+
+    def warned(user: str, answer: str) -> bool:
+        control = ControlTokens(tokenizer, lambda: load_template("tokenizer", directory, tokenizer.special_tokens))
+        turns = (Message("user", user), Message("assistant", answer))
+        return control.find_said(turns_of(Conversation(turns, (False, True)))) is not None
+
+    assert [warned(text, "b") for text in ("<|A|>", "<|im_end|>", "<think>", "a")] == [True, True, True, False]
+    assert [warned("b", text) for text in ("<|A|>", "<|im_end|>", "<think>a</think>b")] == [True, True, False]
