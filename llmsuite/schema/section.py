@@ -26,7 +26,7 @@ class Section:
     """Kind of what is registered and has keys of its own in this section, below its name: "reward" or "rollout
     engine"."""
     needs_columns: ClassVar[tuple[str, ...]] = ()
-    """Of a reward or an environment: keys that name columns of a row which it gives no reward without. `validate` and
+    """Keys of a reward or an environment that name columns of a row which it gives no reward without. `validate` and
     `run` look for them in the first rows."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
