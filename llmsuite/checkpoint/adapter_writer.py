@@ -25,10 +25,9 @@ from llmsuite.checkpoint.adapter_dir import (
     stored_parameter,
     stored_structure,
 )
-from llmsuite.checkpoint.finite import keep
 from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.model_writer import OrderedGather
-from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, write_file, write_tensors
+from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_tensors
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
@@ -93,8 +92,7 @@ def write_adapters(
     if layout == "hf":  # PEFT reads one file
         written = write_file(directory / f"{STEMS[layout]}{SUFFIX}", stored.specs, stored.read, metadata)
     else:
-        options = WriteOptions(on_nonfinite=keep)  # as `write_file`
-        written = write_tensors(directory, STEMS[layout], stored.specs, stored.read, metadata, options)
+        written = write_tensors(directory, STEMS[layout], stored.specs, stored.read, metadata)
     written.add(state)
     write_json(directory / CONFIG_NAMES[layout], _config(adapters, pairs, family, config, layout))
     write_base(directory, adapters.base)

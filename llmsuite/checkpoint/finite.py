@@ -62,13 +62,6 @@ def refuse_of(where: Path | str) -> OnNonFinite:
     return refuse
 
 
-refuse = refuse_of("the weights")
-
-
-def keep(name: str, count: int, size: int) -> None:
-    """An `OnNonFinite` that lets a tensor be as it is."""
-
-
 def first_nonfinite(paths: Iterable[Path]) -> str | None:
     """What `told` says of the first tensor of safetensors files that has such values, None where none has; 1 MB at a
     time is read."""

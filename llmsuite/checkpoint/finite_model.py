@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsuite.checkpoint.finite import NonFiniteError, OnNonFinite, count_nonfinite, keep, told
+from llmsuite.checkpoint.finite import NonFiniteError, OnNonFinite, count_nonfinite, told
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSource
 
@@ -21,8 +21,9 @@ class FiniteModel(ModelDirectory):
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         value = super().read(name, index)
-        if count := count_nonfinite(value):
-            nonfinite_of(self, lambda name: [name])(name, count, value.size)
+        refuse = nonfinite_of(self, lambda name: [name])
+        if refuse is not None and (count := count_nonfinite(value)):
+            refuse(name, count, value.size)
         return value
 
 
@@ -33,16 +34,16 @@ def checked(model: ModelDirectory) -> ModelDirectory:
     return FiniteModel(**{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
 
 
-def nonfinite_of(model: ModelDirectory, parameters: Callable[[str], Sequence[str]]) -> OnNonFinite:
-    """What is done with tensors made of a model that are not finite: they are kept, or refused with the file that has
-    the values; of an adapter, with the tensor there.
+def nonfinite_of(model: ModelDirectory, parameters: Callable[[str], Sequence[str]]) -> OnNonFinite | None:
+    """What refuses tensors made of a model that are not finite, with the file that has the values; of an adapter, with
+    the tensor there. None for a model that may have such.
 
     Args:
         model: says which.
         parameters: gives our names of the parameters that a tensor is made of.
     """
     if model.allow_nonfinite:
-        return keep
+        return None
 
     def refuse(name: str, count: int, size: int) -> None:
         added: TensorSource | None = getattr(model.files, "added", None)

@@ -62,7 +62,7 @@ class Int8Weights:
         scale = self._weight_scale(name)
         return to_int8(value, scale if index is None else scale[index[1]])
 
-    def write_scales(self, directory: Path, arrangement: Arrangement, on_nonfinite: OnNonFinite) -> ManifestPart:
+    def write_scales(self, directory: Path, arrangement: Arrangement, on_nonfinite: OnNonFinite | None) -> ManifestPart:
         """Write the scales of the tensors of an arrangement."""
         scales: dict[str, np.ndarray] = {}
         for spec in arrangement.specs:

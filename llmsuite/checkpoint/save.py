@@ -30,7 +30,6 @@ import numpy as np
 from llmsuite.checkpoint.adapter_dir import Adapters
 from llmsuite.checkpoint.adapter_writer import write_adapters
 from llmsuite.checkpoint.directory import list_steps, load_best
-from llmsuite.checkpoint.finite import keep
 from llmsuite.checkpoint.model_writer import OrderedGather, write_model
 from llmsuite.checkpoint.own_disks import OwnDisk, commit, hear, tell
 from llmsuite.checkpoint.prefix_dir import Prefixes, write_prefixes
@@ -264,8 +263,7 @@ def _write_set(job: CheckpointJob, directory: Path, stem: str, tensors: Sequence
 
 
 def _options(job: CheckpointJob, tensors: Sequence[GatheredTensor]) -> WriteOptions:
-    writers = {tensor.name: tensor.writer for tensor in tensors}
-    return WriteOptions(rank=job.rank, writers=writers, on_nonfinite=keep)  # a run has rules of its own for them
+    return WriteOptions(rank=job.rank, writers={tensor.name: tensor.writer for tensor in tensors})
 
 
 def _reader(tensors: Sequence[GatheredTensor]) -> Callable[[str], np.ndarray]:

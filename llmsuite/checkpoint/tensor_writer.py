@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.finite import OnNonFinite, count_nonfinite, keep, refuse
+from llmsuite.checkpoint.finite import OnNonFinite, count_nonfinite
 from llmsuite.checkpoint.stored import CODES, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.files import first_fault, fsync, ranges_of, write_json
@@ -115,8 +115,9 @@ class WriteOptions:
     """This process, where several write a part each. Rank 0 writes the index."""
     writers: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Rank by tensor; rank 0 writes those that are not named."""
-    on_nonfinite: OnNonFinite = refuse
-    """Called with each tensor that has values that are NaN or infinite."""
+    on_nonfinite: OnNonFinite | None = None
+    """Called with each tensor that has values that are NaN or infinite. None does not look for them, as for the
+    checkpoints of a run, which has rules of its own."""
 
 
 def write_tensors(
@@ -217,7 +218,7 @@ def write_file(
     """Write one file of any values, without an index; `read` is called once each, in the order of `specs`."""
     file = TensorFile(path, specs, metadata)
     for spec in specs:
-        file.write(spec, read(spec.name), _no_progress, keep)
+        file.write(spec, read(spec.name), _no_progress)
     return file.finish()
 
 
@@ -248,7 +249,11 @@ class TensorFile:
         self._entries: dict[str, dict[str, Any]] = {spec.name: {} for spec in specs}
 
     def write(
-        self, spec: TensorSpec, values: Values, progress: Callable[[int], None], on_nonfinite: OnNonFinite
+        self,
+        spec: TensorSpec,
+        values: Values,
+        progress: Callable[[int], None],
+        on_nonfinite: OnNonFinite | None = None,
     ) -> None:
         """Write a tensor to its place; when it is there, `on_nonfinite` is told of values that are not finite."""
         digest, start = hashlib.sha256(), self._starts[spec.name]
@@ -257,7 +262,8 @@ class TensorFile:
             file.seek(start)
             for data in _bytes_of(spec, values):
                 digest.update(data)
-                num_nonfinite += count_nonfinite(np.frombuffer(data, spec.dtype)) if len(data) else 0
+                if on_nonfinite is not None and len(data):
+                    num_nonfinite += count_nonfinite(np.frombuffer(data, spec.dtype))
                 with self._lock:  # the system would let others wait in a loop that burns their core
                     _write_all(file, data)
                 at += len(data)
@@ -265,7 +271,7 @@ class TensorFile:
         assert at - start == spec.num_bytes, f"{spec} was announced, {at - start} bytes came"
         if isinstance(values, StoredTensor):
             values.compare(digest.hexdigest())
-        if num_nonfinite:
+        if on_nonfinite is not None and num_nonfinite:
             on_nonfinite(spec.name, num_nonfinite, int(np.prod(spec.shape, dtype="int64")))
         self._entries[spec.name] = {
             "start": start,

@@ -76,7 +76,7 @@ def _describe(metadata: Metadata, key: str, spec: TensorSpec, file: str) -> None
 
 def _tensor(rewrite: Rewrite, spec: TensorSpec) -> paddle.Tensor:
     value = rewrite.read(spec.name)
-    if count := count_nonfinite(value):
+    if rewrite.on_nonfinite is not None and (count := count_nonfinite(value)):
         rewrite.on_nonfinite(spec.name, count, value.size)
     if spec.dtype == "bfloat16":  # Paddle takes the bits in uint16 for one
         return paddle.to_tensor(value.view("uint16"), place="cpu")

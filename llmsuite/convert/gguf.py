@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.finite import keep, refuse_of
+from llmsuite.checkpoint.finite import refuse_of
 from llmsuite.checkpoint.model_dir import Layout, check_config
 from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensor_writer import WriteOptions
@@ -97,7 +97,7 @@ def import_gguf(
         shape = tuple(int(n) for n in reversed(tensors[name].shape))
         specs.append(TensorSpec(name, shape[::-1] if names.is_linear(name) else shape, "float32"))
     save_tokenizer(*read_tokenizer(source, fields), directory)
-    options = WriteOptions(on_nonfinite=keep if allow_nonfinite else refuse_of(source))
+    options = WriteOptions(on_nonfinite=None if allow_nonfinite else refuse_of(source))
     write_model(directory, family, config, read, specs, layout, options=options)
 
 

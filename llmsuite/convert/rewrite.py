@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.finite import NonFiniteError
+from llmsuite.checkpoint.finite import NonFiniteError, OnNonFinite
 from llmsuite.checkpoint.finite_model import nonfinite_of
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors, Fp8Writing, is_fp8_matrix
 from llmsuite.checkpoint.fused import FLAGS, Heads, fuse, fuse_specs
@@ -125,9 +125,10 @@ class Rewrite:
             copy_tokenizer(model.tokenizer_directory, directory)
             manifest.update(dataclasses.asdict(written))
 
-    def on_nonfinite(self, name: str, count: int, size: int) -> None:
-        """Refuse a tensor to be written whose values are not finite, unless the model may have such."""
-        nonfinite_of(self.model, self._parameters)(name, count, size)
+    @property
+    def on_nonfinite(self) -> OnNonFinite | None:
+        """What refuses a tensor to be written whose values are not finite; None where the model may have such."""
+        return nonfinite_of(self.model, self._parameters)
 
     def _parameters(self, theirs: str) -> list[str]:
         """Our names of what a tensor is made of; none of scales."""

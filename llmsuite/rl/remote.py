@@ -19,10 +19,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsuite.checkpoint.finite import keep
 from llmsuite.checkpoint.model_dir import without_carried
 from llmsuite.checkpoint.model_writer import write_model
-from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.files import MANIFEST, committed_directory, remove_directory, sha256_of
 from llmsuite.inference.load import parameter_shapes
@@ -80,8 +78,7 @@ class RemoteEngine:
             return early.pop(name)
 
         specs = [TensorSpec(name, shape, self._dtype_of(name)) for name, shape in self._shapes.items()]
-        # the server that takes them refuses what is not finite
-        write_model(directory, self._family, self._config, read, specs, options=WriteOptions(on_nonfinite=keep))
+        write_model(directory, self._family, self._config, read, specs)
 
     def _dtype_of(self, name: str) -> str:
         """As `llmsuite.train.whole_weights` gives it."""

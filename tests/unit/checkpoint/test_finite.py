@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from llmsuite.checkpoint.finite import NonFiniteError, count_nonfinite, first_nonfinite, keep
+from llmsuite.checkpoint.finite import NonFiniteError, count_nonfinite, first_nonfinite, refuse_of
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.tensor_writer import WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
@@ -60,8 +60,8 @@ def test_a_writer_counts_all_parts_of_a_tensor(tmp_path: Path, dtype: str) -> No
         return np.ones(2, "f4") if name == "a" else iter([value[:2], value[2:]])
 
     with pytest.raises(NonFiniteError, match="'b' has 2 of 12 values that are not finite"):
-        write_tensors(tmp_path, "model", specs, read, {})
-    write_tensors(tmp_path, "model", specs, read, {}, WriteOptions(on_nonfinite=keep))
+        write_tensors(tmp_path, "model", specs, read, {}, WriteOptions(on_nonfinite=refuse_of(tmp_path)))
+    write_tensors(tmp_path, "model", specs, read, {})
     path = next(tmp_path.glob("*.safetensors"))
     assert "'b' has 2 of 12" in str(first_nonfinite([path]))
 
@@ -187,16 +187,6 @@ def test_a_matrix_that_overflows_its_new_dtype_is_refused(tmp_path: Path, capsys
             safetensors.numpy.save_file(tensors, path)
     assert main(["merge", str(tmp_path / "model"), "-o", str(tmp_path / "out"), "--dtype", "bf16"]) == 2
     assert "1 of 4,096 values" in capsys.readouterr().err
-
-
-def test_a_run_saves_them(tmp_path: Path) -> None:
-    """It has rules of its own for losses that are not finite."""
-    from llmsuite.checkpoint.save import _options
-
-    class Job:
-        rank = 0
-
-    assert _options(Job(), []).on_nonfinite is keep  # type: ignore[arg-type]
 
 
 def test_a_gguf_file_is_imported_without_them_only(
