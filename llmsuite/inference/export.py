@@ -241,8 +241,8 @@ def _files(source: ModelDirectory) -> list[Path]:
 def _skip_transcription(model: Any, kernels: str) -> None:
     """Keep Paddle from rewriting the Python code of a pass: no branch depends on the values of a tensor, and rewriting
     takes long and would turn decisions by shape into branches of the program."""
-    modules = {type(layer).__module__ for layer in model.sublayers(include_self=True)}
-    ours = {name for name in modules if not name.startswith("paddle.")}
+    kinds = {kind for layer in model.sublayers(include_self=True) for kind in type(layer).__mro__}
+    ours = {kind.__module__ for kind in kinds if not kind.__module__.startswith(("paddle.", "builtins"))}
     ours |= {
         "llmsuite.models.blocks",
         "llmsuite.models.rotation",
@@ -254,9 +254,9 @@ def _skip_transcription(model: Any, kernels: str) -> None:
         "llmsuite.inference.rank_parts",
         "llmsuite.inference.static_experts",
         __name__,
-        *({kernels} & sys.modules.keys()),
+        kernels,
     }
-    paddle.jit.ignore_module([sys.modules[name] for name in sorted(ours)])
+    paddle.jit.ignore_module([sys.modules[name] for name in sorted(ours & sys.modules.keys())])
 
 
 def _quantise(model: Any) -> None:
