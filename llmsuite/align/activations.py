@@ -217,5 +217,5 @@ class Record:
 
     def write(self, directory: Path) -> None:
         """Write it where `merge.read_side` looks."""
-        np.savez(directory / f"rank-{self.rank}.npz", **self.arrays)  # type: ignore[arg-type]
+        np.savez(directory / f"rank-{self.rank}.npz", **self.arrays)
         (directory / f"rank-{self.rank}.json").write_text(json.dumps(self.about), encoding="utf-8")

@@ -18,6 +18,7 @@ from llmsuite.specs import Command
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
     from llmsuite.devices.base import DeviceBackend
+    from llmsuite.inference.exported import Exported
 
 MERGED, PROGRAM = "hf", "static"
 """Directories that `deploy` writes: weights in the HF layout, and the program."""
@@ -220,7 +221,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     try:
         count, difference, num_tokens = compare(predictor, trained, tolerance)
     except OtherLogits as error:
-        raise UserError(f"{error}; {_first_apart(opened, backend, exported.precision)}") from error
+        raise UserError(f"{error}; {_first_apart(opened, backend, exported)}") from error
     if predictor.has_loop:
         num_tokens += compare_loop(predictor, trained, tolerance)
     return (
@@ -229,16 +230,16 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     )
 
 
-def _first_apart(source: ModelDirectory, backend: DeviceBackend, precision: str) -> str:
-    """What a program that is made now does differently first."""
+def _first_apart(source: ModelDirectory, backend: DeviceBackend, exported: Exported) -> str:
+    """What a program for one device, which is made now, does differently first."""
     from llmsuite.inference.decoder import ModelDecoder
     from llmsuite.inference.export import recorded
     from llmsuite.inference.forms import Rows, as_decoded, first_apart, side
     from llmsuite.inference.fused import fuse, layer_by_layer
     from llmsuite.inference.load import load_model
 
-    rows = Rows.random(source.config.vocab_size, min(12, source.config.max_position_embeddings))
-    if precision in backend.stored_precisions and precision not in backend.precisions:
+    precision, rows = exported.precision, Rows.random(source.config.vocab_size, 12)
+    if exported.has_kernels:
         model, close = load_model(source, backend, stored=precision), "bf16"
         fuse(model)
         layer_by_layer(model)
@@ -247,7 +248,7 @@ def _first_apart(source: ModelDirectory, backend: DeviceBackend, precision: str)
     trained = side([as_decoded(model, ModelDecoder(model).forward, rows)], "bf16" if close == "int8" else close)
     found = first_apart(trained, side([recorded(source, backend, precision, rows)], trained.precision), model)
     if found is None:
-        return "every module of a program that is exported now agrees: export it again"
+        return "every module of a program for one device, made now, agrees: export it again"
     return f"first module that differs: {found}"
 
 

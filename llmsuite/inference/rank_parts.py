@@ -20,7 +20,7 @@ import paddle.nn.functional as F
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
-from llmsuite.inference.load import check_cut, check_precision, parameter_shapes, plain_ops, values_of
+from llmsuite.inference.load import check_cut, check_precision, check_twins, parameter_shapes, plain_ops, values_of
 from llmsuite.inference.stages import keep_stage
 from llmsuite.inference.static_experts import StaticExperts, check_static
 from llmsuite.models.exact import is_own_code, is_plain, named_kind
@@ -61,6 +61,7 @@ def load_part(source: ModelDirectory, backend: DeviceBackend, precision: str, me
     check_cut(family, config, mesh.degrees, "--tensor_parallel_degree")
     with paddle.LazyGuard():
         model = build_padded(family, config, plain_ops(backend, precision), mesh.degrees.tp)
+    check_twins(model)
     read = values_of(source, mesh)(model)
     shapes = parameter_shapes(family, config)
     if is_padded(config, mesh.degrees.tp):
