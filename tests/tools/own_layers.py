@@ -147,8 +147,27 @@ def parallel_block() -> Any:
     return Model
 
 
+def own_embedding() -> Any:
+    """An embedding that scales."""
+    from paddle import nn
+
+    from llmsuite.models.llama.layers import Llama
+
+    class Scaled(nn.Embedding):
+        def forward(self, ids: Any) -> Any:
+            return 2.0 * super().forward(ids)
+
+    class Model(Llama):
+        def __init__(self, config: Any, ops: Any):
+            super().__init__(config, ops)
+            self.model.embed_tokens = Scaled(config.vocab_size, config.hidden_size)
+
+    return Model
+
+
 NETWORKS: dict[str, Callable[[], Any]] = {
-    of.__name__: of for of in (geglu, capped, gemma_norm, own_swiglu, no_rotation, own_logits, hooked, parallel_block)
+    of.__name__: of
+    for of in (geglu, capped, gemma_norm, own_swiglu, no_rotation, own_logits, hooked, parallel_block, own_embedding)
 }
 TIED = ("own_logits", "geglu")
 
