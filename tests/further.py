@@ -6,7 +6,8 @@ from __future__ import annotations
 FURTHER = {
     "multi": (
         "align all_to_all annotated annotated_programs annotated_styles answers bad_places bf16_lora bf16_programs "
-        "buckets fp8 hang interrupted large_files lora lora_further machines matrix mtp mutations overlap own_disks "
+        "buckets family_contract fp8 hang interrupted large_files lora lora_further machines matrix mtp mutations "
+        "overlap own_disks "
         "paddle_scripts pipelines plugin_examples program_expert_pipelines program_guard program_options "
         "program_pipelines programs qat rank_programs restarts saving standin standin_further standin_programs "
         "studio_page traffic vocabulary"

@@ -26,6 +26,8 @@ class Difference:
     name: str
     """The module or parameter; "" of tokens and the loss."""
     relative: float
+    of: str = ""
+    """The class of the module, where it is known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Row:
     gradient: float | None
     parameters: Mapping[str, float]
     parameter_gradients: Mapping[str, float]
+    input: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +101,7 @@ def compare(a: Side, b: Side, names: tuple[str, str], tolerance: float | None = 
         metrics=metrics,
         num_tokens=(len(common), *apart),
         num_compared=max(compared, default=0),
-        first_forward=next(_forward(rows, metrics, limit, _tokens_apart(a, b)), None),
+        first_forward=_first_forward(rows, list(_forward(rows, metrics, limit, _tokens_apart(a, b))), limit, a.kinds),
         first_backward=backward,
         scale=None if backward is None else _scale(a, b, limit),
         missing=missing,
@@ -120,6 +123,7 @@ def _row(a: Side, b: Side, module: str) -> Row:
         between(a.gradients, b.gradients),
         of_parameters(a.parameters, b.parameters, 0.0),
         of_parameters(a.parameter_gradients, b.parameter_gradients, _floor(a)),
+        between(a.inputs, b.inputs),
     )
 
 
@@ -192,6 +196,24 @@ def _forward(
         ours, theirs = (np.array([value]) for value in metrics["loss"])
         if (apart := _apart(ours, theirs)) > limit:
             yield Difference("loss", "", apart)
+
+
+def _first_forward(
+    rows: Sequence[Row], found: Sequence[Difference], limit: float, kinds: Mapping[str, str]
+) -> Difference | None:
+    """The difference that the others follow from: of an output it is the first one whose input agrees, where inputs are
+    known. A module that is inside of another, behind what differs there, has an input that differs already."""
+    inputs = {row.module: row.input for row in rows}
+
+    def follows(difference: Difference) -> bool:
+        if difference.kind != "output":
+            return difference.kind == "loss"
+        return (inputs[difference.name] or 0.0) > limit
+
+    first = next((difference for difference in found if not follows(difference)), next(iter(found), None))
+    if first is None or first.kind != "output":
+        return first
+    return dataclasses.replace(first, of=kinds.get(first.name, ""))
 
 
 def _backward(rows: Sequence[Row], limit: float) -> Iterator[Difference]:

@@ -41,15 +41,26 @@ class Side:
     is_exact: bool
     """Whether padding is known, and so not among the tokens."""
     precision: str
+    inputs: Mapping[str, Rows] = dataclasses.field(default_factory=dict)
+    """The first input of each module."""
+    kinds: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """The class of each module."""
 
 
 def read_side(directory: Path, num_ranks: int, precision: str) -> Side:
-    """What the ranks of a run have written into a directory; see `record.StepRecording`."""
+    """What the ranks of a run have written into a directory; see `llmsuite.train.step_recording`."""
     ranks = []
     for rank in range(num_ranks):
         about = json.loads((directory / f"rank-{rank}.json").read_text(encoding="utf-8"))
         with np.load(directory / f"rank-{rank}.npz") as stored:
             ranks.append((about, dict(stored)))
+    return side_of(ranks, json.loads((directory / "metrics.json").read_text(encoding="utf-8")), precision)
+
+
+def side_of(
+    ranks: Sequence[tuple[dict[str, Any], dict[str, np.ndarray]]], metrics: Mapping[str, float], precision: str
+) -> Side:
+    """A side of the records of all its ranks: what each says about them, and their arrays; see `activations.Record`."""
     order: dict[str, tuple[int, int]] = {}
     for about, _ in ranks:
         for name, module in about["modules"].items():
@@ -57,7 +68,7 @@ def read_side(directory: Path, num_ranks: int, precision: str) -> Side:
     samples: dict[str, dict[str, Sample]] = {"parameters": {}, "parameter_gradients": {}}
     for kind, found in samples.items():
         for about, arrays in ranks:
-            for name, told in about[kind].items():  # of a tied one the first pipeline stage's
+            for name, told in about.get(kind, {}).items():  # of a tied one the first pipeline stage's
                 found.setdefault(name, Sample(arrays[f"{kind}|{name}"], told["norm"], tuple(told["shape"])))
     firsts = [arrays["tokens"] for about, arrays in ranks if about["coordinate"]["pp"] + about["coordinate"]["tp"] == 0]
     tokens = np.concatenate(firsts)
@@ -67,10 +78,12 @@ def read_side(directory: Path, num_ranks: int, precision: str) -> Side:
         gradients=_rows_of_all(ranks, "gradients", adds_up=True),
         parameters=samples["parameters"],
         parameter_gradients=samples["parameter_gradients"],
-        metrics=json.loads((directory / "metrics.json").read_text(encoding="utf-8")),
+        metrics=metrics,
         tokens=np.sort(tokens[tokens != 0]),
         is_exact=all(about["is_exact"] for about, _ in ranks),
         precision=precision,
+        inputs=_rows_of_all(ranks, "inputs", adds_up=False),
+        kinds={name: module["class"] for about, _ in ranks for name, module in about["modules"].items()},
     )
 
 

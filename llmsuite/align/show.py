@@ -43,7 +43,8 @@ def verdict(report: Report) -> Iterator[str]:
 
 
 def _say(difference: Difference) -> str:
-    return f"{_WHAT[difference.kind].format(name=difference.name)}, by {difference.relative:.1e} (relative)"
+    name = f"{difference.name} ({difference.of})" if difference.of else difference.name
+    return f"{_WHAT[difference.kind].format(name=name)}, by {difference.relative:.1e} (relative)"
 
 
 def shown_rows(report: Report, every: bool) -> list[Row]:

@@ -162,7 +162,7 @@ def _rank(plan: RunPlan, registry: Registry, every: int) -> int:
 
 
 def _record(plan: RunPlan, registry: Registry, directory: Path, every: int) -> int:
-    from llmsuite.align.side import record_step
+    from llmsuite.train.sides import record_step
 
     _ = plan.recipe.launch.stall_seconds, plan.recipe.launch.log_dir  # keys without a meaning for one step
     return record_step(plan, registry, directory, every)
@@ -225,10 +225,10 @@ def _models(args: Any, registry: Registry) -> Sequence[Side]:
     if reason := backend.unavailable(1):
         raise UserError(f"--device {device}: {reason}")
     backend.activate(0)
-    from llmsuite.align.side import random_ids, record_model
     from llmsuite.cli.export import find_program, find_weights
     from llmsuite.inference.exported import is_exported
     from llmsuite.inference.load import open_any
+    from llmsuite.train.sides import random_ids, record_model
 
     for name in (args.a, args.b):
         if is_exported(find_program(Path(name))) and find_weights(Path(name)) == Path(name):

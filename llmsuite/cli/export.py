@@ -19,6 +19,7 @@ from llmsuite.specs import Command
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
     from llmsuite.devices.base import DeviceBackend
+    from llmsuite.inference.exported import Exported
 
 MERGED, PROGRAM = "hf", "static"
 """Directories that `deploy` writes: weights in the HF layout, and the program."""
@@ -183,7 +184,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.load import load_model
     from llmsuite.inference.predictor import Predictor
-    from llmsuite.inference.verify import check_files, compare, compare_loop
+    from llmsuite.inference.verify import OtherLogits, check_files, compare, compare_loop
     from llmsuite.parallel import collective
 
     exported = read_manifest(program)
@@ -207,13 +208,38 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
         tolerance = "int8"  # a last bit may turn an input from one step of int8 to the next
     trained = ModelDecoder(model, mesh)
     predictor = Predictor(program, backend.name, mesh=mesh)
-    count, difference, num_tokens = compare(predictor, trained, tolerance)
+    try:
+        count, difference, num_tokens = compare(predictor, trained, tolerance)
+    except OtherLogits as error:
+        raise UserError(f"{error}; {_first_apart(opened, backend, exported)}") from error
     if predictor.has_loop:
         num_tokens += compare_loop(predictor, trained, tolerance)
     return (
         f"{num_files} digests match, {count:,} logits differ by at most {difference:.1e} of the largest, "
         f"{num_tokens} greedy tokens are the same"
     )
+
+
+def _first_apart(source: ModelDirectory, backend: DeviceBackend, exported: Exported) -> str:
+    """What a program for one device, which is made now, does differently first."""
+    from llmsuite.inference.decoder import ModelDecoder
+    from llmsuite.inference.export import recorded
+    from llmsuite.inference.forms import Rows, as_decoded, first_apart, side
+    from llmsuite.inference.fused import fuse, layer_by_layer
+    from llmsuite.inference.load import load_model
+
+    precision, rows = exported.precision, Rows.random(source.config.vocab_size, 12)
+    if exported.has_kernels:
+        model, close = load_model(source, backend, stored=precision), "bf16"
+        fuse(model)
+        layer_by_layer(model)
+    else:
+        model, close = load_model(source, backend, "bf16" if precision == "int8" else precision), precision
+    trained = side([as_decoded(model, ModelDecoder(model).forward, rows)], "bf16" if close == "int8" else close)
+    found = first_apart(trained, side([recorded(source, backend, precision, rows)], trained.precision), model)
+    if found is None:
+        return "every module of a program for one device, made now, agrees: export it again"
+    return f"first module that differs: {found}"
 
 
 EXPORT = Command(

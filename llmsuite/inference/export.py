@@ -26,6 +26,7 @@ from paddle import nn
 from paddle.static import InputSpec
 
 from llmsuite import __version__
+from llmsuite.align.activations import Record
 from llmsuite.checkpoint.finite_model import checked
 from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory
@@ -46,13 +47,15 @@ from llmsuite.inference.exported import (
     rank_directory,
 )
 from llmsuite.inference.exported_readme import readme
+from llmsuite.inference.forms import ALONE as ALONE_MESH
+from llmsuite.inference.forms import Rows, as_program
 from llmsuite.inference.fused import fold_gains, fuse
 from llmsuite.inference.load import check_cut, check_precision, load_model
 from llmsuite.inference.loop import SPEC, GreedyLoop
 from llmsuite.inference.rank_parts import join_parts, load_part, ring_of
 from llmsuite.inference.static_experts import make_static
 from llmsuite.inference.stored import keep_matrices
-from llmsuite.models.adapter import is_plain_linear
+from llmsuite.models.exact import is_plain
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.regular import copy_regular
@@ -148,6 +151,29 @@ def _write_part(
     source: ModelDirectory, directory: Path, backend: DeviceBackend, precision: str, mesh: Mesh, decoding_loop: bool
 ) -> list[list[int]]:
     """Write the programs of a rank; returns the shapes of its cache, see `Exported.cache_shapes`."""
+    model, dtype = _fused(source, backend, precision, mesh)
+    stage, last = mesh.coordinate["pp"], mesh.degrees.pp - 1
+    hidden = InputSpec([None, None, source.config.hidden_size], dtype, "hidden")
+    shapes = cache_shapes(model, None if stage == 0 else paddle.zeros([1, 1, source.config.hidden_size], dtype))
+    spec = [
+        InputSpec([None, None], "int64", "input_ids"),
+        InputSpec([None], "int64", "padding"),
+        [InputSpec([None, *shape[:-2], None, shape[-1]], dtype, f"cache_{i}") for i, shape in enumerate(shapes)],
+        *([hidden] if stage else []),
+    ]
+    _make_program_form(model, source, backend, mesh)
+    directory.mkdir(exist_ok=True)
+    _save(DecodeStep(model, stage == last), directory / PROGRAM, spec)
+    if decoding_loop:
+        _save(GreedyLoop(model, shapes, dtype), directory / LOOP, SPEC)
+        parameters = (directory / LOOP).with_suffix(".pdiparams")
+        assert sha256_of(parameters) == sha256_of(directory / PARAMETERS), "the programs have other parameters"
+        parameters.unlink()
+    return shapes
+
+
+def _fused(source: ModelDirectory, backend: DeviceBackend, precision: str, mesh: Mesh) -> tuple[Any, str]:
+    """The model of a rank, fused, and the dtype of its cache."""
     has_kernels = _is_stored(precision, backend)
     if has_kernels:
         model = load_model(source, backend, stored=precision)
@@ -157,28 +183,25 @@ def _write_part(
     fuse(model)
     if precision == "int8" and not has_kernels:
         _quantise(model)
-    stage, last = mesh.coordinate["pp"], mesh.degrees.pp - 1
-    dtype = Exported(precision, [], "", {}, has_kernels=has_kernels).dtype
-    hidden = InputSpec([None, None, source.config.hidden_size], dtype, "hidden")
-    shapes = cache_shapes(model, None if stage == 0 else paddle.zeros([1, 1, source.config.hidden_size], dtype))
-    spec = [
-        InputSpec([None, None], "int64", "input_ids"),
-        InputSpec([None], "int64", "padding"),
-        [InputSpec([None, *shape[:-2], None, shape[-1]], dtype, f"cache_{i}") for i, shape in enumerate(shapes)],
-        *([hidden] if stage else []),
-    ]
+    return model, Exported(precision, [], "", {}, has_kernels=has_kernels).dtype
+
+
+def _make_program_form(model: Any, source: ModelDirectory, backend: DeviceBackend, mesh: Mesh) -> None:
+    """Give a fused model the forms that only programs have."""
     join_parts(model, source.family.shard_plan or WHOLE, mesh, ring_of(mesh))
     make_static(model)
     fold_gains(model)
     _skip_transcription(model, backend.kernel_module)
-    directory.mkdir(exist_ok=True)
-    _save(DecodeStep(model, stage == last), directory / PROGRAM, spec)
-    if decoding_loop:
-        _save(GreedyLoop(model, shapes, dtype), directory / LOOP, SPEC)
-        parameters = (directory / LOOP).with_suffix(".pdiparams")
-        assert sha256_of(parameters) == sha256_of(directory / PARAMETERS), "the programs have other parameters"
-        parameters.unlink()
-    return shapes
+
+
+def recorded(source: ModelDirectory, backend: DeviceBackend, precision: str, rows: Rows) -> Record:
+    """What the modules of a model give as a program for one device, which is made here and not written."""
+    model, dtype = _fused(source, backend, precision, ALONE_MESH)
+    shapes = cache_shapes(model)
+    _make_program_form(model, source, backend, ALONE_MESH)
+    step = DecodeStep(model)
+    step.eval()
+    return as_program(model, step, rows, shapes, dtype)
 
 
 def _is_stored(precision: str, backend: DeviceBackend) -> bool:
@@ -227,20 +250,22 @@ def _files(source: ModelDirectory) -> list[Path]:
 def _skip_transcription(model: Any, kernels: str) -> None:
     """Keep Paddle from rewriting the Python code of a pass: no branch depends on the values of a tensor, and rewriting
     takes long and would turn decisions by shape into branches of the program."""
-    modules = {type(layer).__module__ for layer in model.sublayers(include_self=True)}
-    ours = {name for name in modules if not name.startswith("paddle.")}
+    kinds = {kind for layer in model.sublayers(include_self=True) for kind in type(layer).__mro__}
+    ours = {kind.__module__ for kind in kinds if not kind.__module__.startswith(("paddle.", "builtins"))}
     ours |= {
         "llmsuite.models.blocks",
+        "llmsuite.models.rotation",
         "llmsuite.devices.ops",
         "llmsuite.inference.attention",
         "llmsuite.inference.fused",
+        "llmsuite.inference.fusible",
         "llmsuite.inference.loop",
         "llmsuite.inference.rank_parts",
         "llmsuite.inference.static_experts",
         __name__,
-        *({kernels} & sys.modules.keys()),
+        kernels,
     }
-    paddle.jit.ignore_module([sys.modules[name] for name in sorted(ours)])
+    paddle.jit.ignore_module([sys.modules[name] for name in sorted(ours & sys.modules.keys())])
 
 
 def _quantise(model: Any) -> None:
@@ -248,7 +273,7 @@ def _quantise(model: Any) -> None:
     from paddle.nn.quant import weight_only_linear, weight_quantize
 
     for layer in model.sublayers():
-        if is_plain_linear(layer):
+        if is_plain(layer):
             weight, scale = weight_quantize(layer.weight, algo="weight_only_int8")
             bias = layer.bias
 

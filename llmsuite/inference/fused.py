@@ -16,9 +16,9 @@ from paddle import nn
 
 from llmsuite.devices.ops import Ops, rms_norm
 from llmsuite.devices.ops import joined_swiglu as plain_swiglu
-from llmsuite.inference.next_logits import NextLogits, decoder_weights, is_plain
+from llmsuite.inference.fusible import attentions, called, is_gated_mlp, is_rms_norm
+from llmsuite.inference.next_logits import NextLogits, decoder_weights, uncovered
 from llmsuite.inference.prompt_pass import PromptPass, has_operands
-from llmsuite.inference.stored import StoredEmbedding
 from llmsuite.models.blocks import (
     Attention,
     CausalLM,
@@ -29,6 +29,8 @@ from llmsuite.models.blocks import (
     extend_cache,
     halves_first,
 )
+from llmsuite.models.deepseek.layers import Attention as LatentAttention
+from llmsuite.models.exact import has_hooks, is_exactly, is_plain
 from llmsuite.typing import Tensor
 
 JoinedSwiglu = Callable[[Tensor], Tensor]
@@ -48,7 +50,7 @@ def fuse(
     """Replace the forward of layers by the forms below, for good; the model must not be sharded over ranks.
 
     Matrices that `stored.store` has joined are taken as they are. Layers of other kinds, such as DeepSeek's attention,
-    and layers that round their inputs stay as they are.
+    layers that round their inputs, and those of others that derive from llmsuite's (`fusible`) stay as they are.
 
     Args:
         model: in evaluation mode.
@@ -58,34 +60,39 @@ def fuse(
         joined_swiglu: that of MLPs whose gate and up have no bias; for a model that computes as one that is trained.
         projected: what is made of queries, keys and values without biases and norms; for such a model too.
     """
-    attentions = [module for module in model.sublayers() if isinstance(module, Attention)]
-    if not all(m.q_proj is None or is_plain(m.q_proj, m.k_proj, m.v_proj) for m in attentions):
-        attentions = []
-    cache_dtype = cache_dtype if attentions else None
-    for module in attentions:
-        module.__dict__["forward"] = FusedAttention(module, cache_dtype, projected).forward
+    is_covered = live is not None and live.next_logits is not None and uncovered(model) is None
+    fused = attentions(model)
+    cache_dtype = cache_dtype if fused else None
+    for attention in fused:
+        attention.__dict__["forward"] = FusedAttention(attention, cache_dtype, projected).forward
     model.__dict__["cache_dtype"] = cache_dtype
     for module in model.sublayers():
-        if isinstance(module, GatedMLP) and (module.gate_proj is None or is_plain(module.gate_proj, module.up_proj)):
+        if is_gated_mlp(module):
             module.__dict__["forward"] = FusedMLP(module, joined_swiglu).forward
-        elif isinstance(module, RMSNorm) and module.norm is rms_norm and module.weight.place.is_cpu_place():
+        elif is_rms_norm(module) and module.norm is rms_norm and module.weight.place.is_cpu_place():
             module.norm = _rms_norm
-        elif type(module).forward is DecoderLayer.forward:
+        elif is_exactly(module, DecoderLayer):
             module.__dict__["forward"] = FusedLayer(module).forward
-        elif hasattr(module, "keep_up_matrices"):  # latent attention
+        elif isinstance(module, LatentAttention):
             module.keep_up_matrices()
-    if attentions:
-        repeats = attentions[0].num_heads
+    if fused:
+        repeats = fused[0].num_heads
         for name in ("layer_inputs", "layer_inputs_at"):
             model.__dict__[name] = _for_whole_heads(getattr(model, name), *repeats)
         model.__dict__["accepts_buffer"] = True
-    if attentions and live is not None and live.next_logits and (weights := decoder_weights(model)) is not None:
+    if is_covered and fused and (weights := decoder_weights(model)) is not None:
+        assert live is not None
         model.__dict__["next_logits"] = NextLogits(model, weights, live.next_logits)
         model.__dict__["prompt_pass"] = PromptPass(model, live, cache_dtype)
-    elif type(embedding := model.model.embed_tokens) is StoredEmbedding:
-        pass
-    elif model.lm_head is None and embedding is not None and embedding.weight.place.is_cpu_place():
-        model.__dict__["logits"] = TiedLogits(embedding.weight)
+    elif model.lm_head is None and type(model.model.embed_tokens) is nn.Embedding:
+        if model.model.embed_tokens.weight.place.is_cpu_place() and "tied_logits" not in vars(model):
+            model.__dict__["tied_logits"] = TiedLogits(model.model.embed_tokens.weight)
+
+
+def layer_by_layer(model: CausalLM) -> None:
+    """Let a fused model go without a kernel for the whole decoder, so that its modules can be seen."""
+    for name in ("next_logits", "prompt_pass"):
+        model.__dict__.pop(name, None)
 
 
 def accepts_buffer(model: CausalLM) -> bool:
@@ -104,9 +111,9 @@ class FusedLayer:
     ) -> tuple[Tensor, LayerCache]:
         """As `DecoderLayer.forward`."""
         own = self._layer
-        attended, present = own.self_attn.forward(own.input_layernorm.forward(x), cos, sin, mask, past)
+        attended, present = called(own.self_attn, called(own.input_layernorm, x), cos, sin, mask, past)
         x = x + attended
-        return x + own.mlp.forward(own.post_attention_layernorm.forward(x)), present
+        return x + called(own.mlp, called(own.post_attention_layernorm, x)), present
 
 
 class FusedAttention:
@@ -197,7 +204,7 @@ class FusedMLP:
 
 def _product(layer: Any, x: Tensor) -> Tensor:
     """The output of a layer without the overhead of `nn.Linear` in Paddle 3.3.1: a third of its time for one token."""
-    if not is_plain(layer) or "forward" in layer.__dict__:  # products in a device's form: `models.products`
+    if not is_plain(layer) or has_hooks(layer):  # such as products in a device's form: `models.products`
         return layer(x)
     product = paddle.matmul(x, layer.weight)
     return product if layer.bias is None else product + layer.bias
@@ -280,19 +287,27 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 @paddle.no_grad()
 def fold_gains(model: CausalLM) -> None:
     """Make the factor of each norm's gain (`_rms_norm`) part of its values, for a program, which would multiply them in
-    every pass."""
+    every pass. The gain itself stays as it is, as others may read it."""
     for module in model.sublayers():
-        if isinstance(module, RMSNorm) and module.norm is _rms_norm:
-            module.weight.set_value(module.weight * math.sqrt(module.weight.shape[-1]))
-            module.norm = _folded_rms_norm
+        if is_rms_norm(module) and module.norm is _rms_norm:
+            module.__dict__["forward"] = FoldedNorm(module).forward
 
 
-def _folded_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return paddle._C_ops.norm(x, -1, eps * x.shape[-1], False)[0] * weight
+class FoldedNorm:
+    """`llmsuite.models.blocks.RMSNorm` with a gain that is folded."""
+
+    def __init__(self, norm: RMSNorm):
+        self._norm = norm
+        norm.folded = _parameter(norm.weight * math.sqrt(norm.weight.shape[-1]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., D] to [..., D]."""
+        own = self._norm
+        return paddle._C_ops.norm(x, -1, own.eps * x.shape[-1], False)[0] * own.folded
 
 
 class TiedLogits:
-    """`CausalLM.logits` with the matrix of the embedding.
+    """`CausalLM.tied_logits`.
 
     With a single row the product is twice as fast if the matrix is stored as [D, V] (MKL of Paddle 3.3.1), with more
     rows it is not: so a transposed copy is kept from the first single row on.

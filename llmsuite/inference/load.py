@@ -190,6 +190,7 @@ def build_model(
             add_interventions(model, beside.layers, beside.rank, beside.ends)
         elif isinstance(beside, Prefixes):
             add_prefixes(model, beside.tokens)
+    check_twins(model)
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))
@@ -206,6 +207,23 @@ def build_model(
     parallelize_inference(model, plan, mesh, read, backend.parameter_dtype(precision))
     model.eval()
     return model
+
+
+_TWINS = {"embed": "embed_at", "layer_inputs": "layer_inputs_at", "decode": "decode_step"}
+"""Methods of a model that training calls, and those that generation calls in their place."""
+
+
+def check_twins(model: Any) -> None:
+    """Raise UserError for a model whose author has changed how it is trained and left how it answers as it was."""
+    from llmsuite.models.exact import is_own
+
+    for trained, answering in _TWINS.items():
+        kinds = [kind for kind in type(model).__mro__ if trained in vars(kind) or answering in vars(kind)]
+        if kinds and not is_own(kinds[0]) and answering not in vars(kinds[0]):
+            raise UserError(
+                f"{type(model).__name__}: defines {trained}, which training calls, and not {answering}, which "
+                "generation calls in its place: it would answer from another network. Define both"
+            )
 
 
 def check_cut(family: ModelFamily, config: Any, degrees: Degrees, option: str = "--num_devices") -> None:

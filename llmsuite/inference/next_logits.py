@@ -9,8 +9,10 @@ import paddle
 from paddle import nn
 
 from llmsuite.devices.decoder_weights import FLOATS, Codes, DecoderWeights
-from llmsuite.inference.stored import StoredEmbedding, StoredLinear
-from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm
+from llmsuite.inference.stored_layers import StoredEmbedding, StoredLinear
+from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP, RMSNorm, RotaryLM
+from llmsuite.models.exact import has_hooks, is_exactly, is_own
+from llmsuite.models.reft import edited
 from llmsuite.typing import Tensor
 
 
@@ -34,39 +36,55 @@ class NextLogits:
 def uncovered(model: CausalLM) -> str | None:
     """What keeps a kernel for the whole decoder from a model, with memory or without; None if nothing does."""
     own = (CausalLM.decode_step, CausalLM.embed_at, CausalLM.final_norm, CausalLM.logits)
-    if any(getattr(type(model), form.__name__) is not form for form in own):
+    if any(getattr(type(model), form.__name__) is not form or form.__name__ in vars(model) for form in own):
         return "it embeds or decodes in a way of its own"
-    mask = paddle.zeros([1, 1, 1, 1])
-    inputs: Any = type(model).layer_inputs_at(model, paddle.zeros([1, 1], "int64"), mask, mask.dtype)
-    if len(inputs) != 3 or inputs[2] is not mask:
+    if type(model).tied_logits is not CausalLM.tied_logits:
+        return "it makes logits in a way of its own"
+    if type(model).layer_inputs_at is not RotaryLM.layer_inputs_at:
         return "it has a mask or positions of its own"
-    if any(type(getattr(layer, "mlp", None)) is not GatedMLP for layer in model.model.layers):
+    layers = list(model.model.layers)
+    if any(type(getattr(layer, "mlp", None)) is not GatedMLP for layer in layers):
         return "it has layers with experts, or other MLPs"
     norms = [model.model.norm]
-    for layer in model.model.layers:
+    for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
-        if type(layer).forward is not DecoderLayer.forward or type(attention) is not Attention:
+        if not is_exactly(layer, DecoderLayer) or type(attention) is not Attention:
             return "its layers or its attention are others"
         first = [attention.qkv_proj] if attention.q_proj is None else [getattr(attention, f"{p}_proj") for p in "qkv"]
         second = [mlp.gate_up_proj] if mlp.gate_proj is None else [mlp.gate_proj, mlp.up_proj]
         matrices = [attention.o_proj, *second, mlp.down_proj]
-        if not _is_known(*first, *matrices):
+        if not all(type(matrix) in (nn.Linear, StoredLinear) for matrix in (*first, *matrices)):
             return "its layers round their inputs"
         if any(matrix.bias is not None for matrix in matrices):
             return "its layers have biases of outputs or of MLPs"
         norms += [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [norm for norm in (attention.q_norm, attention.k_norm) if norm is not None]
-    if model.lm_head is not None and (not _is_known(model.lm_head) or model.lm_head.bias is not None):
+    head = model.lm_head
+    if head is not None and (type(head) not in (nn.Linear, StoredLinear) or head.bias is not None):
         return "its head has a bias, or rounds its inputs"
     if any(type(norm) is not RMSNorm or norm.eps != norms[0].eps for norm in norms):
         return "its norms differ"
+    return _changed(model)
+
+
+def _changed(model: CausalLM) -> str | None:
+    """What somebody has changed of a model whose layers are of llmsuite's classes."""
+    layers = list(model.model.layers)
+    functions = [f for layer in layers for f in (layer.self_attn.core, layer.self_attn.rotary, layer.mlp.swiglu)]
+    modules = [*model.sublayers()]
+    functions += [module.norm for module in modules if type(module) is RMSNorm]
+    if not all(is_own(function) for function in functions):
+        return "its layers compute with functions of their own"
+    if any("forward" in vars(module) for module in modules if module is not model.model.embed_tokens):
+        return "its layers have code of their own"
+    if has_hooks(*(module for module in modules if module is not model.model.embed_tokens), but=(edited,)):
+        return "it has hooks"
     return None
 
 
 def decoder_weights(model: CausalLM) -> DecoderWeights | None:
-    """The weights of a model whose attentions are fused, for the kernel; None for one that it does not support."""
-    if uncovered(model) is not None:
-        return None
+    """The weights of a fused model that nothing keeps the kernel from, see `uncovered`; None for parameters that it
+    does not support."""
     layers, found = list(model.model.layers), list[Tensor]()
     for layer in layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -78,7 +96,7 @@ def decoder_weights(model: CausalLM) -> DecoderWeights | None:
             *(_values(mlp.gate_up_proj), _values(mlp.down_proj)),
         ]
     attention, words = layers[0].self_attn, model.model.embed_tokens if model.lm_head is None else model.lm_head
-    if isinstance(tied := model.__dict__.get("logits"), StoredLinear):  # which may be beside a plain embedding
+    if isinstance(tied := model.__dict__.get("tied_logits"), StoredLinear):  # which may be beside a plain embedding
         words = tied
     weights = DecoderWeights(
         layers=found,
@@ -98,15 +116,6 @@ def decoder_weights(model: CausalLM) -> DecoderWeights | None:
     if any(tensor.dtype not in kinds or not tensor.is_contiguous() for tensor in (*found, weights.head)):
         return None
     return weights
-
-
-def is_plain(*layers: Any) -> bool:
-    """Whether these are linear layers and nothing more."""
-    return all(type(layer) is nn.Linear for layer in layers)
-
-
-def _is_known(*layers: Any) -> bool:
-    return all(type(layer) in (nn.Linear, StoredLinear) for layer in layers)
 
 
 def _values(layer: Any) -> Tensor:

@@ -19,13 +19,16 @@ import paddle.nn.functional as F
 
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.inference.load import check_cut, check_precision, parameter_shapes, plain_ops, values_of
+from llmsuite.errors import UserError
+from llmsuite.inference.load import check_cut, check_precision, check_twins, parameter_shapes, plain_ops, values_of
 from llmsuite.inference.stages import keep_stage
-from llmsuite.inference.static_experts import StaticExperts
+from llmsuite.inference.static_experts import StaticExperts, check_static
+from llmsuite.models.exact import is_own_code, is_plain, named_kind
 from llmsuite.models.shard_plan import WHOLE, ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.fill import ReadSlice, fill
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.tensor import check_embedding
 from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
 from llmsuite.typing import Tensor
 
@@ -58,6 +61,7 @@ def load_part(source: ModelDirectory, backend: DeviceBackend, precision: str, me
     check_cut(family, config, mesh.degrees, "--tensor_parallel_degree")
     with paddle.LazyGuard():
         model = build_padded(family, config, plain_ops(backend, precision), mesh.degrees.tp)
+    check_twins(model)
     read = values_of(source, mesh)(model)
     shapes = parameter_shapes(family, config)
     if is_padded(config, mesh.degrees.tp):
@@ -98,14 +102,18 @@ def join_parts(model: Any, plan: ShardPlan, mesh: Mesh, ring: int) -> None:
     """
     if mesh.degrees.tp == 1:
         return
-    for name, module in model.named_sublayers():
+    modules = list(model.named_sublayers())
+    for name, module in modules:
         if plan.experts and fnmatch.fnmatchcase(name, plan.experts):
+            check_static(name, module)
             first = mesh.coordinate["tp"] * module.gate_proj.weight.shape[0]
             module.__dict__["forward"] = StaticExperts(module, first).forward
         if name == plan.embedding:
+            check_embedding(name, module, "--tensor_parallel_degree")
             module.__dict__["forward"] = _lookup(module.weight, mesh, ring)
         elif plan.is_region(name):
-            module.__dict__["forward"] = _with_sum(module.forward, ring)
+            for place in _ends(name, module, plan):
+                place.__dict__["forward"] = _with_sum(place.forward, ring)
     own, size, parts = model.logits, int(model.config.vocab_size), mesh.degrees.tp
 
     def logits(hidden: Tensor) -> Tensor:
@@ -113,6 +121,30 @@ def join_parts(model: Any, plan: ShardPlan, mesh: Mesh, ring: int) -> None:
         return _joined(own(hidden), parts, ring)[:, :size]
 
     model.__dict__["logits"] = logits
+
+
+def _ends(name: str, region: Any, plan: ShardPlan) -> list[Any]:
+    """The modules of a region whose outputs are to be added up. Of llmsuite's own it is the region, once; behind the
+    last matrix of somebody else's there may be more, which needs the whole sum: then it is each row-parallel matrix.
+
+    Raises:
+        UserError: a parameter that is cut so is no matrix of a linear layer.
+    """
+    if is_own_code(region):
+        return [region]
+    found = dict(region.named_sublayers(prefix=name))
+    ends = []
+    for parameter, _ in region.named_parameters(prefix=name):
+        if plan.dim(parameter) != 0:
+            continue
+        owner, _, kind = parameter.rpartition(".")
+        if kind != "weight" or not is_plain(found.get(owner)):
+            raise UserError(
+                f"--tensor_parallel_degree: {named_kind(name, region)} has a forward pass of its own, and {parameter}, "
+                "which is cut along its inputs, is no matrix of a linear layer: nobody knows where ranks add up"
+            )
+        ends.append(found[owner])
+    return ends
 
 
 def _lookup(table: Tensor, mesh: Mesh, ring: int) -> Callable[[Tensor], Tensor]:

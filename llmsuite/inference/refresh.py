@@ -15,8 +15,10 @@ import paddle
 from llmsuite.devices.decoder_weights import StoredMatrix
 from llmsuite.devices.ops import Ops, operand
 from llmsuite.inference.fused import TiedLogits, fuse
-from llmsuite.inference.stored import StoredLinear
+from llmsuite.inference.fusible import attentions, is_gated_mlp
+from llmsuite.inference.stored_layers import StoredLinear
 from llmsuite.models.blocks import Attention, GatedMLP, halves_first
+from llmsuite.models.deepseek.layers import Attention as LatentAttention
 from llmsuite.models.products import Products, use_products
 from llmsuite.typing import Tensor
 
@@ -49,10 +51,11 @@ class RefreshableModel:
             live: the device's operations. Where these round what products take, the model has their products, or
                 matrices that are stored for them (`stored.store_rounding`).
         """
-        attentions = [(n, m) for n, m in model.named_sublayers() if isinstance(m, Attention)]
-        mlps = [(n, m) for n, m in model.named_sublayers() if isinstance(m, GatedMLP)]
-        widths = {prefix: list(_widths(module)) for prefix, module in attentions}
-        widths |= {prefix: list(_widths(module)) for prefix, module in mlps}
+        found = set(map(id, attentions(model)))
+        joined: list[tuple[str, Any, str, Sequence[str]]]
+        joined = [(n, m, "qkv_proj", _QKV) for n, m in model.named_sublayers() if id(m) in found]
+        joined += [(n, m, "gate_up_proj", _GATE_UP) for n, m in model.named_sublayers() if is_gated_mlp(m)]
+        widths = {prefix: list(_widths(module)) for prefix, module, *_ in joined}
         self._write = None if live is None else live.stored_write
         is_stored = any(isinstance(module, StoredLinear) for module in model.sublayers())
         own_products = live is not None and live.operand is not operand and not is_stored
@@ -62,21 +65,20 @@ class RefreshableModel:
         fuse(model, None if own_products else live, projected=projected, **swiglu)
         if own_products:
             assert live is not None
-            model.__dict__.pop("logits", None)  # `fuse` has put Paddle's product there
+            model.__dict__.pop("tied_logits", None)  # `fuse` has put Paddle's product there
             use_products(model, Products(live))
         self.model = model
-        self._latent = [module for module in model.sublayers() if hasattr(module, "keep_up_matrices")]
+        self._latent = [module for module in model.sublayers() if isinstance(module, LatentAttention)]
         self._places: dict[str, list[_Place]] = {}
         for name, parameter in model.named_parameters():
             self._add(name, _Place(parameter))
-        for prefix, module in attentions:
-            self._add_joined(prefix, "qkv_proj", _QKV, widths[prefix], module)
-        for prefix, module in mlps:
-            self._add_joined(prefix, "gate_up_proj", _GATE_UP, widths[prefix], module)
+        for prefix, module, name, parts in joined:
+            self._add_joined(prefix, name, parts, widths[prefix], module)
+        every_joined = {f"{prefix}.{name}" for prefix, _, name, _ in joined}
         for name, module in model.named_sublayers():
-            if isinstance(module, StoredLinear) and not name.endswith(_JOINED):
+            if isinstance(module, StoredLinear) and name not in every_joined:
                 self._add(f"{name}.weight", _Place(module.matrix))
-        if isinstance(tied := model.__dict__.get("logits"), StoredLinear):
+        if isinstance(tied := model.__dict__.get("tied_logits"), StoredLinear):
             self._add("model.embed_tokens.weight", _Place(tied.matrix, turned=True))
 
     def _add(self, name: str, place: _Place) -> None:
@@ -90,10 +92,8 @@ class RefreshableModel:
         widths: Sequence[int],
         module: Attention | GatedMLP,
     ) -> None:
-        """Places of matrices that are one now, where they are."""
-        joined = getattr(module, name, None)
-        if joined is None:
-            return
+        """Places of matrices that are one now."""
+        joined = getattr(module, name)
         weight = joined.matrix if isinstance(joined, StoredLinear) else joined.weight
         for kind in ("weight", "bias"):
             self._places.pop(f"{prefix}.{name}.{kind}", None)
@@ -135,7 +135,7 @@ class RefreshableModel:
             module.keep_up_matrices()
 
     def _forget_copies(self) -> None:
-        if isinstance(logits := self.model.__dict__.get("logits"), TiedLogits):
+        if isinstance(logits := self.model.__dict__.get("tied_logits"), TiedLogits):
             logits.forget()
         for module in self._latent:
             module.drop_up_matrices()
@@ -158,12 +158,11 @@ class RefreshableModel:
 
 
 _QKV, _GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
-_JOINED = ("qkv_proj", "gate_up_proj")
 
 
 def _widths(module: Attention | GatedMLP) -> Iterator[int]:
-    """Outputs of the matrices of a module that are joined, or are to be; none for one that keeps them apart."""
-    parts = [getattr(module, part, None) for part in (_QKV if isinstance(module, Attention) else _GATE_UP)]
+    """Outputs of the matrices of a module that are joined, or are to be."""
+    parts = [getattr(module, part) for part in (_QKV if isinstance(module, Attention) else _GATE_UP)]
     if all(part is None for part in parts):  # stored: joined already
         if isinstance(module, Attention):
             num_queries, num_keys = module.num_heads
@@ -171,6 +170,4 @@ def _widths(module: Attention | GatedMLP) -> Iterator[int]:
         else:
             yield from [module.gate_up_proj.matrix.num_outputs // 2] * 2
         return
-    for part in parts:
-        if (weight := getattr(part, "weight", None)) is not None:
-            yield int(weight.shape[1])
+    yield from (int(part.weight.shape[1]) for part in parts)

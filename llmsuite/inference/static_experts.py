@@ -7,15 +7,30 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 
-from llmsuite.models.experts import Experts
+from llmsuite.errors import UserError
+from llmsuite.models.exact import named_kind
+from llmsuite.models.experts import Experts, Stacked, check_experts
 from llmsuite.typing import Tensor
 
 
 def make_static(model: Any) -> None:
-    """Replace the forward of a model's experts by the form below, for good."""
-    for module in model.sublayers():
+    """Replace the forward of a model's experts by the form below, for good. Raises UserError for experts whose code is
+    not llmsuite's."""
+    for name, module in model.named_sublayers():
         if isinstance(module, Experts) and "forward" not in module.__dict__:
+            check_static(name, module)
             module.__dict__["forward"] = StaticExperts(module).forward
+
+
+def check_static(name: str, module: Experts) -> None:
+    """Raise UserError for experts that `StaticExperts` cannot take the place of: it calls none of their methods."""
+    check_experts(name, module, "a program")
+    stacks = (module.gate_proj, module.up_proj, module.down_proj)
+    if type(module).rows is not Experts.rows or any(type(stack) is not Stacked for stack in stacks):
+        raise UserError(
+            f"a program: {named_kind(name, module)} computes its rows in a way of its own, and a program has gated "
+            "MLPs of plain matrices only"
+        )
 
 
 class StaticExperts:

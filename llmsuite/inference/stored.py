@@ -23,69 +23,17 @@ from paddle import nn
 from llmsuite.devices.decoder_weights import StoredMatrix
 from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
+from llmsuite.inference.fusible import attentions, is_gated_mlp
 from llmsuite.inference.packing import Part, codes_of, pack_parts, pack_stack
+from llmsuite.inference.stored_layers import StoredEmbedding, StoredLinear, StoredStack
 from llmsuite.models.blocks import Attention, CausalLM, GatedMLP, halves_first
-from llmsuite.models.experts import Counts, Stacked
+from llmsuite.models.exact import is_plain
+from llmsuite.models.experts import Stacked
 from llmsuite.models.targets import is_factor
 from llmsuite.typing import Tensor
 
 ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
 """As `llmsuite.parallel.fill.ReadSlice`."""
-
-
-class StoredLinear(nn.Layer):
-    """A linear layer whose matrix is stored."""
-
-    def __init__(
-        self,
-        matrix: StoredMatrix,
-        bias: Tensor | None,
-        product: Callable[[Tensor, StoredMatrix], Tensor],
-    ):
-        """
-        Args:
-            matrix: [I, O].
-            bias: [O], or none.
-            product: that of the device, which rounds inputs to bfloat16.
-        """
-        super().__init__()
-        self.matrix, self.bias, self._product = matrix, bias, product
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., I] to [..., O]."""
-        y = self._product(x, self.matrix)
-        return y if self.bias is None else y + self.bias
-
-
-class StoredStack:
-    """The same matrix of every expert, stored."""
-
-    def __init__(self, stack: StoredMatrix, product: Callable[[Tensor, StoredMatrix, Tensor], Tensor]):
-        """
-        Args:
-            stack: of matrices [I, O].
-            product: that of the device for stacks.
-        """
-        self.shape = [stack.bytes.shape[0], stack.num_inputs, stack.num_outputs]
-        self.matrix, self._product = stack, product
-
-    def grouped_product(self, x: Tensor, counts: Counts) -> Tensor:
-        """Consecutive rows of x [N, I], so many `counts` for each expert, to [N, O]."""
-        if isinstance(counts, Sequence):
-            counts = paddle.to_tensor(counts, "int64", place=paddle.CPUPlace())
-        return self._product(x, self.matrix, counts)
-
-
-class StoredEmbedding(nn.Layer):
-    """An embedding whose words are the outputs of a stored matrix [D, V]."""
-
-    def __init__(self, matrix: StoredMatrix, outputs: Callable[[Tensor, StoredMatrix], Tensor]):
-        super().__init__()
-        self.matrix, self._outputs = matrix, outputs
-
-    def forward(self, ids: Tensor) -> Tensor:
-        """Ids [...] to [..., D]."""
-        return self._outputs(ids, self.matrix)
 
 
 def head_precision(precision: str) -> str:
@@ -115,7 +63,8 @@ def store(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) -> None:
         raise UserError(f"--precision {precision}: {left} cannot be stored in it; use fp32")
     words = own.words(model, head_precision(precision))
     assert ops.stored_outputs is not None
-    model.model.embed_tokens = StoredEmbedding(words, ops.stored_outputs)
+    if type(model.model.embed_tokens) is nn.Embedding:  # one with code of its own stays, in float32
+        model.model.embed_tokens = StoredEmbedding(words, ops.stored_outputs)
     own.head(model, words)
 
 
@@ -161,11 +110,12 @@ class _Store:
         self._grouped = ops.stored_grouped
 
     def layers(self, model: CausalLM) -> None:
-        """Store the matrices of the layers."""
+        """Store the matrices of the layers: as one what will be computed as one (`fusible`), else one by one."""
+        fusible = set(map(id, attentions(model)))
         for prefix, module in list(model.named_sublayers()):
-            if isinstance(module, Attention):
+            if id(module) in fusible:
                 self.attention(prefix, module)
-            elif isinstance(module, GatedMLP):
+            elif is_gated_mlp(module):
                 self.mlp(prefix, module)
             else:
                 self.others(prefix, module)
@@ -174,7 +124,7 @@ class _Store:
         """Store the linear layers of a module one by one."""
         for name, layer in list(module.named_children()):
             if type(layer) is nn.Linear and name not in _unstored(module):
-                setattr(module, name, self._linear([f"{prefix}.{name}"], [layer]))
+                setattr(module, name, self._linear([f"{prefix}.{name}"], [layer], is_seen=True))
 
     def words(self, model: CausalLM, precision: str) -> StoredMatrix:
         """The matrix of the embedding, [D, V]."""
@@ -185,10 +135,12 @@ class _Store:
         """Store the head, which is that of the embedding where it is tied."""
         if model.lm_head is None:
             assert words is not None
-            model.__dict__["logits"] = self._layer(words, None)
+            model.__dict__["tied_logits"] = self._layer(words, None)
         else:
+            if type(model.lm_head) is not nn.Linear:
+                raise self._is_more("lm_head", model.lm_head)
             shape, precision = model.lm_head.weight.shape, head_precision(self._precision)
-            model.lm_head = self._layer(self.matrix(("lm_head",), (shape,), precision), None)
+            model.lm_head = self._layer(self.matrix(("lm_head",), (shape,), precision), None, "lm_head")
 
     def attention(self, prefix: str, module: Attention) -> None:
         """Store the projections of an attention; what is rotated together comes to lie in two halves."""
@@ -212,6 +164,8 @@ class _Store:
         """Store the stacks of routed experts, an expert after the other."""
         for prefix, module in model.named_sublayers():
             if isinstance(module, Stacked):
+                if type(module) is not Stacked:
+                    raise self._is_more(prefix, module)
                 assert self._grouped is not None, "there is one where there is one for matrices"
                 stack = self._stack(prefix, module.weight.shape)
                 del module.weight  # else Paddle takes nothing but a parameter in its place
@@ -230,25 +184,32 @@ class _Store:
         return pack_stack(matrices, num_inputs, self._precision)
 
     def _linear(
-        self, names: Sequence[str], layers: Sequence[nn.Linear], orders: Sequence[np.ndarray | None] = (None, None)
+        self,
+        names: Sequence[str],
+        layers: Sequence[nn.Linear],
+        orders: Sequence[np.ndarray | None] = (None, None),
+        is_seen: bool = False,
     ) -> StoredLinear:
-        """The outputs of several linear layers as one."""
+        """The outputs of several linear layers as one; `is_seen`: whether code of an author's may ask for it."""
         for name, layer in zip(names, layers):
-            if type(layer) is not nn.Linear:
-                raise UserError(
-                    f"--precision {self._precision}: {name} is more than a matrix (a {type(layer).__name__}), such as "
-                    "one that rounds its inputs; use fp32"
-                )
+            if not is_plain(layer):
+                raise self._is_more(name, layer)
         shapes = [layer.weight.shape for layer in layers]
         matrix, bias = self.matrix(names, shapes, self._precision, orders), None
         if layers[0].bias is not None:
             values = [self._read(f"{n}.bias", s[1:], [slice(0, s[1])]) for n, s in zip(names, shapes)]
             values = [value if order is None else value[order] for value, order in zip(values, orders)]
             bias = paddle.to_tensor(np.concatenate(values).astype("float32"))
-        return self._layer(matrix, bias)
+        return self._layer(matrix, bias, names[0] if is_seen else "")
 
-    def _layer(self, matrix: StoredMatrix, bias: Tensor | None) -> StoredLinear:
-        return StoredLinear(matrix, bias, self._product)
+    def _layer(self, matrix: StoredMatrix, bias: Tensor | None, name: str = "") -> StoredLinear:
+        return StoredLinear(matrix, bias, self._product, name)
+
+    def _is_more(self, name: str, layer: nn.Layer) -> UserError:
+        return UserError(
+            f"--precision {self._precision}: {name} is more than a matrix (a {type(layer).__name__}), such as one that "
+            "rounds its inputs; use fp32"
+        )
 
     def matrix(
         self,

@@ -26,6 +26,10 @@ size. Behind 2 L of them that is √(2 L) 2^-8 / √3: 1.7e-2 for the 30 layers 
 _PROMPTS, _LENGTHS, _TOKENS = 4, (1, 24), 24
 
 
+class OtherLogits(UserError):
+    """An exported model has other logits than the trained one."""
+
+
 def check_files(directory: Path, source: Path, adapter: Path | None = None) -> int:
     """Compare the sha256 of an exported model's files, and of those it was made of; returns how many.
 
@@ -98,7 +102,8 @@ def compare(exported: Decoder, trained: Decoder, precision: str, seed: int = 0) 
         are the same.
 
     Raises:
-        UserError: they differ by more than the precision explains.
+        OtherLogits: they differ by more than the precision explains.
+        UserError: greedy tokens do.
     """
     random = np.random.default_rng(seed)
     longest = min(_LENGTHS[1], exported.max_length // 2)
@@ -115,8 +120,9 @@ def compare(exported: Decoder, trained: Decoder, precision: str, seed: int = 0) 
         difference = max(difference, float(np.abs(ours - theirs).max() / np.abs(theirs).max()))
         count += ours.size
     if not difference <= TOLERANCE[precision]:  # also when it is no number
-        raise UserError(
-            f"logits differ by {difference:.1e} of the largest; {precision} explains {TOLERANCE[precision]}"
+        raise OtherLogits(
+            f"FAILED: exported logits are off by {100 * difference:.3g}% of the largest ({precision} tolerance "
+            f"{100 * TOLERANCE[precision]:.3g}%)"
         )
     num_tokens, greedy = 0, Sampling(max_new_tokens=min(_TOKENS, exported.max_length - longest))
     for row, start in zip(ids, padding):

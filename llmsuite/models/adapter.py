@@ -8,6 +8,7 @@ from typing import Any
 from paddle import nn
 
 from llmsuite.devices.ops import linear, matmul
+from llmsuite.models.exact import is_plain
 from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.typing import Tensor
 
@@ -56,5 +57,6 @@ def identity(x: Tensor) -> Tensor:
 
 
 def is_plain_linear(module: nn.Layer) -> bool:
-    """Whether a module is a linear layer without an adapter. paddlenlp's layers with one are `nn.Linear` too."""
-    return isinstance(module, nn.Linear) and not isinstance(module, Adapter)
+    """Whether a module is a linear layer without an adapter, and nothing more. paddlenlp's layers with one are
+    `nn.Linear` too, and a class of somebody else's that derives from it may compute something else."""
+    return is_plain(module)

@@ -10,14 +10,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops, is_first_choice, matmul, nll_and_entropy, step_mask
 from llmsuite.models.head import head_of, is_tied
 from llmsuite.models.rope import magnitude
+from llmsuite.models.rotation import rotation, rotation_at
 from llmsuite.typing import Tensor
 
 LayerCache = tuple[Tensor, Tensor]
@@ -310,8 +309,12 @@ class CausalLM(nn.Layer):
         """Hidden states [..., D] to logits [..., V]."""
         assert self.score is None, "a reward model has no logits; the stage's spec has to ask for a language model"
         if self.lm_head is None:
-            return self.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
+            return self.tied_logits(hidden)
         return self.lm_head(hidden)
+
+    def tied_logits(self, hidden: Tensor) -> Tensor:
+        """`logits` with the matrix of the embedding, where there is no head. A faster form takes its place."""
+        return self.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Hidden states [N, D] and target ids [N] to the negative log-probability of each target, [N] in float32."""
@@ -365,36 +368,3 @@ def dim_size(x: Tensor, dim: int) -> Any:
     """Size of a dim: a number, or in a static program that leaves it open, a tensor."""
     size = x.shape[dim]
     return size if size >= 0 else paddle.shape(x)[dim]
-
-
-def positions(document_starts: Tensor) -> Tensor:
-    """Position of each token in its document, [B, L]; `document_starts` as in `CausalLM.hidden_states`."""
-    return paddle.arange(document_starts.shape[1], dtype=document_starts.dtype) - document_starts.clip(min=0)
-
-
-def rotation(
-    frequencies: Sequence[float],
-    scale: float,
-    start: int,
-    length: int,
-    dtype: Any,
-    document_starts: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """scale times cos and sin for the positions from `start`, [1, L, 1, K / 2], or with `document_starts` for the
-    positions in documents, [B, L, 1, K / 2].
-
-    Angles are computed in float64, as positions get large.
-    """
-    angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))
-    cos, sin = (paddle.to_tensor((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
-    if document_starts is None:
-        return cos.unsqueeze([0, 2]), sin.unsqueeze([0, 2])
-    at = positions(document_starts)
-    return F.embedding(at, cos).unsqueeze(2), F.embedding(at, sin).unsqueeze(2)
-
-
-def rotation_at(frequencies: Sequence[float], scale: float, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
-    """`rotation` at positions [B, L]: two of [B, L, 1, K / 2]."""
-    angles = positions.astype("float64").unsqueeze([2, 3]) * paddle.to_tensor(np.asarray(frequencies, "float64"))
-    cos, sin = ((f(angles) * scale).astype("float32").astype(dtype) for f in (paddle.cos, paddle.sin))
-    return cos, sin

@@ -20,7 +20,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import document_spans
-from llmsuite.models.blocks import positions
+from llmsuite.models.rotation import positions
 from llmsuite.models.token_values import current
 from llmsuite.typing import Tensor
 

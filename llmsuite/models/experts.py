@@ -17,9 +17,11 @@ from paddle.autograd import PyLayer
 
 from llmsuite.devices.ops import Ops, matmul
 from llmsuite.devices.ops import grouped_matmul as grouped_in_program
+from llmsuite.errors import UserError
 from llmsuite.models import token_values
 from llmsuite.models.blocks import ZEROS
 from llmsuite.models.dropout import RowDropout
+from llmsuite.models.exact import is_exactly, named_kind
 from llmsuite.models.quantised import by_matrix
 from llmsuite.typing import Tensor
 
@@ -95,6 +97,16 @@ class Experts(nn.Layer):
         swiglu = swiglu or self.swiglu
         inner = swiglu(self.gate_proj.product(x, counts, local), self.up_proj.product(x, counts, local))
         return self.down_proj.product(inner, counts, local)
+
+
+def check_experts(name: str, module: Any, what: str) -> None:
+    """Raise UserError for routed experts whose code is not that of `Experts`, where another form takes its place;
+    `what` needs that form. Their `rows` may be anybody's where the form calls them."""
+    if not is_exactly(module, Experts, "row_keys"):
+        raise UserError(
+            f"{what}: {named_kind(name, module)} is not exactly llmsuite's Experts, whose tokens are sorted and sent "
+            "in another way here; its own code would not be run"
+        )
 
 
 class Balance:

@@ -20,6 +20,7 @@ from paddle import nn
 
 from llmsuite.errors import UserError
 from llmsuite.models.blocks import LayerCache, halves
+from llmsuite.models.exact import is_own_code, named_kind
 from llmsuite.models.prefix_shapes import NETWORK, PREFIX_KEY, PREFIX_VALUE, WINDOW, network_shapes, prefix_shapes
 from llmsuite.models.targets import is_trained
 from llmsuite.typing import Tensor
@@ -151,8 +152,13 @@ def add_prefixes(
     assert network_size is None or not model.ops.heads_first, "for generation prefixes have been made"
     for name, parameter in model.named_parameters():
         parameter.stop_gradient = parameter.stop_gradient or not is_trained(name)
-    for layer in model.model.layers:
+    for number, layer in enumerate(model.model.layers):
         attention = layer.self_attn
+        if not is_own_code(attention):
+            raise UserError(
+                f"prefix: {named_kind(f'model.layers.{number}.self_attn', attention)} has a forward pass of its own, "
+                "which need not attend to a prefix; use lora"
+            )
         width = attention.k_proj.weight.shape[1]
         if network_size is not None and network is None:
             network = PrefixNetwork(tokens, width, network_size)

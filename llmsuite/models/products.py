@@ -15,9 +15,11 @@ import paddle
 from paddle import nn
 from paddle.autograd import PyLayer
 
-from llmsuite.devices.ops import Ops, sum_of_products
+from llmsuite.devices.ops import Ops, linear, matmul, sum_of_products
 from llmsuite.models.adapter import identity
 from llmsuite.models.blocks import CausalLM
+from llmsuite.models.blocks import products as plain_products
+from llmsuite.models.exact import is_plain
 from llmsuite.models.lora_products import lora_products
 from llmsuite.typing import Tensor
 
@@ -101,7 +103,8 @@ class Products:
     def of_layers(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
         """As `blocks.products`."""
         linear: list[Any] = list(layers)
-        if not all(type(layer) is nn.Linear or is_low_rank(layer) for layer in linear):
+        is_known = all(type(layer) is nn.Linear or is_low_rank(layer) for layer in linear)
+        if not is_known or any(layer._forward_pre_hooks for layer in linear):
             return [layer(x) for layer in layers]
         gives = self.ops.operand_matmul is not None and gives_operands(layers, then)
         if all(type(layer) is nn.Linear for layer in linear):
@@ -149,7 +152,8 @@ def finish(layers: Sequence[Any], x: Tensor, products: Sequence[Tensor]) -> list
     for layer, product in zip(layers, products, strict=True):
         y = product if layer.bias is None else product + layer.bias
         for hook in layer._forward_post_hooks.values():
-            hook(layer, (x,), y)
+            changed = hook(layer, (x,), y)
+            y = y if changed is None else changed
         found.append(y)
     return found
 
@@ -286,15 +290,16 @@ def use_products(model: nn.Layer, products: Products, together: bool = True) -> 
     """Let the linear layers of a model, its adapters, experts and head multiply by `products`; with `together`, layers
     that share an input do so in one operation."""
     for module in model.sublayers(include_self=True):
-        if type(module) is nn.Linear:
+        if is_plain(module):
             module.__dict__["forward"] = _Linear(module, products)
         if hasattr(type(module), "is_low_rank"):
             module.__dict__["forward"] = _Adapted(module, products)
-        if hasattr(type(module), "matmul"):
+        # what a class of somebody else's calls so may be another thing
+        if getattr(type(module), "matmul", None) is matmul:
             module.matmul = products
-        if hasattr(type(module), "linear"):
+        if getattr(type(module), "linear", None) is linear:
             module.linear = products.linear
-        if together and hasattr(module, "products"):
+        if together and vars(module).get("products") is plain_products:
             module.products = products.of_layers
     if products.ops.operand_cross_entropy is not None and _has_plain_nll(model):
         model.__dict__["token_nll"] = _TokenNll(model, products)
@@ -307,5 +312,6 @@ def _has_plain_nll(model: nn.Layer) -> bool:
         isinstance(model, CausalLM)
         and kind.token_nll is CausalLM.token_nll
         and kind.logits is CausalLM.logits
+        and kind.tied_logits is CausalLM.tied_logits
         and "token_nll" not in vars(model)
     )

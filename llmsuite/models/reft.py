@@ -13,8 +13,8 @@ from paddle import nn
 
 from llmsuite.errors import UserError
 from llmsuite.models import token_values
-from llmsuite.models.blocks import positions
 from llmsuite.models.reft_shapes import BIAS, MODULE, ROTATION, SOURCE, reft_shapes
+from llmsuite.models.rotation import positions
 from llmsuite.models.targets import is_trained
 from llmsuite.typing import Tensor
 
@@ -91,10 +91,11 @@ def add_interventions(model: Any, layers: Collection[int], rank: int, ends: tupl
     for number, layer in enumerate(model.model.layers):
         if number in layers:
             setattr(layer, MODULE, Intervention(model.config.hidden_size, rank))
-            layer.register_forward_post_hook(_edited)
+            layer.register_forward_post_hook(edited)
 
 
-def _edited(layer: Any, inputs: Any, output: Any) -> Any:
+def edited(layer: Any, inputs: Any, output: Any) -> Any:
+    """The hook of a layer that has an intervention: its output, edited."""
     edit = getattr(layer, MODULE)
     return (edit(output[0]), *output[1:]) if isinstance(output, tuple) else edit(output)
 

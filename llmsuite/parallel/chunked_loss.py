@@ -19,6 +19,7 @@ import paddle.distributed as dist
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
+from llmsuite.models.exact import is_own_code
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import local_value, reshard
@@ -62,8 +63,12 @@ class _InChunks:
 
     def _parameters(self) -> list[Tensor]:
         """Those that the logits are made with."""
-        head = self._model.lm_head
-        return [self._model.model.embed_tokens.weight] if head is None else head.parameters()
+        model, head = self._model, self._model.lm_head
+        own = [model.model.embed_tokens.weight] if head is None else list(head.parameters())
+        if is_own_code(model, "logits", "tied_logits", *LOSSES):
+            return own
+        known = {id(parameter) for parameter in (*own, *model.model.parameters())}  # its author's may use others
+        return own + [parameter for parameter in model.parameters() if id(parameter) not in known]
 
     @contextlib.contextmanager
     def whole_head(self) -> Iterator[None]:
@@ -135,22 +140,25 @@ class _Chunks(PyLayer):
             with ctx.losses.whole_head():  # as often as a data rank without chunks
                 return ((ctx.vectors.astype("float32") * gradients[0].unsqueeze(-1)).astype(ctx.dtype),)
         losses, (hidden, *trained) = ctx.losses, ctx.saved_tensor()
-        of_hidden, sums = list[Tensor](), [_Sum() for _ in trained]
+        of_hidden, sums = list[Tensor](), [_Sum(parameter) for parameter in trained]
         with losses.whole_head():
             for chunk, targets, *given in losses.chunks(hidden, ctx.targets, *gradients):
                 x, outputs = losses.with_gradient(chunk, targets)
                 pairs = [(output, g) for output, g in zip(outputs, given, strict=True) if not output.stop_gradient]
-                found = paddle.grad([o for o, _ in pairs], [x, *trained], [g for _, g in pairs])
+                given = [g for _, g in pairs]
+                found = paddle.grad([o for o, _ in pairs], [x, *trained], given, allow_unused=True)
                 of_hidden.append(found.pop(0))
-                for total in sums:
-                    total.add(found.pop(0))
+                for total, gradient in zip(sums, found, strict=True):
+                    if gradient is not None:
+                        total.add(gradient)
         return (losses.rows(of_hidden) if ctx.wants_hidden else None, *(total.gradient() for total in sums))
 
 
 class _Sum:
     """The sum of a parameter's gradients of all chunks, on this rank; of 16-bit ones in float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameter: Tensor) -> None:
+        self._parameter = parameter
         self._first: Tensor | None = None
         """That of the first chunk: a mesh and placements that are taken from a tensor end with it (Paddle 3.3.1)."""
 
@@ -165,7 +173,8 @@ class _Sum:
 
     def gradient(self) -> Tensor:
         """The sum, with the dtype and the placements that the gradients had: a partial sum stays one."""
+        if self._first is None:  # nothing is made of it
+            return paddle.zeros_like(self._parameter)
         first, total = self._first, self._total
-        assert first is not None, "no chunk"
         narrow = total if total.dtype == first.dtype else total.astype(first.dtype)
         return dtensor_from_local(narrow, first.process_mesh, first.placements) if first.is_dist() else narrow

@@ -20,7 +20,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 
 from llmsuite.models import token_values
 from llmsuite.models.dropout import RowDropout
-from llmsuite.models.experts import Experts, combine, dispatch, sort_rows
+from llmsuite.models.experts import Experts, check_experts, combine, dispatch, sort_rows
 from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
@@ -35,6 +35,7 @@ def share_experts(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
         return
     for name, module in model.named_sublayers():
         if fnmatch.fnmatchcase(name, plan.experts):
+            check_experts(name, module, "parallel: tensor_parallel_degree and expert_parallel_degree")
             module.forward = SharedExperts(module, mesh).forward
 
 

@@ -20,6 +20,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.devices.ops import Ops, sum_of_products
+from llmsuite.models.exact import has_hooks, is_own, is_own_code, is_plain
 from llmsuite.models.products import finish, gives_operands
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
@@ -36,7 +37,7 @@ def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh, ops: Ops | None = None
     """Overlap the backward sums of a model's column-parallel linear layers. Layers with adapters or fake quantisation
     stay as they are. `ops` as of `fuse_projections`."""
     for name, module in model.named_sublayers():
-        if type(module) is nn.Linear and plan.dim(f"{name}.weight") == 1:
+        if is_plain(module) and plan.dim(f"{name}.weight") == 1:
             module.__dict__["forward"] = _Overlapped(module, mesh, ops or Ops()).forward
 
 
@@ -65,8 +66,10 @@ def fuse_projections(
 
 def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
     """The modules that have several projections of one input, which nothing else reads. Shared experts are none of
-    them: their input is that of the gate too."""
-    return [m for name, m in model.named_sublayers() if plan.is_region(name) and getattr(m, "products", None)]
+    them: their input is that of the gate too. Nor are modules whose forward pass somebody else has written, who may
+    read it."""
+    found = [m for name, m in model.named_sublayers() if plan.is_region(name) and is_own(vars(m).get("products"))]
+    return [m for m in found if is_own_code(m) and not has_hooks(*m.sublayers())]
 
 
 class _Overlapped:

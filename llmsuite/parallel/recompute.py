@@ -8,6 +8,7 @@ from typing import Any
 
 import paddle
 
+from llmsuite.errors import UserError
 from llmsuite.models import token_values
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.typing import Tensor
@@ -25,7 +26,11 @@ def recompute_attention(model: Any, plan: ShardPlan) -> None:
     of the memory of long sequences for little work (Korthikanti et al. 2022, arXiv 2205.05198)."""
     for _, layer in _layers(model, plan):
         found = [module for module in layer.sublayers() if hasattr(module, "core")]
-        assert found, "the family's attention has no `core` to compute again"
+        if not found:
+            raise UserError(
+                "engine.recompute: is selective, and the layers of this family have no attention with a `core` to "
+                "compute again; set it to full or none"
+            )
         for module in found:
             module.core = _again(module.core)
 

@@ -18,6 +18,8 @@ from paddle import nn
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 from paddle.distributed.auto_parallel.static import process_group
 
+from llmsuite.errors import UserError
+from llmsuite.models.exact import is_own, is_own_code, named_kind
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.typing import Tensor
@@ -41,7 +43,12 @@ def compile_layers(model: Any, plan: ShardPlan, mesh: Mesh, placements: list[Any
     if mesh.tensor is not None:
         _make_ring(mesh.tensor.process_ids)
     programs: dict[Hashable, LayerProgram] = {}
-    for layer in dict(model.named_sublayers())[plan.layers]:
+    for number, layer in enumerate(dict(model.named_sublayers())[plan.layers]):
+        if hasattr(layer, "attention_block") and not is_own_code(layer, "forward_train"):
+            raise UserError(
+                f"engine.mode: is to_static, which compiles the first half of a layer with experts, and "
+                f"{named_kind(f'{plan.layers}.{number}', layer)} has a forward pass of its own; set it to dynamic"
+            )
         structure = _structure(layer)
         if structure not in programs:
             programs[structure] = LayerProgram(layer, mesh, placements)
@@ -179,7 +186,13 @@ def _structure(layer: Any) -> Hashable:
         if name and not f"{name}.".startswith(tuple(f"{part}." if part else part for part in compiled)):
             continue
         settings = sorted((key, value) for key, value in vars(module).items() if key not in _EVERY_LAYER_HAS)
-        hooks = len(module._forward_pre_hooks), len(module._forward_post_hooks)
+        hooks = tuple(map(_kind_of, (*module._forward_pre_hooks.values(), *module._forward_post_hooks.values())))
+        buffers = tuple((key, id(value)) for key, value in module._buffers.items() if value is not None)
         plain = tuple((key, value if isinstance(value, Hashable) else id(value)) for key, value in settings)
-        modules.append((name, type(module), hooks, plain))
+        modules.append((name, type(module), hooks, buffers, plain))
     return tuple(modules), tuple((s.name, tuple(s.parameter.shape), s.parameter.dtype) for s in _slots(layer))
+
+
+def _kind_of(hook: Any) -> Hashable:
+    """What tells a hook from another: those that llmsuite puts on layers are alike, somebody else's may not be."""
+    return hook.__qualname__ if is_own(hook) else id(hook)

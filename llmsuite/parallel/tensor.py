@@ -13,13 +13,16 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
+from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.devices.ops import entropy_of_sums
+from llmsuite.errors import UserError
 from llmsuite.launch import calls
 from llmsuite.models.adapter import Adapter
 from llmsuite.models.dropout import Select, TokenDropout
+from llmsuite.models.exact import named_kind
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.structured import Part, StructuredLinear
 from llmsuite.parallel.mesh import Mesh
@@ -46,6 +49,7 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
         if isinstance(embedding, Adapter):
             embedding.look_up = look_up
         else:
+            check_embedding(plan.embedding, embedding, "parallel.tensor_parallel_degree")
             embedding.forward = lambda input_ids: look_up(input_ids, embedding.weight)
     vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
     model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh, vocabulary)
@@ -69,6 +73,16 @@ def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_para
             module.register_forward_post_hook(_on_output(mesh, outside))
         elif plan.is_last_norm(name) and sequence_parallel:
             module.register_forward_post_hook(_on_output(mesh, whole))
+
+
+def check_embedding(name: str, embedding: Any, key: str) -> None:
+    """Raise UserError for an embedding whose lookup is not Paddle's: each rank looks up its part of the vocabulary in a
+    way of its own. `key` is what asks for several ranks."""
+    if type(embedding) is not nn.Embedding or "forward" in vars(embedding):
+        raise UserError(
+            f"{key}: {named_kind(name, embedding)} has a forward pass of its own, and ranks that share out the "
+            "vocabulary look words up in theirs. Do what it adds in the model's `embed` and `embed_at`, or use 1"
+        )
 
 
 def _is_last_of_region(name: str, module: Any, plan: ShardPlan) -> bool:

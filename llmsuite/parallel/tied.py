@@ -19,7 +19,8 @@ from llmsuite.typing import Tensor
 def use_sparse_gradient(embedding: nn.Layer) -> None:
     """Let the gradient of an embedding be rows [N, D], of the N tokens of a pass. One with an adapter, or in 16 bits,
     stays as it is."""
-    if type(embedding) is nn.Embedding and embedding.weight.dtype == paddle.float32:
+    is_plain = type(embedding) is nn.Embedding and "forward" not in vars(embedding)
+    if is_plain and embedding.weight.dtype == paddle.float32:
         embedding.__dict__["forward"] = functools.partial(_look_up, embedding)
 
 

@@ -46,6 +46,10 @@ class RolloutPrompt:
     """As in `llmsuite.data.rows.Prompt`, both."""
 
 
+class DrawnApart(UserError):
+    """What draws and what is trained are not the same model."""
+
+
 class Play(Protocol):
     """Plays episodes, see `llmsuite.rl.episodes.Episodes.play`."""
 

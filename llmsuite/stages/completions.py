@@ -19,7 +19,7 @@ from llmsuite.rl.advantages import pass_at, without_signal
 from llmsuite.rl.drawing import Drawing
 from llmsuite.rl.episodes import Episodes, with_parts
 from llmsuite.rl.rewards import Rewards
-from llmsuite.rl.rollouts import RolloutPrompt, Rollouts, Scored
+from llmsuite.rl.rollouts import DrawnApart, RolloutPrompt, Rollouts, Scored
 from llmsuite.rl.rounds import Filled, draw_until_full
 from llmsuite.train.stage import DropCounts, Stage, StageContext
 
@@ -186,7 +186,7 @@ class CompletionStage(Stage[Any]):
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check that rollouts and training compute the same model."""
         if self._max_gap is not None and metrics["logprob_gap"] > self._max_gap:
-            raise UserError(
+            raise DrawnApart(
                 f"step {step}: log-probabilities of tokens as they were drawn and as the training pass computes them "
                 f"differ by {metrics['logprob_gap']:.3g} on average, more than rollout.max_logprob_gap "
                 f"{self._max_gap}: what would be learnt is not what was drawn"

@@ -1,5 +1,6 @@
 """Functions for the tests of plugins."""
 
+from llmsuite.testing.family_contract import assert_family_contract
 from llmsuite.testing.stage_contract import assert_stage_contract
 
-__all__ = ["assert_stage_contract"]
+__all__ = ["assert_family_contract", "assert_stage_contract"]

@@ -25,11 +25,12 @@ from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.rl.ahead import begun_from, state_of
 from llmsuite.rl.engine import Engine, EngineContext, Releasing
-from llmsuite.rl.rollouts import Rollouts
+from llmsuite.rl.rollouts import DrawnApart, Rollouts
 from llmsuite.specs import PrePassKind
 from llmsuite.train.build import BuiltModel
 from llmsuite.train.critic import Critic, NoCritic
 from llmsuite.train.data import TrainingData
+from llmsuite.train.forms_apart import forms_apart
 from llmsuite.train.objective import Batch
 from llmsuite.train.passes import BatchReader, Passes, run_prepasses
 from llmsuite.train.stage import RolledOut, Stage
@@ -215,8 +216,19 @@ class RolloutReader:
         known = dict(zip(names, largest))
         metrics = {**metrics, **self._metrics, **{name: value for name, value in known.items() if np.isfinite(value)}}
         if stage is not None:
-            stage.after_step(self._step, metrics)
+            self._after_step(stage, metrics)
         return metrics
+
+    def _after_step(self, stage: Stage[Any], metrics: Mapping[str, float]) -> None:
+        try:
+            stage.after_step(self._step, metrics)
+        except DrawnApart as error:
+            engine, recipe = self._plan.rollout_engine, self._plan.recipe
+            if engine is None or engine.remote:  # a server's model is not made here
+                raise
+            backend = self._plan.device.factory()
+            where = forms_apart(self._plan.family, self._plan.model_config, backend, recipe.engine.precision)
+            raise UserError(f"{error}; {where}") from error
 
     def _roll_out(self) -> None:
         """Complete the samples of the next steps, and make this rank's batches of them."""

@@ -17,6 +17,7 @@ from llmsuite.devices.ops import Ops, attention_operand
 from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, dim_size, halves, linear
 from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
 from llmsuite.models.deepseek.config import DeepSeekConfig
+from llmsuite.models.exact import has_hooks, is_plain
 from llmsuite.models.experts import Experts
 from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.mtp import num_layers
@@ -107,16 +108,19 @@ class Attention(nn.Layer):
         """Make them in each pass again."""
         self.up_keys = self.up_values = None
 
+    def _is_whole_own(self) -> bool:
+        """Whether `_absorbed` computes what `_whole` does: nobody has changed this, nor the core of attention."""
+        is_own_core = isinstance(self.core, functools.partial) and self.core.func is latent_attention
+        return is_own_core and type(self)._whole is Attention._whole
+
     def _absorbs(self, num_new: Any) -> Any:
         """Whether so few tokens are new that attending to compressed keys and values is less work than making whole
         ones for the cache: a bool, or a tensor if `num_new` is one, as in a program."""
         matrix, learns = self.kv_b_proj, paddle.is_grad_enabled() if paddle.in_dynamic_mode() else self.training
-        if not self.can_absorb or learns:
+        if not self.can_absorb or learns or not self._is_whole_own():
             return False
-        if type(matrix) is not nn.Linear or matrix.weight.is_dist() or "forward" in vars(matrix):
+        if not is_plain(matrix) or matrix.weight.is_dist() or has_hooks(matrix):
             return False  # an adapter, a rank's part, products in a form of the device
-        if matrix._forward_pre_hooks or matrix._forward_post_hooks:
-            return False
         wide, whole = 2 * self.latent_sizes[0], sum(self.key_value_sizes)  # of scores and sums, for each head
         return wide <= whole or num_new < self.latent_sizes[0] * whole / (wide - whole)
 

@@ -12,8 +12,9 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, extend_cache, linear, positions, products
+from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, extend_cache, linear, products
 from llmsuite.models.gpt.config import GPTConfig
+from llmsuite.models.rotation import positions
 from llmsuite.typing import Tensor
 
 

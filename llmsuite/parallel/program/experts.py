@@ -17,7 +17,9 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
-from llmsuite.models.experts import Experts, route_in_program, sequence_loads, sequence_losses
+from llmsuite.errors import UserError
+from llmsuite.models.exact import is_exactly, named_kind
+from llmsuite.models.experts import Experts, check_experts, route_in_program, sequence_loads, sequence_losses
 from llmsuite.models.moe import Gate
 from llmsuite.parallel import collective
 from llmsuite.parallel.program.pipeline import LENGTHS, Beside, StagedModel
@@ -25,6 +27,7 @@ from llmsuite.parallel.program.sums import summed
 from llmsuite.parallel.recompute import results_again_in_program
 from llmsuite.typing import Tensor
 
+_OWN_GATE = "has a forward pass of its own, which a program of a step does not run; override its `choose` or `scores`"
 SHARES = "balance_shares"
 """The input that says what the balance loss of each row weighs in what is trained."""
 LOADS, BALANCE_LOSS = "experts/loads", "experts/balance_loss"
@@ -114,9 +117,13 @@ class _Seen(Beside):
 @contextlib.contextmanager
 def _in_program(model: Any, seen: _Seen) -> Iterator[None]:
     """While active, gates and experts of a model compute as programs need it."""
-    forms: dict[Any, Any] = {
-        module: _ProgramGate(module, seen) for module in model.sublayers() if isinstance(module, Gate)
-    }
+    modules = list(model.named_sublayers())
+    for name, module in modules:
+        if isinstance(module, Gate) and not is_exactly(module, Gate):
+            raise UserError(f"engine.program: is step, and {named_kind(name, module)} {_OWN_GATE}")
+        if isinstance(module, Experts):
+            check_experts(name, module, "engine.program: is step")
+    forms: dict[Any, Any] = {module: _ProgramGate(module, seen) for _, module in modules if isinstance(module, Gate)}
     is_again = makes_rows_again(model)
     forms |= {module: _ProgramExperts(module, is_again) for module in model.sublayers() if isinstance(module, Experts)}
     before = [(module, module.__dict__.get("forward")) for module in forms]

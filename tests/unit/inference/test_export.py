@@ -195,7 +195,7 @@ def test_another_model_is_noticed(pair: tuple[Path, Path], tmp_path: Path) -> No
     other = write_family(tmp_path / "other", name, seed=4)
     with pytest.raises(UserError, match=r"is not what .* was exported from"):
         check_files(pair[1], other)
-    with pytest.raises(UserError, match="logits differ by"):
+    with pytest.raises(UserError, match="logits are off by"):
         compare(Predictor(pair[1]), live(other), "fp32")
     with pytest.raises(UserError, match="greedy tokens differ"):
         compare_loop(Predictor(pair[1]), live(other))

@@ -131,7 +131,7 @@ def test_the_readme_of_a_plain_program_needs_no_kernels(pair: tuple[Path, Path],
 
 def test_another_model_is_noticed(pair: tuple[Path, Path], tmp_path: Path) -> None:
     other = live(write_family(tmp_path / "other", "llama", seed=4, tie_word_embeddings=True), "bf16")
-    with pytest.raises(UserError, match="logits differ by"):
+    with pytest.raises(UserError, match="logits are off by"):
         compare(Predictor(pair[1]), other, "bf16")
     with pytest.raises(UserError, match="greedy tokens differ behind"):
         compare_loop(Predictor(pair[1]), other, "bf16")

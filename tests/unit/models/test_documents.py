@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.devices import ops
-from llmsuite.models.blocks import positions
+from llmsuite.models.rotation import positions
 from tests.paths import REFERENCE
 from tests.unit.families import CASES, load
 

@@ -13,8 +13,8 @@ import pytest
 from paddle import nn
 
 from llmsuite.errors import UserError
-from llmsuite.inference.next_logits import is_plain
 from llmsuite.models.adapter import is_plain_linear
+from llmsuite.models.exact import is_plain
 from llmsuite.models.lora import adapted_modules, add_adapters
 from llmsuite.models.lora_layers import LoraLinear
 from llmsuite.models.paddlenlp_peft import import_alone

@@ -1,4 +1,4 @@
-"""Outputs of modules and the gradients by them, at chosen tokens, as each rank has them.
+"""Inputs and outputs of modules and the gradients by these, at chosen tokens, as each rank has them.
 
 Hooks watch every module of a model whose output has a vector for each token. Of a tensor that is distributed over tp a
 rank keeps what it has, and how that is part of the whole; `llmsuite.align.merge` brings the parts together.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,14 +17,9 @@ import numpy as np
 import paddle
 
 from llmsuite.align.contexts import chosen, contexts
-from llmsuite.align.values import Sample, sample_of
+from llmsuite.align.values import Sample
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.optimizer import Optimizer
-from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.tensor import local_value
-from llmsuite.parallel.vocabulary import without_padding
-from llmsuite.train.build import BuiltModel
-from llmsuite.train.parts import StepPart
 from llmsuite.typing import Tensor
 
 Part = Literal["whole", "columns", "tokens", "sum"]
@@ -85,7 +80,8 @@ class Piece:
 
 
 class Activations:
-    """What hooks have seen of the modules of a model: of each module and micro-batch one output and its gradient."""
+    """What hooks have seen of the modules of a model: of each module and micro-batch its first input, one output and
+    the gradient of this."""
 
     def __init__(self, now: Callable[[], Tokens | None], tp_rank: int = 0):
         """
@@ -96,6 +92,9 @@ class Activations:
         self._now, self._tp_rank = now, tp_rank
         self.order: dict[str, tuple[int, int]] = {}
         """Part of the pipeline, and a number within it, by which modules can be sorted as they are run."""
+        self.kinds: dict[str, str] = {}
+        """The class of each module."""
+        self.inputs: dict[str, dict[int, Piece]] = {}
         self.outputs: dict[str, dict[int, Piece]] = {}
         self.gradients: dict[str, dict[int, Piece]] = {}
         self._has_hook: set[tuple[str, int]] = set()
@@ -105,11 +104,12 @@ class Activations:
 
         def hook_of(name: str) -> Callable[..., None]:
             def hook(module: Any, inputs: Any, output: Any) -> None:
-                self._note(name, output[0] if isinstance(output, tuple) else output, part)
+                self.note(name, _first(inputs), _first(output), part)
 
             return hook
 
         for name, module in model.named_sublayers():
+            self.kinds.setdefault(name, type(module).__name__)
             module.register_forward_post_hook(hook_of(name))
             if "forward_train" in vars(module):  # compiled: hooks inside run while the program is made
                 vars(module)["forward_train"] = self._around(module.forward_train, name, part)
@@ -117,12 +117,13 @@ class Activations:
     def _around(self, function: Callable[..., Tensor], name: str, part: int) -> Callable[..., Tensor]:
         def forward_train(*inputs: Tensor | None) -> Tensor:
             output = function(*inputs)
-            self._note(name, output, part)
+            self.note(name, _first(inputs), output, part)
             return output
 
         return forward_train
 
-    def _note(self, name: str, output: Any, part: int) -> None:
+    def note(self, name: str, given: Any, output: Any, part: int = 0) -> None:
+        """A module has been run: its first input, and its output."""
         if not paddle.in_dynamic_mode() or not isinstance(output, paddle.Tensor):
             return
         tokens = self._now()
@@ -131,6 +132,8 @@ class Activations:
         number = tokens.micro_batch
         self.order.setdefault(name, (part, len(self.order)))
         # under recompute a layer runs twice, the second time for the gradients
+        if isinstance(given, paddle.Tensor) and (found := self._piece(given.detach(), tokens)) is not None:
+            self.inputs.setdefault(name, {}).setdefault(number, found)
         self.outputs.setdefault(name, {}).setdefault(number, piece)
         # outputs of kernels of our own ask for gradients also where nothing will make any (Paddle 3.3.1)
         has_gradient = paddle.is_grad_enabled() and not output.stop_gradient
@@ -170,113 +173,49 @@ class Activations:
         values = flat.index_select(paddle.to_tensor(places, dtype="int64"), 0).astype("float32").numpy()
         return Piece(part, names, values)
 
-
-class StepRecording(StepPart):
-    """Records one step of a run: tokens, activations, parameters and gradients, in a file of each rank."""
-
-    def __init__(self, built: BuiltModel, optimizer: Optimizer, mesh: Mesh, directory: Path, every: int):
-        """
-        Args:
-            built: this rank's part of the model, before the step.
-            optimizer: over its parameters.
-            mesh: this rank's place.
-            directory: to write into; the same on all ranks.
-            every: activations are kept at about one token in so many.
-        """
-        self._optimizer, self._mesh, self._directory, self._every = optimizer, mesh, directory, every
-        self._shapes, model = built.shapes, built.part
-        self._known: dict[int, Tokens] = {}
-        self._running: int | None = None
-        self._lengths: Any = None
-        self._activations = Activations(self._now, mesh.coordinate["tp"])
-        for number, chunk in enumerate(model.chunks):
-            self._activations.watch(chunk, number * mesh.degrees.pp + mesh.coordinate["pp"])
-        self._parameters = self._samples((shard.name, shard.gather_parameter()) for shard in optimizer.shards)
-        self._forward, self._backward, self._hidden = model.forward, model.backward, model.hidden_states
-        # of this one model, as a stage and the engine call it
-        vars(model).update(forward=self._noted_forward, backward=self._noted_backward, hidden_states=self._noted_hidden)
-
-    # around the passes
-
-    def _noted_forward(self, action: Action, loss: Any, lengths: Any = None) -> Any:
-        # pre-passes have no gradients
-        self._running = action.micro_batch if paddle.is_grad_enabled() else None
-        self._lengths = lengths
-        try:
-            return self._forward(action, loss, lengths)
-        finally:
-            self._running = None
-
-    def _noted_backward(self, action: Action, scale: float = 1.0) -> None:
-        self._running = action.micro_batch  # recompute runs layers again
-        try:
-            self._backward(action, scale)
-        finally:
-            self._running = None
-
-    def _noted_hidden(self, input_ids: Tensor, document_starts: Tensor | None = None) -> Any:
-        number = self._running
-        if number is not None and number not in self._known:
-            self._known[number] = Tokens.of(number, input_ids, document_starts, self._lengths, self._every)
-            if self._mesh.coordinate["pp"] == 0 and self._mesh.coordinate["tp"] == 0:
-                self._known[number].write(self._file_of(number))  # before the activations are sent on
-        return self._hidden(input_ids, document_starts=document_starts)
-
-    def _now(self) -> Tokens | None:
-        if self._running is None:
-            return None
-        if self._running not in self._known:  # in the middle of a pipeline
-            self._known[self._running] = Tokens.read(self._file_of(self._running))
-        return self._known[self._running]
-
-    def _file_of(self, micro_batch: int) -> Path:
-        return self._directory / f"tokens-{self._mesh.data_rank}-{micro_batch}.npz"
-
-    # after them
-
-    def finish(self) -> None:
-        """Write what this rank has seen. Every rank of the run calls it."""
-        gradients = self._samples(self._whole_gradients())
+    def record(self, mesh: Mesh) -> Record:
+        """What this rank has seen."""
         arrays: dict[str, np.ndarray] = {}
         modules: dict[str, Any] = {}
-        for name, place in self._activations.order.items():
-            modules[name] = {"order": place}
-            for kind in ("outputs", "gradients"):
-                pieces = getattr(self._activations, kind).get(name, {})
+        for name, place in self.order.items():
+            modules[name] = {"order": place, "class": self.kinds.get(name, "")}
+            for kind in ("inputs", "outputs", "gradients"):
+                pieces = getattr(self, kind).get(name, {})
                 if pieces:
                     modules[name][kind] = next(iter(pieces.values())).part
                     ordered = [pieces[number] for number in sorted(pieces)]
                     arrays[f"{kind}|{name}"] = np.concatenate([piece.values for piece in ordered])
                     arrays[f"{kind}|{name}|names"] = np.concatenate([piece.names for piece in ordered])
-        for kind, samples in (("parameters", self._parameters), ("parameter_gradients", gradients)):
-            arrays |= {f"{kind}|{name}": found.values for name, found in samples.items()}
-        known = list(self._known.values())
-        arrays["tokens"] = np.concatenate([tokens.every_name for tokens in known]) if known else np.zeros(0, "uint64")
-        about = {
-            "coordinate": self._mesh.coordinate,
-            "data_rank": self._mesh.data_rank,
-            "modules": modules,
-            "is_exact": all(tokens.is_exact for tokens in known),
-            "parameters": {name: found.about() for name, found in self._parameters.items()},
-            "parameter_gradients": {name: found.about() for name, found in gradients.items()},
-        }
-        rank = self._mesh.rank
-        np.savez(self._directory / f"rank-{rank}.npz", **arrays)
-        (self._directory / f"rank-{rank}.json").write_text(json.dumps(about), encoding="utf-8")
+        about = {"coordinate": mesh.coordinate, "data_rank": mesh.data_rank, "modules": modules}
+        return Record(mesh.rank, about, arrays)
 
-    @paddle.no_grad()
-    def _whole_gradients(self) -> Iterator[tuple[str, Tensor]]:
-        finished = dict(self._optimizer.finished)
-        for shard in self._optimizer.shards:
-            gradient = finished.get(shard)  # none where a rank owns nothing of a parameter, or nothing has used it
-            own = paddle.zeros_like(shard.master_or_shard.detach()) if gradient is None else gradient
-            yield shard.name, shard.gather_shard(own)
 
-    def _samples(self, values: Iterable[tuple[str, Tensor]]) -> dict[str, Sample]:
-        """Samples of whole tensors, one after the other. One rank of those that have the same parameters keeps them."""
-        keeps, found = not self._mesh.data_rank and not self._mesh.coordinate["tp"], {}
-        for name, value in values:  # which all ranks bring together
-            if keeps:
-                true = without_padding(value, self._shapes[name])  # of a vocabulary
-                found[name] = sample_of(true.astype("float32").numpy())
-        return found
+def _first(given: Any) -> Any:
+    return given[0] if isinstance(given, (tuple, list)) and given else given
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """What one rank has seen, for `llmsuite.align.merge`."""
+
+    rank: int
+    about: dict[str, Any]
+    """Its place, and what there is of each module; JSON data."""
+    arrays: dict[str, np.ndarray]
+
+    def with_tokens(self, known: Sequence[Tokens]) -> Record:
+        """The same, with the tokens of its passes."""
+        names = np.concatenate([tokens.every_name for tokens in known]) if known else np.zeros(0, "uint64")
+        is_exact = all(tokens.is_exact for tokens in known)
+        return Record(self.rank, {**self.about, "is_exact": is_exact}, {**self.arrays, "tokens": names})
+
+    def with_samples(self, kind: str, samples: Mapping[str, Sample]) -> Record:
+        """The same, with samples of tensors: of kind "parameters" or "parameter_gradients"."""
+        about = {**self.about, kind: {name: found.about() for name, found in samples.items()}}
+        values = {f"{kind}|{name}": found.values for name, found in samples.items()}
+        return Record(self.rank, about, {**self.arrays, **values})
+
+    def write(self, directory: Path) -> None:
+        """Write it where `merge.read_side` looks."""
+        np.savez(directory / f"rank-{self.rank}.npz", **self.arrays)
+        (directory / f"rank-{self.rank}.json").write_text(json.dumps(self.about), encoding="utf-8")

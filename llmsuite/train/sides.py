@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import paddle
 
-from llmsuite.align.contexts import PADDING
-from llmsuite.align.merge import Rows, Side, rows_of
-from llmsuite.align.record import Activations, Piece, StepRecording, Tokens
+from llmsuite.align.activations import Activations, Tokens
+from llmsuite.align.merge import Side, side_of
 from llmsuite.align.values import sample_of
 from llmsuite.checkpoint.int8 import input_scales
 from llmsuite.checkpoint.model_dir import ModelDirectory
@@ -30,6 +29,7 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.degrees import Degrees
 from llmsuite.train.reader import StepReader
 from llmsuite.train.step import train_step
+from llmsuite.train.step_recording import StepRecording
 from llmsuite.train.trainer import Trainer
 
 
@@ -100,17 +100,10 @@ def record_model(source: ModelDirectory, backend: DeviceBackend, precision: str,
     loss.backward()
     parameters = dict(model.named_parameters())
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-    return Side(
-        modules=list(activations.order),
-        outputs=_rows(activations.outputs, adds_up=False),
-        gradients=_rows(activations.gradients, adds_up=True),
-        parameters={name: sample_of(_array(parameter)) for name, parameter in parameters.items()},
-        parameter_gradients={name: sample_of(_array(gradient)) for name, gradient in gradients.items()},
-        metrics={"loss": float(loss)},
-        tokens=np.sort(tokens.every_name[tokens.every_name != PADDING]),
-        is_exact=True,
-        precision=precision,
-    )
+    record = activations.record(alone).with_tokens([tokens])
+    record = record.with_samples("parameters", {n: sample_of(_array(p)) for n, p in parameters.items()})
+    record = record.with_samples("parameter_gradients", {n: sample_of(_array(g)) for n, g in gradients.items()})
+    return side_of([(record.about, record.arrays)], {"loss": float(loss)}, precision)
 
 
 def _loss(model: Any, ids: Any) -> Any:
@@ -123,7 +116,3 @@ def _loss(model: Any, ids: Any) -> Any:
 def _array(tensor: Any) -> np.ndarray:
     found: np.ndarray = tensor.detach().astype("float32").numpy()
     return found
-
-
-def _rows(noted: dict[str, dict[int, Piece]], adds_up: bool) -> dict[str, Rows]:
-    return {name: rows_of(pieces[0].names, pieces[0].values, adds_up) for name, pieces in noted.items()}

@@ -1,0 +1,48 @@
+"""Rotary positions: the cos and sin that queries and keys are rotated by.
+
+Shapes: B batch, L length, K head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+import paddle.nn.functional as F
+
+from llmsuite.typing import Tensor
+
+
+def positions(document_starts: Tensor) -> Tensor:
+    """Position of each token in its document, [B, L]; `document_starts` as in `CausalLM.hidden_states`."""
+    return paddle.arange(document_starts.shape[1], dtype=document_starts.dtype) - document_starts.clip(min=0)
+
+
+def rotation(
+    frequencies: Sequence[float],
+    scale: float,
+    start: int,
+    length: int,
+    dtype: Any,
+    document_starts: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """scale times cos and sin for the positions from `start`, [1, L, 1, K / 2], or with `document_starts` for the
+    positions in documents, [B, L, 1, K / 2].
+
+    Angles are computed in float64, as positions get large.
+    """
+    angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))
+    cos, sin = (paddle.to_tensor((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
+    if document_starts is None:
+        return cos.unsqueeze([0, 2]), sin.unsqueeze([0, 2])
+    at = positions(document_starts)
+    return F.embedding(at, cos).unsqueeze(2), F.embedding(at, sin).unsqueeze(2)
+
+
+def rotation_at(frequencies: Sequence[float], scale: float, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
+    """`rotation` at positions [B, L]: two of [B, L, 1, K / 2]."""
+    angles = positions.astype("float64").unsqueeze([2, 3]) * paddle.to_tensor(np.asarray(frequencies, "float64"))
+    cos, sin = ((f(angles) * scale).astype("float32").astype(dtype) for f in (paddle.cos, paddle.sin))
+    return cos, sin

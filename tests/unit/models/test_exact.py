@@ -1,0 +1,246 @@
+"""What takes the place of a layer's code, or goes round it, is for layers that are exactly llmsuite's."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import paddle
+import pytest
+from paddle import nn
+
+from llmsuite.devices.ops import Ops, swiglu
+from llmsuite.errors import UserError
+from llmsuite.inference.rank_parts import _ends
+from llmsuite.inference.static_experts import make_static
+from llmsuite.models.blocks import GatedMLP, RMSNorm
+from llmsuite.models.exact import has_hooks, is_exactly, is_own, is_plain
+from llmsuite.models.experts import Experts
+from llmsuite.models.llama.shard_plan import PLAN
+from llmsuite.models.lora import adapted_modules
+from llmsuite.models.moe import MoELayer
+from llmsuite.models.prefix import add_prefixes
+from llmsuite.models.products import Products, use_products
+from llmsuite.parallel.chunked_loss import chunk_losses
+from llmsuite.parallel.experts import share_experts
+from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.overlap import modules_to_fuse
+from llmsuite.parallel.static import _structure, compile_layers
+from llmsuite.parallel.tensor import check_embedding
+from llmsuite.schema.degrees import Degrees
+from tests.tools.own_layers import NETWORKS
+from tests.unit.families import FAMILIES, tiny
+
+ALONE = Mesh(Degrees(1, 1, 1, 1), 0)
+
+
+class Other(GatedMLP):
+    def forward(self, x: Any) -> Any:
+        return self.down_proj(self.up_proj(x))
+
+
+class Same(GatedMLP):
+    """Other, but not in what it computes."""
+
+
+def test_exactly() -> None:
+    assert is_exactly(Same(4, 8, Ops()), GatedMLP)
+    assert not is_exactly(Other(4, 8, Ops()), GatedMLP)
+    assert not is_exactly(RMSNorm(4, 1e-5, Ops()), GatedMLP)
+    changed = GatedMLP(4, 8, Ops())
+    changed.forward = lambda x: x
+    assert not is_exactly(changed, GatedMLP)
+
+    class Called(GatedMLP):
+        def __call__(self, x: Any) -> Any:
+            return 2.0 * super().__call__(x)
+
+    assert not is_exactly(Called(4, 8, Ops()), GatedMLP)
+    assert is_exactly(OwnExperts(2, 4, 8, Ops()), Experts)
+    assert not is_exactly(OwnExperts(2, 4, 8, Ops()), Experts, "rows")
+
+
+def test_own_functions() -> None:
+    assert is_own(swiglu)
+    assert is_own(functools.partial(functools.partial(swiglu), 1))
+    assert not is_own(lambda gate, up: gate)
+    assert not is_own(paddle.nn.functional.swiglu)
+
+
+def test_hooks() -> None:
+    layer = nn.Linear(2, 2)
+    assert is_plain(layer)
+    assert not has_hooks(layer)
+
+    def seen(*given: Any) -> None: ...
+
+    layer.register_forward_pre_hook(seen)
+    assert has_hooks(layer)
+    assert not has_hooks(layer, but=(seen,))
+
+
+class Scaled(nn.Linear):
+    """More than its matrix."""
+
+    def forward(self, x: Any) -> Any:
+        return 3.0 * super().forward(x)
+
+
+def test_adapters_take_the_place_of_plain_matrices_alone() -> None:
+    model = tiny("llama")
+    model.model.layers[0].mlp.up_proj = Scaled(64, 128)
+    found = adapted_modules(model, PLAN, None)
+    assert "model.layers.0.mlp.up_proj" not in found
+    assert "model.layers.0.mlp.gate_proj" in found
+    with pytest.raises(UserError, match="matches no matrix"):
+        adapted_modules(model, PLAN, ["layers.0.mlp.up_proj"])
+
+
+def test_products_leave_what_others_call_so() -> None:
+    class Mine(nn.Layer):
+        def matmul(self, x: Any) -> Any:
+            return x
+
+        products = "none"
+
+    model = nn.LayerList([Mine(), nn.Linear(2, 2), Scaled(2, 2)])
+    use_products(model, Products(Ops()))
+    mine, plain, scaled = model
+    assert "matmul" not in vars(mine)
+    assert "products" not in vars(mine)
+    assert "forward" in vars(plain)
+    assert "forward" not in vars(scaled)
+
+
+@pytest.mark.parametrize("kind", ["pre", "post"])
+def test_hooks_of_matrices_that_are_multiplied_together_are_heard(kind: str) -> None:
+    mlp, x = GatedMLP(4, 8, Ops()), paddle.to_tensor(np.random.default_rng(0).normal(size=[1, 3, 4]), "float32")
+    for number, layer in enumerate((mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
+        layer.weight.set_value(np.random.default_rng(number).normal(size=layer.weight.shape).astype("float32"))
+    if kind == "pre":
+        mlp.gate_proj.register_forward_pre_hook(lambda layer, given: (given[0] * 2.0,))
+    else:
+        mlp.gate_proj.register_forward_post_hook(lambda layer, given, output: output * 2.0)
+    expected = mlp(x).numpy()
+    use_products(mlp, Products(Ops()))
+    assert np.allclose(mlp(x).numpy(), expected, rtol=1e-6)
+
+
+def test_projections_are_fused_in_llmsuites_own_modules() -> None:
+    model = tiny("llama")
+    assert len(modules_to_fuse(model, PLAN)) == 2 * len(model.model.layers)
+    use_products(model, Products(Ops()))
+    assert len(modules_to_fuse(model, PLAN)) == 2 * len(model.model.layers)
+    model = tiny("llama")
+    model.model.layers[0].mlp = Other(64, 128, Ops())
+    model.model.layers[1].mlp.up_proj.register_forward_post_hook(lambda *given: None)
+    assert len(modules_to_fuse(model, PLAN)) == 2 * len(model.model.layers) - 2
+
+
+def test_layers_share_a_program_only_if_they_compute_the_same() -> None:
+    first, second, third = tiny("llama").model.layers[:3]
+    assert _structure(first) == _structure(second)
+    second.register_buffer("scale", paddle.ones([1]))
+    third.register_buffer("scale", paddle.zeros([1]))
+    assert _structure(second) != _structure(third)
+    first, second = tiny("llama").model.layers[:2]
+    first.mlp.register_forward_post_hook(lambda layer, given, output: output)
+    second.mlp.register_forward_post_hook(lambda layer, given, output: 2.0 * output)
+    assert _structure(first) != _structure(second)
+
+
+class OwnLayer(MoELayer):
+    def forward(self, *given: Any, **named: Any) -> Any:
+        out, cache = super().forward(*given, **named)
+        return 2.0 * out, cache
+
+
+def test_half_a_layer_is_compiled_where_the_whole_is_llmsuites() -> None:
+    model = tiny("qwen_moe")
+    layer = next(layer for layer in model.model.layers if isinstance(layer, MoELayer))
+    model.model.layers[0] = OwnLayer(layer.input_layernorm, layer.self_attn, layer.post_attention_layernorm, layer.mlp)
+    plan = FAMILIES["qwen_moe"].shard_plan
+    assert plan is not None
+    with pytest.raises(UserError, match=r"model\.layers\.0 \(OwnLayer\) has a forward pass of its own"):
+        compile_layers(model, plan, ALONE, [])
+
+
+class OwnExperts(Experts):
+    def rows(self, *given: Any, **named: Any) -> Any:
+        return 2.0 * super().rows(*given, **named)
+
+
+class Routed(Experts):
+    def forward(self, x: Any, weights: Any, chosen: Any) -> Any:
+        return x
+
+
+def _with_experts(kind: type) -> Any:
+    model = tiny("qwen_moe")
+    for layer in model.model.layers:
+        layer.mlp.experts = kind(4, 64, 32, Ops())
+    return model
+
+
+def test_experts_of_another_code_are_refused_by_name() -> None:
+    plan = FAMILIES["qwen_moe"].shard_plan
+    assert plan is not None
+    with pytest.raises(UserError, match=r"model\.layers\.0\.mlp\.experts \(OwnExperts\) computes its rows"):
+        make_static(_with_experts(OwnExperts))
+    with pytest.raises(UserError, match=r"experts \(Routed\) is not exactly llmsuite's Experts"):
+        make_static(_with_experts(Routed))
+    mesh = Mesh(Degrees(1, 1, 1, 2), 0)
+    with pytest.raises(UserError, match=r"experts \(Routed\) is not exactly"):
+        share_experts(_with_experts(Routed), plan, mesh)
+
+
+def test_prefixes_need_an_attention_that_is_known_to_attend_to_them() -> None:
+    model = NETWORKS["capped"]()(FAMILIES["llama"].config_cls(**FAMILIES["llama"].smoke), Ops())
+    with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn \(CappedAttention\) has a forward pass"):
+        add_prefixes(model, 2)
+
+
+def test_an_embedding_that_ranks_share_out_is_paddles() -> None:
+    class Doubled(nn.Embedding):
+        def forward(self, ids: Any) -> Any:
+            return 2.0 * super().forward(ids)
+
+    check_embedding("model.embed_tokens", nn.Embedding(4, 2), "tp")
+    with pytest.raises(UserError, match=r"tp: model\.embed_tokens \(Doubled\) has a forward pass of its own"):
+        check_embedding("model.embed_tokens", Doubled(4, 2), "tp")
+
+
+def test_parts_of_ranks_are_added_up_in_front_of_what_needs_the_whole() -> None:
+    layers = tiny("llama").model.layers
+    layers[1].mlp = Other(64, 128, Ops())
+    name = "model.layers.{}.mlp"
+    assert _ends(name.format(0), layers[0].mlp, PLAN) == [layers[0].mlp]
+    assert _ends(name.format(1), layers[1].mlp, PLAN) == [layers[1].mlp.down_proj]
+    layers[1].mlp.down_proj = Scaled(128, 64)
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp \(Other\) has a forward pass of its own"):
+        _ends(name.format(1), layers[1].mlp, PLAN)
+
+
+def test_a_loss_in_chunks_trains_what_an_authors_logits_are_made_with() -> None:
+    class Scaling(FAMILIES["llama"].factory()):  # type: ignore[misc]
+        def __init__(self, config: Any, ops: Any):
+            super().__init__(config, ops)
+            self.factor = self.create_parameter([1], default_initializer=nn.initializer.Constant(2.0))
+            self.unused = self.create_parameter([1], default_initializer=nn.initializer.Constant(2.0))
+
+        def logits(self, hidden: Any) -> Any:
+            return super().logits(hidden) * self.factor
+
+    spec, random = FAMILIES["llama"], np.random.default_rng(0)
+    model = Scaling(spec.config_cls(**spec.smoke), Ops())
+    model.lm_head.weight.set_value(random.normal(size=model.lm_head.weight.shape).astype("float32"))
+    hidden = paddle.to_tensor(random.normal(size=[10, 64]).astype("float32"), stop_gradient=False)
+    targets = paddle.to_tensor(random.integers(0, 512, [10]))
+    model.token_nll(hidden, targets).sum().backward()
+    expected = model.factor.grad.numpy()
+    model.clear_gradients()
+    chunk_losses(model, 4, ALONE, [])
+    model.token_nll(hidden, targets).sum().backward()
+    assert np.allclose(model.factor.grad.numpy(), expected, rtol=1e-5)
+    assert not model.unused.grad.numpy().any()
