@@ -78,6 +78,13 @@ class DeviceBackend(abc.ABC):
     returns."""
     adds_sparse_rows: ClassVar[bool] = False
     """Whether Paddle adds the rows of a sparse gradient to a dense one in place; 3.3.1 does so on some devices only."""
+    interleaves: ClassVar[bool] = False
+    """Whether ranks of a pipeline may have several chunks of layers (`pipeline_schedule: interleaved`): such ranks send
+    before they receive what the other one has sent, so a copy to or from the host must not wait for sends under
+    way."""
+    pipelines_in_programs: ClassVar[bool] = False
+    """Whether the program of a whole step may be a pipeline (`engine.program: step`): its parts run in executors of
+    their own, so no operation of one may wait for an event of another."""
     moves_to_host: ClassVar[bool] = True
     """Whether `to_host` leaves room on the device; False where tensors are in host memory already."""
 

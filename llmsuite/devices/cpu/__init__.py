@@ -102,6 +102,8 @@ class CpuBackend(DeviceBackend):
     kernels_in_programs = False
     sends_beside_passes = False
     adds_sparse_rows = True
+    interleaves = True
+    pipelines_in_programs = True  # without Paddle's events, see `gloo.shims`
     moves_to_host = False
 
     def __init__(self, multiplies_bf16: bool | None = None, splits: bool | None = None):
