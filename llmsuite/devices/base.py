@@ -111,6 +111,29 @@ class DeviceBackend(abc.ABC):
         and what builds and registers them without llmsuite. Imports no Paddle."""
         return ()
 
+    def configure_predictor(self, config: Any, number: int, num_threads: int) -> None:
+        """Let a predictor of Paddle Inference compute on this kind of device; by itself it would on the CPU, without a
+        word. Imports Paddle. The README of an exported model has the calls that are made here.
+
+        Args:
+            config: a `paddle.inference.Config`; its methods are called, and nothing is read from it.
+            number: of the device.
+            num_threads: on the host, where a device computes with those.
+
+        Raises:
+            UserError: the backend does not say how, and its device is none of Paddle's CustomDevice interface.
+        """
+        import paddle
+
+        kind, _, _ = paddle.device.get_device().partition(":")  # the current one, see `activate`
+        if kind not in paddle.device.get_all_custom_device_type():
+            raise UserError(
+                f"--device {self.name}: its backend does not say how Paddle Inference computes on it, which would take "
+                "the CPU; answer with --engine dynamic, export for another --device, or give the backend a method "
+                "`configure_predictor`"
+            )
+        config.enable_custom_device(kind, number)
+
     def stores_as_trained(self, precision: str) -> bool:
         """Whether what draws for a model that is trained in a precision has matrices in bf16: the training rounds the
         inputs of products, and a kernel for stored matrices computes as that does. Imports no Paddle."""
