@@ -212,6 +212,26 @@ def _planned(runs: list[dict[str, Any]]) -> list[str]:
     ]
 
 
+def _pipelines(registry: Registry) -> list[str]:
+    """Which pipelines each device runs, as its backend says."""
+    lines = [
+        "## Pipelines by device",
+        "",
+        "What a device does not run is refused by name, also by `llmsuite validate` and `llmsuite plan` on a machine "
+        "without it. A device of a plugin runs what its `DeviceBackend` says: `interleaves` and "
+        "`pipelines_in_programs`, neither by default. Why: "
+        "[pipelines on a GPU or XPU](../guide/parallelism.md#pipelines).",
+        "",
+        "| device | `1F1B`, `FThenB` | `interleaved` | `engine.program: step` with a pipeline |",
+        "|---|---|---|---|",
+    ]
+    for name, device in registry.devices.items():
+        backend = device.factory()
+        runs = ["yes" if can else "refused" for can in (backend.interleaves, backend.pipelines_in_programs)]
+        lines.append(f"| {name} | yes | " + " | ".join(runs) + " |")
+    return [*lines, ""]
+
+
 def support_page(report: Mapping[str, Any], registry: Registry) -> str:
     """What has passed, by family and stage, and each run."""
     runs: list[dict[str, Any]] = report["runs"]
@@ -229,6 +249,7 @@ def support_page(report: Mapping[str, Any], registry: Registry) -> str:
         lines.append(f"| {family} | " + " | ".join(cells) + " |")
     lines += [
         "",
+        *_pipelines(registry),
         *_planned(runs),
         "## Recipes",
         "",

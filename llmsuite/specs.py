@@ -126,7 +126,8 @@ class StageSpec:
     packs: bool | None = None
     """False if it never reads `data.packing`, which is refused then."""
     takes_all: bool = False
-    """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`."""
+    """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`, and for how gradients
+    travel under sequence parallel."""
     draws_ahead: bool = False
     """Whether it has `Stage.begin_rollout`, for `rollout.max_staleness`."""
     in_programs: bool = False

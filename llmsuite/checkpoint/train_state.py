@@ -22,7 +22,12 @@ class TrainState:
     """Position in the stream of training samples."""
     seed: int
     recipe_sha256: str
-    """Digest of the keys that decide the trained weights; resuming with another one is refused."""
+    """Digest of the keys that decide the trained weights, with `begun_with`; resuming with another one is refused."""
+    begun_with: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """The keys of `train` that say how long the run is and how its learning rate moves, as it began; empty in
+    checkpoints of versions in which they could not change."""
+    schedule: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """What the learning rate of this step came from, see `llmsuite.parallel.learning_rate.Schedule`; empty as well."""
     loss_scale: float | None = None
     """The loss scale of an fp16 run."""
     good_steps: int = 0

@@ -140,16 +140,18 @@ def _is_first_rank() -> bool:
 
 
 def _start(args: Any, registry: Registry, num_ranks: int = 1) -> DeviceBackend:
-    """Start Paddle, alone or as one of several ranks."""
+    """Start Paddle, alone or as one of several ranks, on a device that predictors can compute on."""
     if args.device not in registry.devices:
         raise UserError(registry.unknown("device", args.device))
     backend: DeviceBackend = registry.devices[args.device].factory()
     from llmsuite.devices.start import start_paddle
+    from llmsuite.inference.exported_readme import predictor_calls
 
     start_paddle(backend, num_ranks, join=num_ranks > 1, answers=True)
     if reason := backend.unavailable(num_ranks):
         raise UserError(f"--device {args.device}: {reason}")
     backend.activate(number_in(os.environ, LOCAL_RANK, 0) if num_ranks > 1 else 0)
+    predictor_calls(backend)  # refused before anything is read or written
     return backend
 
 
@@ -207,7 +209,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     if input_scales(opened):
         tolerance = "int8"  # a last bit may turn an input from one step of int8 to the next
     trained = ModelDecoder(model, mesh)
-    predictor = Predictor(program, backend.name, mesh=mesh)
+    predictor = Predictor(program, backend, mesh=mesh)
     try:
         count, difference, num_tokens = compare(predictor, trained, tolerance)
     except OtherLogits as error:

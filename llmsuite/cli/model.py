@@ -86,7 +86,7 @@ def open_generator(
         from llmsuite.inference.predictor import Predictor
 
         where = find_program(Path(args.model))
-        decoder, models = Predictor(where, backend.name, mesh=mesh), (where,)
+        decoder, models = Predictor(where, backend, mesh=mesh), (where,)
         directory = Path(args.tokenizer) if args.tokenizer else where
     else:
         base, config = (Path(value) if value else None for value in (args.base, args.config))

@@ -78,6 +78,13 @@ class DeviceBackend(abc.ABC):
     returns."""
     adds_sparse_rows: ClassVar[bool] = False
     """Whether Paddle adds the rows of a sparse gradient to a dense one in place; 3.3.1 does so on some devices only."""
+    interleaves: ClassVar[bool] = False
+    """Whether ranks of a pipeline may have several chunks of layers (`pipeline_schedule: interleaved`): such ranks send
+    before they receive what the other one has sent, so a copy to or from the host must not wait for sends under
+    way."""
+    pipelines_in_programs: ClassVar[bool] = False
+    """Whether the program of a whole step may be a pipeline (`engine.program: step`): its parts run in executors of
+    their own, so no operation of one may wait for an event of another."""
     moves_to_host: ClassVar[bool] = True
     """Whether `to_host` leaves room on the device; False where tensors are in host memory already."""
 
@@ -103,6 +110,29 @@ class DeviceBackend(abc.ABC):
         """Files that let a predictor of Paddle's own run a program with stored matrices: the sources of its operations,
         and what builds and registers them without llmsuite. Imports no Paddle."""
         return ()
+
+    def configure_predictor(self, config: Any, number: int, num_threads: int) -> None:
+        """Let a predictor of Paddle Inference compute on this kind of device; by itself it would on the CPU, without a
+        word. Imports Paddle. The README of an exported model has the calls that are made here.
+
+        Args:
+            config: a `paddle.inference.Config`; its methods are called, and nothing is read from it.
+            number: of the device.
+            num_threads: on the host, where a device computes with those.
+
+        Raises:
+            UserError: the backend does not say how, and its device is none of Paddle's CustomDevice interface.
+        """
+        import paddle
+
+        kind, _, _ = paddle.device.get_device().partition(":")  # the current one, see `activate`
+        if kind not in paddle.device.get_all_custom_device_type():
+            raise UserError(
+                f"--device {self.name}: its backend does not say how Paddle Inference computes on it, which would take "
+                "the CPU; answer with --engine dynamic, export for another --device, or give the backend a method "
+                "`configure_predictor`"
+            )
+        config.enable_custom_device(kind, number)
 
     def stores_as_trained(self, precision: str) -> bool:
         """Whether what draws for a model that is trained in a precision has matrices in bf16: the training rounds the

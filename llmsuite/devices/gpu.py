@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend, selected
 
@@ -48,6 +49,9 @@ class GpuBackend(DeviceBackend):
         import paddle
 
         paddle.set_device(f"gpu:{selected(_SELECTED, local_rank)}")
+
+    def configure_predictor(self, config: Any, number: int, num_threads: int) -> None:
+        config.enable_use_gpu(512, number)  # MiB at the start
 
     def peak_memory_bytes(self) -> int:
         import paddle

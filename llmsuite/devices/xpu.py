@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend, selected
 
@@ -43,6 +44,10 @@ class XpuBackend(DeviceBackend):
         import paddle
 
         paddle.set_device(f"xpu:{selected(_SELECTED, local_rank)}")
+
+    def configure_predictor(self, config: Any, number: int, num_threads: int) -> None:
+        config.enable_xpu()
+        config.set_xpu_device_id(number)
 
     def peak_memory_bytes(self) -> int:
         import paddle

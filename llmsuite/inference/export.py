@@ -46,7 +46,7 @@ from llmsuite.inference.exported import (
     Exported,
     rank_directory,
 )
-from llmsuite.inference.exported_readme import readme
+from llmsuite.inference.exported_readme import predictor_calls, readme
 from llmsuite.inference.forms import ALONE as ALONE_MESH
 from llmsuite.inference.forms import Rows, as_program
 from llmsuite.inference.fused import fold_gains, fuse
@@ -103,12 +103,13 @@ def export(
     what was added to the model, if something was.
 
     Raises:
-        UserError: the target exists, the device cannot run the precision, the model not be cut or stored so, or a
-            value is not finite.
+        UserError: the target exists, the device cannot run the precision, the model not be cut or stored so, a value is
+            not finite, or no predictor runs on the device.
     """
     if target.exists():
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     _check_precision(precision, backend)
+    predictor_calls(backend)  # refused before anything is computed
     if (has_kernels := _is_stored(precision, backend)) and degrees.num_ranks > 1:
         raise UserError(
             f"--precision {precision}: on {backend.name} for one device; leave out --tensor_parallel_degree and "
@@ -142,7 +143,8 @@ def export(
         place, added = str(source.path.absolute()), str(adapter.absolute()) if adapter else None
         exported = Exported(precision, shapes, place, files, degrees.tp, degrees.pp, stages, has_kernels, added)
         if degrees.num_ranks == 1:
-            (directory / "README.md").write_text(readme(exported, ends_of(directory, source.config.vocab_size)))
+            ends = ends_of(directory, source.config.vocab_size)
+            (directory / "README.md").write_text(readme(exported, ends, backend))
         manifest |= dataclasses.asdict(exported)
     return exported
 

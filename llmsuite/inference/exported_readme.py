@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from llmsuite.devices.base import DeviceBackend
 from llmsuite.inference.exported import KERNELS, Exported
 
 _TEXT = """\
@@ -18,8 +19,7 @@ import paddle
 from paddle.inference import Config, create_predictor
 
 config = Config("model.json", "model.pdiparams")
-config.disable_mkldnn()  # on CPU: with it one token takes several times as long
-config.set_cpu_math_library_num_threads(2)
+{calls}
 predictor = create_predictor(config)
 
 ids, padding = np.array([[5, 6, 7]]), np.array([0])  # [B, L], and how many columns of each row are padding, on the left
@@ -45,10 +45,33 @@ program_kernels.register()  # the operations that multiply with its matrices: bu
 """
 
 
-def readme(exported: Exported, ends: Sequence[int]) -> str:
-    """The text for an exported model of one rank. `ends` are the tokens that end an answer."""
+class _Written:
+    """Stands in for a `paddle.inference.Config` and writes down what is called."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *values: self.lines.append(f"config.{name}({', '.join(map(repr, values))})")
+
+
+def predictor_calls(backend: DeviceBackend) -> str:
+    """The lines of Python that let a predictor compute on the first device of a backend, with two threads of the host.
+
+    Raises:
+        UserError: the backend does not say how.
+    """
+    written = _Written()
+    backend.configure_predictor(written, 0, 2)
+    return "\n".join([f"# to compute on {backend.name}; by itself a predictor takes the CPU as it is", *written.lines])
+
+
+def readme(exported: Exported, ends: Sequence[int], backend: DeviceBackend) -> str:
+    """The text for an exported model of one rank, on the device that it was exported for. `ends` are the tokens that
+    end an answer."""
     kernels = _KERNELS.format(directory=KERNELS) if exported.has_kernels else ""
     shapes = exported.cache_shapes
     same = all(shape == shapes[0] for shape in shapes)
     shown = f"[{shapes[0]}] * {len(shapes)}" if same else str(shapes)
-    return _TEXT.format(kernels=kernels, shapes=shown, dtype=exported.dtype, ends=list(ends))
+    calls = predictor_calls(backend)
+    return _TEXT.format(kernels=kernels, shapes=shown, dtype=exported.dtype, ends=list(ends), calls=calls)

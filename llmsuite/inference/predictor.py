@@ -13,6 +13,8 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, read_json_file
 from llmsuite.inference.batch import check_room
@@ -36,24 +38,31 @@ from llmsuite.typing import Tensor
 class Predictor:
     """A decoder (`llmsuite.inference.decoder.Decoder`) that runs an exported program, or this rank's."""
 
-    def __init__(self, directory: Path, device: str = "cpu", num_threads: int | None = None, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        directory: Path,
+        backend: DeviceBackend | None = None,
+        num_threads: int | None = None,
+        mesh: Mesh | None = None,
+    ):
         """
         Args:
             directory: written by `llmsuite export`.
-            device: "cpu", "gpu" or "xpu".
+            backend: of the device, which is the current one; None for the CPU.
             num_threads: on cpu; None for OMP_NUM_THREADS as it is.
             mesh: this rank's place among those that the programs are for; all of them make the same passes.
 
         Raises:
-            UserError: there is no whole exported model, it is for other ranks or another device, or its kernels cannot
-                be built here.
+            UserError: there is no whole exported model, it is for other ranks or another device, its kernels cannot be
+                built here, the device is not there, or its backend does not say how predictors compute on it.
         """
         self.exported = read_manifest(directory)
         self._mesh = mesh or Mesh(ALONE, 0)
         _check_degrees(self.exported, self._mesh.degrees, directory)
         if broken := broken_file(directory, check_hashes=False):
             raise UserError(f"{broken}; export the model again")
-        self._directory, self._device, self._num_threads = rank_directory(directory, self._mesh), device, num_threads
+        self._directory, self._backend = rank_directory(directory, self._mesh), backend or CpuBackend()
+        self._num_threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
         self.has_loop = (self._directory / LOOP).is_file()
         shape = read_json_file(directory / "config.json")
         self._max_length = int(shape.get("max_position_embeddings") or shape["n_positions"])
@@ -61,7 +70,10 @@ class Predictor:
         self._hidden_size = int(shape.get("hidden_size") or shape["n_embd"])
         self._dtype = self.exported.dtype
         if self.exported.has_kernels:
-            _load_kernels(directory, device)
+            _load_kernels(directory, self._backend)
+        if reason := self._backend.unavailable(1):
+            raise UserError(f"--device {self._backend.name}: {reason}")
+        self._config()  # refused before the first pass
         make_rings(self._mesh)
 
     @property
@@ -126,21 +138,20 @@ class Predictor:
     def _loop(self) -> Any:
         return self._open(LOOP)
 
-    def _open(self, program: str) -> Any:
-        from paddle.inference import Config, create_predictor
+    def _config(self) -> Any:
+        """A configuration for the device, without a program."""
+        from paddle.inference import Config
 
-        config = Config(str(self._directory / program), str(self._directory / PARAMETERS))
+        config = Config()
         config.disable_glog_info()
-        if self._device == "gpu":
-            config.enable_use_gpu(512, _current_device())
-        elif self._device == "xpu":
-            config.enable_xpu()
-            config.set_xpu_device_id(_current_device())
-        else:
-            config.disable_gpu()
-            config.disable_mkldnn()  # with it, decoding one token at a time is several times slower (3.3.1)
-            threads = self._num_threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
-            config.set_cpu_math_library_num_threads(threads)
+        self._backend.configure_predictor(config, _current_device(), self._num_threads)
+        return config
+
+    def _open(self, program: str) -> Any:
+        from paddle.inference import create_predictor
+
+        config = self._config()
+        config.set_model(str(self._directory / program), str(self._directory / PARAMETERS))
         config.switch_ir_optim(True)
         config.enable_memory_optim(False)
         return create_predictor(config)
@@ -175,14 +186,16 @@ class _Runner:
         return results
 
 
-def _load_kernels(directory: Path, device: str) -> None:
+def _load_kernels(directory: Path, backend: DeviceBackend) -> None:
     """Register the operations of a program with stored matrices.
 
     Raises:
         UserError: it is for another device, or they cannot be built here.
     """
-    if device != "cpu":
-        raise UserError(f"{directory}: its matrices are stored for cpu; export the model again with --device {device}")
+    if not backend.program_kernels():
+        raise UserError(
+            f"{directory}: its matrices are stored for cpu; export the model again with --device {backend.name}"
+        )
     from llmsuite.devices.cpu.kernels.ops import load
 
     if not load():

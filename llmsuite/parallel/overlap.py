@@ -9,7 +9,7 @@ an operation, as in Megatron-LM and PaddleNLP they share a matrix: their gradien
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 import paddle
@@ -33,12 +33,30 @@ Summed = Literal["beside", "at once", "later"]
 operation, or "later": it is left as a partial sum to the operation in front, the scatter of sequence parallel."""
 
 
-def overlap_sums(model: Any, plan: ShardPlan, mesh: Mesh, ops: Ops | None = None) -> None:
+def overlap_sums(
+    model: Any, plan: ShardPlan, mesh: Mesh, ops: Ops | None = None, scattered: Collection[str] = ()
+) -> None:
     """Overlap the backward sums of a model's column-parallel linear layers. Layers with adapters or fake quantisation
-    stay as they are. `ops` as of `fuse_projections`."""
+    stay as they are. `ops` as of `fuse_projections`; `scattered` names layers whose sums are scattered in front of
+    them, see `layers_to_scatter`."""
     for name, module in model.named_sublayers():
-        if is_plain(module) and plan.dim(f"{name}.weight") == 1:
+        if is_plain(module) and plan.dim(f"{name}.weight") == 1 and name not in scattered:
             module.__dict__["forward"] = _Overlapped(module, mesh, ops or Ops()).forward
+
+
+def layers_to_scatter(model: Any, plan: ShardPlan, head_takes_all: bool) -> list[str]:
+    """Column-parallel linear layers that alone read what is gathered along the sequence, under sequence parallel: the
+    gradient of it is scattered, with half the bytes of a sum that every rank gets whole and then cuts. The first matrix
+    of an MLP of two is one; the head is one with `head_takes_all`, where no tokens are picked in between."""
+    found = []
+    for name, module in model.named_sublayers():
+        if plan.is_region(name):
+            dims = {part: plan.dim(f"{name}.{part}.weight") for part, _ in module.named_sublayers()}
+            if sorted(dims.values(), key=str) == [0, 1]:
+                found += [f"{name}.{part}" for part, dim in dims.items() if dim == 1]
+        elif head_takes_all and name in plan.last and plan.dim(f"{name}.weight") == 1:
+            found.append(name)
+    return found
 
 
 def fuse_projections(

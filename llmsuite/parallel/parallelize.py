@@ -20,7 +20,7 @@ from llmsuite.parallel.fill import ReadSlice, fill
 from llmsuite.parallel.gathering import Zero3Hooks, gather_in_programs
 from llmsuite.parallel.interventions import share_interventions
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.overlap import fuse_projections, overlap_sums
+from llmsuite.parallel.overlap import fuse_projections, layers_to_scatter, overlap_sums
 from llmsuite.parallel.prefixes import share_prefixes
 from llmsuite.parallel.products import RankProducts
 from llmsuite.parallel.program.slices import SlicedShard
@@ -51,6 +51,8 @@ class Strategy:
     shares_embedding: bool
     """Whether the last pipeline stage needs the embedding too."""
     sequence_parallel: bool
+    head_takes_all: bool
+    """Whether logits are computed at all positions, not at selected ones."""
     fuse_projections: bool
     """Whether gradients of an input that several matrices have are summed over tp once."""
     sharding_stage: int
@@ -100,7 +102,8 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     assign_buckets(shards, plan.is_expert, strategy.bucket_bytes)
     # 6. sums over tp that overlap with the backward pass, and those that are one
     if mesh.tensor is not None and strategy.overlap:
-        overlap_sums(model, plan, mesh, strategy.ops)
+        alone = layers_to_scatter(model, plan, strategy.head_takes_all) if strategy.sequence_parallel else ()
+        overlap_sums(model, plan, mesh, strategy.ops, alone)
     if mesh.tensor is not None and strategy.fuse_projections:
         fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap, strategy.ops)
     # 7. layers as programs: what came before is compiled into them, what comes now stands around them

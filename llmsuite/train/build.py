@@ -238,6 +238,7 @@ def _strategy(
         is_tied=is_tied(plan.model_config),
         shares_embedding=is_embedding_shared(plan.model_config),
         sequence_parallel=parallel.sequence_parallel,
+        head_takes_all=plan.stage.takes_all,
         fuse_projections=parallel.fuse_projections,
         # programs share out the state of the optimizer by themselves
         sharding_stage=stage if in_slices or not engine.compiles_steps else 0,

@@ -9,6 +9,11 @@ from typing import Literal
 from llmsuite.recipe.resolve import RunPlan
 
 
+def total_steps(max_steps: int | None, num_epochs: int | None, num_samples: int, global_batch_size: int) -> int:
+    """Optimizer steps of a run, whose epochs have so many training samples."""
+    return max_steps or math.ceil((num_epochs or 1) * num_samples / global_batch_size)
+
+
 @dataclasses.dataclass(frozen=True)
 class Cadence:
     """Counts of optimizer steps; None for never before the last one, "epoch" for those that end an epoch."""
@@ -25,7 +30,7 @@ class Cadence:
         """The cadence of a recipe, whose epochs have so many training samples."""
         train = plan.recipe.train
         # the stream of samples knows no gap between epochs, so only the last step may go beyond the last one
-        total = train.max_steps or math.ceil((train.num_epochs or 1) * num_samples / train.global_batch_size)
+        total = total_steps(train.max_steps, train.num_epochs, num_samples, train.global_batch_size)
         save = plan.recipe.checkpoint.save_steps
         return cls(total, train.global_batch_size, train.log_steps, train.eval_steps, save, num_samples)
 

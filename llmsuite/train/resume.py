@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from llmsuite.checkpoint.train_state import TrainState, load_state
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
 from llmsuite.parallel import collective
+from llmsuite.parallel.learning_rate import Schedule
 from llmsuite.parallel.optimizer import SavedOptimizer
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
@@ -22,7 +24,9 @@ from llmsuite.recipe.resolve import RunPlan
 from llmsuite.schema.section import as_plain
 from llmsuite.shown import redacted_data
 from llmsuite.train.build import BuiltModel
+from llmsuite.train.cadence import Cadence, total_steps
 from llmsuite.train.fetching import find_on_disks, place_of, reading
+from llmsuite.train.length import LENGTH, check_length, is_restated, length_keys
 from llmsuite.train.model_state import restore, wanted_tensors
 from llmsuite.train.stage import Stage
 
@@ -36,25 +40,87 @@ _FREE_ON_RESUME = (
 )  # fmt: skip
 
 
-def fresh(recipe_sha256: str, seed: int) -> TrainState:
-    """The state of a run that begins."""
-    return TrainState(step=0, samples=0, seed=seed, recipe_sha256=recipe_sha256)
+class Beginning:
+    """How a run begins, and what a checkpoint has to fit to be one of it."""
+
+    def __init__(self, plan: RunPlan, model_digest: str, stage: Stage[Any] | None, cadence: Cadence):
+        """
+        Args:
+            plan: the run.
+            model_digest: of the initial weights.
+            stage: reads the data; None on ranks that compare nothing.
+            cadence: how long the run is.
+        """
+        self._plan, self._model, self._cadence = plan, model_digest, cadence
+        self._files = None if stage is None else _file_digests(plan, stage)
+        self._train = as_plain(plan.recipe.train)
+        self.schedule = Schedule.of(self._train, cadence.total_steps)
+        own = length_keys(self._train)
+        self.state = TrainState(
+            step=0,
+            samples=0,
+            seed=plan.recipe.seed,
+            recipe_sha256=self.digest(own),
+            begun_with=own,
+            schedule=dataclasses.asdict(self.schedule),
+        )
+        """That of a run that begins."""
+
+    def digest(self, begun_with: Mapping[str, Any]) -> str:
+        """See `run_digest`: of this recipe with the length that the run had when it began."""
+        if self._files is None:
+            return ""
+        keys = _training_keys(as_plain(self._plan.recipe)) | {f"train.{key}": v for key, v in begun_with.items()}
+        return _digest(keys, self._model, self._files)
+
+    def continued(self, path: Path, state: TrainState) -> TrainState:
+        """The state of a checkpoint, as that of this run.
+
+        Raises:
+            UserError: it is of another run, or of one with another length that cannot go on with this one.
+        """
+        train = _started_train(self._plan) or self._train  # of a checkpoint that does not tell
+        begun_with = state.begun_with or length_keys(train)
+        if state.recipe_sha256 != self.digest(begun_with):
+            raise _of_another_run(
+                self._plan, path, _differing_keys(self._plan) or ["the content of its data or weights"]
+            )
+        steps = total_steps(
+            train.get("max_steps"), train.get("num_epochs"), self._cadence.num_samples, train["global_batch_size"]
+        )
+        then = Schedule(**state.schedule) if state.schedule else Schedule.of(train, steps)
+        check_length(then, self.schedule, state.step, path, is_restated(self._plan.loaded.origins))
+        return dataclasses.replace(state, begun_with=begun_with, schedule=self.state.schedule)
 
 
 def check_recipe(plan: RunPlan) -> None:
     """Before data and model are read, which may take long: whether checkpoints to go on from are of this recipe.
-    What is in files `resume_from` compares.
+    What is in files `resume_from` compares, and how long an epoch is it knows.
 
     Raises:
         UserError: they were written with another one.
     """
-    if list_steps(plan.output_dir / "checkpoints") and (differing := _differing_keys(plan)):
+    found = list_steps(plan.output_dir / "checkpoints")
+    if found and (differing := _differing_keys(plan)):
         raise _of_another_run(plan, plan.output_dir, differing)
+    whole = [(step, path) for step, path in found if (path / "state.json").is_file()]
+    if not whole or (total := plan.recipe.train.max_steps) is None:
+        return
+    step, path = whole[-1]
+    started, state = _started_train(plan), load_state(path)
+    if state.schedule:
+        then = Schedule(**state.schedule)
+    elif started is not None and started.get("max_steps") is not None:
+        then = Schedule.of(started, started["max_steps"])
+    else:
+        return
+    now = Schedule.of(as_plain(plan.recipe.train), total)
+    check_length(then, now, step, path, is_restated(plan.loaded.origins))
 
 
 def resume_from(
     plan: RunPlan,
-    begin: TrainState,
+    begin: Beginning,
     checkpoints: Path,
     registry: Registry,
     built: BuiltModel,
@@ -66,7 +132,7 @@ def resume_from(
 
     Args:
         plan: the run.
-        begin: state of a run that begins; its digest has to be that of the checkpoint.
+        begin: how the run begins, which the checkpoint has to fit.
         checkpoints: directory with the checkpoints.
         registry: known model families.
         built: the model, which gets the saved values.
@@ -78,6 +144,7 @@ def resume_from(
         UserError: none is whole, or they are of another run.
     """
     found, path = -1, None
+    continued: TrainState | None = None
     if disk is not None:
         path = find_on_disks(checkpoints, disk, wanted_tensors(plan, built, optimizer))
         path = None if path is None else place_of(path)
@@ -86,26 +153,24 @@ def resume_from(
             remove_unfinished(checkpoints)
             path = find_latest(checkpoints, report)
         if path is not None:
-            state = load_state(path)
             if built.adapters is not None:
                 check_base(path, built.adapters.base)
-            if state.recipe_sha256 != begin.recipe_sha256:
-                raise _of_another_run(plan, path, _differing_keys(plan) or ["the content of its data or weights"])
-            found = state.step
+            continued = begin.continued(path, load_state(path))
+            found = continued.step
             name_latest(checkpoints, path)
         elif list_steps(checkpoints):
             raise UserError(f"{checkpoints}: none of its checkpoints is whole; move them away to start at step 0")
     found = int(collective.from_first_rank([float(found)])[0])
     if found < 0:
         report(f"no checkpoint in {checkpoints}; starting at step 0")
-        return begin
+        return begin.state
     path = checkpoints / f"step-{found}"
     with reading(path, disk) as place:
         state = load_all(place, plan, registry, built, optimizer)
         for load in others:
             load(place)
     report(f"resuming from {path}")
-    return state
+    return state if continued is None else continued
 
 
 def load_all(path: Path, plan: RunPlan, registry: Registry, built: BuiltModel, optimizer: SavedOptimizer) -> TrainState:
@@ -140,9 +205,15 @@ def _training_keys(recipe: dict[str, Any]) -> dict[str, Any]:
 
 def run_digest(plan: RunPlan, model_digest: str, stage: Stage[Any]) -> str:
     """Digest of recipe, initial model and content of the data: equal digests are the same run."""
-    files = [stage.digest(path) for path in (plan.train_path, plan.eval_path) if path is not None]
-    data = [_training_keys(as_plain(plan.recipe)), model_digest, files]
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+    return _digest(_training_keys(as_plain(plan.recipe)), model_digest, _file_digests(plan, stage))
+
+
+def _file_digests(plan: RunPlan, stage: Stage[Any]) -> list[str]:
+    return [stage.digest(path) for path in (plan.train_path, plan.eval_path) if path is not None]
+
+
+def _digest(keys: Mapping[str, Any], model: str, files: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps([keys, model, files], sort_keys=True).encode()).hexdigest()
 
 
 def _of_another_run(plan: RunPlan, path: Path, differing: Sequence[str]) -> UserError:
@@ -158,9 +229,22 @@ def _of_another_run(plan: RunPlan, path: Path, differing: Sequence[str]) -> User
 
 
 def _differing_keys(plan: RunPlan) -> list[str]:
-    """Keys in which the recipe differs from the one the run was started with."""
-    started = plan.output_dir / "recipe.json"
-    if not started.is_file():
+    """Keys in which the recipe differs from the one the run was started with; `check_length` judges those of its
+    length."""
+    if (started := _started_recipe(plan)) is None:
         return []
-    now, then = _training_keys(as_plain(plan.recipe)), _training_keys(read_json_file(started))
-    return sorted(key for key in now.keys() | then.keys() if now.get(key) != then.get(key))
+    now, then = _training_keys(as_plain(plan.recipe)), _training_keys(started)
+    may_differ = {f"train.{key}" for key in LENGTH}
+    return sorted(key for key in (now.keys() | then.keys()) - may_differ if now.get(key) != then.get(key))
+
+
+def _started_recipe(plan: RunPlan) -> Any:
+    """The recipe that the run in output_dir was last started with; None where there is none."""
+    path = plan.output_dir / "recipe.json"
+    return read_json_file(path) if path.is_file() else None
+
+
+def _started_train(plan: RunPlan) -> dict[str, Any] | None:
+    """Its section `train`."""
+    started = _started_recipe(plan)
+    return None if started is None else started["train"]

@@ -49,7 +49,7 @@ from llmsuite.train.output import Output, Silence
 from llmsuite.train.own_disks import find_own_disk, take_directory
 from llmsuite.train.passes import Passes
 from llmsuite.train.reader import StepReader
-from llmsuite.train.resume import check_recipe, fresh, load_all, resume_from, rounded, run_digest
+from llmsuite.train.resume import Beginning, check_recipe, load_all, resume_from, rounded
 from llmsuite.train.rollouts import RolloutEngine, RolloutReader, rollout_engine
 from llmsuite.train.saving import CheckpointContents, Saver
 from llmsuite.train.step import StepRules
@@ -154,17 +154,16 @@ class Trainer:
             raise RecipeError(unread)
         self._prepare_stage()
         # rank 0 alone compares and writes it: it takes the data to know
-        digest = ""
-        if data.stage is not None and collective.rank() == 0:
-            digest = run_digest(plan, self._digest + ("" if reference is None else reference.digest), data.stage)
-        self.state = fresh(digest, recipe.seed)
+        compares, of_reference = collective.rank() == 0, "" if reference is None else reference.digest
+        self.beginning = Beginning(plan, self._digest + of_reference, data.stage if compares else None, self.cadence)
+        self.state = self.beginning.state
         self.step, self.samples = 0, 0
 
     def resume(self) -> None:
         """Go on from the newest whole checkpoint; from step 0 when there is none. Every rank calls it."""
         root, built = self.saver.root, self.built
         others = [self.critic.restore]  # nothing, without one
-        state = resume_from(self.plan, self.state, root, self.registry, built, self.optimizer, self.disk, others)
+        state = resume_from(self.plan, self.beginning, root, self.registry, built, self.optimizer, self.disk, others)
         self.state, self.step, self.samples = state, state.step, state.samples
         self.saver.resume(state.step)
         self.rules.guard.resume(state)

@@ -81,7 +81,7 @@ def _read(
         raise UserError(registry.unknown("model", family))
     spec = registry.models[family] if family is not None else family_of(model, registry)
     run = Conversion(arguments, name, registry, stage, spec, num_devices)
-    run.result.recipe = _recipe(run)
+    run.result.recipe = _recipe(run, registry)
     for key, value in run.left.items():
         why = why_refused(REFUSED, key, value)
         if why is None and (known := find(WITHOUT, key)):
@@ -110,14 +110,17 @@ def _stage(arguments: Arguments, name: str, registry: Registry) -> str:
     return "lora" if stage == "sft" and any(is_true(values.get(key)) for key in ("lora", "lokr")) else stage
 
 
-def _recipe(run: Conversion) -> dict[str, Any]:
+def _recipe(run: Conversion, registry: Registry) -> dict[str, Any]:
     own = content.stage_section(run)
+    device = str(run.take("device") or run.arguments.device or "gpu")
+    known = registry.devices.get(device)  # one that is not known is refused where the recipe is checked
+    interleaves = known is None or known.factory().interleaves
     recipe: dict[str, Any] = {
         "stage": run.stage,
         "source": f"PaddleNLP {run.name}",
         "model": content.model(run),
         "data": content.data(run, own),
-        "parallel": execution.parallel(run),
+        "parallel": execution.parallel(run, interleaves),
         "engine": execution.engine(run),
     }
     recipe["launch"] = execution.launch(run, recipe["parallel"])
@@ -132,7 +135,7 @@ def _recipe(run: Conversion) -> dict[str, Any]:
     if prefix := content.prefix(run, bool(lora)):
         recipe["prefix"] = prefix
     recipe["checkpoint"] = content.checkpoint(run, recipe["data"], bool(generation))
-    recipe["device"] = run.take("device") or run.arguments.device or "gpu"
+    recipe["device"] = device
     told = str(run.take("report_to", WORDS) or "")
     if named := [name for name in ("visualdl", "tensorboard", "wandb", "swanlab") if name in told]:
         recipe["loggers"] = named

@@ -20,7 +20,8 @@ _PRETRAIN_LEAST = 1e-5
 """`min_learning_rate` of run_pretrain.py where it is not given; other scripts come down to 0."""
 
 
-def parallel(run: Conversion) -> dict[str, Any]:
+def parallel(run: Conversion, interleaves: bool) -> dict[str, Any]:
+    """The strategy; `interleaves` says whether the device runs interleaved pipelines."""
     parallel: dict[str, Any] = {}
     tp, pp = (run.whole(f"{axis}_parallel_degree", 1) for axis in ("tensor", "pipeline"))
     tp, pp = max(tp, 1), max(pp, 1)
@@ -30,6 +31,10 @@ def parallel(run: Conversion) -> dict[str, Any]:
     if pp > 1:
         parallel["pipeline_parallel_degree"] = pp
         known = schedule if schedule in ("FThenB", "1F1B") else "1F1B"
+        if chunks > 1 and not interleaves:
+            why = f"the device does not run interleaved pipelines yet; {known} has the same numbers"
+            run.left_out("virtual_pp_degree", chunks, why)
+            chunks = 1
         parallel["pipeline_schedule"] = "interleaved" if chunks > 1 else known
         parallel |= {"virtual_pipeline_degree": chunks} if chunks > 1 else {}
         if schedule not in ("FThenB", "1F1B", "VPP"):

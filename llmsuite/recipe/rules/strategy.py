@@ -170,6 +170,26 @@ def _not_in_programs(context: RuleContext) -> Iterator[Violation]:
         )
 
 
+def _would_hang(context: RuleContext) -> Iterator[Violation]:
+    parallel, backend = context.recipe.parallel, context.backend
+    if backend is None or parallel.pipeline_parallel_degree == 1:
+        return
+    if parallel.pipeline_schedule == "interleaved" and not backend.interleaves:
+        also = "" if parallel.virtual_pipeline_degree is None else " and leave virtual_pipeline_degree out"
+        yield (
+            "parallel.pipeline_schedule",
+            f"is interleaved, which {backend.name} does not run: where a copy to or from the host waits for messages "
+            f"under way, ranks wait for each other for ever; set it to 1F1B{also}",
+        )
+    if context.recipe.engine.compiles_steps and not backend.pipelines_in_programs:
+        yield (
+            "engine.program",
+            f"is step, and {backend.name} runs no pipeline of such programs: their operations wait for events that "
+            "Paddle 3.3.1 records in other programs, where they are not found; set it to layers, or "
+            "parallel.pipeline_parallel_degree to 1",
+        )
+
+
 STRATEGY_RULES = (
     Rule(
         "degrees whose product does not divide the devices",
@@ -259,6 +279,14 @@ STRATEGY_RULES = (
         "`paddle.jit.to_static` that has no gradient (Paddle 3.3.1)",
         ("--device=cpu", "--engine.precision=bf16", "--engine.mode=to_static"),
         _not_in_programs,
+    ),
+    Rule(
+        "`pipeline_schedule: interleaved`, or `program: step` with a pipeline, on gpu, xpu, and devices of plugins "
+        "that do not say that they run them",
+        "ranks of a pipeline would wait for each other, or for events of Paddle's, for ever; 1F1B, FThenB and programs "
+        "of layers have the same numbers",
+        ("--parallel.pipeline_schedule=interleaved",),
+        _would_hang,
     ),
 )
 """Rules between sections, the model's shape and the device."""

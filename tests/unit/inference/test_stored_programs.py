@@ -18,6 +18,7 @@ from llmsuite.cli.main import main
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
+from llmsuite.devices.gpu import GpuBackend
 from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.export import export
@@ -151,7 +152,7 @@ def test_what_cannot_be_stored_is_refused_by_name(
     said = refused(source, target, CpuBackend(), source.path, "bf16", degrees=Degrees(1, 1, 1, 2))
     assert "--precision bf16: on cpu for one device; leave out --tensor_parallel_degree" in said
     with pytest.raises(UserError, match="its matrices are stored for cpu; export the model again with --device gpu"):
-        Predictor(pair[1], "gpu")
+        Predictor(pair[1], GpuBackend())
     monkeypatch.setattr(kernels, "load", lambda: False)
     with pytest.raises(UserError, match=r"kernels that are built by g\+\+; install it, or export"):
         Predictor(pair[1])

@@ -73,6 +73,24 @@ def test_the_sum_is_under_way_while_the_gradient_of_the_weight_is_made(
         assert np.array_equal(model.lm_head.weight.grad._local_value().numpy(), np.full([4, 6], 6.0, "float32"))
 
 
+ALONE = {"gpt": {"mlp.up_proj"}}
+"""Of each family's layers: the matrices that alone read what is gathered in front of their part of the layer."""
+
+
+@pytest.mark.parametrize("takes_all", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_alone_reads_a_gathered_sequence(family: str, takes_all: bool) -> None:
+    model, plan = tiny(family), FAMILIES[family].shard_plan
+    assert plan is not None
+    found = overlap.layers_to_scatter(model, plan, takes_all)
+    wanted = {f"model.layers.{i}.{name}" for i in range(len(model.model.layers)) for name in ALONE.get(family, ())}
+    assert set(found) == wanted | ({"lm_head"} if takes_all and model.lm_head is not None else set())
+    overlap.overlap_sums(model, plan, MESH, scattered=found)
+    modules = dict(model.named_sublayers())
+    cut = {name for name in modules if plan.dim(f"{name}.weight") == 1 and type(modules[name]) is nn.Linear}
+    assert {name for name in modules if "forward" in vars(modules[name])} == cut - set(found)
+
+
 class Projections(nn.Layer):
     """Three column-parallel matrices of one input, of which the last has a bias."""
 

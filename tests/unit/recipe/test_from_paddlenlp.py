@@ -263,3 +263,23 @@ def test_no_argument_is_lost(values: dict[str, Any], converted: Convert) -> None
         if key == "dataset_name_or_path":
             continue
         assert converted({k: v for k, v in values.items() if k != key}, stage=whole.recipe["stage"]) != whole, key
+
+
+@pytest.mark.parametrize(("device", "schedule"), [("cpu", "interleaved"), ("gpu", "1F1B"), ("xpu", "1F1B")])
+def test_chunks_where_the_device_runs_them(
+    device: str, schedule: str, converted: Convert, registry: Registry, tmp_path: Path
+) -> None:
+    values = {**PRETRAIN, "virtual_pp_degree": 2, "pipeline_schedule_mode": "VPP", "device": device, "bf16": False}
+    found = converted(values)
+    parallel = found.recipe["parallel"]
+    assert (parallel["pipeline_schedule"], parallel.get("virtual_pipeline_degree", 1)) == (
+        schedule,
+        2 if device == "cpu" else 1,
+    )
+    said = [why for key, _, why in found.left_out if key == "virtual_pp_degree"]
+    assert said == (
+        [] if device == "cpu" else ["the device does not run interleaved pipelines yet; 1F1B has the same numbers"]
+    )
+    path = tmp_path / "recipe.json"
+    path.write_text(recipe_text(found.recipe))
+    plan_run(path, [], registry)

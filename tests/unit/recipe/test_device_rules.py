@@ -1,0 +1,94 @@
+"""Pipelines that would stand still on a device are refused by name: what each backend says it runs decides."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.gpu import GpuBackend
+from llmsuite.errors import RecipeError
+from llmsuite.plugins.given import plugin_of
+from llmsuite.plugins.manager import Registry
+from llmsuite.recipe.resolve import plan_run
+from llmsuite.resources import bundled
+from llmsuite.specs import DeviceSpec
+from tests.conftest import registry_with
+from tests.paths import ROOT
+
+RECIPES = sorted(
+    path for path in bundled("recipes").glob("*/*.json") if json.loads(path.read_text())["stage"] != "infer"
+)
+INTERLEAVED = '--parallel={"pipeline_parallel_degree": 2, "pipeline_schedule": "interleaved"}'
+PIPELINE = '--parallel={"pipeline_parallel_degree": 2}'
+STEP = ("--engine.mode=to_static", "--engine.program=step")
+HANGS = "ranks wait for each other for ever"
+WAITS = "runs no pipeline of such programs"
+
+
+class Silent(GpuBackend):
+    """A device of a plugin that does not say which pipelines it runs."""
+
+    name = "silent"
+
+
+class Able(GpuBackend):
+    """A device of a plugin that runs all of them."""
+
+    name = "able"
+    interleaves = True
+    pipelines_in_programs = True
+
+
+RUNS = {"cpu": True, "gpu": False, "xpu": False, "silent": False, "able": True}
+"""Whether a device runs interleaved pipelines, and pipelines in the program of a step."""
+
+
+@pytest.fixture(scope="module")
+def devices() -> Registry:
+    return registry_with(own=plugin_of([DeviceSpec(name=cls.name, help="", factory=cls) for cls in (Silent, Able)]))
+
+
+def _said(path: Path, words: Sequence[str], registry: Registry) -> list[tuple[str, str]]:
+    """Keys of pipelines that would stand still, with the messages about that."""
+    try:
+        plan_run(path, words, registry)
+    except RecipeError as error:
+        found = [(problem.key, problem.message) for problem in error.problems]
+        return [(key, text) for key, text in found if HANGS in text or WAITS in text]
+    return []
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda p: f"{p.parent.name}/{p.stem}")
+def test_of_every_recipe_on_every_device(path: Path, devices: Registry) -> None:
+    assert devices.devices.keys() == RUNS.keys()
+    for device, runs in RUNS.items():
+        on = f"--device={device}"
+        for words, key, is_legal in (
+            ((INTERLEAVED,), "parallel.pipeline_schedule", runs),
+            ((PIPELINE, *STEP), "engine.program", runs),
+            ((), "", True),
+            ((PIPELINE,), "", True),
+            (("--parallel={}", *STEP), "", True),
+        ):
+            said = _said(path, [on, *words], devices)
+            assert [key for key, _ in said] == ([] if is_legal else [key])
+            assert all(f" {device} " in text and "; set it to " in text for _, text in said)
+
+
+def test_a_smoke_run_is_on_the_cpu(devices: Registry) -> None:
+    sizes = "--train.micro_batch_size=2", "--model.config.num_hidden_layers=4"
+    words = ["--launch.num_devices=2", INTERLEAVED, *STEP, *sizes, "--engine.recompute=none"]
+    plan = plan_run(ROOT / "recipes/llama/sft.json", words, devices, smoke=True)
+    assert isinstance(plan.device.factory(), CpuBackend)
+
+
+def test_the_number_of_chunks_is_left_out_with_the_schedule(devices: Registry) -> None:
+    schedule = ["--parallel.pipeline_schedule=interleaved", "--parallel.virtual_pipeline_degree=4"]
+    said = _said(ROOT / "recipes/llama/dpo.json", schedule, devices)
+    ((key, text),) = said
+    assert key == "parallel.pipeline_schedule"
+    assert text.endswith("set it to 1F1B and leave virtual_pipeline_degree out")
