@@ -72,6 +72,9 @@ class Report:
     def as_json(self) -> dict[str, Any]:
         """The report as JSON data; a difference that is no number is null."""
         plain = dataclasses.asdict(self) | {"is_equal": self.is_equal}
+        for difference in (plain["first_forward"], plain["first_backward"]):
+            if difference is not None and not difference["of"]:  # known of outputs alone
+                del difference["of"]
         result: dict[str, Any] = _finite(plain)
         return result
 

@@ -83,7 +83,7 @@ def side_of(
         is_exact=all(about["is_exact"] for about, _ in ranks),
         precision=precision,
         inputs=_rows_of_all(ranks, "inputs", adds_up=False),
-        kinds={name: module["class"] for about, _ in ranks for name, module in about["modules"].items()},
+        kinds={name: module.get("class", "") for about, _ in ranks for name, module in about["modules"].items()},
     )
 
 

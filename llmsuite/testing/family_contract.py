@@ -164,7 +164,7 @@ def _training(
     if report["is_equal"]:
         return Outcome(name)
     first = report["first_forward"] or report["first_backward"]
-    of = f" ({first['of']})" if first["of"] else ""
+    of = f" ({first['of']})" if "of" in first else ""
     return _Difference(name, f"first that differs from one rank: the {first['kind']} of {first['name']}{of}")
 
 
