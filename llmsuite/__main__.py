@@ -13,40 +13,58 @@ _AGAIN = 0.05
 
 def main() -> int:
     """Run one command; Ctrl-C ends it quietly at any moment, imports included."""
+    interrupted: list[int] = []
     try:
-        _insist()
+        interrupted = _insist()
+        from llmsuite.launch.interrupts import own_process
+
+        own_process()
         from llmsuite.cli.main import main as work
 
         code = work()
-    except KeyboardInterrupt:
+        if interrupted and code:  # an import that it met counts as one of what is not installed
+            code = _INTERRUPTED
+    except BaseException as error:
+        # where it meets C++, an interruption becomes another error: "ImportError: initialization failed"
+        if not interrupted and not isinstance(error, KeyboardInterrupt):
+            raise
         code = _INTERRUPTED
     if code == _INTERRUPTED:
         import signal
 
         signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end, with this exit code
         # CPython 3.10 to 3.13 notes a KeyboardInterrupt that has left an `exec` of text, as dataclasses have it, for
         # unhandled though it was caught, and ends the process by SIGINT then. The next such text is a new beginning.
         eval("None")
     return code
 
 
-def _insist() -> None:
+def _insist() -> "list[int]":
     """Let Ctrl-C end an import that forgets it. Modules that Cython made ask for `backports_abc` when they are
-    imported, and go on whatever comes of that."""
+    imported, and go on whatever comes of that. Returns a list that receives the signals."""
     import signal
 
+    interrupted: list[int] = []
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-        return  # of a job in the background, which ignores it, or whoever has called this has one
+        return interrupted  # of a job in the background, which ignores it, or whoever has called this has one
 
     def interrupt(number: int, frame: "FrameType | None") -> None:
         if _imports(frame):
             signal.setitimer(signal.ITIMER_REAL, _AGAIN)
         elif number == signal.SIGALRM:
             return  # it has left the import, and what it meets now is cleaning up
+        interrupted.append(number)
+        sys.unraisablehook = _say_nothing
         raise KeyboardInterrupt
 
     signal.signal(signal.SIGALRM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
+    return interrupted
+
+
+def _say_nothing(unraisable: object) -> None:
+    """Of an interruption that met what cannot raise, such as the end of an object. It is repeated in imports."""
 
 
 def _imports(frame: "FrameType | None") -> bool:

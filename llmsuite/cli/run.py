@@ -244,7 +244,13 @@ def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = Fals
     from llmsuite.observe.events import add_event, read_events
 
     events = read_events(run)
-    if code in (0, INTERRUPTED) or (events and events[-1]["event"] in ("failed", "hung")):
+    if code == 0 or (events and events[-1]["event"] in ("failed", "hung")):
+        return
+    if code == INTERRUPTED:
+        begun = [event["event"] for event in events[num_before:]]
+        if has_rank_0 and begun and begun[-1] not in ("stopped", "ended"):  # it was ended at once
+            with contextlib.suppress(UserError):
+                add_event(run, "stopped")
         return
     with contextlib.suppress(UserError), contextlib.ExitStack() as locks:  # a disk that is full may be why it fails
         if not any(event["event"] in ("started", "resumed", "restarting") for event in events[num_before:]):

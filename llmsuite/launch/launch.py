@@ -26,7 +26,7 @@ from llmsuite.launch.calls import ENVIRONMENT as CALLS
 from llmsuite.launch.ends import INTERRUPTED, REFUSED, End
 from llmsuite.launch.machines import Machines
 from llmsuite.launch.output import Room
-from llmsuite.launch.ranks import GRACE_SECONDS, Rank, Work, start_rank, stop, stop_signals, wait
+from llmsuite.launch.ranks import GRACE_SECONDS, Rank, Work, is_repeated, start_rank, stop, stop_signals, wait
 from llmsuite.launch.restarts import ENVIRONMENT as RESTART
 from llmsuite.launch.restarts import Restarts
 from llmsuite.launch.stopped import Stopped
@@ -152,8 +152,9 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
 
     def forward(number: int, frame: FrameType | None) -> None:
         interrupted.append(number)
-        for process in ranks:
-            process.send_signal(number)
+        if not is_repeated(interrupted):  # else `_watch` ends them at once
+            for process in ranks:
+                process.send_signal(number)
 
     previous = {number: signal.signal(number, forward) for number in stop_signals()}
     watch = hang.Watch(calls, range(first, first + job.num_ranks), job.stall_seconds)
@@ -182,6 +183,9 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
                 log = open(path, "ab" if machines.restarts else "wb")  # noqa: SIM115
             with log:
                 ranks.append(start_rank(job.work, variables, log, machines.close))
+        for number in interrupted[:1]:  # which those did not get that were not there yet
+            for process in ranks:
+                process.send_signal(number)
         end = _watch(ranks, first, log_dir, interrupted, job.write, machines, watch, seen)
         machines.announce(end)
         return end, watch.step
@@ -214,7 +218,7 @@ def _watch(
             room.look()
             if interrupted:
                 stopped.go_on(write)
-                if stopped.stay:
+                if stopped.stay or is_repeated(interrupted):
                     return End(INTERRUPTED, "was interrupted")
             failed = _by_cause(codes)
             code = (codes[failed[0]] or 0) if failed else 0

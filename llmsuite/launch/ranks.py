@@ -13,9 +13,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import BinaryIO, Protocol
 
+from llmsuite.launch.interrupts import own_process
 from llmsuite.launch.output import write_to
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -48,6 +49,13 @@ class Rank(Protocol):
 def stop_signals() -> tuple[signal.Signals, ...]:
     """Signals that stop a run: Ctrl-C, SIGTERM, and the end of the terminal, unless that is ignored, as by nohup."""
     return tuple(number for number in FORWARDED if number != signal.SIGHUP or _heeds_hang_up())
+
+
+def is_repeated(numbers: Iterable[int]) -> bool:
+    """Whether these signals, in their order, ask to stop at once: a terminal that ends says so twice, by itself and by
+    its shell."""
+    _, *others = [*numbers] or [0]
+    return any(number != signal.SIGHUP for number in others)
 
 
 def _heeds_hang_up() -> bool:
@@ -84,7 +92,9 @@ class _Fork:
         def run() -> None:
             os.setsid()
             die_with_parent()
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            own_process()
+            # until a run has handlers of its own: an exception would meet Paddle's C++, where it becomes another one
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if _heeds_hang_up():
                 signal.signal(signal.SIGHUP, signal.SIG_DFL)

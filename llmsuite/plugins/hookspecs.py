@@ -153,7 +153,7 @@ def llmsuite_checkpoint_saved(run: RunView, step: int, path: Path) -> None:
 
 @hookspec
 def llmsuite_run_error(run: RunView, error: BaseException) -> None:
-    """The run ends because of an error or an interrupt."""
+    """The run ends because of an error or an interrupt. A second Ctrl-C ends the process at once, without this call."""
 
 
 @hookspec

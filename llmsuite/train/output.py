@@ -65,6 +65,9 @@ class Silence:
     def failed(self, error: BaseException) -> None:
         """The run ends by an error or an interrupt."""
 
+    def interrupted(self) -> None:
+        """The process ends at once."""
+
     def ended(self, step: int) -> None:
         """The run ends after a step, its last one or not."""
 
@@ -141,6 +144,10 @@ class Output(Silence):
         with contextlib.suppress(UserError):  # a disk that is full may be why it fails
             add_event(self._view.output_dir, "stopped" if stopped else "failed", **what)
         self._registry.emit("llmsuite_run_error", run=self._view, error=error)
+
+    def interrupted(self) -> None:
+        with contextlib.suppress(UserError):
+            add_event(self._view.output_dir, "stopped")
 
     def ended(self, step: int) -> None:
         self._close()

@@ -182,20 +182,24 @@ class Trainer:
         if self.step == total_steps and not lacks_evaluation and not lacks_end:
             report(f"nothing to do: step {self.step} of {total_steps} is done")
             return 0
-        if collective.rank() == 0:
-            self.output = self._open_output()
-            self.saver.on_saved = self.output.saved
-        try:
-            if lacks_evaluation:  # it ended behind its last checkpoint
-                self.evaluate()
-            if self.step < total_steps:
-                self._run_steps()
-            self.saver.finish()
-        except BaseException as error:
-            if not isinstance(error, KeyboardInterrupt):  # the second one: at once
-                self.saver.abort(error)
-            self.output.failed(error)
-            raise
+        with StopRequest(lambda: self.output.interrupted()) as stop:
+            if collective.rank() == 0:
+                self.output = self._open_output()
+                self.saver.on_saved = self.output.saved
+            try:
+                if lacks_evaluation:  # it ended behind its last checkpoint
+                    self.evaluate()
+                if self.step < total_steps:
+                    self._run_steps(stop)
+                self.saver.finish()
+            except BaseException as error:
+                if stop.is_repeated:  # where it met C++, the KeyboardInterrupt of that has become another error
+                    self.output.failed(KeyboardInterrupt())
+                    raise KeyboardInterrupt from None
+                if not isinstance(error, KeyboardInterrupt):
+                    self.saver.abort(error)
+                self.output.failed(error)
+                raise
         self.output.ended(self.step)
         return 0 if self.step == total_steps else INTERRUPTED
 
@@ -216,7 +220,7 @@ class Trainer:
         lacks_evaluation, lacks_end = collective.from_first_rank([float(value) for value in lacks])
         return lacks_evaluation > 0, lacks_end > 0
 
-    def _run_steps(self) -> None:
+    def _run_steps(self, stop: StopRequest) -> None:
         cadence, num_left = self.cadence, self.cadence.total_steps - self.step
         self.built.part.train()
         self.begin()
@@ -230,7 +234,7 @@ class Trainer:
             last, critic = cadence.total_steps, self.critic
             reader = RolloutReader(self.data, self.plan, self.rollouts, self.passes, at, last, drew, critic)
             passes = dataclasses.replace(self.passes, objective=reader.objective, prepasses=())
-        with StopRequest() as stop, reader:
+        with reader:
             while self.step < cadence.total_steps:
                 self.step += 1
                 started, waited = time.perf_counter(), calls.waited()

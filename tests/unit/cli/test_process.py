@@ -141,6 +141,33 @@ def test_ctrl_c_while_it_imports(number: int, tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (130, "")
 
 
+CONVERTED = INTERRUPTED.replace(
+    "os.kill(os.getpid(), signal.SIGINT)",
+    """
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("initialization failed") from None
+""",
+)
+
+
+@pytest.mark.parametrize("number", [10, 300, 1000, 1500])
+def test_ctrl_c_that_an_import_makes_another_error_of(number: int, tmp_path: Path) -> None:
+    """As the initialisation of a C++ module does, such as that of Paddle."""
+    words = ["run", "recipes/llama/sft.json", "--smoke", "--launch.num_devices=1", "--parallel={}"]
+    done = subprocess.run(
+        [sys.executable, "-c", CONVERTED.format(number=number), *words, "--train.max_steps=1"],
+        cwd=tmp_path,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (done.returncode, "Traceback" in done.stderr) == (130, False), done.stderr
+
+
 def test_nothing_is_imported_before_ctrl_c_is_caught() -> None:
     """Neither by `python -m llmsuite` nor by the script of that name, which imports the package before `__main__`."""
     words = "import sys; before = {*sys.modules}; import llmsuite.__main__; print(sorted({*sys.modules} - before))"

@@ -92,7 +92,12 @@ def test_a_device_that_cannot_repeat_itself_is_refused(
         ([], ["started"], REFUSED, ["failed"]),
         ([], ["started", "failed"], 1, []),
         ([], ["started", "ended"], 1, ["failed"]),
-        ([], ["started"], INTERRUPTED, []),
+        ([], ["started"], INTERRUPTED, ["stopped"]),  # a second signal ends it at once
+        ([], ["started", "saved"], INTERRUPTED, ["stopped"]),
+        ([], ["started", "stopped"], INTERRUPTED, []),
+        ([], ["started", "ended"], INTERRUPTED, []),
+        ([], [], INTERRUPTED, []),
+        (["started"], [], INTERRUPTED, []),
         ([], ["started", "ended"], 0, []),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import sys
@@ -98,6 +99,44 @@ def test_a_signal_reaches_all(tmp_path: Path, number: signal.Signals) -> None:
     assert _launch(work, tmp_path)[0] == INTERRUPTED
     assert (tmp_path / "told-0").exists()
     assert (tmp_path / "told-1").exists()
+
+
+def test_a_second_signal_ends_ranks_that_get_one(tmp_path: Path) -> None:
+    launcher = os.getpid()
+
+    def work() -> int:
+        got: list[int] = []
+
+        def handle(number: int, frame: object) -> None:
+            got.append(number)
+            (tmp_path / f"{_rank()} got {len(got)}").touch()
+
+        signal.signal(signal.SIGINT, handle)
+        (tmp_path / f"{_rank()} ready").touch()
+        while _rank() == 0:
+            if (tmp_path / "1 ready").exists():
+                os.kill(launcher, signal.SIGINT)
+                while not (tmp_path / "1 got 1").exists():
+                    time.sleep(0.01)
+            time.sleep(0.01)
+        time.sleep(600)
+        return 0
+
+    assert _launch(work, tmp_path) == (INTERRUPTED, "")
+    assert {path.name for path in tmp_path.glob("* got *")} == {"0 got 1", "1 got 1"}
+
+
+def test_a_rank_without_handlers_ends_by_a_signal(tmp_path: Path) -> None:
+    """However long an operation takes that it is in, and whatever would become of an exception there."""
+    launcher = os.getpid()
+
+    def work() -> int:
+        if _rank() == 0:
+            os.kill(launcher, signal.SIGINT)
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+        return 0
+
+    assert _launch(work, tmp_path) == (INTERRUPTED, "")
 
 
 def test_ranks_that_fail_together_are_all_named(tmp_path: Path) -> None:

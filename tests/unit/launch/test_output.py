@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from llmsuite.launch.output import Output
-from llmsuite.launch.ranks import stop_signals
+from llmsuite.launch.ranks import is_repeated, stop_signals
 from llmsuite.train.stop import StopRequest
 
 _PRINTS = """
@@ -84,3 +85,49 @@ def test_nohup_is_heeded() -> None:
     with StopRequest() as stop:
         signal.raise_signal(signal.SIGHUP)
         assert not stop.requested()
+
+
+_OWN = """
+import hashlib, sys
+from pathlib import Path
+from llmsuite.launch.interrupts import own_process
+from llmsuite.train.stop import StopRequest
+own_process()
+noted = Path(sys.argv[1])
+with StopRequest(lambda: noted.write_text("stopped")) as stop:
+    print("ready", flush=True)
+    if sys.argv[2] == "in an operation":
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 2**31 - 1)
+    while True:
+        pass
+"""
+
+
+@pytest.mark.parametrize("where", ["in an operation", "in Python"])
+def test_a_second_signal_ends_a_process_wherever_it_is(tmp_path: Path, where: str) -> None:
+    command = [sys.executable, "-c", _OWN, str(tmp_path / "noted"), where]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)  # two that come at once are one
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in said
+    assert (tmp_path / "noted").read_text() == "stopped"
+
+
+def test_a_process_of_somebody_else_gets_an_exception() -> None:
+    with StopRequest(lambda: pytest.fail("it is not ended")) as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert not stop.is_repeated
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert stop.is_repeated
+
+
+def test_which_signals_are_a_second_one() -> None:
+    hup, term = signal.SIGHUP, signal.SIGTERM
+    assert [is_repeated(numbers) for numbers in ([], [term], [hup, hup], [term, hup])] == [False] * 4
+    assert [is_repeated(numbers) for numbers in ([term, term], [hup, term], [hup, hup, term])] == [True] * 3

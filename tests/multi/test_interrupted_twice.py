@@ -1,0 +1,73 @@
+"""Ctrl-C once more, wherever a run is: it ends with exit code 130 as stopped, without a traceback, and goes on."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import PluginSite
+from tests.multi.conftest import Runner
+from tests.multi.test_interrupted import MESHES, SMALL
+from tests.paths import ROOT
+
+# In rank 0, from its first step on: at a call, by number, of functions with a name, the run is told to stop, and once
+# more when rank 0 knows that.
+_PLUGIN = """
+import os, signal, sys, time
+import llmsuite
+
+NAME, left = os.environ["STOP_IN"], int(os.environ["STOP_AT"])
+
+def profile(frame, event, argument):
+    global left
+    if event == "call" and frame.f_code.co_name == NAME and "/llmsuite/" in frame.f_code.co_filename:
+        left -= 1
+        if left == 0:
+            run = os.getppid() if "PADDLE_TRAINER_ID" in os.environ else os.getpid()
+            for _ in range(2):
+                os.kill(run, signal.SIGINT)
+                until = time.monotonic() + 1
+                while time.monotonic() < until:  # in Python, where its handlers run
+                    pass
+            time.sleep(60)
+            print("it was not ended", flush=True)
+
+@llmsuite.hookimpl
+def llmsuite_run_start(run):
+    sys.setprofile(profile)
+"""
+MOMENTS = {
+    1: [("backward", 1), ("backward", 40), ("forward", 9), ("collate", 2), ("write", 1), ("_write", 1)],
+    2: [("backward", 1), ("backward", 40), ("forward", 9), ("write", 1)],
+    4: [("backward", 3)],
+}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "at"), [(n, *moment) for n, moments in MOMENTS.items() for moment in moments]
+)
+def test_a_second_signal_ends_a_run_at_once(runner: Runner, ranks: int, name: str, at: int) -> None:
+    site = runner.directory / f"site-{ranks}-{name}-{at}"
+    site.mkdir()
+    PluginSite(site).install("stops", _PLUGIN)
+    run = f"twice-{ranks}-{name}-{at}"
+    words = runner.smoke(run, "--train.max_steps=4", "--checkpoint.save_steps=1", *SMALL, *MESHES[ranks])
+    where = {"STOP_IN": name, "STOP_AT": str(at), "LLMSUITE_PLUGINS": "stops", "PYTHONPATH": f"{site}:{ROOT}"}
+    process = runner.start(*words, **where)
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode == 130, said
+    assert said.count("once more to stop at once") == 1, said
+    assert not re.search("Traceback|Error|not ended|has failed", said), said
+    events = _events(runner.directory / run)
+    assert events[0] == "started"
+    assert events[-1] == "stopped"
+    assert events.count("stopped") == 1
+    assert "resuming" in (said := runner.run(*words, "--resume")) or "no checkpoint" in said
+    assert _events(runner.directory / run)[-1] == "ended"
+
+
+def _events(run: Path) -> list[str]:
+    return [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()]
