@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.finite_model import checked
+from llmsuite.checkpoint.finite import count_nonfinite
+from llmsuite.checkpoint.finite_model import nonfinite_of
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.convert.gguf import ROPE_SCALING, rope_factors
 from llmsuite.convert.gguf_tokenizer import CONTROL, Vocabulary, read_vocabulary
@@ -72,7 +73,7 @@ class GgufExport:
         self._gguf = _library()
         if dtype == "q4_k_m":
             k_quants()
-        self.model, self.config, names = checked(model), model.config, model.family.names()
+        self.model, self.config, names = model, model.config, model.family.names()
         self._wanted = DTYPES[dtype]
         self.architecture = self._architecture()
         self._check_shape()
@@ -223,6 +224,9 @@ class GgufExport:
         value = self.model.read(tensor.ours)
         value = (value.T if names.is_linear(tensor.ours) else value).astype("float32")
         value = np.ascontiguousarray(names.hf_to_gguf(tensor.ours, value, self.config))
+        count, refuse = count_nonfinite(value), nonfinite_of(self.model, lambda ours: [ours])
+        if count and refuse is not None and tensor.kind in (kinds.F32, kinds.F16, kinds.BF16):
+            refuse(tensor.ours, count, value.size)
         if tensor.kind == kinds.F32:
             return value
         if tensor.kind == kinds.F16:
@@ -231,10 +235,11 @@ class GgufExport:
             if not np.array_equal(np.isfinite(half), np.isfinite(value)):
                 raise UserError(f"{self.model.path}: {tensor.ours!r} has values too large for fp16; use --dtype bf16")
             return half
-        if not np.abs(value).max(initial=0.0) <= largest(tensor.kind):
+        if (count and tensor.kind != kinds.BF16) or not np.nanmax(np.abs(value), initial=0.0) <= largest(tensor.kind):
+            told = f" ({count:,} of {value.size:,} are NaN or infinite)" if count else ""
             raise UserError(
                 f"{self.model.path}: {tensor.ours!r} has values that are not finite, or too large for the scales of "
-                f"{tensor.kind.name}, which are fp16; use --dtype bf16"
+                f"{tensor.kind.name}, which are fp16{told}; use --dtype bf16"
             )
         return quantised(value, tensor.kind)
 
