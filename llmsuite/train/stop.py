@@ -74,20 +74,23 @@ def _watching(note: Callable[[], None]) -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(before)
         _WATCHED.discard(writing)
-        os.close(writing)
+        os.write(writing, _END)  # a fork that is still there may hold the pipe open, so its end is none
         thread.join()
+        os.close(writing)
         os.close(reading)
 
 
 def _watch(reading: int, note: Callable[[], None]) -> None:
     numbers: list[int] = []
-    while found := os.read(reading, 64):
+    while not (found := os.read(reading, 64)).endswith(_END):
         numbers += [number for number in found if number in stop_signals()]
         if is_repeated(numbers):
             note()
             os._exit(INTERRUPTED)
 
 
+_END = b"\0"
+"""No number of a signal: ends the thread that gets these."""
 _WATCHED: set[int] = set()
 """Where signals are written to in this process."""
 
