@@ -116,8 +116,10 @@ class Conversion:
             where: its place.
         """
         fitting = [f for f in self._formats.values() if f.kind == self._kind]
-        for candidate in fitting:
-            if answered(candidate.matches, row):
+        # a table has null in the columns that other rows fill; with it, where that is all there is of a format
+        present = {key: value for key, value in row.items() if value is not None}
+        for candidate, columns in [(f, columns) for columns in (present, row) for f in fitting]:
+            if answered(candidate.matches, columns):
                 # who names columns has said what the rows are
                 if not self._columns and (fault := pairs_beside(row, candidate, self._formats, self._readers)):
                     raise UserError(f"{where}: {fault}")

@@ -261,3 +261,10 @@ def test_real_preference_data(language: str) -> None:
     assert len(rows) == 300
     assert all(row.prompt[-1].role == "user" and row.chosen != row.rejected for row in rows)
     assert any(len(row.prompt) > 1 for row in rows)
+
+
+def test_null_columns_decide_no_format(tmp_path: Path) -> None:
+    pairs = {"prompt": "Hi?", "chosen": "Good.", "rejected": "Bad."}
+    null = dict.fromkeys(("conversations", "src", "response", "sort", "instruction"))
+    (found,) = read(write(tmp_path, json.dumps({**null, **pairs})))
+    assert found.chosen.content == "Good."
