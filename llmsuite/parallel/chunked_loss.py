@@ -148,9 +148,10 @@ class _Chunks(PyLayer):
                 given = [g for _, g in pairs]
                 found = paddle.grad([o for o, _ in pairs], [x, *trained], given, allow_unused=True)
                 of_hidden.append(found.pop(0))
-                for total, gradient in zip(sums, found, strict=True):
-                    if gradient is not None:
+                for total in sums:
+                    if (gradient := found.pop(0)) is not None:
                         total.add(gradient)
+                    del gradient
         return (losses.rows(of_hidden) if ctx.wants_hidden else None, *(total.gradient() for total in sums))
 
 

@@ -189,11 +189,14 @@ def _broken(outcomes: Sequence[Outcome | _Difference], refuses: Mapping[str, str
 # processes
 
 
+_MAKE = "import sys; from llmsuite.testing.family_forms import main; sys.exit(main(sys.argv[1]))"
+
+
 def _run(told: Told, name: str) -> None:
     directory = Path(told.directory)
     path = directory / f"{name}.json"
     path.write_text(json.dumps(dataclasses.asdict(told)), encoding="utf-8")
-    done = _python(["-m", "llmsuite.testing.family_forms", str(path)], directory)
+    done = _python(["-c", _MAKE, str(path)], directory)
     assert done.returncode == 0, (
         f"family {told.family}, {name}: exit code {done.returncode}\n{done.stdout}{done.stderr}"
     )

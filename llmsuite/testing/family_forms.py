@@ -1,15 +1,9 @@
-"""Makes and records the forms of a family's model, in processes of its own, for `llmsuite.testing.family_contract`.
-
-    python -m llmsuite.testing.family_forms TOLD
-
-TOLD is a JSON file that says what to do: see `Told`.
-"""
+"""Makes and records the forms of a family's model, in processes of its own, for `llmsuite.testing.family_contract`."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,9 +43,9 @@ class Told:
     pp: int = 1
 
 
-def main() -> int:
-    """Do what the file says; returns the exit code."""
-    told = Told(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+def main(path: str) -> int:
+    """Do what a JSON file with the fields of `Told` says; returns the exit code."""
+    told = Told(**json.loads(Path(path).read_text(encoding="utf-8")))
     registry = add_files(load_plugins(builtin, commands))
     family, backend = registry.models[told.family], registry.devices["cpu"].factory()
     degrees = Degrees(told.pp, 1, 1, told.tp)
@@ -82,7 +76,7 @@ class _Alone:
         self._config = family.config_cls(**told.shape)
         self._rows = Rows.random(self._config.vocab_size, LENGTH)
         model = self._directory / "model"
-        _write_model(model, family, self._config, Path(told.tokenizer))
+        write_random_model(model, family, self._config, Path(told.tokenizer))
         self._source = open_model(model, {family.name: family})
 
     def run(self) -> None:
@@ -203,10 +197,8 @@ def _in_rank(told: Told, family: ModelFamily, backend: DeviceBackend, degrees: D
         _write(where, [as_decoded(model, ModelDecoder(model, mesh).forward, rows, mesh)])
 
     def programs(where: Path) -> None:
-        program = directory / f"program {path}"
-        if collective.rank() == 0:
-            export(source, program, backend, source.path, degrees=degrees)
-        collective.barrier()
+        program = directory / f"program {path} {mesh.rank}"  # of its own: what refuses does so on all ranks
+        export(source, program, backend, source.path, degrees=degrees)
         _write(where, [as_decoded(_Nothing(), Predictor(program, mesh=mesh).forward, rows, mesh)])
 
     for name, make in ((f"{path} generation", generation), (f"{path} export", programs)):
@@ -235,7 +227,7 @@ def _write(where: Path, records: Sequence[Record]) -> None:
         metrics.write_text("{}", encoding="utf-8")
 
 
-def _write_model(directory: Path, family: ModelFamily, config: Any, tokenizer: Path) -> None:
+def write_random_model(directory: Path, family: ModelFamily, config: Any, tokenizer: Path) -> None:
     """A model with random values: of gains too, as those that are all alike hide what they are multiplied with."""
     from llmsuite.checkpoint.model_writer import write_model
     from llmsuite.inference.load import parameter_shapes
@@ -278,7 +270,3 @@ def _logprobs(model: Any, ids: Sequence[int]) -> np.ndarray:
         hidden, _ = stage.hidden_states(row)
         nll: np.ndarray = stage.token_nll(hidden[0, :-1], row[0, 1:]).numpy()
     return -nll
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,6 +13,7 @@ import paddle
 import pytest
 from paddle import nn
 
+from llmsuite.cli.main import main
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.inference import export as exporting
@@ -30,9 +34,14 @@ from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
 from llmsuite.models.deepseek.layers import Attention as LatentAttention
+from llmsuite.rl.rollouts import DrawnApart
 from llmsuite.specs import ModelFamily
+from llmsuite.testing.family_forms import write_random_model
 from llmsuite.train.forms_apart import forms_apart
 from llmsuite.train.initial_values import initial_values
+from llmsuite.train.rollouts import RolloutReader
+from tests.paths import ROOT
+from tests.tools import own_layers
 from tests.tools.own_layers import FAMILIES as OWN
 from tests.unit.families import FAMILIES
 
@@ -309,3 +318,49 @@ def test_hooks_that_are_hung_on_a_fused_layer_see_it() -> None:
     inside = ("", ".input_layernorm", ".self_attn", ".post_attention_layernorm", ".mlp")
     names = [f"model.layers.{i}{part}" for i in range(len(model.model.layers)) for part in inside]
     assert set(seen) == {*names, "model.norm"}
+
+
+def test_verify_names_the_module(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    family, plugin = OWN["geglu"], ["--plugin", str(Path(own_layers.__file__))]
+    write_random_model(tmp_path / "model", family, config_of(family), ROOT / "data" / "tokenizer")
+    assert main(["export", str(tmp_path / "model"), "-o", str(tmp_path / "right"), *plugin]) == 0
+    assert main(["verify", str(tmp_path / "right"), *plugin]) == 0
+    monkeypatch.setattr(fused, "is_gated_mlp", lambda module: isinstance(module, GatedMLP))
+    assert main(["export", str(tmp_path / "model"), "-o", str(tmp_path / "wrong"), *plugin]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(tmp_path / "wrong"), *plugin]) == 2
+    said = capsys.readouterr().err
+    assert re.search(
+        r"FAILED: exported logits are off by [\d.e+]+% of the largest \(fp32 tolerance 0\.001%\); "
+        r"first module that differs: model\.layers\.0\.mlp \(GeGLU\)",
+        said,
+    ), said
+    monkeypatch.undo()
+    assert main(["verify", str(tmp_path / "wrong"), *plugin]) == 2
+    assert "every module of a program for one device, made now, agrees: export it again" in capsys.readouterr().err
+
+
+def test_a_run_that_stops_for_what_was_drawn_names_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in fused, refresh:
+        monkeypatch.setattr(module, "is_gated_mlp", lambda module: isinstance(module, GatedMLP))
+
+    class Apart:
+        def after_step(self, step: int, metrics: Any) -> None:
+            raise DrawnApart("step 1: apart")
+
+    reader = RolloutReader.__new__(RolloutReader)
+    told = {
+        "family": OWN["geglu"],
+        "model_config": config_of(OWN["geglu"]),
+        "device": SimpleNamespace(factory=CpuBackend),
+    }
+    recipe = SimpleNamespace(engine=SimpleNamespace(precision="fp32"))
+    for is_remote in False, True:
+        engine = SimpleNamespace(remote=is_remote)
+        vars(reader).update(_step=1, _plan=SimpleNamespace(recipe=recipe, rollout_engine=engine, **told))
+        with pytest.raises(UserError) as caught:
+            reader._after_step(Apart(), {})  # type: ignore[arg-type]
+        named = "; first module that differs: model.layers.0.mlp (GeGLU)"
+        assert str(caught.value) == "step 1: apart" + ("" if is_remote else named)
