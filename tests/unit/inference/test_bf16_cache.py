@@ -72,11 +72,11 @@ def test_attention_is_off_by_what_rounding_explains(case: str) -> None:
         seen.append([tensor.numpy().astype("float64") for tensor in (q, k, v, mask, out)])
         return out
 
-    attention.core = noted
     x = paddle.to_tensor(np.random.default_rng(0).standard_normal([2, 9, model.config.hidden_size]).astype("float32"))
     positions = paddle.arange(9).expand([2, 9])
     hidden = paddle.to_tensor(np.triu(np.full([9, 9], -1e9, "float32"), 1)).expand([2, 1, 9, 9])
     fuse(model)
+    attention.core = noted  # which `fuse` would leave alone
     inputs = model.layer_inputs_at(positions, hidden, x.dtype)
     with paddle.no_grad():
         for dtype in (None, BF16):

@@ -8,6 +8,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
+from llmsuite.errors import UserError
 from llmsuite.inference.prompts import read_messages
 from llmsuite.serving.app import make_app
 from tests.unit.serving.served import make_service
@@ -63,13 +64,18 @@ def test_rows_of_files_have_names_too() -> None:
     assert prompter.row({"messages": TURNS}).ids == prompt_of(TURNS)
 
 
-@pytest.mark.parametrize("name", [None, 5, ["Ann"]])
-def test_without_names_prompts_are_as_ever(name: Any) -> None:
-    """Neither does what is no text give one, nor a name change what a template leaves out."""
+def test_without_names_prompts_are_as_ever() -> None:
+    """Nor does a name change what a template leaves out."""
     plain = prompt_of(TURNS, BUILTIN["chatml"])
     assert prompt_of(TURNS) == plain
-    assert prompt_of([{**turn, "name": name} for turn in TURNS]) == plain
+    assert prompt_of([{**turn, "name": None} for turn in TURNS]) == plain
     assert prompt_of([{**turn, "name": "Ann"} for turn in TURNS], BUILTIN["chatml"]) == plain
+
+
+@pytest.mark.parametrize("name", [5, ["Ann"]])
+def test_a_name_is_a_text(name: Any) -> None:
+    with pytest.raises(UserError, match=r"'messages\[0\]\.name' is an? \w+, not text"):
+        make_service().prompter.row({"messages": [{**turn, "name": name} for turn in TURNS]})
 
 
 def test_names_write_no_control_tokens() -> None:
