@@ -64,7 +64,7 @@ def _insist() -> "list[int]":
 
 
 def _say_nothing(unraisable: object) -> None:
-    """Of an interruption that met what cannot raise, such as the end of an object. It is repeated in imports."""
+    """An interruption met what cannot raise, such as the end of an object; in imports it is repeated."""
 
 
 def _imports(frame: "FrameType | None") -> bool:

@@ -126,8 +126,7 @@ class StageSpec:
     packs: bool | None = None
     """False if it never reads `data.packing`, which is refused then."""
     takes_all: bool = False
-    """Whether logits are computed at all positions, not at selected ones; for `llmsuite plan`, and for how gradients
-    travel under sequence parallel."""
+    """Whether logits are computed at all positions, not at selected ones; decides how the head's gradient travels."""
     draws_ahead: bool = False
     """Whether it has `Stage.begin_rollout`, for `rollout.max_staleness`."""
     in_programs: bool = False
