@@ -31,6 +31,7 @@ from tests.unit.families import FAMILIES
 from tests.unit.inference.test_export import write_family
 
 PRECISIONS = ("bf16", "int8", "nf4", "fp4", "int4")
+EVERY_EXPERT = {"qwen_moe": {"num_experts_per_tok": 8}, "ernie_moe": {"moe_k": 8}}
 
 
 def live(directory: Path, precision: str) -> ModelDecoder:
@@ -60,7 +61,19 @@ def test_the_program_is_the_live_model(family: str, tmp_path: Path) -> None:
         logits, difference, tokens = compare(predictor, trained, "bf16", seed=5)
         assert (logits > 1000, tokens > 50) == (True, True)
         assert difference <= TOLERANCE["bf16"] / 2
-        assert compare_loop(predictor, trained, "bf16") > 50
+        if family not in EVERY_EXPERT:
+            assert compare_loop(predictor, trained, "bf16") > 50
+
+
+@pytest.mark.parametrize("family", sorted(EVERY_EXPERT))
+def test_the_decoding_loop_of_experts_is_the_live_model(family: str, tmp_path: Path) -> None:
+    """All experts answer: a choice between two that are nearly alike is another one by another order of sums, which
+    processors differ in, and no bound of rounding holds behind it."""
+    source = open_model(write_family(tmp_path / "model", family, **EVERY_EXPERT[family]), FAMILIES)
+    for precision in ("bf16", "int4"):
+        static = tmp_path / precision
+        export(source, static, CpuBackend(), source.path, precision, decoding_loop=True)
+        assert compare_loop(Predictor(static), live(source.path, precision), "bf16") > 50
 
 
 def test_matrices_are_stored_and_nothing_else_is(pair: tuple[Path, Path], tmp_path: Path) -> None:
