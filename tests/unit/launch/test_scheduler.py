@@ -7,6 +7,7 @@ import socket
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -169,7 +170,9 @@ def test_who_looks_whether_the_output_directory_is_in_use(
     looked: list[str] = []
     monkeypatch.setattr(RunPlan, "check_output", lambda self: looked.append("output"))
     monkeypatch.setattr(RunPlan, "check_files", lambda self: None)
-    run_command._check(types.SimpleNamespace(resume=False, smoke=False, overrides=[]), plan(), 0)
+    monkeypatch.setattr("llmsuite.stages.first_rows.check_rows", lambda plan, registry: [])
+    nothing: Any = None
+    run_command._check(types.SimpleNamespace(resume=False, smoke=False, overrides=[]), plan(), nothing, 0)
     assert looked == ["output"] * checks
 
 
