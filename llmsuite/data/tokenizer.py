@@ -261,11 +261,9 @@ class TextTokenizer:
     def token_text(self, token: int, is_first: bool = False, skip_special_tokens: bool = True) -> str:
         """Text of one token behind others, or where it begins a text. So the texts of tokens, one after the other, are
         the text of all, but for tokens that are a part of a character."""
-        if is_first or not self._before:
-            return self.decode([token], skip_special_tokens)
-        before = self.decode(self._before, skip_special_tokens)
-        whole = self.decode([*self._before, token], skip_special_tokens)
-        return whole[len(before) :] if whole.startswith(before) else self.decode([token], skip_special_tokens)
+        before = [] if is_first else self._before
+        known, whole = (self.decode(ids, skip_special_tokens) for ids in (before, [*before, token]))
+        return whole[len(known) :] if whole.startswith(known) else self.decode([token], skip_special_tokens)
 
     def begin(self, ids: Sequence[int]) -> int:
         """The number of the token with which the text of some begins: the first that is not left out as special."""
