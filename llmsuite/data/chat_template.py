@@ -265,13 +265,16 @@ class ChatTemplate:
                     return f"the call of the tool {call.name!r}"
             if message.reasoning.strip() and not has_said(text, message.reasoning):
                 keys = [key for key in message.as_turn() if key in REASONING]
-                if not any(key in self.source for key in keys):
-                    return f"the thoughts of messages[{i}] ({keys[0]!r}{self._reads_thoughts()})"
+                read = self._keys_of_thoughts
+                if not any(key in read for key in keys):
+                    hint = f"; it reads {read[0]!r}" if read else ""
+                    return f"the thoughts of messages[{i}] ({keys[0]!r}{hint})"
         return None
 
-    def _reads_thoughts(self) -> str:
-        known = [key for key in REASONING if key in self.source]
-        return f"; it reads {known[0]!r}" if known else ""
+    @functools.cached_property
+    def _keys_of_thoughts(self) -> list[str]:
+        """The keys with thoughts that this template names: whole words, as many say `enable_thinking`."""
+        return [key for key in REASONING if re.search(rf"\b{key}\b", self.source)]
 
     def _check_whole(self, text: str, messages: Sequence[Message], tools: str) -> None:
         what = self.left_out(text, messages, tools)

@@ -99,7 +99,8 @@ def _message(turn: Row, role: str, where: str, calls_are_at: str = "") -> Messag
 
 def _reasoning(turn: Row, where: str) -> str:
     """What a model thought before a turn. Some rows say it under two names."""
-    found = [text_at(turn, key, where) for key in REASONING if turn.get(key) is not None]
+    texts = [text_at(turn, key, where) for key in REASONING if turn.get(key) is not None]
+    found = [text for text in texts if text]
     if len(set(found)) > 1:
         raise ValueError(f"{where!r} has different thoughts under several of the keys {', '.join(REASONING)}")
     return found[0] if found else ""
@@ -131,7 +132,7 @@ def turns_at(row: Row, key: str) -> list[Any]:
 
 
 def messages_at(value: Any, where: str, default_role: str) -> list[Message]:
-    """The turns of a list of `{"role", "content"}`, or the one of a text. A call of a tool may follow from a text."""
+    """The turns of a list of `{"role", "content"}`, or the one of a text, which `default_role` says."""
     if isinstance(value, str):
         return [Message(default_role, value)]
     if not isinstance(value, list) or not value:

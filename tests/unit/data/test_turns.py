@@ -156,6 +156,16 @@ def test_thoughts_are_shown_or_refused_by_name(key: str) -> None:
         turn_at({**turn, "reasoning_content": "a", "thinking": "b"}, "messages[1]")
 
 
+def test_a_key_of_thoughts_is_a_whole_word() -> None:
+    shown = "{% for m in messages %}{{ m.reasoning_content if enable_thinking }}{{ m.content }};{% endfor %}"
+    turns = [turn_at(turn, "turn") for turn in (ASK, {**HELLO, "thinking": "hm"}, ASK)]
+    with pytest.raises(UserError, match=r"leaves out the thoughts of messages\[1\] \('thinking'; it reads 'reasoning_"):
+        template(shown).prompt(turns)
+    kept = [turn_at(turn, "turn") for turn in (ASK, {**HELLO, "thinking": "", "reasoning_content": "hm"}, ASK)]
+    assert kept[1].reasoning == "hm"
+    assert template(shown).prompt(kept) == "Hi?;Hello.;Hi?;"  # which turns show them is the template's choice
+
+
 def test_sharegpt_has_the_same_keys() -> None:
     call = {"name": "weather", "arguments": {"city": "Rome"}}
     found = sharegpt_turn_at({"from": "function_call", "value": json.dumps(call), "reasoning_content": "hm"}, "x")
