@@ -159,9 +159,11 @@ def _launch(
     plan: RunPlan, registry: Registry, resume: bool, logs: Path, stall_seconds: float | None, machines: Machines
 ) -> int:
     """Start the ranks of this machine and wait for them; `logs` is where their output goes."""
+    from llmsuite.data.rendering import end_rendering
     from llmsuite.launch.launch import launch
     from llmsuite.observe.events import read_events
 
+    end_rendering()  # of the first rows: forks of this process would keep its pipe open for as long as the run lasts
     backend, where = plan.device.factory(), plan.recipe.launch
 
     def environment(local_rank: int) -> dict[str, str]:

@@ -62,6 +62,12 @@ def render_all(source: str, variables: Sequence[Mapping[str, Any] | None]) -> li
     return _renderer().ask(source, variables)
 
 
+def end_rendering() -> None:
+    """End the process of the templates, if this one has started it; the next template starts another."""
+    for renderer in _renderers:
+        renderer.end()
+
+
 def serve(pipe: int) -> None:
     """Render until the other end closes: what the process of the templates does. `pipe` is a file descriptor."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches it as the end of the pipe
@@ -179,6 +185,11 @@ class _Renderer:
         if code == -signal.SIGXCPU:
             return f"takes more than {SECONDS} s of the processor"
         return f"its process ended with {f'signal {-code}' if code < 0 else f'exit code {code}'}"
+
+    def end(self) -> None:
+        """`close`, once no text is asked for."""
+        with self._lock:
+            self.close()
 
     def close(self) -> None:
         """End the process, if it is that of this one."""

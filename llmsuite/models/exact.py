@@ -19,10 +19,15 @@ _PACKAGE = __name__.partition(".")[0]
 def is_exactly(module: Any, base: type, *methods: str) -> bool:
     """Whether a module computes by the code of a class: it is one of this class or of one derived from it, and neither
     its own class nor the module itself has another `forward`, or another one of these methods."""
-    kind, names = type(module), ("forward", *methods)
+    return is_of_exact_class(module, base, *methods) and not vars(module).keys() & {"forward", *methods}
+
+
+def is_of_exact_class(module: Any, base: type, *methods: str) -> bool:
+    """`is_exactly`, whatever the module itself has been given in place of the code of its class."""
+    kind = type(module)
     if not isinstance(module, base) or kind.__call__ is not base.__call__:
         return False
-    return all(getattr(kind, name) is getattr(base, name) and name not in vars(module) for name in names)
+    return all(getattr(kind, name) is getattr(base, name) for name in ("forward", *methods))
 
 
 def is_plain(*layers: Any) -> bool:

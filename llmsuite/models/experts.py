@@ -21,7 +21,7 @@ from llmsuite.errors import UserError
 from llmsuite.models import token_values
 from llmsuite.models.blocks import ZEROS
 from llmsuite.models.dropout import RowDropout
-from llmsuite.models.exact import is_exactly, named_kind
+from llmsuite.models.exact import is_of_exact_class, is_own, named_kind
 from llmsuite.models.quantised import by_matrix
 from llmsuite.typing import Tensor
 
@@ -102,7 +102,9 @@ class Experts(nn.Layer):
 def check_experts(name: str, module: Any, what: str) -> None:
     """Raise UserError for routed experts whose code is not that of `Experts`, where another form takes its place;
     `what` needs that form. Their `rows` may be anybody's where the form calls them."""
-    if not is_exactly(module, Experts, "row_keys"):
+    given = [code for name, code in vars(module).items() if name in ("forward", "row_keys")]
+    # a forward of llmsuite's own is that of ranks which share experts
+    if not is_of_exact_class(module, Experts, "row_keys") or not all(map(is_own, given)):
         raise UserError(
             f"{what}: {named_kind(name, module)} is not exactly llmsuite's Experts, whose tokens are sorted and sent "
             "in another way here; its own code would not be run"

@@ -25,6 +25,9 @@ ALONE: tuple[Removal, ...] = (
         ('nll_and_entropy(self.logits(hidden).astype("float32")', "nll_and_entropy(self.logits(hidden)", "of_tokens"),
         ('logits = self.logits(hidden).astype("float32")', "logits = self.logits(hidden)", "of_tokens"),
         ('squeeze(-1).astype("float32")', "squeeze(-1)", "scores"),
+    ),
+    *_of(
+        "models/rotation.py",
         ('.astype("float32")).astype(dtype) for f in (np', '.astype("float32")) for f in (np', "rotations"),
         ('.astype("float32").astype(dtype) for f in (paddle', '.astype("float32") for f in (paddle', "rotations"),
     ),

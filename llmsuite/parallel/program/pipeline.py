@@ -169,6 +169,10 @@ class StagedModel:
         """The modules of all stages."""
         return list(self._model.sublayers())
 
+    def named_sublayers(self) -> list[tuple[str, Any]]:
+        """The modules of all stages with their names."""
+        return list(self._model.named_sublayers())
+
     @contextlib.contextmanager
     def beside(self, what: Beside) -> Iterator[None]:
         """While active, something goes beside the activations."""
