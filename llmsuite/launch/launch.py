@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
+from typing import TextIO
 
 from llmsuite.errors import UserError
 from llmsuite.files import os_errors
@@ -143,9 +144,6 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
     store, *endpoints = endpoints
     first, log_dir = machines.index * job.num_ranks, job.log_dir
     ranks: list[Rank] = []
-    first_log = log_dir / f"workerlog.{first}"
-    seen = first_log.stat().st_size if machines.restarts and first_log.exists() else 0
-
     scratch = contextlib.ExitStack()
     with os_errors(Path(tempfile.gettempdir()), "set TMPDIR to a disk that has room"):
         calls = scratch.enter_context(scratch_directory())
@@ -181,12 +179,15 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
             path = log_dir / f"workerlog.{rank}"
             with os_errors(path):
                 log = open(path, "ab" if machines.restarts else "wb")  # noqa: SIM115
+            if local == 0:  # before the rank begins: whoever finds the logs may delete them
+                first_log = scratch.enter_context(open(path, encoding="utf-8", errors="replace"))  # noqa: SIM115
+                first_log.seek(0, os.SEEK_END)  # behind what ranks before these have said
             with log:
                 ranks.append(start_rank(job.work, variables, log, machines.close))
         for number in interrupted[:1]:  # which those did not get that were not there yet
             for process in ranks:
                 process.send_signal(number)
-        end = _watch(ranks, first, log_dir, interrupted, job.write, machines, watch, seen)
+        end = _watch(ranks, first, log_dir, first_log, interrupted, job.write, machines, watch)
         machines.announce(end)
         return end, watch.step
     finally:
@@ -201,57 +202,55 @@ def _watch(
     ranks: Sequence[Rank],
     first: int,
     log_dir: Path,
+    first_log: TextIO,
     interrupted: Sequence[int],
     write: Callable[[str], None],
     machines: Machines,
     watch: hang.Watch,
-    seen: int = 0,
 ) -> End:
-    """Wait for the end; `seen` bytes of the first log are of ranks before these."""
+    """Wait for the end; `first_log` is the one of the first rank, behind what was there before."""
     stopped, is_settled, room = Stopped(ranks, first), False, Room(log_dir, write)
-    with open(log_dir / f"workerlog.{first}", encoding="utf-8", errors="replace") as first_log:
-        first_log.seek(seen)
-        while True:
-            codes = [process.poll() for process in ranks]
-            elsewhere = machines.poll()
-            write(first_log.read())
-            room.look()
-            if interrupted:
-                stopped.go_on(write)
-                if stopped.stay or is_repeated(interrupted):
-                    return End(INTERRUPTED, "was interrupted")
-            failed = _by_cause(codes)
-            code = (codes[failed[0]] or 0) if failed else 0
-            if INTERRUPTED in (code, elsewhere.code if elsewhere else 0) or (code and -code in interrupted):
-                wait(ranks, GRACE_SECONDS)  # the others are ending too; the first rank prints last
-                write(first_log.read())
+    while True:
+        codes = [process.poll() for process in ranks]
+        elsewhere = machines.poll()
+        write(first_log.read())
+        room.look()
+        if interrupted:
+            stopped.go_on(write)
+            if stopped.stay or is_repeated(interrupted):
                 return End(INTERRUPTED, "was interrupted")
-            if code > 0 and elsewhere is None:
-                elsewhere = _await_news(machines)
-            if watch.stalled() or (elsewhere is not None and elsewhere.code == hang.STALLED):
-                write(first_log.read())
-                return _explain_stall(ranks, first, log_dir, write, machines, watch)
-            if elsewhere is not None and (elsewhere.killed or not code):
-                write(f"{elsewhere.why}\n")
-                return End(elsewhere.code, elsewhere.why, of_machine=elsewhere.of_machine)
-            if code > 0 and code != REFUSED and not is_settled:
-                is_settled = True  # the rank that refused may be about to end
-                wait(ranks, _SETTLE_SECONDS)
-                continue
-            if code:
-                write(first_log.read())
-                alike = {local: c for local in failed if (c := codes[local] or 0) * code > 0}
-                if code == REFUSED:  # it has said why; the others fail because it is gone
-                    alike = {local: c for local, c in alike.items() if c == REFUSED}
-                end = _explain(first, alike, log_dir, write, machines)
-                for text in hang.left_early(watch.calls(), [first + i for i, c in enumerate(codes) if c == 0]):
-                    write(f"{text}\n")
-                for difference in list(hang.differences(watch.calls()))[:1]:  # this may be why it failed
-                    write(f"the calls of ranks differ: {difference}\n")
-                return end
-            if all(code == 0 for code in codes):
-                return _wait_for_others(machines, write)
-            time.sleep(_POLL_SECONDS)
+        failed = _by_cause(codes)
+        code = (codes[failed[0]] or 0) if failed else 0
+        if INTERRUPTED in (code, elsewhere.code if elsewhere else 0) or (code and -code in interrupted):
+            wait(ranks, GRACE_SECONDS)  # the others are ending too; the first rank prints last
+            write(first_log.read())
+            return End(INTERRUPTED, "was interrupted")
+        if code > 0 and elsewhere is None:
+            elsewhere = _await_news(machines)
+        if watch.stalled() or (elsewhere is not None and elsewhere.code == hang.STALLED):
+            write(first_log.read())
+            return _explain_stall(ranks, first, log_dir, write, machines, watch)
+        if elsewhere is not None and (elsewhere.killed or not code):
+            write(f"{elsewhere.why}\n")
+            return End(elsewhere.code, elsewhere.why, of_machine=elsewhere.of_machine)
+        if code > 0 and code != REFUSED and not is_settled:
+            is_settled = True  # the rank that refused may be about to end
+            wait(ranks, _SETTLE_SECONDS)
+            continue
+        if code:
+            write(first_log.read())
+            alike = {local: c for local in failed if (c := codes[local] or 0) * code > 0}
+            if code == REFUSED:  # it has said why; the others fail because it is gone
+                alike = {local: c for local, c in alike.items() if c == REFUSED}
+            end = _explain(first, alike, log_dir, write, machines)
+            for text in hang.left_early(watch.calls(), [first + i for i, c in enumerate(codes) if c == 0]):
+                write(f"{text}\n")
+            for difference in list(hang.differences(watch.calls()))[:1]:  # this may be why it failed
+                write(f"the calls of ranks differ: {difference}\n")
+            return end
+        if all(code == 0 for code in codes):
+            return _wait_for_others(machines, write)
+        time.sleep(_POLL_SECONDS)
 
 
 def _by_cause(codes: Sequence[int | None]) -> list[int]:

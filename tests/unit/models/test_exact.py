@@ -16,14 +16,14 @@ from llmsuite.inference.rank_parts import _ends
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.blocks import GatedMLP, RMSNorm
 from llmsuite.models.exact import has_hooks, is_exactly, is_own, is_plain
-from llmsuite.models.experts import Experts
+from llmsuite.models.experts import Experts, check_experts
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.models.lora import adapted_modules
 from llmsuite.models.moe import MoELayer
 from llmsuite.models.prefix import add_prefixes
 from llmsuite.models.products import Products, use_products
 from llmsuite.parallel.chunked_loss import chunk_losses
-from llmsuite.parallel.experts import share_experts
+from llmsuite.parallel.experts import SharedExperts, share_experts
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import modules_to_fuse
 from llmsuite.parallel.static import _structure, compile_layers
@@ -193,6 +193,18 @@ def test_experts_of_another_code_are_refused_by_name() -> None:
     mesh = Mesh(Degrees(1, 1, 1, 2), 0)
     with pytest.raises(UserError, match=r"experts \(Routed\) is not exactly"):
         share_experts(_with_experts(Routed), plan, mesh)
+
+
+def test_experts_whose_own_forward_was_put_in_place_are_refused() -> None:
+    """Unless llmsuite has put it there: that of ranks which share experts goes into a program."""
+    experts = Experts(4, 64, 32, Ops())
+    experts.forward = lambda x, weights, chosen: x
+    with pytest.raises(UserError, match=r"it: experts \(Experts\) is not exactly"):
+        check_experts("experts", experts, "it")
+    shared = Experts(4, 64, 32, Ops())
+    shared.forward = SharedExperts(shared, Mesh(Degrees(1, 1, 1, 1), 0)).forward
+    check_experts("experts", shared, "it")
+    assert not is_exactly(shared, Experts)
 
 
 def test_prefixes_need_an_attention_that_is_known_to_attend_to_them() -> None:
