@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import IO, Any
@@ -41,6 +41,7 @@ class Kept:
         output: IO[bytes] | None = None,
         most_output: int | None = None,
         grace: float = 0.0,
+        environment: Mapping[str, str] | None = None,
     ):
         """
         Args:
@@ -49,6 +50,7 @@ class Kept:
             output: receives what the command and its children print; None for the output of this process.
             most_output: bytes of that; what goes beyond them is left out. None for all.
             grace: seconds between SIGTERM and SIGKILL for the command, where it does not end by itself.
+            environment: its variables; None for those of this process.
         """
         self._life: int | None
         told, self._life = os.pipe()  # the keeper sees the end of this process as the end of the pipe
@@ -61,6 +63,7 @@ class Kept:
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
                 pass_fds=[told, *pass_fds],
+                env=environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for the process that made it
             )
         except BaseException:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -16,6 +18,7 @@ from llmsuite.errors import UserError
 from llmsuite.launch.keeper import Kept
 from llmsuite.observe.runs import find_runs, has_records, is_run, read_run
 from llmsuite.observe.summary import cards
+from llmsuite.serving import API_KEY
 from llmsuite.studio.recipes import Filled
 
 _TAIL = 4000
@@ -63,6 +66,8 @@ class Jobs:
         self._root = root
         self._runs: dict[str, Job] = {}
         self._chats: dict[str, _Server] = {}
+        self._key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
+        """Of the servers: other users of the machine reach them too."""
         self._lock = threading.Lock()
         self._logs = tempfile.TemporaryDirectory(prefix="llmsuite-studio-")
 
@@ -106,7 +111,8 @@ class Jobs:
             with self._lock:
                 self._chats.pop(name, None)
             raise UserError(f"the server of {name} has ended: {_tail(job.log).strip()}")
-        return {"address": found[1] + "/" if found else None}
+        # behind the mark that a browser sends to no server
+        return {"address": f"{found[1]}/#key={self._key}" if found else None}
 
     def known(self) -> list[dict[str, Any]]:
         """Every run, those that were started here first."""
@@ -160,7 +166,8 @@ class Jobs:
         log = self._log("serve")
         command = [*_LLMSUITE, "serve", name, "--port", "0", "--name", Path(name).name]
         with open(log, "wb") as file:
-            return _Server(Kept(command, output=file, grace=_GRACE_SECONDS), log)
+            environment = {**os.environ, API_KEY: self._key}
+            return _Server(Kept(command, output=file, grace=_GRACE_SECONDS, environment=environment), log)
 
     def _log(self, of: str) -> Path:
         number = len(self._runs) + len(self._chats)
