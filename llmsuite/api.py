@@ -32,6 +32,7 @@ from llmsuite.locks import scratch_directory
 from llmsuite.plugins.given import add_files, load_file, plugin_files, plugin_of
 from llmsuite.plugins.hookspecs import hook_names
 from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
+from llmsuite.python_files import code_allowed
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.schema.recipe import Recipe
 from llmsuite.specs import Command, DataFormat, DeviceSpec, Exporter, LoggerSpec, ModelFamily, RewardSpec, StageSpec
@@ -288,7 +289,8 @@ def _file_of(recipe: RecipeLike) -> Iterator[Path]:
         path = directory / "recipe.json"
         path.write_text(_json(recipe, "recipe", 1), encoding="utf-8")
         try:
-            yield path
+            with code_allowed():  # which the program itself has named
+                yield path
         except RecipeError as error:  # a line of a file that the program has not written says nothing to it
             told = [
                 ("" if problem.where.startswith(f"{path}:") else problem.where, problem) for problem in error.problems

@@ -51,6 +51,36 @@ def lock_directory(directory: Path) -> IO[bytes]:
     return lock
 
 
+class OpenDirectory:
+    """A directory that is written to for a long time: somebody may remove it meanwhile, or put another in its place,
+    which no lock keeps anybody from. It stays open, so that no other directory can be taken for it."""
+
+    def __init__(self, path: Path):
+        self._path = path
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def is_there(self) -> bool:
+        """Whether its path still leads to it."""
+        try:
+            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+        except FileNotFoundError:
+            return False
+        except OSError:  # a network that is away for a moment takes no directory away
+            return True
+
+    def check(self) -> None:
+        """Raise UserError where its path no longer leads to it: what is written there would be lost, or mixed with
+        what others write."""
+        if not self.is_there():
+            raise UserError(
+                f"{self._path}: was removed or replaced while it was written to; nothing more is written. Keep what "
+                "cleans up away from it, or choose another output_dir, and start again"
+            )
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
 def _taken(lock: IO[bytes], after: float = 0.0) -> bool:
     """Whether a lock is free after so many seconds; it is taken then."""
     time.sleep(after)

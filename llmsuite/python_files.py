@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import difflib
 import importlib.util
+import os
 import re
 import symtable
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from llmsuite.errors import UserError
 
+ALLOW_CODE = "LLMSUITE_ALLOW_CODE"
+"""Variable that allows every file which a recipe names: the ranks of a run inherit it."""
 _NAMED = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
 
 
@@ -108,3 +112,17 @@ def from_file(key: str, kind: str) -> Any:
         what = "class" if kind == "environment" else "function"
         raise UserError(f"{kind} {key}: {path} has no {what} {name!r}")
     return getattr(module, name)
+
+
+@contextlib.contextmanager
+def code_allowed() -> Iterator[None]:
+    """While active, every file that a recipe names may be run, here and in processes that are started."""
+    before = os.environ.get(ALLOW_CODE)
+    os.environ[ALLOW_CODE] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[ALLOW_CODE]
+        else:
+            os.environ[ALLOW_CODE] = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import os
 import sys
@@ -14,10 +15,11 @@ from llmsuite.cli.parser import CommandParser
 from llmsuite.errors import UserError
 from llmsuite.plugins.given import add_files, plugin_files
 from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
+from llmsuite.python_files import code_allowed
 from llmsuite.specs import Command
 
 _DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe a run."
-_NO_PLUGINS, _PLUGIN = "--no-plugins", "--plugin"
+_NO_PLUGINS, _PLUGIN, _ALLOW_CODE = "--no-plugins", "--plugin", "--allow-code"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,8 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         words.remove(_NO_PLUGINS)
         os.environ[ALLOW_LIST] = ""  # the ranks of a run inherit it
 
+    allowed = code_allowed if _ALLOW_CODE in words else contextlib.nullcontext
+    words = [word for word in words if word != _ALLOW_CODE]
+
     def work() -> int:
-        with plugin_files(take_plugins(words)):
+        with allowed(), plugin_files(take_plugins(words)):
             return _run(words, add_files(load_plugins(builtin, commands)))
 
     return exit_code(work)
@@ -53,6 +58,8 @@ def _run(words: list[str], registry: Registry) -> int:
     parser = CommandParser(prog="llmsuite", description=_DESCRIPTION, version=__version__)
     parser.add_argument(_NO_PLUGINS, action="store_true", help="use what comes with llmsuite only")
     parser.add_argument(_PLUGIN, type=str, help="a Python file that is a plugin; with any command, also several times")
+    help_code = "run Python files that a recipe names and that lie neither beside it nor in the working directory"
+    parser.add_argument(_ALLOW_CODE, action="store_true", help=help_code)
     subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
     options: dict[str, set[str]] = {}
     for command in list(registry.commands.values()):

@@ -51,6 +51,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.launch.output import lasting_output, write_to
     from llmsuite.launch.restarts import is_restarted
     from llmsuite.launch.seats import Seats
+    from llmsuite.recipe.code import code_files
     from llmsuite.recipe.fetch import fetch_names
     from llmsuite.recipe.fewer import check_fewest
     from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out
@@ -95,6 +96,8 @@ def run(args: Any, registry: Registry) -> int:
         if "reward" in plan.stage.smoke and not names_own_reward(plan.loaded):
             data += f", reward {', '.join(plan.stage.smoke['reward']['functions'])} in place of the recipe's"
         print(f"smoke run of {args.recipe}: tiny {plan.family.name}, {data}, {mesh}", flush=True)
+    for key, path in code_files(plan.recipe):
+        print(f"{key}: runs the code in {path}", flush=True)
     for note in [*few_rows(plan), *held_out(plan), *endless_warm_up(plan)]:
         print(f"warning: {note}", file=sys.stderr)
     plan = fetch_names(plan, registry, _say, args.resume)  # once, before ranks wait for each other

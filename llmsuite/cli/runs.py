@@ -112,7 +112,7 @@ def _watch(args: Any, registry: Registry) -> int:
     from llmsuite.observe.watch import make_server
 
     with make_server([Path(path) for path in args.runs], args.port) as server:
-        print(f"watching {', '.join(args.runs)} on http://127.0.0.1:{server.server_port}/", flush=True)
+        print(f"watching {', '.join(args.runs)} on {server.address}", flush=True)
         for number in (
             signal.SIGINT,
             signal.SIGTERM,

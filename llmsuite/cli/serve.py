@@ -19,13 +19,12 @@ from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
+from llmsuite.serving import API_KEY
 from llmsuite.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.prompts import Prompter
-
-_KEY = "LLMSUITE_API_KEY"
 
 
 def add_arguments(parser: Any) -> None:
@@ -54,7 +53,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument(
         "--allowed_host", type=str, action="append", help="a name of this server that clients without a key may use"
     )
-    parser.add_argument("--api_key", type=str | None, default=None, help=f"ask for it; better given as {_KEY}")
+    parser.add_argument("--api_key", type=str | None, default=None, help=f"ask for it; better given as {API_KEY}")
     parser.add_argument("--batch_size", type=PositiveInt, default=8, help="answers decoded together")
     parser.add_argument("--max_waiting", type=PositiveInt, default=256, help="answers that may wait for a place")
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=1024, help="most tokens of an answer")
@@ -92,7 +91,7 @@ def run(args: Any, registry: Registry) -> int:
     settle_degrees(args)
     if args.num_devices > 1 and (args.rl or args.adapters):
         raise UserError("--num_devices: serve with --rl or --adapters runs on one device; leave out one of them")
-    key = args.api_key or os.environ.get(_KEY) or None
+    key = args.api_key or os.environ.get(API_KEY) or None
     if args.rl:
         _check_rl(args, key)
     try:

@@ -1,4 +1,4 @@
-"""Serves the live report of runs, to browsers on this machine only."""
+"""Serves the live report of runs, to browsers on this machine that know its token."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def make_server(directories: Sequence[Path], port: int) -> LocalServer:
 
     class Handler(LocalHandler):
         def do_GET(self) -> None:
-            if not self.is_local():
+            place, query = self.address()
+            if not self.may(query.get("token", "")):  # prompts, completions and the recipe are shown
                 return
-            if self.path == "/":
+            if place == "/":
                 self.answer(first.html, Content_Security_Policy=first.policy)
-            elif self.path == "/content":
+            elif place == "/content":
                 answer_content(self, directories)
             else:
                 self.send_error(404)

@@ -18,6 +18,7 @@ from llmsuite.models.plain import reads_tokens
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.plugins.manager import Registry
 from llmsuite.python_files import fault_of, python_function
+from llmsuite.recipe.code import code_problems, rewards_and_environments
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import LoadedRecipe, load
 from llmsuite.recipe.pins import apply_pins, mixed_names
@@ -28,7 +29,6 @@ from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model,
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
 from llmsuite.resources import find
 from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
-from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.schema.recipe import Recipe
 from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.rule import Violation
@@ -245,6 +245,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     violations += [] if violations else _model_type(config, family, registry)
     violations += names_problems(family, registry)
     violations += _registered_names(recipe, registry)
+    violations += code_problems(loaded)
     degrees = degrees_of(recipe, (family.shard_plan or WHOLE).is_annotated)
     context = RuleContext(recipe, degrees, config, stage, family, backend, loaded.given)
     for rule in RULES if stage.trains else UNTRAINED_RULES:
@@ -305,7 +306,7 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
     for name in recipe.loggers:
         if name not in registry.loggers:
             yield "loggers", registry.unknown("logger", name)
-    for kind, key, name in _plugins_or_files(recipe):
+    for kind, key, name in rewards_and_environments(recipe):
         if python_function(name) is not None:
             if fault := fault_of(name, ("completions",) if kind == "reward" else ()):
                 yield key, fault
@@ -322,15 +323,6 @@ def _collator_problems(collator: str | None) -> Iterator[Violation]:
         yield "data.collator", f"is {collator!r}; name a function: FILE.py:FUNCTION"
     elif fault := fault_of(collator, ("samples", "collate")):
         yield "data.collator", fault
-
-
-def _plugins_or_files(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Kind, key and value of what a recipe names that is registered or in a Python file."""
-    rewards, environment = getattr(recipe, "reward", None), getattr(recipe, "environment", None)
-    for name in rewards.functions if isinstance(rewards, RewardSection) else ():
-        yield "reward", "reward.functions", name
-    if isinstance(environment, EnvironmentSection) and environment.name is not None:
-        yield "environment", "environment.name", environment.name
 
 
 def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:

@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import os
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
 from llmsuite.errors import UserError
-from llmsuite.launch.ranks import die_with_parent
 
 
 class Source(Protocol):
@@ -59,8 +59,8 @@ def describe(error: BaseException) -> str:
 
 def main(pipe: int) -> None:
     """Serve calls until the other end closes. `pipe` is a file descriptor."""
-    die_with_parent()
-    connection = Connection(pipe)
+    os.set_inheritable(pipe, False)
+    connection, own = Connection(pipe), os.getpid()
     try:
         sources: Sequence[Source] = connection.recv()
         try:
@@ -71,6 +71,9 @@ def main(pipe: int) -> None:
         connection.send(None)
         while True:
             for number, which, payload in connection.recv():
-                connection.send((number, *functions[which](payload)))
+                result = functions[which](payload)
+                if os.getpid() != own:  # a fork that the function made has come back too
+                    os._exit(0)
+                connection.send((number, *result))
     except (EOFError, ConnectionError, KeyboardInterrupt):  # ended, or killed with bytes on their way
         return

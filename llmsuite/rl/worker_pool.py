@@ -11,7 +11,6 @@ import collections
 import dataclasses
 import multiprocessing
 import multiprocessing.connection
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -19,11 +18,14 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.launch.keeper import Kept
 from llmsuite.rl.worker import Source
 
 _LOADING_SECONDS = 120.0
 _ENDING_SECONDS = 5.0
 """To wait for the exit code of a process whose end of the pipe is closed."""
+MOST_PRINTED = 16 << 20
+"""Bytes that a process may print into the log of its rank."""
 _CHUNKS = 4
 """Parts of its share that a process gets one after the other: enough that none is idle while another has much left."""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from llmsuite.rl.worker import main; main({pipe})"
@@ -56,16 +58,15 @@ class _Worker:
         self.connection, other = multiprocessing.Pipe()
         try:
             program = _PROGRAM.format(path=sys.path, pipe=other.fileno())
-            # a session of its own: Ctrl-C reaches it as the end of the pipe
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program], pass_fds=[other.fileno()], start_new_session=True
-            )
+            self._process = Kept([sys.executable, "-c", program], [other.fileno()], most_output=MOST_PRINTED)
         finally:
             other.close()
         self.connection.send(list(sources))
         self.given: collections.deque[int] = collections.deque()
         self.deadline = time.monotonic() + _LOADING_SECONDS
         self.is_ready = False
+        self.fault = ""
+        """What is wrong with what it has sent."""
 
     def give(self, numbers: Sequence[int], calls: Sequence[Call], time_limit: float) -> None:
         """Hand over calls. The time of the first begins now."""
@@ -75,15 +76,24 @@ class _Worker:
         self.deadline = time.monotonic() + time_limit
 
     def end(self) -> str:
-        """Kill it; returns how it ended by itself, if it had."""
+        """Kill it, and what it has started; returns how it ended by itself, if it had."""
         self.connection.close()
-        try:
-            code = self._process.wait(0.0 if self.deadline else _ENDING_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            return ""
+        code = None if self.fault else self._process.wait(0.0 if self.deadline else _ENDING_SECONDS)
+        self._process.end()
+        if code is None:
+            return self.fault
         return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
+
+
+def _is_result(message: Any, given: Sequence[int]) -> bool:
+    """Whether this is what a process sends of the first of the calls it has."""
+    return (
+        isinstance(message, tuple)
+        and len(message) == 3
+        and bool(given)
+        and message[0] == given[0]
+        and isinstance(message[2], str)
+    )
 
 
 class WorkerPool:
@@ -163,10 +173,15 @@ class WorkerPool:
             except (EOFError, ConnectionError):
                 worker.deadline = 0.0  # it is gone: see `_late`
                 continue
+            except Exception as error:  # somebody's code has written into the pipe: reading that fails in any way
+                worker.fault, worker.deadline = f"its process sent no result ({type(error).__name__})", 0.0
+                continue
+            if worker.is_ready and not _is_result(message, worker.given):
+                worker.fault, worker.deadline = "its process sent no result", 0.0
+                continue
             worker.deadline = time.monotonic() + self._time_limit
             if worker.is_ready:
                 number, values, why = message
-                assert worker.given[0] == number, (worker.given, number)
                 worker.given.popleft()
                 yield number, Outcome(values, why)
             elif message is not None:

@@ -278,6 +278,11 @@
   $("forget").addEventListener("click", () => { keep(CHATS, []); leave(began(), true); list(); });
   for (const id of FIELDS) $(id).addEventListener("change", keepSettings);
   $("key").addEventListener("change", models);
+  const key = new URLSearchParams(location.hash.slice(1)).get("key");
+  if (key) {  // of a server that the studio has started; the address that stays does not have it
+    $("key").value = key;
+    history.replaceState(null, "", location.pathname);
+  }
   $("which").addEventListener("change", (event) => {
     if (!boxes().some((box) => box.checked)) event.target.checked = true;  // somebody has to answer
     told();

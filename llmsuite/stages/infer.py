@@ -5,6 +5,7 @@ prompts -> those without an answer yet -> model -> answers
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -21,7 +22,7 @@ from llmsuite.inference.generate import Answer, Generator
 from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any
 from llmsuite.inference.prompts import Prompt, Prompter
 from llmsuite.inference.sampling import Sampling
-from llmsuite.locks import lock_directory
+from llmsuite.locks import OpenDirectory, lock_directory
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.plugins.manager import Registry
@@ -93,9 +94,14 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     else:
         found = generator.answers((prompt.ids for prompt in left), sampling, count, batch_size)
     if is_first:
-        with os_errors(target, NO_ROOM), open(target, "a", encoding="utf-8") as file:
+        with (
+            contextlib.closing(OpenDirectory(plan.output_dir)) as directory,
+            os_errors(target, NO_ROOM),
+            open(target, "a", encoding="utf-8") as file,
+        ):
             for prompt, answers in zip(track(left, "answering"), found):
                 row = {**prompt.row, "answers": [answer.row() for answer in answers]}
+                directory.check()
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
         report(f"wrote {target}: answers to {len(prompts)} prompts")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -13,17 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.launch.keeper import Kept
 from llmsuite.observe.runs import find_runs, has_records, is_run, read_run
 from llmsuite.observe.summary import cards
+from llmsuite.serving import API_KEY
 from llmsuite.studio.recipes import Filled
 
 _TAIL = 4000
+_GRACE_SECONDS = 15.0
+"""For a server to end what it is at."""
+_LLMSUITE = (sys.executable, "-m", "llmsuite")
 _ADDRESS = re.compile(r"answers on (http://127\.0\.0\.1:\d+)")
 
 
 @dataclasses.dataclass
 class Job:
-    """A process and what it prints."""
+    """A run, and what it prints."""
 
     process: subprocess.Popen[bytes]
     log: Path
@@ -31,7 +38,24 @@ class Job:
     @property
     def tail(self) -> str:
         """The end of what it has printed."""
-        return self.log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
+        return _tail(self.log)
+
+
+@dataclasses.dataclass
+class _Server:
+    """A server, and what it prints: it ends with the studio, whatever ends that."""
+
+    process: Kept
+    log: Path
+
+    @property
+    def tail(self) -> str:
+        """The end of what it has printed."""
+        return _tail(self.log)
+
+
+def _tail(log: Path) -> str:
+    return log.read_text(encoding="utf-8", errors="replace")[-_TAIL:]
 
 
 class Jobs:
@@ -41,7 +65,9 @@ class Jobs:
         """`root`: where runs are looked for besides those that are started here."""
         self._root = root
         self._runs: dict[str, Job] = {}
-        self._chats: dict[str, Job] = {}
+        self._chats: dict[str, _Server] = {}
+        self._key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
+        """Of the servers: other users of the machine reach them too."""
         self._lock = threading.Lock()
         self._logs = tempfile.TemporaryDirectory(prefix="llmsuite-studio-")
 
@@ -60,7 +86,8 @@ class Jobs:
             if has_records(output_dir) and not is_replaced:
                 raise UserError(f"{name}: there is a run already; choose another output_dir")
             self._runs[name] = self._spawn("run", *filled.words)
-            self._end(self._chats.pop(name, None))  # it has other weights
+            if server := self._chats.pop(name, None):
+                server.process.end()  # it has other weights
         return name
 
     def stop(self, name: str) -> None:
@@ -78,13 +105,14 @@ class Jobs:
         with self._lock:
             job = self._chats.get(name)
             if job is None:
-                job = self._chats[name] = self._spawn("serve", name, "--port", "0", "--name", Path(name).name)
+                job = self._chats[name] = self._serve(name)
         found = _ADDRESS.search(job.log.read_text(encoding="utf-8", errors="replace"))
         if job.process.poll() is not None:
             with self._lock:
                 self._chats.pop(name, None)
-            raise UserError(f"the server of {name} has ended: {job.tail.strip()}")
-        return {"address": found[1] + "/" if found else None}
+            raise UserError(f"the server of {name} has ended: {_tail(job.log).strip()}")
+        # behind the mark that a browser sends to no server
+        return {"address": f"{found[1]}/#key={self._key}" if found else None}
 
     def known(self) -> list[dict[str, Any]]:
         """Every run, those that were started here first."""
@@ -102,8 +130,8 @@ class Jobs:
 
     def close(self) -> list[str]:
         """End the servers; returns the runs that go on without the page."""
-        for job in self._chats.values():
-            self._end(job)
+        for server in self._chats.values():
+            server.process.end()
         going = [name for name, job in self._runs.items() if job.process.poll() is None]
         if not going:
             self._logs.cleanup()
@@ -123,10 +151,10 @@ class Jobs:
         return told
 
     def _spawn(self, *words: str) -> Job:
-        log = Path(self._logs.name) / f"{len(self._runs) + len(self._chats)}-{words[0]}-{threading.get_ident()}.log"
+        log = self._log(words[0])
         with open(log, "wb") as file:
             process = subprocess.Popen(
-                [sys.executable, "-m", "llmsuite", *words],
+                [*_LLMSUITE, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -134,13 +162,13 @@ class Jobs:
             )
         return Job(process, log)
 
-    @staticmethod
-    def _end(job: Job | None) -> None:
-        if job is None or job.process.poll() is not None:
-            return
-        job.process.terminate()
-        try:
-            job.process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            job.process.kill()
-            job.process.wait()
+    def _serve(self, name: str) -> _Server:
+        log = self._log("serve")
+        command = [*_LLMSUITE, "serve", name, "--port", "0", "--name", Path(name).name]
+        with open(log, "wb") as file:
+            environment = {**os.environ, API_KEY: self._key}
+            return _Server(Kept(command, output=file, grace=_GRACE_SECONDS, environment=environment), log)
+
+    def _log(self, of: str) -> Path:
+        number = len(self._runs) + len(self._chats)
+        return Path(self._logs.name) / f"{number}-{of}-{threading.get_ident()}.log"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import functools
-import hmac
 import json
-import secrets
-import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,15 +33,9 @@ class Studio(LocalServer):
     """The server, and what it has started; call its `serve_forever`, then its `close`."""
 
     def __init__(self, registry: Registry, root: Path, port: int, token: str | None = None):
-        """`token`: that requests have to name; None for a new one. Raises UserError when the port is taken."""
-        super().__init__(port, Handler)
-        self.token = token or secrets.token_urlsafe(24)
+        """`port` and `token` as of `LocalServer`. Raises UserError when the port is taken."""
+        super().__init__(port, Handler, token)
         self.recipes, self.jobs = Recipes(registry), Jobs(root)
-
-    @property
-    def address(self) -> str:
-        """Where the page is, with the token."""
-        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def close(self) -> list[str]:
         """End the servers of models; returns the runs that go on."""
@@ -62,8 +53,8 @@ class Handler(LocalHandler):
     server: Studio
 
     def do_GET(self) -> None:
-        place, query = self._address()
-        if not self._may(query.get("token", "")):
+        place, query = self.address()
+        if not self.may(query.get("token", "")):
             return
         if place == "/":
             self._page(studio_page())
@@ -77,7 +68,7 @@ class Handler(LocalHandler):
             self.send_error(404)
 
     def do_POST(self) -> None:
-        if not self._may(self.headers.get("X-Token", "")):
+        if not self.may(self.headers.get("X-Token", "")):
             return
         acts: dict[str, Callable[[Any], Any]] = {
             "/keys": lambda told: self.server.recipes.keys(Filled.of(told)),
@@ -107,22 +98,6 @@ class Handler(LocalHandler):
             answer_content(self, [directory])
         else:
             self._page(report_page([read_run(directory)], live=True))
-
-    def _may(self, token: str) -> bool:
-        """Whether a request comes from this machine, from no other page, and knows the token; else it is refused."""
-        if not self.is_local():
-            return False
-        origin = self.headers.get("Origin")
-        if (origin is None or origin == f"http://{self.headers['Host']}") and hmac.compare_digest(
-            token.encode(), self.server.token.encode()
-        ):
-            return True
-        self.refuse(403, "Open the address that llmsuite studio has printed.")
-        return False
-
-    def _address(self) -> tuple[str, Query]:
-        parts = urllib.parse.urlsplit(self.path)
-        return parts.path, dict(urllib.parse.parse_qsl(parts.query))
 
     def _body(self) -> dict[str, Any] | None:
         """The JSON of a request, as "body"; None if it was refused."""

@@ -11,6 +11,7 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.files import write_text_atomic
+from llmsuite.locks import OpenDirectory
 from llmsuite.observe.completions import COMPLETIONS, CompletionsFile
 from llmsuite.observe.events import add_event, environment, write_environment
 from llmsuite.observe.generations import drop_generations, write_generations
@@ -80,6 +81,7 @@ class Output(Silence):
         self._view, self._registry, self._loggers = view, registry, loggers
         directory = view.output_dir
         directory.mkdir(parents=True, exist_ok=True)
+        self._directory = OpenDirectory(directory)
         write_text_atomic(directory / "recipe.json", recipe_text(view.recipe))
         recipe = view.recipe
         write_environment(directory, environment(recipe["device"], view.mesh, view.num_ranks))
@@ -92,6 +94,7 @@ class Output(Silence):
         registry.emit("llmsuite_run_start", run=view)
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._directory.check()
         self._file.write({"step": step, **metrics})
         self._loggers.log(step, metrics)
         self._line.step(step, metrics)
@@ -107,6 +110,7 @@ class Output(Silence):
         self._registry.emit("llmsuite_rollouts", run=self._view, step=step, completions=rows)
 
     def stepped(self, step: int) -> None:
+        self._directory.check()
         self._line.step(step, None)
 
     def skipped(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -138,11 +142,13 @@ class Output(Silence):
         self._registry.emit("llmsuite_checkpoint_saved", run=self._view, step=step, path=path)
 
     def failed(self, error: BaseException) -> None:
+        is_there = self._directory.is_there()
         self._close()
         stopped = isinstance(error, KeyboardInterrupt)
         what = {} if stopped else {"error": redacted(f"{type(error).__name__}: {error}")}
-        with contextlib.suppress(UserError):  # a disk that is full may be why it fails
-            add_event(self._view.output_dir, "stopped" if stopped else "failed", **what)
+        if is_there:
+            with contextlib.suppress(UserError):  # a disk that is full may be why it fails
+                add_event(self._view.output_dir, "stopped" if stopped else "failed", **what)
         self._registry.emit("llmsuite_run_error", run=self._view, error=error)
 
     def interrupted(self) -> None:
@@ -155,6 +161,7 @@ class Output(Silence):
         self._registry.emit("llmsuite_run_end", run=self._view, step=step)
 
     def _close(self) -> None:
+        self._directory.close()
         self._line.close()
         self._file.close()
         if self._ranks is not None:

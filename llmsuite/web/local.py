@@ -1,8 +1,11 @@
-"""A server for browsers on this machine only."""
+"""A server for browsers on this machine only, and there for those that know its token."""
 
 from __future__ import annotations
 
+import hmac
+import secrets
 import sys
+import urllib.parse
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -15,17 +18,31 @@ _MOST_DISCARDED, _AT_ONCE = 64 << 20, 1 << 16
 
 
 class LocalServer(ThreadingHTTPServer):
-    """Listens on the loopback address; call its `serve_forever`."""
+    """Listens on the loopback address, which every user of the machine reaches; call its `serve_forever`."""
 
     daemon_threads = True
 
-    def __init__(self, port: int, handler: type[LocalHandler]):
-        """`port`: 0 for any that is free. Raises UserError when it is taken."""
+    def __init__(self, port: int, handler: type[LocalHandler], token: str | None = None):
+        """
+        Args:
+            port: 0 for any that is free.
+            handler: of its requests.
+            token: that requests have to name; None for a new one.
+
+        Raises:
+            UserError: the port is taken.
+        """
+        self.token = token or secrets.token_urlsafe(24)
         try:
             super().__init__(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
             why = error.strerror if isinstance(error, OSError) else error
             raise UserError(f"--port {port}: {why}; choose another one, or 0 for any") from error
+
+    @property
+    def address(self) -> str:
+        """Where the page is, with the token."""
+        return f"http://127.0.0.1:{self.server_port}/?token={self.token}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser may close its page in the middle of an answer; all else is printed."""
@@ -34,9 +51,30 @@ class LocalServer(ThreadingHTTPServer):
 
 
 class LocalHandler(BaseHTTPRequestHandler):
-    """Answers only what is asked under a name of this machine."""
+    """Answers only what is asked under a name of this machine, by somebody who knows the token.
 
+    Other pages know no token, and other users of the machine have not read the address in the terminal.
+    """
+
+    server: LocalServer
     timeout = _SECONDS
+
+    def address(self) -> tuple[str, dict[str, str]]:
+        """The path of the request, and its parameters."""
+        parts = urllib.parse.urlsplit(self.path)
+        return parts.path, dict(urllib.parse.parse_qsl(parts.query))
+
+    def may(self, token: str) -> bool:
+        """Whether a request comes from this machine, from no other page, and knows the token; else it is refused."""
+        if not self.is_local():
+            return False
+        origin = self.headers.get("Origin")
+        if (origin is None or origin == f"http://{self.headers['Host']}") and hmac.compare_digest(
+            token.encode(), self.server.token.encode()
+        ):
+            return True
+        self.refuse(403, "Open the address that the terminal shows.")
+        return False
 
     def is_local(self) -> bool:
         """Refuse other names, against DNS rebinding: a web page may reach this address, but not under this name."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -126,3 +127,18 @@ def test_when_no_checkpoint_is_whole_nothing_is_begun_anew(runner: Runner, whole
     for file, fault in zip(files, ("does not have the sha256", f"has {len(content) - 1:,} bytes", "is missing")):
         assert f"{file} {fault}" in output
     assert "none of its checkpoints is whole; move them away to start at step 0" in output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_directory_that_is_removed_ends_the_run(runner: Runner, ranks: int) -> None:
+    """At the next step, and nothing is made in its place."""
+    name = f"removed-{ranks}"
+    words = (f"--train.max_steps={STEPS}", *SMALL, "--checkpoint.save_steps=2", *MESHES[ranks])
+    process = runner.start_and_hold(name, 3, *runner.smoke(name, *words), saved=2)
+    shutil.rmtree(runner.directory / name)
+    runner.let_go(name)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 2, output
+    assert f"{runner.directory / name}: was removed or replaced while it was written to" in output
+    assert "Traceback" not in output
+    assert not (runner.directory / name).exists()

@@ -51,7 +51,20 @@ def functions(folder: Path, code: str) -> str:
 
 
 CODE = """
-import os, time, signal
+import os, pickle, signal, stat, struct, subprocess, time
+
+def is_socket(number):
+    try:
+        return stat.S_ISSOCK(os.fstat(number).st_mode)
+    except OSError:
+        return False
+
+def pipes():
+    return [number for number in range(3, 64) if is_socket(number)]
+
+def message(*values):
+    text = pickle.dumps((*values, ""))
+    return struct.pack("!i", len(text)) + text
 
 def score(completions):
     (c,) = completions
@@ -61,6 +74,11 @@ def score(completions):
     if kind == "hangs": time.sleep(600)
     if kind == "dies": os.kill(os.getpid(), signal.SIGSEGV)
     if kind == "leaves": os._exit(4)
+    if kind == "starts": subprocess.Popen(["sleep", "600"], start_new_session=True)
+    if kind == "waits": subprocess.run(["sleep", "600"])
+    if kind == "forks" and os.fork() == 0: return [1.0]
+    if kind == "meddles": [os.write(fd, b"\\0\\0\\0\\4ouch") for fd in pipes()]
+    if kind == "answers twice": [os.write(fd, message(77, [1.0])) for fd in pipes()]
     return {"nan": [float("nan")], "inf": [float("inf")], "none": [None], "short": [], "number": 3.0,
             "text": ["1"], "mapping": [{"score": 1.0, "more": 2.0}], "list": [[1.0]],
             "huge": [10**400]}.get(kind, [1.0])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +17,7 @@ from llmsuite.cache import locked
 from llmsuite.checkpoint.directory import name_latest, remove_unfinished
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, check_whole, committed_directory, write_text_atomic
-from llmsuite.locks import empty_directory, is_locked, lock_directory, scratch_directory
+from llmsuite.locks import OpenDirectory, empty_directory, is_locked, lock_directory, scratch_directory
 
 
 def test_a_second_run_is_refused_until_the_first_ends(tmp_path: Path) -> None:
@@ -173,3 +175,44 @@ def test_scratch_of_the_dead_is_removed(tmp_path: Path, monkeypatch: pytest.Monk
             assert left == {"llmsuite-young", "llmsuite-none", "other-dead", first.name, second.name}
     assert not first.exists()
     assert locks._SETTLED_SECONDS > 0
+
+
+def _moved_back(directory: Path) -> None:
+    directory.rename(directory.with_name("away"))
+    directory.with_name("away").rename(directory)
+
+
+def _replaced(directory: Path) -> None:
+    shutil.rmtree(directory)
+    directory.mkdir()
+
+
+def _linked_elsewhere(directory: Path) -> None:
+    directory.rename(directory.with_name("away"))
+    directory.with_name("other").mkdir()
+    directory.symlink_to(directory.with_name("other"))
+
+
+@pytest.mark.parametrize(
+    ("change", "stays"),
+    [
+        (shutil.rmtree, False),
+        (_replaced, False),
+        (lambda directory: directory.rename(directory.with_name("away")), False),
+        (_linked_elsewhere, False),
+        (_moved_back, True),
+        (lambda directory: (directory / "file").touch(), True),
+    ],
+)
+def test_a_directory_that_is_no_longer_at_its_place_is_noticed(
+    change: Callable[[Path], object], stays: bool, tmp_path: Path
+) -> None:
+    directory = tmp_path / "run"
+    directory.mkdir()
+    with contextlib.closing(OpenDirectory(directory)) as opened:
+        opened.check()
+        change(directory)
+        assert opened.is_there() == stays
+        if not stays:
+            with pytest.raises(UserError, match=f"{directory}: was removed or replaced while it was written to"):
+                opened.check()

@@ -70,7 +70,7 @@ def test_a_run_that_is_watched_shows_new_answers(tmp_path: Path) -> None:
     try:
 
         def get(tag: str = "") -> tuple[str, str]:
-            asked = urllib.request.Request(f"http://127.0.0.1:{server.server_port}/content")
+            asked = urllib.request.Request(server.address.replace("/?", "/content?"))
             asked.add_header("If-None-Match", tag)
             with urllib.request.urlopen(asked) as answered:
                 return json.load(answered)["html"], answered.headers["ETag"]

@@ -15,8 +15,9 @@ import sys
 import threading
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -369,27 +370,32 @@ def test_a_run_whose_ranks_died_before_they_recorded_anything_is_listed(tmp_path
 
 
 @pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[Path, str]]:
-    """A run that goes on, and the address it is served at."""
+def served(tmp_path: Path) -> Iterator[tuple[Path, Callable[..., str]]]:
+    """A run that goes on, and where a page of it is served."""
     path = make_run(tmp_path / "a", end=None)
     server = make_server([path], 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
-    yield path, f"http://127.0.0.1:{server.server_port}"
+
+    def at(place: str, token: str | None = server.token) -> str:
+        return f"http://127.0.0.1:{server.server_port}{place}{'' if token is None else f'?token={token}'}"
+
+    assert server.address == at("/")
+    yield path, at
     server.shutdown()
     thread.join()
     server.server_close()
 
 
-def test_the_served_page_changes_with_the_run(served: tuple[Path, str]) -> None:
-    path, url = served
-    with urllib.request.urlopen(url + "/") as answer:
+def test_the_served_page_changes_with_the_run(served: tuple[Path, Callable[..., str]]) -> None:
+    path, at = served
+    with urllib.request.urlopen(at("/")) as answer:
         assert answer.headers["Content-Security-Policy"].startswith("default-src 'none'; ")
         assert "fetch(" in answer.read().decode()
-    with urllib.request.urlopen(url + "/content") as answer:
+    with urllib.request.urlopen(at("/content")) as answer:
         tag = answer.headers["ETag"]
         assert json.load(answer)["charts"][0]["curves"][0]["steps"] == [1, 2, 3, 4, 5]
-    same = urllib.request.Request(url + "/content", headers={"If-None-Match": tag})
+    same = urllib.request.Request(at("/content"), headers={"If-None-Match": tag})
     with pytest.raises(urllib.error.HTTPError, match="304"):
         urllib.request.urlopen(same)
     with open(path / "metrics.jsonl", "a") as file:
@@ -398,13 +404,13 @@ def test_the_served_page_changes_with_the_run(served: tuple[Path, str]) -> None:
         assert json.load(answer)["charts"][0]["curves"][0]["values"][-1] == 0.4
 
 
-def test_the_served_page_tells_of_a_run_that_says_nothing(served: tuple[Path, str]) -> None:
+def test_the_served_page_tells_of_a_run_that_says_nothing(served: tuple[Path, Callable[..., str]]) -> None:
     """No file changes when a process is killed or hangs."""
-    path, url = served
+    path, at = served
     (path / "environment.json").write_text(json.dumps({"host": platform.node()}))
 
     def asked(tag: str) -> tuple[str, str]:
-        with urllib.request.urlopen(urllib.request.Request(url + "/content", headers={"If-None-Match": tag})) as answer:
+        with urllib.request.urlopen(urllib.request.Request(at("/content"), headers={"If-None-Match": tag})) as answer:
             return json.load(answer)["html"], answer.headers["ETag"]
 
     with lock_directory(path):
@@ -420,29 +426,46 @@ def test_the_served_page_tells_of_a_run_that_says_nothing(served: tuple[Path, st
 
 
 @pytest.mark.parametrize(("path", "host", "code"), [("/", "evil.example:80", 403), ("/recipe.json", None, 404)])
-def test_nothing_else_is_served(served: tuple[Path, str], path: str, host: str | None, code: int) -> None:
+def test_nothing_else_is_served(
+    served: tuple[Path, Callable[..., str]], path: str, host: str | None, code: int
+) -> None:
     with pytest.raises(urllib.error.HTTPError, match=str(code)):
-        urllib.request.urlopen(urllib.request.Request(served[1] + path, headers={"Host": host} if host else {}))
+        urllib.request.urlopen(urllib.request.Request(served[1](path), headers={"Host": host} if host else {}))
 
 
-def test_a_page_that_is_closed_is_no_error(served: tuple[Path, str], capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("path", ["/", "/content"])
+@pytest.mark.parametrize("token", [None, "", "0", "é"])
+def test_who_does_not_know_the_token_reads_nothing(
+    served: tuple[Path, Callable[..., str]], path: str, token: str | None
+) -> None:
+    """Other users of the machine reach the port too."""
+    address = served[1](path, token if token is None else urllib.parse.quote(token))
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(address)
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(urllib.request.Request(served[1](path), headers={"Origin": "http://evil.example"}))
+
+
+def test_a_page_that_is_closed_is_no_error(
+    served: tuple[Path, Callable[..., str]], capfd: pytest.CaptureFixture[str]
+) -> None:
     """Of a browser that leaves in the middle of an answer nothing is printed."""
-    path, url = served
+    path, at = served
     lines = "".join(json.dumps(record(step, 1.0, **{f"m{i}": step / 7 for i in range(40)})) + "\n"
                     for step in range(6, 2000))  # fmt: skip
     (path / "metrics.jsonl").write_text(lines)
-    port = int(url.rpartition(":")[2])
+    where = urllib.parse.urlsplit(at("/content"))
     for _ in range(3):
-        with socket.create_connection(("127.0.0.1", port)) as connection:
+        with socket.create_connection((where.hostname, where.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # reset, not closed
-            connection.sendall(f"GET /content HTTP/1.0\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
+            connection.sendall(f"GET {where.path}?{where.query} HTTP/1.0\r\nHost: {where.netloc}\r\n\r\n".encode())
             connection.recv(100)
-    with urllib.request.urlopen(url + "/content") as answer:
+    with urllib.request.urlopen(at("/content")) as answer:
         assert len(answer.read()) > 100000
     assert capfd.readouterr().err == ""
 
 
-def test_a_port_that_is_taken_is_told(served: tuple[Path, str]) -> None:
-    port = int(served[1].rpartition(":")[2])
+def test_a_port_that_is_taken_is_told(served: tuple[Path, Callable[..., str]]) -> None:
+    port = urllib.parse.urlsplit(served[1]("/")).port
     with pytest.raises(UserError, match=f"--port {port}: "):
         make_server([served[0]], port)

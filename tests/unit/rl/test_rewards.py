@@ -62,7 +62,7 @@ def test_a_function_that_cannot_be_loaded_ends_the_run(make: Making, tmp_path: P
 
 
 FAILURES = {
-    "raises": r"ValueError: no such thing \(my_rewards.py:8\)",
+    "raises": r"ValueError: no such thing \(my_rewards.py:21\)",
     "hangs": r"it took longer than 1.5 s \(reward.time_limit\)",
     "dies": "its process was killed by signal 11",
     "leaves": "its process ended with exit code 4",
@@ -75,6 +75,9 @@ FAILURES = {
     "text": "it returned '1', which is no number",
     "mapping": r"it returned the keys \['more', 'score'\], not \['score'\]",
     "list": r"it returned \[1.0\], which is no number",
+    "waits": r"it took longer than 1.5 s \(reward.time_limit\)",
+    "meddles": r"its process sent no result \(UnpicklingError\)",
+    "answers twice": "its process sent no result",
 }
 
 
@@ -114,6 +117,31 @@ def test_processes_end_with_the_rewards(make: Making, tmp_path: Path) -> None:
     for pid in pids:
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def test_what_rewards_have_started_ends_with_their_processes(
+    make: Making, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a call that was in time, of one that was not, and of a fork that came back as its parent did."""
+    monkeypatch.setenv("REWARD_STARTED_BY", str(tmp_path))
+    rewards = make({functions(tmp_path, CODE) + ":score": 1.0}, time_limit=1.5, workers=2)
+    found = rewards.score([completion(kind, i) for i, kind in enumerate(["starts", "waits", "forks", "fine"])])
+    assert found[[0, 2, 3]].tolist() == [[1.0], [1.0], [1.0]]
+    assert np.isnan(found[1, 0])
+    rewards.close()
+    own, mark = f"/proc/{os.getpid()}", f"REWARD_STARTED_BY={tmp_path}".encode()
+    assert [p for p in _environments() if str(p.parent) != own and mark in _read(p)] == []
+
+
+def _environments() -> list[Path]:
+    return list(Path("/proc").glob("[0-9]*/environ"))
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 # rewards of plugins
