@@ -49,9 +49,9 @@ test-further: $(VENV)/test
 
 # files of which the two run some cases only
 ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_lora bf16_programs bf16_rollouts \
-	expert_parallel large_files lora lora_further mtp pipelines program_expert_pipelines program_experts program_guard \
-	program_options program_pipelines programs rank_programs removals rollouts standin standin_further \
-	standin_programs windows)
+	expert_parallel interrupted_twice large_files lora lora_further mtp pipelines program_expert_pipelines \
+	program_experts program_guard program_options program_pipelines programs rank_programs removals rollouts \
+	standin standin_further standin_programs windows)
 
 # what a user does first, with each Python that it is for: PYTHONS="python3.10 python3.12"
 PYTHONS ?= python3.10 python3.11 python3.12

@@ -11,6 +11,7 @@ import pytest
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner
 from tests.multi.test_interrupted import MESHES, SMALL
+from tests.parity.cases import few
 from tests.paths import ROOT
 
 # In rank 0, from its first step on: at a call, by number, of functions with a name, the run is told to stop, and once
@@ -45,11 +46,14 @@ MOMENTS = {
     2: [("_pass_ended", 1), ("_pass_ended", 30), ("backward", 1), ("backward", 5), ("forward", 9), ("write", 1)],
     4: [("_pass_ended", 2), ("backward", 2)],
 }
-
-
-@pytest.mark.parametrize(
-    ("ranks", "name", "at"), [(n, *moment) for n, moments in MOMENTS.items() for moment in moments]
+CASES = few(
+    {f"{n} in {name} {at}": (n, name, at) for n, moments in MOMENTS.items() for name, at in moments},
+    *("1 in forward 9", "1 in collate 2", "1 in snapshot_state 1", "2 in _pass_ended 1", "2 in backward 1"),
+    *("2 in forward 9", "4 in backward 2"),
 )
+
+
+@pytest.mark.parametrize(("ranks", "name", "at"), CASES.values(), ids=CASES)
 def test_a_second_signal_ends_a_run_at_once(runner: Runner, ranks: int, name: str, at: int) -> None:
     site = runner.directory / f"site-{ranks}-{name}-{at}"
     site.mkdir()

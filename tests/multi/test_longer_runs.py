@@ -18,7 +18,7 @@ COSINE = ("--train.lr_schedule=cosine",)
 
 def _run(runner: Runner, name: str, steps: int, words: Sequence[str], *more: str) -> tuple[int, str]:
     words = [*COMMON, *words, f"--train.max_steps={steps}", f"--output_dir={runner.directory / name}"]
-    process = runner.start("run", "recipes/llama/sft.json", "--smoke", *words, *more)
+    process = runner.start_fork("run", "recipes/llama/sft.json", "--smoke", *words, *more)
     said, _ = process.communicate(timeout=600)
     return process.returncode, said
 
