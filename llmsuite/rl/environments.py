@@ -17,6 +17,7 @@ from llmsuite.data.rows import Message
 from llmsuite.data.turns import tools_at, turn_at
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file, python_function
+from llmsuite.rl.checks import number_of, number_or_none
 from llmsuite.rl.worker import describe, finished
 from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.specs import Environment, EnvironmentSpec, Reply, Turn
@@ -165,7 +166,8 @@ def _scores(reward: Any, parts: Sequence[str]) -> tuple[float, ...]:
     given = reward if isinstance(reward, Mapping) else {"score": reward, **dict.fromkeys(parts, 0.0)}
     if given.keys() != {"score", *parts}:
         raise ValueError(f"its reward has the keys {sorted(map(str, given))}, not {sorted(['score', *parts])}")
-    numbers = [float("nan") if value is None else float(value) for value in (given["score"], *map(given.get, parts))]
-    if not math.isfinite(numbers[0]):
-        raise ValueError(f"its reward is {reward!r:.200}")
-    return tuple(numbers)
+    try:
+        numbers = [number_of(given["score"]), *(number_or_none(given[part]) for part in parts)]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"its reward is {error}") from error
+    return tuple(math.nan if number is None else number for number in numbers)

@@ -18,6 +18,8 @@ LAYERS = (
     (
         "shown",
         "errors",
+        "http_connection",
+        "http_client",
         "threads",
         "locks",
         "cache",
