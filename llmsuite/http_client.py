@@ -32,7 +32,10 @@ PATIENCE, LEAST_RATE = 60.0, 4096
 _MOST_SAID = 1 << 16
 """Bytes that are read of an answer that is an error."""
 _MOST_REDIRECTS = 5
+_READ = 1 << 16
+"""Bytes that are read at a time: in far less than `PATIENCE`, at the least rate."""
 _CHUNK = 1 << 20
+"""Bytes that are unpacked at a time."""
 _SHOWN = 300
 _BUSY = 429
 _PORTS = {"http": 80, "https": 443}
@@ -103,7 +106,8 @@ class Answer:
             raise HttpFailure(self.url, "its answer breaks off", may_pass=True)
 
     def _pieces(self) -> Iterator[bytes]:
-        while piece := self._read(_CHUNK):
+        while piece := self._read(_READ):
+            self._deadline.came(len(piece))
             yield piece
         if missing := self._response.length:
             raise HttpFailure(self.url, f"its answer breaks off; bytes missing: {missing:,}", may_pass=True)
@@ -220,7 +224,7 @@ def _request(url: Url, data: bytes | None = None) -> urllib.request.Request:
     parts = _parts(url)
     user, _, place = parts.netloc.rpartition("@")
     try:
-        host = place if place.isascii() else place.encode("idna").decode()
+        host = place.encode("idna").decode()
     except UnicodeError as error:
         raise HttpFailure(url, "is no address: its host is none") from error
     path, query = (quote(part, safe=_KEPT_IN_URLS) for part in (parts.path or "/", parts.query))
@@ -279,7 +283,11 @@ def _redirect(url: Url, response: http.client.HTTPResponse) -> Url | None:
 
 def _check_redirect(url: Url, to: Url) -> None:
     """Raises HttpFailure where a file may not come from another address."""
-    old, new = _parts(url), _parts(to)
+    old = _parts(url)
+    try:
+        new = _parts(to)
+    except HttpFailure as error:
+        raise HttpFailure(url, f"redirects to {to}, which {error.what}") from error
     to_same = _host(old) == _host(new) or (old.hostname == new.hostname and _upgrades(old, new))
     if not to_same and not old.scheme == new.scheme == "https":
         raise HttpFailure(

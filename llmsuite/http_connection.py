@@ -41,7 +41,7 @@ class Deadline:
         return left
 
     def came(self, count: int) -> None:
-        """So many bytes have come."""
+        """So many bytes of the content have come."""
         if self._rate is not None:
             self._until = min(time.monotonic() + self._seconds, self._until + count / self._rate)
 
@@ -58,9 +58,7 @@ class _Reading(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int | None:
         self._socket.settimeout(self._deadline.left())
-        count = self._file.readinto(buffer)
-        self._deadline.came(count or 0)
-        return count
+        return self._file.readinto(buffer)
 
     def close(self) -> None:
         self._file.close()
