@@ -30,10 +30,10 @@ def number_of(value: Any) -> float:
     too_large = f"which is too large: float32 ends at {LARGEST:.3g}"
     try:
         number = float(value)
-    except TypeError as error:
-        raise TypeError(f"{shown(value)}, which is no number") from error
     except OverflowError as error:  # of an integer
         raise ValueError(f"{shown(value)}, {too_large}") from error
+    except Exception as error:  # an object may be somebody else's code
+        raise TypeError(f"{shown(value)}, which is no number") from error
     if not math.isfinite(number):
         raise ValueError(f"{shown(value)}, which is not finite")
     if abs(number) > LARGEST:
@@ -53,9 +53,10 @@ def number_or_none(value: Any) -> float | None:
 
 def shown(value: Any) -> str:
     """A value in a message, in so many characters that a line has room for it."""
-    if isinstance(value, int) and value.bit_length() > _SHOWN:
-        return f"an integer of {value.bit_length():,} bits"
-    return f"{value!r:.{_SHOWN}}"
+    try:
+        return f"{value!r:.{_SHOWN}}"
+    except Exception:  # of somebody else's code; and Python writes out no integer of thousands of digits
+        return f"a value of type {type(value).__name__}"
 
 
 def token_ids(given: Any, vocab_size: int, where: str) -> list[int]:

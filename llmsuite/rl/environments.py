@@ -17,7 +17,7 @@ from llmsuite.data.rows import Message
 from llmsuite.data.turns import tools_at, turn_at
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file, python_function
-from llmsuite.rl.checks import number_of, number_or_none
+from llmsuite.rl.checks import number_of, number_or_none, shown
 from llmsuite.rl.worker import describe, finished
 from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.specs import Environment, EnvironmentSpec, Reply, Turn
@@ -125,7 +125,7 @@ def answered(make: Callable[[], Environment], parts: Sequence[str], call: Begin 
 
 def _answer(environment: Environment, reply: Any, parts: Sequence[str]) -> Answer:
     if not isinstance(reply, Reply):
-        raise TypeError(f"step returned {reply!r:.200}, which is no llmsuite.plugins.hookspecs.Reply")
+        raise TypeError(f"step returned {shown(reply)}, which is no llmsuite.plugins.hookspecs.Reply")
     scores = _scores(reply.reward, parts)
     if reply.done:
         return Answer(b"", (), done=True, scores=scores)
@@ -142,21 +142,21 @@ def _pickled(environment: Environment) -> bytes:
 def _tools(environment: Environment) -> str:
     given = getattr(environment, "tools", ())
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
-        raise TypeError(f"its tools are {given!r:.200}, not a list of functions")
+        raise TypeError(f"its tools are {shown(given)}, not a list of functions")
     return tools_at({"tools": list(given)})
 
 
 def _messages(given: Any, what: str) -> tuple[Message, ...]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence) or not given:
-        raise TypeError(f"{what} {given!r:.200}, not a list with at least one message")
+        raise TypeError(f"{what} {shown(given)}, not a list with at least one message")
     found = []
     for i, message in enumerate(given):
         try:
             turn = turn_at(message, f"messages[{i}]")
         except ValueError as error:
-            raise ValueError(f"{what} {message!r:.200}: {error}") from error
+            raise ValueError(f"{what} {shown(message)}: {error}") from error
         if turn.role == "assistant" and i == len(given) - 1:
-            raise ValueError(f"messages[{i}] is {message!r:.200}; the last one has to be of the user or a tool")
+            raise ValueError(f"messages[{i}] is {shown(message)}; the last one has to be of the user or a tool")
         found.append(turn)
     return tuple(found)
 

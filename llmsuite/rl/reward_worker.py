@@ -10,7 +10,7 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file
-from llmsuite.rl.checks import number_of, number_or_none
+from llmsuite.rl.checks import number_of, number_or_none, shown
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.worker import describe, finished
 from llmsuite.specs import Score
@@ -75,7 +75,7 @@ def scored(score: Score, parts: Sequence[str], completions: Sequence[Completion]
     except Exception as error:  # it is somebody else's code
         return nothing, describe(error)
     if isinstance(found, (str, bytes, Mapping)) or not hasattr(found, "__len__") or len(found) != len(completions):
-        return nothing, f"it returned {found!r:.200}, which is no list of {len(completions)} rewards"
+        return nothing, f"it returned {shown(found)}, which is no list of {len(completions)} rewards"
     rows, why = nothing, ""
     for row, value in zip(rows, found):
         try:
@@ -84,7 +84,7 @@ def scored(score: Score, parts: Sequence[str], completions: Sequence[Completion]
             why = why or str(error)
             continue
         if row[0] is None:
-            why = why or f"it returned {value!r:.200}"
+            why = why or f"it returned {shown(value)}"
     return rows, why
 
 

@@ -17,7 +17,7 @@ from llmsuite.observe.loggers import Loggers
 from llmsuite.observe.metrics import MetricsFile
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import StepLine, report
-from llmsuite.rl.checks import number_or_none
+from llmsuite.rl.checks import number_or_none, shown
 from llmsuite.shown import redacted, redacted_data
 from llmsuite.specs import RunView
 
@@ -113,7 +113,7 @@ class Output(Silence):
         numbers = {name: _number(name, value) for name, value in metrics.items()}
         finite = {name: value for name, value in numbers.items() if value is not None}
         for name in sorted(numbers.keys() - finite.keys() - self._not_finite):
-            report(f"warning: step {step}: the metric {name} is {metrics[name]}; it is null in metrics.jsonl")
+            report(f"warning: step {step}: the metric {name} is {shown(metrics[name])}; it is null in metrics.jsonl")
             self._not_finite.add(name)
         self._file.write({"step": step, **numbers})
         self._loggers.log(step, finite)
