@@ -30,9 +30,9 @@ def http(section: HttpSection) -> Score:
     def score(completions: Sequence[Completion]) -> list[float | ValueError]:
         body = {"paddlenlp": _for_paddlenlp, "openrlhf": _for_openrlhf}[dialect](completions, column)
         answer = _post(server, body, timeout, retries)
-        key, scores = {"paddlenlp": _of_paddlenlp, "openrlhf": _of_openrlhf}[dialect](answer)
+        key, scores = {"paddlenlp": _of_paddlenlp, "openrlhf": _of_openrlhf}[dialect](answer, server)
         if not isinstance(scores, list) or len(scores) != len(completions):
-            raise ValueError(f"{server}: answers with no list of {len(completions)} scores: {shortened(answer)}")
+            raise HttpFailure(server, f"answers with no list of {len(completions)} scores: {shortened(answer)}")
         return [_score(value, f"{server}: {key}[{i}]") for i, value in enumerate(scores)]
 
     return score
@@ -59,10 +59,10 @@ def _for_paddlenlp(completions: Sequence[Completion], column: str) -> dict[str, 
     }
 
 
-def _of_paddlenlp(answer: Any) -> tuple[str, Any]:
+def _of_paddlenlp(answer: Any, server: Url) -> tuple[str, Any]:
     """The scores, and where they are. The server gives zeros along with an error, which are none."""
     if isinstance(answer, dict) and answer.get("error_code", 0) != 0:
-        raise ValueError(f"the server says: {shortened(answer.get('error_msg') or answer)}")
+        raise HttpFailure(server, f"the server says: {shortened(answer.get('error_msg') or answer)}")
     return "score", answer.get("score") if isinstance(answer, dict) else None
 
 
@@ -74,7 +74,7 @@ def _for_openrlhf(completions: Sequence[Completion], column: str) -> dict[str, l
     }
 
 
-def _of_openrlhf(answer: Any) -> tuple[str, Any]:
+def _of_openrlhf(answer: Any, server: Url) -> tuple[str, Any]:
     """The scores, and where they are; some servers wrap the object into a list."""
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
