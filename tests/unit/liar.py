@@ -85,7 +85,7 @@ class Liar:
 def _request_of(connection: socket.socket) -> bytes:
     """A whole request: a connection that is closed with bytes unread is reset, and the answer lost."""
     data = b""
-    while b"\r\n\r\n" not in data:
+    while b"\r\n\r\n" not in data and data[:1] != b"\x16":  # which begins to encrypt
         data += connection.recv(1 << 16)
     head, _, body = data.partition(b"\r\n\r\n")
     length = next((int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")), 0)

@@ -89,6 +89,20 @@ def test_no_reader_takes_other_json(reader: str, lie: str) -> None:
         server.close()
 
 
+@pytest.mark.parametrize(("lie", "why"), [("silence", "timed out"), ("a body that drips", "SSL"), ("no HTTP", "SSL")])
+def test_a_server_that_only_seems_to_be_encrypted(lie: str, why: str, other: Liar) -> None:
+    server = LIES[lie](other.url)
+    began = time.monotonic()
+    try:
+        with pytest.raises(HttpFailure, match=why) as raised:
+            post_json(Url(server.url.replace("http", "https")), {}, SECONDS, key=SECRET)
+    finally:
+        server.close()
+    assert raised.value.may_pass
+    assert time.monotonic() - began < SECONDS + _SLACK
+    assert not any(SECRET.encode() in asked for asked in server.asked)
+
+
 NO_ADDRESSES = [
     *("http://", "http://[", "http://a:b", "http://u:s3cr3t#@h:x/", "ftp://h/a", "file:///etc/passwd"),
     *("http://" + "é" * 70, "http://" + "a" * 70, "http://a..b"),
