@@ -261,7 +261,7 @@ class LoggerSpec:
 
 
 Score = Callable[[Sequence[Any]], Sequence[float | Mapping[str, float] | Exception | None]]
-"""Completions (`llmsuite.rl.completion.Completion`) to their rewards. None or NaN: there is no reward for this one. A
+"""Completions (`llmsuite.rl.completion.Completion`) to their rewards; None, NaN or beyond float32 is none at all. A
 mapping has the reward as "score" and the numbers of `RewardSpec.parts`. An exception says why a reward is missing."""
 
 
@@ -315,7 +315,7 @@ class Reply:
     """Whether the episode ends here; the messages are not shown then."""
     reward: float | Mapping[str, float] | None = 0.0
     """What this turn earns: those of an episode are added up, and the reward `environment` is their sum. A mapping has
-    it as "score", beside numbers of `EnvironmentSpec.parts`. None or NaN: the reward of the episode is missing."""
+    it as "score", beside numbers of `EnvironmentSpec.parts`. None, NaN or beyond float32: the episode has no reward."""
 
 
 class Environment(Protocol):

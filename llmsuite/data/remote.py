@@ -2,7 +2,7 @@
 
     hf:OWNER/NAME?split=train                           a data set of a hub; also config=, revision=, rows=
     hf:OWNER/NAME/rows.jsonl, ms:OWNER/NAME             a file of one, or all its files with rows: see `llmsuite.hub`
-    https://host/rows.jsonl, s3://bucket/rows.parquet   whatever fsspec opens; each start asks for a newer version
+    https://host/rows.jsonl, s3://bucket/rows.parquet   https, or what fsspec opens; each start asks for a newer version
     hf://OWNER/NAME?split=train                         the same as hf:OWNER/NAME?split=train
     DIRECTORY                                           one that `Dataset.save_to_disk` wrote
 
@@ -11,14 +11,18 @@ Of processes that start together on an empty cache one fetches; the others wait.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import hashlib
 import json
 import os
+import shutil
 import urllib.parse
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from llmsuite import http_client
 from llmsuite.cache import cache_root, locked
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
@@ -31,7 +35,11 @@ from llmsuite.regular import open_regular
 from llmsuite.shown import Url, redacted
 
 Report = Callable[[str], None]
+_Source = tuple[str, Callable[[int], Iterator[bytes]]]
+"""The version of a file, and what gives its content in so many bytes at most."""
 _OPTIONS = ("split", "config", "revision", "rows")
+_SHARE_OF_DISK = 0.9
+_PIECE = 1 << 20
 
 
 def is_remote(name: str) -> bool:
@@ -100,36 +108,107 @@ def fetch(name: str, report: Report) -> Path:
         return _downloaded(Url(name), directory, report)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Known:
+    """What was fetched of an address before."""
+
+    version: str
+    file: Path
+
+
+class _NotFetched(Exception):
+    """Data that does not come; the text says why."""
+
+
 def _downloaded(url: Url, directory: Path, report: Report) -> Path:
+    """The file of an address, fetched where there is another version than the one that was."""
+    note, part = directory / "source.json", directory / "part"
+    known = _known(note)
+    source = _by_http if url.whole.lower().startswith(("http://", "https://")) else _by_fsspec
     try:
-        import fsspec
-    except ImportError as error:
-        raise UserError(f"{url}: needs the package fsspec; install it with: pip install 'fsspec[http]'") from error
-    note = directory / "source.json"
-    known = json.loads(note.read_text()) if note.is_file() else None
-    part = directory / "part"
-    try:
-        system, path = fsspec.core.url_to_fs(url.whole)
-        version = _version(system.info(path))
-        if known is not None and known["version"] == version and Path(known["file"]).is_file():
-            return Path(known["file"])
-        report(f"fetching {url}")
-        system.get_file(path, str(part))
-    except (ImportError, ValueError) as error:  # a protocol that takes another package, or that nobody knows
+        with source(url) as (version, pieces):
+            if known is not None and known.version == version:
+                return known.file
+            report(f"fetching {url}")
+            _write(part, pieces)
+    except _NotFetched as error:
+        part.unlink(missing_ok=True)
+        if known is not None:
+            report(f"{url}: cannot be reached ({error}); going on with what was fetched before")
+            return known.file
         raise UserError(f"{url}: cannot be fetched: {error}") from None  # a traceback would show the whole address
-    except Exception as error:  # each protocol has errors of its own
-        if known is not None and Path(known["file"]).is_file():
-            report(f"{url}: cannot be reached ({redacted(str(error))}); going on with what was fetched before")
-            return Path(known["file"])
-        raise UserError(f"{url}: cannot be fetched: {error or type(error).__name__}") from None
     file = _kept(part, directory, url.name or "data")
     note.write_text(json.dumps({"url": str(url), "version": version, "file": str(file)}))
     return file
 
 
+def _known(note: Path) -> _Known | None:
+    if not note.is_file():
+        return None
+    found = json.loads(note.read_text())
+    known = _Known(found["version"], Path(found["file"]))
+    return known if known.file.is_file() else None
+
+
+def _write(part: Path, pieces: Callable[[int], Iterator[bytes]]) -> None:
+    """Write what comes into a file; it may take `_SHARE_OF_DISK` of what is free. Raises _NotFetched."""
+    most = int(shutil.disk_usage(part.parent).free * _SHARE_OF_DISK)
+    try:
+        with open(part, "wb") as out:
+            for piece in pieces(most):
+                out.write(piece)
+    except OSError as error:
+        raise _NotFetched(f"{part}: {error.strerror or error}") from error
+
+
+@contextlib.contextmanager
+def _by_http(url: Url) -> Iterator[_Source]:
+    """The version of a file, and its content in so many bytes at most. Raises _NotFetched."""
+    try:
+        with http_client.get(url) as answer:
+            headers = {name: answer.headers[name] for name in ("ETag", "Last-Modified")}
+            yield _version({**headers, "size": answer.headers["Content-Length"]}), answer.chunks
+    except http_client.HttpFailure as error:
+        raise _NotFetched(error.what) from error
+
+
+@contextlib.contextmanager
+def _by_fsspec(url: Url) -> Iterator[_Source]:
+    """The same, of whatever other protocol."""
+    try:
+        import fsspec
+    except ImportError as error:
+        raise UserError(f"{url}: needs the package fsspec; install it with: pip install fsspec") from error
+
+    def pieces(most: int) -> Iterator[bytes]:
+        left = most
+        with _explained(), system.open(path, "rb") as file:
+            while piece := file.read(_PIECE):
+                left -= len(piece)
+                if left < 0:
+                    raise _NotFetched(f"it has more than {most:,} bytes, which is what the disk has room for")
+                yield piece
+
+    with _explained():
+        system, path = fsspec.core.url_to_fs(url.whole)
+        version = _version(system.info(path))
+    yield version, pieces
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raises errors of fsspec as _NotFetched."""
+    try:
+        yield
+    except _NotFetched:
+        raise
+    except Exception as error:  # each protocol has errors of its own
+        raise _NotFetched(redacted(str(error)) or type(error).__name__) from error
+
+
 def _version(info: dict[str, Any]) -> str:
     """A text that differs between versions of a remote file, as far as its protocol shows them."""
-    keys = ("ETag", "etag", "LastModified", "last_modified", "mtime", "size")
+    keys = ("ETag", "etag", "LastModified", "Last-Modified", "last_modified", "mtime", "size")
     return json.dumps({key: str(info[key]) for key in keys if info.get(key) is not None})
 
 

@@ -28,7 +28,7 @@ class OpenaiSection(Section):
     """Directory for the weights of each version, which the servers read under the same path. null: "weights" in
     output_dir. Only the newest stay."""
     timeout: PositiveFloat = 600.0
-    """Seconds to wait for an answer."""
+    """Seconds in which an answer has to be there as a whole."""
     retries: NonNegativeInt = 8
     """Further tries when a server cannot be reached, is busy, fails or has lost the weights; after 0.5 seconds, then
     after twice as long each time, 10 seconds at most."""

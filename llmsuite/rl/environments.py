@@ -17,6 +17,7 @@ from llmsuite.data.rows import Message
 from llmsuite.data.turns import tools_at, turn_at
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file, python_function
+from llmsuite.rl.checks import number_of, number_or_none, shown
 from llmsuite.rl.worker import describe, finished
 from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.specs import Environment, EnvironmentSpec, Reply, Turn
@@ -124,7 +125,7 @@ def answered(make: Callable[[], Environment], parts: Sequence[str], call: Begin 
 
 def _answer(environment: Environment, reply: Any, parts: Sequence[str]) -> Answer:
     if not isinstance(reply, Reply):
-        raise TypeError(f"step returned {reply!r:.200}, which is no llmsuite.plugins.hookspecs.Reply")
+        raise TypeError(f"step returned {shown(reply)}, which is no llmsuite.plugins.hookspecs.Reply")
     scores = _scores(reply.reward, parts)
     if reply.done:
         return Answer(b"", (), done=True, scores=scores)
@@ -141,21 +142,21 @@ def _pickled(environment: Environment) -> bytes:
 def _tools(environment: Environment) -> str:
     given = getattr(environment, "tools", ())
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
-        raise TypeError(f"its tools are {given!r:.200}, not a list of functions")
+        raise TypeError(f"its tools are {shown(given)}, not a list of functions")
     return tools_at({"tools": list(given)})
 
 
 def _messages(given: Any, what: str) -> tuple[Message, ...]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence) or not given:
-        raise TypeError(f"{what} {given!r:.200}, not a list with at least one message")
+        raise TypeError(f"{what} {shown(given)}, not a list with at least one message")
     found = []
     for i, message in enumerate(given):
         try:
             turn = turn_at(message, f"messages[{i}]")
         except ValueError as error:
-            raise ValueError(f"{what} {message!r:.200}: {error}") from error
+            raise ValueError(f"{what} {shown(message)}: {error}") from error
         if turn.role == "assistant" and i == len(given) - 1:
-            raise ValueError(f"messages[{i}] is {message!r:.200}; the last one has to be of the user or a tool")
+            raise ValueError(f"messages[{i}] is {shown(message)}; the last one has to be of the user or a tool")
         found.append(turn)
     return tuple(found)
 
@@ -165,7 +166,8 @@ def _scores(reward: Any, parts: Sequence[str]) -> tuple[float, ...]:
     given = reward if isinstance(reward, Mapping) else {"score": reward, **dict.fromkeys(parts, 0.0)}
     if given.keys() != {"score", *parts}:
         raise ValueError(f"its reward has the keys {sorted(map(str, given))}, not {sorted(['score', *parts])}")
-    numbers = [float("nan") if value is None else float(value) for value in (given["score"], *map(given.get, parts))]
-    if not math.isfinite(numbers[0]):
-        raise ValueError(f"its reward is {reward!r:.200}")
-    return tuple(numbers)
+    try:
+        numbers = [number_of(given["score"]), *(number_or_none(given[part]) for part in parts)]
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"its reward is {error}") from error
+    return tuple(math.nan if number is None else number for number in numbers)

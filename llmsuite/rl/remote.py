@@ -45,7 +45,8 @@ class RemoteEngine:
         self._root = Path(section.weights_dir or plan.output_dir / "weights").absolute()
         self._closing = threading.Event()
         kind = {"llmsuite": RolloutServer, "vllm": VllmServer}[section.dialect]
-        self._servers = [kind(url, timeout, retries, self._closing) for url in urls]
+        vocab_size = plan.model_config.vocab_size
+        self._servers = [kind(url, timeout, retries, self._closing, vocab_size) for url in urls]
         self._family, self._config = plan.family, without_carried(plan.model_config)
         self._dtype = context.backend.parameter_dtype(plan.recipe.engine.precision)
         self._shapes = parameter_shapes(self._family, self._config) if self._draws else {}

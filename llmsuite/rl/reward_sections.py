@@ -99,7 +99,8 @@ class HttpSection(Section):
     column: str = "answer"
     """The column for "tgt" or "labels"; an empty text where a row has none."""
     timeout: PositiveFloat = 5.0
-    """Seconds to wait for an answer. All tries together also have to fit into reward.time_limit."""
+    """Seconds in which an answer has to be there as a whole. All tries together also have to fit into
+    reward.time_limit."""
     retries: NonNegativeInt = 1
     """Further tries when the server cannot be reached, is busy (429) or fails (5xx)."""
 

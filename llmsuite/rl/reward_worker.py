@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.python_files import from_file
+from llmsuite.rl.checks import number_of, number_or_none, shown
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.worker import describe, finished
 from llmsuite.specs import Score
@@ -75,16 +75,16 @@ def scored(score: Score, parts: Sequence[str], completions: Sequence[Completion]
     except Exception as error:  # it is somebody else's code
         return nothing, describe(error)
     if isinstance(found, (str, bytes, Mapping)) or not hasattr(found, "__len__") or len(found) != len(completions):
-        return nothing, f"it returned {found!r:.200}, which is no list of {len(completions)} rewards"
+        return nothing, f"it returned {shown(found)}, which is no list of {len(completions)} rewards"
     rows, why = nothing, ""
     for row, value in zip(rows, found):
         try:
             row[:] = _numbers(value, parts)
-        except (TypeError, ValueError, OverflowError) as error:  # of a number beyond those of float
+        except (TypeError, ValueError) as error:
             why = why or str(error)
             continue
         if row[0] is None:
-            why = why or f"it returned {value!r:.200}"
+            why = why or f"it returned {shown(value)}"
     return rows, why
 
 
@@ -95,17 +95,17 @@ def _numbers(value: Any, parts: Sequence[str]) -> list[float | None]:
     if isinstance(value, Mapping):
         if value.keys() != {"score", *parts}:
             raise ValueError(f"it returned the keys {sorted(map(str, value))}, not {sorted(['score', *parts])}")
-        return [_number(value["score"]), *(_number(value[part]) for part in parts)]
-    return [_number(value), *(None for _ in parts)]
+        return [_score(value["score"]), *(_said(number_or_none, value[part]) for part in parts)]
+    return [_score(value), *(None for _ in parts)]
 
 
-def _number(value: Any) -> float | None:
-    if value is None:
-        return None
+def _score(value: Any) -> float | None:
+    return None if value is None else _said(number_of, value)
+
+
+def _said(read: Callable[[Any], float | None], value: Any) -> float | None:
+    """A number as `read` takes it. Raises TypeError or ValueError with what was returned."""
     try:
-        if isinstance(value, (str, bytes)):
-            raise TypeError("a text, though it may look like a number")
-        number = float(value)
-    except TypeError as error:
-        raise TypeError(f"it returned {value!r:.200}, which is no number") from error
-    return number if math.isfinite(number) else None
+        return read(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"it returned {error}") from error

@@ -13,6 +13,7 @@ import numpy as np
 
 from llmsuite.errors import AgreedError, UserError
 from llmsuite.python_files import python_function
+from llmsuite.rl.checks import LARGEST
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.reward_worker import RewardSource, scored
@@ -97,9 +98,16 @@ class Rewards:
         return found
 
     def total(self, scores: np.ndarray) -> np.ndarray:
-        """Components [..., components] to rewards [...]: the weighted sum, NaN where a reward of it is missing."""
+        """Components [..., components] to rewards [...]: the weighted sum, NaN where a reward of it is missing or
+        float32 cannot hold it."""
         counted = self._weights != 0
-        return scores[..., counted] @ self._weights[counted]
+        found: np.ndarray = scores[..., counted] @ self._weights[counted]
+        too_large = np.abs(found) > LARGEST
+        if too_large.any() and not self.first_failure:
+            self.first_failure = (
+                f"a weighted sum of rewards is {found[too_large][0]:.3g}; float32 ends at {LARGEST:.3g}"
+            )
+        return np.where(too_large, np.nan, found)
 
     def check(self, scores: np.ndarray) -> None:
         """Raises AgreedError when more rewards are missing than `reward.max_failed` allows, of the scores

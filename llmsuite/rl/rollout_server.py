@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import http.client
 import json
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from llmsuite.errors import UserError
+from llmsuite.http_client import MOST_ANSWER, HttpFailure, post_json, shortened
+from llmsuite.rl.checks import MOST_TOKENS
+from llmsuite.rl.choices import choices_of, completion_of, field, items
 from llmsuite.rl.drawing import Drawing, Drawn, Request
+from llmsuite.shown import Url
 
 _KEY = "LLMSUITE_API_KEY"
-_BUSY = 429
 _CONFLICT = 409
 _PAUSE, _LONGEST_PAUSE = 0.5, 10.0
 """Seconds before the first further try, and most before one."""
-_SHOWN = 300
+_BYTES_OF_TOKEN = 1024
+"""Most that an answer has of a token, be it of a prompt or a completion: vLLM has an object for each, some hundred."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,15 +48,17 @@ class Failed(Exception):
 class RolloutServer:
     """One server. Only one thread at a time uses it."""
 
-    def __init__(self, url: str, timeout: float, retries: int, closing: threading.Event):
+    def __init__(self, url: str, timeout: float, retries: int, closing: threading.Event, vocab_size: int = MOST_TOKENS):
         """
         Args:
             url: where it listens, without a path.
-            timeout: seconds to wait for an answer.
+            timeout: seconds in which an answer has to be there as a whole.
             retries: further tries after one that failed.
             closing: nothing is tried any more once this is set.
+            vocab_size: of the model that it draws with.
         """
         self._url, self._timeout, self._retries, self._closing = url.rstrip("/"), timeout, retries, closing
+        self._vocab_size = vocab_size
         self._has: Version | None = None
         """The weights it has, as far as is known."""
 
@@ -94,7 +95,7 @@ class RolloutServer:
         self, version: Version, requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[int]
     ) -> list[list[Drawn]] | None:
         """Completions of each request, or None if other weights have drawn them. Raises Failed, or UserError."""
-        answer = self._post("v1/completions", _body(requests, drawing, stop_ids))
+        answer = self._post("v1/completions", _body(requests, drawing, stop_ids), most_bytes(requests, drawing))
         return self._read(answer, requests, drawing, stop_ids) if version.is_named_by(answer) else None
 
     def _bring(self, version: Version) -> None:
@@ -111,32 +112,20 @@ class RolloutServer:
         for path, body in (("v1/update_weights", new), ("v1/resume", {})):
             answer = self._post(path, body)
             if not version.is_named_by(answer):
-                raise Failed(f"/{path} answers with other weights: {_short(answer)}")
+                raise Failed(f"/{path} answers with other weights: {shortened(answer)}")
         self._has = version
 
-    def _post(self, path: str, body: Any) -> Any:
-        """The server's answer. Raises Failed, or UserError where another try would be the same."""
-        headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(_KEY):
-            headers["Authorization"] = f"Bearer {key}"
-        asked = urllib.request.Request(f"{self._url}/{path}", json.dumps(body).encode(), headers)
+    def _post(self, path: str, body: Any, most: int = MOST_ANSWER) -> Any:
+        """The server's answer, of so many bytes at most. Raises Failed, or UserError where another try would be the
+        same."""
         try:
-            with urllib.request.urlopen(asked, timeout=self._timeout) as response:
-                return json.loads(response.read())
-        except urllib.error.HTTPError as error:
-            with error:
-                said = _message(error.read().decode("utf-8", "replace"))
-            if error.code < 500 and error.code not in (_BUSY, _CONFLICT):
-                raise UserError(
-                    f"rollout.openai: {self._url}/{path} answers {error.code}: {said}{self._hint(error.code)}"
-                ) from error
-            raise Failed(f"/{path} answers {error.code}: {said}") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise Failed(f"/{path}: {getattr(error, 'reason', None) or repr(error)}") from error
-        except ValueError as error:
-            raise Failed(f"/{path}: the answer is not JSON: {error}") from error
+            return post_json(Url(f"{self._url}/{path}"), body, self._timeout, most, os.environ.get(_KEY))
+        except HttpFailure as error:
+            if error.may_pass or error.status == _CONFLICT:
+                raise Failed(f"/{path}: {error.what}") from error
+            raise UserError(f"rollout.openai: {error}{self._hint(error.status)}") from error
 
-    def _hint(self, code: int) -> str:
+    def _hint(self, code: int | None) -> str:
         """What to do about an answer that is an error."""
         return ""
 
@@ -146,16 +135,22 @@ class RolloutServer:
         """The completions of an answer. Raises UserError if they are not what was asked for."""
         count = drawing.num_generations
         try:
-            rows = sorted(answer["choices"], key=lambda choice: choice["index"])
-            if [row["index"] for row in rows] != list(range(len(requests) * count)):
-                raise ValueError(f"{len(rows)} choices in place of {len(requests) * count}")
-            drawn = [_drawn(row, requests[i // count], drawing, stop_ids) for i, row in enumerate(rows)]
-        except (TypeError, KeyError, ValueError) as error:
+            rows = choices_of(answer, len(requests) * count)
+            drawn = [self._drawn(row, i, requests[i // count], drawing, stop_ids) for i, row in enumerate(rows)]
+        except ValueError as error:
             raise self._wrong(error) from error
         return [drawn[i : i + count] for i in range(0, len(drawn), count)]
 
+    def _drawn(self, row: Any, number: int, request: Request, drawing: Drawing, stop_ids: Collection[int]) -> Drawn:
+        """The completion of a choice. Raises ValueError if it is none."""
+        where = f"choices[{number}]"
+        if tuple(items(row, "prompt_token_ids", where)) != request.prompt_ids:
+            raise ValueError(f"{where} is of another prompt")
+        logprobs = field(field(row, "logprobs", where), "token_logprobs", f"{where}.logprobs")
+        return completion_of(row, logprobs, drawing, stop_ids, self._vocab_size, where)
+
     def _wrong(self, error: Exception) -> UserError:
-        return UserError(f"rollout.openai: {self._url} answers with wrong completions: {error!r}")
+        return UserError(f"rollout.openai: {self._url} answers with wrong completions: {error}")
 
 
 def seed_of(keys: Sequence[Sequence[int]]) -> int:
@@ -179,34 +174,7 @@ def _body(requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[in
     }
 
 
-def _drawn(row: Any, request: Request, drawing: Drawing, stop_ids: Collection[int]) -> Drawn:
-    """A completion of an answer. Raises ValueError, TypeError or KeyError if it is none."""
-    if tuple(row["prompt_token_ids"]) != request.prompt_ids:
-        raise ValueError(f"choice {row['index']} is of another prompt")
-    return checked(row, row["logprobs"]["token_logprobs"], drawing, stop_ids)
-
-
-def checked(row: Any, logprobs: Any, drawing: Drawing, stop_ids: Collection[int]) -> Drawn:
-    """A completion of an answer, with the log-probabilities of its tokens. Raises ValueError, TypeError or KeyError if
-    it is none."""
-    ids, reason = row["token_ids"], row["finish_reason"]
-    if not all(type(token) is int and token >= 0 for token in ids) or not np.isfinite(logprobs).all():
-        raise ValueError(f"choice {row['index']} has no token ids with their log-probabilities")
-    if len(ids) != len(logprobs) or not 1 <= len(ids) <= drawing.max_completion_length:
-        raise ValueError(f"choice {row['index']} has {len(ids)} tokens and {len(logprobs)} log-probabilities")
-    if reason not in ("stop", "length") or (reason == "stop") != (ids[-1] in stop_ids):
-        raise ValueError(f"choice {row['index']} ends with token {ids[-1]} and finish_reason {reason!r}")
-    return Drawn(np.zeros(0), list(ids), [float(value) for value in logprobs], reason)
-
-
-def _message(said: str) -> str:
-    """The text of an error, in OpenAI's form or any other."""
-    try:
-        return _short(json.loads(said)["error"]["message"])
-    except (ValueError, TypeError, KeyError):
-        return _short(said)
-
-
-def _short(answer: Any) -> str:
-    text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+def most_bytes(requests: Sequence[Request], drawing: Drawing) -> int:
+    """Most bytes of the answer to requests."""
+    longest = sum(len(request.prompt_ids) + drawing.max_completion_length for request in requests)
+    return MOST_ANSWER + _BYTES_OF_TOKEN * drawing.num_generations * longest

@@ -19,6 +19,7 @@ import numpy as np
 from llmsuite.data.rows import Message
 from llmsuite.errors import AgreedError, UserError
 from llmsuite.parallel import collective
+from llmsuite.rl.checks import check_length, log_probabilities, shown, token_ids
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.drawing import Drawing, Drawn, Request, request_key
 from llmsuite.rl.engine import Engine, Pending
@@ -110,6 +111,7 @@ class Rollouts:
         stop_ids: Collection[int],
         decode: Callable[[Sequence[int]], str],
         seed: int,
+        vocab_size: int,
         on_one: bool = False,
     ):
         """
@@ -118,10 +120,11 @@ class Rollouts:
             stop_ids: tokens that end a completion.
             decode: token ids to text.
             seed: of the recipe.
+            vocab_size: of the model.
             on_one: whether the first rank draws and scores all completions, not each some.
         """
         self._engine, self._stop_ids, self._decode, self._seed = engine, set(stop_ids), decode, seed
-        self._on_one = on_one
+        self._vocab_size, self._on_one = vocab_size, on_one
         self._begun: dict[int, Begun] = {}
         """By step."""
         self.version = 0
@@ -176,7 +179,7 @@ class Rollouts:
             play: plays episodes of several turns; None for completions of one.
 
         Raises:
-            UserError: a prompt has no room in the model, or logits are not finite.
+            UserError: a prompt has no room in the model, logits are not finite, or what was drawn are no completions.
             AgreedError: `score` raises UserError on a rank.
         """
         requests, mine = self._requests(prompts, step, before), self._own_share(prompts)
@@ -186,7 +189,8 @@ class Rollouts:
             if begun is None:
                 begun = Begun(version, self._engine.begin([requests[i] for i in mine], drawing, self._stop_ids))
             drawn, version = begun.pending(), begun.version
-            assert len(drawn) == len(mine), f"{len(drawn)} groups for {len(mine)} prompts"
+            counts = [drawing.num_generations] * len(mine)
+            _check_drawn(drawn, counts, self._vocab_size, drawing.max_completion_length)
             completions = [
                 self._completion(prompts[i], first + i, n, d) for i, of in zip(mine, drawn) for n, d in enumerate(of)
             ]
@@ -214,6 +218,7 @@ class Rollouts:
         if not isinstance(self._engine, Filling):
             raise UserError("rollout.engine: draws whole completions, not the turns of an environment; set it to local")
         self._engine.fill(requests, groups, drawing, self._stop_ids)
+        _check_drawn(groups, [len(group) for group in groups], self._vocab_size, drawing.max_completion_length)
 
     def _requests(
         self, prompts: Sequence[RolloutPrompt], step: int, before: Sequence[RolloutPrompt] = ()
@@ -290,6 +295,33 @@ class Rollouts:
                 drawn = Drawn(np.zeros(0), ids, logprobs, "stop" if heads[row, 1] else "length")
                 groups[-1].append(known.get(row) or self._completion(prompt, first + i, number, drawn))
         return Scored(groups, found.reshape(len(prompts), count, num_scores))
+
+
+def _check_drawn(drawn: Sequence[Sequence[Drawn]], counts: Sequence[int], vocab_size: int, most: int) -> None:
+    """Check what an engine has drawn, which may be a plugin's.
+
+    Args:
+        drawn: the completions of each prompt.
+        counts: how many there have to be of each.
+        vocab_size: of the model.
+        most: tokens of a completion.
+
+    Raises:
+        UserError: they are other completions than were asked for, or have numbers that no model gives.
+    """
+    try:
+        if [len(group) for group in drawn] != list(counts):
+            raise ValueError(f"has {[len(group) for group in drawn]} completions of the prompts, not {list(counts)}")
+        for i, group in enumerate(drawn):
+            for n, found in enumerate(group):
+                where = f"completion {n} of prompt {i}"
+                found.ids = token_ids(found.ids, vocab_size, f"{where}: ids")
+                found.logprobs = log_probabilities(found.logprobs, f"{where}: logprobs")
+                check_length(found.ids, found.logprobs, most, where)
+                if found.finish_reason not in ("stop", "length"):
+                    raise ValueError(f"{where}: finish_reason is {shown(found.finish_reason)}; it is stop or length")
+    except ValueError as error:
+        raise UserError(f"rollout.engine: its answer is wrong: {error}") from error
 
 
 def _nothing_further(count: int) -> Sequence[Any]:

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+from llmsuite.rl.choices import choices_of, completion_of, field, items
 from llmsuite.rl.drawing import Drawing, Drawn, Request
-from llmsuite.rl.rollout_server import Failed, RolloutServer, Version, checked, seed_of
+from llmsuite.rl.rollout_server import Failed, RolloutServer, Version, most_bytes, seed_of
 from llmsuite.threads import run_all
 
 _NOT_FOUND = 404
@@ -34,7 +35,9 @@ class VllmServer(RolloutServer):
 
         def task(number: int) -> Callable[[], None]:
             def work() -> None:
-                answer = self._post("inference/v1/generate", _body(requests[number], drawing, stop_ids))
+                asked = requests[number]
+                body, most = _body(asked, drawing, stop_ids), most_bytes([asked], drawing)
+                answer = self._post("inference/v1/generate", body, most)
                 found[number] = self._group(answer, _label(version), drawing, stop_ids)
 
             return work
@@ -52,22 +55,23 @@ class VllmServer(RolloutServer):
         self._post("resume", {})
         self._has = version
 
-    def _hint(self, code: int) -> str:
+    def _hint(self, code: int | None) -> str:
         return "; does it run with VLLM_SERVER_DEV_MODE=1, and is it 0.32 or newer?" if code == _NOT_FOUND else ""
 
     def _group(self, answer: Any, label: str, drawing: Drawing, stop_ids: Collection[int]) -> list[Drawn] | None:
         """The completions of a prompt, or None if other weights have drawn a token. Raises Failed, or UserError if they
         are not what was asked for."""
         try:
-            rows = sorted(answer["choices"], key=lambda choice: choice["index"])
-            if [row["index"] for row in rows] != list(range(drawing.num_generations)):
-                raise ValueError(f"{len(rows)} choices in place of {drawing.num_generations}")
-            if any(row["finish_reason"] == "abort" for row in rows):
+            rows = {f"choices[{i}]": row for i, row in enumerate(choices_of(answer, drawing.num_generations))}
+            if any(field(row, "finish_reason", where) == "abort" for where, row in rows.items()):
                 raise Failed("it was paused by somebody else")
-            if any({span["version"] for span in row["weight_versions"] or ()} != {label} for row in rows):
+            if any(not _is_of(row, label, where) for where, row in rows.items()):
                 return None
-            return [checked(row, _logprobs(row), drawing, stop_ids) for row in rows]
-        except (TypeError, KeyError, ValueError) as error:
+            return [
+                completion_of(row, _logprobs(row, where), drawing, stop_ids, self._vocab_size, where)
+                for where, row in rows.items()
+            ]
+        except ValueError as error:
             raise self._wrong(error) from error
 
 
@@ -93,9 +97,19 @@ def _body(request: Request, drawing: Drawing, stop_ids: Collection[int]) -> dict
     }
 
 
-def _logprobs(row: Any) -> list[float]:
-    """That of each token. Raises ValueError, TypeError or KeyError if they belong to others."""
-    content = row["logprobs"]["content"]
-    if [item["token_id"] for item in content] != row["token_ids"]:
-        raise ValueError(f"choice {row['index']} has log-probabilities of other tokens")
-    return [item["logprob"] for item in content]
+def _is_of(row: Any, label: str, where: str) -> bool:
+    """Whether weights of this label alone have drawn a choice; one without labels is of none."""
+    if field(row, "weight_versions", where) is None:
+        return False
+    spans = items(row, "weight_versions", where)
+    labels = [field(span, "version", f"{where}.weight_versions[{i}]") for i, span in enumerate(spans)]
+    return bool(labels) and all(found == label for found in labels)
+
+
+def _logprobs(row: Any, where: str) -> list[Any]:
+    """That of each token. Raises ValueError if they belong to others."""
+    content = items(field(row, "logprobs", where), "content", f"{where}.logprobs")
+    places = [(item, f"{where}.logprobs.content[{i}]") for i, item in enumerate(content)]
+    if [field(item, "token_id", place) for item, place in places] != field(row, "token_ids", where):
+        raise ValueError(f"{where} has log-probabilities of other tokens")
+    return [field(item, "logprob", place) for item, place in places]

@@ -49,7 +49,9 @@ def finished(result: Any) -> Any:
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, with the line of code it comes from."""
+    """An error in one line, with the line of code it comes from; one for the user says all by itself."""
+    if isinstance(error, UserError):
+        return str(error)
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

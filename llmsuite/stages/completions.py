@@ -185,10 +185,11 @@ class CompletionStage(Stage[Any]):
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Check that rollouts and training compute the same model."""
-        if self._max_gap is not None and metrics["logprob_gap"] > self._max_gap:
+        gap = metrics.get("logprob_gap", 0.0)  # a step that was skipped has finite metrics only
+        if self._max_gap is not None and not gap <= self._max_gap:
             raise DrawnApart(
                 f"step {step}: log-probabilities of tokens as they were drawn and as the training pass computes them "
-                f"differ by {metrics['logprob_gap']:.3g} on average, more than rollout.max_logprob_gap "
+                f"differ by {gap:.3g} on average, more than rollout.max_logprob_gap "
                 f"{self._max_gap}: what would be learnt is not what was drawn"
             )
 

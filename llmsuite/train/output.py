@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from llmsuite.observe.loggers import Loggers
 from llmsuite.observe.metrics import MetricsFile
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import StepLine, report
+from llmsuite.rl.checks import number_or_none, shown
 from llmsuite.shown import redacted, redacted_data
 from llmsuite.specs import RunView
 
@@ -31,6 +31,15 @@ _SHOWN = (
 def recipe_text(recipe: Mapping[str, Any]) -> str:
     """The content of `recipe.json`; URLs have no secrets there."""
     return json.dumps(redacted_data(dict(recipe)), indent=2, ensure_ascii=False) + "\n"
+
+
+def _number(name: str, value: Any) -> float | None:
+    """A metric as JSON has it. Raises UserError when it is no number."""
+    try:
+        number = number_or_none(value)
+    except TypeError as error:
+        raise UserError(f"the metric {name} is {error}; a stage's metrics are numbers") from error
+    return value if number is not None and type(value) is int else number
 
 
 class Silence:
@@ -91,14 +100,27 @@ class Output(Silence):
         self._completions = CompletionsFile(directory / COMPLETIONS, resume_step) if draws else None
         drop_generations(directory, resume_step)
         self._line = StepLine(view.total_steps, resume_step + 1, _SHOWN)
+        self._not_finite: set[str] = set()
+        """Metrics that were not finite, each of which is reported once."""
         registry.emit("llmsuite_run_start", run=view)
 
     def logged(self, step: int, metrics: Mapping[str, float]) -> None:
         self._directory.check()
-        self._file.write({"step": step, **metrics})
-        self._loggers.log(step, metrics)
-        self._line.step(step, metrics)
-        self._registry.emit("llmsuite_step_end", run=self._view, step=step, metrics=metrics)
+        finite = self._record(step, metrics)
+        self._line.step(step, finite)
+        self._registry.emit("llmsuite_step_end", run=self._view, step=step, metrics=finite)
+
+    def _record(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Write metrics, which may be of a plugin's stage, and return those that are finite: JSON knows no others, and
+        a metric that went wrong is no reason to lose the run. Raises UserError for one that is no number."""
+        numbers = {name: _number(name, value) for name, value in metrics.items()}
+        finite = {name: value for name, value in numbers.items() if value is not None}
+        for name in sorted(numbers.keys() - finite.keys() - self._not_finite):
+            report(f"warning: step {step}: the metric {name} is {shown(metrics[name])}; it is null in metrics.jsonl")
+            self._not_finite.add(name)
+        self._file.write({"step": step, **numbers})
+        self._loggers.log(step, finite)
+        return finite
 
     def rank_numbers(self, step: int, numbers: Mapping[str, Sequence[float]]) -> None:
         assert self._ranks is not None
@@ -126,10 +148,7 @@ class Output(Silence):
             self._ranks.rewind(kept)
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        # JSON knows no NaN, and an evaluation that went wrong is no reason to lose the run
-        named = {f"eval/{name}": value if math.isfinite(value) else None for name, value in metrics.items()}
-        self._file.write({"step": step, **named})
-        self._loggers.log(step, {name: value for name, value in named.items() if value is not None})
+        self._record(step, {f"eval/{name}": value for name, value in metrics.items()})
         report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in _SHOWN if n in metrics))
 
     def answered(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:

@@ -139,7 +139,8 @@ def rollout_engine(
         name = plan.rollout_engine.name
         raise UserError(f"rollout engine {name}: its factory returned {engine!r}, without {', '.join(missing)}")
     stop_ids = tokenizer.ends(plan.weights or tokenizer.directory)
-    rollouts = Rollouts(engine, stop_ids, tokenizer.decode, plan.recipe.seed, on_one)
+    vocab_size = plan.model_config.vocab_size
+    rollouts = Rollouts(engine, stop_ids, tokenizer.decode, plan.recipe.seed, vocab_size, on_one)
     return RolloutEngine(engine, rollouts, weights, on_one, draws)
 
 

@@ -18,6 +18,8 @@ LAYERS = (
     (
         "shown",
         "errors",
+        "http_connection",
+        "http_client",
         "threads",
         "locks",
         "cache",
@@ -174,6 +176,32 @@ def test_imports_go_down() -> None:
 
 def test_no_modules_import_each_other() -> None:
     assert cycles(house()) == []
+
+
+HTTP = ("urllib.request", "http.client", "urllib3", "requests", "httpx", "aiohttp", "fsspec")
+"""What asks other machines over HTTP."""
+MAY_ASK = {
+    "llmsuite.http_client": {"urllib.request", "http.client"},
+    "llmsuite.http_connection": {"urllib.request", "http.client"},
+    "llmsuite.data.remote": {"fsspec"},  # for what is not HTTP
+    "llmsuite.hub.huggingface": {"requests", "httpx"},  # for errors that the library of the hub raises
+    "llmsuite.hub.modelscope": {"requests"},
+}
+
+
+def test_one_client_asks_other_machines() -> None:
+    found: dict[str, set[str]] = {}
+    for name, tree in house().items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                targets = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                targets = [f"{node.module}.{alias.name}" for alias in node.names]
+            else:
+                continue
+            for target in targets:
+                found.setdefault(name, set()).update(h for h in HTTP if f"{target}.".startswith(f"{h}."))
+    assert {name: asks for name, asks in found.items() if asks} == MAY_ASK
 
 
 def test_conversions_of_suites_do_not_know_each_other() -> None:

@@ -205,7 +205,7 @@ def _change(**more: Any) -> Callable[[Answer], Answer]:
         ("completions", lambda answer: (200, {**answer[1], "choices": answer[1]["choices"][1:]}), "3 choices in place"),
         ("completions", _change(prompt_token_ids=[1]), "another prompt"),
         ("completions", _change(token_ids=[1, 2]), "2 tokens and 4 log-probabilities"),
-        ("completions", _change(token_ids=["a"] * 4), "has no token ids"),
+        ("completions", _change(token_ids=["a"] * 4), "choices[0].token_ids[0] is 'a', which is no token id"),
         ("completions", _change(logprobs=None), "wrong completions"),
         ("completions", _change(logprobs={"token_logprobs": [0, None, 0, 0]}), "wrong completions"),
         ("completions", _change(finish_reason="length"), "ends with token 2 and finish_reason 'length'"),

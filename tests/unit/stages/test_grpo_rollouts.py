@@ -177,6 +177,9 @@ def test_a_run_without_a_signal_stops(registry: Registry) -> None:
 def test_what_is_not_what_was_drawn_stops_the_run(registry: Registry) -> None:
     made = stage(registry)
     made.after_step(1, {"logprob_gap": 0.09})
+    made.after_step(1, {"loss": 1.0})  # a step that was skipped, as the gap was not finite
+    with pytest.raises(UserError, match="differ by nan on average"):
+        made.after_step(1, {"logprob_gap": float("nan")})
     with pytest.raises(UserError, match="what would be learnt is not what was drawn"):
         made.after_step(1, {"logprob_gap": 0.11})
 
