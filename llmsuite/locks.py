@@ -57,12 +57,13 @@ class OpenDirectory:
 
     def __init__(self, path: Path):
         self._path = path
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        self._descriptor: int | None = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
 
     def is_there(self) -> bool:
-        """Whether its path still leads to it."""
+        """Whether its path still leads to it; of a closed one, to any."""
         try:
-            return os.path.samestat(os.stat(self._path), os.fstat(self._descriptor))
+            found = os.stat(self._path)
+            return self._descriptor is None or os.path.samestat(found, os.fstat(self._descriptor))
         except FileNotFoundError:
             return False
         except OSError:  # a network that is away for a moment takes no directory away
@@ -78,7 +79,10 @@ class OpenDirectory:
             )
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        """Close it; what is closed stays so."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def _taken(lock: IO[bytes], after: float = 0.0) -> bool:

@@ -216,3 +216,5 @@ def test_a_directory_that_is_no_longer_at_its_place_is_noticed(
         if not stays:
             with pytest.raises(UserError, match=f"{directory}: was removed or replaced while it was written to"):
                 opened.check()
+        opened.close()
+        assert opened.is_there() == directory.exists()
