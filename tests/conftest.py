@@ -98,12 +98,13 @@ def registry_with(**plugins: Any) -> Registry:
 @pytest.fixture(scope="session", autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing is read from or written to the cache of whoever runs the tests. What is built for this machine is built
-    once, by one of the processes that share the tests."""
+    once, by one of the processes that share the tests; or once and for all, in the directory LLMSUITE_TEST_BUILT."""
     cache, together = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         together = together.parent
-    (together / BUILT).mkdir(exist_ok=True)
-    (cache / BUILT).symlink_to(together / BUILT)
+    built = Path(os.environ.get("LLMSUITE_TEST_BUILT") or together / BUILT).absolute()
+    built.mkdir(parents=True, exist_ok=True, mode=0o700)
+    (cache / BUILT).symlink_to(built)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LLMSUITE_CACHE", str(cache))
         yield
