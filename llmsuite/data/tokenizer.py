@@ -276,7 +276,8 @@ class TextTokenizer:
         """Text of each token of a text, special ones too; tokens that are no whole character as in the vocabulary."""
         if not self._fast:
             return [str(token) for token in self._paddlenlp.convert_ids_to_tokens(list(ids))]
-        texts = [self.token_text(token, number == 0, skip_special_tokens=False) for number, token in enumerate(ids)]
+        known = {token: self.token_text(token, False, False) for token in set(ids[1:])}
+        texts = [self.token_text(t, True, False) for t in ids[:1]] + [known[t] for t in ids[1:]]
         return [str(self._fast.id_to_token(t)) if "\ufffd" in text or not text else text for t, text in zip(ids, texts)]
 
     def bytes_of(self, token: int, is_first: bool = False) -> bytes | None:

@@ -15,13 +15,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import check_room
+from llmsuite.serving.protocol import FIRST_FAULT, Ids
 from llmsuite.serving.service import Service, refusals
 
 PATH = "/v1/embeddings"
 MAX_TEXTS = 2048
-_Id = Annotated[int, Field(ge=0, lt=2**31)]
-_Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
-_Ids = Annotated[list[_Id], Field(min_length=1)]
+_Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS), FIRST_FAULT]
+_Ids = Annotated[Ids, Field(min_length=1)]
 
 
 class EmbeddingRequest(BaseModel):
@@ -29,7 +29,7 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS)] = Field(
+    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS), FIRST_FAULT] = Field(
         description=f"a string, a list of 1 to {MAX_TEXTS} strings, a list of token ids, or a list of such lists"
     )
     encoding_format: Literal["float", "base64"] | None = None
@@ -60,12 +60,7 @@ def add_api(app: FastAPI, service: Service) -> None:
             raise HTTPException(400, f"dimensions: is {asked.dimensions}; this model's vectors have {vectors.shape[1]}")
         count = sum(map(len, texts))
         service.metrics.prompt_tokens.inc(count)
-        found = [
-            {"object": "embedding", "index": number, "embedding": _written(vector, asked)}
-            for number, vector in enumerate(vectors)
-        ]
-        usage = {"prompt_tokens": count, "total_tokens": count}
-        return JSONResponse({"object": "list", "data": found, "model": asked.model or service.name, "usage": usage})
+        return await asyncio.to_thread(_answer, asked, vectors, count, asked.model or service.name)
 
 
 def _checked(service: Service, asked: EmbeddingRequest) -> list[list[int]]:
@@ -101,8 +96,18 @@ async def _embedded(
     return np.stack([found[number] for number in range(len(texts))])
 
 
+def _answer(asked: EmbeddingRequest, vectors: np.ndarray, count: int, model: str) -> Response:
+    """The vectors of texts of so many tokens together."""
+    found = [
+        {"object": "embedding", "index": number, "embedding": _written(vector, asked)}
+        for number, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return JSONResponse({"object": "list", "data": found, "model": model, "usage": usage})
+
+
 def _written(vector: np.ndarray, asked: EmbeddingRequest) -> Any:
     """A vector as the client wants it: base64 is of float32, the low byte first."""
     if asked.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return [float(value) for value in vector]
+    return vector.astype("float64").tolist()

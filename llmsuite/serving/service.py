@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -13,18 +12,18 @@ from functools import partial
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line, TokenLogprob, check_room, token_logprob
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.guided import Guide
-from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages, tool_names
+from llmsuite.inference.prompts import Prompter, read_messages, tool_names
 from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.shared_prefixes import SharedPrefixes
 from llmsuite.serving import protocol
-from llmsuite.serving.faults import faults
+from llmsuite.serving.bodies import Kinds, read_body
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
@@ -123,18 +122,13 @@ class Service:
 
     async def body(self, request: Request, kind: type[B]) -> B:
         """The body of a request. Raises HTTPException saying what is wrong with it."""
+        return await self.body_of(request, lambda content: kind)
+
+    async def body_of(self, request: Request, kinds: Kinds[B]) -> B:
+        """As `body`, where the model of a body depends on its content."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the body has to be application/json")
-        try:
-            content = json.loads(await request.body())
-            json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-            asked = kind.model_validate(content)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ValidationError):
-                raise HTTPException(400, faults(kind, error)) from None
-            if isinstance(error, UnicodeEncodeError):
-                raise HTTPException(400, f"the body {NO_TEXT}") from None
-            raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
+        asked = await read_body(await request.body(), kinds, self.generator.decoder.max_length)
         self.check_model(getattr(asked, "model", None))
         return asked
 
@@ -142,14 +136,9 @@ class Service:
         """Raises HTTPException for a name of no model that is served; None is the first."""
         names = (self.name, *self.aliases, *self.adapters)
         if name is not None and name not in names:
-            raise HTTPException(404, f"model {name!r} is not served here; this is {' and '.join(map(repr, names))}")
-
-    async def read(self, request: Request, kind: type[R]) -> R:
-        """A request for answers. Raises as `body`."""
-        asked = await self.body(request, kind)
-        if asked.stream_options is not None and not asked.stream:
-            raise HTTPException(400, "stream_options: only with stream")
-        return asked
+            raise HTTPException(
+                404, f"model {name[:100]!r} is not served here; this is {' and '.join(map(repr, names))}"
+            )
 
     def lines(self, asked: ChatRequest | CompletionRequest) -> tuple[list[Line], int]:
         """The answers to be made, and the number of prompts. Raises UserError."""
