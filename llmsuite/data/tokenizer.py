@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.data.masked import Masked
+from llmsuite.data.masked import Masked, ids_of
 from llmsuite.data.special_tokens import CONFIGS, OF_IDS, TokenFiles, is_mark, read_token_files
 from llmsuite.data.trial import PANIC, try_out
 from llmsuite.errors import UserError
@@ -169,7 +169,7 @@ class TextTokenizer:
         """
         if self._fast:
             with self._panics():
-                return list(self._fast.encode(text, add_special_tokens=False).ids)
+                return ids_of(self._fast, text)
         return list(self._paddlenlp(text, add_special_tokens=False)["input_ids"])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
