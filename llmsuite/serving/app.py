@@ -18,6 +18,7 @@ from llmsuite.serving.limits import BodyLimits, KnownHosts, Message, Receive, Se
 from llmsuite.serving.page import chat_page
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import R, Service
+from llmsuite.serving.turns import client_of
 from llmsuite.serving.weights import ServedWeights
 
 _PATHS = (
@@ -185,13 +186,13 @@ async def _answer(
     """Answer a request: as a stream of events, or whole with a choice for each line."""
     if asked.stream_options is not None and not asked.stream:
         raise HTTPException(400, "stream_options: only with stream")
-    job, num_prompts = await service.start(asked)
+    job, num_prompts = await service.start(asked, client_of(request))
     marks = service.marks()  # those of when it was queued: weights are replaced when nothing is left in the queue
     if asked.stream:
         events = EventStream(service, asked, job, num_prompts).events()
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
     await service.whole(request, job)
-    of_prompts = await service.prompt_logprobs(asked, job, num_prompts)
+    of_prompts = await service.prompt_logprobs(request, asked, job, num_prompts)
 
     def answer() -> Response:
         given = service.chosen(asked, job, num_prompts)

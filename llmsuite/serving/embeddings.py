@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,8 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import check_room
+from llmsuite.inference.pieces import in_groups
+from llmsuite.serving.jobs import refusals, waited
 from llmsuite.serving.protocol import FIRST_FAULT, Ids
-from llmsuite.serving.service import Service, refusals
+from llmsuite.serving.scheduler import Steps
+from llmsuite.serving.service import Service
+from llmsuite.serving.turns import client_of
 
 PATH = "/v1/embeddings"
 MAX_TEXTS = 2048
@@ -83,16 +86,20 @@ async def _embedded(
     more = {"adapter": asked.model} if asked.model in service.adapters else {}
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # those of a length share a batch
     found: dict[int, np.ndarray] = {}
-    size = service.limits.batch_size
-    for start in range(0, len(order), size):
-        if time.monotonic() > deadline:
-            raise HTTPException(504, "the vectors took longer than the server's request_timeout")
-        if await request.is_disconnected():
-            raise HTTPException(499, "the client has gone")
-        chosen = order[start : start + size]
+    limits = service.limits
+
+    def steps(chosen: list[list[int]]) -> Steps:
+        vectors: Any = None
+        for vectors in decoder.embed(chosen, limits.prompt_piece, **more):
+            if vectors is None:
+                yield
+        return vectors
+
+    for group in in_groups([len(texts[number]) for number in order], limits.prompt_piece, limits.batch_size):
+        chosen = [order[place] for place in group]
         with refusals():
-            made = service.scheduler.call(partial(decoder.embed, [texts[number] for number in chosen], **more))
-        found |= dict(zip(chosen, await asyncio.wrap_future(made)))
+            made = service.scheduler.make(steps([texts[number] for number in chosen]), client_of(request))
+        found |= dict(zip(chosen, await waited(request, made, deadline)))
     return np.stack([found[number] for number in range(len(texts))])
 
 

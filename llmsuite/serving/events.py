@@ -12,8 +12,9 @@ from fastapi import HTTPException
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.serving import protocol
+from llmsuite.serving.jobs import Job, Piece
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
-from llmsuite.serving.service import Job, Piece, Service
+from llmsuite.serving.service import Service
 
 
 class EventStream:

@@ -25,8 +25,10 @@ from llmsuite.inference.sampling import MAX_TEMPERATURE
 from llmsuite.inference.text import TextStream
 from llmsuite.serving.events import CallReader
 from llmsuite.serving.faults import faults
+from llmsuite.serving.jobs import Job
 from llmsuite.serving.protocol import FIRST_FAULT, MAX_TOOLS, ChatRequest, TopLogprobs, call_id, chat_logprobs
-from llmsuite.serving.service import Job, Service
+from llmsuite.serving.service import Service
+from llmsuite.serving.turns import client_of
 
 PATH = "/v1/responses"
 COUNT_PATH = "/v1/responses/input_tokens"
@@ -245,7 +247,7 @@ def add_api(app: FastAPI, service: Service) -> None:
         asked = await service.body(request, ResponseRequest)
         chat = await asyncio.to_thread(asked.as_chat)
         with _own_words():
-            job, _ = await service.start(chat)
+            job, _ = await service.start(chat, client_of(request))
         made = _Response(asked, chat, service, job)
         if asked.stream:
             headers = {"Cache-Control": "no-store"}

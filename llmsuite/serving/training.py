@@ -9,7 +9,6 @@ the server does.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import secrets
 import time
 from collections.abc import Sequence
@@ -25,8 +24,10 @@ from llmsuite.inference.batch import check_room
 from llmsuite.rl.drawing import Drawing, Drawn, draw_groups
 from llmsuite.rl.drawing import Request as Drawable
 from llmsuite.serving import protocol
+from llmsuite.serving.jobs import refusals, waited
 from llmsuite.serving.protocol import FIRST_FAULT
-from llmsuite.serving.service import Service, refusals
+from llmsuite.serving.service import Service
+from llmsuite.serving.turns import client_of
 from llmsuite.serving.weights import ServedWeights
 
 PATHS = ("/v1/pause", "/v1/update_weights", "/v1/resume")
@@ -34,8 +35,6 @@ _MAX_COMPLETIONS = 4096
 _Key = Annotated[list[Annotated[int, Field(ge=0, lt=2**64)]], FIRST_FAULT]
 _SOME = Field(min_length=1)
 _Numbers = Annotated[list[int], FIRST_FAULT]
-_PATIENCE = 0.5
-"""Seconds between two looks whether the client is still there."""
 
 
 class IdsRequest(BaseModel):
@@ -144,9 +143,9 @@ async def draw(service: Service, weights: ServedWeights, request: Request, asked
         return draw_groups(generator.decoder, requests, drawing, stop_ids), weights.marks
 
     with refusals():
-        future = service.scheduler.call(work)
+        future = service.scheduler.call(work, client_of(request))
     try:
-        drawn, marks = await _waited(request, future, service.limits.request_timeout)
+        drawn, marks = await waited(request, future, begun + service.limits.request_timeout)
     except UserError as error:
         raise HTTPException(500, str(error)) from None
     counts = [sum(len(r.prompt_ids) for r in requests), sum(len(c.ids) for group in drawn for c in group)]
@@ -202,20 +201,3 @@ def _choice(service: Service, asked: IdsRequest, prompt: Sequence[int], drawn: D
         "token_ids": drawn.ids,
         "logprobs": logprobs,
     }
-
-
-async def _waited(request: Request, future: concurrent.futures.Future[Any], timeout: float) -> Any:
-    """The result of a call; it is left out of the queue when the client goes. Raises HTTPException."""
-    deadline, waiting = time.monotonic() + timeout, asyncio.wrap_future(future)
-    try:
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=_PATIENCE)
-            if not waiting.done() and time.monotonic() > deadline:
-                raise HTTPException(504, "the answer took longer than the server's request_timeout")
-            if not waiting.done() and await request.is_disconnected():
-                raise HTTPException(499, "the client has gone")
-        if waiting.cancelled():
-            raise HTTPException(503, "the server is shutting down")
-        return waiting.result()
-    finally:
-        waiting.cancel()
