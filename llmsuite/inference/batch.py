@@ -297,6 +297,6 @@ class Batch:
             return
         self._unread = [line for line in self._unread if line not in dropped]
         left = [reading for reading in self._reading if any(line in dropped for line in reading.lines)]
-        for reading in left:  # of several that are read together nothing has been read yet
+        for reading in left:  # those that were read together with one begin anew
             self._reading.remove(reading)
             self._unread += [line for line in reading.lines if line not in dropped]

@@ -35,7 +35,7 @@ def piece_length(num_tokens: int, num_rows: int, num_before: int) -> int:
         num_rows: prompts that are read together.
         num_before: columns that were read.
     """
-    return max(1, num_tokens * _TWICE // (num_rows * (_TWICE + num_before)))
+    return max(1, round(num_tokens // num_rows * _TWICE / (_TWICE + num_before)))
 
 
 class Decoder(Protocol):

@@ -79,8 +79,8 @@ class Reading:
         return self._done == self._ids.shape[1]
 
     def advance(self, decoder: Decoder, num_tokens: int | None) -> np.ndarray:
-        """One pass over the next columns, a piece of so many tokens (`piece_length`); returns the logits [B, V] behind them. When it
-        raises, nothing has been read."""
+        """One pass over the next columns, a piece of so many tokens (`piece_length`); returns the logits [B, V] behind
+        them. When it raises, nothing has been read."""
         before = 0 if self.cache is None else num_columns(self.cache)
         columns = None if num_tokens is None else piece_length(num_tokens, len(self.lines), before)
         ids = self._ids[:, self._done :][:, :columns]
