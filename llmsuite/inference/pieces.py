@@ -40,6 +40,11 @@ def in_groups(lengths: Sequence[int], num_tokens: int | None, num_rows: int | No
     return groups
 
 
+def first_pieces(decoder: Decoder) -> int:
+    """See `ModelDecoder`."""
+    return int(getattr(decoder, "first_pieces", 1))
+
+
 def adapters_of(lines: Sequence[Prompted]) -> dict[str, Any]:
     """What a decoder with adapters is told of the rows of a pass; nothing where no row has one."""
     names = [line.adapter for line in lines]
@@ -81,8 +86,11 @@ class Reading:
     def advance(self, decoder: Decoder, num_tokens: int | None) -> np.ndarray:
         """One pass over the next columns, a piece of so many tokens (`piece_length`); returns the logits [B, V] behind
         them. When it raises, nothing has been read."""
-        before = 0 if self.cache is None else num_columns(self.cache)
-        columns = None if num_tokens is None else piece_length(num_tokens, len(self.lines), before)
+        columns = None
+        if num_tokens is not None and self.cache is None:
+            columns = piece_length(num_tokens * first_pieces(decoder), len(self.lines), 0)
+        elif num_tokens is not None and self.cache is not None:
+            columns = piece_length(num_tokens, len(self.lines), num_columns(self.cache))
         ids = self._ids[:, self._done :][:, :columns]
         logits, self.cache = decoder.forward(ids, self.padding, self.cache, **adapters_of(self.lines))
         self._done += ids.shape[1]

@@ -34,7 +34,7 @@ class Watched(ToyDecoder):
 
     def __init__(self, max_length: int = 64) -> None:
         super().__init__(7, seed=1, max_length=max_length)
-        self.passes: list[tuple[int, int]] = []
+        self.passes: list[tuple[int, ...]] = []
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
         self.passes.append(ids.shape)
@@ -148,6 +148,14 @@ def test_interventions_are_read_at_once() -> None:
     toy.reads_in_pieces = False  # type: ignore[attr-defined]
     run(Batch(toy, num_tokens=4), [Line([1] * 20, Sampling(max_new_tokens=1), set())])
     assert toy.passes == [(1, 20)]
+
+
+def test_beginnings_that_are_read_faster_are_longer() -> None:
+    toy = Watched()
+    toy.first_pieces = 3  # type: ignore[attr-defined]
+    lines = [Line([1 + i % 6 for i in range(n)], Sampling(max_new_tokens=1), set()) for n in (20, 6, 5)]
+    run(Batch(toy, num_tokens=4), lines)
+    assert toy.passes == [(1, 12), (2, 6), (1, 4), (1, 4)]
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 99), st.integers(1, 5))
