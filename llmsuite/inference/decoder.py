@@ -87,7 +87,9 @@ class ModelDecoder:
         """Whether keys and values depend on the tokens before them only, and are whole on this device."""
         self.reads_in_pieces = self.edited_ends is None
         """Whether a prompt may be read in several passes: interventions have to know where it ends."""
-        self.first_pieces = _FIRST if self._prompt_pass is not None and self._reads_plainly else 1
+        if not self.reads_in_pieces or self._num_prefix:
+            self._prompt_pass = None
+        self.first_pieces = 1 if self._prompt_pass is None else _FIRST
         """How many times as many tokens as behind others are read at the beginning of a prompt in the same time."""
 
     @property
@@ -112,17 +114,13 @@ class ModelDecoder:
             elif self._mesh is not None:
                 logits, present = self._through_stages(tokens, padding, cache)
             else:
-                if cache is None and self._prompt_pass is not None and self._reads_plainly:
+                if cache is None and self._prompt_pass is not None:
                     hidden, new = self._prompt_pass(tokens, padding)
                     present = Columns.of([tensor for pair in new for tensor in pair])
                 else:
                     hidden, present = self._states(tokens, padding, cache)
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
-
-    @property
-    def _reads_plainly(self) -> bool:
-        return self.edited_ends is None and not self._num_prefix
 
     def _states(self, tokens: Tensor, padding: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """Normed hidden states [B, L, D] of the tokens of a pass, and the cache; arguments as for `forward`."""
