@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.prompts import Prompter
 
+_PIECE_ON_CPU, _PIECE = 256, 2048
+"""Tokens of prompts that a device reads in the time of a few passes over answers."""
+
 
 def add_arguments(parser: Any) -> None:
     from jsonargparse.typing import NonNegativeInt, PositiveFloat, PositiveInt
@@ -56,6 +59,18 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--api_key", type=str | None, default=None, help=f"ask for it; better given as {API_KEY}")
     parser.add_argument("--batch_size", type=PositiveInt, default=8, help="answers decoded together")
     parser.add_argument("--max_waiting", type=PositiveInt, default=256, help="answers that may wait for a place")
+    parser.add_argument(
+        "--max_waiting_per_client",
+        type=PositiveInt | None,
+        default=None,
+        help="of one client; default: three quarters of --max_waiting",
+    )
+    parser.add_argument(
+        "--prompt_piece",
+        type=PositiveInt | None,
+        default=None,
+        help="tokens of prompts that are read between two passes over the answers; default: 256 on cpu, 2048 on others",
+    )
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=1024, help="most tokens of an answer")
     parser.add_argument(
         "--prefix_cache_mb",
@@ -128,6 +143,7 @@ def run(args: Any, registry: Registry) -> int:
 
     leader = lead(opened.generator.decoder) if args.num_devices > 1 else None
     opened.generator.decoder = leader or opened.generator.decoder
+    args.prompt_piece = args.prompt_piece or (_PIECE_ON_CPU if args.device == "cpu" else _PIECE)
     limits = Limits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)})
     if key is None and not _is_loopback(args.host):
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)

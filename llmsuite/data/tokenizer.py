@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.data.masked import Masked
+from llmsuite.data.masked import Masked, ids_of
 from llmsuite.data.special_tokens import CONFIGS, OF_IDS, TokenFiles, is_mark, read_token_files
 from llmsuite.data.trial import PANIC, try_out
 from llmsuite.errors import UserError
@@ -169,7 +169,7 @@ class TextTokenizer:
         """
         if self._fast:
             with self._panics():
-                return list(self._fast.encode(text, add_special_tokens=False).ids)
+                return ids_of(self._fast, text)
         return list(self._paddlenlp(text, add_special_tokens=False)["input_ids"])
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -276,7 +276,8 @@ class TextTokenizer:
         """Text of each token of a text, special ones too; tokens that are no whole character as in the vocabulary."""
         if not self._fast:
             return [str(token) for token in self._paddlenlp.convert_ids_to_tokens(list(ids))]
-        texts = [self.token_text(token, number == 0, skip_special_tokens=False) for number, token in enumerate(ids)]
+        known = {token: self.token_text(token, False, False) for token in set(ids[1:])}
+        texts = [self.token_text(t, True, False) for t in ids[:1]] + [known[t] for t in ids[1:]]
         return [str(self._fast.id_to_token(t)) if "\ufffd" in text or not text else text for t, text in zip(ids, texts)]
 
     def bytes_of(self, token: int, is_first: bool = False) -> bytes | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import paddle
@@ -26,6 +26,7 @@ from llmsuite.inference.decoder import Cache, ModelDecoder
 from llmsuite.models.adapter import is_plain_linear
 from llmsuite.typing import Tensor
 
+T = TypeVar("T")
 Pairs = Mapping[str, tuple[np.ndarray, np.ndarray]]
 """Factors [I, R] and [R, O] by the names of matrices."""
 
@@ -135,15 +136,27 @@ class AdaptedDecoder(ModelDecoder):
         with self._rows(adapters):
             return super().forward(ids, padding, cache)
 
-    def prompt_logits(self, ids: Sequence[int], adapter: str | None = None) -> Iterator[np.ndarray]:
+    def prompt_logits(
+        self, ids: Sequence[int], num_tokens: int | None = None, adapter: str | None = None
+    ) -> Iterator[np.ndarray]:
         """See `ModelDecoder.prompt_logits`; with an adapter, or None for the model as it is."""
-        with self._rows([adapter]):
-            yield from super().prompt_logits(ids)
+        return self._in_steps(super().prompt_logits(ids, num_tokens), [adapter])
 
-    def embed(self, texts: Sequence[Sequence[int]], adapter: str | None = None) -> np.ndarray:
+    def embed(
+        self, texts: Sequence[Sequence[int]], num_tokens: int | None = None, adapter: str | None = None
+    ) -> Iterator[np.ndarray | None]:
         """See `ModelDecoder.embed`; with an adapter, or None for the model as it is."""
-        with self._rows([adapter] * len(texts)):
-            return super().embed(texts)
+        return self._in_steps(super().embed(texts, num_tokens), [adapter] * len(texts))
+
+    def _in_steps(self, steps: Iterator[T], names: Sequence[str | None]) -> Iterator[T]:
+        """The same, whose passes are made with the adapters of these rows; between two steps others have theirs."""
+        while True:
+            with self._rows(names):
+                try:
+                    made = next(steps)
+                except StopIteration:
+                    return
+            yield made
 
     @contextlib.contextmanager
     def _rows(self, names: Sequence[str | None]) -> Iterator[None]:

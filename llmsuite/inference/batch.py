@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from llmsuite.errors import UserError
 from llmsuite.inference.decoder import Cache, Decoder, join, keep_rows, num_columns
 from llmsuite.inference.guided import Guide
+from llmsuite.inference.pieces import Reading, adapters_of, first_pieces, in_groups
 from llmsuite.inference.sampling import Sampling, choose, forbid, generator, log_softmax, penalise
-from llmsuite.inference.shared_prefixes import Block, SharedPrefixes, as_cache, num_known
+from llmsuite.inference.shared_prefixes import Block, SharedPrefixes, num_known
 from llmsuite.inference.text import TextStream
 
 FinishReason = Literal["stop", "length"]
@@ -130,12 +132,6 @@ def check_room(
         raise UserError(f"{what} has token {max(prompt)}; the model's end at {decoder.vocab_size - 1}")
 
 
-def _adapters(lines: Sequence[Line]) -> dict[str, Any]:
-    """What a decoder with adapters is told of the rows of a pass; nothing where no row has one."""
-    names = [line.adapter for line in lines]
-    return {"adapters": names} if any(name is not None for name in names) else {}
-
-
 def _joined(first: Cache, padding: np.ndarray, second: Cache, more_padding: np.ndarray) -> tuple[Cache, np.ndarray]:
     """Two caches as one, and the padding of their rows."""
     difference = num_columns(second) - num_columns(first)
@@ -152,6 +148,7 @@ class Batch:
         agree: Callable[[list[int]], list[int]] = lambda tokens: tokens,
         fails_alone: bool = False,
         prefixes: SharedPrefixes | None = None,
+        num_tokens: int | None = None,
     ):
         """
         Args:
@@ -160,32 +157,85 @@ class Batch:
             fails_alone: whether a line that cannot go on leaves the batch with its `error`; else `advance` raises it.
             prefixes: of prompts that were read before, which are not read again; needs a decoder that
                 `shares_prefixes`.
+            num_tokens: of prompts, at most, that a pass reads; None for any number. A decoder that does not
+                `reads_in_pieces` reads each prompt in one.
         """
         self._decoder, self._agree, self._fails_alone, self._prefixes = decoder, agree, fails_alone, prefixes
+        self._num_tokens = num_tokens if getattr(decoder, "reads_in_pieces", True) else None
+        self._unread: list[Line] = []
+        self._reading: collections.deque[Reading] = collections.deque()
         self.lines: list[Line] = []
         self._padding = np.zeros(0, "int64")
         self._cache: Cache | None = None
 
+    def begin(self, new: Sequence[Line]) -> None:
+        """Take new lines, whose prompts `read` reads."""
+        self._unread += new
+
+    @property
+    def coming(self) -> list[Line]:
+        """The lines that have begun and whose prompts have not been read to the end."""
+        return [*(line for reading in self._reading for line in reading.lines), *self._unread]
+
+    def read(self) -> list[tuple[Line, str]]:
+        """Make one pass over a piece of the prompts that are `coming`; those that are read at the same time take turns.
+
+        Returns:
+            Each line whose prompt has come to its end and got its first token, or that failed, with the text that
+            became certain.
+
+        When the pass itself raises, its lines are no longer in the batch, and all else is as before. Where lines fail
+        alone, it does not raise: each is read by itself then, and fails if that cannot be done either.
+        """
+        self._open()
+        reading = self._reading.popleft()
+        try:
+            logits = reading.advance(self._decoder, self._num_tokens)
+        except Exception as error:  # whatever is wrong with one prompt is no reason to end the others
+            if not self._fails_alone:
+                raise
+            if len(reading.lines) > 1:
+                self._reading.extend(Reading([line], [self._known(line)]) for line in reading.lines)
+                return []
+            reading.lines[0].error = error
+            return [(reading.lines[0], "")]
+        if not reading.is_done:
+            self._reading.append(reading)
+            return []
+        cache, padding = reading.cache, reading.padding
+        assert cache is not None
+        if self._prefixes is not None:
+            tensors = list(cache)
+            for row, line in enumerate(reading.lines):
+                line.num_kept = self._prefixes.keep(line.prompt, line.adapter, tensors, row, int(padding[row]))
+        if self._cache is not None:
+            cache, padding = _joined(self._cache, self._padding, cache, padding)
+        self._cache, self._padding = cache, padding
+        self.lines = [*self.lines, *reading.lines]
+        return self._taken(reading.lines, logits)
+
     def advance(self, new: Sequence[Line] = ()) -> list[tuple[Line, str]]:
-        """Make one pass: the first token of new lines, or without any, the next token of all.
+        """Read the prompts of new lines and choose their first tokens, or without any, choose the next token of all.
 
         Returns:
             Each line that got a token or failed, with the text that became certain. These leave the batch when they
             are finished.
 
-        When the pass itself raises, the batch is as it was before.
+        When a pass itself raises, the batch is as it was before that pass.
         """
         if new:
-            lines, logits, cache, padding = self._prefill(new)
-            if self._cache is not None:
-                cache, padding = _joined(self._cache, self._padding, cache, padding)
-            self._padding = padding
-            self.lines = [*self.lines, *lines]
-        else:
-            lines = list(self.lines)
-            last = np.asarray([[line.ids[-1]] for line in lines], "int64")
-            logits, cache = self._decoder.forward(last, self._padding, self._cache, **_adapters(lines))
-        self._cache = cache
+            self.begin(new)
+            steps = []
+            while self.coming:
+                steps += self.read()
+            return steps
+        lines = list(self.lines)
+        last = np.asarray([[line.ids[-1]] for line in lines], "int64")
+        logits, self._cache = self._decoder.forward(last, self._padding, self._cache, **adapters_of(lines))
+        return self._taken(lines, logits)
+
+    def _taken(self, lines: Sequence[Line], logits: np.ndarray) -> list[tuple[Line, str]]:
+        """Let lines choose by their rows of logits [B, V]; see `advance`."""
         tokens = self._agree([self._act(line, partial(line.choose, row), 0) for line, row in zip(lines, logits)])
         texts = [self._act(line, partial(line.take, t, row), "") for line, t, row in zip(lines, tokens, logits)]
         self.drop([line for line in lines if line.finished or line.error])
@@ -203,71 +253,35 @@ class Batch:
             line.error = error
             return instead
 
-    def _prefill(self, new: Sequence[Line]) -> tuple[list[Line], np.ndarray, Cache, np.ndarray]:
-        """The first passes of new lines, over their prompts.
-
-        There is one for those of which nothing is known, one where the beginnings are, and one for lines that begin as
-        another one of them does, which is read first.
-
-        Returns:
-            The lines in another order, with their logits, cache and padding.
-        """
-        if self._prefixes is None:
-            return list(new), *self._read(new, [[] for _ in new])
-        made: tuple[list[Line], np.ndarray, Cache, np.ndarray] | None = None
-        for group in self._in_turn(new):
-            found = [self._prefixes.find(line.prompt, line.adapter) for line in group]
-            for is_known in (True, False):
-                rows = [row for row, blocks in enumerate(found) if bool(blocks) == is_known]
-                if not rows:
-                    continue
-                lines = [group[row] for row in rows]
-                logits, cache, padding = self._read(lines, [found[row] for row in rows])
-                tensors = list(cache)
-                for row, line in enumerate(lines):
-                    begin = int(padding[row])
-                    line.num_kept = self._prefixes.keep(line.prompt, line.adapter, tensors, row, begin)
-                if made is not None:
-                    cache, padding = _joined(made[2], made[3], cache, padding)
-                    lines, logits = [*made[0], *lines], np.concatenate([made[1], logits])
-                made = lines, logits, cache, padding
-        assert made is not None, "there are new lines"
-        return made
-
-    def _in_turn(self, new: Sequence[Line]) -> list[list[Line]]:
-        """New lines in the order in which they are read: those whose next block another one reads too come after it."""
-        assert self._prefixes is not None
-        if not self._prefixes.keeps_some:
-            return [list(new)]
-        seen: set[Any] = set()
-        first, later = list[Line](), list[Line]()
-        for line in new:
-            key = self._prefixes.first_new(line.prompt, line.adapter)
-            (later if key in seen else first).append(line)
-            if key is not None:
+    def _open(self) -> None:
+        """Begin to read prompts, but for those that begin as one does that is just being read: they come after it."""
+        ready, later = self._unread, list[Line]()
+        if ready and self._prefixes is not None and self._prefixes.keeps_some:
+            first_new = self._prefixes.first_new
+            seen = {first_new(line.prompt, line.adapter) for reading in self._reading for line in reading.lines}
+            ready = []
+            for line in self._unread:
+                key = first_new(line.prompt, line.adapter)
+                (later if key is not None and key in seen else ready).append(line)
                 seen.add(key)
-        return [group for group in (first, later) if group]
+        self._unread = later
+        found = [self._known(line) for line in ready]
+        for is_known in (True, False):
+            rows = [row for row, blocks in enumerate(found) if bool(blocks) == is_known]
+            lengths = [len(ready[row].prompt) - num_known(found[row]) for row in rows]
+            most = self._num_tokens
+            if most is not None and not is_known:
+                most *= first_pieces(self._decoder)
+            for group in in_groups(lengths, most):
+                chosen = [rows[number] for number in group]
+                self._reading.append(Reading([ready[row] for row in chosen], [found[row] for row in chosen]))
 
-    def _read(self, lines: Sequence[Line], prefixes: Sequence[Sequence[Block]]) -> tuple[np.ndarray, Cache, np.ndarray]:
-        """A pass over prompts, but for the beginnings that are known. All rows read as many columns as the one that
-        has most to read."""
-        lengths = [len(line.prompt) for line in lines]
-        width = max(lengths)
-        padding = np.asarray([width - length for length in lengths], "int64")
-        num_read = max(length - num_known(blocks) for length, blocks in zip(lengths, prefixes))
-        known = None
-        if num_read < width:
-            known = as_cache(prefixes, [max(0, length - num_read) for length in lengths], width - num_read)
-        ids = np.zeros([len(lines), num_read], "int64")
-        for row, line in zip(ids, lines):
-            text = line.prompt[-num_read:]
-            row[num_read - len(text) :] = text
-            line.num_known = len(line.prompt) - len(text)
-        logits, cache = self._decoder.forward(ids, padding, known, **_adapters(lines))
-        return logits, cache, padding
+    def _known(self, line: Line) -> list[Block]:
+        return [] if self._prefixes is None else self._prefixes.find(line.prompt, line.adapter)
 
     def drop(self, dropped: Sequence[Line]) -> None:
         """Remove lines: finished ones, or those nobody waits for any more."""
+        self._leave_unread(dropped)
         if not dropped or self._cache is None:
             return
         rows = [i for i, line in enumerate(self.lines) if line not in dropped]
@@ -279,3 +293,13 @@ class Batch:
             return
         first = int(self._padding[rows].min())
         self._cache, self._padding = keep_rows(self._cache, rows, first), self._padding[rows] - first
+
+    def _leave_unread(self, dropped: Sequence[Line]) -> None:
+        """Remove lines whose prompts have not been read to the end."""
+        if not any(line in dropped for line in self.coming):
+            return
+        self._unread = [line for line in self._unread if line not in dropped]
+        left = [reading for reading in self._reading if any(line in dropped for line in reading.lines)]
+        for reading in left:  # those that were read together with one begin anew
+            self._reading.remove(reading)
+            self._unread += [line for line in reading.lines if line not in dropped]

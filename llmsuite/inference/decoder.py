@@ -22,6 +22,22 @@ from llmsuite.typing import Tensor
 Cache = Sequence[Tensor]
 _POSITIONS = 128
 """Positions of a prompt whose logits are in memory at once."""
+_FIRST = 4
+"""How many times as fast `PromptPass` is, measured with 256 and 1,024 tokens."""
+_TWICE = 4096
+"""Columns with which a token takes twice as long as without any, roughly: six times the width of a small model."""
+
+
+def piece_length(num_tokens: int, num_rows: int, num_before: int) -> int:
+    """Columns of a piece of prompts that takes as long as so many tokens at their beginning, at least one: with more
+    columns before it attention takes longer.
+
+    Args:
+        num_tokens: at the beginning.
+        num_rows: prompts that are read together.
+        num_before: columns that were read.
+    """
+    return max(1, round(num_tokens // num_rows * _TWICE / (_TWICE + num_before)))
 
 
 class Decoder(Protocol):
@@ -69,6 +85,12 @@ class ModelDecoder:
         is_whole = mesh is None or mesh.degrees.tp == mesh.degrees.pp == 1
         self.shares_prefixes = is_whole and self.edited_ends is None and not self._num_prefix
         """Whether keys and values depend on the tokens before them only, and are whole on this device."""
+        self.reads_in_pieces = self.edited_ends is None
+        """Whether a prompt may be read in several passes: interventions have to know where it ends."""
+        if not self.reads_in_pieces or self._num_prefix:
+            self._prompt_pass = None
+        self.first_pieces = 1 if self._prompt_pass is None else _FIRST
+        """How many times as many tokens as behind others are read at the beginning of a prompt in the same time."""
 
     @property
     def max_length(self) -> int:
@@ -85,36 +107,38 @@ class ModelDecoder:
         if self.edited_ends is not None:
             chosen = chosen_columns(padding, ids.shape[1], cache is None, self.edited_ends)
         with paddle.no_grad(), tokens_with(chosen):
-            if cache is not None and self._accepts_buffer:
-                filled = num_columns(cache)
-                whole = _reserve(cache, ids.shape[1])
-                if self._next_logits is not None and ids.shape[1] == 1:
-                    logits = self._next_logits(tokens, padding, whole, filled)
-                else:
-                    hidden, _ = self._model.decode_step(tokens, padding, _pairs(whole), filled)
-                    logits = self._model.logits(hidden[:, -1])
-                present: Cache = Columns(whole, filled + ids.shape[1])
-            elif cache is None and self._prompt_pass is not None and self.edited_ends is None and not self._num_prefix:
-                hidden, new = self._prompt_pass(tokens, padding)
-                present = Columns.of([tensor for pair in new for tensor in pair])
-                logits = self._model.logits(hidden[:, -1])
+            if self._next_logits is not None and cache is not None and ids.shape[1] == 1 and self._accepts_buffer:
+                filled, whole = num_columns(cache), _reserve(cache, 1)
+                logits = self._next_logits(tokens, padding, whole, filled)
+                present: Cache = Columns(whole, filled + 1)
             elif self._mesh is not None:
                 logits, present = self._through_stages(tokens, padding, cache)
             else:
-                pairs = None if cache is None else _pairs(self._distributed(cache))
-                begins = cache is None and self._num_prefix > 0
-                if begins:
-                    pairs = prefix_cache(self._model, ids.shape[0], self._by_heads)
-                    if self._cache_dtype is not None:
-                        pairs = [(k.astype(self._cache_dtype), v.astype(self._cache_dtype)) for k, v in pairs]
-                hidden, new = self._model.decode_step(tokens, padding, pairs, num_seen=self._num_prefix * begins)
-                present = self._local([tensor for pair in new for tensor in pair])
-                if begins:
-                    present = [behind_padding(tensor, padding, self._num_prefix) for tensor in present]
-                if self._accepts_buffer:
-                    present = Columns.of(present)
+                if cache is None and self._prompt_pass is not None:
+                    hidden, new = self._prompt_pass(tokens, padding)
+                    present = Columns.of([tensor for pair in new for tensor in pair])
+                else:
+                    hidden, present = self._states(tokens, padding, cache)
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
+
+    def _states(self, tokens: Tensor, padding: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
+        """Normed hidden states [B, L, D] of the tokens of a pass, and the cache; arguments as for `forward`."""
+        if cache is not None and self._accepts_buffer:
+            filled, whole = num_columns(cache), _reserve(cache, tokens.shape[1])
+            hidden, _ = self._model.decode_step(tokens, padding, _pairs(whole), filled)
+            return hidden, Columns(whole, filled + tokens.shape[1])
+        pairs = None if cache is None else _pairs(self._distributed(cache))
+        begins = cache is None and self._num_prefix > 0
+        if begins:
+            pairs = prefix_cache(self._model, tokens.shape[0], self._by_heads)
+            if self._cache_dtype is not None:
+                pairs = [(k.astype(self._cache_dtype), v.astype(self._cache_dtype)) for k, v in pairs]
+        hidden, new = self._model.decode_step(tokens, padding, pairs, num_seen=self._num_prefix * begins)
+        present: Cache = self._local([tensor for pair in new for tensor in pair])
+        if begins:
+            present = [behind_padding(tensor, padding, self._num_prefix) for tensor in present]
+        return hidden, Columns.of(present) if self._accepts_buffer else present
 
     def _through_stages(self, tokens: Tensor, padding: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """`forward` of a model that is cut into pipeline stages."""
@@ -144,18 +168,27 @@ class ModelDecoder:
 
         return dtensor_from_local(entering, self._tensor_mesh, [dist.Replicate()])
 
-    def prompt_logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
-        """Logits [V] float32 behind each token of a text but the last, each a prediction of the next one.
+    def prompt_logits(self, ids: Sequence[int], num_tokens: int | None = None) -> Iterator[np.ndarray]:
+        """Logits behind each token of a text but the last, each a prediction of the next one: those of a piece of the
+        text after the other, [L, V] float32. Other passes may be made between two of them.
+
+        Args:
+            ids: the text.
+            num_tokens: of a piece, at most; never more than are in memory at once.
 
         Raises:
             UserError: interventions or prefixes edit the model's prompts.
         """
         self.check_plain("echo: with logprobs")
-        tokens = paddle.to_tensor(np.asarray([ids], "int64"))
-        with paddle.no_grad():
-            hidden, _ = self._model.decode_step(tokens, paddle.zeros([1], "int64"), None)
-            for start in range(0, len(ids) - 1, _POSITIONS):
-                yield from self._gathered(self._model.logits(hidden[0, start : min(start + _POSITIONS, len(ids) - 1)]))
+        start, cache = 0, None
+        while start < len(ids) - 1:
+            columns = min(piece_length(num_tokens or _POSITIONS, 1, start), _POSITIONS)
+            piece = np.asarray([ids[start : min(start + columns, len(ids) - 1)]], "int64")
+            start += columns
+            with paddle.no_grad():
+                hidden, cache = self._states(paddle.to_tensor(piece), paddle.zeros([1], "int64"), cache)
+                found = self._gathered(self._model.logits(hidden[0]))
+            yield found
 
     def check_plain(self, what: str) -> None:
         """Raise UserError for a model that gives nothing but answers; `what` else is asked for."""
@@ -166,23 +199,38 @@ class ModelDecoder:
         if self._mesh is not None:
             raise UserError(f"{what}: not of a model on several pipeline stages")
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
-        """The mean of the last normed hidden states of the tokens of each text, [B, D] float32, of length 1.
+    def embed(self, texts: Sequence[Sequence[int]], num_tokens: int | None = None) -> Iterator[np.ndarray | None]:
+        """The mean of the last normed hidden states of the tokens of each text, [B, D] float32, of length 1: read in
+        pieces, with None behind each but the last. Other passes may be made between two of them.
+
+        Args:
+            texts: token ids.
+            num_tokens: of a piece, at most; None for all.
 
         Raises:
             UserError: interventions or prefixes edit the model's prompts.
         """
         self.check_plain("embeddings")
-        length = max(map(len, texts))
+        length, cache = max(map(len, texts)), None
         padding = np.asarray([length - len(text) for text in texts], "int64")
         ids = np.zeros([len(texts), length], "int64")
         for row, text in zip(ids, texts):
             row[length - len(text) :] = text
-        with paddle.no_grad():
-            hidden, _ = self._model.decode_step(paddle.to_tensor(ids), paddle.to_tensor(padding), None)
-        values = hidden.astype("float32").numpy()
-        means = np.stack([row[start:].mean(0) for row, start in zip(values, padding)])
-        return means / np.maximum(np.linalg.norm(means, axis=1, keepdims=True), 1e-12)
+        sums: Any = 0.0
+        start = 0
+        while start < length:
+            if start:
+                yield None
+            columns = length if num_tokens is None else piece_length(num_tokens, len(texts), start)
+            piece = paddle.to_tensor(ids[:, start : start + columns])
+            with paddle.no_grad():
+                hidden, cache = self._states(piece, paddle.to_tensor(padding), cache)
+            values = hidden.astype("float32").numpy()
+            # without padding, whose states need not be numbers
+            sums += np.stack([row[max(0, first - start) :].sum(0, "float64") for row, first in zip(values, padding)])
+            start += columns
+        lengths = np.linalg.norm(sums, axis=1, keepdims=True)
+        yield (sums / np.maximum(lengths, 1e-12)).astype("float32")
 
     def _distributed(self, cache: Cache) -> Cache:
         if self._tensor_mesh is None:

@@ -29,6 +29,9 @@ _BEAT_SECONDS = 60.0
 """How often the others are told that nothing is to be done: they would give up waiting in the end."""
 
 
+_END = object()
+
+
 class Leader:
     """The decoder of the first rank. Not for several threads."""
 
@@ -48,6 +51,11 @@ class Leader:
         self._lock = threading.Lock()
         self._last = time.monotonic()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    @property
+    def reads_in_pieces(self) -> bool:
+        """See `ModelDecoder`."""
+        return getattr(self._decoder, "reads_in_pieces", True)
 
     @property
     def max_length(self) -> int:
@@ -78,13 +86,13 @@ class Leader:
             self._last = float("inf")
 
     def note(self, what: str, *words: Any) -> int:
-        """Have a cache made of others before the next pass; returns its number."""
+        """Have something made before the next pass, such as a cache of others; returns its number."""
         number = next(self._numbers)
         self._orders.append([what, number, *words])
         return number
 
     def forget(self, number: int) -> None:
-        """Nobody has this cache any more. Called by the garbage collector, in any thread."""
+        """Nobody has this any more. Called by the garbage collector, in any thread."""
         self._orders.append(["forget", number])
 
     def _lead(self, order: list[Any], work: Callable[[], Any]) -> Any:
@@ -118,19 +126,29 @@ class LiveLeader(Leader):
 
     _decoder: Any
 
-    def prompt_logits(self, ids: Sequence[int]) -> Iterator[np.ndarray]:
+    def prompt_logits(self, ids: Sequence[int], num_tokens: int | None = None) -> Iterator[np.ndarray]:
         """See `ModelDecoder.prompt_logits`."""
         self._decoder.check_plain("echo: with logprobs")
-        with self._lock:
-            rows = self._lead(["prompt_logits", list(ids)], lambda: list(self._decoder.prompt_logits(ids)))
-        yield from rows
+        return self._steps("prompt_logits", list(ids), num_tokens)
 
-    def embed(self, texts: Sequence[Sequence[int]]) -> np.ndarray:
+    def embed(self, texts: Sequence[Sequence[int]], num_tokens: int | None = None) -> Iterator[np.ndarray | None]:
         """See `ModelDecoder.embed`."""
         self._decoder.check_plain("embeddings")
-        with self._lock:
-            found = self._lead(["embed", [list(text) for text in texts]], lambda: self._decoder.embed(texts))
-        return np.asarray(found)
+        return self._steps("embed", [list(text) for text in texts], num_tokens)
+
+    def _steps(self, what: str, *words: Any) -> Iterator[Any]:
+        """The steps of a method of the decoder, each of which the others make too."""
+        own = getattr(self._decoder, what)(*words)
+        number = self.note("steps", what, *words)
+        try:
+            while True:
+                with self._lock:
+                    made = self._lead(["step", number], lambda: next(own, _END))
+                if made is _END:
+                    return
+                yield made
+        finally:
+            self.forget(number)
 
 
 def lead(decoder: Decoder) -> Leader:
@@ -164,26 +182,27 @@ class LedCache(Sequence[Tensor]):
 
 def follow(decoder: Any) -> None:
     """Do what the first rank says, until it says that it is the end. For every other rank."""
-    caches: dict[int, Cache] = {}
+    held: dict[int, Any] = {}  # caches, and methods that are made in steps
     while True:
         for what, *words in json.loads(collective.message_of_first_rank(None)):
             if what == "end":
                 return
             if what == "forward":
                 number, ids, padding, old = words
-                before = None if old is None else caches[old]
-                caches[number] = decoder.forward(np.asarray(ids, "int64"), np.asarray(padding, "int64"), before)[1]
+                before = None if old is None else held[old]
+                held[number] = decoder.forward(np.asarray(ids, "int64"), np.asarray(padding, "int64"), before)[1]
             elif what == "keep":
                 number, old, rows, first_column = words
-                caches[number] = keep_rows(caches[old], rows, first_column)
+                held[number] = keep_rows(held[old], rows, first_column)
             elif what == "join":
                 number, first, second = words
-                caches[number] = join(caches[first], caches[second])
+                held[number] = join(held[first], held[second])
             elif what == "forget":
-                del caches[words[0]]
-            elif what == "prompt_logits":
-                collections.deque(decoder.prompt_logits(words[0]), maxlen=0)
-            elif what == "embed":
-                decoder.embed(words[0])
+                del held[words[0]]
+            elif what == "steps":
+                number, name, *given = words
+                held[number] = getattr(decoder, name)(*given)
+            elif what == "step":
+                next(held[words[0]], None)
             else:
                 assert what == "wait", what

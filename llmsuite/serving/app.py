@@ -18,6 +18,7 @@ from llmsuite.serving.limits import BodyLimits, KnownHosts, Message, Receive, Se
 from llmsuite.serving.page import chat_page
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import R, Service
+from llmsuite.serving.turns import client_of
 from llmsuite.serving.weights import ServedWeights
 
 _PATHS = (
@@ -139,12 +140,19 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
                 "logprobs": protocol.chat_logprobs(line.logprobs, tokenizer) if asked.logprobs else None,
             }
 
-        return await _answer(service, request, ChatRequest, "chat.completion", choice)
+        asked = await service.body(request, ChatRequest)
+        return await _answer(service, request, asked, "chat.completion", choice)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        if weights is not None and training.wants_ids(await request.body()):
-            return await training.draw(service, weights, request)
+        def kind(content: Any) -> type[CompletionRequest | training.IdsRequest]:
+            is_drawn = weights is not None and training.wants_ids(content)
+            return training.IdsRequest if is_drawn else CompletionRequest
+
+        asked = await service.body_of(request, kind)
+        if isinstance(asked, training.IdsRequest):
+            assert weights is not None
+            return await training.draw(service, weights, request, asked)
 
         def choice(line: Line, asked: CompletionRequest) -> dict[str, Any]:
             wants_logprobs, tokenizer = asked.logprobs is not None, service.speaker(asked.model).generator.tokenizer
@@ -154,7 +162,7 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
                 "logprobs": protocol.completion_logprobs(line.logprobs, tokenizer) if wants_logprobs else None,
             }
 
-        return await _answer(service, request, CompletionRequest, "text_completion", choice)
+        return await _answer(service, request, asked, "text_completion", choice)
 
     def described(name: str) -> dict[str, Any]:
         more = {"parent": service.name} if name in service.adapters else service.marks()
@@ -173,29 +181,34 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
 
 
 async def _answer(
-    service: Service, request: Request, kind: type[R], name: str, choice: Callable[[Line, R], dict[str, Any]]
+    service: Service, request: Request, asked: R, name: str, choice: Callable[[Line, R], dict[str, Any]]
 ) -> Response:
-    """Answer a request of a kind: as a stream of events, or whole with a choice for each line."""
-    asked = await service.read(request, kind)
-    job, num_prompts = await service.start(asked)
+    """Answer a request: as a stream of events, or whole with a choice for each line."""
+    if asked.stream_options is not None and not asked.stream:
+        raise HTTPException(400, "stream_options: only with stream")
+    job, num_prompts = await service.start(asked, client_of(request))
     marks = service.marks()  # those of when it was queued: weights are replaced when nothing is left in the queue
     if asked.stream:
         events = EventStream(service, asked, job, num_prompts).events()
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
     await service.whole(request, job)
-    choices = [{"index": n, **choice(line, asked)} for n, line in enumerate(service.chosen(asked, job, num_prompts))]
-    for one, text in zip(choices, service.echoed(asked)):
-        one["text"] = text + one["text"]
-    given = service.chosen(asked, job, num_prompts)
-    tokenizer = service.speaker(asked.model).generator.tokenizer
-    for number, of_prompt in enumerate(await service.prompt_logprobs(asked, job, num_prompts)):
-        answer = given[number]
-        # with the token that ended the answer: harnesses take off one, of an answer of one token
-        ending = [answer.ending] if answer.ending is not None else []
-        both = of_prompt + answer.logprobs + ending
-        choices[number]["logprobs"] = protocol.echoed_logprobs(answer.prompt[0], both, tokenizer)
-    head = protocol.envelope(name, asked.model or service.name)
-    return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
+    of_prompts = await service.prompt_logprobs(request, asked, job, num_prompts)
+
+    def answer() -> Response:
+        given = service.chosen(asked, job, num_prompts)
+        choices = [{"index": n, **choice(line, asked)} for n, line in enumerate(given)]
+        for one, text in zip(choices, service.echoed(asked)):
+            one["text"] = text + one["text"]
+        tokenizer = service.speaker(asked.model).generator.tokenizer
+        for one, line, of_prompt in zip(choices, given, of_prompts):
+            # with the token that ended the answer: harnesses take off one, of an answer of one token
+            ending = [line.ending] if line.ending is not None else []
+            both = of_prompt + line.logprobs + ending
+            one["logprobs"] = protocol.echoed_logprobs(line.prompt[0], both, tokenizer)
+        head = protocol.envelope(name, asked.model or service.name)
+        return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
+
+    return await asyncio.to_thread(answer)  # it may have very many log-probabilities
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:

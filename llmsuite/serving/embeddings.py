@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import time
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import numpy as np
@@ -15,13 +14,17 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import check_room
-from llmsuite.serving.service import Service, refusals
+from llmsuite.inference.pieces import in_groups
+from llmsuite.serving.jobs import refusals, waited
+from llmsuite.serving.protocol import FIRST_FAULT, Ids
+from llmsuite.serving.scheduler import Steps
+from llmsuite.serving.service import Service
+from llmsuite.serving.turns import client_of
 
 PATH = "/v1/embeddings"
 MAX_TEXTS = 2048
-_Id = Annotated[int, Field(ge=0, lt=2**31)]
-_Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS)]
-_Ids = Annotated[list[_Id], Field(min_length=1)]
+_Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_TEXTS), FIRST_FAULT]
+_Ids = Annotated[Ids, Field(min_length=1)]
 
 
 class EmbeddingRequest(BaseModel):
@@ -29,7 +32,7 @@ class EmbeddingRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS)] = Field(
+    input: str | _Texts | _Ids | Annotated[list[_Ids], Field(min_length=1, max_length=MAX_TEXTS), FIRST_FAULT] = Field(
         description=f"a string, a list of 1 to {MAX_TEXTS} strings, a list of token ids, or a list of such lists"
     )
     encoding_format: Literal["float", "base64"] | None = None
@@ -60,12 +63,7 @@ def add_api(app: FastAPI, service: Service) -> None:
             raise HTTPException(400, f"dimensions: is {asked.dimensions}; this model's vectors have {vectors.shape[1]}")
         count = sum(map(len, texts))
         service.metrics.prompt_tokens.inc(count)
-        found = [
-            {"object": "embedding", "index": number, "embedding": _written(vector, asked)}
-            for number, vector in enumerate(vectors)
-        ]
-        usage = {"prompt_tokens": count, "total_tokens": count}
-        return JSONResponse({"object": "list", "data": found, "model": asked.model or service.name, "usage": usage})
+        return await asyncio.to_thread(_answer, asked, vectors, count, asked.model or service.name)
 
 
 def _checked(service: Service, asked: EmbeddingRequest) -> list[list[int]]:
@@ -88,21 +86,35 @@ async def _embedded(
     more = {"adapter": asked.model} if asked.model in service.adapters else {}
     order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # those of a length share a batch
     found: dict[int, np.ndarray] = {}
-    size = service.limits.batch_size
-    for start in range(0, len(order), size):
-        if time.monotonic() > deadline:
-            raise HTTPException(504, "the vectors took longer than the server's request_timeout")
-        if await request.is_disconnected():
-            raise HTTPException(499, "the client has gone")
-        chosen = order[start : start + size]
+    limits = service.limits
+
+    def steps(chosen: list[list[int]]) -> Steps:
+        vectors: Any = None
+        for vectors in decoder.embed(chosen, limits.prompt_piece, **more):
+            if vectors is None:
+                yield
+        return vectors
+
+    for group in in_groups([len(texts[number]) for number in order], limits.prompt_piece, limits.batch_size):
+        chosen = [order[place] for place in group]
         with refusals():
-            made = service.scheduler.call(partial(decoder.embed, [texts[number] for number in chosen], **more))
-        found |= dict(zip(chosen, await asyncio.wrap_future(made)))
+            made = service.scheduler.make(steps([texts[number] for number in chosen]), client_of(request))
+        found |= dict(zip(chosen, await waited(request, made, deadline)))
     return np.stack([found[number] for number in range(len(texts))])
+
+
+def _answer(asked: EmbeddingRequest, vectors: np.ndarray, count: int, model: str) -> Response:
+    """The vectors of texts of so many tokens together."""
+    found = [
+        {"object": "embedding", "index": number, "embedding": _written(vector, asked)}
+        for number, vector in enumerate(vectors)
+    ]
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return JSONResponse({"object": "list", "data": found, "model": model, "usage": usage})
 
 
 def _written(vector: np.ndarray, asked: EmbeddingRequest) -> Any:
     """A vector as the client wants it: base64 is of float32, the low byte first."""
     if asked.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
-    return [float(value) for value in vector]
+    return vector.astype("float64").tolist()

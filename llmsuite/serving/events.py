@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -11,8 +12,9 @@ from fastapi import HTTPException
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.serving import protocol
+from llmsuite.serving.jobs import Job, Piece
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
-from llmsuite.serving.service import Job, Piece, Service
+from llmsuite.serving.service import Service
 
 
 class EventStream:
@@ -34,7 +36,7 @@ class EventStream:
             if self._is_chat:
                 for number in range(len(self._job.lines)):
                     yield self._event([self._choice(number, "", None, role="assistant")])
-            for number, text in enumerate(self._service.echoed(self._asked)):
+            for number, text in enumerate(await asyncio.to_thread(self._service.echoed, self._asked)):
                 yield self._event([self._choice(number, text, None)])
             async for piece in self._job.pieces():
                 if piece.text and is_first:

@@ -11,6 +11,8 @@ from llmsuite.shown import kind_of_json
 
 _MOST = 5
 """Faults that are told of one request."""
+_LONGEST = 64
+"""Characters of a key that are shown, and of one that is compared with known ones."""
 _UNSUPPORTED = "is not supported here; leave it out"
 _KINDS = {
     "string_type": "a string",
@@ -33,20 +35,23 @@ def faults(kind: type[BaseModel], error: ValidationError) -> str:
     """What is wrong with a request, by its keys.
 
     Where a key takes values of several types, pydantic tells what is wrong for each of them. Such a key has a
-    description of all, which is told in their place.
+    description of all, which is told in their place. Only what is told is put into words.
     """
     told: dict[str, None] = {}
-    for fault in error.errors():
+    for fault in error.errors(include_url=False):
+        if len(told) == _MOST:
+            break
         key = str(fault["loc"][0]) if fault["loc"] else ""
         field = kind.model_fields.get(key)
         if field is not None and field.description is not None and not _is_missing(fault, key):
             told[f"{key}: has to be {field.description}"] = None
         else:
             is_own = fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1
+            is_own = is_own and len(key) <= _LONGEST
             near = difflib.get_close_matches(key, kind.model_fields, n=1, cutoff=0.8) if is_own else []
             meant = f"; did you mean {near[0]}?" if near else ""
-            told[f"{_place(fault['loc'])}: {_words(fault)}{meant}"] = None
-    return "; ".join(list(told)[:_MOST])
+            told[f"{place(fault['loc'])}: {_words(fault)}{meant}"] = None
+    return "; ".join(told)
 
 
 def _is_missing(fault: Any, key: str) -> bool:
@@ -54,10 +59,14 @@ def _is_missing(fault: Any, key: str) -> bool:
     return fault["type"] == "missing" and fault["loc"] == (key,)
 
 
-def _place(loc: tuple[int | str, ...]) -> str:
+def place(loc: tuple[int | str, ...]) -> str:
     """Where a fault is, such as tools[0].function.name."""
-    place = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in loc if step != "[key]")
-    return place.removeprefix(".") or "the body"
+    found = "".join(f"[{step}]" if isinstance(step, int) else f".{_shown(step)}" for step in loc if step != "[key]")
+    return found.removeprefix(".") or "the body"
+
+
+def _shown(key: str) -> str:
+    return key if len(key) <= _LONGEST else f"{key[:_LONGEST]}…"
 
 
 def _words(fault: Any) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import dataclasses
 import ipaddress
 import json
+import math
 import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any
@@ -27,6 +28,10 @@ class Limits:
     """Answers decoded together."""
     max_waiting: int = 256
     """Answers that may be queued; beyond it is 429."""
+    max_waiting_per_client: int | None = None
+    """Those of one client; None for three quarters of them, so that others find room."""
+    prompt_piece: int = 256
+    """Tokens of prompts, at most, that are read between two passes over the answers."""
     max_new_tokens: int = 1024
     """Most tokens of an answer."""
     prefix_cache_mb: int = 256
@@ -43,6 +48,11 @@ class Limits:
     header_timeout: float = 10.0
     """Seconds in which a client has to send the head of a request, and in which it has to take something of what it is
     sent; beyond it its connection is closed."""
+
+    @property
+    def share_of_client(self) -> int:
+        """Answers of one client that may be queued."""
+        return self.max_waiting_per_client or math.ceil(self.max_waiting * 3 / 4)
 
 
 class KnownHosts:

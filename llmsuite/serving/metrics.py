@@ -26,6 +26,12 @@ class Metrics:
         self.first_token = Histogram(
             "llmsuite_first_text_seconds", "From request to first text", buckets=_SECONDS, registry=registry
         )
+        self.longest_gap = Histogram(
+            "llmsuite_longest_gap_seconds",
+            "Between two tokens of an answer, at most",
+            buckets=_SECONDS,
+            registry=registry,
+        )
         self.duration = Histogram(
             "llmsuite_request_seconds", "From request to last text", buckets=_SECONDS, registry=registry
         )

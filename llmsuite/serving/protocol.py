@@ -29,12 +29,15 @@ MAX_LINES = 128
 """Answers to all prompts of a request."""
 _ID_CHARACTERS = string.ascii_letters + string.digits
 _MAX_STOPS = 16
-_MAX_TOOLS = 128
+MAX_TOOLS = 128
 _MAX_STOP = 1000
+FIRST_FAULT = Field(fail_fast=True)
+"""The mark of a list that is left at its first wrong entry: else a body of a million of them is as many faults."""
 _Stop = Annotated[str, Field(min_length=1, max_length=_MAX_STOP)]
 _Count = Annotated[int, Field(ge=0, lt=2**31)]
 _Penalty = Annotated[float, Field(ge=-MAX_PENALTY, le=MAX_PENALTY)]
-_Id = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], FIRST_FAULT]
+"""Token ids."""
 _Bias = Annotated[float, Field(ge=-100, le=100)]
 _MAX_BIASES = 1024
 TopLogprobs = Annotated[int, Field(ge=0, le=20)]
@@ -59,7 +62,7 @@ class Request(BaseModel):
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_ANSWERS)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS)] | None = Field(
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=_MAX_STOPS), FIRST_FAULT] | None = Field(
         None, description=f"a string of 1 to {_MAX_STOP} characters, or a list of at most {_MAX_STOPS} of them"
     )
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -175,21 +178,21 @@ class ResponseFormat(BaseModel):
 class ChatRequest(Request):
     """POST /v1/chat/completions."""
 
-    messages: list[Any]
+    messages: Annotated[list[Any], FIRST_FAULT]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: TopLogprobs | None = None
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=_MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS), FIRST_FAULT] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = Field(
         None, description='"none", "auto", "required" or {"type": "function", "function": {"name": NAME}}'
     )
     parallel_tool_calls: bool | None = None
-    functions: Annotated[list[Any], Field(max_length=0)] | None = None
+    functions: Annotated[list[Any], Field(max_length=0), FIRST_FAULT] | None = None
     function_call: Literal["none", "auto"] | None = None
     # these change no answer
     store: bool | None = None
-    modalities: list[Literal["text"]] | None = None
+    modalities: Annotated[list[Literal["text"]], FIRST_FAULT] | None = None
     prediction: dict[str, Any] | None = None
     prompt_cache_key: _Short | None = None
     prompt_cache_retention: _Short | None = None
@@ -228,7 +231,7 @@ class ChatRequest(Request):
 class CompletionRequest(Request):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[_Id] | list[list[_Id]] = Field(
+    prompt: str | Annotated[list[str], FIRST_FAULT] | Ids | Annotated[list[Ids], FIRST_FAULT] = Field(
         description="a string, a list of strings, a list of token ids, or a list of such lists"
     )
     max_tokens: _Count | None = None

@@ -25,8 +25,10 @@ from llmsuite.inference.sampling import MAX_TEMPERATURE
 from llmsuite.inference.text import TextStream
 from llmsuite.serving.events import CallReader
 from llmsuite.serving.faults import faults
-from llmsuite.serving.protocol import ChatRequest, TopLogprobs, call_id, chat_logprobs
-from llmsuite.serving.service import Job, Service
+from llmsuite.serving.jobs import Job
+from llmsuite.serving.protocol import FIRST_FAULT, MAX_TOOLS, ChatRequest, TopLogprobs, call_id, chat_logprobs
+from llmsuite.serving.service import Service
+from llmsuite.serving.turns import client_of
 
 PATH = "/v1/responses"
 COUNT_PATH = "/v1/responses/input_tokens"
@@ -40,6 +42,16 @@ _OfTools = Literal[
 ]
 """What can be included of calls that no answer has here."""
 _ROLES = (*ROLES, DEVELOPER)
+_ECHOED = (
+    "instructions",
+    "max_output_tokens",
+    "temperature",
+    "top_p",
+    "metadata",
+    "user",
+    "previous_response_id",
+)
+"""Parts of a request that its response repeats."""
 _OWN_WORDS = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
@@ -99,19 +111,21 @@ class ResponseRequest(_Strict):
     """The body of a request."""
 
     model: str | None = None
-    input: str | list[dict[str, Any]] = Field(description="a string, or a list of items, each an object")
+    input: str | Annotated[list[dict[str, Any]], FIRST_FAULT] = Field(
+        description="a string, or a list of items, each an object"
+    )
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
     text: Text | None = None
-    tools: list[FunctionTool] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), FIRST_FAULT] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = Field(
         None, description='"none", "auto", "required" or {"type": "function", "name": NAME}'
     )
     parallel_tool_calls: bool | None = None
-    include: list[_Included] | None = None
+    include: Annotated[list[_Included], FIRST_FAULT] | None = None
     top_logprobs: TopLogprobs | None = None
     """At most so many of the most likely tokens, where log-probabilities are included."""
     # these change no answer
@@ -231,25 +245,21 @@ def add_api(app: FastAPI, service: Service) -> None:
     @app.post(PATH)
     async def respond(request: Request) -> Response:
         asked = await service.body(request, ResponseRequest)
-        chat = asked.as_chat()
+        chat = await asyncio.to_thread(asked.as_chat)
         with _own_words():
-            job, _ = await service.start(chat)
+            job, _ = await service.start(chat, client_of(request))
         made = _Response(asked, chat, service, job)
         if asked.stream:
             headers = {"Cache-Control": "no-store"}
             return StreamingResponse(made.events(), media_type="text/event-stream", headers=headers)
         await service.whole(request, job)
-        (line,) = job.lines
-        assert line.text is not None
-        said, calls = service.calls(chat, line.text.text)
-        output = [made.message(said, line, made.logprobs_of_text(bool(calls)))] if said or not calls else []
-        return JSONResponse(made.whole([*output, *map(_call, calls)], line))
+        return await asyncio.to_thread(made.answer)
 
     @app.post(COUNT_PATH)
     async def count(request: Request) -> dict[str, Any]:
-        chat = (await service.body(request, ResponseRequest)).as_chat()
+        asked = await service.body(request, ResponseRequest)
         try:
-            ids = await asyncio.to_thread(service.conversation, chat)
+            ids = await asyncio.to_thread(lambda: service.conversation(asked.as_chat()))
         except UserError as error:
             raise HTTPException(400, _in_own_words(str(error))) from None
         return {"object": "response.input_tokens", "input_tokens": len(ids)}
@@ -274,10 +284,19 @@ class _Response:
             **service.marks(),
         }
         self._message_id, self._count = f"msg_{secrets.token_hex(12)}", 0
+        self._given = asked.model_dump(by_alias=True, exclude={"input"})
+
+    def answer(self) -> Response:
+        """The whole response as it is sent."""
+        (line,) = self._job.lines
+        assert line.text is not None
+        said, calls = self._service.calls(self._chat, line.text.text)
+        output = [self.message(said, line, self.logprobs_of_text(bool(calls)))] if said or not calls else []
+        return JSONResponse(self.whole([*output, *map(_call, calls)], line))
 
     def whole(self, output: Sequence[dict[str, Any]], line: Line | None) -> dict[str, Any]:
         """The response with its output; one that is not done without a line."""
-        given, usage = self._asked.model_dump(by_alias=True), None
+        usage = None
         is_cut = line is not None and line.finished == "length"
         if line is not None:
             counts = {"input_tokens": len(line.prompt), "output_tokens": len(line.ids)}
@@ -287,18 +306,10 @@ class _Response:
                 "input_tokens_details": {"cached_tokens": line.num_known, "cache_write_tokens": line.num_kept},
                 "output_tokens_details": {"reasoning_tokens": 0},
             }
-        echoed = (
-            "instructions",
-            "max_output_tokens",
-            "temperature",
-            "top_p",
-            "metadata",
-            "user",
-            "previous_response_id",
-        )
+        given = self._given
         return {
             **self._head,
-            **{key: given[key] for key in echoed},
+            **{key: given[key] for key in _ECHOED},
             "status": "in_progress" if line is None else "incomplete" if is_cut else "completed",
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,

@@ -3,89 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
-import json
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Line, TokenLogprob, check_room, token_logprob
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.guided import Guide
-from llmsuite.inference.prompts import NO_TEXT, Prompter, read_messages, tool_names
+from llmsuite.inference.prompts import Prompter, read_messages, tool_names
 from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.shared_prefixes import SharedPrefixes
 from llmsuite.serving import protocol
-from llmsuite.serving.faults import faults
+from llmsuite.serving.bodies import Kinds, read_body
+from llmsuite.serving.jobs import PATIENCE, Job, refusals, waited
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
-from llmsuite.serving.scheduler import Busy, Closing, Paused, Scheduler
+from llmsuite.serving.scheduler import Scheduler, Steps
+from llmsuite.serving.turns import Client, client_of
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 B = TypeVar("B", bound=BaseModel)
-_CLOSING = "the server is shutting down"
-_FAILED = "the model could not go on; see the server's log"
-
-
-@dataclasses.dataclass(frozen=True)
-class Piece:
-    """Some text of one answer to a request."""
-
-    number: int
-    text: str
-    ended: bool
-    num_logprobs: int
-    """How many tokens of the answer have log-probabilities by now."""
-
-
-class Job:
-    """The answers to one request, as they come."""
-
-    def __init__(self, lines: Sequence[Line], scheduler: Scheduler, deadline: float):
-        """Submit the lines; `deadline` is a time of `time.monotonic`. Raises Busy."""
-        self.lines = lines
-        self._scheduler, self._deadline = scheduler, deadline
-        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
-
-        def listener(number: int) -> Any:
-            def on_token(text: str, ended: bool) -> None:
-                piece = Piece(number, text, ended, len(lines[number].logprobs))
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                    loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
-
-            return on_token
-
-        begun = [number for number, line in enumerate(lines) if line.finished is None]  # all, or none of no tokens
-        self._num_open = len(begun)
-        scheduler.submit([lines[number] for number in begun], [listener(number) for number in begun])
-
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The pieces of all answers, until each has ended. Raises HTTPException when one cannot."""
-        num_open, left = self._num_open, max(0.0, self._deadline - time.monotonic())
-        # not by asyncio.wait_for, which before Python 3.12 loses a cancellation that comes together with a piece
-        alarm = asyncio.get_running_loop().call_later(left, self._pieces.put_nowait, None)
-        try:
-            while num_open:
-                piece = await self._pieces.get()
-                if piece is None:
-                    raise HTTPException(504, "the answer took longer than the server's request_timeout")
-                if piece.ended and self.lines[piece.number].finished is None:
-                    raise _failure(self.lines[piece.number].error)
-                num_open -= piece.ended
-                yield piece
-        finally:
-            alarm.cancel()
-            self._scheduler.cancel([line for line in self.lines if line.finished is None])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +49,7 @@ class Service:
         decoder: these have names of their own."""
         self.generator, self.prompter, self.name, self.limits, self.metrics = generator, prompter, name, limits, metrics
         prefixes = SharedPrefixes(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
-        self.scheduler = Scheduler(generator.decoder, metrics, limits.batch_size, limits.max_waiting, prefixes)
+        self.scheduler = Scheduler(generator.decoder, metrics, limits, prefixes)
         self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
         self.speakers: Mapping[str, Speaker] = {}
         """Speakers of adapters that bring a tokenizer or template, by their names."""
@@ -123,18 +68,13 @@ class Service:
 
     async def body(self, request: Request, kind: type[B]) -> B:
         """The body of a request. Raises HTTPException saying what is wrong with it."""
+        return await self.body_of(request, lambda content: kind)
+
+    async def body_of(self, request: Request, kinds: Kinds[B]) -> B:
+        """As `body`, where the model of a body depends on its content."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the body has to be application/json")
-        try:
-            content = json.loads(await request.body())
-            json.dumps(content, ensure_ascii=False).encode()  # half of a surrogate pair is no text
-            asked = kind.model_validate(content)
-        except (ValueError, RecursionError) as error:
-            if isinstance(error, ValidationError):
-                raise HTTPException(400, faults(kind, error)) from None
-            if isinstance(error, UnicodeEncodeError):
-                raise HTTPException(400, f"the body {NO_TEXT}") from None
-            raise HTTPException(400, f"the body is not JSON: {error}"[:300]) from None
+        asked = await read_body(await request.body(), kinds, self.generator.decoder.max_length)
         self.check_model(getattr(asked, "model", None))
         return asked
 
@@ -142,14 +82,9 @@ class Service:
         """Raises HTTPException for a name of no model that is served; None is the first."""
         names = (self.name, *self.aliases, *self.adapters)
         if name is not None and name not in names:
-            raise HTTPException(404, f"model {name!r} is not served here; this is {' and '.join(map(repr, names))}")
-
-    async def read(self, request: Request, kind: type[R]) -> R:
-        """A request for answers. Raises as `body`."""
-        asked = await self.body(request, kind)
-        if asked.stream_options is not None and not asked.stream:
-            raise HTTPException(400, "stream_options: only with stream")
-        return asked
+            raise HTTPException(
+                404, f"model {name[:100]!r} is not served here; this is {' and '.join(map(repr, names))}"
+            )
 
     def lines(self, asked: ChatRequest | CompletionRequest) -> tuple[list[Line], int]:
         """The answers to be made, and the number of prompts. Raises UserError."""
@@ -283,24 +218,28 @@ class Service:
         return [text for text in texts for _ in range(given)]
 
     async def prompt_logprobs(
-        self, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int
+        self, request: Request, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int
     ) -> list[list[TokenLogprob]]:
         """Log-probabilities of the tokens of each prompt but the first, for each answer that is given; none where they
         are not asked for. Raises HTTPException."""
         if isinstance(asked, ChatRequest) or not asked.echo or asked.logprobs is None:
             return []
         decoder: Any = self.generator.decoder
-        more = [asked.model] if asked.model in self.adapters else []
-        found, count = [], asked.logprobs
+        more = {"adapter": asked.model} if asked.model in self.adapters else {}
+        found, count, deadline = [], asked.logprobs, time.monotonic() + self.limits.request_timeout
 
-        def work(ids: Sequence[int]) -> list[TokenLogprob]:
-            return [token_logprob(t, row, count) for t, row in zip(ids[1:], decoder.prompt_logits(ids, *more))]
+        def steps(ids: Sequence[int]) -> Steps:
+            kept: list[TokenLogprob] = []
+            for rows in decoder.prompt_logits(ids, self.limits.prompt_piece, **more):
+                kept += [token_logprob(t, row, count) for t, row in zip(ids[len(kept) + 1 :], rows)]
+                yield
+            return kept
 
         for line in job.lines[:: asked.num_drawn]:
             with refusals():
-                made = self.scheduler.call(partial(work, line.prompt))
+                made = self.scheduler.make(steps(line.prompt), client_of(request))
             try:
-                found += [await asyncio.wrap_future(made)] * (asked.n or 1)
+                found += [await waited(request, made, deadline)] * (asked.n or 1)
             except UserError as error:
                 raise HTTPException(400, str(error)) from None
         assert len(found) == num_prompts * (asked.n or 1)
@@ -317,13 +256,13 @@ class Service:
             return [given]
         return [prompter.plain(p) if isinstance(p, str) else p for p in given]
 
-    async def start(self, asked: ChatRequest | CompletionRequest) -> tuple[Job, int]:
-        """Queue the answers, and return them with the number of prompts. Raises HTTPException."""
+    async def start(self, asked: ChatRequest | CompletionRequest, client: Client) -> tuple[Job, int]:
+        """Queue the answers to a client, and return them with the number of prompts. Raises HTTPException."""
         begun = time.monotonic()
         try:
             lines, num_prompts = await asyncio.to_thread(self.lines, asked)
             with refusals():
-                job = Job(lines, self.scheduler, begun + self.limits.request_timeout)
+                job = Job(lines, self.scheduler, begun + self.limits.request_timeout, client)
         except UserError as error:
             raise HTTPException(400, str(error)) from None
         self.metrics.prompt_tokens.inc(sum(len(line.prompt) for line in lines[:: len(lines) // num_prompts]))
@@ -334,7 +273,7 @@ class Service:
         begun, task = time.monotonic(), asyncio.ensure_future(self._all(job))
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=0.5)
+                await asyncio.wait([task], timeout=PATIENCE)
                 if not task.done() and await request.is_disconnected():
                     task.cancel()
                     raise HTTPException(499, "the client has gone")
@@ -354,23 +293,3 @@ class Service:
 def _mean_logprob(line: Line) -> float:
     """The mean over an answer's tokens; the least of all for one without any."""
     return sum(kept.logprob for kept in line.logprobs) / len(line.logprobs) if line.logprobs else -math.inf
-
-
-def _failure(error: Exception | None) -> HTTPException:
-    """The answer to a request one of whose lines has failed."""
-    if isinstance(error, Closing):
-        return HTTPException(503, _CLOSING)
-    return HTTPException(500, str(error) if isinstance(error, UserError) else _FAILED)
-
-
-@contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Turns what a scheduler raises into answers."""
-    try:
-        yield
-    except Busy:
-        raise HTTPException(429, "the server has no room for more requests; try again later") from None
-    except Closing:
-        raise HTTPException(503, _CLOSING) from None
-    except Paused:
-        raise HTTPException(503, "the server is paused; try again after /v1/resume") from None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-from pydantic import BaseModel, ConfigDict, Field
+from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict
 
 from llmsuite.errors import UserError
+from llmsuite.serving.protocol import Ids
 from llmsuite.serving.service import Service
 
 PATHS = ("/tokenize", "/detokenize", "/tokenizer_info")
-_Id = Annotated[int, Field(ge=0, lt=2**31)]
 
 
 class TokenizeRequest(BaseModel):
@@ -32,33 +33,41 @@ class DetokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    tokens: list[_Id]
+    tokens: Ids
 
 
 def add_api(app: FastAPI, service: Service) -> None:
     """The routes. Control tokens that stand in a text become tokens, and none are left out of texts of ids."""
-    decoder = service.generator.decoder
 
     @app.post("/tokenize")
-    async def tokenize(request: Request) -> dict[str, Any]:
+    async def tokenize(request: Request) -> Response:
         asked = await service.body(request, TokenizeRequest)
-        tokenizer = service.speaker(asked.model).generator.tokenizer
-        try:
-            ids = await asyncio.to_thread(tokenizer.encode, asked.prompt)
-            ids = ids if asked.add_special_tokens is False else tokenizer.framed(ids)
-        except UserError as error:
-            raise HTTPException(400, str(error)) from None
-        texts = tokenizer.pieces(ids) if asked.return_token_strs else None
-        return {"count": len(ids), "max_model_len": decoder.max_length, "tokens": ids, "token_strs": texts}
+        return await asyncio.to_thread(_tokenized, service, asked)
 
     @app.post("/detokenize")
-    async def detokenize(request: Request) -> dict[str, Any]:
+    async def detokenize(request: Request) -> Response:
         asked = await service.body(request, DetokenizeRequest)
-        tokenizer = service.speaker(asked.model).generator.tokenizer
-        if wrong := [token for token in asked.tokens if token >= tokenizer.vocab_size]:
-            raise HTTPException(400, f"tokens: has {wrong[0]}; the tokenizer's end at {tokenizer.vocab_size - 1}")
-        return {"prompt": await asyncio.to_thread(tokenizer.decode, asked.tokens, False)}
+        return await asyncio.to_thread(_text, service, asked)
 
     @app.get("/tokenizer_info")
     async def info() -> dict[str, Any]:
         return {**service.generator.tokenizer.special_tokens, "chat_template": service.prompter.template_source}
+
+
+def _tokenized(service: Service, asked: TokenizeRequest) -> Response:
+    tokenizer = service.speaker(asked.model).generator.tokenizer
+    try:
+        ids = tokenizer.encode(asked.prompt)
+        ids = ids if asked.add_special_tokens is False else tokenizer.framed(ids)
+    except UserError as error:
+        raise HTTPException(400, str(error)) from None
+    texts = tokenizer.pieces(ids) if asked.return_token_strs else None
+    most = service.generator.decoder.max_length
+    return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
+
+
+def _text(service: Service, asked: DetokenizeRequest) -> Response:
+    tokenizer = service.speaker(asked.model).generator.tokenizer
+    if wrong := [token for token in asked.tokens if token >= tokenizer.vocab_size]:
+        raise HTTPException(400, f"tokens: has {wrong[0]}; the tokenizer's end at {tokenizer.vocab_size - 1}")
+    return JSONResponse({"prompt": tokenizer.decode(asked.tokens, False)})

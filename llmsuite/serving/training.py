@@ -9,8 +9,6 @@ the server does.
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
-import json
 import secrets
 import time
 from collections.abc import Sequence
@@ -26,14 +24,17 @@ from llmsuite.inference.batch import check_room
 from llmsuite.rl.drawing import Drawing, Drawn, draw_groups
 from llmsuite.rl.drawing import Request as Drawable
 from llmsuite.serving import protocol
-from llmsuite.serving.service import Service, refusals
+from llmsuite.serving.jobs import refusals, waited
+from llmsuite.serving.protocol import FIRST_FAULT
+from llmsuite.serving.service import Service
+from llmsuite.serving.turns import client_of
 from llmsuite.serving.weights import ServedWeights
 
 PATHS = ("/v1/pause", "/v1/update_weights", "/v1/resume")
 _MAX_COMPLETIONS = 4096
-_Key = list[Annotated[int, Field(ge=0, lt=2**64)]]
-_PATIENCE = 0.5
-"""Seconds between two looks whether the client is still there."""
+_Key = Annotated[list[Annotated[int, Field(ge=0, lt=2**64)]], FIRST_FAULT]
+_SOME = Field(min_length=1)
+_Numbers = Annotated[list[int], FIRST_FAULT]
 
 
 class IdsRequest(BaseModel):
@@ -41,19 +42,19 @@ class IdsRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
     model: str | None = None
-    prompt: Annotated[list[int], Field(min_length=1)] | Annotated[list[list[int]], Field(min_length=1)] = Field(
-        description="a list of token ids, or a list of such lists, as return_token_ids is given"
+    prompt: Annotated[_Numbers, Field(min_length=1)] | Annotated[list[_Numbers], Field(min_length=1), FIRST_FAULT] = (
+        Field(description="a list of token ids, or a list of such lists, as return_token_ids is given")
     )
     n: Annotated[int, Field(ge=1, le=_MAX_COMPLETIONS)] = 1
     max_tokens: Annotated[int, Field(ge=1)] = 16
     temperature: Annotated[float, Field(ge=0, le=100)] = 1.0
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: Annotated[list[int], FIRST_FAULT] | None = None
     logprobs: Literal[0] | None = None
     return_token_ids: Literal[True]
     return_tokens_as_token_ids: bool = False
     # of llmsuite
-    random_keys: list[_Key] | None = None
+    random_keys: Annotated[list[_Key], FIRST_FAULT] | None = None
     """A list of numbers for each prompt; with the number of a completion it decides the random numbers, in place of
     `seed`."""
 
@@ -122,20 +123,16 @@ def add_api(app: FastAPI, service: Service, weights: ServedWeights) -> None:
             return state()
 
 
-def wants_ids(body: bytes) -> bool:
-    """Whether a request for completions is one of a trainer."""
-    try:
-        asked = json.loads(body)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(asked, dict) and bool(asked.get("return_token_ids"))
+def wants_ids(content: Any) -> bool:
+    """Whether the body of a request for completions is one of a trainer."""
+    return isinstance(content, dict) and bool(content.get("return_token_ids"))
 
 
-async def draw(service: Service, weights: ServedWeights, request: Request) -> JSONResponse:
+async def draw(service: Service, weights: ServedWeights, request: Request, asked: IdsRequest) -> JSONResponse:
     """Answer an `IdsRequest`."""
-    begun, asked = time.monotonic(), await service.body(request, IdsRequest)
+    begun = time.monotonic()
     try:
-        requests = _requests(service, asked)
+        requests = await asyncio.to_thread(_requests, service, asked)
     except UserError as error:
         raise HTTPException(400, str(error)) from None
     generator, size = service.generator, service.limits.batch_size
@@ -146,23 +143,27 @@ async def draw(service: Service, weights: ServedWeights, request: Request) -> JS
         return draw_groups(generator.decoder, requests, drawing, stop_ids), weights.marks
 
     with refusals():
-        future = service.scheduler.call(work)
+        future = service.scheduler.call(work, client_of(request))
     try:
-        drawn, marks = await _waited(request, future, service.limits.request_timeout)
+        drawn, marks = await waited(request, future, begun + service.limits.request_timeout)
     except UserError as error:
         raise HTTPException(500, str(error)) from None
-    choices = [
-        {"index": i * asked.n + number, **_choice(service, asked, requests[i].prompt_ids, completion)}
-        for i, group in enumerate(drawn)
-        for number, completion in enumerate(group)
-    ]
     counts = [sum(len(r.prompt_ids) for r in requests), sum(len(c.ids) for group in drawn for c in group)]
     service.metrics.prompt_tokens.inc(counts[0])
     service.metrics.generated_tokens.inc(counts[1])
     service.metrics.duration.observe(time.monotonic() - begun)
     usage = dict(zip(("prompt_tokens", "completion_tokens", "total_tokens"), (*counts, sum(counts))))
-    head = protocol.envelope("text_completion", service.name)
-    return JSONResponse({**head, **marks, "choices": choices, "usage": usage})
+    head = {**protocol.envelope("text_completion", service.name), **marks}
+
+    def answer() -> JSONResponse:
+        choices = [
+            {"index": i * asked.n + number, **_choice(service, asked, requests[i].prompt_ids, completion)}
+            for i, group in enumerate(drawn)
+            for number, completion in enumerate(group)
+        ]
+        return JSONResponse({**head, "choices": choices, "usage": usage})
+
+    return await asyncio.to_thread(answer)
 
 
 def _requests(service: Service, asked: IdsRequest) -> list[Drawable]:
@@ -200,20 +201,3 @@ def _choice(service: Service, asked: IdsRequest, prompt: Sequence[int], drawn: D
         "token_ids": drawn.ids,
         "logprobs": logprobs,
     }
-
-
-async def _waited(request: Request, future: concurrent.futures.Future[Any], timeout: float) -> Any:
-    """The result of a call; it is left out of the queue when the client goes. Raises HTTPException."""
-    deadline, waiting = time.monotonic() + timeout, asyncio.wrap_future(future)
-    try:
-        while not waiting.done():
-            await asyncio.wait([waiting], timeout=_PATIENCE)
-            if not waiting.done() and time.monotonic() > deadline:
-                raise HTTPException(504, "the answer took longer than the server's request_timeout")
-            if not waiting.done() and await request.is_disconnected():
-                raise HTTPException(499, "the client has gone")
-        if waiting.cancelled():
-            raise HTTPException(503, "the server is shutting down")
-        return waiting.result()
-    finally:
-        waiting.cancel()

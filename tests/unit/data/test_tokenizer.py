@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,25 @@ def test_no_token_is_added_and_none_is_lost(text: str) -> None:
 @given(st.lists(TEXT, max_size=4))
 def test_a_batch_is_each_of_its_texts(texts: list[str]) -> None:
     assert EMBEDDED.encode_batch(texts) == [EMBEDDED.encode(text) for text in texts]
+
+
+def test_others_go_on_while_a_long_text_is_encoded() -> None:
+    text, ticks, ended = "some words é " * 20_000, [0], threading.Event()
+
+    def tick() -> None:
+        while not ended.wait(0.001):
+            ticks[0] += 1
+
+    plain = EMBEDDED._fast.encode(text, add_special_tokens=False).ids
+    thread = threading.Thread(target=tick)
+    thread.start()
+    before = ticks[0]
+    found = EMBEDDED.encode(text)
+    during = ticks[0] - before
+    ended.set()
+    thread.join()
+    assert found == plain
+    assert during > 10
 
 
 def test_special_tokens_in_a_text_are_tokens_and_are_not_shown() -> None:

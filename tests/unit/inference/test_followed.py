@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import queue
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -71,6 +72,38 @@ def test_the_other_makes_the_same_passes(wire: queue.Queue[bytes]) -> None:
             own.advance()
         assert line.ids == again.ids[: len(line.ids)]
         assert line.finished or line is lines[3]
+
+
+class Stepping(Recorded):
+    """Gives more than answers, step by step."""
+
+    def check_plain(self, what: str) -> None:
+        pass
+
+    def prompt_logits(self, ids: list[int], num_tokens: int | None) -> Iterator[list[int]]:
+        for token in ids:
+            self.passes.append([[token, num_tokens or 0]])
+            yield [token]
+
+
+def test_steps_are_made_between_passes_on_every_rank(wire: queue.Queue[bytes]) -> None:
+    mine, other = Stepping(), Stepping()
+    thread = threading.Thread(target=follow, args=(other,))
+    thread.start()
+    leader: Any = lead(mine)
+    found, padding = [], np.asarray([0])
+    for step in leader.prompt_logits([7, 8, 9], 2):
+        found += step
+        leader.forward(np.asarray([step]), padding, None)
+    left = leader.prompt_logits([4, 5], 1)  # nobody waits for all of it
+    assert next(left) == [4]
+    left.close()
+    leader.forward(np.asarray([[1]]), padding, None)
+    leader.end()
+    thread.join()
+    assert found == [7, 8, 9]
+    assert mine.passes == [[[7, 2]], [[7]], [[8, 2]], [[8]], [[9, 2]], [[9]], [[4, 1]], [[1]]]
+    assert other.passes == mine.passes
 
 
 def test_caches_that_nobody_has_are_forgotten(wire: queue.Queue[bytes]) -> None:

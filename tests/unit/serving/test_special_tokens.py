@@ -37,7 +37,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Service:
     (directory / "tokenizer.json").write_text(json.dumps({**content, "post_processor": single}))
     tokenizer = TextTokenizer(directory)
     decoder = TableDecoder(tokenizer.vocab_size)
-    decoder.prompt_logits = lambda ids: decoder.table[ids[:-1]]  # type: ignore[attr-defined]
+    decoder.prompt_logits = lambda ids, most: [decoder.table[ids[:-1]]]  # type: ignore[attr-defined]
     decoder.table[:] = -5
     for before, after in ((40, 41), (41, 0), (0, 42), (42, 40)):
         decoder.table[before, after] = 5
