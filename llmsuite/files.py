@@ -20,6 +20,8 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.locks import LOCK, lock_directory, remove_any
 from llmsuite.regular import open_regular, read_regular
+from llmsuite.shown import kind_of_json
+from llmsuite.strict_json import parse_json
 from llmsuite.threads import in_threads
 
 MANIFEST = "manifest.json"
@@ -221,7 +223,7 @@ class Range:
 def read_manifest(directory: Path) -> dict[Path, list[Range]]:
     """The files of a committed directory as ranges, see `ranges_of`. Raises UserError when there is no manifest."""
     path = directory / MANIFEST
-    manifest = read_json_file(path)
+    manifest = read_json_object(path)
     try:
         return {directory / name: ranges for name, ranges in ranges_of(manifest).items()}
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -318,17 +320,38 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json_file(path: Path) -> Any:
-    """Read a JSON file that a program wrote.
+    """The content of a JSON file, by `parse_json`: what strangers write is read no other way than our own.
 
     Raises:
         UserError: it is missing, no regular file, or not JSON.
     """
     try:
-        return json.loads(read_regular(path).decode())
+        return parse_json(read_regular(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: is not JSON: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that has to be an object. Raises UserError as `read_json_file`, or for another
+    value."""
+    found = read_json_file(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is {kind_of_json(found)}, not an object")
+    return found
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by the index of a set of safetensors files. Raises UserError when it is no index, or
+    names a file elsewhere."""
+    found = read_json_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UserError(f"{index}: has no weight_map of names to files")
+    for name in set(found.values()):
+        if Path(name).name != name or "\0" in name:  # a path could leave the directory
+            raise UserError(f"{index}: {name!r} is not a plain file name")
+    return found
 
 
 def _without_links(path: str, flags: int) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -21,6 +20,7 @@ import numpy as np
 
 from llmsuite.errors import UserError
 from llmsuite.regular import open_regular
+from llmsuite.strict_json import parse_json
 
 INT8, FP8 = "int8", "float8_e4m3fn"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
@@ -129,10 +129,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise _unreadable(path, "it ends within its header")
         text = file.read(length)
     try:
-        header = json.loads(text.decode())
+        header = parse_json(text)
         header.pop("__metadata__", None)
         found = [_entry(path, 8 + length, name, entry) for name, entry in header.items()]
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise _unreadable(path, f"its header is none: {error!r}") from error
     end = 8 + length
     for tensor in sorted(found, key=lambda tensor: (tensor.start, tensor.size)):

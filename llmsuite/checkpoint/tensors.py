@@ -15,7 +15,16 @@ import numpy as np
 
 from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
 from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, NOT_FETCHED, Range, broken_file, read_json_file, read_manifest, sha256_of
+from llmsuite.files import (
+    MANIFEST,
+    NOT_FETCHED,
+    Range,
+    broken_file,
+    read_json_file,
+    read_manifest,
+    read_weight_map,
+    sha256_of,
+)
 
 SUFFIX = ".safetensors"
 
@@ -102,14 +111,7 @@ class TensorFiles:
         self._holes = set[str](holes)
         index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
         if index.is_file():
-            content = read_json_file(index)
-            weight_map = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-                raise UserError(f"{index}: has no weight_map of names to files")
-            for file_name in set(weight_map.values()):
-                if Path(file_name).name != file_name:  # a path could leave the directory
-                    raise UserError(f"{index}: {file_name!r} is not a plain file name")
-            self._file_of = dict(weight_map)
+            self._file_of = read_weight_map(index)
         elif single.is_file():
             self._file_of = dict.fromkeys(self._header(single.name), single.name)
         else:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsuite.cache import cache_root, locked
 from llmsuite.errors import UserError
-from llmsuite.files import broken_file, committed_directory, read_json_file, sha256_of, write_json
+from llmsuite.files import broken_file, committed_directory, read_json_object, sha256_of, write_json
 from llmsuite.regular import check_own, copy_regular
 
 _CONFIG, _TOKENS, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
@@ -59,8 +59,7 @@ def check_tokenizer(source: Path) -> list[Path]:
 @functools.lru_cache(maxsize=64)
 def _check_object(path: Path, changed: int) -> None:
     """Raises UserError when a file is no JSON object; `changed` is when it was written."""
-    if not isinstance(read_json_file(path), dict):
-        raise UserError(f"{path}: is not a JSON object, as a tokenizer has it")
+    read_json_object(path)
 
 
 def tokenizer_of_adapter(adapter: Path, base: Path) -> Path:
@@ -109,18 +108,18 @@ def _joined_settings(own: dict[str, Path], theirs: dict[str, Path]) -> dict[str,
     if _CONFIG not in own or _TEMPLATE in own or _TEMPLATE in theirs or _has_own(_TEMPLATE, own):
         return None
     template = _template_in(theirs)
-    return None if template is None else {**read_json_file(own[_CONFIG]), "chat_template": template}
+    return None if template is None else {**read_json_object(own[_CONFIG]), "chat_template": template}
 
 
 def _template_in(files: dict[str, Path]) -> Any:
     """The chat template in a tokenizer_config.json; None without one."""
-    return read_json_file(files[_CONFIG]).get("chat_template") if _CONFIG in files else None
+    return read_json_object(files[_CONFIG]).get("chat_template") if _CONFIG in files else None
 
 
 def _check_added(config: Path, vocabulary: Path) -> None:
     """Raise UserError for added tokens of an adapter's settings that its base's tokenizer.json does not have so."""
-    named = read_json_file(config).get("added_tokens_decoder")
-    known = _ids_in(read_json_file(vocabulary))
+    named = read_json_object(config).get("added_tokens_decoder")
+    known = _ids_in(read_json_object(vocabulary))
     for number, entry in named.items() if isinstance(named, dict) else ():
         content = entry.get("content") if isinstance(entry, dict) else None
         if str(known.get(content)) != str(number):

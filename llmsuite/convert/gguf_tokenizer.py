@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
+from llmsuite.files import read_json_object, write_json
 
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # of gguf.TokenType
 
@@ -146,7 +146,7 @@ def read_vocabulary(directory: Path, size: int) -> Vocabulary:
     if not path.is_file():
         raise UserError(f"{directory}: has no tokenizer.json, from which a GGUF file gets its tokenizer")
     try:
-        return _vocabulary(path, read_json_file(path), size)
+        return _vocabulary(path, read_json_object(path), size)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path}: is no tokenizer of the library tokenizers: {error!r}") from error
 

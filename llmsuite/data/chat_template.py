@@ -25,7 +25,7 @@ from llmsuite.data.rows import REASONING, Conversation, Message, strings_in
 from llmsuite.data.said import has_said, says
 from llmsuite.data.turns import DEVELOPER
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 from llmsuite.regular import read_regular
 
 BUILTIN = {
@@ -356,8 +356,7 @@ def tokenizer_template(directory: Path) -> str | None:
     path = directory / "tokenizer_config.json"
     if not path.is_file():
         return None
-    config = read_json_file(path)
-    found = config.get("chat_template") if isinstance(config, dict) else None
+    found = read_json_object(path).get("chat_template")
     return _of_names(found) if isinstance(found, list) else found if isinstance(found, str) else None
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 """What a tokenizer's files call a token by."""
@@ -124,12 +124,7 @@ def is_mark(text: str) -> bool:
 
 def _object(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty where there is none."""
-    if not path.is_file():
-        return {}
-    found = read_json_file(path)
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: is a {type(found).__name__}, not an object")
-    return found
+    return read_json_object(path) if path.is_file() else {}
 
 
 def _text(path: Path, key: str, value: Any) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llmsuite.cache import cache_root
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_text_atomic
+from llmsuite.files import read_json_object, write_text_atomic
 from llmsuite.hub.huggingface import HuggingFace
 from llmsuite.hub.listing import Hub, Kind, Listing, RemoteFile, Want, missing_parts, select
 from llmsuite.hub.names import HubName, hub_order
@@ -124,7 +124,7 @@ def known_listing(name: HubName, kind: Kind) -> Listing | None:
     path = note_of(name, kind)
     if not path.is_file():
         return None
-    files = read_json_file(path)["files"]
+    files = read_json_object(path)["files"]
     return Listing(str(name.revision), {file: RemoteFile(**entry) for file, entry in files.items()})
 
 
@@ -133,7 +133,7 @@ class Checked:
 
     def __init__(self, path: Path):
         self._path = path
-        self._known: dict[str, list[int]] = dict(read_json_file(path)) if path.is_file() else {}
+        self._known: dict[str, list[int]] = read_json_object(path) if path.is_file() else {}
 
     def has(self, file: Path) -> bool:
         return file.is_file() and self._known.get(str(file)) == self._state(file)

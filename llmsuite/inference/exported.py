@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmsuite.devices.base import PADDLE_DTYPE
 from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, read_json_file
+from llmsuite.files import MANIFEST, read_json_object
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.schema.degrees import Degrees
 
@@ -77,7 +77,7 @@ def read_manifest(path: Path) -> Exported:
     if not is_exported(path):
         how = f"{path} -o DIR" if path.is_dir() else f"MODEL -o {path}"  # a model or a run may be there
         raise UserError(f"{path}: holds no exported model; make one with `llmsuite export {how}`")
-    manifest = read_json_file(path / MANIFEST)
+    manifest = read_json_object(path / MANIFEST)
     try:
         if (manifest["kind"], manifest["format"]) != (KIND, FORMAT):
             raise UserError(f"{path / MANIFEST}: is of another kind or version; export the model again")

@@ -16,7 +16,7 @@ import paddle
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
-from llmsuite.files import broken_file, read_json_file
+from llmsuite.files import broken_file, read_json_object
 from llmsuite.inference.batch import check_room
 from llmsuite.inference.decoder import Cache
 from llmsuite.inference.exported import (
@@ -64,7 +64,7 @@ class Predictor:
         self._directory, self._backend = rank_directory(directory, self._mesh), backend or CpuBackend()
         self._num_threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
         self.has_loop = (self._directory / LOOP).is_file()
-        shape = read_json_file(directory / "config.json")
+        shape = read_json_object(directory / "config.json")
         self._max_length = int(shape.get("max_position_embeddings") or shape["n_positions"])
         self._vocab_size = int(shape["vocab_size"])
         self._hidden_size = int(shape.get("hidden_size") or shape["n_embd"])

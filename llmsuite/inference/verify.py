@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, broken_file, read_json_file, sha256_of
+from llmsuite.files import MANIFEST, broken_file, read_json_object, sha256_of
 from llmsuite.inference.decoder import Decoder
 from llmsuite.inference.exported import read_manifest
 from llmsuite.inference.generate import generate
@@ -49,7 +49,7 @@ def check_files(directory: Path, source: Path, adapter: Path | None = None) -> i
             raise UserError(f"{source / name}: is missing, so nothing can be compared with it; name it with {way}")
         if sha256_of(path) != digest:
             raise UserError(f"{path}: is not what {directory} was exported from; export the model again")
-    return len(exported.source_sha256) + len(read_json_file(directory / MANIFEST)["files"])
+    return len(exported.source_sha256) + len(read_json_object(directory / MANIFEST)["files"])
 
 
 def compare_loop(exported: Predictor, trained: Decoder, precision: str = "fp32", seed: int = 0) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.files import NO_ROOM, os_errors, read_json_file, write_text_atomic
+from llmsuite.files import NO_ROOM, os_errors, read_json_object, write_text_atomic
 from llmsuite.inference.beam import Beams
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.defaults import NAMES, read_defaults
@@ -145,7 +145,7 @@ def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:
     """
     if not target.exists():
         return 0
-    started, now = read_json_file(plan.output_dir / "recipe.json"), redacted_data(as_plain(plan.recipe))
+    started, now = read_json_object(plan.output_dir / "recipe.json"), redacted_data(as_plain(plan.recipe))
     if differing := [key for key in _DECIDING if started.get(key) != now[key]]:
         raise UserError(
             f"{target}: was written by a recipe with another {', '.join(differing)}; go on with "

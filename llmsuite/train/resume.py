@@ -14,7 +14,7 @@ from llmsuite.checkpoint.directory import find_latest, list_steps, name_latest, 
 from llmsuite.checkpoint.own_disks import OwnDisk
 from llmsuite.checkpoint.train_state import TrainState, load_state
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import Schedule
 from llmsuite.parallel.optimizer import SavedOptimizer
@@ -241,7 +241,7 @@ def _differing_keys(plan: RunPlan) -> list[str]:
 def _started_recipe(plan: RunPlan) -> Any:
     """The recipe that the run in output_dir was last started with; None where there is none."""
     path = plan.output_dir / "recipe.json"
-    return read_json_file(path) if path.is_file() else None
+    return read_json_object(path) if path.is_file() else None
 
 
 def _started_train(plan: RunPlan) -> dict[str, Any] | None:

@@ -24,6 +24,7 @@ LAYERS = (
         "extras",
         "resources",
         "regular",
+        "strict_json",
         "files",
         "python_files",
         "progress",

@@ -139,6 +139,6 @@ def test_what_is_no_tokenizer_is_not_copied(tmp_path: Path, text: str) -> None:
     shutil.copytree(DATA / "tokenizer", source)
     target.mkdir()
     (source / "special_tokens_map.json").write_text(text)
-    with pytest.raises(UserError, match=r"special_tokens_map\.json: is not (JSON|a JSON object)"):
+    with pytest.raises(UserError, match=r"special_tokens_map\.json: is (not JSON|.*not an object)"):
         copy_tokenizer(source, target)
     assert list(target.iterdir()) == []
