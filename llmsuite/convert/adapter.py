@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.adapter_base import CONFIGS, LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP, stored_format
+from llmsuite.checkpoint.adapter_config import read_adapter_config, value_for
 from llmsuite.checkpoint.adapter_dir import LOKR, MORA, UNKNOWN
 from llmsuite.checkpoint.beside import refuse_beside
 from llmsuite.checkpoint.model_dir import ModelDirectory, has_further_layers, hf_name, with_further_layers
@@ -30,7 +31,6 @@ from llmsuite.convert.peft_score import with_score_head
 from llmsuite.convert.peft_stacks import ExpertsOfStacks
 from llmsuite.convert.rounded import rounded_model
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
 from llmsuite.models.head import EMBEDDING, SCORE, head_of, is_tied
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
@@ -81,9 +81,7 @@ class Adapted:
         config_path = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
         if config_path is None:
             raise UserError(f"{directory}: has neither {' nor '.join(CONFIGS)}")
-        config = read_json_file(config_path)
-        if not isinstance(config, dict):
-            raise UserError(f"{config_path}: is no JSON object")
+        config = read_adapter_config(config_path)
         if config_path.name == VERA_OF_PADDLENLP:
             config = vera.as_lora(config_path, config)
         is_ours = config.get("peft_type") == MORA
@@ -246,9 +244,11 @@ class Adapted:
         elif config.get("peft_type") != LOKR:  # MoRA has none
             return 1.0
         module = target.removesuffix(".weight")
-        alpha, rank = (_pattern(config.get(f"{key}_pattern"), module, config.get(of)) for key, of in _LOKR_SCALE)
+        alpha, rank = (
+            value_for(config_path, config, f"{key}_pattern", module, config.get(of)) for key, of in _LOKR_SCALE
+        )
         for key, value in (("alpha", alpha), ("r", rank)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value:
+            if not value:
                 raise UserError(f"{config_path}: {key} is {value!r}; a number is needed")
         return float(alpha / rank)
 
@@ -377,19 +377,11 @@ def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
 
 def _scale(config_path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or with rank stabilisation (Kalajdzievski 2023, arXiv 2312.03732) alpha / sqrt(rank)."""
-    alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    announced = _pattern(config.get("rank_pattern"), module, config.get("r"))
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+    alpha = value_for(config_path, config, "alpha_pattern", module, config.get("lora_alpha"))
+    announced = value_for(config_path, config, "rank_pattern", module, config.get("r"))
+    if alpha is None:
         raise UserError(f"{config_path}: lora_alpha is {alpha!r}; a number is needed")
     if announced != rank:
         raise UserError(f"{config_path}: gives {module} rank {announced}, its factors have rank {rank}")
     stabilised = config.get("use_rslora") or config.get("rslora")
     return alpha / (math.sqrt(rank) if stabilised else rank)
-
-
-def _pattern(patterns: Any, module: str, default: Any) -> Any:
-    """The value of the first pattern that a module's name ends with, as PEFT looks it up."""
-    for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return default
