@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.regular import is_file
 
 _NAMED = re.compile(r"(?P<path>.+\.py):(?P<name>[A-Za-z_]\w*)")
 
@@ -54,7 +55,7 @@ def fault_of(key: str, arguments: Sequence[str] = ()) -> str | None:
     parsed = python_function(key)
     assert parsed is not None, key
     path, name = parsed
-    if not Path(path).is_file():
+    if not is_file(Path(path)):
         return f"{path} is not a file (working directory: {Path.cwd()})"
     try:
         with warnings.catch_warnings():

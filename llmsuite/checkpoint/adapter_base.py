@@ -13,6 +13,7 @@ from llmsuite.hub.here import cached
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import BlockFormat
+from llmsuite.regular import is_file
 from llmsuite.strict_json import check_kinds
 
 BASE = "base.json"
@@ -41,7 +42,7 @@ class Base:
 
 def read_base(directory: Path) -> Base | None:
     """The model that adapters in a directory belong to; None when base.json is missing."""
-    if not (directory / BASE).is_file():
+    if not is_file(directory / BASE):
         return None
     data = read_json_object(directory / BASE)
     check_kinds(directory / BASE, data, BASE_KINDS)
@@ -66,7 +67,7 @@ def stored_format(directory: Path) -> BlockFormat | None:
 
 def _named_base(directory: Path) -> Base:
     """The base model in the configuration of PEFT or PaddleNLP: its path, or its name on a hub."""
-    found = [path for name in CONFIGS if (path := directory / name).is_file()]
+    found = [path for name in CONFIGS if is_file(path := directory / name)]
     config = read_adapter_config(found[0]) if found else {}
     named, revision = config.get("base_model_name_or_path"), config.get("revision")
     if named and revision and (name := hub_name(named)) is not None:
@@ -102,7 +103,7 @@ def base_path(directory: Path) -> Path:
         UserError: it is on no disk, or not here.
     """
     named = base_name(directory)
-    if (Path(named) / "config.json").is_file():
+    if is_file(Path(named) / "config.json"):
         return Path(named)
     found = cached(name, Want.MODEL) if (name := hub_name(named)) is not None else None
     if found is None:

@@ -27,6 +27,7 @@ from llmsuite.checkpoint.model_dir import Layout, has_further_layers
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, SECOND_FACTOR
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
 from llmsuite.strict_json import ABOVE_ZERO, check_kinds
 
@@ -270,10 +271,10 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     """
     from llmsuite.models.peft_configs import lora_config  # takes paddlenlp, which other runs do without
 
-    present = [name for name in CONFIGS if (directory / name).is_file()]
+    present = [name for name in CONFIGS if is_file(directory / name)]
     if present and (other := present[0]) in CONFIGS[2:]:
         raise UserError(f"{directory / other}: adapters of this method are not to be had in another layout; merge it")
-    layout: Layout = "hf" if (directory / CONFIG_NAMES["hf"]).is_file() else "paddlenlp"
+    layout: Layout = "hf" if is_file(directory / CONFIG_NAMES["hf"]) else "paddlenlp"
     data = read_adapter_config(directory / CONFIG_NAMES[layout])
     if (kind := data.get("peft_type") or "LORA") != "LORA":
         raise UserError(f"{directory}: adapters of {kind} are not to be had in another layout; merge them")

@@ -25,6 +25,7 @@ from llmsuite.errors import UserError
 from llmsuite.files import read_json_object, sha256_of
 from llmsuite.models.head import EMBEDDING, NO_KEYS, OUTPUT, is_tied
 from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
 
 Load = Literal["exact", "known", "any"]
@@ -287,7 +288,7 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
 
 def has_scales(path: Path) -> bool:
     """Whether a directory has int8 matrices with scales beside them."""
-    return any((path / f"{Dequantised.STEM}{SUFFIX}{end}").is_file() for end in ("", ".index.json"))
+    return any(is_file(path / f"{Dequantised.STEM}{SUFFIX}{end}") for end in ("", ".index.json"))
 
 
 def describe_model(

@@ -26,6 +26,7 @@ from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
 from llmsuite.models.prefix_shapes import INNER, INNER_BIAS, NETWORK, PREFIX_KEY, PREFIX_VALUE, TABLE
+from llmsuite.regular import is_file
 from llmsuite.strict_json import check_kinds, whole
 
 KIND = "PREFIX_TUNING"
@@ -212,7 +213,7 @@ class SavedPrefixes:
 def has_prefixes(directory: Path) -> bool:
     """Whether a directory of adapters is one of prefixes."""
     config = directory / _CONFIG
-    return config.is_file() and read_adapter_config(config).get("peft_type") == KIND
+    return is_file(config) and read_adapter_config(config).get("peft_type") == KIND
 
 
 def open_prefixes(directory: Path) -> SavedPrefixes:
@@ -222,7 +223,7 @@ def open_prefixes(directory: Path) -> SavedPrefixes:
         raise UserError(f"{directory / _CONFIG}: has prefixes of an encoder and a decoder; a model here has one part")
     files = PrefixTensors(directory, data, TensorFiles(directory, _STEM))
     base = base or Base(data.get("base_model_name_or_path"), "")
-    if not (directory / f"{STATE}{SUFFIX}").is_file():
+    if not is_file(directory / f"{STATE}{SUFFIX}"):
         return SavedPrefixes(Prefixes(files.tokens, base), files)
     network = TensorFiles(directory, STATE)
     width = network.spec(f"{NETWORK}.{INNER_BIAS}").shape[0]

@@ -25,6 +25,7 @@ from llmsuite.files import (
     read_weight_map,
     sha256_of,
 )
+from llmsuite.regular import is_file, listed
 
 SUFFIX = ".safetensors"
 
@@ -103,20 +104,20 @@ class TensorFiles:
         self._headers: dict[str, dict[str, StoredTensor]] = {}
         self._manifest: dict[Path, list[Range]] | None = None
         self._checked, self._lock = set[str](), threading.Lock()
-        if check and (directory / MANIFEST).is_file():
+        if check and is_file(directory / MANIFEST):
             self._manifest = read_manifest(directory)
             if fault := broken_file(directory, without=SUFFIX):
                 raise UserError(f"{fault}; nothing was written")
-        holes = read_json_file(directory / NOT_FETCHED) if (directory / NOT_FETCHED).is_file() else []
+        holes = read_json_file(directory / NOT_FETCHED) if is_file(directory / NOT_FETCHED) else []
         self._holes = set[str](holes)
         index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
-        if index.is_file():
+        if is_file(index):
             self._file_of = read_weight_map(index)
-        elif single.is_file():
+        elif is_file(single):
             self._file_of = dict.fromkeys(self._header(single.name), single.name)
         else:
             found = f"{directory}: has neither {index.name} nor {single.name}"
-            if next(directory.glob("**/*.pdparams"), None) is not None:
+            if listed(directory, "**/*.pdparams"):
                 found += f"; make them of its .pdparams: llmsuite import {directory} -o DIR --allow-pickle"
             raise UserError(found)
 

@@ -13,7 +13,7 @@ from typing import Any
 from llmsuite.cache import cache_root, locked
 from llmsuite.errors import UserError
 from llmsuite.files import broken_file, committed_directory, read_json_object, sha256_of, write_json
-from llmsuite.regular import check_own, copy_regular
+from llmsuite.regular import check_own, copy_regular, is_dir, is_file, listed
 
 _CONFIG, _TOKENS, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _TEMPLATE, _GENERATION = "chat_template.jinja", "generation_config.json"
@@ -44,8 +44,8 @@ def check_tokenizer(source: Path) -> list[Path]:
         UserError: one is not what its name says, or lies elsewhere, so that another file would be handed on with what
             is written.
     """
-    further = sorted(path.name for path in source.glob("*") if path.suffix in _SUFFIXES)
-    found = [path for name in dict.fromkeys((*TOKENIZER_FILES, *further)) if (path := source / name).is_file()]
+    further = [path.name for path in listed(source) if path.suffix in _SUFFIXES]
+    found = [path for name in dict.fromkeys((*TOKENIZER_FILES, *further)) if is_file(path := source / name)]
     for path in found:
         try:
             check_own(path)
@@ -146,7 +146,7 @@ def _in_cache(files: dict[str, Path], settings: dict[str, Any] | None) -> Path:
     digest = hashlib.sha256(json.dumps([parts, settings]).encode()).hexdigest()[:32]
     target = cache_root() / "tokenizers" / digest
     with locked(target.with_suffix(".lock")):
-        if not target.is_dir() or broken_file(target) is not None:
+        if not is_dir(target) or broken_file(target) is not None:
             with committed_directory(target) as directory:
                 _write(files.values(), settings, directory)
     return target

@@ -32,6 +32,7 @@ from llmsuite.convert.peft_stacks import ExpertsOfStacks
 from llmsuite.convert.rounded import rounded_model
 from llmsuite.errors import UserError
 from llmsuite.models.head import EMBEDDING, SCORE, head_of, is_tied
+from llmsuite.regular import is_file, listed
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _PICKLES = "lora_model_state.pdparams", "lokr_model_state.pdparams", vera.PICKLE
@@ -78,7 +79,7 @@ class Adapted:
         self._turned = {copy for copy, name in self._originals.items() if names.is_linear(name) > names.is_linear(copy)}
         """Copies that lie as in the file, as nothing multiplies with them."""
         self._embedding = names.hf_tensors(EMBEDDING, base.config).names[0] if is_tied(base.config) else ""
-        config_path = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
+        config_path = next((directory / name for name in CONFIGS if is_file(directory / name)), None)
         if config_path is None:
             raise UserError(f"{directory}: has neither {' nor '.join(CONFIGS)}")
         config = read_adapter_config(config_path)
@@ -271,7 +272,7 @@ class Adapted:
 
     def _replacement(self, target: str) -> np.ndarray:
         value = self._files.read(self._replaced[target])
-        by_rows = (self._path / CONFIGS[0]).is_file()
+        by_rows = is_file(self._path / CONFIGS[0])
         return value.T if by_rows and target in self._tensors.linears else value
 
     @property
@@ -287,7 +288,7 @@ class Adapted:
 
     @property
     def paths(self) -> list[Path]:
-        configs = [self._path / name for name in CONFIGS if (self._path / name).is_file()]
+        configs = [self._path / name for name in CONFIGS if is_file(self._path / name)]
         return sorted([*self._base.files.paths, *self._files.paths, *configs])
 
     def spec(self, name: str) -> TensorSpec:
@@ -358,12 +359,12 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
 
 
 def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
-    stem = next((s for s in _STEMS if any((directory / f"{s}{SUFFIX}{e}").is_file() for e in ("", ".index.json"))), "")
+    stem = next((s for s in _STEMS if any(is_file(directory / f"{s}{SUFFIX}{e}") for e in ("", ".index.json"))), "")
     if stem:
         return TensorFiles(directory, stem, check=True)
-    pickle = next((path for name in _PICKLES if (path := directory / name).is_file()), None)
+    pickle = next((path for name in _PICKLES if is_file(path := directory / name)), None)
     if pickle is None:
-        if of_ranks := sorted(path.name for path in directory.glob("lora_model_state.*.pdparams")):
+        if of_ranks := [path.name for path in listed(directory, "lora_model_state.*.pdparams")]:
             raise UserError(f"{directory}: {', '.join(of_ranks)} are parts of ranks; let PaddleNLP merge them first")
         raise UserError(f"{directory}: has none of {', '.join([*(s + SUFFIX for s in _STEMS), *_PICKLES])}")
     if not allow_pickle:

@@ -20,6 +20,7 @@ from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles
 from llmsuite.convert.paddle_save import write_pickle
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
 
 PICKLE = "lokr_model_state.pdparams"
@@ -28,7 +29,7 @@ PICKLE = "lokr_model_state.pdparams"
 def is_lokr(source: Path) -> bool:
     """Whether a directory has LoKr as a run saves it, or PEFT."""
     path = source / CONFIG_NAMES["hf"]
-    return path.is_file() and read_adapter_config(path).get("peft_type") == LOKR
+    return is_file(path) and read_adapter_config(path).get("peft_type") == LOKR
 
 
 def write_lokr(directory: Path, source: Path, family: ModelFamily, config: Any) -> int:
@@ -46,7 +47,7 @@ def write_lokr(directory: Path, source: Path, family: ModelFamily, config: Any) 
     Raises:
         UserError: the adapters are not those of a run, or PaddleNLP has no place for them.
     """
-    if not (source / f"{STATE}{SUFFIX}").is_file():
+    if not is_file(source / f"{STATE}{SUFFIX}"):
         raise UserError(f"{source}: has no {STATE}{SUFFIX}, as adapters of a run have; merge them instead")
     names = family.names()
     prefix = names.paddlenlp_prefix(config)

@@ -29,6 +29,7 @@ from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_object, write_json
 from llmsuite.models.prefix_shapes import ATTENTION, INNER, INNER_BIAS, NETWORK, PREFIX_KEY, PREFIX_VALUE, TABLE
+from llmsuite.regular import is_file, listed
 from llmsuite.strict_json import FLAG, NULL, check_kinds, whole
 
 PICKLE = "prefix_model_state.pdparams"
@@ -64,8 +65,8 @@ def open_prefix(directory: Path, list_of_layers: str, config: Any, base: Base) -
     tokens, layers = data["num_prefix_tokens"], data["num_hidden_layers"]
     heads = data.get("multi_query_group_num") or data["num_attention_heads"]
     size = data["hidden_size"] // data["num_attention_heads"]
-    if not (directory / PICKLE).is_file():
-        of_ranks = ", ".join(sorted(part.name for part in directory.glob("prefix_model_state.*.pdparams")))
+    if not is_file(directory / PICKLE):
+        of_ranks = ", ".join(part.name for part in listed(directory, "prefix_model_state.*.pdparams"))
         raise UserError(
             f"{directory}: has no {PICKLE}"
             + f"; {of_ranks} are parts of ranks, each with other heads. Let PaddleNLP merge them" * bool(of_ranks)

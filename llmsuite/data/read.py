@@ -17,6 +17,7 @@ from llmsuite.data.kinds import Readers
 from llmsuite.data.parquet import open_parquet
 from llmsuite.data.table import DELIMITERS, table_rows
 from llmsuite.errors import UserError
+from llmsuite.regular import is_dir, is_file, listed
 from llmsuite.specs import DataFormat
 
 KINDS = (".json", ".jsonl", ".parquet", *DELIMITERS)
@@ -98,12 +99,12 @@ def data_files(path: Path) -> list[Path]:
     splits, or the file is a table that is not read."""
     if path.suffix.lower() in _UNREAD:
         raise UserError(f"{path}: {path.suffix} files are not read; save it as .csv, .jsonl or .parquet")
-    if not path.is_dir():
+    if not is_dir(path):
         return [path]
-    if (path / _SPLITS).is_file() and (splits := sorted(file.parent for file in path.glob("*/state.json"))):
+    if is_file(path / _SPLITS) and (splits := sorted(file.parent for file in listed(path, "*/state.json"))):
         raise UserError(f"{path}: is a data set of splits; name one of them: {', '.join(map(str, splits))}")
-    found = sorted(file for file in path.iterdir() if file.is_file() and unpacked_suffix(file) in KINDS)
-    if not found and (corpora := sorted(str(file.with_suffix("")) for file in path.glob("*.idx"))):
+    found = sorted(file for file in path.iterdir() if is_file(file) and unpacked_suffix(file) in KINDS)
+    if not found and (corpora := sorted(str(file.with_suffix("")) for file in listed(path, "*.idx"))):
         raise UserError(
             f"{path}: is a directory of indexed corpora; name one, others in pretrain.mix: {', '.join(corpora)}"
         )

@@ -19,6 +19,7 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_object
+from llmsuite.regular import is_file
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 """What a tokenizer's files call a token by."""
@@ -100,7 +101,7 @@ def ids_of_roles(directory: Path) -> dict[str, int]:
     """The ids of the tokens of roles in a directory with a tokenizer.json, which is not opened as a tokenizer; empty
     without one. Raises UserError naming a file that is faulty."""
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not is_file(path):
         return {}
     content, roles = _object(path), read_token_files(directory).roles
     model, added = content.get("model"), content.get("added_tokens")
@@ -124,7 +125,7 @@ def is_mark(text: str) -> bool:
 
 def _object(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty where there is none."""
-    return read_json_object(path) if path.is_file() else {}
+    return read_json_object(path) if is_file(path) else {}
 
 
 def _text(path: Path, key: str, value: Any) -> str:

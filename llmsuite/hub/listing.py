@@ -14,6 +14,7 @@ from typing import Literal, Protocol
 from llmsuite.errors import UserError
 from llmsuite.files import read_weight_map, sha256_of
 from llmsuite.hub.names import HubName
+from llmsuite.regular import is_file
 
 Kind = Literal["model", "dataset"]
 _CHUNK = 1 << 20
@@ -153,7 +154,7 @@ def _tensors(name: HubName, top: Sequence[str], everything: Sequence[str]) -> li
 
 def missing_parts(directory: Path, want: Want, path: str = "") -> list[str]:
     """What a directory lacks that was fetched by whomever, as far as its own files tell."""
-    here = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    here = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if is_file(p)}
     if want is Want.FILE:
         return [] if path in here else [path]
     if want is Want.ROWS:

@@ -9,6 +9,7 @@ from llmsuite.files import read_json_object
 from llmsuite.hub.huggingface import endpoint, is_broken_connection, reason, status_of
 from llmsuite.hub.listing import Listing, RemoteFile, Report, Want, select
 from llmsuite.hub.names import HUBS, HubName, hub_name
+from llmsuite.regular import is_file, listed
 
 _BESIDE = ("README.md", "LICENSE", "NOTICE")
 _NOT_OF_MODEL = ("optimizer", "critic")
@@ -21,7 +22,7 @@ def pushed_files(directory: Path, name: HubName) -> list[str]:
     Raises:
         UserError: it holds no model.
     """
-    here = {path.name: RemoteFile(path.stat().st_size) for path in directory.iterdir() if path.is_file()}
+    here = {path.name: RemoteFile(path.stat().st_size) for path in listed(directory) if is_file(path)}
     of_model = {path: file for path, file in here.items() if not path.startswith(_NOT_OF_MODEL)}
     try:
         found = select(name, Listing("", of_model), Want.MODEL)

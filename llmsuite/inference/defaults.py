@@ -10,6 +10,7 @@ from typing import Any, Literal
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_object
 from llmsuite.inference.sampling import Sampling
+from llmsuite.regular import is_file
 
 Choice = Literal["auto", "ignore"]
 """Whether they are the defaults of what nobody sets."""
@@ -47,7 +48,7 @@ def read_defaults(directories: Sequence[Path], choice: Choice = "auto") -> Sampl
     Raises:
         UserError: naming the file and a value that cannot be one.
     """
-    path = next((p for p in (d / "generation_config.json" for d in directories) if p.is_file()), None)
+    path = next((p for p in (d / "generation_config.json" for d in directories) if is_file(p)), None)
     if choice == "ignore" or path is None:
         return SamplingDefaults()
     content = read_json_object(path)

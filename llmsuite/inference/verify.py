@@ -14,6 +14,7 @@ from llmsuite.inference.exported import read_manifest
 from llmsuite.inference.generate import generate
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.sampling import Sampling
+from llmsuite.regular import is_file
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 3e-3, "int8": 1e-1}
 """Largest difference of logits, as a share of the largest logit, by precision.
@@ -43,7 +44,7 @@ def check_files(directory: Path, source: Path, adapter: Path | None = None) -> i
         raise UserError(f"{broken}; export the model again")
     places = [source, *source.parents[:2], *([adapter] if adapter else [])]
     for name, digest in exported.source_sha256.items():
-        path = next((place / name for place in places if (place / name).is_file()), None)
+        path = next((place / name for place in places if is_file(place / name)), None)
         if path is None:
             way = "--source" if adapter is None else "--source, or the model of the adapter with --base"
             raise UserError(f"{source / name}: is missing, so nothing can be compared with it; name it with {way}")

@@ -28,6 +28,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report, track
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.unread import unread_keys
+from llmsuite.regular import exists
 from llmsuite.schema.section import as_plain
 from llmsuite.shown import redacted_data
 from llmsuite.stages.sections import InferSection
@@ -143,7 +144,7 @@ def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:
     Raises:
         UserError: the file has answers to other prompts, or was written by another recipe.
     """
-    if not target.exists():
+    if not exists(target):
         return 0
     started, now = read_json_object(plan.output_dir / "recipe.json"), redacted_data(as_plain(plan.recipe))
     if differing := [key for key in _DECIDING if started.get(key) != now[key]]:

@@ -27,6 +27,7 @@ from llmsuite.parallel.program.lengths import length_multiple
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.regular import is_file
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.train.stage import Stage, StageContext
 from llmsuite.train.supervision import check_supervision
@@ -201,7 +202,7 @@ def tokenizer_to_save(plan: RunPlan) -> Path | None:
     copy_tokenizer(plan.tokenizer, directory)
     write_text_atomic(directory / "chat_template.jinja", BUILTIN[choice])
     path = directory / "tokenizer_config.json"
-    config = read_json_object(path) if path.is_file() else {}
+    config = read_json_object(path) if is_file(path) else {}
     if config.pop("chat_template", None) is not None:
         # some libraries read this one first
         write_text_atomic(path, json.dumps(config, ensure_ascii=False, indent=2) + "\n")
