@@ -11,7 +11,7 @@ import json
 import math
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +117,18 @@ ABOVE_ZERO = Kind("a number above 0", lambda value: _is_number(value) and value 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        seen = set[str]()
-        again = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ValueError(f"the key {again[:80]!r} is there twice")
+        raise ValueError(f"the key {str(first_repeated(key for key, _ in pairs))[:80]!r} is there twice")
     return found
+
+
+def first_repeated(names: Iterable[str]) -> str | None:
+    """The first name that was there before; None where all differ."""
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def _check_depth(data: Any) -> None:
