@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from llmsuite.data.conversations import BUILTIN
 from llmsuite.data.documents import read_documents
 from llmsuite.data.kinds import _needed
-from llmsuite.data.conversations import BUILTIN
 from llmsuite.data.read import raw_rows
 from llmsuite.errors import UserError
 
