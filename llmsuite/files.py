@@ -246,6 +246,8 @@ def ranges_of(manifest: Mapping[str, Any]) -> dict[str, list[Range]]:
             tensors[file].append(Range(entry["start"], entry["start"] + entry["size"], entry["sha256"], tensor))
     result = {}
     for file, entry in manifest["files"].items():
+        if ".." in Path(file).parts or Path(file).is_absolute() or "\0" in file:
+            raise ValueError(f"{file!r} is no file of the directory")
         ranges, size = sorted(tensors[file], key=lambda r: (r.start, r.end)), entry["size"]
         if "header_sha256" in entry:
             ranges.insert(0, Range(0, ranges[0].start if ranges else size, entry["header_sha256"]))

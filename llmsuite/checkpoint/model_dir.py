@@ -160,7 +160,7 @@ class ModelDirectory:
         if place.stacked:
             shape = (len(place.names), *shape)
         elif place.num_parts > 1:
-            if shape[-1] % place.num_parts:
+            if not shape or shape[-1] % place.num_parts:
                 raise UserError(
                     f"{self.path}: {stored.name!r} is {list(stored.shape)}, not {place.num_parts} equal parts"
                 )

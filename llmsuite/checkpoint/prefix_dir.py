@@ -20,6 +20,7 @@ import numpy as np
 from llmsuite.checkpoint.adapter_base import Base, base_keys, read_base, write_base
 from llmsuite.checkpoint.adapter_config import read_adapter_config
 from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE, STEMS
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
@@ -144,9 +145,9 @@ class PrefixTensors:
         self._tokens, self._layers = data["num_virtual_tokens"], data["num_layers"]
         self._heads, self._width = data["num_attention_heads"], data["token_dim"]
         wanted = (self._tokens, self._layers * 2 * self._width)
-        found = self._files.spec(TENSOR).shape
-        if found != wanted or self._width % self._heads:
-            raise UserError(f"{directory}: {TENSOR} is {list(found)}; by {_CONFIG} it would be {list(wanted)}")
+        Part(FLOATS, wanted).check(files.spec(TENSOR), directory, f"a prefix by {_CONFIG}")
+        if self._width % self._heads:
+            raise UserError(f"{directory / _CONFIG}: token_dim is {self._width}, no multiple of {self._heads} heads")
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """The keys or values of a layer, [P, J, K], or a slice of them. Raises UserError for a layer without any."""
@@ -226,5 +227,7 @@ def open_prefixes(directory: Path) -> SavedPrefixes:
     if not is_file(directory / f"{STATE}{SUFFIX}"):
         return SavedPrefixes(Prefixes(files.tokens, base), files)
     network = TensorFiles(directory, STATE)
-    width = network.spec(f"{NETWORK}.{INNER_BIAS}").shape[0]
+    inner_bias = f"{NETWORK}.{INNER_BIAS}"
+    Part(FLOATS, (None,)).check(network.spec(inner_bias), directory, "a bias")
+    width = network.spec(inner_bias).shape[0]
     return SavedPrefixes(Prefixes(files.tokens, base, width), files, network)

@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,8 @@ _OTHER_SIZES = {
 }
 _LONGEST_HEADER = 100_000_000  # as in the package safetensors
 _CHUNK = 1 << 20
+_MOST_DIMS, _MOST_SIZE = 8, 1 << 40
+"""Dims of a tensor, and the size of each: where one is 0 the others say nothing of the bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +152,8 @@ def _entry(path: Path, data: int, name: str, entry: Any) -> StoredTensor:
     code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"{name!r} has no dtype, shape and offsets")
+    if len(shape) > _MOST_DIMS or max(shape, default=0) > _MOST_SIZE:
+        raise ValueError(f"{name!r} has the shape {reprlib.repr(shape)}; at most {_MOST_DIMS} dims are read")
     itemsize = np.dtype(DTYPES[code]).itemsize if code in DTYPES else _OTHER_SIZES.get(code)
     if end < begin or (itemsize is not None and math.prod(shape) * itemsize != end - begin):
         raise ValueError(f"{name!r} is {shape} of {code}, which are not {end - begin:,} bytes")

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
 from llmsuite.errors import UserError
 from llmsuite.files import (
@@ -204,6 +205,13 @@ class Dequantised:
         is_int8 = [name for name in files.names if files.spec(name).dtype == INT8]
         if unscaled := [name for name in is_int8 if _beside(name, "weight_scale") not in self._known]:
             raise UserError(f"{files.directory}: {len(unscaled)} int8 tensors have no scale, such as {unscaled[0]}")
+        for name in is_int8:
+            shape = files.spec(name).shape
+            one_or_all = tuple((1, size) for size in shape)
+            scale = scales.spec(_beside(name, "weight_scale"))
+            Part(FLOATS, one_or_all).check(scale, scales.directory, f"the scale of a matrix of {list(shape)}")
+            if (beside := _beside(name, "input_scale")) in self._known:
+                Part(FLOATS, (1,)).check(scales.spec(beside), scales.directory, "the scale of inputs")
 
     @property
     def names(self) -> list[str]:

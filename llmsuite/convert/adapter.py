@@ -24,6 +24,7 @@ from llmsuite.checkpoint.adapter_dir import LOKR, MORA, UNKNOWN
 from llmsuite.checkpoint.beside import refuse_beside
 from llmsuite.checkpoint.model_dir import ModelDirectory, has_further_layers, hf_name, with_further_layers
 from llmsuite.checkpoint.model_writer import Arrangement
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert import structured, vera
 from llmsuite.convert.pdparams import PickledTensors
@@ -110,6 +111,7 @@ class Adapted:
         parts: dict[str, dict[str, tuple[str, bool]]] = {}
         unknown = []
         for name in self._files.names:
+            Part(FLOATS).check(self._files.spec(name), self._path)
             if match := structured.PART.fullmatch(name):
                 if (target := self._name(f"{match[1]}.weight")) is None:
                     unknown.append(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import json
 import time
 from pathlib import Path
@@ -33,14 +34,13 @@ def test_a_text_that_is_named_often_is_not_made_often(tmp_path: Path) -> None:
     text = pa.DictionaryArray.from_arrays(pa.array([0] * 1024, "int32"), pa.array(["x" * (8 << 20)]))
     path = write(tmp_path / "a.parquet", {"text": text}, compression="zstd")
     assert path.stat().st_size < 10_000
-    began, found = time.process_time(), 0
+    began = time.process_time()
+    rows = raw_rows(path)
+    assert len(next(rows)[1]["text"]) == 8 << 20
     with pytest.raises(UserError, match=r"a\.parquet: unpacks to more than 100 times its size"):
-        for _ in raw_rows(path):
-            found += 1
-    assert 1 <= found <= 8, "of 8 MiB each"
+        collections.deque(rows, 0)
     with pytest.raises(UserError, match="unpacks to more than 100 times its size"):
-        for _ in read_documents(path, "files", "text"):
-            pass
+        collections.deque(read_documents(path, "files", "text"), 0)
     assert time.process_time() - began < 20
 
 
@@ -53,8 +53,8 @@ def test_one_row_has_the_limit_of_a_line(tmp_path: Path, nested: bool) -> None:
     turns = pa.ListArray.from_arrays(pa.array([0, 1, 100], "int32"), texts)
     path = write(tmp_path / "a.parquet", {"messages": turns}, compression="zstd")
     rows = raw_rows(path)
+    assert len(next(rows)[1]["messages"]) == 1
     with pytest.raises(UserError, match=r"a\.parquet: row 2 is longer than 64 MiB"):
-        assert len(next(rows)[1]["messages"]) == 1
         next(rows)
 
 
@@ -94,7 +94,8 @@ def test_a_table_of_many_columns_takes_time_by_its_bytes(tmp_path: Path) -> None
     path.write_text(f"{header}\n" + "a\n" * 10_000)
     began = time.process_time()
     faults = [fault for _, _, fault in raw_rows(path)]
-    assert len(faults) == 10_000 and max(len(str(fault)) for fault in faults) < 500
+    assert len(faults) == 10_000
+    assert max(len(str(fault)) for fault in faults) < 500
     path.write_text(f"{header},c7\n")
     with pytest.raises(UserError, match="names the column 'c7' twice"):
         rows_of(path)
