@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,25 +119,28 @@ def _template_in(files: dict[str, Path]) -> Any:
 def _check_added(config: Path, vocabulary: Path) -> None:
     """Raise UserError for added tokens of an adapter's settings that its base's tokenizer.json does not have so."""
     named = read_json_object(config).get("added_tokens_decoder")
-    known = _ids_in(read_json_object(vocabulary))
+    known = ids_of_tokens(read_json_object(vocabulary))
     for number, entry in named.items() if isinstance(named, dict) else ():
         content = entry.get("content") if isinstance(entry, dict) else None
-        if str(known.get(content)) != str(number):
+        if not isinstance(content, str) or str(known.get(content)) != str(number):
             raise UserError(
                 f"{config}: has the added token {content!r} with id {number}, which {vocabulary} does not have so; put "
                 "the tokenizer.json that it belongs to beside it"
             )
 
 
-def _ids_in(tokenizer: dict[str, Any]) -> dict[Any, Any]:
+def ids_of_tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """The ids of the tokens of a tokenizer.json, as far as it has the form of one."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # pieces with their scores
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
-    found = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    found: list[tuple[Any, Any]] = []
+    if isinstance(vocabulary, dict):
+        found = list(vocabulary.items())
+    elif isinstance(vocabulary, list):  # pieces with their scores
+        found = [(entry[0], number) for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry]
     entries = added if isinstance(added, list) else []
-    return {**found, **{entry.get("content"): entry.get("id") for entry in entries if isinstance(entry, dict)}}
+    found += [(entry.get("content"), entry.get("id")) for entry in entries if isinstance(entry, dict)]
+    return {text: number for text, number in found if isinstance(text, str)}
 
 
 def _in_cache(files: dict[str, Path], settings: dict[str, Any] | None) -> Path:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmsuite.checkpoint.tokenizer_files import ids_of_tokens
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_object
 from llmsuite.regular import is_file
@@ -104,14 +105,7 @@ def ids_of_roles(directory: Path) -> dict[str, int]:
     if not is_file(path):
         return {}
     content, roles = _object(path), read_token_files(directory).roles
-    model, added = content.get("model"), content.get("added_tokens")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    found: dict[Any, Any] = dict(vocab) if isinstance(vocab, dict) else {}
-    if isinstance(vocab, list):  # pieces with their scores
-        found = {piece[0]: number for number, piece in enumerate(vocab) if isinstance(piece, list) and piece}
-    for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict):
-            found[token.get("content")] = token.get("id")
+    found = ids_of_tokens(content)
     ids = {role: found.get(text) for role, text in roles.items()}
     return {role: number for role, number in ids.items() if type(number) is int}
 
