@@ -79,6 +79,7 @@ faults: $(VENV)/test
 	$(BIN)/python -m tests.tools.kills_anywhere --kills 200
 	$(BIN)/python -m tests.tools.flaky_network --seconds 600
 	$(BIN)/python -m tests.tools.fuzz
+	$(BIN)/python -m tests.tools.lies --count 2000
 	$(BIN)/python -m tests.tools.stalls
 	$(BIN)/python -m tests.tools.merge_memory 4000
 	$(BIN)/python -m tests.tools.load

@@ -25,7 +25,7 @@ from llmsuite.checkpoint.directory import find_latest
 from llmsuite.cli import commands
 from llmsuite.cli import run as run_command
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.launch.launch import is_worker
 from llmsuite.locks import scratch_directory
@@ -55,7 +55,7 @@ class Run:
     @property
     def recipe(self) -> dict[str, Any]:
         """The resolved recipe, as plain data."""
-        recipe: dict[str, Any] = read_json_file(self.output_dir / "recipe.json")
+        recipe: dict[str, Any] = read_json_object(self.output_dir / "recipe.json")
         return recipe
 
     @property

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from llmsuite.errors import UserError
 from llmsuite.locks import open_lock
+from llmsuite.regular import is_file
 
 BUILT = "built"
 """Directory of the cache with what was compiled for this machine."""
@@ -45,7 +46,7 @@ def own_directory(directory: Path) -> Path:
 
 def is_own_file(path: Path) -> bool:
     """Whether a file is there, and nobody else can have written it."""
-    if path.is_symlink() or not path.is_file():
+    if path.is_symlink() or not is_file(path):
         return False
     found = path.stat()
     return found.st_uid == os.getuid() and not found.st_mode & 0o022

@@ -11,6 +11,7 @@ from packaging.markers import Marker
 from packaging.requirements import Requirement
 
 from llmsuite.errors import UserError
+from llmsuite.regular import is_dir
 
 
 def install_command(extra: str, without: str = "") -> str:
@@ -46,7 +47,7 @@ def check_plot(path: Path) -> None:
     """Raise UserError for a file of `--plot` that cannot be drawn; to be called before what it shows is computed."""
     if path.suffix not in (".png", ".svg"):
         raise UserError(f"--plot: {path} has to end in .png or .svg")
-    if not path.absolute().parent.is_dir():
+    if not is_dir(path.absolute().parent):
         raise UserError(f"--plot: {path} cannot be written: {path.parent} is no directory")
     try:
         import matplotlib.figure  # noqa: F401

@@ -19,7 +19,9 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.locks import LOCK, lock_directory, remove_any
-from llmsuite.regular import open_regular, read_regular
+from llmsuite.regular import exists, is_dir, is_file, open_regular, read_regular
+from llmsuite.shown import kind_of_json
+from llmsuite.strict_json import parse_json
 from llmsuite.threads import in_threads
 
 MANIFEST = "manifest.json"
@@ -87,7 +89,7 @@ def resumable_directory(final: Path, content: str, manifest: dict[str, Any]) -> 
     temporary = final.with_name(final.name + ".part")
     marker = temporary / ".content"
     with lock_directory(temporary), os_errors(final, f"what is done stays in {temporary}") as outcome:
-        if not marker.is_file() or marker.read_text() != content:
+        if not is_file(marker) or marker.read_text() != content:
             for path in temporary.iterdir():
                 if path.name != LOCK:
                     remove_any(path)
@@ -118,7 +120,7 @@ def _commit(temporary: Path, final: Path, manifest: dict[str, Any], outcome: lis
 def flush_files(directory: Path, known: Mapping[str, Any]) -> dict[str, Any]:
     """Flush every file of a directory to disk. Returns their entries of a manifest; those `known` are not hashed."""
     files = {}
-    for path in sorted(p for p in directory.rglob("*") if p.is_file()):
+    for path in sorted(p for p in directory.rglob("*") if is_file(p)):
         fsync(path)
         name = path.relative_to(directory).as_posix()
         files[name] = known.get(name) or {"size": path.stat().st_size, "sha256": sha256_of(path)}
@@ -128,7 +130,7 @@ def flush_files(directory: Path, known: Mapping[str, Any]) -> dict[str, Any]:
 def publish(temporary: Path, final: Path, outcome: list[str]) -> None:
     """Give a directory whose files are on disk its final name; see `os_errors` for `outcome`."""
     fsync(temporary)
-    if final.exists():
+    if exists(final):
         _replace(final, temporary)
     else:
         temporary.rename(final)
@@ -146,7 +148,7 @@ def _replace(final: Path, temporary: Path) -> None:
         final.rename(old)
         temporary.rename(final)
     except BaseException:
-        if not final.exists():
+        if not exists(final):
             old.rename(final)
         raise
 
@@ -176,22 +178,22 @@ def broken_file(
 
 def check_whole(directory: Path) -> None:
     """Raise UserError if a directory has a manifest and is not as that says."""
-    if (directory / MANIFEST).is_file() and (fault := broken_file(directory)):
+    if is_file(directory / MANIFEST) and (fault := broken_file(directory)):
         raise UserError(f"{fault}; it is not what was saved: take another checkpoint, or copy it again")
 
 
 def lying_elsewhere(directory: Path) -> dict[str, dict[str, int]]:
     """The files of a committed directory that are not here but on other machines: `machine` and `rank` by name."""
-    if not (directory / ELSEWHERE).is_file():
+    if not is_file(directory / ELSEWHERE):
         return {}
     entries = read_json_file(directory / ELSEWHERE)["files"].items()
-    return {name: place for name, place in entries if not (directory / name).is_file()}
+    return {name: place for name, place in entries if not is_file(directory / name)}
 
 
 def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True) -> str | None:
     """The first fault of files that a manifest describes, None when they are whole."""
     for path, ranges in files.items():
-        if not path.is_file():
+        if not is_file(path):
             return f"{path} is missing"
         size, expected = path.stat().st_size, ranges[-1].end
         if size != expected:
@@ -221,7 +223,7 @@ class Range:
 def read_manifest(directory: Path) -> dict[Path, list[Range]]:
     """The files of a committed directory as ranges, see `ranges_of`. Raises UserError when there is no manifest."""
     path = directory / MANIFEST
-    manifest = read_json_file(path)
+    manifest = read_json_object(path)
     try:
         return {directory / name: ranges for name, ranges in ranges_of(manifest).items()}
     except (TypeError, KeyError, AttributeError, ValueError) as error:
@@ -244,6 +246,8 @@ def ranges_of(manifest: Mapping[str, Any]) -> dict[str, list[Range]]:
             tensors[file].append(Range(entry["start"], entry["start"] + entry["size"], entry["sha256"], tensor))
     result = {}
     for file, entry in manifest["files"].items():
+        if ".." in Path(file).parts or Path(file).is_absolute() or "\0" in file:
+            raise ValueError(f"{file!r} is no file of the directory")
         ranges, size = sorted(tensors[file], key=lambda r: (r.start, r.end)), entry["size"]
         if "header_sha256" in entry:
             ranges.insert(0, Range(0, ranges[0].start if ranges else size, entry["header_sha256"]))
@@ -278,7 +282,7 @@ def _damaged(files: Mapping[Path, Sequence[Range]], name: Callable[[Path, Range,
 
 def check_disk(target: Path, needed: int, there: int = 0) -> None:
     """Raise UserError unless so many bytes fit onto the disk of a path, of which some are there already."""
-    place = next((p for p in target.absolute().parents if p.is_dir()), Path("/"))
+    place = next((p for p in target.absolute().parents if is_dir(p)), Path("/"))
     free = shutil.disk_usage(place).free + there
     if needed > free:
         raise UserError(f"{target}: needs {needed / 1e9:,.1f} GB; {place} has {free / 1e9:,.1f} GB left")
@@ -296,7 +300,7 @@ def write_text_atomic(path: Path, text: str) -> None:
     """Replace a small file in one step. Raises UserError when it cannot be written."""
     temporary = temporary_of(path)
     try:
-        if temporary.is_symlink() or not temporary.is_file():
+        if temporary.is_symlink() or not is_file(temporary):
             remove_any(temporary)  # it is none that this function has left
         with open(temporary, "w", encoding="utf-8", opener=_without_links) as file:
             file.write(text)
@@ -318,17 +322,38 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json_file(path: Path) -> Any:
-    """Read a JSON file that a program wrote.
+    """The content of a JSON file, by `parse_json`: what strangers write is read no other way than our own.
 
     Raises:
         UserError: it is missing, no regular file, or not JSON.
     """
     try:
-        return json.loads(read_regular(path).decode())
+        return parse_json(read_regular(path))
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: is not JSON: {error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that has to be an object. Raises UserError as `read_json_file`, or for another
+    value."""
+    found = read_json_file(path)
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: is {kind_of_json(found)}, not an object")
+    return found
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """The file of each tensor, by the index of a set of safetensors files. Raises UserError when it is no index, or
+    names a file elsewhere."""
+    found = read_json_object(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
+        raise UserError(f"{index}: has no weight_map of names to files")
+    for name in set(found.values()):
+        if Path(name).name != name or "\0" in name:  # a path could leave the directory
+            raise UserError(f"{index}: {name!r} is not a plain file name")
+    return found
 
 
 def _without_links(path: str, flags: int) -> int:

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.regular import is_file
 
 ALLOW_CODE = "LLMSUITE_ALLOW_CODE"
 """Variable that allows every file which a recipe names: the ranks of a run inherit it."""
@@ -58,7 +59,7 @@ def fault_of(key: str, arguments: Sequence[str] = ()) -> str | None:
     parsed = python_function(key)
     assert parsed is not None, key
     path, name = parsed
-    if not Path(path).is_file():
+    if not is_file(Path(path)):
         return f"{path} is not a file (working directory: {Path.cwd()})"
     try:
         with warnings.catch_warnings():

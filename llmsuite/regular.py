@@ -2,6 +2,9 @@
 
 A name in a model, a data set or an archive may be a pipe that nobody writes to, a device without an end, or a link to
 what is none of a model's business. Whatever reads such a file opens it here.
+
+A name may also be none that a file can have: too long, or with a NUL or half of a surrogate pair in it. `Path.is_file`
+and its like raise OSError for some of these, and for what may not be looked at. Whoever asks what is there asks here.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ import stat
 from pathlib import Path
 from typing import Any
 
+from llmsuite.errors import UserError
+
 MOST_JSON = 1 << 28
 """Bytes of a JSON file: the index of a model with a million tensors has less than half of it."""
+_NOTHING = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EBADF, errno.ENAMETOOLONG)
 _KINDS = (
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -23,13 +29,62 @@ _KINDS = (
 )
 
 
+def is_file(path: Path | str) -> bool:
+    """Whether there is a regular file, or a link to one. Raises UserError: nobody may look there."""
+    found = _looked_up(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_dir(path: Path | str) -> bool:
+    """Whether there is a directory, or a link to one. Raises UserError: nobody may look there."""
+    found = _looked_up(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def exists(path: Path | str) -> bool:
+    """Whether there is anything. Raises UserError: nobody may look there."""
+    return _looked_up(path) is not None
+
+
+def listed(directory: Path, pattern: str = "*") -> list[Path]:
+    """What is in a directory by a pattern of `Path.glob`, sorted; nothing where there is none. Raises UserError: nobody
+    may look there."""
+    return sorted(directory.glob(pattern)) if is_dir(directory) else []
+
+
+def name_fault(path: Path | str) -> str | None:
+    """Why no file can have a name; None where one can."""
+    try:
+        os.lstat(path)
+    except ValueError as error:  # NUL, or half of a surrogate pair
+        return str(error)
+    except OSError as error:
+        return error.strerror if error.errno == errno.ENAMETOOLONG else None
+    return None
+
+
+def _looked_up(path: Path | str) -> os.stat_result | None:
+    """What the file system says of a path; None where there is nothing, or can be nothing."""
+    try:
+        return os.stat(path)
+    except ValueError:  # NUL, or half of a surrogate pair
+        return None
+    except OSError as error:
+        if error.errno in _NOTHING:
+            return None
+        raise UserError(f"{path}: cannot be looked at: {error.strerror}") from error
+
+
 def open_regular(path: Path, buffering: int = -1) -> Any:
     """A regular file, or a link to one, opened to be read; `buffering` as of `open`, whose result it is.
 
     Raises:
         OSError: it cannot be opened, or is none: `strerror` says what it is.
     """
-    _check(path, os.stat(path))  # a device may act on being opened
+    try:
+        _check(path, os.stat(path))  # a device may act on being opened
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"is no name of a file: {error}", str(path)) from error
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # it may have become a pipe since
     try:
         _check(path, os.fstat(descriptor))

@@ -16,7 +16,7 @@ _PLAIN = ("split", "config", "revision", "rows")
 """Options of data sets, which are no secrets."""
 _OPTION = re.compile(r"(?i)(--[\w.-]*(?:api_?key|token|secret|password)=)(.+)", re.DOTALL)
 _HIDDEN = "***"
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 def redacted(text: str) -> str:
@@ -85,5 +85,11 @@ def kind_of_json(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """A text whose control characters but newlines and tabs are written out: a terminal obeys some of them."""
-    return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)
+    """A text whose control characters but newlines and tabs are written out, as a terminal obeys some of them, and so
+    are halves of surrogate pairs, as no output takes them."""
+
+    def written(found: re.Match[str]) -> str:
+        number = ord(found[0])
+        return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+    return _CONTROL.sub(written, text)

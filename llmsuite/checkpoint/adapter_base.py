@@ -6,12 +6,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from llmsuite.checkpoint.adapter_config import BASE_KINDS, STORED_KINDS, read_adapter_config
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
+from llmsuite.files import read_json_object, write_json
 from llmsuite.hub.here import cached
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.models.block_quant import BlockFormat
+from llmsuite.regular import is_file
+from llmsuite.strict_json import check_kinds
 
 BASE = "base.json"
 LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP = "lokr_config.json", "vera_config.json"
@@ -39,14 +42,15 @@ class Base:
 
 def read_base(directory: Path) -> Base | None:
     """The model that adapters in a directory belong to; None when base.json is missing."""
-    if not (directory / BASE).is_file():
+    if not is_file(directory / BASE):
         return None
-    data = read_json_file(directory / BASE)
-    try:
-        stored = data.get("stored_as")
-        return Base(data["path"], data["sha256"], None if stored is None else BlockFormat(**stored))
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{directory / BASE}: has not path and sha256, or a stored_as of another kind") from error
+    data = read_json_object(directory / BASE)
+    check_kinds(directory / BASE, data, BASE_KINDS)
+    stored = data.get("stored_as")
+    if stored is not None:
+        check_kinds(f"{directory / BASE}: stored_as", stored, STORED_KINDS)
+        stored = BlockFormat(stored["dtype"], stored["block"])
+    return Base(data.get("path"), data["sha256"], stored)
 
 
 def write_base(directory: Path, base: Base) -> None:
@@ -63,12 +67,12 @@ def stored_format(directory: Path) -> BlockFormat | None:
 
 def _named_base(directory: Path) -> Base:
     """The base model in the configuration of PEFT or PaddleNLP: its path, or its name on a hub."""
-    found = [path for name in CONFIGS if (path := directory / name).is_file()]
-    config = read_json_file(found[0]) if found else {}
+    found = [path for name in CONFIGS if is_file(path := directory / name)]
+    config = read_adapter_config(found[0]) if found else {}
     named, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if isinstance(named, str) and revision and (name := hub_name(named)) is not None:
-        return Base(str(name.at(name.hub, str(revision))), "")
-    if not isinstance(named, str) or not named:
+    if named and revision and (name := hub_name(named)) is not None:
+        return Base(str(name.at(name.hub, revision)), "")
+    if not named:
         raise UserError(f"{directory}: is a LoRA adapter and does not say of which model; {NAME_BASE}")
     return Base(named, "")
 
@@ -99,7 +103,7 @@ def base_path(directory: Path) -> Path:
         UserError: it is on no disk, or not here.
     """
     named = base_name(directory)
-    if (Path(named) / "config.json").is_file():
+    if is_file(Path(named) / "config.json"):
         return Path(named)
     found = cached(name, Want.MODEL) if (name := hub_name(named)) is not None else None
     if found is None:

@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.adapter_base import CONFIGS, Base, read_base
+from llmsuite.checkpoint.adapter_config import read_adapter_config
 from llmsuite.checkpoint.model_dir import Layout, has_further_layers
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
 from llmsuite.models.shard_plan import FIRST_FACTOR, MAGNITUDE, SECOND_FACTOR
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
+from llmsuite.strict_json import ABOVE_ZERO, check_kinds
 
 UNKNOWN = (
     *("use_mora", "do_qat", "pissa", "loraga", "loftq_config", "megatron_config"),
@@ -269,12 +271,12 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
     """
     from llmsuite.models.peft_configs import lora_config  # takes paddlenlp, which other runs do without
 
-    present = [name for name in CONFIGS if (directory / name).is_file()]
+    present = [name for name in CONFIGS if is_file(directory / name)]
     if present and (other := present[0]) in CONFIGS[2:]:
         raise UserError(f"{directory / other}: adapters of this method are not to be had in another layout; merge it")
-    layout: Layout = "hf" if (directory / CONFIG_NAMES["hf"]).is_file() else "paddlenlp"
-    data = read_json_file(directory / CONFIG_NAMES[layout])
-    if (kind := data.get("peft_type", "LORA")) != "LORA":
+    layout: Layout = "hf" if is_file(directory / CONFIG_NAMES["hf"]) else "paddlenlp"
+    data = read_adapter_config(directory / CONFIG_NAMES[layout])
+    if (kind := data.get("peft_type") or "LORA") != "LORA":
         raise UserError(f"{directory}: adapters of {kind} are not to be had in another layout; merge them")
     if on := [key for key in (*NOT_PLAIN, "rank_pattern", "alpha_pattern", "modules_to_save") if data.get(key)]:
         raise UserError(
@@ -285,17 +287,14 @@ def open_adapters(directory: Path, family: ModelFamily, config: Any) -> tuple[Ad
         config = dataclasses.replace(config, mtp=True)
     names = family.names()
     modules = [name.removesuffix(".weight") for name in names.parameter_names(config)]
-    for key in ("r", "lora_alpha"):
-        value = data.get(key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-            raise UserError(f"{directory / CONFIG_NAMES[layout]}: {key} is {value!r}; a number above 0 is needed")
+    check_kinds(directory / CONFIG_NAMES[layout], data, {"r": ABOVE_ZERO, "lora_alpha": ABOVE_ZERO})
     base, stabilised = read_base(directory), "use_rslora" if layout == "hf" else "rslora"
     whole = Adapters(
         modules=modules,
         config=lora_config(
             r=data["r"],
             lora_alpha=data["lora_alpha"],
-            lora_dropout=data.get("lora_dropout", 0.0),
+            lora_dropout=data.get("lora_dropout") or 0.0,
             rslora=bool(data.get(stabilised)),
         ),
         base=base or Base(data.get("base_model_name_or_path"), ""),

@@ -8,6 +8,7 @@ from pathlib import Path
 from llmsuite.checkpoint.prefix_dir import SavedPrefixes, has_prefixes, open_prefixes
 from llmsuite.checkpoint.reft_dir import CONFIG, SavedInterventions, open_interventions
 from llmsuite.errors import UserError
+from llmsuite.regular import is_file, listed
 
 PREFIX_OF_PADDLENLP = "prefix_config.json"
 """Says that a directory has a prefix that PaddleNLP has saved."""
@@ -20,14 +21,14 @@ def open_beside(directory: Path) -> SavedInterventions | SavedPrefixes | None:
     Raises:
         UserError: its files are broken.
     """
-    if (directory / CONFIG).is_file():
+    if is_file(directory / CONFIG):
         return open_interventions(directory)
     return open_prefixes(directory) if has_prefixes(directory) else None
 
 
 def files_of_paddlenlp(directory: Path) -> list[Path]:
     """The files of each layer's intervention that PaddleNLP has saved in a directory."""
-    return sorted(directory.glob(_REFT_OF_PADDLENLP))
+    return listed(directory, _REFT_OF_PADDLENLP)
 
 
 def is_beside(directory: Path) -> bool:
@@ -45,7 +46,7 @@ def refuse_beside(directory: Path) -> None:
 
 
 def _kind(directory: Path) -> str | None:
-    if (directory / CONFIG).is_file() or files_of_paddlenlp(directory):
+    if is_file(directory / CONFIG) or files_of_paddlenlp(directory):
         return "interventions on hidden states (reft)"
-    is_prefix = (directory / PREFIX_OF_PADDLENLP).is_file() or has_prefixes(directory)
+    is_prefix = is_file(directory / PREFIX_OF_PADDLENLP) or has_prefixes(directory)
     return "keys and values in front of a text (prefix)" if is_prefix else None

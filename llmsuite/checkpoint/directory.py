@@ -24,13 +24,14 @@ from llmsuite.files import (
     write_text_atomic,
 )
 from llmsuite.locks import remove_any
+from llmsuite.regular import exists, is_dir, is_file, listed
 
 _STEP = re.compile(r"step-(\d+)")
 
 
 def list_steps(root: Path) -> list[tuple[int, Path]]:
     """Checkpoints by step, oldest first, whole or not."""
-    found = [(int(m[1]), p) for p in root.glob("step-*") if p.is_dir() and (m := _STEP.fullmatch(p.name))]
+    found = [(int(m[1]), p) for p in listed(root, "step-*") if is_dir(p) and (m := _STEP.fullmatch(p.name))]
     return sorted(found)
 
 
@@ -60,18 +61,18 @@ def save_best(root: Path, best: Best) -> None:
 
 def load_best(root: Path) -> Best | None:
     """The best checkpoint by `save_best`; None when there is none, or it has been deleted."""
-    if not (root / "best").is_file():
+    if not is_file(root / "best"):
         return None
     try:
         best = Best(**read_json_file(root / "best"))
     except TypeError as error:
         raise UserError(f"{root / 'best'}: has not step, metric and value: {error}") from error
-    return best if (root / f"step-{best.step}").is_dir() else None
+    return best if is_dir(root / f"step-{best.step}") else None
 
 
 def is_run(path: Path) -> bool:
     """Whether this is the directory of a run that has saved something."""
-    return (path / "checkpoints" / "latest").is_file()
+    return is_file(path / "checkpoints" / "latest")
 
 
 def find_model(path: Path) -> Path:
@@ -92,7 +93,7 @@ def find_model(path: Path) -> Path:
         )
     if lying_elsewhere(path):
         raise UserError(str(broken_file(path, check_hashes=False)))
-    if not (path / "config.json").is_file():
+    if not is_file(path / "config.json"):
         raise UserError(f"{path}: is neither a model directory (no config.json) nor a run (no checkpoints/latest)")
     return path
 
@@ -101,7 +102,7 @@ def find_adapter(path: Path) -> Path | None:
     """The directory of LoRA adapters, interventions or prefixes at a path, for a run its newest whole checkpoint; None
     for a model."""
     found = find_model(path) if is_run(path) else path
-    return found if any((found / name).is_file() for name in CONFIGS) or is_beside(found) else None
+    return found if any(is_file(found / name) for name in CONFIGS) or is_beside(found) else None
 
 
 def of_adapters(path: Path) -> str:
@@ -111,8 +112,8 @@ def of_adapters(path: Path) -> str:
 
 def of_gguf(path: Path) -> str | None:
     """What to do with a path that is a GGUF file, or a directory of such; None for others."""
-    file = min(path.glob("*.gguf"), default=path)
-    if file.suffix != ".gguf" or not file.is_file():
+    file = next(iter(listed(path, "*.gguf")), path)
+    if file.suffix != ".gguf" or not is_file(file):
         return None
     return f"{file} is a GGUF file; make a model directory of it with `llmsuite import {file} -o DIR`"
 
@@ -157,13 +158,13 @@ def remove_unfinished(root: Path) -> None:
         UserError: the place cannot be written to.
     """
     with os_errors(root):
-        for path in root.glob("step-*.old"):
+        for path in listed(root, "step-*.old"):
             whole = path.with_name(path.name.removesuffix(".old"))
-            if whole.exists() or path.is_symlink():
+            if exists(whole) or path.is_symlink():
                 remove_any(path)
             else:
                 path.rename(whole)
-        unfinished = [*root.glob("step-*.tmp"), *root.glob("step-*.fetched")]
+        unfinished = [*listed(root, "step-*.tmp"), *listed(root, "step-*.fetched")]
         for path in (*unfinished, root / "latest.tmp", root / "best.tmp"):
             remove_any(path)
 
@@ -178,4 +179,4 @@ def name_latest(root: Path, path: Path) -> None:
 def read_latest(root: Path) -> str | None:
     """The name that `latest` has; None where there is no such file."""
     latest = root / "latest"
-    return latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else None
+    return latest.read_text(encoding="utf-8", errors="replace").strip() if is_file(latest) else None

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.stored import FP8, StoredTensor
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
@@ -94,14 +95,10 @@ class Fp8Tensors:
                 if matrix.dtype == FP8:
                     raise UserError(f"{matrix.path}: {name!r} is in FP8, and there is no {name}{_SCALE}")
                 continue
-            scale = files.spec(f"{name}{_SCALE}")
             if matrix.dtype != FP8 or len(matrix.shape) != 2:
                 raise UserError(f"{matrix.path}: {name!r} has scales, but is no matrix in FP8")
-            if scale.shape != form.scale_shape(matrix.shape):
-                raise UserError(
-                    f"{matrix.path}: {scale.name!r} is {list(scale.shape)}; a matrix of {list(matrix.shape)} has "
-                    f"{list(form.scale_shape(matrix.shape))} blocks of {form.rows} x {form.columns}"
-                )
+            why = f"a matrix of {list(matrix.shape)} in blocks of {form.rows} x {form.columns}"
+            Part(FLOATS, form.scale_shape(matrix.shape)).check(files.spec(scale_name(name)), matrix.path, why)
 
     @property
     def names(self) -> list[str]:

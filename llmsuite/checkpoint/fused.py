@@ -73,9 +73,10 @@ class Unfused:
             if match is None:
                 self._names.append(name)
                 continue
-            width = source.spec(name).shape[-1]
+            shape = source.spec(name).shape
+            width = shape[-1] if shape else 0
             unit = (heads.query + 2 * heads.key_value if heads else 0) if match[2] == "qkv_proj" else 2
-            if not unit or width % unit:
+            if not unit or not width or width % unit:
                 raise UserError(
                     f"{source.paths[0]}: {name!r} has {width} columns, which is no multiple of {unit} heads"
                 )

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.checkpoint.parts import FLOATS, INDEXES, WORDS, Part
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 
@@ -51,7 +52,7 @@ class GptqFormat:
         if not isinstance(found, Mapping) or found.get("quant_method") != "gptq":
             return None
         bits, group, version = (found.get(key) for key in ("bits", "group_size", "checkpoint_format"))
-        if bits not in (4, 8):
+        if type(bits) is not int or bits not in (4, 8):
             raise UserError(f"config.json: quantization_config.bits is {bits!r}; GPTQ is read with 4 or 8")
         if type(group) is not int or (group < 1 and group != -1):
             raise UserError(
@@ -101,20 +102,24 @@ class GptqTensors:
     def _check(self, layer: str) -> None:
         if lacking := [part for part in (_SCALES, _ZEROS) if layer + part not in self._known]:
             raise UserError(f"{self._files.directory}: {layer}{_CODES} has no {layer}{lacking[0]}")
+        where, per_word = self._files.directory, self.form.per_word
+        Part(WORDS, (None, None)).check(self._files.spec(layer + _CODES), where, "a matrix of codes")
         num_outputs, num_inputs = self._shape(layer)
-        groups = 1 if self.form.group == -1 else -(-num_inputs // self.form.group)
-        wanted: dict[str, tuple[int, ...]] = {
-            _SCALES: (groups, num_outputs),
-            _ZEROS: (groups, num_outputs // self.form.per_word),
-            _GROUPS: (num_inputs,),
+        if num_outputs % per_word:
+            raise UserError(f"{where}: {layer}{_CODES} has {num_outputs} outputs, which are no multiple of {per_word}")
+        groups = self._num_groups(num_inputs)
+        wanted = {
+            _SCALES: Part(FLOATS, (groups, num_outputs)),
+            _ZEROS: Part(WORDS, (groups, num_outputs // per_word)),
+            _GROUPS: Part(INDEXES, (num_inputs,)),
         }
-        for part, shape in wanted.items():
-            if layer + part in self._known and self._files.spec(layer + part).shape != shape:
-                found = list(self._files.spec(layer + part).shape)
-                raise UserError(
-                    f"{self._files.directory}: {layer}{part} is {found}; codes of [{num_outputs}, {num_inputs}] in "
-                    f"groups of {self.form.group} have {list(shape)}"
-                )
+        why = f"codes of [{num_outputs}, {num_inputs}] in groups of {self.form.group}"
+        for part, of in wanted.items():
+            if layer + part in self._known:
+                of.check(self._files.spec(layer + part), where, why)
+
+    def _num_groups(self, num_inputs: int) -> int:
+        return 1 if self.form.group == -1 else -(-num_inputs // self.form.group)
 
     def _shape(self, layer: str) -> tuple[int, int]:
         words, num_outputs = self._files.spec(layer + _CODES).shape
@@ -155,7 +160,11 @@ class GptqTensors:
 
     def _groups(self, layer: str, begin: int, end: int) -> np.ndarray:
         if layer + _GROUPS in self._known:
-            return self._files.read(layer + _GROUPS, [slice(begin, end)])
+            found = self._files.read(layer + _GROUPS, [slice(begin, end)])
+            most = self._num_groups(self._shape(layer)[1])
+            if not ((found >= 0) & (found < most)).all():
+                raise UserError(f"{self._files.directory}: {layer}{_GROUPS} names groups beyond the {most} there are")
+            return found
         return np.arange(begin, end) // (self.form.group if self.form.group > 0 else end)
 
 

@@ -29,6 +29,7 @@ from llmsuite.checkpoint.train_state import load_state
 from llmsuite.errors import UserError
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.int8_grid import input_scale, to_int8, weight_scale
+from llmsuite.regular import is_file
 
 SCALES = Dequantised.STEM
 QUANT_METHOD = "llmsuite int8"
@@ -107,7 +108,7 @@ def rounded_layers(checkpoint: Path) -> dict[str, list[float]]:
     Raises:
         UserError: it is no checkpoint of such a run.
     """
-    rounded = load_state(checkpoint).rounded if (checkpoint / "state.json").is_file() else None
+    rounded = load_state(checkpoint).rounded if is_file(checkpoint / "state.json") else None
     if rounded is None:
         raise UserError(
             f"--dtype int8: {checkpoint} is no checkpoint of a run with qat.weight_bits, which is what makes the "

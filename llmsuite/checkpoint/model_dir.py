@@ -22,9 +22,10 @@ from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, Renamed, TensorFile
 from llmsuite.checkpoint.tied import check_tied
 from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, sha256_of
+from llmsuite.files import read_json_object, sha256_of
 from llmsuite.models.head import EMBEDDING, NO_KEYS, OUTPUT, is_tied
 from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
 
 Load = Literal["exact", "known", "any"]
@@ -159,7 +160,7 @@ class ModelDirectory:
         if place.stacked:
             shape = (len(place.names), *shape)
         elif place.num_parts > 1:
-            if shape[-1] % place.num_parts:
+            if not shape or shape[-1] % place.num_parts:
                 raise UserError(
                     f"{self.path}: {stored.name!r} is {list(stored.shape)}, not {place.num_parts} equal parts"
                 )
@@ -214,9 +215,9 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
     Raises:
         UserError: no config.json, a model_type that no family reads, or a shape that cannot be.
     """
-    data = read_json_file(path / "config.json")
-    model_type = data.get("model_type") if isinstance(data, dict) else None
-    if isinstance(data, dict) and (has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data)):
+    data = read_json_object(path / "config.json")
+    model_type = data.get("model_type")
+    if has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data):
         data.pop("quantization_config", None)  # the tensors are read as what they stand for
     for family in families.values():
         if model_type in family.hf_model_types:
@@ -272,7 +273,7 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
     files = TensorFiles(path, "model", check)
     if has_scales(path):
         return Dequantised(files, TensorFiles(path, Dequantised.STEM, check))
-    config = read_json_file(path / "config.json")
+    config = read_json_object(path / "config.json")
     if form := Fp8Format.of(config):
         return Fp8Tensors(files, form)
     if packed := GptqFormat.of(config):
@@ -287,7 +288,7 @@ def _open_tensors(path: Path, check: bool) -> TensorSource:
 
 def has_scales(path: Path) -> bool:
     """Whether a directory has int8 matrices with scales beside them."""
-    return any((path / f"{Dequantised.STEM}{SUFFIX}{end}").is_file() for end in ("", ".index.json"))
+    return any(is_file(path / f"{Dequantised.STEM}{SUFFIX}{end}") for end in ("", ".index.json"))
 
 
 def describe_model(

@@ -37,7 +37,7 @@ from llmsuite.files import (
     write_json,
 )
 from llmsuite.launch.leaders import Leaders
-from llmsuite.regular import copy_regular
+from llmsuite.regular import copy_regular, exists, is_dir, is_file
 
 _OURS = ".gathered"
 """Link that a directory made by `gathered` has, so that nothing else is deleted."""
@@ -201,7 +201,7 @@ def gathered(paths: Sequence[Path], place: Path) -> Iterator[Path]:
     Raises:
         UserError: they are not the parts of one checkpoint, or some are missing.
     """
-    are_runs = all((path / "checkpoints").is_dir() for path in paths)
+    are_runs = all(is_dir(path / "checkpoints") for path in paths)
     steps = {step for path in paths for step, _ in list_steps(path / "checkpoints")} if are_runs else {0}
     faults = []
     for step in sorted(steps, reverse=True):
@@ -228,7 +228,7 @@ def gathered(paths: Sequence[Path], place: Path) -> Iterator[Path]:
 
 def _joined_files(paths: Sequence[Path]) -> dict[str, Path] | str:
     """Where each file of a checkpoint lies, or why they are not the parts of one."""
-    there = [path for path in paths if (path / MANIFEST).is_file()]
+    there = [path for path in paths if is_file(path / MANIFEST)]
     if not there:
         return f"{paths[0]}: has no {MANIFEST}; name parts of a checkpoint, or runs that have them"
     first, *others = ((path / MANIFEST).read_bytes() for path in there)
@@ -236,7 +236,7 @@ def _joined_files(paths: Sequence[Path]) -> dict[str, Path] | str:
         return f"{unlike[0]}: is no part of the same checkpoint as {there[0]}: their {MANIFEST} differ"
     found = {MANIFEST: there[0] / MANIFEST}
     for name in (path.name for path in read_manifest(there[0])):
-        holding = [path for path in there if (path / name).is_file()]
+        holding = [path for path in there if is_file(path / name)]
         if not holding:
             wrote = next((p for path in there if (p := lying_elsewhere(path).get(name)) is not None), None)
             who = f"; rank {wrote['rank']} wrote it on machine {wrote['machine']}" if wrote else ""
@@ -247,7 +247,7 @@ def _joined_files(paths: Sequence[Path]) -> dict[str, Path] | str:
 
 def _remove_gathered(place: Path) -> None:
     """Delete what `gathered` has made. Raises UserError when it is something else."""
-    if not place.exists():
+    if not exists(place):
         return
     if not (place / _OURS).is_symlink() and any(place.iterdir()):
         raise UserError(f"{place}: is in the way; move it, or choose another --output")

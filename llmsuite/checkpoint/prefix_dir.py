@@ -18,13 +18,17 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.adapter_base import Base, base_keys, read_base, write_base
+from llmsuite.checkpoint.adapter_config import read_adapter_config
 from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE, STEMS
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
+from llmsuite.files import write_json
 from llmsuite.models.prefix_shapes import INNER, INNER_BIAS, NETWORK, PREFIX_KEY, PREFIX_VALUE, TABLE
+from llmsuite.regular import is_file
+from llmsuite.strict_json import check_kinds, whole
 
 KIND = "PREFIX_TUNING"
 """What PEFT's `peft_type` says of them."""
@@ -32,6 +36,8 @@ TENSOR = "prompt_embeddings"
 """Name of the one tensor in PEFT's file."""
 _CONFIG, _STEM = CONFIG_NAMES["hf"], STEMS["hf"]
 _KINDS = (PREFIX_KEY, PREFIX_VALUE)
+_SIZES = dict.fromkeys(("num_virtual_tokens", "num_layers", "num_attention_heads", "token_dim"), whole(1, 1 << 30))
+"""Keys of the configuration that cannot be left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +141,13 @@ class PrefixTensors:
             UserError: the files are not what the configuration says.
         """
         self.directory, self._files = directory, files
-        self._tokens, self._layers = int(data["num_virtual_tokens"]), int(data["num_layers"])
-        self._heads = int(data["num_attention_heads"])
-        self._width = int(data["token_dim"])
+        check_kinds(directory / _CONFIG, data, _SIZES)
+        self._tokens, self._layers = data["num_virtual_tokens"], data["num_layers"]
+        self._heads, self._width = data["num_attention_heads"], data["token_dim"]
         wanted = (self._tokens, self._layers * 2 * self._width)
-        found = self._files.spec(TENSOR).shape
-        if found != wanted or self._width % self._heads:
-            raise UserError(f"{directory}: {TENSOR} is {list(found)}; by {_CONFIG} it would be {list(wanted)}")
+        Part(FLOATS, wanted).check(files.spec(TENSOR), directory, f"a prefix by {_CONFIG}")
+        if self._width % self._heads:
+            raise UserError(f"{directory / _CONFIG}: token_dim is {self._width}, no multiple of {self._heads} heads")
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """The keys or values of a layer, [P, J, K], or a slice of them. Raises UserError for a layer without any."""
@@ -208,21 +214,20 @@ class SavedPrefixes:
 def has_prefixes(directory: Path) -> bool:
     """Whether a directory of adapters is one of prefixes."""
     config = directory / _CONFIG
-    return config.is_file() and read_json_file(config).get("peft_type") == KIND
+    return is_file(config) and read_adapter_config(config).get("peft_type") == KIND
 
 
 def open_prefixes(directory: Path) -> SavedPrefixes:
     """Open what `write_prefixes` or HF PEFT has written. Raises UserError when it is not that."""
-    data, base = read_json_file(directory / _CONFIG), read_base(directory)
+    data, base = read_adapter_config(directory / _CONFIG), read_base(directory)
     if data.get("num_transformer_submodules") not in (None, 1):
         raise UserError(f"{directory / _CONFIG}: has prefixes of an encoder and a decoder; a model here has one part")
-    try:
-        files = PrefixTensors(directory, data, TensorFiles(directory, _STEM))
-    except (TypeError, KeyError, ValueError) as error:
-        raise UserError(f"{directory / _CONFIG}: does not say how many tokens, layers and heads: {error!r}") from error
+    files = PrefixTensors(directory, data, TensorFiles(directory, _STEM))
     base = base or Base(data.get("base_model_name_or_path"), "")
-    if not (directory / f"{STATE}{SUFFIX}").is_file():
+    if not is_file(directory / f"{STATE}{SUFFIX}"):
         return SavedPrefixes(Prefixes(files.tokens, base), files)
     network = TensorFiles(directory, STATE)
-    width = network.spec(f"{NETWORK}.{INNER_BIAS}").shape[0]
+    inner_bias = f"{NETWORK}.{INNER_BIAS}"
+    Part(FLOATS, (None,)).check(network.spec(inner_bias), directory, "a bias")
+    width = network.spec(inner_bias).shape[0]
     return SavedPrefixes(Prefixes(files.tokens, base, width), files, network)

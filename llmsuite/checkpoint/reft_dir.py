@@ -20,10 +20,14 @@ from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
+from llmsuite.files import read_json_object, write_json
+from llmsuite.strict_json import check_kinds, list_of, whole
 
 CONFIG = "reft_config.json"
 STEM = "reft"
+_COUNT = whole(0, 1 << 30)
+_KINDS = {"rank": whole(1, 1 << 20), "layers": list_of(_COUNT), "first": _COUNT, "last": _COUNT}
+"""Keys of the configuration."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,13 +89,10 @@ class SavedInterventions:
 
 def open_interventions(directory: Path) -> SavedInterventions:
     """Open what `write_interventions` has written. Raises UserError when it is not that."""
-    data, base = read_json_file(directory / CONFIG), read_base(directory)
-    try:
-        told = Interventions(
-            int(data["rank"]), tuple(data["layers"]), (data["first"], data["last"]), base or Base(None, "")
-        )
-    except (TypeError, KeyError, ValueError) as error:
-        raise UserError(f"{directory / CONFIG}: has not rank, layers, first and last: {error!r}") from error
+    data, base = read_json_object(directory / CONFIG), read_base(directory)
+    check_kinds(directory / CONFIG, data, _KINDS)
+    ends = data["first"], data["last"]
+    told = Interventions(data["rank"], tuple(data["layers"]), ends, base or Base(None, ""))
     return SavedInterventions(told, TensorFiles(directory, STEM))
 
 

@@ -48,6 +48,7 @@ from llmsuite.files import (
     write_json,
     write_text_atomic,
 )
+from llmsuite.regular import is_dir, is_file
 from llmsuite.specs import ModelFamily
 
 PATIENCE_SECONDS = 600.0
@@ -296,7 +297,7 @@ def _write_part(job: CheckpointJob) -> None:
             written = _write_tensors(job, directory)
         write_text_atomic(_note(directory, job.rank), json.dumps(dataclasses.asdict(written)))
     except UserError as error:
-        if not directory.is_dir():  # it has given it up, and reports why
+        if not is_dir(directory):  # it has given it up, and reports why
             return
         with contextlib.suppress(UserError):  # on a full disk: then this process ends by its error, and the run with it
             write_text_atomic(_note(directory, job.rank), json.dumps({"error": str(error)}))
@@ -313,7 +314,7 @@ def _collect_notes(directory: Path, ranks: Sequence[int]) -> dict[int, ManifestP
     size, since = -1, time.monotonic()
     while missing:
         rank = missing[0]
-        if _note(directory, rank).is_file():
+        if is_file(_note(directory, rank)):
             note = read_json_file(_note(directory, rank))
             if "error" in note:
                 raise UserError(f"rank {rank}: {note['error']}")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
+import reprlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import numpy as np
 
 from llmsuite.errors import UserError
 from llmsuite.regular import open_regular
+from llmsuite.strict_json import parse_json
 
 INT8, FP8 = "int8", "float8_e4m3fn"
 DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32"}
@@ -38,6 +39,8 @@ _OTHER_SIZES = {
 }
 _LONGEST_HEADER = 100_000_000  # as in the package safetensors
 _CHUNK = 1 << 20
+_MOST_DIMS, _MOST_SIZE = 8, 1 << 40
+"""Dims of a tensor, and the size of each: where one is 0 the others say nothing of the bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,10 +132,10 @@ def read_header(path: Path) -> dict[str, StoredTensor]:
             raise _unreadable(path, "it ends within its header")
         text = file.read(length)
     try:
-        header = json.loads(text.decode())
+        header = parse_json(text)
         header.pop("__metadata__", None)
         found = [_entry(path, 8 + length, name, entry) for name, entry in header.items()]
-    except (ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+    except (ValueError, AttributeError, KeyError, TypeError) as error:
         raise _unreadable(path, f"its header is none: {error!r}") from error
     end = 8 + length
     for tensor in sorted(found, key=lambda tensor: (tensor.start, tensor.size)):
@@ -149,6 +152,8 @@ def _entry(path: Path, data: int, name: str, entry: Any) -> StoredTensor:
     code, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(code, str) or not all(type(n) is int and n >= 0 for n in (*shape, begin, end)):
         raise ValueError(f"{name!r} has no dtype, shape and offsets")
+    if len(shape) > _MOST_DIMS or max(shape, default=0) > _MOST_SIZE:
+        raise ValueError(f"{name!r} has the shape {reprlib.repr(shape)}; at most {_MOST_DIMS} dims are read")
     itemsize = np.dtype(DTYPES[code]).itemsize if code in DTYPES else _OTHER_SIZES.get(code)
     if end < begin or (itemsize is not None and math.prod(shape) * itemsize != end - begin):
         raise ValueError(f"{name!r} is {shape} of {code}, which are not {end - begin:,} bytes")

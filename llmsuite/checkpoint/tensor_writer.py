@@ -22,6 +22,7 @@ from llmsuite.checkpoint.finite import OnNonFinite, count_nonfinite
 from llmsuite.checkpoint.stored import CODES, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.files import first_fault, fsync, ranges_of, write_json
+from llmsuite.regular import is_file
 from llmsuite.threads import run_all
 
 MAX_FILE_BYTES = 4 << 30
@@ -330,7 +331,7 @@ class _Journal:
     def find(self, path: Path) -> ManifestPart | None:
         """The entries of a file that is there as it was written; None when it has to be written."""
         done = self._done.get(path.name)
-        if done is None or not path.is_file():
+        if done is None or not is_file(path):
             return None
         return done if first_fault({path: ranges_of(dataclasses.asdict(done))[path.name]}) is None else None
 

@@ -13,9 +13,20 @@ from typing import Protocol
 
 import numpy as np
 
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
 from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, NOT_FETCHED, Range, broken_file, read_json_file, read_manifest, sha256_of
+from llmsuite.files import (
+    MANIFEST,
+    NOT_FETCHED,
+    Range,
+    broken_file,
+    read_json_file,
+    read_manifest,
+    read_weight_map,
+    sha256_of,
+)
+from llmsuite.regular import is_file, listed
 
 SUFFIX = ".safetensors"
 
@@ -94,27 +105,20 @@ class TensorFiles:
         self._headers: dict[str, dict[str, StoredTensor]] = {}
         self._manifest: dict[Path, list[Range]] | None = None
         self._checked, self._lock = set[str](), threading.Lock()
-        if check and (directory / MANIFEST).is_file():
+        if check and is_file(directory / MANIFEST):
             self._manifest = read_manifest(directory)
             if fault := broken_file(directory, without=SUFFIX):
                 raise UserError(f"{fault}; nothing was written")
-        holes = read_json_file(directory / NOT_FETCHED) if (directory / NOT_FETCHED).is_file() else []
+        holes = read_json_file(directory / NOT_FETCHED) if is_file(directory / NOT_FETCHED) else []
         self._holes = set[str](holes)
         index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
-        if index.is_file():
-            content = read_json_file(index)
-            weight_map = content.get("weight_map") if isinstance(content, dict) else None
-            if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-                raise UserError(f"{index}: has no weight_map of names to files")
-            for file_name in set(weight_map.values()):
-                if Path(file_name).name != file_name:  # a path could leave the directory
-                    raise UserError(f"{index}: {file_name!r} is not a plain file name")
-            self._file_of = dict(weight_map)
-        elif single.is_file():
+        if is_file(index):
+            self._file_of = read_weight_map(index)
+        elif is_file(single):
             self._file_of = dict.fromkeys(self._header(single.name), single.name)
         else:
             found = f"{directory}: has neither {index.name} nor {single.name}"
-            if next(directory.glob("**/*.pdparams"), None) is not None:
+            if listed(directory, "**/*.pdparams"):
                 found += f"; make them of its .pdparams: llmsuite import {directory} -o DIR --allow-pickle"
             raise UserError(found)
 
@@ -201,6 +205,13 @@ class Dequantised:
         is_int8 = [name for name in files.names if files.spec(name).dtype == INT8]
         if unscaled := [name for name in is_int8 if _beside(name, "weight_scale") not in self._known]:
             raise UserError(f"{files.directory}: {len(unscaled)} int8 tensors have no scale, such as {unscaled[0]}")
+        for name in is_int8:
+            shape = files.spec(name).shape
+            one_or_all = tuple((1, size) for size in shape)
+            scale = scales.spec(_beside(name, "weight_scale"))
+            Part(FLOATS, one_or_all).check(scale, scales.directory, f"the scale of a matrix of {list(shape)}")
+            if (beside := _beside(name, "input_scale")) in self._known:
+                Part(FLOATS, (1,)).check(scales.spec(beside), scales.directory, "the scale of inputs")
 
     @property
     def names(self) -> list[str]:

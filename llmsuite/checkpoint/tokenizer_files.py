@@ -6,14 +6,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from llmsuite.cache import cache_root, locked
 from llmsuite.errors import UserError
-from llmsuite.files import broken_file, committed_directory, read_json_file, sha256_of, write_json
-from llmsuite.regular import check_own, copy_regular
+from llmsuite.files import broken_file, committed_directory, read_json_object, sha256_of, write_json
+from llmsuite.regular import check_own, copy_regular, is_dir, is_file, listed
 
 _CONFIG, _TOKENS, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
 _TEMPLATE, _GENERATION = "chat_template.jinja", "generation_config.json"
@@ -44,8 +44,8 @@ def check_tokenizer(source: Path) -> list[Path]:
         UserError: one is not what its name says, or lies elsewhere, so that another file would be handed on with what
             is written.
     """
-    further = sorted(path.name for path in source.glob("*") if path.suffix in _SUFFIXES)
-    found = [path for name in dict.fromkeys((*TOKENIZER_FILES, *further)) if (path := source / name).is_file()]
+    further = [path.name for path in listed(source) if path.suffix in _SUFFIXES]
+    found = [path for name in dict.fromkeys((*TOKENIZER_FILES, *further)) if is_file(path := source / name)]
     for path in found:
         try:
             check_own(path)
@@ -59,8 +59,7 @@ def check_tokenizer(source: Path) -> list[Path]:
 @functools.lru_cache(maxsize=64)
 def _check_object(path: Path, changed: int) -> None:
     """Raises UserError when a file is no JSON object; `changed` is when it was written."""
-    if not isinstance(read_json_file(path), dict):
-        raise UserError(f"{path}: is not a JSON object, as a tokenizer has it")
+    read_json_object(path)
 
 
 def tokenizer_of_adapter(adapter: Path, base: Path) -> Path:
@@ -109,36 +108,39 @@ def _joined_settings(own: dict[str, Path], theirs: dict[str, Path]) -> dict[str,
     if _CONFIG not in own or _TEMPLATE in own or _TEMPLATE in theirs or _has_own(_TEMPLATE, own):
         return None
     template = _template_in(theirs)
-    return None if template is None else {**read_json_file(own[_CONFIG]), "chat_template": template}
+    return None if template is None else {**read_json_object(own[_CONFIG]), "chat_template": template}
 
 
 def _template_in(files: dict[str, Path]) -> Any:
     """The chat template in a tokenizer_config.json; None without one."""
-    return read_json_file(files[_CONFIG]).get("chat_template") if _CONFIG in files else None
+    return read_json_object(files[_CONFIG]).get("chat_template") if _CONFIG in files else None
 
 
 def _check_added(config: Path, vocabulary: Path) -> None:
     """Raise UserError for added tokens of an adapter's settings that its base's tokenizer.json does not have so."""
-    named = read_json_file(config).get("added_tokens_decoder")
-    known = _ids_in(read_json_file(vocabulary))
+    named = read_json_object(config).get("added_tokens_decoder")
+    known = ids_of_tokens(read_json_object(vocabulary))
     for number, entry in named.items() if isinstance(named, dict) else ():
         content = entry.get("content") if isinstance(entry, dict) else None
-        if str(known.get(content)) != str(number):
+        if not isinstance(content, str) or str(known.get(content)) != str(number):
             raise UserError(
                 f"{config}: has the added token {content!r} with id {number}, which {vocabulary} does not have so; put "
                 "the tokenizer.json that it belongs to beside it"
             )
 
 
-def _ids_in(tokenizer: dict[str, Any]) -> dict[Any, Any]:
+def ids_of_tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """The ids of the tokens of a tokenizer.json, as far as it has the form of one."""
     model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, list):  # pieces with their scores
-        vocabulary = {entry[0]: number for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry}
-    found = dict(vocabulary) if isinstance(vocabulary, dict) else {}
+    found: list[tuple[Any, Any]] = []
+    if isinstance(vocabulary, dict):
+        found = list(vocabulary.items())
+    elif isinstance(vocabulary, list):  # pieces with their scores
+        found = [(entry[0], number) for number, entry in enumerate(vocabulary) if isinstance(entry, list) and entry]
     entries = added if isinstance(added, list) else []
-    return {**found, **{entry.get("content"): entry.get("id") for entry in entries if isinstance(entry, dict)}}
+    found += [(entry.get("content"), entry.get("id")) for entry in entries if isinstance(entry, dict)]
+    return {text: number for text, number in found if isinstance(text, str)}
 
 
 def _in_cache(files: dict[str, Path], settings: dict[str, Any] | None) -> Path:
@@ -147,7 +149,7 @@ def _in_cache(files: dict[str, Path], settings: dict[str, Any] | None) -> Path:
     digest = hashlib.sha256(json.dumps([parts, settings]).encode()).hexdigest()[:32]
     target = cache_root() / "tokenizers" / digest
     with locked(target.with_suffix(".lock")):
-        if not target.is_dir() or broken_file(target) is not None:
+        if not is_dir(target) or broken_file(target) is not None:
             with committed_directory(target) as directory:
                 _write(files.values(), settings, directory)
     return target

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 
 FORMAT = 1
 
@@ -50,7 +50,7 @@ class TrainState:
 
 def load_state(path: Path) -> TrainState:
     """The state in a checkpoint. Raises UserError when it was written by a newer llmsuite."""
-    data = read_json_file(path / "state.json")
+    data = read_json_object(path / "state.json")
     if data.pop("format", None) != FORMAT:
         raise UserError(f"{path}: is of another checkpoint format; this llmsuite reads format {FORMAT}")
     return TrainState(**{**data, "norms": tuple(data.get("norms", ()))})

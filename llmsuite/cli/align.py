@@ -18,6 +18,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.source import parse_json
+from llmsuite.regular import is_dir
 from llmsuite.specs import Command
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def add_arguments(parser: Any) -> None:
 def run(args: Any, registry: Registry) -> int:
     if args.plot is not None:
         check_plot(Path(args.plot))
-    if Path(args.a).is_dir():
+    if is_dir(Path(args.a)):
         (a, b), names = _models(args, registry), (args.a, args.b)
     else:
         plans = _plans(args, registry)
@@ -126,7 +127,7 @@ def _plans(args: Any, registry: Registry) -> list[RunPlan]:
         raise UserError("align: --precision is of two models; of recipes set --engine.precision")
     if args.b is not None and args.against is not None:
         raise UserError("align: give B or --against, not both")
-    if args.b is not None and Path(args.b).is_dir():
+    if args.b is not None and is_dir(Path(args.b)):
         raise UserError(f"align: {args.b} is a directory and {args.a} is not; name two recipes or two models")
     changes: Any = _ONE_PROCESS
     if args.against is not None:
@@ -213,7 +214,7 @@ def _recorded(number: int, plan: RunPlan, registry: Registry, scratch: Path, eve
 
 def _models(args: Any, registry: Registry) -> Sequence[Side]:
     """Passes of two models over the same random ids."""
-    if args.b is None or not Path(args.b).is_dir() or args.against is not None or args.overrides or args.smoke:
+    if args.b is None or not is_dir(Path(args.b)) or args.against is not None or args.overrides or args.smoke:
         raise UserError("align: A is a directory; name another as B, without recipe keys and --smoke")
     device, precision = args.device or "cpu", args.precision or "fp32"
     if device not in registry.devices:

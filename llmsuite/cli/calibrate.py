@@ -9,6 +9,7 @@ from typing import Any, Literal
 from llmsuite.cli.places import ALLOW_NONFINITE
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import exists
 from llmsuite.specs import Command
 
 
@@ -41,7 +42,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
     target = Path(args.output)
-    if target.exists():
+    if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     find_model_arguments(args)
     texts = read_texts(Path(args.texts), args.key)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import is_file
 from llmsuite.specs import Command
 
 _LEAST = 2
@@ -42,7 +43,7 @@ def _list(path: Path) -> int:
     root, best = path / "checkpoints", load_best(path / "checkpoints")
     latest = read_latest(root)
     for step, directory in _steps(path):
-        size = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+        size = sum(file.stat().st_size for file in directory.rglob("*") if is_file(file))
         fault = broken_file(directory, check_hashes=False, here_only=True)
         notes = ["latest"] if directory.name == latest else []
         if best is not None and best.step == step:
@@ -65,7 +66,7 @@ def _verify(path: Path) -> int:
     from llmsuite.files import MANIFEST, broken_file, damaged_tensors
     from llmsuite.progress import track
 
-    found = [path] if (path / MANIFEST).is_file() else [directory for _, directory in _steps(path)]
+    found = [path] if is_file(path / MANIFEST) else [directory for _, directory in _steps(path)]
     damaged = 0
     for directory in track(found, "verifying"):
         fault = broken_file(directory, here_only=True)

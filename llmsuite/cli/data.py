@@ -8,6 +8,7 @@ from typing import Any, Literal
 from llmsuite.errors import UserError
 from llmsuite.extras import check_plot
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import exists, is_file
 from llmsuite.specs import Command
 
 
@@ -119,10 +120,10 @@ def _index(args: Any) -> int:
     inputs = [find(name) for name in args.inputs]
     for path in inputs:
         kind_of(path)
-        if not path.is_file():
+        if not is_file(path):
             raise UserError(f"{path}: is not a file")
     tokenizer = find(args.tokenizer)
-    tokenizer = tokenizer if tokenizer.exists() else find_place(args.tokenizer, Want.TOKENIZER, "--tokenizer")
+    tokenizer = tokenizer if exists(tokenizer) else find_place(args.tokenizer, Want.TOKENIZER, "--tokenizer")
     prefix, faults = Path(args.output), Faults(args.on_bad_row or "error")
     with track_bytes(sum(path.stat().st_size for path in inputs), f"indexing {prefix}") as progress:
         documents, tokens = build_corpus(

@@ -23,6 +23,7 @@ from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.locks import scratch_directory
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import is_dir
 from llmsuite.schema.recipe import LaunchSection
 from llmsuite.specs import Command
 
@@ -143,7 +144,7 @@ def _machine() -> Iterator[Finding]:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     mend = f"ulimit -n {4096 if hard == resource.RLIM_INFINITY else min(4096, hard)}"
     yield _level(soft, _LEAST_FILES, "open files", str(soft), mend)
-    if Path("/dev/shm").is_dir():
+    if is_dir(Path("/dev/shm")):
         shared = shutil.disk_usage("/dev/shm").total
         mend = "mount -o remount,size=2G /dev/shm; in a container: docker run --shm-size=2g"
         yield _level(shared, _LEAST_SHARED, "shared memory", f"{shared / 1e9:.1f} GB in /dev/shm", mend)

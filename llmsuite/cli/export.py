@@ -13,6 +13,7 @@ from llmsuite.cli.ranks import add_degrees, launch_ranks
 from llmsuite.devices.variables import LOCAL_RANK, RANK, number_in
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import exists, is_dir, is_file
 from llmsuite.schema.degrees import Degrees
 from llmsuite.specs import Command
 
@@ -70,7 +71,7 @@ def run_export(args: Any, registry: Registry) -> int:
     backend = _start(args, registry)
     target, degrees = Path(args.output), Degrees(args.pipeline_parallel_degree, 1, 1, args.tensor_parallel_degree or 1)
     _export(Path(args.source), target, backend, args, registry, degrees)
-    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    size = sum(path.stat().st_size for path in target.rglob("*") if is_file(path))
     ranks = "" if degrees.num_ranks == 1 else f" for each of {degrees.num_ranks} ranks"
     print(f"wrote {target}: program and parameters{ranks}, {args.precision}, {size / 1e6:,.0f} MB")
     return 0
@@ -99,7 +100,7 @@ def run_deploy(args: Any, registry: Registry) -> int:
     from llmsuite.convert.rewrite import OutputFormat, Rewrite
 
     target = Path(args.output)
-    if target.exists():
+    if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     model = _open(Path(args.source), args, registry)
     if input_scales(model):
@@ -132,7 +133,7 @@ def find_program(path: Path) -> Path:
 
 def find_weights(path: Path) -> Path:
     """The weights in the directory of a deployment; any other path as it is."""
-    return path / MERGED if (path / MERGED / "config.json").is_file() and (path / PROGRAM).is_dir() else path
+    return path / MERGED if is_file(path / MERGED / "config.json") and is_dir(path / PROGRAM) else path
 
 
 def _is_first_rank() -> bool:
@@ -192,7 +193,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     exported = read_manifest(program)
     mesh = collective.start(exported.degrees) if exported.degrees != _ALONE else None
     beside = program.parent / MERGED  # as `deploy` lays them
-    source = Path(args.source or (beside if beside.is_dir() else exported.adapter or exported.source))
+    source = Path(args.source or (beside if is_dir(beside) else exported.adapter or exported.source))
     adapter = find_adapter(source)
     if adapter is not None and args.base is None:
         args.base = exported.source

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from llmsuite.cli.ranks import add_degrees, launch_ranks, settle_degrees
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import exists
 from llmsuite.shown import printable
 from llmsuite.specs import Command
 from llmsuite.stages.sections import PENALTIES
@@ -196,7 +197,7 @@ def _check(args: Any) -> None:
     """Raise UserError if options contradict each other."""
     if (bool(args.prompt) + bool(args.input) + args.chat) != 1:
         raise UserError("generate: give --prompt TEXT, --input FILE or --chat, one of them")
-    if args.output and Path(args.output).exists():
+    if args.output and exists(Path(args.output)):
         raise UserError(f"--output: {args.output} exists; choose another, or remove it first")
     if args.chat and (args.num_devices > 1 or args.num_beams > 1 or args.raw or args.output):
         raise UserError("--chat: works without --num_devices, --num_beams, --raw and --output")

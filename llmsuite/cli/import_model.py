@@ -11,6 +11,7 @@ from llmsuite.cli.places import ALLOW_NONFINITE
 from llmsuite.errors import UserError
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import exists, is_dir, is_file
 from llmsuite.specs import Command
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.files import committed_directory
 
     target = Path(args.output)
-    if target.exists():
+    if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     if args.layout not in registry.exporters:
         raise UserError(registry.unknown("exporter", args.layout))
@@ -73,7 +74,7 @@ def _open(source: Path, config: Path | None, allow_pickle: bool, registry: Regis
     from llmsuite.checkpoint.model_dir import open_model
     from llmsuite.convert.pdparams import pdparams_files
 
-    if not (source / "config.json").is_file() and (way := of_gguf(source)) is not None:
+    if not is_file(source / "config.json") and (way := of_gguf(source)) is not None:
         raise UserError(way)
     if not pdparams_files(source):
         if config is not None:
@@ -101,7 +102,7 @@ def _find_source(source: str) -> Path:
     from llmsuite.cli.places import find_place
 
     path = find_place(source) if hub_name(source) is not None else Path(source)
-    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+    if is_dir(path) or (is_file(path) and path.suffix == ".gguf"):
         return path
     raise UserError(
         f"{source}: is neither a .gguf file, a model directory, package:NAME nor a name such as hf:ORG/NAME"

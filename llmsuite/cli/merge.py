@@ -10,6 +10,7 @@ from llmsuite.cli.amounts import parse_amount
 from llmsuite.cli.places import ALLOW_NONFINITE
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import exists
 from llmsuite.specs import Command
 
 _LAYOUT = Literal["hf", "paddlenlp", "distcp", "gguf"]
@@ -87,7 +88,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.progress import track_bytes
 
     target = Path(args.output)
-    if target.exists():
+    if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     _check_gguf(args)
     if args.fused and args.layout not in ("paddlenlp", "distcp"):
@@ -226,7 +227,7 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     if idle := [key for key in keys if args.get(key)]:
         raise UserError(f"--{idle[0].replace('_', '-')}: {source} is an adapter, which is written as it is")
     target = Path(args.output)
-    if target.exists():
+    if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     start_paddle(registry.devices["cpu"].factory(), 1)  # before paddlenlp, whose configuration they have
     family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmsuite.cli.ranks import settle_degrees
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
+from llmsuite.regular import is_file
 
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
@@ -147,7 +148,7 @@ def check_ranks(args: Any, registry: Registry) -> None:
     if (adapter := find_adapter(place)) is not None:
         place = Path(args.base) if args.base else base_path(adapter)
     place = Path(args.config) if args.config else find_model(place) if is_run(place) else place
-    if (place / "config.json").is_file():
+    if is_file(place / "config.json"):
         check_cut(*read_config(place, registry.models), settle_degrees(args))
 
 

@@ -24,6 +24,7 @@ from llmsuite.recipe.new import METHODS, Choice, Method, new_recipe, stage_recip
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.shape import local_weights, missing_model
 from llmsuite.recipe.write import recipe_text, write_recipe
+from llmsuite.regular import exists, is_file
 from llmsuite.resources import find
 from llmsuite.schema.columns import columns_of
 from llmsuite.specs import ModelFamily
@@ -116,9 +117,9 @@ def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any
         place = local_weights(weights)
         if find_adapter(place) is not None:
             raise UserError(f"--weights: {missing_model(place)}")
-        if not (place / "config.json").is_file():
+        if not is_file(place / "config.json"):
             later = "; or, where it will be there later, say what it is with --family and --preset"
-            raise UserError(f"--weights: {missing_model(place, '')}{'' if place.exists() else later}")
+            raise UserError(f"--weights: {missing_model(place, '')}{'' if exists(place) else later}")
     else:
         try:
             found = cached(name, Want.CONFIG) or fetch(name, Want.CONFIG, lambda text: print(text, file=sys.stderr))
@@ -126,7 +127,7 @@ def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any
             print(f"{error}; so its family and shape are not known", file=sys.stderr)
             return None, None
         place = found.directory
-    return read_config(place, registry.models) if (place / "config.json").is_file() else (None, None)
+    return read_config(place, registry.models) if is_file(place / "config.json") else (None, None)
 
 
 def _num_parameters(choice: Choice, registry: Registry) -> int:
@@ -271,9 +272,7 @@ def _weights(stage: str) -> str | None:
         answer = _ask(f"weights (a directory, a run, or a name such as hf:ORG/NAME; empty {without})")
         if not answer:
             return None
-        if _is_so(
-            lambda given: hub_name(given) is not None or (local_weights(given) / "config.json").is_file(), answer
-        ):
+        if _is_so(lambda given: hub_name(given) is not None or is_file(local_weights(given) / "config.json"), answer):
             return answer
         print(f"{missing_model(Path(answer), '')} (working directory: {Path.cwd()})")
 
@@ -290,7 +289,7 @@ def _place(question: str, default: str = "") -> str | None:
         answer = _ask(question, default)
         if not answer:
             return None
-        if _is_so(lambda given: is_remote(given) or find(given).exists() or find(f"{given}.idx").exists(), answer):
+        if _is_so(lambda given: is_remote(given) or exists(find(given)) or exists(find(f"{given}.idx")), answer):
             return answer
         print(f"{answer} is not here (working directory: {Path.cwd()})")
 
@@ -307,6 +306,6 @@ def _is_so(question: Callable[[str], bool], answer: str) -> bool:
 def _file(default: str) -> str:
     while True:
         answer = _ask("file to write", default)
-        if not Path(answer).exists():
+        if not exists(Path(answer)):
             return answer
         print(f"{answer} exists")

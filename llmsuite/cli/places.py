@@ -13,6 +13,7 @@ from llmsuite.hub.fetch import fetch_named
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.recipe.shape import base_named, missing_model
+from llmsuite.regular import exists, is_dir
 
 ALLOW_NONFINITE = "write weights even where values are NaN or infinite; else such a tensor is refused"
 """Help of `--allow-nonfinite`."""
@@ -27,9 +28,9 @@ def check_files(args: Any, options: Sequence[str]) -> None:
     """Raise UserError for a file that is given to an option and is not there, and for an `--output` in no directory: a
     model takes long to read."""
     for option in options:
-        if args[option] and not Path(args[option]).exists():
+        if args[option] and not exists(Path(args[option])):
             raise UserError(f"--{option}: {args[option]} is not here (working directory: {Path.cwd()})")
-    if args.output and not (parent := Path(args.output).parent).is_dir():
+    if args.output and not is_dir(parent := Path(args.output).parent):
         raise UserError(f"--output: {parent} is no directory")
 
 
@@ -58,9 +59,9 @@ def find_place(given: str, want: Want = Want.MODEL, option: str = "", needs_base
         place = found.file if name is not None and name.path else found.directory
     else:
         place = Path(given)
-        if not place.exists():
+        if not exists(place):
             raise UserError(f"{prefix}{missing_model(place, '')}")
-    if needs_base and want is Want.MODEL and place.is_dir() and (base := base_named(place)) is not None:
+    if needs_base and want is Want.MODEL and is_dir(place) and (base := base_named(place)) is not None:
         try:
             fetch_named(base, Want.MODEL, say)
         except UserError as error:

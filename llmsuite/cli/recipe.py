@@ -12,6 +12,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.new import METHODS, RULE
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text, write_recipe
+from llmsuite.regular import exists
 from llmsuite.specs import Command
 from llmsuite.stages.first_rows import check_rows
 
@@ -70,7 +71,7 @@ def add_arguments(parser: Any) -> None:
 
 
 def run(args: Any, registry: Registry) -> int:
-    if args.output is not None and Path(args.output).exists():
+    if args.output is not None and exists(Path(args.output)):
         raise UserError(f"{args.output} exists; choose another --output, or remove it first")
     if args.action == "new":
         from llmsuite.cli.new_recipe import make_new

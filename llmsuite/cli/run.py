@@ -20,6 +20,7 @@ from llmsuite.locks import empty_directory, lock_directory
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.smoke import names_own_data, names_own_reward
+from llmsuite.regular import is_file
 from llmsuite.schema.section import as_plain
 from llmsuite.specs import Command
 
@@ -224,7 +225,7 @@ def _restarts(plan: RunPlan) -> Restarts:
 
     def begins_at() -> int:
         if answers is not None:
-            return len(answers.read_bytes().splitlines()) if answers.is_file() else 0
+            return len(answers.read_bytes().splitlines()) if is_file(answers) else 0
         return max((step for step, _ in list_steps(run / "checkpoints")), default=0)
 
     def note(decision: Decision) -> None:

@@ -19,10 +19,12 @@ from typing import Any
 import numpy as np
 
 from llmsuite.checkpoint.adapter_base import CONFIGS, LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP, stored_format
+from llmsuite.checkpoint.adapter_config import read_adapter_config, value_for
 from llmsuite.checkpoint.adapter_dir import LOKR, MORA, UNKNOWN
 from llmsuite.checkpoint.beside import refuse_beside
 from llmsuite.checkpoint.model_dir import ModelDirectory, has_further_layers, hf_name, with_further_layers
 from llmsuite.checkpoint.model_writer import Arrangement
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.convert import structured, vera
 from llmsuite.convert.pdparams import PickledTensors
@@ -30,8 +32,8 @@ from llmsuite.convert.peft_score import with_score_head
 from llmsuite.convert.peft_stacks import ExpertsOfStacks
 from llmsuite.convert.rounded import rounded_model
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
 from llmsuite.models.head import EMBEDDING, SCORE, head_of, is_tied
+from llmsuite.regular import is_file, listed
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
 _PICKLES = "lora_model_state.pdparams", "lokr_model_state.pdparams", vera.PICKLE
@@ -78,12 +80,10 @@ class Adapted:
         self._turned = {copy for copy, name in self._originals.items() if names.is_linear(name) > names.is_linear(copy)}
         """Copies that lie as in the file, as nothing multiplies with them."""
         self._embedding = names.hf_tensors(EMBEDDING, base.config).names[0] if is_tied(base.config) else ""
-        config_path = next((directory / name for name in CONFIGS if (directory / name).is_file()), None)
+        config_path = next((directory / name for name in CONFIGS if is_file(directory / name)), None)
         if config_path is None:
             raise UserError(f"{directory}: has neither {' nor '.join(CONFIGS)}")
-        config = read_json_file(config_path)
-        if not isinstance(config, dict):
-            raise UserError(f"{config_path}: is no JSON object")
+        config = read_adapter_config(config_path)
         if config_path.name == VERA_OF_PADDLENLP:
             config = vera.as_lora(config_path, config)
         is_ours = config.get("peft_type") == MORA
@@ -111,6 +111,7 @@ class Adapted:
         parts: dict[str, dict[str, tuple[str, bool]]] = {}
         unknown = []
         for name in self._files.names:
+            Part(FLOATS).check(self._files.spec(name), self._path)
             if match := structured.PART.fullmatch(name):
                 if (target := self._name(f"{match[1]}.weight")) is None:
                     unknown.append(name)
@@ -246,9 +247,11 @@ class Adapted:
         elif config.get("peft_type") != LOKR:  # MoRA has none
             return 1.0
         module = target.removesuffix(".weight")
-        alpha, rank = (_pattern(config.get(f"{key}_pattern"), module, config.get(of)) for key, of in _LOKR_SCALE)
+        alpha, rank = (
+            value_for(config_path, config, f"{key}_pattern", module, config.get(of)) for key, of in _LOKR_SCALE
+        )
         for key, value in (("alpha", alpha), ("r", rank)):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value:
+            if not value:
                 raise UserError(f"{config_path}: {key} is {value!r}; a number is needed")
         return float(alpha / rank)
 
@@ -271,7 +274,7 @@ class Adapted:
 
     def _replacement(self, target: str) -> np.ndarray:
         value = self._files.read(self._replaced[target])
-        by_rows = (self._path / CONFIGS[0]).is_file()
+        by_rows = is_file(self._path / CONFIGS[0])
         return value.T if by_rows and target in self._tensors.linears else value
 
     @property
@@ -287,7 +290,7 @@ class Adapted:
 
     @property
     def paths(self) -> list[Path]:
-        configs = [self._path / name for name in CONFIGS if (self._path / name).is_file()]
+        configs = [self._path / name for name in CONFIGS if is_file(self._path / name)]
         return sorted([*self._base.files.paths, *self._files.paths, *configs])
 
     def spec(self, name: str) -> TensorSpec:
@@ -358,12 +361,12 @@ def add_adapter(base: ModelDirectory, directory: Path, allow_pickle: bool = Fals
 
 
 def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
-    stem = next((s for s in _STEMS if any((directory / f"{s}{SUFFIX}{e}").is_file() for e in ("", ".index.json"))), "")
+    stem = next((s for s in _STEMS if any(is_file(directory / f"{s}{SUFFIX}{e}") for e in ("", ".index.json"))), "")
     if stem:
         return TensorFiles(directory, stem, check=True)
-    pickle = next((path for name in _PICKLES if (path := directory / name).is_file()), None)
+    pickle = next((path for name in _PICKLES if is_file(path := directory / name)), None)
     if pickle is None:
-        if of_ranks := sorted(path.name for path in directory.glob("lora_model_state.*.pdparams")):
+        if of_ranks := [path.name for path in listed(directory, "lora_model_state.*.pdparams")]:
             raise UserError(f"{directory}: {', '.join(of_ranks)} are parts of ranks; let PaddleNLP merge them first")
         raise UserError(f"{directory}: has none of {', '.join([*(s + SUFFIX for s in _STEMS), *_PICKLES])}")
     if not allow_pickle:
@@ -377,19 +380,11 @@ def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
 
 def _scale(config_path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:
     """alpha / rank, or with rank stabilisation (Kalajdzievski 2023, arXiv 2312.03732) alpha / sqrt(rank)."""
-    alpha = _pattern(config.get("alpha_pattern"), module, config.get("lora_alpha"))
-    announced = _pattern(config.get("rank_pattern"), module, config.get("r"))
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)):
+    alpha = value_for(config_path, config, "alpha_pattern", module, config.get("lora_alpha"))
+    announced = value_for(config_path, config, "rank_pattern", module, config.get("r"))
+    if alpha is None:
         raise UserError(f"{config_path}: lora_alpha is {alpha!r}; a number is needed")
     if announced != rank:
         raise UserError(f"{config_path}: gives {module} rank {announced}, its factors have rank {rank}")
     stabilised = config.get("use_rslora") or config.get("rslora")
     return alpha / (math.sqrt(rank) if stabilised else rank)
-
-
-def _pattern(patterns: Any, module: str, default: Any) -> Any:
-    """The value of the first pattern that a module's name ends with, as PEFT looks it up."""
-    for pattern, value in (patterns or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return value
-    return default

@@ -14,6 +14,7 @@ from llmsuite.convert.paddlenlp_prefix import PICKLE, open_prefix, write_prefix
 from llmsuite.convert.paddlenlp_reft import open_reft, write_reft
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import WHOLE
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
 
 Beside = SavedInterventions | SavedPrefixes
@@ -34,7 +35,7 @@ def open_any_beside(
     Raises:
         UserError: it is of another model, has no counterpart here, or is a pickle that is not to be read.
     """
-    reft, is_prefix = files_of_paddlenlp(directory), (directory / PREFIX_OF_PADDLENLP).is_file()
+    reft, is_prefix = files_of_paddlenlp(directory), is_file(directory / PREFIX_OF_PADDLENLP)
     if not reft and not is_prefix:
         return open_beside(directory)
     if not allow_pickle:

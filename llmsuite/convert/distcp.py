@@ -21,6 +21,7 @@ from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.convert.blocks import Block, BlockFiles, Index
 from llmsuite.convert.pickled import StoredArray, read_pickle
 from llmsuite.errors import UserError
+from llmsuite.regular import is_file, listed
 
 _METADATA = re.compile(r"(\d+)\.metadata")
 _MODEL = "model"
@@ -28,7 +29,7 @@ _MODEL = "model"
 
 def metadata_file(directory: Path) -> Path | None:
     """The metadata of the newest save in a directory; None when there is none."""
-    found = [(int(m[1]), path) for path in directory.glob("*.metadata") if (m := _METADATA.fullmatch(path.name))]
+    found = [(int(m[1]), path) for path in listed(directory, "*.metadata") if (m := _METADATA.fullmatch(path.name))]
     return max(found)[1] if found else None
 
 
@@ -55,7 +56,7 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
             places[place] = _plain(path, file)
     names = _model_names(metadata)
     needed = sorted({file for (key, _, _), file in places.items() if key in names})
-    missing = [file for file in needed if not (directory / file).is_file()]
+    missing = [file for file in needed if not is_file(directory / file)]
     if missing:
         raise UserError(f"{path}: {len(missing)} of its {len(needed)} files are missing: {', '.join(missing)}")
     if not names:

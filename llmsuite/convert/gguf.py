@@ -6,7 +6,6 @@ The byte-pair tokenizers of GGUF (`tokenizer.ggml.model = gpt2`) are supported.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.models.gguf_names import ROPE_FACTORS
 from llmsuite.specs import ModelFamily
+from llmsuite.strict_json import parse_json
 
 ROPE_SCALING = "llmsuite.rope_scaling"
 """The field in which llmsuite writes rope_scaling as config.json has it: of some kinds GGUF has the numbers only."""
@@ -101,6 +101,14 @@ def import_gguf(
     write_model(directory, family, config, read, specs, layout, options=options)
 
 
+def _own_scaling(source: Path, written: Any) -> Any:
+    """The rope_scaling of the config.json that a GGUF file of ours was made of."""
+    try:
+        return parse_json(written if isinstance(written, str) else "")
+    except ValueError as error:
+        raise UserError(f"{source}: {ROPE_SCALING} is not JSON: {error}") from error
+
+
 def _config(source: Path, family: ModelFamily, fields: Mapping[str, Any], tensors: Collection[str]) -> Any:
     def get(key: str, default: Any = None) -> Any:
         return field(source, fields, f"{fields['general.architecture']}.{key}", default)
@@ -110,7 +118,7 @@ def _config(source: Path, family: ModelFamily, fields: Mapping[str, Any], tensor
         raise UserError(f"{source}: rotary scaling {kind!r} is not supported; supported: none, linear")
     scaling = {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None
     if ROPE_SCALING in fields:
-        scaling = json.loads(fields[ROPE_SCALING])
+        scaling = _own_scaling(source, fields[ROPE_SCALING])
     known = {f.name for f in dataclasses.fields(family.config_cls)}
     biases = {key: f"model.layers.0.{part}.bias" in tensors for key, part in _BIASES.items() if key in known}
     return family.config_cls(

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
+from llmsuite.files import read_json_object, write_json
+from llmsuite.regular import is_file
 
 NORMAL, CONTROL, USER, UNUSED = 1, 3, 4, 5  # of gguf.TokenType
 
@@ -143,10 +144,10 @@ def read_vocabulary(directory: Path, size: int) -> Vocabulary:
         UserError: there is none, it is no byte-level BPE, or splits text in a way that llama.cpp has no code for.
     """
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not is_file(path):
         raise UserError(f"{directory}: has no tokenizer.json, from which a GGUF file gets its tokenizer")
     try:
-        return _vocabulary(path, read_json_file(path), size)
+        return _vocabulary(path, read_json_object(path), size)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"{path}: is no tokenizer of the library tokenizers: {error!r}") from error
 

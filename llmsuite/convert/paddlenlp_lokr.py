@@ -14,11 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.checkpoint.adapter_base import LOKR_OF_PADDLENLP, read_base, write_base
+from llmsuite.checkpoint.adapter_config import read_adapter_config
 from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, LOKR, STATE
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles
 from llmsuite.convert.paddle_save import write_pickle
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
+from llmsuite.files import write_json
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
 
 PICKLE = "lokr_model_state.pdparams"
@@ -27,7 +29,7 @@ PICKLE = "lokr_model_state.pdparams"
 def is_lokr(source: Path) -> bool:
     """Whether a directory has LoKr as a run saves it, or PEFT."""
     path = source / CONFIG_NAMES["hf"]
-    return path.is_file() and read_json_file(path).get("peft_type") == LOKR
+    return is_file(path) and read_adapter_config(path).get("peft_type") == LOKR
 
 
 def write_lokr(directory: Path, source: Path, family: ModelFamily, config: Any) -> int:
@@ -45,7 +47,7 @@ def write_lokr(directory: Path, source: Path, family: ModelFamily, config: Any) 
     Raises:
         UserError: the adapters are not those of a run, or PaddleNLP has no place for them.
     """
-    if not (source / f"{STATE}{SUFFIX}").is_file():
+    if not is_file(source / f"{STATE}{SUFFIX}"):
         raise UserError(f"{source}: has no {STATE}{SUFFIX}, as adapters of a run have; merge them instead")
     names = family.names()
     prefix = names.paddlenlp_prefix(config)
@@ -61,7 +63,7 @@ def write_lokr(directory: Path, source: Path, family: ModelFamily, config: Any) 
         modules[re.escape(theirs)] = None
         values[f"{theirs}.{kind}"] = files.read(name)
     write_pickle(directory / PICKLE, values)
-    told, base = read_json_file(source / CONFIG_NAMES["hf"]), read_base(source)
+    told, base = read_adapter_config(source / CONFIG_NAMES["hf"]), read_base(source)
     if base is not None:
         write_base(directory, base)
     write_json(

@@ -27,11 +27,20 @@ from llmsuite.checkpoint.tensors import HeldTensors, TensorSource
 from llmsuite.convert.paddle_save import write_pickle
 from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
+from llmsuite.files import read_json_object, write_json
 from llmsuite.models.prefix_shapes import ATTENTION, INNER, INNER_BIAS, NETWORK, PREFIX_KEY, PREFIX_VALUE, TABLE
+from llmsuite.regular import is_file, listed
+from llmsuite.strict_json import FLAG, NULL, check_kinds, whole
 
 PICKLE = "prefix_model_state.pdparams"
 _CACHES = "pre_caches.npy"
+_SIZE = whole(1, 1 << 30)
+_KINDS = {
+    **dict.fromkeys(("num_prefix_tokens", "num_hidden_layers", "num_attention_heads", "hidden_size"), _SIZE),
+    "multi_query_group_num": _SIZE | NULL,
+    "prefix_projection": FLAG | NULL,
+}
+"""Keys of its configuration that are read."""
 _FAMILIES = ("llama", "mistral", "qwen2")
 """`model_type` of those that PaddleNLP has prefix tuning for and we have, see `get_prefix_tuning_params` there."""
 _TABLE, _NETWORK = "0.weight", ("0.weight", "1.weight", "1.bias", "3.weight", "3.bias")
@@ -51,15 +60,13 @@ def open_prefix(directory: Path, list_of_layers: str, config: Any, base: Base) -
     """
     path = directory / PREFIX_OF_PADDLENLP
     _check_family(directory, config)
-    data = read_json_file(path)
-    try:
-        tokens, layers = int(data["num_prefix_tokens"]), int(data["num_hidden_layers"])
-        heads = int(data.get("multi_query_group_num") or data["num_attention_heads"])
-        size = int(data["hidden_size"]) // int(data["num_attention_heads"])
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: does not say how many tokens, layers and heads: {error!r}") from error
-    if not (directory / PICKLE).is_file():
-        of_ranks = ", ".join(sorted(part.name for part in directory.glob("prefix_model_state.*.pdparams")))
+    data = read_json_object(path)
+    check_kinds(path, data, _KINDS)
+    tokens, layers = data["num_prefix_tokens"], data["num_hidden_layers"]
+    heads = data.get("multi_query_group_num") or data["num_attention_heads"]
+    size = data["hidden_size"] // data["num_attention_heads"]
+    if not is_file(directory / PICKLE):
+        of_ranks = ", ".join(part.name for part in listed(directory, "prefix_model_state.*.pdparams"))
         raise UserError(
             f"{directory}: has no {PICKLE}"
             + f"; {of_ranks} are parts of ranks, each with other heads. Let PaddleNLP merge them" * bool(of_ranks)

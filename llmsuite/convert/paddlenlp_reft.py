@@ -28,7 +28,7 @@ from llmsuite.checkpoint.tensors import HeldTensors
 from llmsuite.convert.paddle_save import write_pickle
 from llmsuite.convert.pdparams import PickledTensors
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_json
+from llmsuite.files import read_json_object, write_json
 from llmsuite.models.reft_shapes import BIAS, MODULE, ROTATION, SOURCE
 from llmsuite.schema.reft import parse_positions
 
@@ -51,8 +51,8 @@ def open_reft(directory: Path, layers: str, base: Base) -> SavedInterventions:
     Raises:
         UserError: they compute what ours cannot, or the files are not those of PaddleNLP.
     """
-    data = read_json_file(directory / _CONFIG)
-    params = data.get("intervention_params") if isinstance(data, dict) else None
+    data = read_json_object(directory / _CONFIG)
+    params = data.get("intervention_params")
     if not isinstance(params, dict):
         raise UserError(f"{directory / _CONFIG}: has no intervention_params; PaddleNLP's ReFTModel writes them")
     if params.get("act_fn") not in _LINEAR:

@@ -20,6 +20,7 @@ from llmsuite.checkpoint.tensors import TensorSource, TensorSpec
 from llmsuite.convert.blocks import Block, BlockFiles
 from llmsuite.convert.pickled import StoredArray, read_pickle
 from llmsuite.errors import UserError
+from llmsuite.regular import is_file, listed
 
 _FILE = re.compile(r"model_state(?:-(\d+)-of-(\d+))?(?:\.((?:[a-z]+\d+_?)+))?\.pdparams")
 _RANK_DIRECTORY = re.compile(r"mp_(\d+)_sharding_(\d+)_pp_(\d+)")
@@ -86,15 +87,15 @@ def pdparams_files(directory: Path) -> list[Path]:
     if _RANK_DIRECTORY.fullmatch(directory.absolute().name):
         found = _file_of_rank(directory)
         return [found] if found is not None else []
-    return sorted(path for path in directory.glob("model_state*.pdparams") if _FILE.fullmatch(path.name))
+    return [path for path in listed(directory, "model_state*.pdparams") if _FILE.fullmatch(path.name)]
 
 
 def _rank_directories(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.glob("mp_*_sharding_*_pp_*") if _RANK_DIRECTORY.fullmatch(path.name))
+    return [path for path in listed(directory, "mp_*_sharding_*_pp_*") if _RANK_DIRECTORY.fullmatch(path.name)]
 
 
 def _file_of_rank(directory: Path) -> Path | None:
-    return next((directory / name for name in _IN_RANK_DIRECTORY if (directory / name).is_file()), None)
+    return next((directory / name for name in _IN_RANK_DIRECTORY if is_file(directory / name)), None)
 
 
 def _open_rank_directories(directories: Sequence[Path]) -> list[PickledTensors]:

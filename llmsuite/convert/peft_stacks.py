@@ -126,13 +126,15 @@ def _parts(
         gate: H and I.
         count: how many experts there are.
     """
+    if len(gate) != 2 or len(first.shape) != 2 or len(second.shape) != 2:
+        return
     hidden, inner = gate
     members = {
         (hidden, 2 * inner): ("gate_up_proj", {"gate_proj": slice(0, inner), "up_proj": slice(inner, 2 * inner)}),
         (inner, hidden): ("down_proj", {"down_proj": slice(0, hidden)}),
     }
     rows, columns = first.shape[0], second.shape[-1]
-    if len(first.shape) != 2 or len(second.shape) != 2 or rows != columns or rows % count or not rows:
+    if rows != columns or rows % count or not rows:
         return
     parameter, outputs = members.get((first.shape[1], second.shape[0]), ("", {}))
     rank = rows // count

@@ -30,6 +30,7 @@ from llmsuite.errors import UserError
 from llmsuite.files import check_disk, resumable_directory, write_json
 from llmsuite.locks import remove_any
 from llmsuite.models.shard_plan import WHOLE
+from llmsuite.regular import exists
 from llmsuite.threads import num_threads
 
 FORMAT = 1
@@ -96,7 +97,7 @@ class Rewrite:
             UserError: the target exists, there is not enough room or memory, a value does not fit its new dtype or is
                 not finite, or the source does not match its manifest.
         """
-        if target.exists():
+        if exists(target):
             raise UserError(f"{target} exists; choose another --output, or remove it first")
         self.check_room(target)
         try:

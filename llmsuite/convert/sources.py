@@ -16,6 +16,7 @@ from llmsuite.convert.distcp import metadata_file, open_distcp
 from llmsuite.convert.pdparams import join_ranks, open_pdparams, pdparams_files
 from llmsuite.errors import UserError
 from llmsuite.models.head import EMBEDDING, OUTPUT
+from llmsuite.regular import is_dir, is_file
 from llmsuite.specs import ModelFamily
 
 _DISTCP_BELOW = (".", "dist_ckpt", "model")  # names used by PaddleNLP's trainers
@@ -41,12 +42,12 @@ def open_source(
     Raises:
         UserError: nothing there can be read, or the model is incomplete.
     """
-    if not path.is_dir():
+    if not is_dir(path):
         raise UserError(of_gguf(path) or f"{path}: is not a directory")
     if find_adapter(path) is not None:
         raise UserError(of_adapters(path))
     distcp = next((path / name for name in _DISTCP_BELOW if metadata_file(path / name)), None)
-    if is_run(path) or any((path / name).is_file() for name in _SAFETENSORS):
+    if is_run(path) or any(is_file(path / name) for name in _SAFETENSORS):
         model = open_model(find_model(path), families, check=True)
     elif distcp is not None:
         place = _config_directory(distcp, config)
@@ -72,7 +73,7 @@ def open_source(
 def _config_directory(path: Path, config: Path | None) -> Path:
     if config is not None:
         return config
-    found = next((p for p in (path, path.parent) if (p / "config.json").is_file()), None)
+    found = next((p for p in (path, path.parent) if is_file(p / "config.json")), None)
     if found is None:
         raise UserError(f"{path}: has no config.json, nor has the directory above; name one with --config DIR")
     return found

@@ -15,9 +15,9 @@ PART = re.compile(rf"(.*)\.({SQUARE}|{KRON_OUTER}(?:_[ab])?|{KRON_INNER}(?:_[ab]
 
 def fits(parameters: Mapping[str, tuple[int, ...]], shape: tuple[int, ...]) -> bool:
     """Whether the shapes of an adapter's parameters are those for a matrix [inputs, outputs]."""
-    num_inputs, num_outputs = shape
-    if any(len(of) != 2 for of in parameters.values()):
+    if any(len(of) != 2 or 0 in of for of in (shape, *parameters.values())):
         return False
+    num_inputs, num_outputs = shape
     if parameters.keys() == {SQUARE}:
         height, width = parameters[SQUARE]
         return height == width and height % 2 == 0 and height <= 2 * num_inputs

@@ -23,6 +23,7 @@ from llmsuite.convert.paddle_save import write_pickle
 from llmsuite.errors import UserError
 from llmsuite.files import write_json
 from llmsuite.models.shard_plan import BEHIND, BETWEEN, START_FIRST, START_SECOND
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
 
 PICKLE = "vera_model_state.pdparams"
@@ -111,7 +112,7 @@ def write_vera(directory: Path, source: Path, adapters: Adapters, family: ModelF
     Returns:
         Whether it is VeRA; else nothing is written.
     """
-    if not (source / f"{STATE}{SUFFIX}").is_file():
+    if not is_file(source / f"{STATE}{SUFFIX}"):
         return False
     files = TensorFiles(source, STATE)
     if not any(name.endswith(f".{BETWEEN}") for name in files.names):

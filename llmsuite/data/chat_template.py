@@ -25,8 +25,8 @@ from llmsuite.data.rows import REASONING, Conversation, Message, strings_in
 from llmsuite.data.said import has_said, says
 from llmsuite.data.turns import DEVELOPER
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
-from llmsuite.regular import read_regular
+from llmsuite.files import read_json_object
+from llmsuite.regular import is_file, read_regular
 
 BUILTIN = {
     "chatml": (
@@ -348,16 +348,15 @@ def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, st
 def tokenizer_template(directory: Path) -> str | None:
     """chat_template.jinja, else the entry of tokenizer_config.json (which may be a list of named ones)."""
     separate = directory / "chat_template.jinja"
-    if separate.is_file():
+    if is_file(separate):
         try:
             return read_regular(separate, _MOST_SOURCE).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{separate}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     path = directory / "tokenizer_config.json"
-    if not path.is_file():
+    if not is_file(path):
         return None
-    config = read_json_file(path)
-    found = config.get("chat_template") if isinstance(config, dict) else None
+    found = read_json_object(path).get("chat_template")
     return _of_names(found) if isinstance(found, list) else found if isinstance(found, str) else None
 
 

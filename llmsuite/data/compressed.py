@@ -56,24 +56,35 @@ def lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
         yield number, line
 
 
+class Guard:
+    """A count of what is unpacked of a file."""
+
+    def __init__(self, path: Path):
+        self._path, self._done = path, 0
+        self._most = max(_ALWAYS_FINE, _MOST_RATIO * path.stat().st_size)
+
+    def add(self, size: int) -> None:
+        """Count some bytes. Raises UserError when they are too many."""
+        self._done += size
+        if self._done > self._most:
+            raise UserError(
+                f"{self._path}: unpacks to more than {_MOST_RATIO} times its size, as no text does; "
+                "if it is meant so, unpack it first"
+            )
+
+
 class _Guarded(io.RawIOBase):
     """Unpacked bytes, counted."""
 
     def __init__(self, plain: Any, path: Path):
-        self._plain, self._path, self._done = plain, path, 0
-        self._most = max(_ALWAYS_FINE, _MOST_RATIO * path.stat().st_size)
+        self._plain, self._guard = plain, Guard(path)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         piece = self._plain.read(len(buffer))
-        self._done += len(piece)
-        if self._done > self._most:
-            raise UserError(
-                f"{self._path}: unpacks to more than {_MOST_RATIO} times its size, as no text does; "
-                "if it is meant so, unpack it first"
-            )
+        self._guard.add(len(piece))
         buffer[: len(piece)] = piece
         return len(piece)
 

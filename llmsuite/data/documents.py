@@ -21,7 +21,6 @@ from llmsuite.schema.columns import columns_of, is_template
 Division = Literal["blank_lines", "lines", "files"]
 """The separator of documents in a plain text."""
 KINDS = (".txt", ".jsonl", ".parquet", *DELIMITERS)
-_PARQUET_ROWS = 1024
 _FIRST_PART = 1 << 20
 """Bytes of plain text that are read for its first document."""
 _KEY = "pretrain.key, or --key of `llmsuite data index`, says which it is"
@@ -157,17 +156,15 @@ def _parquet(path: Path, key: str) -> Iterator[Found]:
     columns = list(dict.fromkeys(columns_of(key)))
     with open_parquet(path) as file:
         for column in columns:
-            if column not in file.schema_arrow.names:
+            if column not in file.types:
                 # the types of its columns say which of them are texts
-                row = {field.name: "" if str(field.type) in _ARROW_TEXTS else None for field in file.schema_arrow}
+                row = {name: "" if kind in _ARROW_TEXTS else None for name, kind in file.types.items()}
                 raise UserError(
                     f"{path}: has no column {column!r}; it has {', '.join(row)}; {_KEY}{_hint(column, row)}"
                 )
-        size, total, number = path.stat().st_size, file.metadata.num_rows, 0
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS, columns=columns):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: row {number}", row, None, size * number // total
+        size, total = path.stat().st_size, max(file.num_rows, 1)
+        for number, row in enumerate(file.rows(columns), 1):
+            yield f"{path}: row {number}", row, None, size * min(number, total) // total
 
 
 def _bad(faults: Faults, where: str, fault: str) -> None:

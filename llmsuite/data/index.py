@@ -24,6 +24,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file, sha256_of, write_text_atomic
 from llmsuite.launch.ranks import die_with_parent
+from llmsuite.regular import exists
 
 _BATCH_CHARS = 1 << 19
 _WORTH_A_PROCESS = 8 << 20
@@ -109,7 +110,7 @@ def cached_corpus(
     prefix = root / hashlib.sha256("\0".join(parts).encode()).hexdigest()
     index, note = prefix.with_suffix(".idx"), prefix.with_suffix(".skipped.json")
     with locked(prefix.with_suffix(".lock")):
-        if not index.exists() or (on_bad_row == "skip" and not note.exists()):
+        if not exists(index) or (on_bad_row == "skip" and not exists(note)):
             index.unlink(missing_ok=True)
             faults = Faults(on_bad_row)
             with progress(_size(path)) as add:

@@ -22,7 +22,7 @@ import numpy as np
 from llmsuite.errors import UserError
 from llmsuite.files import fsync
 from llmsuite.locks import remove_abandoned
-from llmsuite.regular import open_regular
+from llmsuite.regular import exists, open_regular
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")
@@ -121,7 +121,7 @@ class CorpusWriter:
         self._prefix, self._dtype = prefix, np.dtype(dtype)
         self._sizes = array.array("i")
         self.num_tokens = 0
-        if _idx(prefix).exists():
+        if exists(_idx(prefix)):
             raise UserError(f"{_idx(prefix)} exists; choose another name, or remove it first")
         self._part = {kind: prefix.with_name(f"{prefix.name}.{os.getpid()}.{kind}.tmp") for kind in ("bin", "idx")}
         try:

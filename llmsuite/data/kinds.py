@@ -66,10 +66,23 @@ def _clause(kind: str, readers: Readers) -> str:
 
 
 def _needed(data_format: DataFormat, row: Mapping[str, Any]) -> set[str]:
-    """The columns of a row without which a format would not fit it; none if it does not, or fits anything."""
+    """The columns of a row without which a format would not fit it; none if it does not, or fits anything.
+
+    Of columns that can be left out together each can be left out: a row of many is not asked about one by one.
+    """
     if not answered(data_format.matches, row):
         return set()
-    return {name for name in row if not answered(data_format.matches, {k: v for k, v in row.items() if k != name})}
+    found, groups = set[str](), [list(row)]
+    while groups:
+        group = groups.pop()
+        without = set(group)
+        if answered(data_format.matches, {k: v for k, v in row.items() if k not in without}):
+            continue
+        if len(group) == 1:
+            found.update(group)
+        else:
+            groups += [group[: len(group) // 2], group[len(group) // 2 :]]
+    return found
 
 
 def answered(ask: Callable[[Mapping[str, Any]], Any], row: Mapping[str, Any]) -> bool:

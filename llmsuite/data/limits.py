@@ -9,10 +9,12 @@ import resource
 import time
 from pathlib import Path
 
+from llmsuite.regular import is_dir
+
 
 def limit_memory(more: int) -> None:
     """Let this process take `more` bytes beyond what it has, and leave no core dump."""
-    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) if Path("/proc").is_dir() else 0
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) if is_dir(Path("/proc")) else 0
     _lower(resource.RLIMIT_AS, pages * resource.getpagesize() + more)
     _lower(resource.RLIMIT_CORE, 0)
 

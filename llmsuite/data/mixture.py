@@ -14,6 +14,7 @@ import numpy as np
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.data.sequences import Lazy, Measure, lengths_of
 from llmsuite.errors import UserError
+from llmsuite.regular import exists, is_file
 from llmsuite.resources import find
 
 S = TypeVar("S")
@@ -59,8 +60,8 @@ def mixed_file(name: str, key: str, report: Callable[[str], None]) -> Path:
     if is_remote(name):
         return fetch(name, report)
     path = find(name)
-    if not path.exists() and (index := find(f"{name}.idx")).is_file():
+    if not exists(path) and is_file(index := find(f"{name}.idx")):
         return index
-    if not path.exists():
+    if not exists(path):
         raise UserError(f"{key}: {name} is not a file (working directory: {Path.cwd()})")
     return path

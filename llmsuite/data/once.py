@@ -15,6 +15,7 @@ from llmsuite.data.indexed import CorpusWriter, IndexedCorpus
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.progress import track
+from llmsuite.regular import exists
 
 _PART_CHARS = 1 << 19
 
@@ -61,7 +62,7 @@ def _name(texts: Sequence[str], tokenizer: TextTokenizer) -> str:
 
 def _found(index: Path, num_texts: int) -> IndexedCorpus | None:
     """The cached corpus; None if it is missing or damaged, to make it again."""
-    if not index.exists():
+    if not exists(index):
         return None
     try:
         corpus = IndexedCorpus(index)

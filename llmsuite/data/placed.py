@@ -21,7 +21,7 @@ from llmsuite.data.read import KINDS, bare, data_files, raw_rows, spanned_lines,
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of, temporary_of
 from llmsuite.progress import report
-from llmsuite.regular import open_regular
+from llmsuite.regular import exists, open_regular
 
 MOST_IN_MEMORY = 4 << 20
 """Bytes of files whose rows are held in memory. While they are read they take up to thirty times as many."""
@@ -116,7 +116,7 @@ def _copy(file: Path) -> Path:
     """The rows of a file without faults as JSON Lines. Of several processes one makes it, and the others wait."""
     target = cache_root() / "rows" / f"{sha256_of(file)}{''.join(file.suffixes[-2:])}.jsonl"
     with locked(target.with_suffix(".lock")):
-        if not target.exists():
+        if not exists(target):
             report(f"{file}: its rows are copied to JSON Lines in {target.parent}, to read them one by one")
             temporary = temporary_of(target)
             try:

@@ -15,6 +15,7 @@ from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, sha256_of
+from llmsuite.regular import exists
 from llmsuite.shown import redacted
 from llmsuite.specs import DataFormat
 
@@ -77,7 +78,7 @@ def prepare(
         UserError: it cannot be fetched, is not the one that was meant, is unsafe to unpack, or has faulty rows.
     """
     found = SETS[name]
-    if target.exists():
+    if exists(target):
         raise UserError(f"{target}: exists; choose another --output")
     source = url or found.url
     if found.kind == "corpus":

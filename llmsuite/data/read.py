@@ -17,14 +17,15 @@ from llmsuite.data.kinds import Readers
 from llmsuite.data.parquet import open_parquet
 from llmsuite.data.table import DELIMITERS, table_rows
 from llmsuite.errors import UserError
+from llmsuite.regular import is_dir, is_file, listed
 from llmsuite.specs import DataFormat
+from llmsuite.strict_json import first_repeated
 
 KINDS = (".json", ".jsonl", ".parquet", *DELIMITERS)
 _UNREAD = (".arrow", ".feather", ".ods", ".xls", ".xlsx")
 """Tables that people have, and that would be read as JSON Lines."""
 _SPLITS = "dataset_dict.json"
 """In a directory that `DatasetDict.save_to_disk` wrote: a directory of `Dataset.save_to_disk` for each split."""
-_PARQUET_ROWS = 1024
 _FIRST_PART = 1 << 20
 """Bytes of a list that are read for its first rows."""
 
@@ -98,12 +99,12 @@ def data_files(path: Path) -> list[Path]:
     splits, or the file is a table that is not read."""
     if path.suffix.lower() in _UNREAD:
         raise UserError(f"{path}: {path.suffix} files are not read; save it as .csv, .jsonl or .parquet")
-    if not path.is_dir():
+    if not is_dir(path):
         return [path]
-    if (path / _SPLITS).is_file() and (splits := sorted(file.parent for file in path.glob("*/state.json"))):
+    if is_file(path / _SPLITS) and (splits := sorted(file.parent for file in listed(path, "*/state.json"))):
         raise UserError(f"{path}: is a data set of splits; name one of them: {', '.join(map(str, splits))}")
-    found = sorted(file for file in path.iterdir() if file.is_file() and unpacked_suffix(file) in KINDS)
-    if not found and (corpora := sorted(str(file.with_suffix("")) for file in path.glob("*.idx"))):
+    found = sorted(file for file in path.iterdir() if is_file(file) and unpacked_suffix(file) in KINDS)
+    if not found and (corpora := sorted(str(file.with_suffix("")) for file in listed(path, "*.idx"))):
         raise UserError(
             f"{path}: is a directory of indexed corpora; name one, others in pretrain.mix: {', '.join(corpora)}"
         )
@@ -287,9 +288,7 @@ class Parser:
     def _object(self, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
         if len(found) < len(pairs):
-            names = [name for name, _ in pairs]
-            twice = next(name for name in found if names.count(name) > 1)
-            self._fault = f"has the key {twice!r} twice"
+            self._fault = f"has the key {first_repeated(name for name, _ in pairs)!r} twice"
         return found
 
     def _constant(self, name: str) -> float:
@@ -299,8 +298,5 @@ class Parser:
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     with open_parquet(path) as file:
-        number = 0
-        for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
-            for row in batch.to_pylist():
-                number += 1
-                yield f"{path}: row {number}", row, None
+        for number, row in enumerate(file.rows(), 1):
+            yield f"{path}: row {number}", row, None

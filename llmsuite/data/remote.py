@@ -31,7 +31,7 @@ from llmsuite.hub.fetch import find_commit
 from llmsuite.hub.here import pin, pinned
 from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
-from llmsuite.regular import open_regular
+from llmsuite.regular import is_file, listed, open_regular
 from llmsuite.shown import Url, redacted
 
 Report = Callable[[str], None]
@@ -44,13 +44,13 @@ _PIECE = 1 << 20
 
 def is_remote(name: str) -> bool:
     """Whether data of this name has to be fetched to a file first."""
-    return "://" in name or (Path(name) / "state.json").is_file() or hub_name(name) is not None
+    return "://" in name or is_file(Path(name) / "state.json") or hub_name(name) is not None
 
 
 def saved_rows(name: str) -> Iterator[tuple[str, Any, str | None]] | None:
     """As `llmsuite.data.read.raw_rows`, of a directory that `Dataset.save_to_disk` wrote, without a copy of it; None
     for any other name. Raises UserError when it cannot be read."""
-    return _saved_rows(Path(name)) if (Path(name) / "state.json").is_file() else None
+    return _saved_rows(Path(name)) if is_file(Path(name) / "state.json") else None
 
 
 def _saved_rows(directory: Path) -> Iterator[tuple[str, Any, str | None]]:
@@ -59,7 +59,7 @@ def _saved_rows(directory: Path) -> Iterator[tuple[str, Any, str | None]]:
     except ImportError as error:
         raise UserError(f"{directory}: needs the package datasets; install it with: pip install datasets") from error
     number = 0
-    for file in sorted(directory.glob("data-*.arrow")):
+    for file in listed(directory, "data-*.arrow"):
         try:
             with open_regular(file) as opened, pyarrow.ipc.open_stream(opened) as stream:
                 for batch in stream:
@@ -227,7 +227,7 @@ def _converted(name: str, directory: Path, load: Callable[[str], Any], report: R
     except ImportError as error:
         raise UserError(f"{name}: needs the package datasets; install it with: pip install datasets") from error
     found = directory / "rows.jsonl"
-    if load is _load_dataset and found.is_file():
+    if load is _load_dataset and is_file(found):
         return found
     report(f"reading {redacted(name)}")
     datasets.disable_progress_bars()

@@ -17,8 +17,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmsuite.checkpoint.tokenizer_files import ids_of_tokens
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
+from llmsuite.regular import is_file
 
 ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
 """What a tokenizer's files call a token by."""
@@ -100,17 +102,10 @@ def ids_of_roles(directory: Path) -> dict[str, int]:
     """The ids of the tokens of roles in a directory with a tokenizer.json, which is not opened as a tokenizer; empty
     without one. Raises UserError naming a file that is faulty."""
     path = directory / "tokenizer.json"
-    if not path.is_file():
+    if not is_file(path):
         return {}
     content, roles = _object(path), read_token_files(directory).roles
-    model, added = content.get("model"), content.get("added_tokens")
-    vocab = model.get("vocab") if isinstance(model, dict) else None
-    found: dict[Any, Any] = dict(vocab) if isinstance(vocab, dict) else {}
-    if isinstance(vocab, list):  # pieces with their scores
-        found = {piece[0]: number for number, piece in enumerate(vocab) if isinstance(piece, list) and piece}
-    for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict):
-            found[token.get("content")] = token.get("id")
+    found = ids_of_tokens(content)
     ids = {role: found.get(text) for role, text in roles.items()}
     return {role: number for role, number in ids.items() if type(number) is int}
 
@@ -124,12 +119,7 @@ def is_mark(text: str) -> bool:
 
 def _object(path: Path) -> dict[str, Any]:
     """The content of a JSON file; empty where there is none."""
-    if not path.is_file():
-        return {}
-    found = read_json_file(path)
-    if not isinstance(found, dict):
-        raise UserError(f"{path}: is a {type(found).__name__}, not an object")
-    return found
+    return read_json_object(path) if is_file(path) else {}
 
 
 def _text(path: Path, key: str, value: Any) -> str:

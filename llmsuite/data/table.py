@@ -9,9 +9,12 @@ from typing import IO, Any
 
 from llmsuite.data.compressed import MOST_LINE, lines
 from llmsuite.errors import UserError
+from llmsuite.strict_json import first_repeated
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _OTHERS = ";\t|,"
+_MOST_SHOWN = 20
+"""Columns that a message names."""
 
 
 def table_rows(stream: IO[bytes], path: Path, kind: str) -> Iterator[tuple[str, Any, str | None]]:
@@ -28,14 +31,16 @@ def table_rows(stream: IO[bytes], path: Path, kind: str) -> Iterator[tuple[str, 
         UserError: its quotes or its header are wrong.
     """
     header: list[str] | None = None
+    shown = ""
     for number, cells in _cells(stream, path, DELIMITERS[kind]):
         if header is None:
             header = cells
             _check_header(header, path, number, kind)
+            shown = ", ".join(header[:_MOST_SHOWN]) + ", …" * (len(header) > _MOST_SHOWN)
             continue
         fault = None
         if len(cells) != len(header):
-            fault = f"has {len(cells)} columns, and the header {len(header)}: {', '.join(header)}"
+            fault = f"has {len(cells)} columns, and the header {len(header)}: {shown}"
         elif not _is_text(cells):
             fault = "is not UTF-8"
         yield f"{path}:{number}", dict(zip(header, cells)), fault
@@ -69,7 +74,7 @@ def _is_text(cells: list[str]) -> bool:
 def _check_header(header: list[str], path: Path, number: int, kind: str) -> None:
     if not _is_text(header):
         raise UserError(f"{path}:{number}: is not UTF-8; save the file as UTF-8")
-    twice = next((name for name in header if header.count(name) > 1), None)
+    twice = first_repeated(header)
     if twice is not None:
         raise UserError(f"{path}:{number}: names the column {twice!r} twice")
     other = next((mark for mark in _OTHERS if mark in header[0]), None) if len(header) == 1 else None

@@ -16,7 +16,7 @@ from llmsuite.data.special_tokens import CONFIGS, OF_IDS, TokenFiles, is_mark, r
 from llmsuite.data.trial import PANIC, try_out
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
-from llmsuite.regular import open_regular
+from llmsuite.regular import is_dir, is_file, open_regular
 
 _FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "sentencepiece", "spiece", "encoder")
 _SUFFIXES = (".model", ".tiktoken")
@@ -37,10 +37,10 @@ class TextTokenizer:
         """What its files say of its tokens."""
         self._fast: Any = None
         self._paddlenlp: Any = None
-        if (directory / "tokenizer.json").is_file():
+        if is_file(directory / "tokenizer.json"):
             self._fast = _open_fast(directory / "tokenizer.json")
             _complete(self._fast, self.files)
-        elif (directory / "tokenizer_config.json").is_file():
+        elif is_file(directory / "tokenizer_config.json"):
             self._paddlenlp = self._open_paddlenlp()
         else:
             raise UserError(f"{directory}: has neither tokenizer.json nor tokenizer_config.json")
@@ -308,7 +308,7 @@ class TextTokenizer:
         for path in sorted(self.directory.iterdir()):
             is_own = path.name.startswith(_FILES) or path.suffix in _SUFFIXES
             has_end = path.name in CONFIGS and "eos_token" not in self.files.roles
-            if path.is_file() and (is_own or has_end):
+            if is_file(path) and (is_own or has_end):
                 digest.update(path.name.encode() + b"\0" + path.read_bytes())
         return digest.hexdigest()
 
@@ -316,7 +316,7 @@ class TextTokenizer:
 def ends_of(directory: Path, vocab_size: int) -> list[int]:
     """Ids of the tokens that end an answer, of the directory of a model with so many tokens, which may have no
     tokenizer. Raises UserError naming a faulty file."""
-    if any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+    if any(is_file(directory / name) for name in ("tokenizer.json", "tokenizer_config.json")):
         return sorted(TextTokenizer(directory).ends())
     return sorted(read_token_files(directory).ids("eos_token", vocab_size))
 
@@ -393,7 +393,7 @@ def _complete(fast: Any, files: TokenFiles) -> None:
 def _check_regular(directory: Path) -> None:
     """Refuse what paddlenlp would wait for. Raises UserError."""
     for path in sorted(directory.iterdir()):
-        if (path.name.startswith(_FILES) or path.suffix in _SUFFIXES) and not path.is_dir():
+        if (path.name.startswith(_FILES) or path.suffix in _SUFFIXES) and not is_dir(path):
             try:
                 open_regular(path).close()
             except OSError as error:

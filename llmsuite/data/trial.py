@@ -21,6 +21,7 @@ from pathlib import Path
 from llmsuite.cache import BUILT, cache_root, locked
 from llmsuite.data.limits import limit_memory, limit_seconds
 from llmsuite.errors import UserError
+from llmsuite.regular import is_dir, is_file
 from llmsuite.resources import bundled
 
 PANIC = "PanicException"
@@ -56,12 +57,12 @@ def try_out(path: Path, digest: str) -> None:
     if bundled("data").resolve() in path.resolve().parents:  # our own
         return
     passed = cache_root() / BUILT / "tokenizers" / digest
-    if passed.is_file():
+    if is_file(passed):
         return
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(UserError):  # where nothing can be written, it is tried out each time
             stack.enter_context(locked(passed.with_suffix(".lock")))
-        if not passed.is_file():
+        if not is_file(passed):
             _try_out(path)
             with contextlib.suppress(OSError):
                 passed.touch()
@@ -110,13 +111,13 @@ def _reader(
 ) -> tuple[Callable[[str], list[int]], Callable[[list[int]], str]] | None:
     """How a tokenizer encodes and decodes, which counts from here on; None for one that paddlenlp does not read, which
     it says better where it is used."""
-    if path.is_dir():
+    if is_dir(path):
         from paddlenlp.transformers import AutoTokenizer
     else:
         from tokenizers import Tokenizer
     limit_memory(memory)
     limit_seconds(seconds)
-    if not path.is_dir():
+    if not is_dir(path):
         fast = Tokenizer.from_file(str(path))
         fast.no_padding()
         fast.no_truncation()

@@ -14,6 +14,7 @@ from llmsuite.errors import UserError
 from llmsuite.hub.listing import Hub, Interrupted, Kind, RemoteFile, Report, Unreachable, is_whole
 from llmsuite.hub.names import HUBS, HubName
 from llmsuite.progress import track_bytes
+from llmsuite.regular import is_file
 from llmsuite.threads import run_all
 
 _CONNECTIONS = 8
@@ -27,7 +28,7 @@ def fetch_files(
     hub: Hub, name: HubName, kind: Kind, files: Mapping[str, RemoteFile], directory: Path, report: Report
 ) -> None:
     """Fetch files that are not here, and compare all with the digests of the hub."""
-    absent = {path: file for path, file in files.items() if not (directory / path).is_file()}
+    absent = {path: file for path, file in files.items() if not is_file(directory / path)}
     if absent:
         left = sum((file.size or 0) - hub.received(name, kind, path, file) for path, file in absent.items())
         _check_space(name, directory, left)
@@ -116,7 +117,7 @@ def _damaged(files: Mapping[str, RemoteFile], directory: Path) -> list[str]:
 
     def task(path: str) -> Callable[[], None]:
         def check() -> None:
-            if not (directory / path).is_file() or not is_whole(directory / path, files[path]):
+            if not is_file(directory / path) or not is_whole(directory / path, files[path]):
                 found.append(path)
 
         return check

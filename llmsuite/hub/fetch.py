@@ -32,6 +32,7 @@ from llmsuite.hub.here import (
 )
 from llmsuite.hub.listing import Kind, NotThere, Report, Unreachable, Want, select
 from llmsuite.hub.names import HubName, hub_name, hub_order
+from llmsuite.regular import is_file
 
 
 def fetch(given: HubName, want: Want, report: Report, kind: Kind = "model") -> Fetched:
@@ -71,7 +72,7 @@ def find_commit(given: HubName, report: Report) -> HubName:
                 raise Unreachable(f"{name}: HF_HUB_OFFLINE is set, and it was never fetched here")
             found = name.at(hub, open_hub(hub).listing(name, "dataset").revision)
         except Unreachable as error:
-            if not last.is_file():
+            if not is_file(last):
                 missing.append(error)
                 continue
             found = name.at(hub, last.read_text().strip())

@@ -7,6 +7,7 @@ from pathlib import Path
 from llmsuite.cache import cache_root
 from llmsuite.hub.listing import Kind, Listing, RemoteFile
 from llmsuite.hub.names import HubName
+from llmsuite.regular import is_file
 
 DEFAULT_BRANCH = "master"
 PARTS = (".incomplete", ".parallel_tmp")
@@ -18,7 +19,7 @@ class Folders:
 
     def directory(self, name: HubName, kind: Kind) -> Path | None:
         reference = self._reference(name, kind)
-        if reference.is_file():
+        if is_file(reference):
             return self._root(name, kind) / "snapshots" / reference.read_text(encoding="utf-8").strip()
         return self._root(name, kind) / "snapshots" / name.revision if name.revision else None
 
@@ -32,7 +33,7 @@ class Folders:
         return directory
 
     def received(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> int:
-        return sum(found.stat().st_size for found in self._parts(name, kind, path) if found.is_file())
+        return sum(found.stat().st_size for found in self._parts(name, kind, path) if is_file(found))
 
     def discard(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> None:
         for found in self._parts(name, kind, path):

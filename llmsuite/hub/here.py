@@ -11,10 +11,11 @@ from pathlib import Path
 
 from llmsuite.cache import cache_root
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_text_atomic
+from llmsuite.files import read_json_object, write_text_atomic
 from llmsuite.hub.huggingface import HuggingFace
 from llmsuite.hub.listing import Hub, Kind, Listing, RemoteFile, Want, missing_parts, select
 from llmsuite.hub.names import HubName, hub_order
+from llmsuite.regular import is_dir, is_file
 
 PINS = "LLMSUITE_HUB_PINS"
 
@@ -88,7 +89,7 @@ def cached(name: HubName, want: Want, kind: Kind = "model") -> Fetched | None:
 
 def on_disk(name: HubName, kind: Kind) -> Fetched | None:
     directory = open_hub(name.hub).directory(name, kind)
-    if directory is None or not directory.is_dir():
+    if directory is None or not is_dir(directory):
         return None
     return Fetched(name.at(name.hub, directory.name), directory)
 
@@ -101,7 +102,7 @@ def lacking_files(found: Fetched, want: Want, kind: Kind) -> list[str]:
     return [
         path
         for path in select(found.name, listing, want)
-        if not (found.directory / path).is_file()
+        if not is_file(found.directory / path)
         or listing.files[path].size not in (None, (found.directory / path).stat().st_size)
     ]
 
@@ -122,9 +123,9 @@ def note_of(name: HubName, kind: Kind) -> Path:
 
 def known_listing(name: HubName, kind: Kind) -> Listing | None:
     path = note_of(name, kind)
-    if not path.is_file():
+    if not is_file(path):
         return None
-    files = read_json_file(path)["files"]
+    files = read_json_object(path)["files"]
     return Listing(str(name.revision), {file: RemoteFile(**entry) for file, entry in files.items()})
 
 
@@ -133,10 +134,10 @@ class Checked:
 
     def __init__(self, path: Path):
         self._path = path
-        self._known: dict[str, list[int]] = dict(read_json_file(path)) if path.is_file() else {}
+        self._known: dict[str, list[int]] = read_json_object(path) if is_file(path) else {}
 
     def has(self, file: Path) -> bool:
-        return file.is_file() and self._known.get(str(file)) == self._state(file)
+        return is_file(file) and self._known.get(str(file)) == self._state(file)
 
     def add(self, files: Sequence[Path]) -> None:
         self._known.update({str(file): self._state(file) for file in files})

@@ -15,6 +15,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.hub.listing import Interrupted, Kind, Listing, NotThere, RemoteFile, Unreachable
 from llmsuite.hub.names import HubName
+from llmsuite.regular import is_dir, is_file
 
 _SECONDS = 20.0
 
@@ -43,10 +44,10 @@ class HuggingFace:
         if name.is_pinned:
             return storage / "snapshots" / str(name.revision)
         reference = storage / "refs" / (name.revision or "main")
-        if reference.is_file():
+        if is_file(reference):
             return storage / "snapshots" / reference.read_text().strip()
         whole = storage / "snapshots" / (name.revision or "main")
-        return whole if whole.is_dir() else None
+        return whole if is_dir(whole) else None
 
     def begin(self, name: HubName, kind: Kind, listing: Listing) -> Path:
         storage = _storage(name, kind)
@@ -82,7 +83,7 @@ class HuggingFace:
             raise
 
     def received(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> int:
-        return sum(found.stat().st_size for found in _blobs(name, kind, file) if found.is_file())
+        return sum(found.stat().st_size for found in _blobs(name, kind, file) if is_file(found))
 
     def discard(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> None:
         directory = self.directory(name, kind)

@@ -6,15 +6,15 @@ import dataclasses
 import enum
 import fnmatch
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
 
 from llmsuite.errors import UserError
-from llmsuite.files import sha256_of
+from llmsuite.files import read_weight_map, sha256_of
 from llmsuite.hub.names import HubName
+from llmsuite.regular import is_file
 
 Kind = Literal["model", "dataset"]
 _CHUNK = 1 << 20
@@ -154,7 +154,7 @@ def _tensors(name: HubName, top: Sequence[str], everything: Sequence[str]) -> li
 
 def missing_parts(directory: Path, want: Want, path: str = "") -> list[str]:
     """What a directory lacks that was fetched by whomever, as far as its own files tell."""
-    here = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file()}
+    here = {p.relative_to(directory).as_posix() for p in directory.rglob("*") if is_file(p)}
     if want is Want.FILE:
         return [] if path in here else [path]
     if want is Want.ROWS:
@@ -167,8 +167,8 @@ def missing_parts(directory: Path, want: Want, path: str = "") -> list[str]:
         return lacking
     for index in (p for p in here if p.endswith(".safetensors.index.json")):
         try:
-            wanted = set(json.loads((directory / index).read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError):
+            wanted = set(read_weight_map(directory / index).values())
+        except UserError:  # which is told where it is read
             wanted = {index}
         lacking += sorted(wanted - here)
     if not any(p.endswith(".safetensors") for p in here):

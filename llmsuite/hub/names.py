@@ -13,9 +13,9 @@ import dataclasses
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from llmsuite.errors import UserError
+from llmsuite.regular import exists
 
 HUBS = {"hf": "Hugging Face", "ms": "ModelScope", "aistudio": "AI Studio"}
 ORDER = "LLMSUITE_HUBS"
@@ -79,7 +79,7 @@ def hub_name(given: str) -> HubName | None:
     if match is None or "/" not in match["repo"] or match["path"]:
         return None
     first, _, last = match["repo"].partition("/")
-    is_here = _exists(given) or _exists(f"{given}.idx")  # an indexed corpus is named without the ending of its files
+    is_here = exists(given) or exists(f"{given}.idx")  # an indexed corpus is named without the ending of its files
     if first in _OURS or last.endswith(_FILES) or is_here:
         return None
     return _name(match)
@@ -102,10 +102,3 @@ def _name(match: re.Match[str]) -> HubName:
     if ".." in path.split("/"):
         raise UserError(f"{match[0]!r} leaves the repository; name a file inside")
     return HubName(match["hub"] or "", match["repo"], path, match["revision"], match["query"] or "")
-
-
-def _exists(path: str) -> bool:
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):  # too long for a path
-        return False

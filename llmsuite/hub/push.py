@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 from llmsuite.hub.huggingface import endpoint, is_broken_connection, reason, status_of
 from llmsuite.hub.listing import Listing, RemoteFile, Report, Want, select
 from llmsuite.hub.names import HUBS, HubName, hub_name
+from llmsuite.regular import is_file, listed
 
 _BESIDE = ("README.md", "LICENSE", "NOTICE")
 _NOT_OF_MODEL = ("optimizer", "critic")
@@ -21,13 +22,13 @@ def pushed_files(directory: Path, name: HubName) -> list[str]:
     Raises:
         UserError: it holds no model.
     """
-    here = {path.name: RemoteFile(path.stat().st_size) for path in directory.iterdir() if path.is_file()}
+    here = {path.name: RemoteFile(path.stat().st_size) for path in listed(directory) if is_file(path)}
     of_model = {path: file for path, file in here.items() if not path.startswith(_NOT_OF_MODEL)}
     try:
         found = select(name, Listing("", of_model), Want.MODEL)
     except UserError as error:
         raise UserError(f"{directory}: has no safetensors to push; it has {', '.join(sorted(here)[:20])}") from error
-    if "base.json" in found and hub_name(str(read_json_file(directory / "base.json").get("path"))) is None:
+    if "base.json" in found and hub_name(str(read_json_object(directory / "base.json").get("path"))) is None:
         found.remove("base.json")  # a path of this machine means nothing to others
     return [*found, *(path for path in _BESIDE if path in here)]
 

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 from llmsuite.inference.sampling import Sampling
+from llmsuite.regular import is_file
 
 Choice = Literal["auto", "ignore"]
 """Whether they are the defaults of what nobody sets."""
@@ -47,12 +48,10 @@ def read_defaults(directories: Sequence[Path], choice: Choice = "auto") -> Sampl
     Raises:
         UserError: naming the file and a value that cannot be one.
     """
-    path = next((p for p in (d / "generation_config.json" for d in directories) if p.is_file()), None)
+    path = next((p for p in (d / "generation_config.json" for d in directories) if is_file(p)), None)
     if choice == "ignore" or path is None:
         return SamplingDefaults()
-    content = read_json_file(path)
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: is a {type(content).__name__}, not an object")
+    content = read_json_object(path)
     do_sample = content.get("do_sample")
     if do_sample is not None and not isinstance(do_sample, bool):
         raise UserError(f"{path}: do_sample is {do_sample!r}; it is true or false")

@@ -58,7 +58,7 @@ from llmsuite.inference.stored import keep_matrices
 from llmsuite.models.exact import is_plain
 from llmsuite.models.shard_plan import WHOLE
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.regular import copy_regular
+from llmsuite.regular import copy_regular, exists, is_file
 from llmsuite.schema.degrees import Degrees
 from llmsuite.typing import Tensor
 
@@ -106,7 +106,7 @@ def export(
         UserError: the target exists, the device cannot run the precision, the model not be cut or stored so, a value is
             not finite, or no predictor runs on the device.
     """
-    if target.exists():
+    if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     _check_precision(precision, backend)
     predictor_calls(backend)  # refused before anything is computed
@@ -134,7 +134,7 @@ def export(
         write_json(directory / "config.json", source.config.to_hf())
         copy_tokenizer(tokenizer, directory)
         recommended = source.path / _RECOMMENDED
-        if recommended.is_file() and not (directory / _RECOMMENDED).is_file():  # an adapter has its own tokenizer
+        if is_file(recommended) and not is_file(directory / _RECOMMENDED):  # an adapter has its own tokenizer
             copy_regular(recommended, directory / _RECOMMENDED)
         for path in sorted(source.path.glob(f"{SCALES}*")):  # for runtimes that multiply integers
             copy_regular(path, directory / path.name)
@@ -246,7 +246,7 @@ def cache_shapes(model: Any, entering: Tensor | None = None) -> list[list[int]]:
 def _files(source: ModelDirectory) -> list[Path]:
     """The files that the exported program depends on."""
     recipe = [path / "recipe.json" for path in source.path.parents[:2]]
-    return [source.path / "config.json", *source.files.paths, *(path for path in recipe if path.is_file())]
+    return [source.path / "config.json", *source.files.paths, *(path for path in recipe if is_file(path))]
 
 
 def _skip_transcription(model: Any, kernels: str) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from llmsuite.devices.base import PADDLE_DTYPE
 from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, read_json_file
+from llmsuite.files import MANIFEST, read_json_object
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.regular import is_dir, is_file
 from llmsuite.schema.degrees import Degrees
 
 FORMAT = 2
@@ -69,15 +70,15 @@ def rank_directory(directory: Path, mesh: Mesh) -> Path:
 
 def is_exported(path: Path) -> bool:
     """Whether a directory holds a program that `export` wrote."""
-    return (path / MANIFEST).is_file() and any((path / name / PROGRAM).is_file() for name in ("", "rank_0"))
+    return is_file(path / MANIFEST) and any(is_file(path / name / PROGRAM) for name in ("", "rank_0"))
 
 
 def read_manifest(path: Path) -> Exported:
     """Raises UserError when the directory holds no exported model, or one of another version."""
     if not is_exported(path):
-        how = f"{path} -o DIR" if path.is_dir() else f"MODEL -o {path}"  # a model or a run may be there
+        how = f"{path} -o DIR" if is_dir(path) else f"MODEL -o {path}"  # a model or a run may be there
         raise UserError(f"{path}: holds no exported model; make one with `llmsuite export {how}`")
-    manifest = read_json_file(path / MANIFEST)
+    manifest = read_json_object(path / MANIFEST)
     try:
         if (manifest["kind"], manifest["format"]) != (KIND, FORMAT):
             raise UserError(f"{path / MANIFEST}: is of another kind or version; export the model again")

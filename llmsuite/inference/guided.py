@@ -18,6 +18,7 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.inference.calls import CallFormat
+from llmsuite.regular import is_file
 
 MAX_SCHEMA_BYTES = 65536
 MOST_CALLS = 8
@@ -127,7 +128,7 @@ class Grammars:
         with self._lock:
             if self._known is None:
                 path = self._tokenizer.directory / "tokenizer.json"
-                if not path.is_file():
+                if not is_file(path):
                     raise UserError(f"{key}: needs a model with a tokenizer.json, and this one has none")
                 self._known = LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=self._stop_ids)
             return self._known

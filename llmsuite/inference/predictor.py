@@ -16,7 +16,7 @@ import paddle
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
-from llmsuite.files import broken_file, read_json_file
+from llmsuite.files import broken_file, read_json_object
 from llmsuite.inference.batch import check_room
 from llmsuite.inference.decoder import Cache
 from llmsuite.inference.exported import (
@@ -31,6 +31,7 @@ from llmsuite.inference.exported import (
 from llmsuite.inference.rank_parts import make_rings
 from llmsuite.inference.stages import through_stages
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.regular import is_file
 from llmsuite.schema.degrees import Degrees
 from llmsuite.typing import Tensor
 
@@ -63,8 +64,8 @@ class Predictor:
             raise UserError(f"{broken}; export the model again")
         self._directory, self._backend = rank_directory(directory, self._mesh), backend or CpuBackend()
         self._num_threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
-        self.has_loop = (self._directory / LOOP).is_file()
-        shape = read_json_file(directory / "config.json")
+        self.has_loop = is_file(self._directory / LOOP)
+        shape = read_json_object(directory / "config.json")
         self._max_length = int(shape.get("max_position_embeddings") or shape["n_positions"])
         self._vocab_size = int(shape["vocab_size"])
         self._hidden_size = int(shape.get("hidden_size") or shape["n_embd"])

@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, broken_file, read_json_file, sha256_of
+from llmsuite.files import MANIFEST, broken_file, read_json_object, sha256_of
 from llmsuite.inference.decoder import Decoder
 from llmsuite.inference.exported import read_manifest
 from llmsuite.inference.generate import generate
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.sampling import Sampling
+from llmsuite.regular import is_file
 
 TOLERANCE = {"fp32": 1e-5, "bf16": 3e-2, "fp16": 3e-3, "int8": 1e-1}
 """Largest difference of logits, as a share of the largest logit, by precision.
@@ -43,13 +44,13 @@ def check_files(directory: Path, source: Path, adapter: Path | None = None) -> i
         raise UserError(f"{broken}; export the model again")
     places = [source, *source.parents[:2], *([adapter] if adapter else [])]
     for name, digest in exported.source_sha256.items():
-        path = next((place / name for place in places if (place / name).is_file()), None)
+        path = next((place / name for place in places if is_file(place / name)), None)
         if path is None:
             way = "--source" if adapter is None else "--source, or the model of the adapter with --base"
             raise UserError(f"{source / name}: is missing, so nothing can be compared with it; name it with {way}")
         if sha256_of(path) != digest:
             raise UserError(f"{path}: is not what {directory} was exported from; export the model again")
-    return len(exported.source_sha256) + len(read_json_file(directory / MANIFEST)["files"])
+    return len(exported.source_sha256) + len(read_json_object(directory / MANIFEST)["files"])
 
 
 def compare_loop(exported: Predictor, trained: Decoder, precision: str = "fp32", seed: int = 0) -> int:

@@ -17,6 +17,7 @@ from pathlib import Path
 from llmsuite.files import os_errors
 from llmsuite.launch.calls import Call, progress, read
 from llmsuite.launch.ranks import Rank
+from llmsuite.regular import is_file
 
 STALLED = 3
 """Exit code of a run that hangs."""
@@ -191,7 +192,7 @@ def _waits(ranks: Sequence[int]) -> str:
 
 def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
     """The Python stack of each rank's main thread, the innermost call first; it is written to the rank's log too."""
-    logs = {rank: log for rank in processes if (log := log_dir / f"workerlog.{rank}").is_file()}
+    logs = {rank: log for rank in processes if is_file(log := log_dir / f"workerlog.{rank}")}
     before = {rank: log.stat().st_size for rank, log in logs.items()}
     for process in processes.values():
         if process.poll() is None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
+from llmsuite.strict_json import ABOVE_ZERO
 
 _YARN_KEYS = {
     "rope_type",
@@ -79,6 +81,8 @@ def _yarn(plain: list[float], factor: float, theta: float, scaling: Mapping[str,
     those that turn less than beta_slow times stretched by `factor`, those between interpolated by their index."""
     if unknown := sorted(set(scaling) - _YARN_KEYS):
         raise UserError(f"has {', '.join(unknown)}, which yarn scaling does not know here")
+    if theta <= 1:
+        raise UserError(f"yarn scaling needs a rope_theta above 1, and it is {theta}")
     original = _number(scaling, "original_max_position_embeddings")
     half = len(plain)
 
@@ -119,6 +123,6 @@ def _kind(scaling: Mapping[str, Any]) -> Any:
 
 def _number(scaling: Mapping[str, Any], key: str, default: float | None = None) -> float:
     value = scaling.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value <= 0:
-        raise UserError(f"{key} is {value!r}; a number above 0 is needed")
+    if not ABOVE_ZERO.fits(value):
+        raise UserError(f"{key} is {reprlib.repr(value)}; {ABOVE_ZERO.what} is needed")
     return float(value)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.files import NO_ROOM, os_errors
+from llmsuite.regular import is_file
 
 COMPLETIONS = "completions.jsonl"
 SCHEMA = 1
@@ -69,7 +70,7 @@ def sampled_completions(run: Path, rollouts: int, most: int) -> list[list[dict[s
     Of a long file only the places are read that are shown.
     """
     path = run / COMPLETIONS
-    if not path.is_file():
+    if not is_file(path):
         return []
     found: dict[int, list[dict[str, Any]]] = {}
     with open(path, "rb") as file:

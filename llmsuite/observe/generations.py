@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from llmsuite.files import NO_ROOM, os_errors, write_text_atomic
+from llmsuite.regular import listed
 
 GENERATIONS = "generations"
 
@@ -58,7 +59,7 @@ def sampled_generations(run: Path, steps: int, most: int) -> list[tuple[int, lis
 def _files(run: Path) -> list[tuple[int, Path]]:
     """The files of a run by their steps, in order."""
     found = []
-    for path in (run / GENERATIONS).glob("step-*.jsonl"):
+    for path in listed(run / GENERATIONS, "step-*.jsonl"):
         number = path.stem.removeprefix("step-")
         if number.isascii() and number.isdigit():
             found.append((int(number), path))

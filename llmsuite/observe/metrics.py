@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.files import NO_ROOM, os_errors, write_text_atomic
+from llmsuite.regular import exists
 
 SCHEMA = 1
 
@@ -46,7 +47,7 @@ class MetricsFile:
 
 def _lines(path: Path) -> list[str]:
     """The lines with their newlines; a kill may have truncated the last one, or only removed its newline."""
-    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if exists(path) else ""
     return [line + "\n" for line in text.split("\n") if line]
 
 

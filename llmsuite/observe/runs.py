@@ -14,6 +14,7 @@ from llmsuite.locks import is_locked
 from llmsuite.observe.completions import sampled_completions
 from llmsuite.observe.events import ENVIRONMENT, EVENTS, read_events
 from llmsuite.observe.generations import sampled_generations
+from llmsuite.regular import exists, is_file, listed
 
 Record = dict[str, Any]
 _SAMPLED_STEPS, _MOST_SAMPLES = 8, 16
@@ -90,18 +91,23 @@ def read_run(directory: Path) -> Run:
 
 def has_records(directory: Path) -> bool:
     """Whether a run has started to write there."""
-    return (directory / "metrics.jsonl").is_file() and (directory / "recipe.json").is_file()
+    return is_file(directory / "metrics.jsonl") and is_file(directory / "recipe.json")
 
 
 def is_run(directory: Path) -> bool:
     """Whether a run has started to write there, or its launcher has noted that it ended before it could."""
-    return has_records(directory) or ((directory / EVENTS).is_file() and not (directory / "recipe.json").exists())
+    return has_records(directory) or (is_file(directory / EVENTS) and not exists(directory / "recipe.json"))
 
 
 def find_runs(root: Path) -> list[Path]:
     """The directories of runs in or below a directory, sorted by name."""
     return sorted(
-        {path.parent for name in ("metrics.jsonl", EVENTS) for path in root.rglob(name) if is_run(path.parent)}
+        {
+            path.parent
+            for name in ("metrics.jsonl", EVENTS)
+            for path in listed(root, f"**/{name}")
+            if is_run(path.parent)
+        }
     )
 
 
@@ -129,7 +135,7 @@ def _is_evaluation(record: Record) -> bool:
 def _records(path: Path) -> list[Record]:
     """The records of a JSON Lines file, without a last line that is still being written or was truncated by a kill."""
     found = []
-    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if is_file(path) else ""
     for line in text.splitlines():
         try:
             record = json.loads(line)

@@ -12,6 +12,7 @@ from llmsuite.locks import is_locked
 from llmsuite.observe.generations import GENERATIONS
 from llmsuite.observe.report import content, page
 from llmsuite.observe.runs import read_run
+from llmsuite.regular import exists
 from llmsuite.web.local import LocalHandler, LocalServer
 
 _FILES = (
@@ -62,7 +63,7 @@ def _tag(directories: Sequence[Path]) -> str:
     """An ETag that changes when a file of a run changes, or one of a directory comes or goes; when a run's process is
     gone; and until then with every minute without a record, which the page tells."""
     files = [directory / name for directory in directories for name in _FILES]
-    stats = [path.stat() for path in files if path.exists()]
+    stats = [path.stat() for path in files if exists(path)]
     goes_on = [is_locked(directory) is not False for directory in directories]
     silent = (time.time() - max((s.st_mtime for s in stats), default=0.0)) // 60 if any(goes_on) else None
     state = [(s.st_size, s.st_mtime_ns) for s in stats], goes_on, silent

@@ -15,6 +15,7 @@ from llmsuite.planning.cost import Efficiency, Hardware, layer_flops
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.shape import local_weights
+from llmsuite.regular import is_file
 
 _COPIES = 2
 """The cache is copied where completions join it or leave it."""
@@ -86,7 +87,7 @@ def _reward_values(recipe: Any) -> int:
     from llmsuite.checkpoint.tensors import TensorFiles
 
     weights = recipe.reward.model.weights if "model" in recipe.reward.functions else None
-    if weights is None or not (local_weights(weights) / "config.json").is_file():
+    if weights is None or not is_file(local_weights(weights) / "config.json"):
         return 0
     files = TensorFiles(local_weights(weights), "model")
     return sum(math.prod(files.spec(name).shape) for name in files.names)

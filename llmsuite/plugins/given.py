@@ -14,6 +14,7 @@ from llmsuite.errors import UserError
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.manager import REGISTRATIONS, PluginInfo, Registry, tail
 from llmsuite.python_files import import_file
+from llmsuite.regular import is_file
 
 FILES = "LLMSUITE_PLUGIN_FILES"
 """Variable with the plugins that are files, as `--plugin my_model.py` names them: the ranks of a run inherit it."""
@@ -53,7 +54,7 @@ def load_file(path: Path) -> PluginInfo:
         UserError: there is no such file, or it cannot be imported.
     """
     path = path.resolve()
-    if path.suffix != ".py" or not path.is_file():
+    if path.suffix != ".py" or not is_file(path):
         raise UserError(f"plugin {path}: is no Python file")
     module = sys.modules.get(path.stem)
     if module is None:

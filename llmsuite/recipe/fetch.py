@@ -7,7 +7,7 @@ from pathlib import Path
 
 from llmsuite.data.remote import pin_data
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 from llmsuite.hub.fetch import fetch_named
 from llmsuite.hub.listing import Report, Want
 from llmsuite.hub.names import hub_name
@@ -15,6 +15,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.pins import Named, hub_names, rename
 from llmsuite.recipe.resolve import RunPlan, resolve
 from llmsuite.recipe.shape import base_named
+from llmsuite.regular import is_file
 
 
 def fetch_names(
@@ -85,7 +86,7 @@ def _problem(plan: RunPlan, named: Named, error: UserError) -> RecipeError:
 def _take_recorded(plan: RunPlan, names: list[Named]) -> None:
     """Take the commits from the recipe that the run has recorded, where the names are the same."""
     path = plan.output_dir / "recipe.json"
-    recorded = read_json_file(path) if path.is_file() else {}
+    recorded = read_json_object(path) if is_file(path) else {}
     for named in names:
         section_name, _, field = named.key.partition(".")
         found = named.recorded(recorded.get(section_name, {}).get(field))

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from llmsuite.errors import UserError
 from llmsuite.models.shard_plan import WHOLE
+from llmsuite.regular import is_file
 from llmsuite.resources import bundled
 from llmsuite.schema.degrees import PER_MACHINE, launch_of
 from llmsuite.specs import ModelFamily
@@ -204,7 +205,7 @@ def stage_recipe(stage: str, family: str) -> dict[str, Any]:
     """
     for name in (family, "llama"):
         path = bundled("recipes") / name / f"{stage}.json"
-        if path.is_file():
+        if is_file(path):
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return found
     raise UserError(f"--stage {stage}: llmsuite comes with no recipe for it; start from one of its own package")

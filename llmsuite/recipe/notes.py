@@ -15,6 +15,7 @@ from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.recipe.pins import hub_names, mixed_names
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.regular import is_dir, is_file
 from llmsuite.resources import bundled, find
 from llmsuite.shown import Url
 
@@ -29,7 +30,7 @@ def few_rows(plan: RunPlan) -> list[str]:
     path = plan.train_file.resolve()
     if not plan.stage.trains or plan.device.name == "cpu" or not path.is_relative_to(bundled("data").resolve()):
         return []
-    if not path.is_file():
+    if not is_file(path):
         return []
     given, size = plan.recipe.__dict__["data"].__dict__["train"], path.stat().st_size / 1e3
     return [f"data.train: {given} is a sample of {size:.0f} kB; name your own data, or hf:ORG/NAME, before a real run"]
@@ -68,7 +69,7 @@ def endless_warm_up(plan: RunPlan) -> list[str]:
 
 def _files_in(directory: Path) -> list[Path]:
     try:
-        return data_files(directory) if directory.is_dir() else []
+        return data_files(directory) if is_dir(directory) else []
     except (UserError, OSError):  # a run tells
         return []
 

@@ -27,6 +27,7 @@ from llmsuite.recipe.registered import backend_of, format_problems, names_proble
 from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
 from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
+from llmsuite.regular import exists, is_dir, is_file, listed
 from llmsuite.resources import find
 from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.schema.recipe import Recipe
@@ -139,7 +140,7 @@ class RunPlan:
             if isinstance(path, Path) and not is_remote(given) and (fault := data_fault(path)) is not None:
                 problems.append(self.loaded.problem(key, fault))
         weights = self.weights if self.stage.trains or self.weights is None else base_of_adapter(self.weights)
-        if loads_model and weights is not None and not (weights / "config.json").is_file() and not _on_hub(weights):
+        if loads_model and weights is not None and not is_file(weights / "config.json") and not _on_hub(weights):
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
         if loads_model:
             problems += self._missing_models()
@@ -147,7 +148,7 @@ class RunPlan:
             self.tokenizer is not None
             and reads_data
             and not (loads_model and self.tokenizer == self.weights)
-            and not self.tokenizer.is_dir()
+            and not is_dir(self.tokenizer)
             and not _on_hub(self.tokenizer)
         ):
             key = "model.tokenizer" if self.recipe.model.tokenizer is not None else "model.weights"
@@ -167,7 +168,7 @@ class RunPlan:
             section: Any = reward  # with the keys of its rewards
             named["reward.model.weights"] = section.model.weights
         for key, given in named.items():
-            if given is not None and not (local_weights(given) / "config.json").is_file():
+            if given is not None and not is_file(local_weights(given) / "config.json"):
                 message = f"{given} is not a directory with a model (working directory: {Path.cwd()})"
                 hint = f"; fetch one from a hub with `llmsuite import {given} -o DIR`"
                 yield self.loaded.problem(key, message + hint)
@@ -196,10 +197,10 @@ class RunPlan:
 
     def check_output(self) -> None:
         """Raises RecipeError when a new run would be mixed with the checkpoints of an old one."""
-        if self.stage.result and (self.output_dir / self.stage.result).exists():
+        if self.stage.result and exists(self.output_dir / self.stage.result):
             message = f"{self.output_dir} holds {self.stage.result}; add --resume to continue it, or choose another"
             raise RecipeError([self.loaded.problem("output_dir", message)])
-        if any((self.output_dir / "checkpoints").glob("step-*")):
+        if listed(self.output_dir / "checkpoints", "step-*"):
             message = (
                 f"{self.output_dir} holds checkpoints; add --resume to continue from the last one, or choose another"
             )
@@ -212,13 +213,13 @@ def _on_hub(path: Path) -> bool:
 
 def data_fault(path: Path) -> str | None:
     """Why there is no data at a path; None where there is a file, or a directory with some."""
-    if path.is_dir():
+    if is_dir(path):
         try:
             data_files(path)
         except UserError as error:
             return str(error)
         return None
-    return None if path.is_file() else f"{path} is not a file (working directory: {Path.cwd()})"
+    return None if is_file(path) else f"{path} is not a file (working directory: {Path.cwd()})"
 
 
 def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
@@ -290,7 +291,7 @@ def _data_file(given: str) -> Path | Url:
     if "://" in given:
         return Url(given)
     path = find(given)
-    return index if not path.exists() and (index := find(f"{given}.idx")).is_file() else path
+    return index if not exists(path) and is_file(index := find(f"{given}.idx")) else path
 
 
 def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]:

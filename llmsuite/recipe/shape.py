@@ -14,6 +14,7 @@ from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.models.head import head_of
 from llmsuite.progress import report
+from llmsuite.regular import is_file
 from llmsuite.resources import find
 from llmsuite.schema.recipe import ModelSection, Recipe
 from llmsuite.schema.rule import Violation
@@ -42,7 +43,7 @@ def weights_of(model: ModelSection) -> Path | None:
 def local_weights(given: str) -> Path:
     """A directory of weights on this machine; the newest checkpoint, if a run is given."""
     path = find(given)
-    if (path / "checkpoints" / "latest").is_file():
+    if is_file(path / "checkpoints" / "latest"):
         from llmsuite.checkpoint.directory import find_model
 
         return find_model(path)
@@ -94,11 +95,11 @@ def missing_model(path: Path, key: str = "model.weights") -> str:
     """The message about a model directory that does not exist, with ways to get it."""
     from llmsuite.checkpoint.directory import of_adapters, of_gguf
 
-    if (path / "adapter_config.json").is_file():
+    if is_file(path / "adapter_config.json"):
         return of_adapters(path)
     if (way := of_gguf(path)) is not None:
         return way
-    if (path / "hf" / "config.json").is_file():  # as `llmsuite deploy` writes it
+    if is_file(path / "hf" / "config.json"):  # as `llmsuite deploy` writes it
         return f"{path} is not a directory with a model, but {path / 'hf'} is; name that"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
@@ -132,7 +133,7 @@ def model_config(
             return None, [("model.preset", f"family {family.name} has no preset {model.preset!r}; known: {known}")]
         given.update(family.presets[model.preset])
     given.update(model.config)
-    if weights is not None and (weights / "config.json").is_file():
+    if weights is not None and is_file(weights / "config.json"):
         from llmsuite.checkpoint.model_dir import read_config
 
         try:

@@ -18,6 +18,7 @@ from llmsuite.files import MANIFEST, broken_file, sha256_of
 from llmsuite.inference.load import parameter_shapes
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.models.head import NO_KEYS
+from llmsuite.regular import is_file
 from llmsuite.specs import ModelFamily
 from llmsuite.typing import Tensor
 
@@ -58,7 +59,7 @@ class ServedWeights:
             UserError: it is not what the trainer means, is damaged, is of another model, or has a value that is not
                 finite. Nothing was changed.
         """
-        if not (directory / MANIFEST).is_file():
+        if not is_file(directory / MANIFEST):
             raise UserError(f"{directory}: has no {MANIFEST}; give a directory that this server can read too")
         if (found := sha256_of(directory / MANIFEST)) != digest:
             raise UserError(f"{directory}: the sha256 of its {MANIFEST} is {found}, not the given digest {digest}")

@@ -28,6 +28,7 @@ from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.inference.prompts import asked_at, prompt_columns
 from llmsuite.plugins.manager import BUILTIN, Registry
 from llmsuite.recipe.resolve import RunPlan, data_fault
+from llmsuite.regular import is_file
 from llmsuite.rl.columns import missing_columns
 from llmsuite.schema.columns import columns_of
 from llmsuite.schema.reward import RewardSection
@@ -211,7 +212,7 @@ class _Look:
     def _template(self) -> ChatTemplate | None:
         """The chat template, as far as it is known here. Raises UserError where there is none."""
         directory = self._plan.tokenizer
-        if not self._renders or directory is None or not (directory / "tokenizer_config.json").is_file():
+        if not self._renders or directory is None or not is_file(directory / "tokenizer_config.json"):
             return None
         return load_template(self._data["chat_template"], directory, dict(read_token_files(directory).roles))
 

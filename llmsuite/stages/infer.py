@@ -13,7 +13,7 @@ from typing import Any
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import RecipeError, UserError
-from llmsuite.files import NO_ROOM, os_errors, read_json_file, write_text_atomic
+from llmsuite.files import NO_ROOM, os_errors, read_json_object, write_text_atomic
 from llmsuite.inference.beam import Beams
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.defaults import NAMES, read_defaults
@@ -29,6 +29,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report, track
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.unread import unread_keys
+from llmsuite.regular import exists
 from llmsuite.schema.section import as_plain
 from llmsuite.shown import redacted_data
 from llmsuite.stages.sections import InferSection
@@ -149,9 +150,9 @@ def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:
     Raises:
         UserError: the file has answers to other prompts, or was written by another recipe.
     """
-    if not target.exists():
+    if not exists(target):
         return 0
-    started, now = read_json_file(plan.output_dir / "recipe.json"), redacted_data(as_plain(plan.recipe))
+    started, now = read_json_object(plan.output_dir / "recipe.json"), redacted_data(as_plain(plan.recipe))
     if differing := [key for key in _DECIDING if started.get(key) != now[key]]:
         raise UserError(
             f"{target}: was written by a recipe with another {', '.join(differing)}; go on with "

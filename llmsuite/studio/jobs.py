@@ -18,6 +18,7 @@ from llmsuite.errors import UserError
 from llmsuite.launch.keeper import Kept
 from llmsuite.observe.runs import find_runs, has_records, is_run, read_run
 from llmsuite.observe.summary import cards
+from llmsuite.regular import is_dir, is_file
 from llmsuite.serving import API_KEY
 from llmsuite.studio.recipes import Filled
 
@@ -117,13 +118,13 @@ class Jobs:
     def known(self) -> list[dict[str, Any]]:
         """Every run, those that were started here first."""
         names = list(self._runs)
-        others = [str(path) for path in find_runs(self._root)] if self._root.is_dir() else []
+        others = [str(path) for path in find_runs(self._root)] if is_dir(self._root) else []
         return [self._told(name) for name in dict.fromkeys([*reversed(names), *others])]
 
     def directory(self, name: str) -> Path:
         """The directory of a run that the page may look at. Raises UserError if it is none."""
         path = Path(name)
-        known = name in self._runs or (self._root.is_dir() and path in find_runs(self._root))
+        known = name in self._runs or (is_dir(self._root) and path in find_runs(self._root))
         if not known or not is_run(path):
             raise UserError(f"{name}: has recorded nothing yet, or is no run below {self._root}")
         return path
@@ -147,7 +148,7 @@ class Jobs:
         if job is not None and not alive and job.process.returncode:
             told |= {"status": "failed", "log": job.tail}
         told["is_running"] = alive
-        told["can_talk"] = (path / "checkpoints" / "latest").is_file() and not alive
+        told["can_talk"] = is_file(path / "checkpoints" / "latest") and not alive
         return told
 
     def _spawn(self, *words: str) -> Job:

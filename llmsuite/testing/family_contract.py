@@ -24,6 +24,7 @@ from llmsuite.cli import commands
 from llmsuite.plugins.given import add_files, plugin_files
 from llmsuite.plugins.manager import load_plugins
 from llmsuite.recipe.resolve import plan_run
+from llmsuite.regular import is_dir, is_file
 from llmsuite.specs import ModelFamily
 from llmsuite.testing.family_forms import LOGPROBS, Told
 
@@ -122,7 +123,7 @@ class _Difference:
 def _checked(path: str, directory: Path, tolerance: float) -> Outcome | _Difference:
     """What the record of a path says beside that of the training pass."""
     where = directory / path
-    if (refused := where / "refused.txt").is_file():
+    if is_file(refused := where / "refused.txt"):
         return Outcome(path, refused.read_text(encoding="utf-8"))
     ranks = len(list(where.glob("rank-*.json")))
     training, found = read_side(directory / "training", 1, "fp32"), read_side(where, ranks, "fp32")
@@ -133,7 +134,7 @@ def _checked(path: str, directory: Path, tolerance: float) -> Outcome | _Differe
         return Outcome(path)
     first = _first(training, found, tolerance)
     layers = where.with_name(f"{path}, layer by layer")
-    if first in (None, _LOGITS) and layers.is_dir():  # whose modules a kernel or a program hides
+    if first in (None, _LOGITS) and is_dir(layers):  # whose modules a kernel or a program hides
         first = _first(training, read_side(layers, 1, "fp32"), tolerance)
         first = first or "none of its layers, so what takes the place of all of them"
     off = max((row.output for row in report.rows if row.module == _LOGITS and row.output is not None), default=0.0)

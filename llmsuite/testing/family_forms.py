@@ -19,6 +19,7 @@ from llmsuite.errors import UserError
 from llmsuite.launch.launch import launch
 from llmsuite.plugins.given import add_files
 from llmsuite.plugins.manager import load_plugins
+from llmsuite.regular import exists
 from llmsuite.schema.degrees import Degrees
 from llmsuite.specs import ModelFamily
 
@@ -223,7 +224,7 @@ def _write(where: Path, records: Sequence[Record]) -> None:
     for record in records:
         record.write(where)
     metrics = where / "metrics.json"
-    if not metrics.exists():
+    if not exists(metrics):
         metrics.write_text("{}", encoding="utf-8")
 
 

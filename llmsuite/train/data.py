@@ -18,7 +18,7 @@ from llmsuite.data.sequences import Packs, Picked, lengths_of
 from llmsuite.data.tokenizer import NoTokenizer, TextTokenizer
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file, write_text_atomic
+from llmsuite.files import read_json_object, write_text_atomic
 from llmsuite.models.anatomy import GroupedQuery, MoE
 from llmsuite.models.plain import reads_tokens
 from llmsuite.parallel import collective
@@ -27,6 +27,7 @@ from llmsuite.parallel.program.lengths import length_multiple
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.regular import is_file
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.train.stage import Stage, StageContext
 from llmsuite.train.supervision import check_supervision
@@ -201,8 +202,8 @@ def tokenizer_to_save(plan: RunPlan) -> Path | None:
     copy_tokenizer(plan.tokenizer, directory)
     write_text_atomic(directory / "chat_template.jinja", BUILTIN[choice])
     path = directory / "tokenizer_config.json"
-    config = read_json_file(path) if path.is_file() else {}
-    if isinstance(config, dict) and config.pop("chat_template", None) is not None:
+    config = read_json_object(path) if is_file(path) else {}
+    if config.pop("chat_template", None) is not None:
         # some libraries read this one first
         write_text_atomic(path, json.dumps(config, ensure_ascii=False, indent=2) + "\n")
     return directory

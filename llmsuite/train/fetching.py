@@ -35,6 +35,7 @@ from llmsuite.files import (
 )
 from llmsuite.parallel import collective
 from llmsuite.progress import report
+from llmsuite.regular import is_dir, is_file
 from llmsuite.train.own_disks import bytes_of_machine, from_machines, is_lead_of, leads
 
 _CHUNK = 4 << 20
@@ -59,7 +60,7 @@ class _Part:
 def place_of(path: Path) -> Path:
     """Where the ranks of this machine read a checkpoint from, once it was fetched."""
     fetched = _fetched(path)
-    return fetched if fetched.is_dir() else path
+    return fetched if is_dir(fetched) else path
 
 
 def _fetched(path: Path) -> Path:
@@ -73,7 +74,7 @@ def find_on_disks(checkpoints: Path, disk: OwnDisk, wants: Wants) -> Path | None
     if leads(disk):
         remove_unfinished(checkpoints)
         # no machine has this file before the first checkpoint is complete on all
-        had_one = (checkpoints / "latest").is_file()
+        had_one = is_file(checkpoints / "latest")
         mine = {"steps": [step for step, _ in list_steps(checkpoints)], "had_one": had_one}
     found = from_machines(disk, mine)
     faults = []

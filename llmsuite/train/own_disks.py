@@ -23,6 +23,7 @@ from llmsuite.locks import lock_directory
 from llmsuite.parallel import collective
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.regular import exists
 from llmsuite.schema.section import as_plain
 from llmsuite.train.output import recipe_text
 
@@ -70,7 +71,7 @@ def _see_each_other(output_dir: Path, machine: int, starts: Sequence[int]) -> li
             raise UserError(f"machine {machine}: {output_dir}: cannot be written to: {error.strerror}") from error
     collective.barrier()
     deadline, found = time.monotonic() + _SEEN_SECONDS, [False] * len(paths)
-    while is_first and not all(found := [path.exists() for path in paths]) and time.monotonic() < deadline:
+    while is_first and not all(found := [exists(path) for path in paths]) and time.monotonic() < deadline:
         time.sleep(0.05)
     seen = collective.from_all_ranks([float(is_there) for is_there in found])
     if is_first:

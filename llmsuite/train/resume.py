@@ -14,13 +14,14 @@ from llmsuite.checkpoint.directory import find_latest, list_steps, name_latest, 
 from llmsuite.checkpoint.own_disks import OwnDisk
 from llmsuite.checkpoint.train_state import TrainState, load_state
 from llmsuite.errors import UserError
-from llmsuite.files import read_json_file
+from llmsuite.files import read_json_object
 from llmsuite.parallel import collective
 from llmsuite.parallel.learning_rate import Schedule
 from llmsuite.parallel.optimizer import SavedOptimizer
 from llmsuite.plugins.manager import Registry
 from llmsuite.progress import report
 from llmsuite.recipe.resolve import RunPlan
+from llmsuite.regular import is_file
 from llmsuite.schema.section import as_plain
 from llmsuite.shown import redacted_data
 from llmsuite.train.build import BuiltModel
@@ -103,7 +104,7 @@ def check_recipe(plan: RunPlan) -> None:
     found = list_steps(plan.output_dir / "checkpoints")
     if found and (differing := _differing_keys(plan)):
         raise _of_another_run(plan, plan.output_dir, differing)
-    whole = [(step, path) for step, path in found if (path / "state.json").is_file()]
+    whole = [(step, path) for step, path in found if is_file(path / "state.json")]
     if not whole or (total := plan.recipe.train.max_steps) is None:
         return
     step, path = whole[-1]
@@ -241,7 +242,7 @@ def _differing_keys(plan: RunPlan) -> list[str]:
 def _started_recipe(plan: RunPlan) -> Any:
     """The recipe that the run in output_dir was last started with; None where there is none."""
     path = plan.output_dir / "recipe.json"
-    return read_json_file(path) if path.is_file() else None
+    return read_json_object(path) if is_file(path) else None
 
 
 def _started_train(plan: RunPlan) -> dict[str, Any] | None:

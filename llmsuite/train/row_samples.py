@@ -34,6 +34,7 @@ from llmsuite.data.sequences import Lazy, Measure
 from llmsuite.errors import UserError
 from llmsuite.files import committed_directory, read_json_file, write_json
 from llmsuite.progress import track_bytes
+from llmsuite.regular import is_file
 from llmsuite.schema.section import as_plain
 from llmsuite.train.drop_counts import DropCounts
 
@@ -227,10 +228,10 @@ class _Pass:
 
 def _note(entry: Path) -> dict[str, Any] | None:
     """What an entry says of itself; None if it is not there, or a copy of rows that it is about is not."""
-    if not (entry / "note.json").is_file():
+    if not is_file(entry / "note.json"):
         return None
     note: dict[str, Any] = read_json_file(entry / "note.json")
-    is_there = all(Path(file).is_file() and state_of(Path(file)) == state for file, state in note["files"])
+    is_there = all(is_file(Path(file)) and state_of(Path(file)) == state for file, state in note["files"])
     return note if is_there else None
 
 

@@ -19,6 +19,7 @@ from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.errors import UserError
 from llmsuite.parallel import collective
 from llmsuite.progress import report
+from llmsuite.regular import exists
 from llmsuite.schema.recipe import CheckpointSection
 from llmsuite.specs import ModelFamily
 from llmsuite.train.model_state import WholeModel
@@ -94,7 +95,7 @@ class Saver:
 
     def requested(self) -> bool:
         """Whether somebody has put the file `save-now` into the run's directory; it is taken away."""
-        if collective.rank() != 0 or not self._trigger.exists():
+        if collective.rank() != 0 or not exists(self._trigger):
             return False
         try:
             self._trigger.unlink(missing_ok=True)

@@ -30,6 +30,7 @@ from llmsuite.files import check_whole, sha256_of
 from llmsuite.inference.frozen import build_frozen
 from llmsuite.parallel.loss_ledger import LossTerms, Sums
 from llmsuite.recipe.shape import local_weights, missing_model
+from llmsuite.regular import is_file
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.rollouts import Rollouts
 from llmsuite.schema.recipe import Recipe
@@ -98,7 +99,7 @@ class StageContext:
         services = self.reward_services
         assert services is not None, "a context of a run has them"
         path = local_weights(given)
-        if not (path / "config.json").is_file():
+        if not is_file(path / "config.json"):
             raise UserError(f"{key}: {missing_model(path, '')}")
         check_whole(path)
         source, theirs = open_model(path, services.families), TextTokenizer(path)

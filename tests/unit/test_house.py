@@ -26,6 +26,7 @@ LAYERS = (
         "extras",
         "resources",
         "regular",
+        "strict_json",
         "files",
         "python_files",
         "progress",
@@ -153,6 +154,17 @@ def docstrings(trees: Trees) -> Iterator[tuple[str, int, str]]:
                 yield name, node.lineno, node.value.value
 
 
+def asked_by_methods(trees: Trees) -> list[str]:
+    """Calls of `Path.exists` and its like, which raise OSError for names that no file can have."""
+    found = []
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and not node.args
+            if is_call and node.func.attr in ("exists", "is_file", "is_dir"):  # type: ignore[attr-defined]
+                found.append(f"{name}:{node.lineno}")  # type: ignore[attr-defined]
+    return found
+
+
 def too_long(trees: Trees) -> list[str]:
     """Functions with more lines than they may have."""
     found = []
@@ -226,6 +238,12 @@ def test_functions_fit_on_a_screen() -> None:
     assert too_long(house()) == []
 
 
+def test_the_file_system_is_asked_in_one_place() -> None:
+    """In llmsuite.regular; but for members of an archive, and what is deleted."""
+    others = ("llmsuite.data.archives", "llmsuite.locks")
+    assert [place for place in asked_by_methods(house()) if place.partition(":")[0] not in others] == []
+
+
 def test_files_are_short() -> None:
     lengths = {p: len(p.read_text(encoding="utf-8").splitlines()) for p in (ROOT / "llmsuite").rglob("*.py")}
     assert {str(path.relative_to(ROOT)): lines for path, lines in lengths.items() if lines > MAX_FILE} == {}
@@ -242,7 +260,7 @@ def crooked(tmp_path: Path) -> Trees:
         + "    pass\n" * 60,
         "train/loop.py": (
             "from typing import TYPE_CHECKING\nimport llmsuite.errors\n"
-            "if TYPE_CHECKING:\n    from llmsuite.train import step\nlimit = 1\n'''Of it.'''\n"
+            "if TYPE_CHECKING:\n    from llmsuite.train import step\nlimit = 1\n'''Of it.'''\nlimit.exists()\n"
         ),
     }
     for name, text in files.items():
@@ -256,4 +274,5 @@ def test_what_breaks_a_rule_is_found(crooked: Trees) -> None:
     assert arrows_upward(crooked) == ["llmsuite.errors:2 imports llmsuite.train.step"]
     assert cycles(crooked) == [["llmsuite.errors", "llmsuite.train.loop", "llmsuite.train.step"]]
     assert [text for _, _, text in docstrings(crooked)] == ["Of it.", "Of a step."]
+    assert asked_by_methods(crooked) == ["llmsuite.train.loop:7"]
     assert too_long(crooked) == ["llmsuite.train.step.train_step: 61 lines"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -23,7 +24,7 @@ from llmsuite.data.read import raw_rows
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_file
-from llmsuite.regular import copy_regular, open_regular, read_regular
+from llmsuite.regular import copy_regular, exists, is_dir, is_file, listed, name_fault, open_regular, read_regular
 from tests.paths import DATA
 
 
@@ -139,6 +140,34 @@ def test_what_is_no_tokenizer_is_not_copied(tmp_path: Path, text: str) -> None:
     shutil.copytree(DATA / "tokenizer", source)
     target.mkdir()
     (source / "special_tokens_map.json").write_text(text)
-    with pytest.raises(UserError, match=r"special_tokens_map\.json: is not (JSON|a JSON object)"):
+    with pytest.raises(UserError, match=r"special_tokens_map\.json: is (not JSON|.*not an object)"):
         copy_tokenizer(source, target)
     assert list(target.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a/" * 3000, "a\0b", "\ud800", "file/x", "none", "loop"])
+def test_where_nothing_can_be_is_nothing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "loop").symlink_to("loop")
+    path = tmp_path / name
+    assert (is_file(path), is_dir(path), exists(path), listed(path)) == (False, False, False, [])
+    with pytest.raises(UserError, match="cannot be read"):
+        read_json_file(path)
+    assert (name_fault(path) is None) == (name in ("file/x", "none", "loop"))
+
+
+def test_what_is_there_is_found(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("")
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to("b")
+    found = {path.name: (is_file(path), is_dir(path), exists(path)) for path in listed(tmp_path)}
+    assert found == {"a": (False, True, True), "b": (True, False, True), "link": (True, False, True)}
+
+
+def test_where_nobody_may_look_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "stat", refuse)
+    with pytest.raises(UserError, match="x: cannot be looked at: Permission denied"):
+        is_file(tmp_path / "x")

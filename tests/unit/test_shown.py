@@ -102,6 +102,7 @@ def test_an_address_is_shown_without_secrets() -> None:
 
 def test_control_characters_are_written_out() -> None:
     assert printable("a\tb\nä\x1b[2J\x9b31m\r\x07\x7f") == r"a" "\tb\nä" r"\x1b[2J\x9b31m\x0d\x07\x7f"
+    assert printable("a\ud800\udcffb") == r"a\ud800\udcffb"
 
 
 def test_neither_errors_nor_runs_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

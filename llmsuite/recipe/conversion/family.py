@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 
 from llmsuite.errors import UserError
+from llmsuite.files import read_json_object
 from llmsuite.plugins.manager import Registry
 from llmsuite.specs import ModelFamily
 
@@ -73,10 +73,10 @@ def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -
 def _type_in(config: Path) -> str | None:
     """The model_type of a config.json that is here."""
     try:
-        found = json.loads(config.read_text(encoding="utf-8"))
-    except (OSError, ValueError):  # `--family` is asked for
+        found = read_json_object(config).get("model_type")
+    except UserError:  # `--family` is asked for
         return None
-    return str(found["model_type"]) if isinstance(found, dict) and found.get("model_type") else None
+    return str(found) if found else None
 
 
 def preset_of(name: str, family: ModelFamily) -> str | None:

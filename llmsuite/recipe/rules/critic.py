@@ -9,6 +9,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.shape import ONLY_INITIAL, local_weights
+from llmsuite.regular import is_file
 from llmsuite.schema.rule import Rule, Violation
 from llmsuite.specs import CriticProfile
 
@@ -36,7 +37,7 @@ def _other_shape(context: RuleContext) -> Iterator[Violation]:
     if critic is None or critic.weights is None or context.config is None or not hasattr(context.config, "head"):
         return
     key, place = f"{critic.key}.weights", local_weights(critic.weights)
-    if not (place / "config.json").is_file():  # `RunPlan.check_files` asks for it
+    if not is_file(place / "config.json"):  # `RunPlan.check_files` asks for it
         return
     from llmsuite.checkpoint.model_dir import read_config
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ from llmsuite.errors import UserError
 from llmsuite.recipe.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.recipe.suites import axolotl_words, model, trainer
 from llmsuite.recipe.suites.suite import Run, Suite
+from llmsuite.regular import exists
 
 _TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
 _ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
@@ -158,7 +158,7 @@ def _rows(run: Run, key: str, entry: Mapping[str, Any], template: Any) -> tuple[
     if files is not None and not isinstance(files, str):
         run.refuse(key, f"{place}, data_files", "data.train is one file; name each as a data set")
     options = f"split={entry.get('split') or 'train'}" + (f"&config={entry['name']}" if entry.get("name") else "")
-    if Path(place).suffix in (".json", ".jsonl", ".parquet", ".csv") or os.path.exists(place):
+    if Path(place).suffix in (".json", ".jsonl", ".parquet", ".csv") or exists(place):
         where = place
     else:
         where = f"hf:{place}/{files}" if isinstance(files, str) else f"hf:{place}?{options}"

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from llmsuite.recipe.conversion.family import preset_of
 from llmsuite.recipe.suites.suite import Run
+from llmsuite.regular import exists
 
 
 def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, Any]:
@@ -15,7 +15,7 @@ def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, An
     `hub` is put in front of a name that is no directory here, such as "ms:".
     """
     name = str(run.take(run.suite.model_key))
-    is_place = name.startswith((".", "/", "~")) or os.path.exists(name)
+    is_place = name.startswith((".", "/", "~")) or exists(name)
     found: dict[str, Any] = {"family": run.family.name, "weights": name if is_place else f"{hub}{name}"}
     if tokenizer not in (None, name):
         found["tokenizer"] = tokenizer

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +13,7 @@ from llmsuite.recipe.conversion.arguments import read_command
 from llmsuite.recipe.conversion.kinds import ONE_OR_MAPPING, is_on
 from llmsuite.recipe.suites import model, swift_words, trainer
 from llmsuite.recipe.suites.suite import Run, Suite
+from llmsuite.regular import exists
 
 _COMMANDS = ("sft", "pt", "rlhf")
 _LISTS = ("dataset", "val_dataset", "target_modules", "loss_type", "modules_to_save", "report_to")
@@ -182,7 +182,7 @@ def _place(run: Run, key: str, word: str, hub: str) -> str:
         run.refuse(key, word, "draws rows at random; write them into a file, or leave out #COUNT")
     prefix = next((given for given in ("HF::", "MS::") if name.startswith(given)), "")
     name, hub = name.removeprefix(prefix), {"HF::": "hf:", "MS::": "ms:"}.get(prefix, hub or "hf:")
-    if name.startswith((".", "/", "~")) or Path(name).suffix in (".jsonl", ".json", ".csv") or os.path.exists(name):
+    if name.startswith((".", "/", "~")) or Path(name).suffix in (".jsonl", ".json", ".csv") or exists(name):
         return name
     name, _, subset = name.partition(":")
     if name == "swift/self-cognition":

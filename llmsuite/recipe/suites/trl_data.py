@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.recipe.conversion.kinds import LIST, ONE, Kind, is_on
 from llmsuite.recipe.suites.suite import Run
+from llmsuite.regular import exists, is_dir
 
 _KNOWN = ("path", "name", "split", "data_files", "columns")
 _PARTS = Kind(one=False, items=Kind(keys={
@@ -26,7 +26,7 @@ def rows(run: Run) -> dict[str, Any]:
         return _mixture(run, [part if isinstance(part, dict) else {"path": str(part)} for part in parts])
     if name is None:
         raise UserError(f"{run.name}: has no dataset_name and no datasets")
-    if os.path.exists(str(name)):
+    if exists(str(name)):
         return {"train": _split(run, Path(str(name)), train), **_held_out(run, Path(str(name)), test)}
     more = f"&config={config}" if config else ""
     return {"train": f"hf:{name}?split={train}{more}", "eval": f"hf:{name}?split={test}{more}"}
@@ -34,7 +34,7 @@ def rows(run: Run) -> dict[str, Any]:
 
 def _split(run: Run, place: Path, split: str) -> str:
     """The file of a split in a directory; the directory where its files name no split."""
-    found = sorted(file for file in place.iterdir() if split in file.name) if place.is_dir() else []
+    found = sorted(file for file in place.iterdir() if split in file.name) if is_dir(place) else []
     if len(found) > 1:
         run.refuse("dataset_name", str(place), f"has {len(found)} files of split {split}; put them into a directory")
     return str(found[0] if found else place)

@@ -107,7 +107,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             ({"bits": 3}, "quantization_config.bits is 3; GPTQ is read with 4 or 8"),
             ({"group_size": "64"}, "quantization_config.group_size is '64'"),
             ({"checkpoint_format": "marlin"}, "checkpoint_format is 'marlin'; GPTQ is read as gptq or gptq_v2"),
-            ({"group_size": 16}, r"is \[3, 64\]; codes of \[64, 96\] in groups of 16 have \[6, 64\]"),
+            ({"group_size": 16}, r"is \[3, 64\]; codes of \[64, 96\] in groups of 16 has \[6, 64\]"),
         )
     ):
         publish(tmp_path / str(number), group_size=32)

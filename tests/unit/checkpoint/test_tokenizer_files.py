@@ -98,5 +98,5 @@ def test_settings_that_name_tokens_beyond_the_vocabulary_are_refused(tmp_path: P
 
 def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
-    with pytest.raises(UserError, match="is not a JSON object"):
+    with pytest.raises(UserError, match="is a list, not an object"):
         tokenizer_of_adapter(tmp_path, TOKENIZER)

@@ -194,7 +194,7 @@ WIDE = "base_model.model.model.layers.0.self_attn.q_proj"
     ("changes", "extra", "says"),
     [
         ({"r": None}, {}, "adapter_config.json: r is None; a number above 0 is needed"),
-        ({"lora_alpha": "16"}, {}, "adapter_config.json: lora_alpha is '16'; a number above 0 is needed"),
+        ({"lora_alpha": "16"}, {}, "adapter_config.json: lora_alpha is '16'; a number or null is needed"),
         ({"r": 8}, {}, "not of rank 8 as its configuration says"),
         ({"peft_type": "IA3"}, {}, "adapters of IA3 are not to be had in another layout; merge them"),
         (

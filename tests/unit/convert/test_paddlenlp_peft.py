@@ -216,7 +216,7 @@ def test_a_turned_key_has_the_same_products(base: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_attention_heads": None}, "does not say how many tokens, layers and heads"),
+        ({"num_attention_heads": None}, "num_attention_heads is None; a whole number"),
         ({"num_hidden_layers": 7}, "makes keys and values"),
         ({"prefix_projection": True}, "has 0.weight, not 0.weight, 1.weight"),
         ({"file": "prefix_model_state.tp00.pdparams"}, "tp00.pdparams are parts of ranks"),

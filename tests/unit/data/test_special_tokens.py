@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.control import ControlTokens
-from llmsuite.data.special_tokens import is_mark, read_token_files
+from llmsuite.data.special_tokens import ids_of_roles, is_mark, read_token_files
 from llmsuite.data.tokenizer import TextTokenizer, ends_of
 from llmsuite.errors import UserError
 from llmsuite.inference.prompts import Prompter
@@ -362,3 +362,11 @@ def test_minus_one_is_none(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(write(tmp_path / "t", made("bytes", PLAIN), files))
     assert (tokenizer.pad_id, tokenizer.ends()) == (tokenizer.eos_id, {tokenizer.eos_id})
     assert read_token_files(tokenizer.directory).ids("pad_token", 900) == []
+
+
+@pytest.mark.parametrize("content", [[], {}, None, 1])
+def test_a_token_without_a_text_has_no_id(tmp_path: Path, content: Any) -> None:
+    tokens = {"model": {"vocab": [[content, 0.5], ["a", 0.5]]}, "added_tokens": [{"content": content, "id": 2}]}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
+    assert ids_of_roles(tmp_path) == {"eos_token": 1}

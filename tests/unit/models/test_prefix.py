@@ -255,7 +255,7 @@ def test_those_of_another_model_are_refused(tmp_path: Path) -> None:
     shutil.copytree(PEFT / "gpt-tied", tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "num_layers": 3}))
-    with pytest.raises(UserError, match=r"prompt_embeddings is .* by adapter_config.json it would be"):
+    with pytest.raises(UserError, match=r"prompt_embeddings' is .* by adapter_config.json has"):
         open_prefixes(tmp_path / "adapter")
 
 

@@ -231,6 +231,15 @@ def test_weights_that_are_not_right_change_nothing(
     assert parts(draw(client)) == near(before)
 
 
+@pytest.mark.parametrize("name", ["a" * 300, "a\0b", "\ud800", "a/" * 3000])
+def test_a_directory_that_can_be_none_changes_nothing(client: TestClient, name: str) -> None:
+    client.post("/v1/pause")
+    body = json.dumps({"directory": name, "version": 1, "digest": "0" * 64})
+    told = {"content-type": "application/json"}
+    assert client.post("/v1/update_weights", content=body, headers=told).status_code == 400
+    assert client.post("/v1/resume").json()["weights_version"] is None
+
+
 def test_an_update_has_a_pause_and_a_digest(client: TestClient, places: dict[str, Path]) -> None:
     answer = client.post("/v1/update_weights", json=update(places["second"], 1))
     assert answer.status_code == 409

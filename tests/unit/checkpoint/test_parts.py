@@ -1,0 +1,121 @@
+"""Tensors that are not what their layout says: refused by name, whatever the layout, before anything is computed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.checkpoint.parts import FLOATS, Part
+from llmsuite.checkpoint.stored import read_header
+from llmsuite.checkpoint.tensors import Dequantised, TensorFiles, TensorSpec
+from llmsuite.convert import structured
+from llmsuite.errors import UserError
+from llmsuite.files import read_manifest
+from tests.unit.checkpoint.test_gptq import publish
+from tests.unit.tiny_llama import FAMILIES
+
+LAYER = "model.layers.0.mlp.up_proj"
+
+
+def change(directory: Path, name: str, to: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Write one tensor of a model directory anew, in all its files."""
+    for path in directory.glob("*.safetensors"):
+        tensors = safetensors.numpy.load_file(path)
+        if name in tensors:
+            tensors[name] = np.ascontiguousarray(to(tensors[name]))
+            safetensors.numpy.save_file(tensors, path)
+
+
+def read_all(directory: Path) -> None:
+    model = open_model(directory, FAMILIES)
+    for name in model.names:
+        model.read(name)
+
+
+@pytest.mark.parametrize(
+    ("part", "to", "said"),
+    [
+        ("qweight", lambda v: v.reshape(-1), r"qweight' is \[\d+\]; a matrix of codes has \[\?, \?\]"),
+        ("qweight", lambda v: v.astype("float32"), "qweight' is float32; int32 is needed"),
+        ("qweight", lambda v: v[:, :-1], "no multiple of 8"),
+        ("scales", lambda v: v.astype("int32"), "scales' is int32; float64 or"),
+        ("scales", lambda v: v.reshape(1, *v.shape), r"scales' is \[1, 3, 64\]|scales' is \[1, "),
+        ("qzeros", lambda v: v.astype("int64"), "qzeros' is int64; int32 is needed"),
+        ("g_idx", lambda v: v.astype("float32"), "g_idx' is float32"),
+        ("g_idx", lambda v: v + 1000, "g_idx names groups beyond the"),
+        ("g_idx", lambda v: v - 1, "g_idx names groups beyond the"),
+    ],
+)
+def test_gptq(tmp_path: Path, part: str, to: Callable[[np.ndarray], np.ndarray], said: str) -> None:
+    publish(tmp_path / "a", group_size=32)
+    change(tmp_path / "a", f"{LAYER}.{part}", to)
+    with pytest.raises(UserError, match=said):
+        read_all(tmp_path / "a")
+
+
+@pytest.mark.parametrize("bits", [4.0, True, [4], "4", None, 10**400])
+def test_bits_of_gptq(tmp_path: Path, bits: Any) -> None:
+    publish(tmp_path / "a", group_size=32)
+    config = json.loads((tmp_path / "a" / "config.json").read_text())
+    config["quantization_config"]["bits"] = bits
+    (tmp_path / "a" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"quantization_config.bits is|digits"):
+        open_model(tmp_path / "a", FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (np.ones((1, 3), "float32"), r"scale' is \[1, 3\]; the scale of a matrix of \[4, 6\]"),
+        (np.ones(6, "float32"), r"scale' is \[6\]"),
+        (np.ones((1, 6), "int32"), "scale' is int32"),
+    ],
+)
+def test_int8(tmp_path: Path, scale: np.ndarray, said: str) -> None:
+    safetensors.numpy.save_file({"a.weight": np.ones((4, 6), "int8")}, tmp_path / "model.safetensors")
+    safetensors.numpy.save_file({"a.weight_scale": scale}, tmp_path / "quant_scales.safetensors")
+    with pytest.raises(UserError, match=said):
+        Dequantised(TensorFiles(tmp_path, "model"), TensorFiles(tmp_path, Dequantised.STEM))
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [[0, 10**30], [0] * 9, [1] * 70, [0, 2**70, 2**70], [True], [1.0], ["1"]],
+    ids=lambda shape: str(shape)[:20],
+)
+def test_shapes_of_a_header(tmp_path: Path, shape: list[Any]) -> None:
+    size = 4 if shape and all(n == 1 for n in shape) else 0
+    header = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}}).encode()
+    (tmp_path / "a.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(size))
+    with pytest.raises(UserError, match="is not a readable safetensors file"):
+        read_header(tmp_path / "a.safetensors")
+
+
+@pytest.mark.parametrize("name", ["../../etc/passwd", "/etc/passwd", "a/../../b", "a\0b"])
+def test_a_manifest_names_files_of_its_directory(tmp_path: Path, name: str) -> None:
+    (tmp_path / "manifest.json").write_text(json.dumps({"files": {name: {"size": 1, "sha256": "0"}}}))
+    with pytest.raises(
+        UserError, match=r"manifest\.json: has no sizes and sha256 of files: .* no file of the directory"
+    ):
+        read_manifest(tmp_path)
+
+
+def test_other_matrices_than_an_adapter_is_for() -> None:
+    assert not structured.fits({"lokr_w1": (2, 2), "lokr_w2": (2, 2)}, (4,))
+    assert not structured.fits({"lokr_w1": (0, 2), "lokr_w2": (2, 2)}, (4, 0))
+
+
+def test_any_size_but_none() -> None:
+    part = Part(FLOATS, (None, (1, 4)))
+    for shape in ((3, 1), (3, 4)):
+        part.check(TensorSpec("a", shape, "float16"), Path("x"))
+    for shape in ((3, 2), (0, 1), (3,), (3, 1, 1)):
+        with pytest.raises(UserError, match=r"x: 'a' is \[.*\]; b has \[\?, \(1, 4\)\]"):
+            part.check(TensorSpec("a", shape, "float16"), Path("x"), "b")
