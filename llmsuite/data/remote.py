@@ -143,11 +143,11 @@ def _downloaded(url: Url, directory: Path, report: Report) -> Path:
 
 
 def _known(note: Path) -> _Known | None:
-    if not note.is_file():
+    if not is_file(note):
         return None
     found = json.loads(note.read_text())
     known = _Known(found["version"], Path(found["file"]))
-    return known if known.file.is_file() else None
+    return known if is_file(known.file) else None
 
 
 def _write(part: Path, pieces: Callable[[int], Iterator[bytes]]) -> None:

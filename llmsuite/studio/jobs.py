@@ -68,7 +68,7 @@ class Jobs:
         self._runs: dict[str, Job] = {}
         self._chats: dict[str, _Server] = {}
         self._key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
-        """Of the servers: other users of the machine reach them too."""
+        """Key of the servers, which other users of the machine reach too."""
         self._lock = threading.Lock()
         self._logs = tempfile.TemporaryDirectory(prefix="llmsuite-studio-")
 
