@@ -14,7 +14,8 @@ from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out, not_fetched
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.resources import bundled
+from llmsuite.regular import exists, is_dir, is_file
+from llmsuite.resources import bundled, find
 from llmsuite.schema.keys import walk
 from llmsuite.schema.section import as_plain
 from llmsuite.stages.first_rows import check_rows
@@ -104,6 +105,9 @@ class Recipes:
 
     def plan_of(self, filled: Filled) -> RunPlan:
         """The resolved recipe. Raises UserError with everything that is wrong."""
+        path = find(filled.recipe)
+        if exists(path) and not is_file(path) and not is_dir(path):  # everybody who asks next would wait for a pipe too
+            raise UserError(f"{filled.recipe}: is no file; choose a recipe")
         with self._lock:
             return plan_run(filled.recipe, filled.overrides, self._registry, filled.smoke)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import urllib.error
 import urllib.request
@@ -187,6 +188,20 @@ def test_no_other_page_does_anything(studio: Studio, path: str, headers: dict[st
 @pytest.mark.parametrize(("body", "code"), [(b"{", 400), (b"[" * 100000, 400), (b"null", 400), (b"a" * 1_000_001, 413)])
 def test_malformed_requests_are_refused(studio: Studio, body: bytes, code: int) -> None:
     assert ask(studio, "/start", body, X_Token="secret")[0] == code
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "x" * 5000, "PIPE"])
+@pytest.mark.parametrize("path", ["/keys", "/check", "/plan", "/start"])
+def test_a_name_that_is_none_of_a_recipe_keeps_nobody_waiting(
+    studio: Studio, tmp_path: Path, path: str, name: str
+) -> None:
+    if name == "PIPE":
+        name = str(tmp_path / "pipe.json")
+        os.mkfifo(name)
+    code, told = ask(studio, path, {"recipe": name}, X_Token="secret")
+    assert code == (200 if path == "/check" else 400)
+    assert "not a path" in str(told) or "is no file" in str(told)
+    assert ask(studio, "/check", {"recipe": RECIPE, "smoke": True}, X_Token="secret")[0] == 200
 
 
 @pytest.mark.parametrize(
