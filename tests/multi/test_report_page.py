@@ -133,7 +133,7 @@ def test_a_run_that_goes_on_is_watched(browser: Any, runner: Runner, tmp_path: P
     try:
         assert process.stdout is not None
         said = process.stdout.readline()
-        address = re.search(r"http://127\.0\.0\.1:\d+/", said)
+        address = re.search(r"http://127\.0\.0\.1:\d+/\?token=\S+", said)
         assert address, said
         view(browser, 1440, "light")
         browser.get(address[0])

@@ -60,7 +60,7 @@ def is_socket(number):
         return False
 
 def pipes():
-    return [number for number in range(3, 64) if is_socket(number)]
+    return [number for number in map(int, os.listdir("/proc/self/fd")) if number > 2 and is_socket(number)]
 
 def message(*values):
     text = pickle.dumps((*values, ""))

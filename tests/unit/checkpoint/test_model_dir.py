@@ -190,7 +190,7 @@ def test_an_untied_model_without_output_is_refused(tmp_path: Path, hf: dict[str,
     [
         ('{"model_type": "mamba"}', ["'mamba' is not supported", "llama"]),
         ("{}", ["None is not supported"]),
-        ("[]", ["not supported"]),
+        ("[]", ["is a list, not an object"]),
         ("{", ["is not JSON"]),
         ("", ["is not JSON"]),
     ],

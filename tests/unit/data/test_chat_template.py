@@ -339,7 +339,7 @@ def test_where_the_template_of_a_tokenizer_lies(tmp_path: Path, config: Any, sep
 
 @pytest.mark.parametrize(
     "config",
-    [None, {}, [], {"chat_template": None}, {"chat_template": 3}, {"chat_template": []}, {"chat_template": NAMED[:1]}],
+    [None, {}, {"chat_template": None}, {"chat_template": 3}, {"chat_template": []}, {"chat_template": NAMED[:1]}],
 )
 def test_a_tokenizer_without_template(tmp_path: Path, config: Any) -> None:
     with pytest.raises(
@@ -347,6 +347,11 @@ def test_a_tokenizer_without_template(tmp_path: Path, config: Any) -> None:
         match=r"has no chat template; set data\.chat_template to one of: chatml, llama3, .* it is --chat_template",
     ):
         load_template("tokenizer", directory(tmp_path, config), TOKENS)
+
+
+def test_a_tokenizer_config_that_is_no_object(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: is a list, not an object"):
+        load_template("tokenizer", directory(tmp_path, []), TOKENS)
 
 
 def test_a_template_that_nobody_knows(tmp_path: Path) -> None:
