@@ -118,12 +118,19 @@ def from_file(key: str, kind: str) -> Any:
 @contextlib.contextmanager
 def code_allowed() -> Iterator[None]:
     """While active, every file that a recipe names may be run, here and in processes that are started."""
-    before = os.environ.get(ALLOW_CODE)
-    os.environ[ALLOW_CODE] = "1"
+    with variable(ALLOW_CODE, "1"):
+        yield
+
+
+@contextlib.contextmanager
+def variable(name: str, value: str) -> Iterator[None]:
+    """While active, a variable of the environment has a value, here and in processes that are started."""
+    before = os.environ.get(name)
+    os.environ[name] = value
     try:
         yield
     finally:
         if before is None:
-            del os.environ[ALLOW_CODE]
+            del os.environ[name]
         else:
-            os.environ[ALLOW_CODE] = before
+            os.environ[name] = before

@@ -49,7 +49,8 @@ def parse_json(content: bytes | str) -> Any:
         data = json.loads(text, object_pairs_hook=_object, parse_float=number, parse_constant=constant)
     except RecursionError as error:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels") from error
-    _check_depth(data)
+    if is_deeper(data, MAX_DEPTH):
+        raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
     if odd:
         where = next(key for key, value in _values(data) if isinstance(value, float) and not math.isfinite(value))
         raise ValueError(f"{where or 'it'} is {odd[0][:40]}, which is no finite number")
@@ -131,12 +132,12 @@ def first_repeated(names: Iterable[str]) -> str | None:
     return None
 
 
-def _check_depth(data: Any) -> None:
-    level, depth = [data], 0
-    while level := [inner for node in level for inner in _inside(node) if isinstance(inner, dict | list)]:
-        depth += 1
-        if depth >= MAX_DEPTH:
-            raise ValueError(f"it is nested deeper than {MAX_DEPTH} levels")
+def is_deeper(data: Any, most: int) -> bool:
+    """Whether a value of JSON has more than so many lists and objects in each other; found without recursion."""
+    level = [data] if isinstance(data, dict | list) else []
+    for _ in range(most):
+        level = [inner for node in level for inner in _inside(node) if isinstance(inner, dict | list)]
+    return bool(level)
 
 
 def _inside(node: Any) -> Any:

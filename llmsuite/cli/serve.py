@@ -19,8 +19,8 @@ from llmsuite.errors import UserError
 from llmsuite.extras import install_command
 from llmsuite.hub.names import hub_name
 from llmsuite.plugins.manager import Registry
-from llmsuite.serving import API_KEY
 from llmsuite.specs import Command
+from llmsuite.web.client import API_KEY
 
 if TYPE_CHECKING:
     from llmsuite.inference.generate import Generator

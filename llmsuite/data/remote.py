@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from llmsuite import http_client
 from llmsuite.cache import cache_root, locked
 from llmsuite.errors import UserError
 from llmsuite.files import sha256_of
@@ -33,6 +32,7 @@ from llmsuite.hub.listing import Want
 from llmsuite.hub.names import hub_name
 from llmsuite.regular import is_file, listed, open_regular
 from llmsuite.shown import Url, redacted
+from llmsuite.web.client import HttpFailure, get
 
 Report = Callable[[str], None]
 _Source = tuple[str, Callable[[int], Iterator[bytes]]]
@@ -165,10 +165,10 @@ def _write(part: Path, pieces: Callable[[int], Iterator[bytes]]) -> None:
 def _by_http(url: Url) -> Iterator[_Source]:
     """The version of a file, and its content in so many bytes at most. Raises _NotFetched."""
     try:
-        with http_client.get(url) as answer:
+        with get(url) as answer:
             headers = {name: answer.headers[name] for name in ("ETag", "Last-Modified")}
             yield _version({**headers, "size": answer.headers["Content-Length"]}), answer.chunks
-    except http_client.HttpFailure as error:
+    except HttpFailure as error:
         raise _NotFetched(error.what) from error
 
 

@@ -22,7 +22,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDING_SECONDS = 5.0
@@ -225,7 +225,7 @@ def _children() -> list[int]:
     return found
 
 
-def _main(words: Sequence[str]) -> Any:
+def _main(words: Sequence[str]) -> int:
     life, most_output, grace, *command = words
     os.set_inheritable(int(life), False)
     status = _Keeper(int(life), int(most_output), float(grace), command).run()
@@ -234,7 +234,8 @@ def _main(words: Sequence[str]) -> Any:
         import resource
 
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        signal.signal(-code, signal.SIG_DFL) if -code != signal.SIGKILL else None
+        if -code != signal.SIGKILL:
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 

@@ -13,7 +13,7 @@ from typing import Any
 from llmsuite.errors import UserError
 from llmsuite.plugins import hookspecs
 from llmsuite.plugins.manager import REGISTRATIONS, PluginInfo, Registry, tail
-from llmsuite.python_files import import_file
+from llmsuite.python_files import import_file, variable
 from llmsuite.regular import is_file
 
 FILES = "LLMSUITE_PLUGIN_FILES"
@@ -36,14 +36,8 @@ def plugin_files(paths: Sequence[str | Path]) -> Iterator[None]:
     """While active, `add_files` adds these too, here and in processes that are started."""
     before = os.environ.get(FILES)
     given = [*filter(None, (before or "").split(os.pathsep)), *(str(Path(path).resolve()) for path in paths)]
-    os.environ[FILES] = os.pathsep.join(dict.fromkeys(given))
-    try:
+    with variable(FILES, os.pathsep.join(dict.fromkeys(given))):
         yield
-    finally:
-        if before is None:
-            del os.environ[FILES]
-        else:
-            os.environ[FILES] = before
 
 
 def load_file(path: Path) -> PluginInfo:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.http_client import HttpFailure, post_json, shortened
 from llmsuite.rl.checks import number_of
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import HttpSection
 from llmsuite.shown import Url
 from llmsuite.specs import Score
+from llmsuite.web.client import HttpFailure, post_json, shortened
 
 _PAUSE = 0.5
 """Seconds before the first further try; twice as long before each one after it."""

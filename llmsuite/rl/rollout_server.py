@@ -12,13 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.errors import UserError
-from llmsuite.http_client import MOST_ANSWER, HttpFailure, post_json, shortened
 from llmsuite.rl.checks import MOST_TOKENS
 from llmsuite.rl.choices import choices_of, completion_of, field, items
 from llmsuite.rl.drawing import Drawing, Drawn, Request
 from llmsuite.shown import Url
+from llmsuite.web.client import API_KEY, MOST_ANSWER, HttpFailure, post_json, shortened
 
-_KEY = "LLMSUITE_API_KEY"
 _CONFLICT = 409
 _PAUSE, _LONGEST_PAUSE = 0.5, 10.0
 """Seconds before the first further try, and most before one."""
@@ -119,7 +118,7 @@ class RolloutServer:
         """The server's answer, of so many bytes at most. Raises Failed, or UserError where another try would be the
         same."""
         try:
-            return post_json(Url(f"{self._url}/{path}"), body, self._timeout, most, os.environ.get(_KEY))
+            return post_json(Url(f"{self._url}/{path}"), body, self._timeout, most, os.environ.get(API_KEY))
         except HttpFailure as error:
             if error.may_pass or error.status == _CONFLICT:
                 raise Failed(f"/{path}: {error.what}") from error

@@ -19,8 +19,8 @@ from llmsuite.launch.keeper import Kept
 from llmsuite.observe.runs import find_runs, has_records, is_run, read_run
 from llmsuite.observe.summary import cards
 from llmsuite.regular import is_dir, is_file
-from llmsuite.serving import API_KEY
 from llmsuite.studio.recipes import Filled
+from llmsuite.web.client import API_KEY
 
 _TAIL = 4000
 _GRACE_SECONDS = 15.0

@@ -1,1 +1,2 @@
-"""Pages in a browser: one theme, libraries that come with the package, and a server for this machine only."""
+"""HTTP: pages in a browser, with one theme, libraries that come with the package and a server for this machine only;
+and the client that asks other machines."""

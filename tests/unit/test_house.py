@@ -18,8 +18,6 @@ LAYERS = (
     (
         "shown",
         "errors",
-        "http_connection",
-        "http_client",
         "threads",
         "locks",
         "cache",
@@ -193,8 +191,8 @@ def test_no_modules_import_each_other() -> None:
 HTTP = ("urllib.request", "http.client", "urllib3", "requests", "httpx", "aiohttp", "fsspec")
 """What asks other machines over HTTP."""
 MAY_ASK = {
-    "llmsuite.http_client": {"urllib.request", "http.client"},
-    "llmsuite.http_connection": {"urllib.request", "http.client"},
+    "llmsuite.web.client": {"urllib.request", "http.client"},
+    "llmsuite.web.connection": {"urllib.request", "http.client"},
     "llmsuite.data.remote": {"fsspec"},  # for what is not HTTP
     "llmsuite.hub.huggingface": {"requests", "httpx"},  # for errors that the library of the hub raises
     "llmsuite.hub.modelscope": {"requests"},

@@ -11,7 +11,7 @@ import pytest
 
 import llmsuite
 from llmsuite.cli.main import main
-from llmsuite.errors import RecipeError
+from llmsuite.errors import Problem, RecipeError
 from tests.paths import ROOT
 
 _KEYS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
@@ -62,12 +62,17 @@ def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _refused(home: Home, recipe: Path | dict[str, Any], *words: str) -> bool:
-    """Whether a check of a recipe complains about its code."""
+    """Whether a check of a recipe complains about its code. It may complain of weights and data, which are not there,
+    and of nothing else."""
+    problems: list[Problem] = []
     try:
-        llmsuite.load_recipe(recipe, {"data.train": str(ROOT / "llmsuite" / "embedded" / "none"), **_given(words)})
+        llmsuite.load_recipe(recipe, _given(words))
     except RecipeError as error:
-        return f"{home.key}: names code in" in str(error)
-    return False
+        problems = error.problems
+    assert {problem.key for problem in problems} <= {home.key, "model.weights", "data.train", "data.eval"}, problems
+    about = [problem.message for problem in problems if problem.key == home.key]
+    assert all(message.startswith("names code in") for message in about), about
+    return bool(about)
 
 
 def _given(words: tuple[str, ...]) -> dict[str, Any]:

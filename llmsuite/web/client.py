@@ -11,7 +11,6 @@ import base64
 import contextlib
 import http.client
 import json
-import re
 import urllib.error
 import urllib.request
 import zlib
@@ -20,13 +19,17 @@ from typing import Any
 from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit, urlunsplit
 
 from llmsuite.errors import UserError
-from llmsuite.http_connection import Deadline, send
 from llmsuite.shown import Url, printable
+from llmsuite.strict_json import is_deeper
+from llmsuite.web.connection import Deadline, send
 
+API_KEY = "LLMSUITE_API_KEY"
+"""Variable with the key of servers: `llmsuite serve` asks for it, and what asks servers has it along."""
 MOST_ANSWER = 8 << 20
 """Bytes of an answer, unless more is expected."""
 MOST_DEPTH = 64
 """Lists and objects in each other in an answer."""
+_TOO_DEEP = f"answers with JSON that is nested more than {MOST_DEPTH} deep"
 PATIENCE, LEAST_RATE = 60.0, 4096
 """Seconds that a file may stand still, and bytes a second that have to come of it on average."""
 _MOST_SAID = 1 << 16
@@ -183,12 +186,16 @@ def get(url: Url) -> Iterator[Answer]:
 
 def json_of(url: Url, data: bytes) -> Any:
     """The JSON data of an answer. Raises HttpFailure where it is none, or too deep."""
-    if _depth_exceeds(data, MOST_DEPTH):
-        raise HttpFailure(url, f"answers with JSON that is nested more than {MOST_DEPTH} deep")
     try:
-        return json.loads(data.decode())
+        # NaN is read, as the rest of an answer may be good: whoever reads a number checks it
+        found = json.loads(data.decode())
+    except RecursionError as error:
+        raise HttpFailure(url, _TOO_DEEP) from error
     except ValueError as error:
         raise HttpFailure(url, f"answers with no JSON: {shortened(data.decode('utf-8', 'replace'))}") from error
+    if is_deeper(found, MOST_DEPTH):
+        raise HttpFailure(url, _TOO_DEEP)
+    return found
 
 
 def shortened(answer: Any) -> str:
@@ -196,24 +203,6 @@ def shortened(answer: Any) -> str:
     text = answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False)
     text = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
     return printable(text.encode("utf-8", "backslashreplace").decode())  # JSON may have halves of characters
-
-
-def _depth_exceeds(data: bytes, most: int) -> bool:
-    """Whether JSON has more than `most` lists and objects in each other, found without recursion. Of what is no JSON it
-    may say either; a parser needs at most twice the depth for what it says no to."""
-    if b'"' in data:
-        plain = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-        data = re.sub(rb'"[^"]*"?', b"", plain)
-    brackets = data.translate(bytes.maketrans(b"{}", b"[]"), _NO_BRACKETS)
-    for _ in range(most):
-        inner = brackets.replace(b"[]", b"")  # the innermost of each go, one level at a time
-        if len(inner) == len(brackets):
-            break
-        brackets = inner
-    return b"[]" in brackets or brackets.count(b"[") > most
-
-
-_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 # requests
