@@ -19,6 +19,9 @@ def main() -> int:
         from llmsuite.launch.interrupts import own_process
 
         own_process()
+        from llmsuite.shown import hide_secrets
+
+        hide_secrets(sys.argv)
         from llmsuite.cli.main import main as work
 
         code = work()

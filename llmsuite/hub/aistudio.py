@@ -22,6 +22,7 @@ from llmsuite.hub.folder import DEFAULT_BRANCH, PARTS, Folders
 from llmsuite.hub.listing import Interrupted, Kind, Listing, NotThere, RemoteFile, Unreachable
 from llmsuite.hub.names import HubName
 from llmsuite.regular import is_file
+from llmsuite.shown import SECRETS
 
 _POINTER = re.compile(rb"version https://git-lfs[^\n]*\noid sha256:([0-9a-f]{64})\nsize (\d+)\n?")
 _MOST_POINTER = 1024
@@ -106,6 +107,7 @@ def _token() -> str:
     """The token of the user: AISTUDIO_ACCESS_TOKEN, or what the SDK's login has kept."""
     path = Path(os.environ.get("AISTUDIO_CACHE_HOME", "~")).expanduser() / ".cache" / "aistudio" / ".auth" / "token"
     kept = path.read_text(encoding="utf-8").strip() if is_file(path) else ""
+    SECRETS.add(kept)
     return os.environ.get("AISTUDIO_ACCESS_TOKEN") or kept
 
 

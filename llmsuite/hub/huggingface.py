@@ -16,6 +16,7 @@ from llmsuite.errors import UserError
 from llmsuite.hub.listing import Interrupted, Kind, Listing, NotThere, RemoteFile, Unreachable
 from llmsuite.hub.names import HubName
 from llmsuite.regular import is_dir, is_file
+from llmsuite.shown import SECRETS
 
 _SECONDS = 20.0
 
@@ -101,6 +102,15 @@ def endpoint() -> str:
     return (os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
 
 
+def token() -> str | None:
+    """The token of the user: HF_TOKEN, or what `hf auth login` has kept."""
+    from huggingface_hub import get_token
+
+    found = get_token()
+    SECRETS.add(found or "")
+    return found
+
+
 def _cache() -> Path:
     if given := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(given).expanduser()
@@ -160,11 +170,11 @@ def is_broken_connection(error: BaseException) -> bool:
 
 def _explain(error: Exception, name: HubName, kind: Kind) -> None:
     """Raise an error of the library as one for the user; nothing, where the user can do nothing about it."""
-    from huggingface_hub import errors, get_token
+    from huggingface_hub import errors
 
     what = "model" if kind == "model" else "data set"
     page = f"{endpoint()}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
-    is_known, status = get_token() is not None, status_of(error)
+    is_known, status = token() is not None, status_of(error)
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
         who = "the account of this token has no access" if is_known else "nobody is logged in here"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from llmsuite.errors import UserError
 from llmsuite.files import read_json_object
-from llmsuite.hub.huggingface import endpoint, is_broken_connection, reason, status_of
+from llmsuite.hub.huggingface import endpoint, is_broken_connection, reason, status_of, token
 from llmsuite.hub.listing import Listing, RemoteFile, Report, Want, select
 from llmsuite.hub.names import HUBS, HubName, hub_name
 from llmsuite.regular import is_file, listed
@@ -51,13 +51,13 @@ def push(directory: Path, name: HubName, private: bool, message: str, report: Re
         raise UserError(f"{name}: a model can be pushed to Hugging Face only, as hf:ORG/NAME, not to {where}")
     if name.path or name.query:
         raise UserError(f"{name}: a model is pushed as a whole, as hf:ORG/NAME or hf:ORG/NAME@BRANCH")
-    from huggingface_hub import HfApi, get_token
+    from huggingface_hub import HfApi
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     files = pushed_files(directory, name)
     login = "log in with `hf auth login`, or set HF_TOKEN, with a token that may write"
-    if get_token() is None:
+    if token() is None:
         raise UserError(f"{name}: nobody is logged in here; {login}")
     size = sum((directory / path).stat().st_size for path in files)
     report(f"pushing {directory} to {endpoint()}/{name.repo}: {len(files)} files, {size / 1e6:,.1f} MB")

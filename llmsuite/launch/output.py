@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import io
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from llmsuite.shown import SECRETS, Shown, redacted
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.EPIPE, errno.EIO)
@@ -17,8 +18,8 @@ _GONE = (errno.EPIPE, errno.EIO)
 _LEAST_BYTES = 4096
 
 
-class Output(io.TextIOWrapper):
-    """A stream of a run. What finds no room is lost; it may be kept for the next time."""
+class Output(Shown):
+    """A stream of a run, without secrets. What finds no room is lost; it may be kept for the next time."""
 
     def write(self, text: str) -> int:
         try:
@@ -45,11 +46,13 @@ class Output(io.TextIOWrapper):
 
 def write_to(stdout: int, stderr: int) -> None:
     """Let this process print to two descriptors, line by line."""
-    sys.stdout, sys.stderr = _output(stdout), _output(stderr)
+    sys.stdout, sys.stderr = _output(stdout, SECRETS.hidden), _output(stderr, redacted)
 
 
-def _output(descriptor: int, encoding: str = "utf-8") -> Output:
-    return Output(open(descriptor, "wb", closefd=False), encoding, "replace", line_buffering=True)
+def _output(descriptor: int, shown: Callable[[str], str], encoding: str = "utf-8") -> Output:
+    return Output(
+        open(descriptor, "wb", closefd=False), shown, encoding=encoding, errors="replace", line_buffering=True
+    )
 
 
 @contextlib.contextmanager
@@ -57,10 +60,11 @@ def lasting_output() -> Iterator[None]:
     """While active, this process goes on when nobody reads what it prints. Streams that somebody has put in place of
     the standard ones are left alone."""
     before = sys.stdout, sys.stderr
-    if before == (sys.__stdout__, sys.__stderr__):
+    if all(isinstance(stream, Shown) for stream in before) or before == (sys.__stdout__, sys.__stderr__):
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stdout, sys.stderr = _output(1, sys.stdout.encoding), _output(2, sys.stderr.encoding)
+        sys.stdout = _output(1, SECRETS.hidden, sys.stdout.encoding)
+        sys.stderr = _output(2, redacted, sys.stderr.encoding)
     try:
         yield
     finally:

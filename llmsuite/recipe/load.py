@@ -27,6 +27,7 @@ from llmsuite.recipe.untrained import SECTIONS
 from llmsuite.schema import keys as recipe_keys
 from llmsuite.schema.recipe import ModelSection, Recipe, device_numbers
 from llmsuite.schema.section import Section, forget_reads, unread
+from llmsuite.shown import SECRETS
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
@@ -102,6 +103,7 @@ def load(
             _put(tree, origins, tuple(dotted.split(".")), value, origin)
     problems = _apply_overrides(tree, origins, overrides, registry)
     _count_devices(tree, origins)
+    SECRETS.add_data(tree)
 
     cls, name_problems = recipe_type(tree, registry)
     loaded = LoadedRecipe(None, _leaves(tree), origins, str(path))  # type: ignore[arg-type]

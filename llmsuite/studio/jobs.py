@@ -19,6 +19,7 @@ from llmsuite.launch.keeper import Kept
 from llmsuite.observe.runs import find_runs, has_records, is_run, read_run
 from llmsuite.observe.summary import cards
 from llmsuite.regular import is_dir, is_file
+from llmsuite.shown import SECRETS
 from llmsuite.studio.recipes import Filled
 from llmsuite.web.client import API_KEY
 
@@ -68,6 +69,7 @@ class Jobs:
         self._runs: dict[str, Job] = {}
         self._chats: dict[str, _Server] = {}
         self._key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
+        SECRETS.add(self._key)
         """Key of the servers, which other users of the machine reach too."""
         self._lock = threading.Lock()
         self._logs = tempfile.TemporaryDirectory(prefix="llmsuite-studio-")
