@@ -25,18 +25,16 @@ def main() -> int:
         from llmsuite.cli.main import main as work
 
         code = work()
+        _ignore()
         if interrupted and code:  # an import that it met counts as one of what is not installed
             code = _INTERRUPTED
     except BaseException as error:
+        _ignore()
         # where it meets C++, an interruption becomes another error: "ImportError: initialization failed"
         if not interrupted and not isinstance(error, KeyboardInterrupt):
             raise
         code = _INTERRUPTED
     if code == _INTERRUPTED:
-        import signal
-
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it is about to end, with this exit code
         # CPython 3.10 to 3.13 notes a KeyboardInterrupt that has left an `exec` of text, as dataclasses have it, for
         # unhandled though it was caught, and ends the process by SIGINT then. The next such text is a new beginning.
         eval("None")
@@ -64,6 +62,15 @@ def _insist() -> "list[int]":
     signal.signal(signal.SIGALRM, interrupt)
     signal.signal(signal.SIGINT, interrupt)
     return interrupted
+
+
+def _ignore() -> None:
+    """Ignore Ctrl-C: this process is about to end, with an exit code of its own. While Python ends, it would leave the
+    signal to the system, which ends a process by it."""
+    import signal
+
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _say_nothing(unraisable: object) -> None:

@@ -19,7 +19,6 @@ import json
 import os
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -34,22 +33,17 @@ from llmsuite.files import broken_file
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
 from tests.paths import ROOT
+from tests.tools.faults import MARK, Wrong, wait_for_all
 from tests.tools.hub_server import HubServer
 from tests.tools.moments import MESHES, PLUGIN, STAGES, STEPS, Case, Kill, draw_kill
 
-MARK = "LLMSUITE_TEST_RUN"
 MOST_SECONDS = 300.0
-ORPHAN_SECONDS = 15.0
 KILLS_OF_A_RUN = 4
 COMMAND_SHARE = 0.2
 """Of the rounds, those that kill a command and no run."""
 _CORPUS_ROWS = 4000
 _MADE = "exists; choose another --output"
 """What a command says that was killed when all it makes was there; it is compared like any other."""
-
-
-class Wrong(Exception):
-    """What should not be: "lost", "orphan" or "stale", and what it is."""
 
 
 class Rounds:
@@ -75,29 +69,6 @@ class Rounds:
         environment = {**self.environment, "MOMENTS": str(place), MARK: mark, **more}
         return self.runner.start(*words, **environment), mark
 
-    def end(self, process: subprocess.Popen[str], mark: str) -> str:
-        """Wait for the end of a command and all that it has started; returns what it printed."""
-        begun, ended = time.monotonic(), None
-        while True:
-            try:
-                output, _ = process.communicate(timeout=1)
-                break
-            except subprocess.TimeoutExpired:  # also while a process that it has started holds its output
-                now = time.monotonic()
-                ended = now if ended is None and process.poll() is not None else ended
-                if now - begun > MOST_SECONDS or (ended is not None and now - ended > ORPHAN_SECONDS):
-                    what = "lost: no end" if ended is None else "orphan: processes outlive it"
-                    left = _marked(mark)
-                    for pid in left:
-                        os.kill(pid, signal.SIGKILL)
-                    raise Wrong(f"{what}: {left}\n{process.communicate()[0]}") from None
-        deadline = time.monotonic() + ORPHAN_SECONDS
-        while left := _marked(mark):
-            if time.monotonic() > deadline:
-                raise Wrong(f"orphan: processes outlive it: {left}\n{output}")
-            time.sleep(0.05)
-        return output
-
     def age_leftovers(self) -> None:
         """Let what killed launchers have left in the temporary directory look as if some time had passed."""
         for path in (*self.temporary.glob("llmsuite-*"), *self.directory.glob("indexed/*.tmp")):
@@ -109,7 +80,7 @@ class Rounds:
         if case.name not in self.seconds:
             place = self.directory / f"moments-{case.name}"
             process, mark = self.start(case.words(run), place)
-            output = self.end(process, mark)
+            output = wait_for_all(process, mark, MOST_SECONDS)
             if process.returncode != 0:
                 raise Wrong(f"lost: exit code {process.returncode} of a run that was not killed\n{output}")
             found = collections.defaultdict[str, list[float]](list)
@@ -134,7 +105,7 @@ class Rounds:
             words = [*case.words(run), *restarts, *(["--resume"] if run.exists() else [])]
             told = {"KILL": json.dumps(vars(kill))} if kill else {}
             process, mark = self.start(words, place, **told)
-            output = self.end(process, mark)
+            output = wait_for_all(process, mark, MOST_SECONDS)
             was_killed = (place / "done").exists()
             kills += was_killed
             if was_killed:
@@ -165,7 +136,7 @@ class Rounds:
                 self.wait_for_request(name)
                 time.sleep(self.chance.uniform(0, self.seconds["commands"].get(name, 3.0)))
                 process.kill()
-            output = self.end(process, mark)
+            output = wait_for_all(process, mark, MOST_SECONDS)
             if process.returncode == 0 or (attempt and _MADE in output):
                 break
             if process.returncode != -9:
@@ -243,7 +214,7 @@ class Rounds:
             name, words, result, begin = maker(0)
             started = time.monotonic()
             process, mark = self.start(words, self.directory / "moments-of-commands", **begin)
-            output = self.end(process, mark)
+            output = wait_for_all(process, mark, MOST_SECONDS)
             if process.returncode != 0:
                 raise Wrong(f"lost: {name}: exit code {process.returncode}\n{output}")
             times[name] = time.monotonic() - started
@@ -301,19 +272,6 @@ def _compare(run: Path, whole: Path) -> None:
 
 def _records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def _marked(mark: str) -> list[int]:
-    """Processes whose environment has a mark: those of a run, whatever they are."""
-    found, wanted = [], f"{MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                if wanted in (entry / "environ").read_bytes():
-                    found.append(int(entry.name))
-            except OSError:  # it has just ended, or is somebody else's
-                continue
-    return found
 
 
 def main(kills: int, seconds: float, seed: int) -> int:

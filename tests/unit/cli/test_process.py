@@ -215,6 +215,23 @@ except KeyboardInterrupt:
     assert (found.returncode, found.stdout, found.stderr) == (0, "cleaned\ncleaned\n", "")
 
 
+@pytest.mark.parametrize("moment", ["atexit.register(late)", "threading._register_atexit(late)", "object = Late()"])
+def test_ctrl_c_while_python_ends(moment: str, tmp_path: Path) -> None:
+    """What a command was asked for is done, and its exit code says so."""
+    late = """
+import atexit, os, signal, sys, threading
+def late(): os.kill(os.getpid(), signal.SIGINT)
+class Late:
+    kill, pid, number = os.kill, os.getpid(), signal.SIGINT  # a module may be gone by then
+    def __del__(self): self.kill(self.pid, self.number)
+"""
+    program = f"{late}{moment}\nfrom llmsuite.__main__ import main\nsys.exit(main())"
+    words = [sys.executable, "-c", program.replace("self.kill", "Late.kill"), "list", "stages"]
+    done = subprocess.run(words, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "sft" in done.stdout
+
+
 def test_ctrl_c_within_code_that_is_text(tmp_path: Path) -> None:
     """As dataclasses and named tuples make theirs while they are imported: CPython remembers it as unhandled."""
     (tmp_path / "late.py").write_text("exec('raise KeyboardInterrupt')\n")
