@@ -28,6 +28,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _ENDING_SECONDS = 5.0
 """To wait for the keeper, once it is to end all."""
 _CHUNK = 1 << 16
+_LOOK_SECONDS = 0.5
+"""Between two looks at the memory of all that is kept, where that has a limit."""
+_TOOK_TOO_MUCH = b"M"
+"""What the keeper says to the process that asked for it, before it ends what takes too much memory."""
 
 
 class Kept:
@@ -42,6 +46,7 @@ class Kept:
         most_output: int | None = None,
         grace: float = 0.0,
         environment: Mapping[str, str] | None = None,
+        most_memory: int | None = None,
     ):
         """
         Args:
@@ -51,10 +56,14 @@ class Kept:
             most_output: bytes of that; what goes beyond them is left out. None for all.
             grace: seconds between SIGTERM and SIGKILL for the command, where it does not end by itself.
             environment: its variables; None for those of this process.
+            most_memory: bytes that the command and all that it has started may take together; with more they are
+                ended. None for no limit.
         """
         self._life: int | None
         told, self._life = os.pipe()  # the keeper sees the end of this process as the end of the pipe
-        words = [str(told), str(-1 if most_output is None else most_output), str(grace)]
+        self._news, says = os.pipe()
+        limits = [-1 if limit is None else limit for limit in (most_output, most_memory)]
+        words = [str(word) for word in (told, says, *limits, grace)]
         self._grace = grace
         try:
             self._process = subprocess.Popen(
@@ -62,15 +71,17 @@ class Kept:
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=None if output is None else subprocess.STDOUT,
-                pass_fds=[told, *pass_fds],
+                pass_fds=[told, says, *pass_fds],
                 env=environment,
                 start_new_session=True,  # Ctrl-C in the terminal is for the process that made it
             )
         except BaseException:
             os.close(self._life)
+            os.close(self._news)
             raise
         finally:
             os.close(told)
+            os.close(says)
 
     def poll(self) -> int | None:
         """The exit code of the command, negative for the signal that has ended it; None while it runs."""
@@ -82,6 +93,10 @@ class Kept:
             return self._process.wait(seconds)
         return None
 
+    def took_too_much(self) -> bool:
+        """Whether all was ended because it took more memory than it may. Asked before `end`."""
+        return bool(select.select([self._news], [], [], 0)[0]) and os.read(self._news, 1) == _TOOK_TOO_MUCH
+
     def terminate(self) -> None:
         """Send SIGTERM to the command."""
         self._process.terminate()
@@ -91,6 +106,7 @@ class Kept:
         if self._life is None:
             return
         os.close(self._life)
+        os.close(self._news)
         self._life = None
         if self.wait(self._grace + _ENDING_SECONDS) is None:
             self._process.kill()
@@ -100,9 +116,9 @@ class Kept:
 class _Keeper:
     """The keeper's side."""
 
-    def __init__(self, life: int, most_output: int, grace: float, command: Sequence[str]):
-        """As the arguments of `Kept`; `life` is its pipe, and `most_output` -1 stands for all."""
-        self._life, self._grace = life, grace
+    def __init__(self, life: int, says: int, most_output: int, most_memory: int, grace: float, command: Sequence[str]):
+        """As the arguments of `Kept`; `life` and `says` are its pipes, and limits of -1 stand for none."""
+        self._life, self._says, self._grace, self._most_memory = life, says, grace, most_memory
         self._left: int | None = None if most_output < 0 else most_output
         """Bytes that may still be printed."""
         self._printed, self._command = os.pipe(), command
@@ -121,10 +137,19 @@ class _Keeper:
         if not self._pid:
             self._become()
         os.close(self._printed[1])
+        self._close_others()
         status = self._wait()
         self._kill_all()
         self._relay(0.0)
         return status
+
+    def _close_others(self) -> None:
+        """Close what the command alone is to have: whoever holds the other end of a pipe sees at once that it ends."""
+        own = {self._life, self._says, self._printed[0], *self._wakes}
+        for descriptor in [int(name) for name in os.listdir("/dev/fd")]:
+            if descriptor > 2 and descriptor not in own:
+                with contextlib.suppress(OSError):  # the one of the listing itself
+                    os.close(descriptor)
 
     def _become(self) -> None:
         """Become the command, in the child."""
@@ -135,6 +160,7 @@ class _Keeper:
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             os.close(self._life)
+            os.close(self._says)
             for stream in (1, 2):
                 os.dup2(self._printed[1], stream)
             os.execvp(self._command[0], list(self._command))
@@ -153,6 +179,9 @@ class _Keeper:
         watched, killed_at = [self._life, self._wakes[0], self._printed[0]], float("inf")
         while (status := self._reap()) is None:
             until = max(0.0, killed_at - time.monotonic()) if killed_at < float("inf") else None
+            if self._most_memory >= 0:
+                until = _LOOK_SECONDS if until is None else min(until, _LOOK_SECONDS)
+                self._look_at_memory()
             ready, _, _ = select.select(watched, [], [], until)
             if self._wakes[0] in ready:
                 os.read(self._wakes[0], _CHUNK)
@@ -166,6 +195,16 @@ class _Keeper:
                 os.kill(self._pid, signal.SIGKILL)
                 killed_at = float("inf")
         return status
+
+    def _look_at_memory(self) -> None:
+        """End all when it takes too much memory together, and say why."""
+        kept = _descendants()
+        # what forks share is counted once, which is more to compute
+        if sum(map(_resident, kept)) > self._most_memory and sum(map(_proportional, kept)) > self._most_memory:
+            self._most_memory = -1
+            with contextlib.suppress(OSError):  # nobody reads any more
+                os.write(self._says, _TOOK_TOO_MUCH)
+            os.kill(self._pid, signal.SIGKILL)  # the rest follows
 
     def _reap(self) -> int | None:
         """Take note of those that have ended; the status of the command, if it is one of them."""
@@ -225,10 +264,41 @@ def _children() -> list[int]:
     return found
 
 
+def _descendants() -> list[int]:
+    """Children of this process, theirs, and so on; children of a process that has ended are children of this one."""
+    below: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            below.setdefault(parent, []).append(int(stat.parent.name))
+    found, new = [], [os.getpid()]
+    while new:
+        new = [child for pid in new for child in below.get(pid, ())]
+        found += new
+    return found
+
+
+def _resident(pid: int) -> int:
+    """Bytes of memory that a process has, shared ones too; 0 when it has ended."""
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def _proportional(pid: int) -> int:
+    """Bytes of memory that a process has; of a page that several share, its part."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    return _resident(pid)  # a kernel that does not tell
+
+
 def _main(words: Sequence[str]) -> int:
-    life, most_output, grace, *command = words
-    os.set_inheritable(int(life), False)
-    status = _Keeper(int(life), int(most_output), float(grace), command).run()
+    life, says, most_output, most_memory, grace, *command = words
+    for pipe in (life, says):
+        os.set_inheritable(int(pipe), False)
+    status = _Keeper(int(life), int(says), int(most_output), int(most_memory), float(grace), command).run()
     code = os.waitstatus_to_exitcode(status)
     if code < 0:  # end in the way in which the command has ended
         import resource

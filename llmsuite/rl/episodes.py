@@ -22,7 +22,7 @@ from llmsuite.rl.completion import Completion
 from llmsuite.rl.drawing import Drawing, Drawn, Request, uniforms
 from llmsuite.rl.environments import Answer, Begin, Step, environment_source
 from llmsuite.rl.rollouts import Draw, RolloutPrompt
-from llmsuite.rl.worker_pool import Call, WorkerPool
+from llmsuite.rl.worker_pool import Call, Limits, WorkerPool
 from llmsuite.schema.environment import EnvironmentSection
 from llmsuite.shown import redacted
 from llmsuite.specs import EnvironmentSpec, RewardSpec, Turn
@@ -116,7 +116,8 @@ class Episodes:
         self.parts, self._key, self._max_turns = source.parts, source.key, section.max_turns
         self._max_turn_length = section.max_turn_length
         self._template, self._tokenizer, self._max_length = template, tokenizer, max_length
-        self._pool = WorkerPool([source], section.workers, section.time_limit, "environment")
+        limits = Limits("environment", section.workers, section.time_limit, section.memory_limit)
+        self._pool = WorkerPool([source], limits)
         weakref.finalize(self, self._pool.close)
         self._has_warned = False
 

@@ -17,7 +17,7 @@ from llmsuite.rl.checks import LARGEST
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.reward_worker import RewardSource, scored
-from llmsuite.rl.worker_pool import Call, Outcome, WorkerPool
+from llmsuite.rl.worker_pool import Call, Limits, Outcome, WorkerPool
 from llmsuite.schema.reward import RewardSection
 from llmsuite.schema.section import Section
 from llmsuite.shown import redacted
@@ -54,7 +54,8 @@ class Rewards:
         self._weights = np.zeros(len(self.names))
         self._weights[self._offsets[:-1]] = list(section.functions.values())
         self._loaded: dict[int, Score] = {}
-        self._pool = WorkerPool(self._sources, section.workers, section.time_limit, "reward")
+        limits = Limits("reward", section.workers, section.time_limit, section.memory_limit)
+        self._pool = WorkerPool(self._sources, limits)
         weakref.finalize(self, self._pool.close)
         self.first_failure = ""
         """Why the first reward was missing that was."""

@@ -27,5 +27,8 @@ class EnvironmentSection(Section):
     episode has room."""
     time_limit: PositiveFloat = 10.0
     """Seconds for one answer of the environment; after that the episode ends, and its reward is missing."""
+    memory_limit: PositiveFloat = 8.0
+    """GiB that one of these processes may take, with all that it has started; with more it is ended, and so are the
+    episodes in it, whose rewards are missing."""
     workers: PositiveInt = 2
     """Processes of each rank that run environments."""

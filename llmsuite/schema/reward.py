@@ -24,6 +24,9 @@ class RewardSection(Section):
     time_limit: PositiveFloat = 10.0
     """Seconds for one completion, or for one group of a reward that compares completions of a prompt; after that the
     reward is missing."""
+    memory_limit: PositiveFloat = 8.0
+    """GiB that one of these processes may take, with all that it has started; with more it is ended, and the reward it
+    was computing is missing. A reward that loads a model needs more."""
     workers: PositiveInt = 2
     """Processes of each rank that compute rewards."""
     max_failed: Fraction = 0.1

@@ -124,6 +124,36 @@ def test_all_that_it_prints_comes_through(tmp_path: Path) -> None:
     assert log.stat().st_size == 3_000_000
 
 
+_TAKES = "more = bytearray(120 << 20)"
+
+
+@pytest.mark.parametrize(
+    ("code", "too_much"),
+    [
+        (f"{_TAKES}; time.sleep(600)", True),
+        (f"subprocess.Popen([sys.executable, '-c', 'import time; {_TAKES}; time.sleep(600)']); time.sleep(600)", True),
+        # together: forks that have as much each, written to after they were made
+        ("[os.fork() for _ in range(2)]; more = bytearray(40 << 20); time.sleep(600)", True),
+        # what forks share counts once
+        ("more = bytearray(60 << 20); [os.fork() for _ in range(2)]; time.sleep(2)", False),
+    ],
+    ids=["itself", "what it has started", "forks", "shared"],
+)
+def test_what_takes_too_much_memory_is_ended(mark: str, code: str, too_much: bool) -> None:
+    kept = _kept(code, most_memory=100 << 20)
+    assert kept.wait(60) == (-signal.SIGKILL if too_much else 0)
+    assert kept.took_too_much() is too_much
+    assert _alive(mark) == []
+    kept.end()
+
+
+def test_memory_without_a_limit() -> None:
+    kept = _kept(f"{_TAKES}; time.sleep(1.5)")
+    assert kept.wait(60) == 0
+    assert not kept.took_too_much()
+    kept.end()
+
+
 def test_a_command_that_is_not_there(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with open(log, "wb") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,30 @@ def test_a_reward_that_fails_is_missing_and_the_others_are_not(
         assert repr(kind) in rewards.first_failure
         assert rewards.first_failure in capsys.readouterr().err
         rewards.check(found)
+
+
+def test_a_reward_that_takes_too_much_memory_is_missing(make: Making, tmp_path: Path) -> None:
+    code = "import time\ndef score(completions):\n    if completions[0].text == 'much':\n"
+    code += "        more = bytearray(300 << 20)\n        time.sleep(30)\n    return [1.0]\n"
+    rewards = make({functions(tmp_path, code) + ":score": 1.0}, memory_limit=0.25, max_failed=0.5, workers=1)
+    found = rewards.score([completion(text, i) for i, text in enumerate(["fine", "much", "fine"])])
+    assert np.isnan(found).ravel().tolist() == [False, True, False]
+    assert "its process took more than 0.25 GiB (reward.memory_limit)" in rewards.first_failure
+
+
+def test_a_process_that_ends_between_calls_is_nobodys_fault(make: Making, tmp_path: Path) -> None:
+    code = "import os, threading\ndef score(completions):\n    threading.Timer(0.2, os._exit, [3]).start()\n"
+    code += "    return [float(os.getpid()) for _ in completions]\n"
+    rewards = make({functions(tmp_path, code) + ":score": 1.0}, max_failed=0.0, workers=1)
+    pids = []
+    for _ in range(3):
+        pids.append(rewards.score([completion("4")]).item())
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{pids[-1]:.0f}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+    assert len({*pids}) == 3
+    assert not rewards.first_failure
 
 
 def test_too_many_missing_rewards_end_the_run_in_bounded_time(make: Making, tmp_path: Path) -> None:
