@@ -31,7 +31,8 @@ from tests.parity.lora import case
 OFF = {"stage": "dpo", "run": ("--dpo.reference=adapter_off",)}
 SCORE_LIMIT = 5e-6
 """What chosen and rejected answers have in common cancels out in the gradient of a score, and with it digits: one
-process with micro-batches of 1 is 2.6e-6 from itself with one of 8."""
+process with micro-batches of 1 is 2.6e-6 from itself with one of 8. The norm of the gradients may be off by as much as
+they are, which is 1.2e-6 with tp2, sequence parallel and pp2 on a processor without AVX-512."""
 SENSITIVE = {"nf4 experts"}
 """Runs whose limits of what has changed are from the condition of each number: a factor of one expert learns from few
 tokens, whose terms cancel out, and three steps of AdamW magnify what rounding leaves of them. With tp2 it is off by up
@@ -146,6 +147,7 @@ def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], n
     assert many not in failed, failed[many]
     limit = SCORE_LIMIT if run == "rm" else GRADIENT_LIMIT
     of_change = change_limits(runner, _one(run), STEM, limit) if run in SENSITIVE else limit
-    found = compare(runner, one, many, STEM, of_change, gradient_limit=limit)
+    norm = {"grad_norm": SCORE_LIMIT} if run == "rm" else {}
+    found = compare(runner, one, many, STEM, of_change, gradient_limit=limit, metric_limits=norm)
     print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")
     assert found.problems == []
