@@ -13,6 +13,7 @@ from llmsuite.recipe.new import METHODS, RULE
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text, write_recipe
 from llmsuite.regular import exists
+from llmsuite.shown import SECRETS
 from llmsuite.specs import Command
 from llmsuite.stages.first_rows import check_rows
 
@@ -136,7 +137,10 @@ def _give(recipe: dict[str, Any], output: str | None, registry: Registry) -> lis
         except RecipeError as error:
             problems = [f"{problem.key}: {problem.message}" for problem in error.problems]
     if output is None:
-        print(recipe_text(recipe), end="")
+        text = recipe_text(recipe)
+        print(text, end="")
+        if SECRETS.hidden(text) != text:
+            print("note: secrets are left out of what is printed; write it with --output to keep them", file=sys.stderr)
     else:
         write_recipe(recipe, Path(output))
         print(f"wrote {output}")

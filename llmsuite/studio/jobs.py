@@ -69,8 +69,8 @@ class Jobs:
         self._runs: dict[str, Job] = {}
         self._chats: dict[str, _Server] = {}
         self._key = os.environ.get(API_KEY) or secrets.token_urlsafe(24)
-        SECRETS.add(self._key)
         """Key of the servers, which other users of the machine reach too."""
+        SECRETS.add(self._key)
         self._lock = threading.Lock()
         self._logs = tempfile.TemporaryDirectory(prefix="llmsuite-studio-")
 

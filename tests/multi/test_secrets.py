@@ -162,6 +162,15 @@ def test_a_command_keeps_secrets(command: str, environment: dict[str, str], tmp_
         check([command, *words], environment, tmp_path)
 
 
+def test_a_recipe_that_was_asked_for_keeps_its_urls(environment: dict[str, str], tmp_path: Path, port: int) -> None:
+    """It is to be run."""
+    url, recipe = urls(port)[0], tmp_path / "new.given"
+    words = ["recipe", "new", "--stage", "sft", "--family", "llama", "--preset", "llama-7b", "--data", url]
+    check([*words, "-o", str(recipe)], environment, tmp_path)
+    assert url in recipe.read_text()
+    assert "note: secrets are left out of what is printed" in check(words, environment, tmp_path)
+
+
 def test_a_run_keeps_secrets(environment: dict[str, str], tmp_path: Path, port: int) -> None:
     """Data and rewards by HTTP: what is fetched, drawn and recorded; a page is written of it."""
     run = tmp_path / "run"

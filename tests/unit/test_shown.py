@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import sys
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from llmsuite.errors import Problem, RecipeError, UserError
 from llmsuite.observe.events import environment
 from llmsuite.progress import report
-from llmsuite.shown import Url, printable, redacted, redacted_data, redacted_words
+from llmsuite.shown import Secrets, Url, printable, redacted, redacted_data, redacted_words
 from llmsuite.train.output import recipe_text
+from tests.paths import ROOT
 
 SECRET = "s3cr3t"
 
@@ -75,6 +77,71 @@ def test_nothing_that_is_written_or_said_has_one(
     assert not any(SECRET in text for text in said)
     assert redacted_words(["--lr=1", "x"]) == ["--lr=1", "x"]
     assert redacted_data((1, None, 2.5, True)) == [1, None, 2.5, True]
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> Secrets:
+    """Those of a process that has been given none yet."""
+    made = Secrets()
+    monkeypatch.setattr("llmsuite.shown.SECRETS", made)
+    return made
+
+
+def test_what_is_known_is_hidden_anywhere(secrets: Secrets) -> None:
+    secrets.add_url("https://me:p%40ss-word@host/a?token=abcdef12&version=2024-01-01&k=Zq83vXr3c2lnbmF0#part-of-it")
+    secrets.add_words(["--api_key", "of-an-option", "--auth.token=of-another", "--lr=0.001234"])
+    secrets.add_variables(
+        {
+            "HF_TOKEN": "hf_abcdefg",
+            "TOKENIZERS_PARALLELISM": "disabled",
+            "SSH_KEY": str(ROOT),
+            "X_KEY": 'quoted "one"',
+        }
+    )
+    hidden = [
+        "p%40ss-word", "p@ss-word", base64.b64encode(b"me:p@ss-word").decode(), "abcdef12", "Zq83vXr3c2lnbmF0",
+        "part-of-it", "of-an-option", "of-another", "hf_abcdefg",
+    ]  # fmt: skip
+    for text in hidden:
+        assert secrets.hidden(f"retries of /a?x={text} ended") == "retries of /a?x=*** ended"
+    assert json.dumps(secrets.hidden(repr('quoted "one"'))) == json.dumps("'***'")
+    for text in ("2024-01-01", "0.001234", "disabled", str(ROOT), "me", "host"):
+        assert secrets.hidden(text) == text
+
+
+@pytest.mark.parametrize("word", ["a", "secret", "12345", ""])
+def test_common_words_are_no_secrets(secrets: Secrets, word: str) -> None:
+    secrets.add(word)
+    assert secrets.hidden(f"the {word} of a text") == f"the {word} of a text"
+
+
+@given(st.lists(st.text(min_size=8, max_size=20), min_size=1, max_size=5), st.text(max_size=30))
+def test_no_secret_is_left(values: list[str], text: str) -> None:
+    """Also where one is a part of another one."""
+    made = Secrets()
+    for value in values:
+        made.add(value)
+    shown = made.hidden(text.join([*values, *values]))
+    assert not any(value in shown for value in values if "*" not in value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("with url: /a.jsonl?token=abc (Caused by", "with url: /a.jsonl?token=*** (Caused by"),
+        ("/a/b?sig=1&split=train", "/a/b?sig=***&split=train"),
+        ("is it in data/a.jsonl? no=1", "is it in data/a.jsonl? no=1"),
+        ("a/b?c=d", "a/b?c=d"),
+    ],
+)
+def test_an_address_without_its_host(text: str, expected: str) -> None:
+    assert redacted(text) == expected
+
+
+def test_keys_that_are_called_so_are_hidden() -> None:
+    given = {"api_key": "abc", "pad_token": "<pad>", "wandb": {"password": "x", "tokens": 3, "secret_key": "y"}}
+    hidden = {"api_key": "***", "pad_token": "<pad>", "wandb": {"password": "***", "tokens": 3, "secret_key": "***"}}
+    assert redacted_data(given) == hidden
 
 
 @given(

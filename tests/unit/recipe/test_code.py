@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -125,6 +126,29 @@ def test_a_file_that_the_command_line_names_is_taken(home: Home) -> None:
     else:
         words = (f"{section}.{name}={json.dumps(given)}",)
     assert not _refused(home, ROOT / "recipes" / "llama" / f"{stage}.json", *words)
+
+
+_IMPORTERS = {
+    "llmsuite/plugins/given.py": "the option --plugin, a word of whoever runs the command",
+    "llmsuite/rl/environments.py": "environment.name",
+    "llmsuite/rl/reward_worker.py": "reward.functions",
+    "llmsuite/rl/verifiers_environment.py": "environment.verifiers.id",
+    "llmsuite/train/collator.py": "data.collator",
+}
+"""Modules that import a file, and what names it: an option, or a key that `code_files` knows."""
+
+
+def test_nothing_else_imports_a_file() -> None:
+    found = set()
+    for path in (ROOT / "llmsuite").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = node.func if isinstance(node, ast.Call) else None
+            name = getattr(called, "id", "") or getattr(called, "attr", "")
+            is_ours = isinstance(called, ast.Name) and name in ("import_file", "from_file", "exec", "eval")
+            if is_ours or name in ("spec_from_file_location", "run_path", "run_module"):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found - {"llmsuite/python_files.py", "llmsuite/__main__.py"} == {*_IMPORTERS}
+    assert {key for key in _IMPORTERS.values() if " " not in key} == {*_KEYS}
 
 
 def test_a_program_may_name_any_file(home: Home) -> None:

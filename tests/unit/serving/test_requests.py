@@ -127,6 +127,18 @@ def test_no_token_is_chosen_by_logits_that_are_no_numbers(value: float, temperat
             choose(logits, Sampling(temperature=temperature), generator(0))
 
 
+@pytest.mark.parametrize("given", ["", "Bearer", "Bearer ", "Bearer wrong", "Basic right", "bearer right", "right"])
+def test_with_a_key_a_server_asks_for_it(given: str) -> None:
+    """Wherever it generates text or tells of itself, but not whether it lives."""
+    with TestClient(make_app(make_service(None), api_key="right")) as client:
+        paths = ["/v1/models", "/v1/completions", "/v1/no such path", "/metrics", "/tokenize", "/detokenize"]
+        for path in paths:
+            for method in ("GET", "POST", "DELETE"):
+                assert client.request(method, path, headers={"authorization": given}).status_code == 401, path
+        assert client.get("/healthz").status_code == 200
+        assert client.get("/metrics", headers={"authorization": "Bearer right"}).status_code == 200
+
+
 @pytest.mark.parametrize(
     ("headers", "status"),
     [

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -123,6 +125,24 @@ def test_a_run_whose_ranks_died_early_is_shown(tmp_path: Path) -> None:
     (told,) = jobs.known()
     assert (told["status"], told["cards"]["Status"][0], told["can_talk"]) == ("failed", "failed", False)
     assert jobs.close() == []
+
+
+def test_a_server_of_the_studio_has_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    says = "import os, time; print('answers on http://127.0.0.1:1'); print(os.environ['LLMSUITE_API_KEY'], flush=True)"
+    monkeypatch.delenv("LLMSUITE_API_KEY", raising=False)
+    monkeypatch.setattr("llmsuite.studio.jobs._LLMSUITE", (sys.executable, "-c", f"{says}; time.sleep(600)"))
+    run, jobs = make_run(tmp_path / "runs" / "a"), Jobs(tmp_path / "runs")
+    deadline = time.monotonic() + 60
+    while (address := jobs.talk(str(run))["address"]) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    key = address.removeprefix("http://127.0.0.1:1/#key=")
+    (log,) = Path(jobs._logs.name).glob("*-serve-*.log")
+    while len(said := log.read_text().split()) < 4:  # the address comes first
+        assert time.monotonic() < deadline
+    jobs.close()
+    assert len(key) > 20
+    assert said[-1] == key
 
 
 @pytest.fixture
