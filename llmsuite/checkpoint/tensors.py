@@ -27,6 +27,7 @@ from llmsuite.files import (
     sha256_of,
 )
 from llmsuite.regular import is_file, listed
+from llmsuite.strict_json import TEXT, check_kinds, list_of
 
 SUFFIX = ".safetensors"
 
@@ -109,8 +110,7 @@ class TensorFiles:
             self._manifest = read_manifest(directory)
             if fault := broken_file(directory, without=SUFFIX):
                 raise UserError(f"{fault}; nothing was written")
-        holes = read_json_file(directory / NOT_FETCHED) if is_file(directory / NOT_FETCHED) else []
-        self._holes = set[str](holes)
+        self._holes = _not_fetched(directory / NOT_FETCHED)
         index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
         if is_file(index):
             self._file_of = read_weight_map(index)
@@ -242,6 +242,13 @@ class Dequantised:
 
 def _beside(name: str, kind: str) -> str:
     return f"{name.removesuffix('.weight')}.{kind}"
+
+
+def _not_fetched(path: Path) -> set[str]:
+    """The tensors, as `file:tensor`, that a rank did not ask for, by the file that says so."""
+    found = read_json_file(path) if is_file(path) else []
+    check_kinds(path, {"the list": found}, {"the list": list_of(TEXT)})
+    return set(found)
 
 
 def _with_sha256(
