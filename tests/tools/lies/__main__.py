@@ -55,7 +55,7 @@ def is_refused(layout: Layout, directory: Path) -> bool:
     """Let everything read a directory. Raises what a reader raises that is no UserError, or that it hangs."""
     refused = False
     for read in layout.reads:
-        with limited(), contextlib.suppress(UserError):
+        with limited(layout.seconds), contextlib.suppress(UserError):
             read(directory)
             continue
         refused = True

@@ -28,6 +28,8 @@ class Layout:
     """What reads such a directory: they raise nothing but UserError, whatever it has."""
     share: int = 12
     """How often it is taken, as against others."""
+    seconds: float = 2.0
+    """Of the processor, in which it is read or refused."""
     lie: Lie | None = None
     """Tells a lie in one of its files; None for that of the file's suffix."""
 

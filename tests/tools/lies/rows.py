@@ -283,8 +283,8 @@ _BOTH = (read_as_rows, read_as_documents)
 LAYOUTS = {
     "jsonl": Layout(_packed("rows.jsonl", bytes), _BOTH[:1]),
     "json": Layout(make_list, _BOTH[:1], lie=lie_in_lines),
-    "gz": Layout(_packed("rows.jsonl.gz", gzip.compress), _BOTH[:1], share=4),
-    "zst": Layout(_packed("rows.jsonl.zst", zstandard.compress), _BOTH[:1], share=4),
+    "gz": Layout(_packed("rows.jsonl.gz", gzip.compress), _BOTH[:1], share=2, seconds=20),
+    "zst": Layout(_packed("rows.jsonl.zst", zstandard.compress), _BOTH[:1], share=2, seconds=20),
     "csv": Layout(make_csv, _BOTH),
     "parquet": Layout(make_parquet, _BOTH),
     "arrow": Layout(make_arrow, _BOTH[:1], share=2),
