@@ -14,6 +14,7 @@ import safetensors.numpy
 from llmsuite.checkpoint.int8 import input_scales, quantised
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.parts import FLOATS, Part, check_scales
+from llmsuite.checkpoint.reft_dir import open_interventions
 from llmsuite.checkpoint.stored import read_header
 from llmsuite.checkpoint.tensors import Dequantised, TensorFiles, TensorSpec
 from llmsuite.convert import structured
@@ -21,7 +22,7 @@ from llmsuite.convert.rewrite import OutputFormat, Rewrite
 from llmsuite.errors import UserError
 from llmsuite.files import read_manifest
 from tests.tools import fp8_model
-from tests.tools.lies.tensors import packed_safetensors
+from tests.tools.lies.tensors import make_reft, packed_safetensors
 from tests.unit import tiny_llama
 from tests.unit.checkpoint.test_gptq import publish
 from tests.unit.tiny_llama import CONFIG, FAMILIES
@@ -173,3 +174,20 @@ def test_the_scale_of_inputs_is_above_zero(tmp_path: Path, value: float) -> None
     change(tmp_path / "a", f"{LAYER}.input_scale", lambda scale: scale * 0 + value)
     with pytest.raises(UserError, match=r"input_scale' is -?[01]\.0; the scale of inputs is above 0"):
         input_scales(open_model(tmp_path / "a", FAMILIES))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_parameters_are_floats(tmp_path: Path, dtype: str) -> None:
+    tiny_llama.write(tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink(missing_ok=True)
+    change(tmp_path / "a", f"{LAYER}.weight", lambda value: value.astype(dtype))
+    with pytest.raises(UserError, match=rf"{LAYER}\.weight' is {dtype}; float64 or"):
+        open_model(tmp_path / "a", FAMILIES)
+
+
+def test_interventions_are_floats(tmp_path: Path) -> None:
+    make_reft(tmp_path / "a", tmp_path)
+    assert open_interventions(tmp_path / "a").told.rank == 2
+    change(tmp_path / "a", "model.layers.0.reft.bias", lambda value: value.astype("int32"))
+    with pytest.raises(UserError, match=r"reft\.bias' is int32; float64 or"):
+        open_interventions(tmp_path / "a")
