@@ -15,7 +15,7 @@ from llmsuite.errors import UserError
 
 Index = Sequence[slice]
 _MOST_BLOCKS = 1 << 14
-"""Of a tensor: each is compared with each. A rank has one of it."""
+"""Blocks of a tensor: each is compared with each. A rank has one of it."""
 _MOST_LOOKED_AT = 1 << 20
 """Pairs of a block and of a place where a gap may be, before its place is left out of the message."""
 

@@ -10,9 +10,9 @@ from llmsuite.data.rows import conversations_of
 
 MOST_COLUMNS = 10_000
 MOST_TURNS = 4_096
-"""Of a conversation. Those of agents have about a thousand."""
+"""Turns of a conversation. Those of agents have about a thousand."""
 MOST_TOOLS = 1_024
-"""Of a row; and calls of a turn. Each is looked for in the text that a template makes."""
+"""Tools of a row, and calls of a turn. Each is looked for in the text that a template makes."""
 MOST_RENDERED = 1 << 30
 """Characters of a conversation, times its supervised turns: what is rendered of it."""
 
