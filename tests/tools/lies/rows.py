@@ -281,12 +281,12 @@ def lie_in_template(path: Path, data: st.DataObject) -> None:
 
 _BOTH = (read_as_rows, read_as_documents)
 LAYOUTS = {
-    "jsonl": Layout(_packed("rows.jsonl", bytes), _BOTH[:1]),
-    "json": Layout(make_list, _BOTH[:1], lie=lie_in_lines),
+    "jsonl": Layout(_packed("rows.jsonl", bytes), _BOTH[:1], seconds=4),
+    "json": Layout(make_list, _BOTH[:1], lie=lie_in_lines, seconds=4),
     "gz": Layout(_packed("rows.jsonl.gz", gzip.compress), _BOTH[:1], share=2, seconds=20),
     "zst": Layout(_packed("rows.jsonl.zst", zstandard.compress), _BOTH[:1], share=2, seconds=20),
-    "csv": Layout(make_csv, _BOTH),
-    "parquet": Layout(make_parquet, _BOTH),
+    "csv": Layout(make_csv, _BOTH, seconds=4),
+    "parquet": Layout(make_parquet, _BOTH, seconds=4),
     "arrow": Layout(make_arrow, _BOTH[:1], share=2),
     "corpus": Layout(make_corpus, (read_corpus,)),
     "template": Layout(make_template, (read_template,), share=3),
