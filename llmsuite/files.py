@@ -19,9 +19,9 @@ from typing import Any
 
 from llmsuite.errors import UserError
 from llmsuite.locks import LOCK, lock_directory, remove_any
-from llmsuite.regular import exists, is_dir, is_file, open_regular, read_regular
+from llmsuite.regular import exists, is_dir, is_file, is_own_name, open_regular, read_regular
 from llmsuite.shown import kind_of_json
-from llmsuite.strict_json import parse_json
+from llmsuite.strict_json import Kind, by_name, check_kinds, parse_json, whole
 from llmsuite.threads import in_threads
 
 MANIFEST = "manifest.json"
@@ -32,6 +32,12 @@ ELSEWHERE = "elsewhere.json"
 NO_ROOM = "the run ends here; make room and --resume it"
 """The state of the files of a run, for `os_errors`."""
 _CHUNK = 1 << 20
+_SIZE, _RANK = whole(0, 1 << 60), whole(0, 1 << 30)
+_PLACE = Kind(
+    "an object with the numbers machine and rank",
+    lambda value: isinstance(value, dict) and all(_RANK.fits(value.get(key)) for key in ("machine", "rank")),
+)
+"""Where a file lies that is not here."""
 
 
 def begin_directory(final: Path) -> None:
@@ -186,8 +192,12 @@ def lying_elsewhere(directory: Path) -> dict[str, dict[str, int]]:
     """The files of a committed directory that are not here but on other machines: `machine` and `rank` by name."""
     if not is_file(directory / ELSEWHERE):
         return {}
-    entries = read_json_file(directory / ELSEWHERE)["files"].items()
-    return {name: place for name, place in entries if not is_file(directory / name)}
+    path = directory / ELSEWHERE
+    files = read_json_object(path)
+    check_kinds(path, files, {"files": by_name(_PLACE)})
+    if odd := [name for name in files["files"] if not is_own_name(name, below=True)]:
+        raise UserError(f"{path}: {odd[0][:300]!r} is no file of the directory")
+    return {name: place for name, place in files["files"].items() if not is_file(directory / name)}
 
 
 def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True) -> str | None:
@@ -239,6 +249,8 @@ def ranges_of(manifest: Mapping[str, Any]) -> dict[str, list[Range]]:
     Raises:
         ValueError: or TypeError, KeyError, AttributeError: it is no manifest, or some byte is in no range.
     """
+    if not all(_is_entry(entry) for kind in ("files", "tensors") for entry in manifest.get(kind, {}).values()):
+        raise ValueError("an entry has no size that is a whole number, or no sha256 that is a text")
     tensors: dict[str, list[Range]] = {name: [] for name in manifest["files"]}
     for name, entry in manifest.get("tensors", {}).items():
         file, _, tensor = name.partition(":")
@@ -246,7 +258,7 @@ def ranges_of(manifest: Mapping[str, Any]) -> dict[str, list[Range]]:
             tensors[file].append(Range(entry["start"], entry["start"] + entry["size"], entry["sha256"], tensor))
     result = {}
     for file, entry in manifest["files"].items():
-        if ".." in Path(file).parts or Path(file).is_absolute() or "\0" in file:
+        if not is_own_name(file, below=True):
             raise ValueError(f"{file!r} is no file of the directory")
         ranges, size = sorted(tensors[file], key=lambda r: (r.start, r.end)), entry["size"]
         if "header_sha256" in entry:
@@ -258,6 +270,13 @@ def ranges_of(manifest: Mapping[str, Any]) -> dict[str, list[Range]]:
             raise ValueError(f"it does not cover every byte of {file}")
         result[file] = ranges
     return result
+
+
+def _is_entry(entry: Mapping[str, Any]) -> bool:
+    numbers, texts = ("start", "size"), ("sha256", "header_sha256")
+    return all(_SIZE.fits(entry[key]) for key in numbers if key in entry) and all(
+        isinstance(entry[key], str) for key in texts if key in entry
+    )
 
 
 def _fault(path: Path, found: Range, why: str) -> str:
@@ -351,8 +370,8 @@ def read_weight_map(index: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
         raise UserError(f"{index}: has no weight_map of names to files")
     for name in set(found.values()):
-        if Path(name).name != name or "\0" in name:  # a path could leave the directory
-            raise UserError(f"{index}: {name!r} is not a plain file name")
+        if not is_own_name(name):
+            raise UserError(f"{index}: {name[:300]!r} is not a plain file name")
     return found
 
 

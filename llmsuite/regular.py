@@ -63,6 +63,24 @@ def name_fault(path: Path | str) -> str | None:
     return None
 
 
+def is_own_name(name: Any, below: bool = False) -> bool:
+    """Whether what a stranger's file gives for the name of another file is that of one in the same directory, so that
+    nothing is looked for elsewhere.
+
+    Args:
+        name: what is given, of any type.
+        below: whether the file may lie in a directory of that directory, as in "a/b".
+    """
+    if not isinstance(name, str) or "\0" in name or "\\" in name:
+        return False
+    parts = name.split("/")
+    try:
+        name.encode()
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
+    return (below or len(parts) == 1) and not any(part in ("", ".", "..") for part in parts)
+
+
 def _looked_up(path: Path | str) -> os.stat_result | None:
     """What the file system says of a path; None where there is nothing, or can be nothing."""
     try:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.parts import FLOATS, Part
+from llmsuite.checkpoint.parts import FLOATS, Part, check_scales
 from llmsuite.checkpoint.stored import FP8, StoredTensor
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
@@ -132,7 +132,7 @@ class Fp8Tensors:
         bounds = [s.indices(size)[:2] for s, size in zip(index or [slice(None)] * 2, shape)]
         rows, columns = (self.form.numbers(dim, *bound) for dim, bound in enumerate(bounds))
         blocks = [slice(int(numbers[0]), int(numbers[-1]) + 1) for numbers in (rows, columns)]
-        scales = self._files.read(scale_name(name), blocks).astype("float32", copy=False)
+        scales = check_scales(self._files.read(scale_name(name), blocks), scale_name(name), self._files.directory)
         return dequantise(value, scales, rows - rows[0], columns - columns[0])
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.parts import FLOATS, INDEXES, WORDS, Part
+from llmsuite.checkpoint.parts import FLOATS, INDEXES, WORDS, Part, check_scales
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.errors import UserError
 
@@ -149,7 +149,8 @@ class GptqTensors:
         codes = codes[begin - rows.start * per_word : end - rows.start * per_word]
         groups = self._groups(layer, begin, end)
         used = slice(int(groups.min()), int(groups.max()) + 1)
-        scales = self._files.read(layer + _SCALES, [used, columns]).astype("float32")
+        scales = self._files.read(layer + _SCALES, [used, columns])
+        scales = check_scales(scales, layer + _SCALES, self._files.directory)
         words = _words(first, last, form)
         zeros = unpacked(self._files.read(layer + _ZEROS, [used, words]).T, form).T
         zeros = zeros[:, first - words.start * per_word : last - words.start * per_word]

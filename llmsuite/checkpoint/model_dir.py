@@ -17,6 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors
 from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
 from llmsuite.checkpoint.gptq import GptqFormat, GptqTensors
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, Renamed, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.tied import check_tied
@@ -341,6 +342,8 @@ def describe_model(
         if all(theirs in found for theirs in place.names)
     }
     tensors |= {name: HfTensors((found[name],)) for name in carried}
+    for theirs in _names_in(tensors):
+        Part(FLOATS).check(files.spec(theirs), path)
     if not carried:
         config = without_carried(config)
     return ModelDirectory(

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
+
 from llmsuite.errors import UserError
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
@@ -50,6 +52,28 @@ class Part:
         if len(found.shape) != len(self.shape) or not all(map(_fits, found.shape, self.shape)):
             wanted = ", ".join("?" if size is None else str(size) for size in self.shape)
             raise UserError(f"{where}: {found.name!r} is {list(found.shape)}; {why} has [{wanted}]")
+
+
+def check_scales(values: np.ndarray, name: str, where: Path) -> np.ndarray:
+    """The values that a tensor's codes are multiplied with, in float32: one that is not finite would be in all of a
+    block.
+
+    Args:
+        values: as they are stored.
+        name: of their tensor, for messages.
+        where: the file or directory, for messages.
+
+    Raises:
+        UserError: one is NaN or infinite, in float32 too.
+    """
+    with np.errstate(over="ignore"):
+        found: np.ndarray = values.astype("float32", copy=False)
+    if count := int(np.count_nonzero(~np.isfinite(found))):
+        raise UserError(
+            f"{where}: {name!r} has {count:,} scales that are not finite (NaN or infinite), so no weight of their "
+            "blocks is one; take another copy, or an earlier checkpoint"
+        )
+    return found
 
 
 def _fits(size: int, wanted: int | tuple[int, ...] | None) -> bool:

@@ -228,6 +228,8 @@ def open_prefixes(directory: Path) -> SavedPrefixes:
         return SavedPrefixes(Prefixes(files.tokens, base), files)
     network = TensorFiles(directory, STATE)
     inner_bias = f"{NETWORK}.{INNER_BIAS}"
+    for name in network.names:
+        Part(FLOATS).check(network.spec(name), directory)
     Part(FLOATS, (None,)).check(network.spec(inner_bias), directory, "a bias")
     width = network.spec(inner_bias).shape[0]
     return SavedPrefixes(Prefixes(files.tokens, base, width), files, network)

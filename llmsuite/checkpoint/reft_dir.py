@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from llmsuite.checkpoint.adapter_base import Base, read_base, write_base
+from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
@@ -93,7 +94,10 @@ def open_interventions(directory: Path) -> SavedInterventions:
     check_kinds(directory / CONFIG, data, _KINDS)
     ends = data["first"], data["last"]
     told = Interventions(data["rank"], tuple(data["layers"]), ends, base or Base(None, ""))
-    return SavedInterventions(told, TensorFiles(directory, STEM))
+    files = TensorFiles(directory, STEM)
+    for name in files.names:
+        Part(FLOATS).check(files.spec(name), directory)
+    return SavedInterventions(told, files)
 
 
 def orthonormal(matrix: np.ndarray) -> np.ndarray:

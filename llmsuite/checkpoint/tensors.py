@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from llmsuite.checkpoint.parts import FLOATS, Part
+from llmsuite.checkpoint.parts import FLOATS, Part, check_scales
 from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
 from llmsuite.errors import UserError
 from llmsuite.files import (
@@ -27,6 +27,7 @@ from llmsuite.files import (
     sha256_of,
 )
 from llmsuite.regular import is_file, listed
+from llmsuite.strict_json import TEXT, check_kinds, list_of
 
 SUFFIX = ".safetensors"
 
@@ -109,8 +110,7 @@ class TensorFiles:
             self._manifest = read_manifest(directory)
             if fault := broken_file(directory, without=SUFFIX):
                 raise UserError(f"{fault}; nothing was written")
-        holes = read_json_file(directory / NOT_FETCHED) if is_file(directory / NOT_FETCHED) else []
-        self._holes = set[str](holes)
+        self._holes = _not_fetched(directory / NOT_FETCHED)
         index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
         if is_file(index):
             self._file_of = read_weight_map(index)
@@ -229,7 +229,8 @@ class Dequantised:
         value = self._files.read(name, index)
         if value.dtype != INT8:
             return value
-        scale = self._scales.read(_beside(name, "weight_scale"))
+        beside = _beside(name, "weight_scale")
+        scale = check_scales(self._scales.read(beside), beside, self._scales.directory)
         if index is not None:  # along the inputs its size is 1
             scale = scale[tuple(s if size > 1 else slice(None) for s, size in zip(index, scale.shape))]
         return value.astype("float32") * scale
@@ -237,11 +238,23 @@ class Dequantised:
     def input_scale(self, name: str) -> float | None:
         """Scale of the inputs that a matrix is multiplied with; None when they are not rounded."""
         beside = _beside(name, "input_scale")
-        return float(self._scales.read(beside)[0]) if beside in self._known else None
+        if beside not in self._known:
+            return None
+        scale = float(check_scales(self._scales.read(beside), beside, self._scales.directory)[0])
+        if scale <= 0:
+            raise UserError(f"{self._scales.directory}: {beside!r} is {scale}; the scale of inputs is above 0")
+        return scale
 
 
 def _beside(name: str, kind: str) -> str:
     return f"{name.removesuffix('.weight')}.{kind}"
+
+
+def _not_fetched(path: Path) -> set[str]:
+    """The tensors, as `file:tensor`, that a rank did not ask for, by the file that says so."""
+    found = read_json_file(path) if is_file(path) else []
+    check_kinds(path, {"the list": found}, {"the list": list_of(TEXT)})
+    return set(found)
 
 
 def _with_sha256(

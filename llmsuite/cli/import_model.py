@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
 
 _PACKAGE = "package:"
+_OWN_LAYOUTS = ("hf", "paddlenlp")
 
 
 def add_arguments(parser: Any) -> None:
@@ -52,7 +53,7 @@ def run(args: Any, registry: Registry) -> int:
     source = _find_source(args.source)
     with committed_directory(target) as directory:
         if source.suffix == ".gguf":
-            if args.layout not in ("hf", "paddlenlp"):
+            if args.layout not in _OWN_LAYOUTS:
                 raise UserError(f"a GGUF file is imported as hf or paddlenlp; convert that to {args.layout} afterwards")
             import_gguf(source, directory, registry.models, args.layout, args.allow_nonfinite)
         else:
@@ -60,13 +61,29 @@ def run(args: Any, registry: Registry) -> int:
             if found.ignored:
                 print(f"{source}: {found.description}")
             found = dataclasses.replace(found, allow_nonfinite=args.allow_nonfinite)
-            registry.exporters[args.layout].write(found, directory)
+            _write(found, directory, args.layout, registry)
     model = open_model(target, registry.models)
     size = sum(path.stat().st_size for path in model.files.paths)
     print(
         f"wrote {target}: {model.family.name}, {len(model.names)} tensors, {size / 1e6:,.0f} MB, {model.layout} layout"
     )
     return 0
+
+
+def _write(model: ModelDirectory, directory: Path, layout: str, registry: Registry) -> None:
+    """Write a model in a layout. Raises UserError, or what an exporter raises; NonFiniteError for values that are not
+    finite, which an exporter of a plugin need not look for: they are found as it reads them, or in what it has
+    written."""
+    from llmsuite.checkpoint.finite import NonFiniteError, first_nonfinite
+    from llmsuite.checkpoint.finite_model import checked
+
+    write = registry.exporters[layout].write
+    if layout in _OWN_LAYOUTS:  # these look while they write
+        write(model, directory)
+        return
+    write(checked(model), directory)
+    if not model.allow_nonfinite and (what := first_nonfinite(sorted(directory.rglob("*.safetensors")))):
+        raise NonFiniteError(what.replace(str(directory), f"exporter {layout}: {model.path}"))
 
 
 def _open(source: Path, config: Path | None, allow_pickle: bool, registry: Registry) -> ModelDirectory:

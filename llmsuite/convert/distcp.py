@@ -21,10 +21,22 @@ from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.convert.blocks import Block, BlockFiles, Index
 from llmsuite.convert.pickled import StoredArray, read_pickle
 from llmsuite.errors import UserError
-from llmsuite.regular import is_file, listed
+from llmsuite.regular import is_file, is_own_name, listed
+from llmsuite.strict_json import NULL, TEXT, Kind, check_kinds, whole
 
 _METADATA = re.compile(r"(\d+)\.metadata")
 _MODEL = "model"
+Place = tuple[str, tuple[int, ...], tuple[int, ...] | None]
+_SIZE = whole(0, 1 << 60)
+_SIZES = Kind(
+    "at most 8 whole numbers",
+    lambda value: isinstance(value, list | tuple) and len(value) <= 8 and all(map(_SIZE.fits, value)),
+)
+_PLACE_KINDS = {"global_offset": _SIZES, "flattened_range": _SIZES | NULL}
+_INDEX_KINDS = {**_PLACE_KINDS, "tensor_key": TEXT}
+"""What says where a block is."""
+_BLOCK_KINDS = {**_PLACE_KINDS, "local_shape": _SIZES, "global_shape": _SIZES | NULL, "dtype": TEXT}
+"""What says what a block is."""
 
 
 def metadata_file(directory: Path) -> Path | None:
@@ -49,11 +61,7 @@ def open_distcp(directory: Path) -> BlockFiles:
 
 
 def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFiles:
-    places: dict[tuple[str, tuple[int, ...], Any], str] = {}
-    for key, file in metadata["storage_metadata"].items():
-        if not key.fields.get("replica_id"):  # of equal copies the first one is read
-            place = key.fields["tensor_key"], tuple(key.fields["global_offset"]), key.fields.get("flattened_range")
-            places[place] = _plain(path, file)
+    places = _files_of(path, metadata["storage_metadata"])
     names = _model_names(metadata)
     needed = sorted({file for (key, _, _), file in places.items() if key in names})
     missing = [file for file in needed if not is_file(directory / file)]
@@ -83,13 +91,14 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
     specs, blocks = {}, {}
     for key, name in names.items():
         parts = [record.fields for record in metadata["state_dict_metadata"][key]]
+        for part in parts:
+            check_kinds(path, part, _BLOCK_KINDS)
         spec = TensorSpec(name, _whole_shape(parts), np.dtype(str(parts[0]["dtype"])).name)
         specs[name] = spec
         pieces: dict[tuple[Any, Any], list[tuple[range, StoredArray | StoredTensor, str]]] = {}
         for part in parts:
-            offset, shape = tuple(part["global_offset"]), tuple(part["local_shape"])
-            flat = part.get("flattened_range")
-            file = places[key, offset, flat]
+            _, offset, flat = place = _place(key, part)
+            shape, file = tuple(part["local_shape"]), places[place]
             found = array(file, key)
             span = range(*flat) if flat else range(math.prod(shape))
             stored = (len(span),) if flat else shape
@@ -115,6 +124,8 @@ def _model_names(metadata: Mapping[str, Any]) -> dict[str, str]:
     The saved object is a dict of tensors, or a dict of dicts such as {"model": …, "optimizer": …}.
     """
     paths = metadata.get("flat_mapping") or {key: (key,) for key in metadata["state_dict_metadata"]}
+    if not all(isinstance(part, str) for key, path in paths.items() for part in (key, *path)):
+        raise ValueError("a name is no text")
     if any(len(path) > 1 and path[0] == _MODEL for path in paths.values()):
         return {key: ".".join(path[1:]) for key, path in paths.items() if len(path) > 1 and path[0] == _MODEL}
     return {key: key for key in metadata["state_dict_metadata"]}
@@ -156,7 +167,23 @@ def _block(
     return Block(offset, shape, ", ".join(file for _, _, file in pieces), read)
 
 
+def _files_of(path: Path, storage: Mapping[Any, Any]) -> dict[Place, str]:
+    """The file of each block; of equal copies the first one is read."""
+    places = {}
+    for key, file in storage.items():
+        check_kinds(path, key.fields, _INDEX_KINDS)
+        if not key.fields.get("replica_id"):
+            places[_place(key.fields["tensor_key"], key.fields)] = _plain(path, file)
+    return places
+
+
+def _place(key: str, fields: Mapping[str, Any]) -> Place:
+    """What a block is found by: its tensor, its offset, and which of its elements they are, where not all."""
+    flat = fields.get("flattened_range")
+    return key, tuple(fields["global_offset"]), None if flat is None else tuple(flat)
+
+
 def _plain(path: Path, file: Any) -> str:
-    if not isinstance(file, str) or not file or Path(file).name != file:  # a path could leave the directory
+    if not is_own_name(file):
         raise UserError(f"{path}: names a file that is not a plain file name")
     return file

@@ -6,7 +6,7 @@ The byte-pair tokenizers of GGUF (`tokenizer.ggml.model = gpt2`) are supported.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,8 @@ def import_gguf(
     if missing or unexpected:
         raise UserError(f"{source}: missing tensors {missing[:5]}, unexpected {unexpected[:5]}")
 
+    specs = _specs(source, tensors, names.parameter_shapes(config), names.is_linear)
+
     def read(name: str) -> np.ndarray:
         tensor = tensors[name]
         shape = [int(n) for n in reversed(tensor.shape)]
@@ -92,13 +94,33 @@ def import_gguf(
         value = names.gguf_to_hf(name, value, config)
         return value.T if names.is_linear(name) else value
 
-    specs = []
-    for name in wanted:
-        shape = tuple(int(n) for n in reversed(tensors[name].shape))
-        specs.append(TensorSpec(name, shape[::-1] if names.is_linear(name) else shape, "float32"))
     save_tokenizer(*read_tokenizer(source, fields), directory)
     options = WriteOptions(on_nonfinite=None if allow_nonfinite else refuse_of(source))
     write_model(directory, family, config, read, specs, layout, options=options)
+
+
+def _specs(
+    source: Path, tensors: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], is_linear: Callable[[str], bool]
+) -> list[TensorSpec]:
+    """The tensors as they are read. Raises UserError for one of another shape than the fields of the file make it.
+
+    Args:
+        source: the file, for messages.
+        tensors: by our names.
+        shapes: as in memory, by our names, in the order of the model.
+        is_linear: whether a tensor is turned against its file.
+    """
+    specs, wrong = [], []
+    for name, wanted in shapes.items():
+        dims = tuple(int(size) for size in tensors[name].shape)  # the last one first, as in memory where it is turned
+        found = dims if is_linear(name) else dims[::-1]
+        if found != tuple(wanted):
+            wrong.append(f"{tensors[name].name} is {list(dims[::-1])}, which makes {name} {list(found)}")
+            wrong[-1] += f"; the fields of the file make it {list(wanted)}"
+        specs.append(TensorSpec(name, found, "float32"))
+    if wrong:
+        raise UserError(f"{source}: {len(wrong)} tensors have another shape: {'; '.join(wrong[:5])}")
+    return specs
 
 
 def _own_scaling(source: Path, written: Any) -> Any:

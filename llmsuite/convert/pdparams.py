@@ -9,6 +9,7 @@ from the shape of the whole.
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ _RANK_DIRECTORY = re.compile(r"mp_(\d+)_sharding_(\d+)_pp_(\d+)")
 _IN_RANK_DIRECTORY = ("model.pdparams", "model_state.pdparams")
 _NOT_SHARED = re.compile(r".*shared_layers\.\w+\.position_embeddings\.weight")
 """The last stage of PaddleFleetX's pipeline has the whole embedding for its output, of which the words are shared."""
+_MOST_FILES = 1 << 16
 _AXES = ("tp", "pp", "shard")
 _NAMES_OF_PADDLE = "StructuredToParameterName@@"
 
@@ -56,8 +58,11 @@ class PickledTensors:
         if name == _NAMES_OF_PADDLE:
             return
         array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # with Paddle's name of it
+        if not isinstance(name, str):
+            raise UserError(f"{path}: has a tensor whose name is no text")
         if not isinstance(array, StoredArray):
-            raise UserError(f"{path}: {name!r} is no tensor")
+            raise UserError(f"{path}: {name[:300]!r} is no tensor")
+        array.spec(name)  # its dtype is one that a parameter has
         before = self._arrays.setdefault(name, array)
         if before is not array and self._first_counts is not None and self._first_counts.fullmatch(name):
             return
@@ -108,6 +113,7 @@ def _open_rank_directories(directories: Sequence[Path]) -> list[PickledTensors]:
         if int(match[2]) == 0 and found is not None:
             files[int(match[1]), int(match[3])] = found
     mp, pp = (max((rank[axis] for rank in files), default=0) + 1 for axis in (0, 1))
+    _check_number(directories[0].absolute().parent, mp * pp)
     grid = itertools.product(range(mp), range(pp))
     if missing := [f"mp_{a:02d}_sharding_00_pp_{b:02d}" for a, b in grid if (a, b) not in files]:
         where = directories[0].absolute().parent
@@ -141,9 +147,11 @@ def open_pdparams(directory: Path) -> list[PickledTensors]:
         by_rank.setdefault(tuple(int(axes.get(axis, 0)) for axis in _AXES), []).append(path)
     if numbered:
         total = max(of for of, _ in numbered.values())
+        _check_number(directory, total)
         if missing := [f"{i} of {total}" for i in range(1, total + 1) if i not in numbered]:
             raise UserError(f"{directory}: files are missing: {', '.join(missing)}")
     degrees = [max(rank[i] for rank in by_rank) + 1 for i in range(len(_AXES))]
+    _check_number(directory, math.prod(degrees))
     grid = list(itertools.product(*(range(degree) for degree in degrees)))
     if missing := [_rank(rank, degrees) for rank in grid if rank not in by_rank]:
         raise UserError(
@@ -152,6 +160,12 @@ def open_pdparams(directory: Path) -> list[PickledTensors]:
     return [
         PickledTensors([path for rank in grid if rank[0] == tp for path in by_rank[rank]]) for tp in range(degrees[0])
     ]
+
+
+def _check_number(directory: Path, files: int) -> None:
+    """Raise UserError for more files than a model has, by the numbers in their names."""
+    if files > _MOST_FILES:
+        raise UserError(f"{directory}: by their names there are {files:,} files; at most {_MOST_FILES:,} are read")
 
 
 def join_ranks(
@@ -170,8 +184,9 @@ def join_ranks(
     """
     specs: dict[str, TensorSpec] = {}
     parts: dict[str, list[Block]] = {}
+    known = [set(rank.names) for rank in ranks]
     for name, shape in whole.items():
-        without = [label for rank, label in zip(ranks, labels) if name not in rank.names]
+        without = [label for names, label in zip(known, labels) if name not in names]
         if len(without) == len(ranks):
             continue  # the caller knows what a model has to have
         if without:

@@ -23,6 +23,10 @@ from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.errors import UserError
 from llmsuite.regular import open_regular
 
+_MOST_REPEATED = 4
+"""Values, for each byte of the file, in all that is named a second time. In honest files these are shapes, and tensors
+with two names; a few bytes that name the same pair over and over would be more than any machine can look at."""
+_MOST_DEPTH, _MOST_DIMS = 50, 8
 _LONG_TEXT = 4096  # longer ones are values of a tensor, as pickle protocol 2 writes them
 _METADATA = ("paddle.distributed.flex_checkpoint.dcp.metadata", "paddle.distributed.checkpoint.metadata")
 _RECORDS = {(m, c): c for m in _METADATA for c in ("Metadata", "LocalTensorMetadata", "LocalTensorIndex")}
@@ -60,11 +64,14 @@ class StoredArray:
     def read(self, index: Sequence[slice] | None = None) -> np.ndarray:
         """Its values, or those of a slice, copied from disk. Maps only this array."""
         dtype, order = np.dtype(_DTYPES[self.code]), "F" if self.by_columns else "C"
-        if isinstance(self.raw, _Range) and not self.raw.is_text and 0 not in self.shape:
-            values = np.memmap(self.path, dtype, "r", self.raw.start, self.shape, order=order)  # type: ignore[call-overload]
-        else:
-            content = self.raw if isinstance(self.raw, bytes) else self.raw.load(self.path)
-            values = np.frombuffer(content, dtype).reshape(self.shape, order=order)  # type: ignore[call-overload]
+        try:
+            if isinstance(self.raw, _Range) and not self.raw.is_text and 0 not in self.shape:
+                values = np.memmap(self.path, dtype, "r", self.raw.start, self.shape, order=order)  # type: ignore[call-overload]
+            else:
+                content = self.raw if isinstance(self.raw, bytes) else self.raw.load(self.path)
+                values = np.frombuffer(content, dtype).reshape(self.shape, order=order)  # type: ignore[call-overload]
+        except (ValueError, OSError) as error:
+            raise UserError(f"{self.path}: an array of {list(self.shape)} cannot be read: {error}") from error
         return np.array(values if index is None else values[tuple(index)], order="C")
 
     def digest(self) -> str:
@@ -127,6 +134,9 @@ class _Machine:
         self._path, self._content, self._at = path, content, 0
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._repeated = 0
+        self._closed = set[int]()
+        """What was named again, by its id: it holds what it held then, so that its size stays as counted."""
 
     def run(self) -> Any:
         while (code := self._content[self._at : self._at + 1]) != b".":
@@ -136,6 +146,7 @@ class _Machine:
                 raise ValueError(f"unknown instruction {code!r} at byte {self._at - 1}")
             instruction(self)
         (result,) = self._stack
+        _check_depth(result)
         return result
 
     # reading the file
@@ -200,7 +211,7 @@ class _Machine:
         self._stack[-size:] = [items]
 
     def set_items(self, items: Sequence[Any]) -> None:
-        target = self._stack[-1]
+        target = self._open()
         if not isinstance(target, dict) or len(items) % 2:
             raise ValueError("sets items of what is no dict")
         for key, value in zip(items[::2], items[1::2]):
@@ -209,7 +220,7 @@ class _Machine:
             target[key] = value
 
     def append(self, items: Sequence[Any]) -> None:
-        target = self._stack[-1]
+        target = self._open()
         if not isinstance(target, list):
             raise ValueError("appends to what is no list")
         target.extend(items)
@@ -222,13 +233,28 @@ class _Machine:
         self._memo[index] = self._stack[-1]
 
     def recall(self, index: int) -> None:
+        level = [self._memo[index]]
+        while level:
+            self._closed.update(id(node) for node in level if isinstance(node, (dict, list, Record)))
+            level = [inner for node in level for inner in _inside(node)]
+            self._repeated += len(level)
+            if self._repeated > _MOST_REPEATED * len(self._content):
+                raise ValueError(f"names more than {_MOST_REPEATED} values for each of its bytes again")
         self._push(self._memo[index])
+
+    def _open(self) -> Any:
+        """The value on top of the stack, to be filled."""
+        target = self._stack[-1]
+        if id(target) in self._closed:
+            raise ValueError(f"fills a {type(target).__name__} that something else has already")
+        return target
 
     # instructions that would import and call
 
     def name(self, module: Any, name: Any) -> None:
-        known = (module, name) in _RECORDS or name in _CALLABLE.get(module, ())
-        if not (isinstance(module, str) and isinstance(name, str) and known):
+        if not (isinstance(module, str) and isinstance(name, str)):
+            raise ValueError("names what is no text")
+        if (module, name) not in _RECORDS and name not in _CALLABLE.get(module, ()):
             self._refuse(module, name)
         self._push(_Name(module, name))
 
@@ -267,7 +293,8 @@ class _Machine:
         self._push(Record(kind))
 
     def build(self) -> None:
-        target, state = self._stack[-2], self._stack.pop()
+        state = self._stack.pop()
+        target = self._open()
         if isinstance(target, Record) and isinstance(state, dict):
             target.fields.update(state)
         elif isinstance(target, _Dtype) and isinstance(state, tuple):
@@ -280,7 +307,7 @@ class _Machine:
 
     def _fill(self, array: StoredArray, state: tuple[Any, ...]) -> None:
         _, shape, dtype, by_columns, raw = state
-        if not all(isinstance(size, int) and size >= 0 for size in shape):
+        if len(shape) > _MOST_DIMS or not all(type(size) is int and size >= 0 for size in shape):
             raise ValueError("has an array whose shape is no shape")
         array.shape, array.code, array.by_columns, array.raw = tuple(shape), dtype.code, bool(by_columns), raw
         itemsize = np.dtype(_DTYPES.get(dtype.code, dtype.code)).itemsize
@@ -296,6 +323,24 @@ class _Machine:
             f"{self._path}: asks for {module}.{name}, which is not data of a checkpoint: it may be made to run code. "
             "Nothing of it was run; do not load this file by other means"
         )
+
+
+def _inside(node: Any) -> Sequence[Any]:
+    """The values in one of a pickle."""
+    if isinstance(node, Record):
+        node = node.fields
+    if isinstance(node, dict):
+        return [*node, *node.values()]
+    return node if isinstance(node, (list, tuple)) else ()
+
+
+def _check_depth(result: Any) -> None:
+    """Raise ValueError for more than `_MOST_DEPTH` values in each other: what looks at them calls itself for each."""
+    level = [result]
+    for _ in range(_MOST_DEPTH):
+        level = [inner for node in level for inner in _inside(node)]
+    if level:
+        raise ValueError(f"has values nested deeper than {_MOST_DEPTH} levels")
 
 
 _CALLABLE: dict[Hashable, tuple[str, ...]] = {

@@ -45,9 +45,10 @@ class VeraAsLora:
         """
         self._files = files
         self._folded: dict[str, tuple[str, str]] = {}
-        matches = [match for name in files.names if (match := _PART.fullmatch(name))]
-        for module in dict.fromkeys(match[1] for match in matches):
-            parts = {match[2]: match[0] for match in matches if match[1] == module}
+        found: dict[str, dict[str, str]] = {}
+        for match in (match for name in files.names if (match := _PART.fullmatch(name))):
+            found.setdefault(match[1], {})[match[2]] = match[0]
+        for module, parts in found.items():
             if missing := [f"vera_{kind}" for kind in "ABdb" if kind not in parts]:
                 raise UserError(
                     f"{path}: {module} has no {' and no '.join(missing)}; PaddleNLP saves what is trained only, and "

@@ -17,6 +17,8 @@ PACKED = (".gz", ".zst")
 _MOST_RATIO = 100
 """Text is compressed to about a tenth; a bomb to a thousandth."""
 _ALWAYS_FINE = 64 << 20
+_ITEM = 32
+"""Bytes that a row, an object or a value counts for at least: nothing but ends of lines unpacks to much work, too."""
 MOST_LINE = 64 << 20
 """Bytes of a line. Longer ones are no row but another kind of file."""
 
@@ -68,8 +70,8 @@ class Guard:
         self._done += size
         if self._done > self._most:
             raise UserError(
-                f"{self._path}: unpacks to more than {_MOST_RATIO} times its size, as no text does; "
-                "if it is meant so, unpack it first"
+                f"{self._path}: unpacks to more than {_MOST_RATIO} times its size, or to as many rows or values as no "
+                "text has; if it is meant so, unpack it first"
             )
 
 
@@ -84,7 +86,7 @@ class _Guarded(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         piece = self._plain.read(len(buffer))
-        self._guard.add(len(piece))
+        self._guard.add(max(len(piece), _ITEM * sum(map(piece.count, (b"\n", b"{", b",")))))
         buffer[: len(piece)] = piece
         return len(piece)
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmsuite.data.bounds import MOST_COLUMNS, check_conversations
 from llmsuite.data.columns import NoColumn, renamed
 from llmsuite.data.faults import Faults
 from llmsuite.data.formats import MEDIA
@@ -52,6 +53,8 @@ class Conversion:
         """The row; None for one with a fault, which is recorded in `faults`. Raises UserError when no format fits."""
         if fault is None and not isinstance(raw, Mapping):
             fault = f"is a {type(raw).__name__}, not an object"
+        if fault is None and len(raw) > MOST_COLUMNS:
+            fault = f"has {len(raw):,} columns; at most {MOST_COLUMNS:,} are read"
         if fault is None:
             fault = _text_fault(raw)
         if fault is None and not self._columns and (media := [name for name in MEDIA if raw.get(name)]):
@@ -82,6 +85,7 @@ class Conversion:
             raise UserError(f"{what} has to raise ValueError with what is wrong in the row: {tail(error)}") from error
         wanted = TYPES.get(self._kind, object)
         if row is not None and isinstance(row, wanted):
+            check_conversations(row)
             return row
         found = "nothing" if row is None else f"a {type(row).__name__}"
         hint = "" if wanted is object else f"; {self._kind} rows are {wanted.__module__}.{wanted.__name__}"

@@ -77,11 +77,11 @@ class IndexedCorpus:
         self._offsets = np.frombuffer(raw, "<i8", num_sequences, int(at[1]))
         self.bounds = np.frombuffer(raw, "<i8", num_bounds, int(at[2]))
         """Numbers of the sequences that documents begin with, and how many there are."""
-        expected = int(self._offsets[-1]) + int(self.sizes[-1]) * self.dtype.itemsize if num_sequences else 0
+        expected = self._laid_out()
         if expected != self.num_bytes:
             raise UserError(f"{data}: has {self.num_bytes} bytes, {path.name} expects {expected}; make both again")
-        if self.bounds[0] != 0 or self.bounds[-1] != num_sequences:
-            raise UserError(f"{path}: its documents are not all of its sequences")
+        if self.bounds[0] != 0 or self.bounds[-1] != num_sequences or _descends(self.bounds):
+            raise UserError(f"{path}: its documents are not all of its sequences, in their order")
         if not self.num_bytes:
             raise UserError(f"{data}: has no tokens")
         self.tokens: Any = np.memmap(data, mode="r", dtype=self.dtype)
@@ -89,6 +89,17 @@ class IndexedCorpus:
     @property
     def num_documents(self) -> int:
         return len(self.bounds) - 1
+
+    def _laid_out(self) -> int:
+        """Bytes of all sequences. Raises UserError unless each begins where the one before it ends."""
+        end = 0
+        for first in range(0, len(self.sizes), _CHUNK):
+            sizes = self.sizes[first : first + _CHUNK].astype("int64") * self.dtype.itemsize
+            ends = end + np.cumsum(sizes)
+            if (sizes < 0).any() or not np.array_equal(self._offsets[first : first + _CHUNK], ends - sizes):
+                raise UserError(f"{self.path}: its sequences do not lie one behind the other; make it again")
+            end = int(ends[-1])
+        return end
 
     def first_token(self, document: int) -> int:
         """Position in `tokens` where a document begins; behind the last one, how many tokens there are."""
@@ -111,6 +122,12 @@ class IndexedCorpus:
                 file.seek(start)
                 digest.update(file.read(_CHUNK))
         return digest.hexdigest()
+
+
+def _descends(numbers: np.ndarray) -> bool:
+    """Whether a number is smaller than the one before it; a part at a time, as there may be very many."""
+    parts = (numbers[first : first + _CHUNK + 1] for first in range(0, len(numbers), _CHUNK))
+    return any(bool((part[1:] < part[:-1]).any()) for part in parts)
 
 
 class CorpusWriter:

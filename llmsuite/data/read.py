@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -251,7 +252,9 @@ class Parser:
     """Strict JSON: no duplicate key and no NaN. Such a fault concerns its row only: the rows after it are read."""
 
     def __init__(self) -> None:
-        self._decoder = json.JSONDecoder(object_pairs_hook=self._object, parse_constant=self._constant)
+        self._decoder = json.JSONDecoder(
+            object_pairs_hook=self._object, parse_float=self._number, parse_constant=self._constant
+        )
         self._fault: str | None = None
 
     def line(self, line: bytes) -> tuple[Any, str | None]:
@@ -290,6 +293,12 @@ class Parser:
         if len(found) < len(pairs):
             self._fault = f"has the key {first_repeated(name for name, _ in pairs)!r} twice"
         return found
+
+    def _number(self, written: str) -> float:
+        number = float(written)
+        if not math.isfinite(number):
+            self._fault = f"has the number {written[:40]}, which is larger than any"
+        return number
 
     def _constant(self, name: str) -> float:
         self._fault = f"has {name}, which is no JSON"

@@ -74,6 +74,10 @@ MEANS: Mapping[str, str] = {
 """What a field is, for questions."""
 
 
+_MOST_LOOKED_AT, _LONGEST_NAME = 500, 100
+"""Columns that a guess is made of, and characters of their names: of more, nobody would have chosen by hand."""
+
+
 def fields_of(kind: str) -> tuple[str, ...]:
     """The fields that rows of a kind have at least; none for a kind of somebody else's."""
     return _FIELDS.get(kind, ())
@@ -88,6 +92,8 @@ def suggested(row: Row, kind: str, formats: Mapping[str, DataFormat], name: str 
         formats: the registered ones.
         name: of a format, or "auto" for any with this kind.
     """
+    if len(row) > _MOST_LOOKED_AT:
+        return None
     fitting = [f for f in formats.values() if f.kind == kind and name in ("auto", f.name)]
     return first_readable(row, _proposals(kind, _Found(row)), lambda fields: _is_read(fields, fitting))
 
@@ -127,7 +133,8 @@ def corrected(columns: Mapping[str, str], row: Row) -> Columns | None:
 
 def near(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
     """The name among known ones that somebody may have meant, whatever the case of its letters."""
-    by_case = {each.casefold(): each for each in known}
+    short = [each for each in known if len(each) <= _LONGEST_NAME][:_MOST_LOOKED_AT]
+    by_case = {each.casefold(): each for each in short}
     found = get_close_matches(name.casefold(), list(by_case), n=1)
     return by_case[found[0]] if found else None
 

@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmsuite.data.bounds import MOST_TOOLS, check_number
 from llmsuite.data.rows import REASONING, ROLES, Message, ToolCall
 from llmsuite.shown import kind_of_json
 
@@ -227,6 +228,7 @@ def calls_at(value: Any, where: str) -> tuple[ToolCall, ...]:
     calls = value if isinstance(value, list) else [value]
     if not calls:
         raise ValueError(f"{where!r} is empty")
+    check_number(calls, MOST_TOOLS, repr(where), "calls")
     found = []
     for call in calls:
         identifier = call.get("id") if isinstance(call, Mapping) else None
@@ -274,6 +276,7 @@ def tools_at(row: Row) -> str:
         tools = from_json(tools, "tools") if tools.strip() else None
     if not isinstance(tools, (list, type(None))):
         raise ValueError(f"'tools' is {kind_of_json(tools)}, not a list of functions")
+    check_number(tools or [], MOST_TOOLS, "'tools'", "functions")
     wrapped = []
     for i, tool in enumerate(tools or []):
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None

@@ -50,15 +50,15 @@ class Hangs(Exception):
 
 
 @contextlib.contextmanager
-def limited() -> Iterator[None]:
-    """Raise Hangs where the block takes too much time, of the processor or of any clock."""
+def limited(processor: float = HANG_SECONDS) -> Iterator[None]:
+    """Raise Hangs where the block takes more seconds of the processor, or too many of any clock."""
 
     def stop(number: int, frame: FrameType | None) -> None:
-        raise Hangs(f"more than {HANG_SECONDS:.0f} s of the processor, or {ASLEEP_SECONDS:.0f} s")
+        raise Hangs(f"more than {processor:.0f} s of the processor, or {ASLEEP_SECONDS:.0f} s")
 
     for number, clock, seconds in (
-        (signal.SIGPROF, signal.ITIMER_PROF, HANG_SECONDS),
-        (signal.SIGALRM, signal.ITIMER_REAL, ASLEEP_SECONDS),
+        (signal.SIGPROF, signal.ITIMER_PROF, processor),
+        (signal.SIGALRM, signal.ITIMER_REAL, max(ASLEEP_SECONDS, 10 * processor)),
     ):
         signal.signal(number, stop)
         signal.setitimer(clock, seconds)

@@ -20,6 +20,7 @@ from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.tensor_writer import WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
+from tests.conftest import PluginSite
 from tests.unit import tiny_llama
 from tests.unit.serving.test_adapters import write_adapter
 from tests.unit.tiny_llama import FAMILIES
@@ -216,3 +217,53 @@ def test_told_of_quantised_files(place: Path, tmp_path: Path, capsys: pytest.Cap
     said = capsys.readouterr().err
     assert "q_proj.weight' has " in said
     assert str(path) in said
+
+
+READS = """
+    from llmsuite.checkpoint.tensor_writer import write_tensors
+    specs = [model.spec(name) for name in model.names]
+    write_tensors(directory, "model", specs, model.read, {"format": "pt"})
+"""
+COPIES = """
+    for path in model.files.paths:
+        shutil.copy(path, directory)
+    shutil.copy(model.path / "model.safetensors.index.json", directory)
+"""
+MAKES = """
+    from llmsuite.checkpoint.tensor_writer import write_tensors
+    from llmsuite.checkpoint.tensors import TensorSpec
+    specs = [TensorSpec("t", (2,), "float32")]
+    write_tensors(directory, "model", specs, lambda name: np.array([1, np.nan], "float32"), {"format": "pt"})
+"""
+EXPORTER = """
+import shutil
+
+import numpy as np
+
+from llmsuite import hookimpl
+from llmsuite.specs import Exporter
+
+
+def write(model, directory):
+    shutil.copy(model.path / "config.json", directory)
+{body}
+
+@hookimpl
+def llmsuite_register_exporters():
+    return [Exporter(name="other", help="a layout of a plugin", write=write)]
+"""
+
+
+@pytest.mark.parametrize(("body", "source"), [(READS, "model"), (COPIES, "model"), (MAKES, "base")])
+def test_what_an_exporter_of_a_plugin_writes_is_looked_at(
+    body: str, source: str, place: Path, tmp_path: Path, site: PluginSite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    site.install("other-layout", EXPORTER.format(body=body))
+    words = ("import", "--layout", "other")
+    assert run(place, tmp_path / "out", source, *words) == 2
+    said = capsys.readouterr().err
+    assert "not finite" in said
+    assert "--allow-nonfinite" in said
+    assert not list(tmp_path.glob("out*")), "nothing is left"
+    if body != MAKES:  # which is no model
+        assert run(place, tmp_path / "out", source, *words, "--allow-nonfinite") == 0

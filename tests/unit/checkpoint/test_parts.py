@@ -11,15 +11,21 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from llmsuite.checkpoint.int8 import input_scales, quantised
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.checkpoint.parts import FLOATS, Part
+from llmsuite.checkpoint.parts import FLOATS, Part, check_scales
+from llmsuite.checkpoint.reft_dir import open_interventions
 from llmsuite.checkpoint.stored import read_header
 from llmsuite.checkpoint.tensors import Dequantised, TensorFiles, TensorSpec
 from llmsuite.convert import structured
+from llmsuite.convert.rewrite import OutputFormat, Rewrite
 from llmsuite.errors import UserError
 from llmsuite.files import read_manifest
+from tests.tools import fp8_model
+from tests.tools.lies.tensors import make_reft, packed_safetensors
+from tests.unit import tiny_llama
 from tests.unit.checkpoint.test_gptq import publish
-from tests.unit.tiny_llama import FAMILIES
+from tests.unit.tiny_llama import CONFIG, FAMILIES
 
 LAYER = "model.layers.0.mlp.up_proj"
 
@@ -27,10 +33,10 @@ LAYER = "model.layers.0.mlp.up_proj"
 def change(directory: Path, name: str, to: Callable[[np.ndarray], np.ndarray]) -> None:
     """Write one tensor of a model directory anew, in all its files."""
     for path in directory.glob("*.safetensors"):
-        tensors = safetensors.numpy.load_file(path)
+        tensors = {tensor: stored.read() for tensor, stored in read_header(path).items()}
         if name in tensors:
             tensors[name] = np.ascontiguousarray(to(tensors[name]))
-            safetensors.numpy.save_file(tensors, path)
+            path.write_bytes(packed_safetensors(tensors))
 
 
 def read_all(directory: Path) -> None:
@@ -119,3 +125,69 @@ def test_any_size_but_none() -> None:
     for shape in ((3, 2), (0, 1), (3,), (3, 1, 1)):
         with pytest.raises(UserError, match=r"x: 'a' is \[.*\]; b has \[\?, \(1, 4\)\]"):
             part.check(TensorSpec("a", shape, "float16"), Path("x"), "b")
+
+
+def _int8(directory: Path) -> None:
+    tiny_llama.write(directory.parent / "base")
+    model = quantised(open_model(directory.parent / "base", FAMILIES), {LAYER: [3.0, 2.0]})
+    Rewrite(model, OutputFormat("hf")).write(directory)
+
+
+SCALED = {
+    "gptq": (lambda directory: publish(directory, group_size=32), "scales"),
+    "fp8": (lambda directory: fp8_model.publish(directory, FAMILIES["llama"], CONFIG, (8, 8)), "weight_scale_inv"),
+    "int8": (_int8, "weight_scale"),
+    "int8, of inputs": (_int8, "input_scale"),
+}
+"""How a model with scales is made, and the last word of one of them."""
+
+
+def read_scales(directory: Path) -> None:
+    read_all(directory)
+    input_scales(open_model(directory, FAMILIES))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kind", SCALED)
+def test_scales_are_finite_in_every_layout(tmp_path: Path, kind: str, value: float) -> None:
+    make, part = SCALED[kind]
+    make(tmp_path / "a")
+    read_scales(tmp_path / "a")
+
+    def spoil(scales: np.ndarray) -> np.ndarray:
+        scales.reshape(-1)[-1] = value
+        return scales
+
+    change(tmp_path / "a", f"{LAYER}.{part}", spoil)
+    with pytest.raises(UserError, match=rf"{LAYER}\.{part}' has 1 scales that are not finite"):
+        read_scales(tmp_path / "a")
+
+
+def test_a_scale_beyond_float32_is_not_finite() -> None:
+    with pytest.raises(UserError, match="a: 't' has 1 scales"):
+        check_scales(np.array([1.0, 1e300]), "t", Path("a"))
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0])
+def test_the_scale_of_inputs_is_above_zero(tmp_path: Path, value: float) -> None:
+    _int8(tmp_path / "a")
+    change(tmp_path / "a", f"{LAYER}.input_scale", lambda scale: scale * 0 + value)
+    with pytest.raises(UserError, match=r"input_scale' is -?[01]\.0; the scale of inputs is above 0"):
+        input_scales(open_model(tmp_path / "a", FAMILIES))
+
+
+@pytest.mark.parametrize("dtype", ["int32", "int64"])
+def test_parameters_are_floats(tmp_path: Path, dtype: str) -> None:
+    tiny_llama.write(tmp_path / "a")
+    (tmp_path / "a" / "manifest.json").unlink(missing_ok=True)
+    change(tmp_path / "a", f"{LAYER}.weight", lambda value: value.astype(dtype))
+    with pytest.raises(UserError, match=rf"{LAYER}\.weight' is {dtype}; float64 or"):
+        open_model(tmp_path / "a", FAMILIES)
+
+
+def test_interventions_are_floats(tmp_path: Path) -> None:
+    make_reft(tmp_path / "a", tmp_path)
+    assert open_interventions(tmp_path / "a").told.rank == 2
+    change(tmp_path / "a", "model.layers.0.reft.bias", lambda value: value.astype("int32"))
+    with pytest.raises(UserError, match=r"reft\.bias' is int32; float64 or"):
+        open_interventions(tmp_path / "a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.convert.blocks import Block, BlockFiles
+from llmsuite.convert.blocks import Block, BlockFiles, cover_problem
 from llmsuite.errors import UserError
 
 
@@ -79,3 +80,16 @@ def test_messages_name_the_place() -> None:
     for offset, shape in (((2, 3), (2, 4)), ((2, 3), (2,)), ((-1, 0), (1, 1))):
         with pytest.raises(UserError, match="in c does not lie in it"):
             files(value, [top, left, Block(offset, shape, "c", lambda index: value)])
+
+
+def test_very_many_blocks_take_time_by_their_number() -> None:
+    began = time.process_time()
+    rows = [Block((i,), (1,), "a", lambda index: np.zeros(1)) for i in range(100_000)]
+    assert "is in 100,000 blocks; at most 16,384" in str(cover_problem((100_000,), rows))
+    # a gap in a grid of very many cells: eight dims, and an edge at each place of each
+    ones = [Block((i,) * 8, (1,) * 8, "a", lambda index: np.zeros(1)) for i in range(200)]
+    assert cover_problem((200,) * 8, ones) == "[0:1, 0:1, 0:1, 0:1, 0:1, 0:1, 0:1, 1:2] is in no file"
+    filled = [Block((0,) * 7 + (i,), (1,) * 7 + (1,), "a", lambda index: np.zeros(1)) for i in range(9_000)]
+    far = [Block((1,) * 7 + (i,), (1,) * 7 + (1,), "a", lambda index: np.zeros(1)) for i in range(0, 4_000, 2)]
+    assert cover_problem((2,) * 7 + (9_000,), [*filled, *far]) == "1,141,000 of its elements are in no file"
+    assert time.process_time() - began < 30

@@ -312,3 +312,13 @@ def test_a_shape_that_no_model_has(tmp_path: Path) -> None:
     assert "its fields of a tokenizer are none" in refusal(
         tmp_path, skip=("bos",), more=lambda writer: writer.add_uint32("tokenizer.ggml.bos_token_id", 1 << 30)
     )
+
+
+@pytest.mark.parametrize("name", ["output_norm.weight", "blk.1.ffn_up.weight", "token_embd.weight"])
+def test_dims_are_those_of_the_fields(tmp_path: Path, name: str) -> None:
+    def change(found: dict[str, np.ndarray]) -> None:
+        found[name] = np.concatenate([found[name], found[name]])
+
+    said = refusal(tmp_path, change=change)
+    assert f"1 tensors have another shape: {name} is [" in said
+    assert "the fields of the file make it [" in said

@@ -217,3 +217,11 @@ def test_paddlenlp_loads_what_we_write(tmp_path: Path) -> None:
         logits = (logits[0] if isinstance(logits, tuple) else logits).numpy()
         assert np.abs(logits - expected).max() < 1e-5, name
         assert any("qkv_proj" in n for n in model.state_dict()) == (name == "fused")
+
+
+@pytest.mark.parametrize("name", ["model_state-00001-of-9999999999", "model_state.tp99999999_pp99999999"])
+def test_names_that_promise_very_many_files(tmp_path: Path, name: str) -> None:
+    save_ranks(tmp_path / "a", CONFIG, tp=1)
+    (tmp_path / "a" / "model_state.pdparams").rename(tmp_path / "a" / f"{name}.pdparams")
+    with pytest.raises(UserError, match=r"by their names there are [0-9,]+ files; at most 65,536 are read"):
+        open_(tmp_path / "a")

@@ -131,9 +131,49 @@ def bomb() -> bytes:
     return b"\x80\x04" + tuples + b"}h\x1eNs."
 
 
-def test_a_nest_of_tuples_is_no_key(tmp_path: Path) -> None:
+def test_a_tuple_is_no_key(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="tuple as key"):
+        _read_bytes(tmp_path, pickle.dumps({("a", "b"): 1}, 4))
+
+
+def test_a_nest_of_tuples_is_refused_before_it_is_hashed(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="values for each of its bytes again"):
         _read_bytes(tmp_path, bomb())
+
+
+def nests(kind: str) -> Any:
+    """What is twice as large with each of 40 steps."""
+    made: Any = "x"
+    for _ in range(40):
+        made = {"tuple": (made, made), "list": [made, made], "dict": {"a": made, "b": made}}[kind]
+    return made
+
+
+@pytest.mark.parametrize("kind", ["tuple", "list", "dict"])
+def test_what_grows_by_being_named_again_is_refused(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(UserError, match="values for each of its bytes again"):
+        _read_bytes(tmp_path, pickle.dumps(nests(kind), 4))
+
+
+def test_what_was_named_again_cannot_be_filled(tmp_path: Path) -> None:
+    """Forty empty lists, each of which gets the next one twice."""
+    made = b"".join(b"]\x940" for _ in range(40))
+    filled = b"".join(b"h%ch%ca0h%ch%ca0" % (i, i + 1, i, i + 1) for i in range(39))
+    with pytest.raises(UserError, match="fills a list that something else has already"):
+        _read_bytes(tmp_path, b"\x80\x04" + made.replace(b"0", b"") + filled.replace(b"0", b"") + b".")
+
+
+def test_what_is_shared_is_read(tmp_path: Path) -> None:
+    shape = (3, 4)
+    assert _read_bytes(tmp_path, pickle.dumps({f"t{i}": [shape, shape] for i in range(500)}, 4))["t499"] == [
+        shape,
+        shape,
+    ]
+
+
+def test_values_in_each_other_have_a_depth(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nested deeper than 50 levels"):
+        _read_bytes(tmp_path, b"\x80\x04N" + b"\x85" * 100_000 + b".")
 
 
 def test_a_size_beyond_the_file_is_damage(tmp_path: Path) -> None:

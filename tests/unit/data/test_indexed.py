@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -108,6 +109,26 @@ def test_damaged_corpora_are_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"c\.bin: cannot be read"):
         IndexedCorpus(index)
     assert corpus.num_documents == 2
+
+
+@pytest.mark.parametrize(
+    ("at", "number", "said"),
+    [
+        (34, struct.pack("<i", -3), "do not lie one behind the other"),  # the sizes [3, 2]
+        (38, struct.pack("<i", 4), r"has 10 bytes, c\.idx expects 14"),
+        (42, struct.pack("<q", 2), "do not lie one behind the other"),  # the offsets [0, 6]
+        (50, struct.pack("<q", 2**62), "do not lie one behind the other"),
+        (58, struct.pack("<q", 1), "not all of its sequences, in their order"),  # the bounds [0, 1, 2]
+        (66, struct.pack("<q", 9), "not all of its sequences, in their order"),
+        (66, struct.pack("<q", -1), "not all of its sequences, in their order"),
+    ],
+)
+def test_numbers_that_lead_elsewhere_are_refused(tmp_path: Path, at: int, number: bytes, said: str) -> None:
+    write(tmp_path / "c", [[1, 2, 3], [4, 5]])
+    good = (tmp_path / "c.idx").read_bytes()
+    (tmp_path / "c.idx").write_bytes(good[:at] + number + good[at + len(number) :])
+    with pytest.raises(UserError, match=said):
+        IndexedCorpus(tmp_path / "c.idx")
 
 
 def test_digest_changes_with_tokens_and_bounds(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from llmsuite.data.conversion import Conversion
 from llmsuite.data.faults import Faults
 from llmsuite.data.read import first_rows, raw_rows, read_rows
-from llmsuite.data.suggest import columns_word, corrected, key_word, suggested, suggested_text, typed
+from llmsuite.data.suggest import columns_word, corrected, key_word, near, suggested, suggested_text, typed
 from llmsuite.errors import UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import load
@@ -192,3 +193,11 @@ def _nothing() -> Any:
     import contextlib
 
     return contextlib.nullcontext()
+
+
+def test_of_very_many_columns_nothing_is_guessed(registry: Registry) -> None:
+    row = {"question_" * 50 + str(i): "a" for i in range(9_000)}
+    began = time.process_time()
+    assert suggested({**row, "query": "a", "reply": "b"}, "conversation", registry.data_formats) is None
+    assert near("question", {**row, "Question": 1}) is not None
+    assert time.process_time() - began < 5
