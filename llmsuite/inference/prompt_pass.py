@@ -73,14 +73,18 @@ class PromptPass:
         if attention.q_norm is not None and attention.k_norm is not None:
             q, k = self._normed(attention.q_norm, q), self._normed(attention.k_norm, k)
         q, k = self._live.rotary(q, cos, sin), self._live.rotary(k, cos, sin)
-        end, seen = filled + x.shape[1], []
-        for whole, new in ((keys, k), (values, v)):
-            whole[:, :, filled:end] = self._live.attention_operand(new).transpose([0, 2, 1, 3]).astype(whole.dtype)
-            seen.append(whole[:, :, :end].astype(q.dtype))  # what is seen is what is kept
-        x = x + attention.o_proj(self._attend(q, *seen, spans).reshape([0, 0, -1]))
+        keys, values = self._kept(keys, k, filled), self._kept(values, v, filled)
+        x = x + attention.o_proj(self._attend(q, keys, values, spans).reshape([0, 0, -1]))
         mlp: GatedMLP = layer.mlp
         both = mlp.gate_up_proj(self._normed(layer.post_attention_layernorm, x))
         return x + mlp.down_proj(self._live.joined_swiglu(both))
+
+    def _kept(self, whole: Tensor, new: Tensor, filled: int) -> Tensor:
+        """Write new keys or values [B, L, J, K] behind the filled columns of a cache; returns all of them, as they are
+        kept, [B, J, S, K]."""
+        end = filled + new.shape[1]
+        whole[:, :, filled:end] = self._live.attention_operand(new).transpose([0, 2, 1, 3]).astype(whole.dtype)
+        return whole[:, :, :end].astype(new.dtype)
 
     def _normed(self, norm: Any, x: Tensor) -> Tensor:
         return self._live.rms_norm(x, norm.weight, norm.eps)
