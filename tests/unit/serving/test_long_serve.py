@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.tools.load import POISON
-from tests.tools.long_serve import LEAST_REQUESTS, MORE_MEMORY, ROUNDS, State, long_serve, requests
+from tests.tools.long_serve import BYTES_A_REQUEST, LEAST_REQUESTS, MORE_MEMORY, ROUNDS, State, long_serve, requests
 
 MIB = 2**20
 
@@ -90,8 +90,8 @@ class Fake:
         return Answer(200, "\n\n".join([*events, "data: [DONE]", ""]).encode())
 
 
-def test_a_server_that_keeps_nothing_is_good(capsys: pytest.CaptureFixture[str]) -> None:
-    server = Fake()
+def test_a_server_that_keeps_nothing_of_its_own_is_good(capsys: pytest.CaptureFixture[str]) -> None:
+    server = Fake(memory=BYTES_A_REQUEST)
     said = long_serve(server, LEAST_REQUESTS)
     assert said.startswith(f"{LEAST_REQUESTS:,} requests (")
     assert said.endswith("all answered as alone")
@@ -102,7 +102,7 @@ def test_a_server_that_keeps_nothing_is_good(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("fault", "says"),
     [
-        ({"memory": MORE_MEMORY * 2 / LEAST_REQUESTS}, "the server has grown by "),
+        ({"memory": MORE_MEMORY * 2 / LEAST_REQUESTS + BYTES_A_REQUEST}, "the server has grown by "),
         ({"files": 1 / 50}, r"round \d+: the server has \d+ files, more than "),
         ({"threads": 1 / 20}, r"round \d+: the server has \d+ threads, more than "),
         ({"busy": 1 / 100}, r"round 1: \d+ answers run or wait, though nobody asks"),
