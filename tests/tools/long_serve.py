@@ -49,9 +49,9 @@ MORE_THREADS = min(32, (os.cpu_count() or 1) + 4)
 MORE_MEMORY = 8 * 2**20
 """Bytes: what the allocator holds moves by some megabytes, whatever is asked."""
 BYTES_A_REQUEST = 2560
-"""Beyond `MORE_MEMORY`. Paddle 3.3.1 keeps 104 bytes for each tensor that is made of an array: `tracemalloc` finds them
-in `Tensor.__init__`, and no reference to them. With about twenty such tensors it is 2.2 kB a request here; so with 20,000
-requests another kilobyte for each is seen."""
+"""Beyond `MORE_MEMORY`. Paddle 3.3.1 keeps 104 bytes for each tensor that is made of an array: `tracemalloc` finds
+them in `Tensor.__init__`, and no reference to them. With about twenty such tensors it is 2.2 kB a request here; so with
+20,000 requests another kilobyte for each is seen."""
 MORE_PASSES = 1.5
 """Times the passes of the first round: how many answers share one depends on when the clients ask."""
 _SECONDS_TO_REST = 10
