@@ -5,7 +5,8 @@ python -m tests.tools.long_serve [--requests N] [--seed SEED]
 Clients with open connections ask a tiny model with twelve adapters for texts, chats, streams and embeddings, and for
 what is refused. There are a few hundred different requests; every round asks for each of them as often. Behind a
 warm-up, a round must leave the server with as much memory (but for `BYTES_A_REQUEST`), as many open files and as many
-threads as the first one did, nothing running or waiting, and must have cost as many tokens, and about as many passes of the model.
+threads as the first one did, nothing running or waiting, and must have cost as many tokens, and about as many passes of
+the model.
 """
 
 from __future__ import annotations
