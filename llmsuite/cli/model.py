@@ -109,7 +109,6 @@ def open_generator(
             places = tokenizers_of(adapters, source, directory if args.tokenizer else None)
     if not cached:
         decoder = Uncached(decoder)
-
     generators: dict[Path, Generator] = {}
     for place in (directory, *places.values()):
         if place not in generators:

@@ -16,7 +16,7 @@ NOBODY: Client = ""
 """The server itself."""
 _THIS_MACHINE = "localhost"
 _HOST_BITS = 64
-"""Of an IPv6 address: any host may take as many of them as it likes."""
+"""Bits of an IPv6 address that any host may choose as it likes."""
 
 
 def client_of(request: Request) -> Client:
