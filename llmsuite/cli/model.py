@@ -68,11 +68,12 @@ def open_generator(
     from llmsuite.cli.export import find_program, find_weights
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.inference.adapters import AdaptedDecoder, read_adapters, tokenizers_of
-    from llmsuite.inference.decoder import Decoder, ModelDecoder, Uncached
+    from llmsuite.inference.decoder import Decoder, ModelDecoder
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.load import AS_TRAINED, as_first_rank, load_model, open_any
     from llmsuite.inference.refresh import RefreshableModel
+    from llmsuite.inference.uncached import Uncached
     from llmsuite.parallel import collective
 
     if reason := backend.unavailable(args.num_devices):
@@ -108,7 +109,6 @@ def open_generator(
             places = tokenizers_of(adapters, source, directory if args.tokenizer else None)
     if not cached:
         decoder = Uncached(decoder)
-
     generators: dict[Path, Generator] = {}
     for place in (directory, *places.values()):
         if place not in generators:

@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,13 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument(
         "--allowed_host", type=str, action="append", help="a name of this server that clients without a key may use"
+    )
+    parser.add_argument(
+        "--proxy",
+        type=str,
+        action="append",
+        help="an address, or a network, that is believed whose requests it passes on (X-Forwarded-For); may be given "
+        "several times",
     )
     parser.add_argument("--api_key", type=str | None, default=None, help=f"ask for it; better given as {API_KEY}")
     parser.add_argument("--batch_size", type=PositiveInt, default=8, help="answers decoded together")
@@ -120,6 +128,7 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.cli.places import find_model_arguments
     from llmsuite.launch.launch import is_worker
 
+    _check_proxies(args.proxy or ())
     args.port = int(args.port)  # getaddrinfo takes no class of its own
     if args.num_devices == 1 or not is_worker():  # ranks are started when that is known
         _check_address(args.host, args.port)
@@ -162,7 +171,7 @@ def run(args: Any, registry: Registry) -> int:
     if defaults.note:
         print(defaults.note, flush=True)
     hosts = None if key is not None else {args.host.lower(), *map(str.lower, args.allowed_host or ())}
-    server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port)
+    server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port, args.proxy or ())
     try:
         server.run()
     except SystemExit as error:  # it could not listen, and has said why
@@ -170,6 +179,14 @@ def run(args: Any, registry: Registry) -> int:
     if leader is not None:
         leader.end()
     return 0
+
+
+def _check_proxies(proxies: Sequence[str]) -> None:
+    for proxy in proxies:
+        try:
+            ipaddress.ip_network(proxy)
+        except ValueError:
+            raise UserError(f"--proxy {proxy}: is no address or network, such as 127.0.0.1 or 10.0.0.0/8") from None
 
 
 def _prompter(generator: Generator, args: Any, needs_template: bool) -> Prompter:

@@ -284,17 +284,14 @@ class Ops:
     """`cross_entropy` of at least one plain token, and a function from the gradient of its output to what `operand`
     makes of the logits' gradient, called once. Paddle knows no gradient of it. None: the one and then the other."""
     grouped_matmul: Callable[[Tensor, Tensor, Tensor], Tensor] = grouped_matmul
-    """For programs, with a gradient; takes plain tensors."""
+    """For programs, with a gradient; takes plain tensors. So do the two that follow."""
     dispatch_rows: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] = dispatch_rows
-    """As `grouped_matmul`."""
     combine_rows: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] = combine_rows
-    """As `grouped_matmul`."""
     joined_swiglu: Callable[[Tensor], Tensor] = joined_swiglu
     """For generation: a kernel has no gradient."""
     square_sum: Callable[[Sequence[Tensor], float], Tensor] = square_sum
-    """For the norm of the gradients; like `scale`, it is not differentiated."""
+    """For the norm of the gradients, as the next one is for gradients before an update: not differentiated."""
     scale: Callable[[Tensor, float], None] = scale
-    """For gradients, before they update their parameters."""
     adamw: Callable[..., None] | None = None
     """Updates plain float32 parameters in place: by their gradients, a factor of these, their rates, [both moments,
     powers of both betas], the betas, epsilon and weight decays. None: Paddle's own."""
@@ -302,6 +299,9 @@ class Ops:
     """One new token of each row through a whole decoder: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of
     padding columns [B], a cache with free columns, [B, J, S, K] float32 or bfloat16 each, and how many columns are
     filled, to logits [B, V]; writes keys and values, as `attention_operand` makes them. None: layer by layer."""
+    cached_attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
+    """`attention` of new tokens [B, L, H, K] over the filled columns of a cache, [B, J, S, K] each and perhaps views,
+    with spans [B, 3, L] as of `document_spans`. A device with `next_logits` has it."""
     stored_product: Callable[[Tensor, StoredMatrix], Tensor] | None = None
     """x [..., I], rounded to bfloat16, times a stored matrix, [..., O] in float32. None: no such matrices there."""
     stored_grouped: Callable[[Tensor, StoredMatrix, Tensor], Tensor] | None = None

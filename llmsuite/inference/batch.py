@@ -13,7 +13,7 @@ import numpy as np
 from llmsuite.errors import UserError
 from llmsuite.inference.decoder import Cache, Decoder, join, keep_rows, num_columns
 from llmsuite.inference.guided import Guide
-from llmsuite.inference.pieces import Reading, adapters_of, first_pieces, in_groups
+from llmsuite.inference.pieces import Reading, adapters_of, in_groups, piece_factor
 from llmsuite.inference.sampling import Sampling, choose, forbid, generator, log_softmax, penalise
 from llmsuite.inference.shared_prefixes import Block, SharedPrefixes, num_known
 from llmsuite.inference.text import TextStream
@@ -269,9 +269,7 @@ class Batch:
         for is_known in (True, False):
             rows = [row for row, blocks in enumerate(found) if bool(blocks) == is_known]
             lengths = [len(ready[row].prompt) - num_known(found[row]) for row in rows]
-            most = self._num_tokens
-            if most is not None and not is_known:
-                most *= first_pieces(self._decoder)
+            most = None if self._num_tokens is None else self._num_tokens * piece_factor(self._decoder)
             for group in in_groups(lengths, most):
                 chosen = [rows[number] for number in group]
                 self._reading.append(Reading([ready[row] for row in chosen], [found[row] for row in chosen]))

@@ -22,8 +22,8 @@ from llmsuite.typing import Tensor
 Cache = Sequence[Tensor]
 _POSITIONS = 128
 """Positions of a prompt whose logits are in memory at once."""
-_FIRST = 4
-"""How many times as fast `PromptPass` is, measured with 256 and 1,024 tokens."""
+_FASTER = 4
+"""How many times as fast as a pass layer by layer `PromptPass` is, measured with 256 and 1,024 tokens."""
 _TWICE = 4096
 """Columns with which a token takes twice as long as without any, roughly: six times the width of a small model."""
 
@@ -89,8 +89,8 @@ class ModelDecoder:
         """Whether a prompt may be read in several passes: interventions have to know where it ends."""
         if not self.reads_in_pieces or self._num_prefix:
             self._prompt_pass = None
-        self.first_pieces = 1 if self._prompt_pass is None else _FIRST
-        """How many times as many tokens as behind others are read at the beginning of a prompt in the same time."""
+        self.piece_factor = 1 if self._prompt_pass is None else _FASTER
+        """How many times as many tokens as layer by layer are read in the same time."""
 
     @property
     def max_length(self) -> int:
@@ -114,16 +114,19 @@ class ModelDecoder:
             elif self._mesh is not None:
                 logits, present = self._through_stages(tokens, padding, cache)
             else:
-                if cache is None and self._prompt_pass is not None:
-                    hidden, new = self._prompt_pass(tokens, padding)
-                    present = Columns.of([tensor for pair in new for tensor in pair])
-                else:
-                    hidden, present = self._states(tokens, padding, cache)
+                hidden, present = self._states(tokens, padding, cache)
                 logits = self._model.logits(hidden[:, -1])
         return self._gathered(logits), present
 
     def _states(self, tokens: Tensor, padding: Tensor, cache: Cache | None) -> tuple[Tensor, Cache]:
         """Normed hidden states [B, L, D] of the tokens of a pass, and the cache; arguments as for `forward`."""
+        if self._prompt_pass is not None:
+            (num_rows, length), filled = tokens.shape, 0 if cache is None else num_columns(cache)
+            if cache is None:
+                whole = self._prompt_pass.new_cache(num_rows, length + num_spare(length))
+            else:
+                whole = _reserve(cache, length)
+            return self._prompt_pass(tokens, padding, whole, filled), Columns(whole, filled + length)
         if cache is not None and self._accepts_buffer:
             filled, whole = num_columns(cache), _reserve(cache, tokens.shape[1])
             hidden, _ = self._model.decode_step(tokens, padding, _pairs(whole), filled)
@@ -221,7 +224,9 @@ class ModelDecoder:
         while start < length:
             if start:
                 yield None
-            columns = length if num_tokens is None else piece_length(num_tokens, len(texts), start)
+            columns = length
+            if num_tokens is not None:
+                columns = piece_length(num_tokens * self.piece_factor, len(texts), start)
             piece = paddle.to_tensor(ids[:, start : start + columns])
             with paddle.no_grad():
                 hidden, cache = self._states(piece, paddle.to_tensor(padding), cache)
@@ -280,6 +285,11 @@ SPARE = 32
 _LEAST_SPARE = 8
 
 
+def num_spare(filled: int) -> int:
+    """Spare columns of a cache with so many others: 8 to 32, a quarter of those it has."""
+    return min(SPARE, max(_LEAST_SPARE, filled // 4))
+
+
 class Columns(Sequence[Tensor]):
     """A cache with spare columns behind it, which passes fill one after the other: nothing is copied as it grows.
 
@@ -292,9 +302,9 @@ class Columns(Sequence[Tensor]):
 
     @classmethod
     def of(cls, cache: Cache, num_new: int = 0) -> Columns:
-        """A copy of a cache with room for new columns, and 8 to 32 more: a quarter of those it has."""
+        """A copy of a cache with room for new columns, and spare ones."""
         filled = num_columns(cache)
-        count = num_new + min(SPARE, max(_LEAST_SPARE, filled // 4))
+        count = num_new + num_spare(filled)
         return cls([_with_spare_columns(tensor, count) for tensor in cache], filled)
 
     def reserve(self, num_new: int) -> list[Tensor] | None:
@@ -340,31 +350,6 @@ class Spread(Protocol):
 
     def join(self, other: Any) -> Cache:
         """See `join`."""
-
-
-class Uncached:
-    """A decoder without a cache of keys and values: every pass reads the whole text again."""
-
-    def __init__(self, decoder: Decoder):
-        """Raises UserError for a model with interventions: it would not know where the prompt ends."""
-        if getattr(decoder, "edited_ends", None) is not None:
-            raise UserError("--no_cache: the interventions (reft) of this model edit its prompts; leave it out")
-        self._decoder = decoder
-
-    @property
-    def max_length(self) -> int:
-        return self._decoder.max_length
-
-    @property
-    def vocab_size(self) -> int:
-        return self._decoder.vocab_size
-
-    def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
-        """See `Decoder`."""
-        text = paddle.to_tensor(ids).unsqueeze(-1)
-        if cache is not None:
-            text = paddle.concat([cache[0], text], 1)
-        return self._decoder.forward(text.squeeze(-1).numpy(), padding, None)[0], [text]
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], first_column: int = 0) -> Cache:

@@ -40,9 +40,9 @@ def in_groups(lengths: Sequence[int], num_tokens: int | None, num_rows: int | No
     return groups
 
 
-def first_pieces(decoder: Decoder) -> int:
+def piece_factor(decoder: Decoder) -> int:
     """See `ModelDecoder`."""
-    return int(getattr(decoder, "first_pieces", 1))
+    return int(getattr(decoder, "piece_factor", 1))
 
 
 def adapters_of(lines: Sequence[Prompted]) -> dict[str, Any]:
@@ -87,10 +87,9 @@ class Reading:
         """One pass over the next columns, a piece of so many tokens (`piece_length`); returns the logits [B, V] behind
         them. When it raises, nothing has been read."""
         columns = None
-        if num_tokens is not None and self.cache is None:
-            columns = piece_length(num_tokens * first_pieces(decoder), len(self.lines), 0)
-        elif num_tokens is not None and self.cache is not None:
-            columns = piece_length(num_tokens, len(self.lines), num_columns(self.cache))
+        if num_tokens is not None:
+            num_before = 0 if self.cache is None else num_columns(self.cache)
+            columns = piece_length(num_tokens * piece_factor(decoder), len(self.lines), num_before)
         ids = self._ids[:, self._done :][:, :columns]
         logits, self.cache = decoder.forward(ids, self.padding, self.cache, **adapters_of(self.lines))
         self._done += ids.shape[1]

@@ -189,7 +189,7 @@ async def _answer(
     job, num_prompts = await service.start(asked, client_of(request))
     marks = service.marks()  # those of when it was queued: weights are replaced when nothing is left in the queue
     if asked.stream:
-        events = EventStream(service, asked, job, num_prompts).events()
+        events = EventStream(service, asked, job, num_prompts).events(client_of(request))
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
     await service.whole(request, job)
     of_prompts = await service.prompt_logprobs(request, asked, job, num_prompts)
@@ -208,7 +208,7 @@ async def _answer(
         head = protocol.envelope(name, asked.model or service.name)
         return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
 
-    return await asyncio.to_thread(answer)  # it may have very many log-probabilities
+    return await service.threads.run(client_of(request), answer)  # it may have very many log-probabilities
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:

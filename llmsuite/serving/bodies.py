@@ -7,7 +7,6 @@ by three things together: the bounds here; lists of requests, which are left at 
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -39,24 +38,17 @@ _Loc = tuple[Any, Any] | None
 """Where a value is: where the list or object is that has it, and its number or key there."""
 
 
-async def read_body(raw: bytes, kinds: Kinds[B], max_context: int) -> B:
+def validated(raw: bytes, kinds: Kinds[B], max_context: int) -> B:
     """The content of a body, validated.
 
     Args:
-        raw: JSON.
+        raw: JSON; of more than `AT_ONCE` bytes it is read beside the loop.
         kinds: the model to validate with.
         max_context: tokens of the longest prompt.
 
     Raises:
         HTTPException: 400, saying what is wrong.
     """
-    if len(raw) <= AT_ONCE:
-        return validated(raw, kinds, max_context)
-    return await asyncio.to_thread(validated, raw, kinds, max_context)
-
-
-def validated(raw: bytes, kinds: Kinds[B], max_context: int) -> B:
-    """`read_body`, in this thread."""
     try:
         written = raw.decode(json.detect_encoding(raw))
         check_parts(written)

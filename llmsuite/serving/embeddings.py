@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import time
 from typing import Annotated, Any, Literal
@@ -55,7 +54,7 @@ def add_api(app: FastAPI, service: Service) -> None:
         asked = await service.body(request, EmbeddingRequest)
         deadline = time.monotonic() + service.limits.request_timeout
         try:
-            texts = await asyncio.to_thread(_checked, service, asked)
+            texts = await service.threads.run(client_of(request), _checked, service, asked)
             vectors = await _embedded(service, request, asked, texts, deadline)
         except UserError as error:
             raise HTTPException(400, str(error)) from None
@@ -63,7 +62,8 @@ def add_api(app: FastAPI, service: Service) -> None:
             raise HTTPException(400, f"dimensions: is {asked.dimensions}; this model's vectors have {vectors.shape[1]}")
         count = sum(map(len, texts))
         service.metrics.prompt_tokens.inc(count)
-        return await asyncio.to_thread(_answer, asked, vectors, count, asked.model or service.name)
+        model = asked.model or service.name
+        return await service.threads.run(client_of(request), _answer, asked, vectors, count, model)
 
 
 def _checked(service: Service, asked: EmbeddingRequest) -> list[list[int]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -15,6 +14,7 @@ from llmsuite.serving import protocol
 from llmsuite.serving.jobs import Job, Piece
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import Service
+from llmsuite.serving.turns import Client
 
 
 class EventStream:
@@ -29,14 +29,15 @@ class EventStream:
         """Tokens of each answer whose log-probabilities have been sent."""
         self._reader = CallReader(service, asked, len(job.lines))
 
-    async def events(self) -> AsyncIterator[str]:
-        """The events, in the order the text becomes certain."""
+    async def events(self, client: Client) -> AsyncIterator[str]:
+        """The events for a client, in the order the text becomes certain."""
         begun, metrics, is_first = time.monotonic(), self._service.metrics, True
         try:
             if self._is_chat:
                 for number in range(len(self._job.lines)):
                     yield self._event([self._choice(number, "", None, role="assistant")])
-            for number, text in enumerate(await asyncio.to_thread(self._service.echoed, self._asked)):
+            echoed = await self._service.threads.run(client, self._service.echoed, self._asked)
+            for number, text in enumerate(echoed):
                 yield self._event([self._choice(number, text, None)])
             async for piece in self._job.pieces():
                 if piece.text and is_first:

@@ -5,7 +5,6 @@ Nothing is kept of a response, so that a conversation is sent whole each time.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import json
 import secrets
@@ -245,21 +244,22 @@ def add_api(app: FastAPI, service: Service) -> None:
     @app.post(PATH)
     async def respond(request: Request) -> Response:
         asked = await service.body(request, ResponseRequest)
-        chat = await asyncio.to_thread(asked.as_chat)
+        client = client_of(request)
+        chat = await service.threads.run(client, asked.as_chat)
         with _own_words():
-            job, _ = await service.start(chat, client_of(request))
+            job, _ = await service.start(chat, client)
         made = _Response(asked, chat, service, job)
         if asked.stream:
             headers = {"Cache-Control": "no-store"}
             return StreamingResponse(made.events(), media_type="text/event-stream", headers=headers)
         await service.whole(request, job)
-        return await asyncio.to_thread(made.answer)
+        return await service.threads.run(client, made.answer)
 
     @app.post(COUNT_PATH)
     async def count(request: Request) -> dict[str, Any]:
         asked = await service.body(request, ResponseRequest)
         try:
-            ids = await asyncio.to_thread(lambda: service.conversation(asked.as_chat()))
+            ids = await service.threads.run(client_of(request), lambda: service.conversation(asked.as_chat()))
         except UserError as error:
             raise HTTPException(400, _in_own_words(str(error))) from None
         return {"object": "response.input_tokens", "input_tokens": len(ids)}

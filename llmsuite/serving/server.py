@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -60,8 +60,9 @@ class Server(uvicorn.Server):
                 signal.signal(number, handler)
 
 
-def make_server(service: Service, app: FastAPI, host: str, port: int) -> Server:
-    """A server of an application; call its `run`."""
+def make_server(service: Service, app: FastAPI, host: str, port: int, proxies: Sequence[str] = ()) -> Server:
+    """A server of an application; call its `run`. `proxies` are addresses, or networks, that are believed whose
+    requests they pass on (`X-Forwarded-For`): who may say that of itself is as many clients as it likes."""
     config = uvicorn.Config(
         app,
         host=host,
@@ -75,5 +76,7 @@ def make_server(service: Service, app: FastAPI, host: str, port: int) -> Server:
         timeout_graceful_shutdown=_GRACE,
         lifespan="on",
         server_header=False,
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=list(proxies),
     )
     return Server(config, service)

@@ -21,12 +21,13 @@ from llmsuite.inference.prompts import Prompter, read_messages, tool_names
 from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.shared_prefixes import SharedPrefixes
 from llmsuite.serving import protocol
-from llmsuite.serving.bodies import Kinds, read_body
+from llmsuite.serving.bodies import AT_ONCE, Kinds, validated
 from llmsuite.serving.jobs import PATIENCE, Job, refusals, waited
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.scheduler import Scheduler, Steps
+from llmsuite.serving.threads import Threads
 from llmsuite.serving.turns import Client, client_of
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
@@ -50,6 +51,8 @@ class Service:
         self.generator, self.prompter, self.name, self.limits, self.metrics = generator, prompter, name, limits, metrics
         prefixes = SharedPrefixes(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
         self.scheduler = Scheduler(generator.decoder, metrics, limits, prefixes)
+        self.threads = Threads()
+        """Where it does what would keep the loop from answering others."""
         self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
         self.speakers: Mapping[str, Speaker] = {}
         """Speakers of adapters that bring a tokenizer or template, by their names."""
@@ -74,7 +77,11 @@ class Service:
         """As `body`, where the model of a body depends on its content."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the body has to be application/json")
-        asked = await read_body(await request.body(), kinds, self.generator.decoder.max_length)
+        given = await request.body(), kinds, self.generator.decoder.max_length
+        if len(given[0]) <= AT_ONCE:
+            asked = validated(*given)
+        else:
+            asked = await self.threads.run(client_of(request), validated, *given)
         self.check_model(getattr(asked, "model", None))
         return asked
 
@@ -260,7 +267,7 @@ class Service:
         """Queue the answers to a client, and return them with the number of prompts. Raises HTTPException."""
         begun = time.monotonic()
         try:
-            lines, num_prompts = await asyncio.to_thread(self.lines, asked)
+            lines, num_prompts = await self.threads.run(client, self.lines, asked)
             with refusals():
                 job = Job(lines, self.scheduler, begun + self.limits.request_timeout, client)
         except UserError as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -12,6 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from llmsuite.errors import UserError
 from llmsuite.serving.protocol import Ids
 from llmsuite.serving.service import Service
+from llmsuite.serving.turns import client_of
 
 PATHS = ("/tokenize", "/detokenize", "/tokenizer_info")
 
@@ -42,12 +42,12 @@ def add_api(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
         asked = await service.body(request, TokenizeRequest)
-        return await asyncio.to_thread(_tokenized, service, asked)
+        return await service.threads.run(client_of(request), _tokenized, service, asked)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         asked = await service.body(request, DetokenizeRequest)
-        return await asyncio.to_thread(_text, service, asked)
+        return await service.threads.run(client_of(request), _text, service, asked)
 
     @app.get("/tokenizer_info")
     async def info() -> dict[str, Any]:

@@ -132,7 +132,7 @@ async def draw(service: Service, weights: ServedWeights, request: Request, asked
     """Answer an `IdsRequest`."""
     begun = time.monotonic()
     try:
-        requests = await asyncio.to_thread(_requests, service, asked)
+        requests = await service.threads.run(client_of(request), _requests, service, asked)
     except UserError as error:
         raise HTTPException(400, str(error)) from None
     generator, size = service.generator, service.limits.batch_size
@@ -163,7 +163,7 @@ async def draw(service: Service, weights: ServedWeights, request: Request, asked
         ]
         return JSONResponse({**head, "choices": choices, "usage": usage})
 
-    return await asyncio.to_thread(answer)
+    return await service.threads.run(client_of(request), answer)
 
 
 def _requests(service: Service, asked: IdsRequest) -> list[Drawable]:

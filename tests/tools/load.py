@@ -21,7 +21,7 @@ import psutil
 
 MAX_GROWTH = 48 * 2**20
 """Bytes by which the server may grow behind the first round; it is told of memory that its allocator keeps."""
-_POISON: tuple[dict[str, Any], ...] = (
+POISON: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1e-40},
     {"temperature": 1e300},
     {"prompt": "\ud800"},
@@ -31,6 +31,7 @@ _POISON: tuple[dict[str, Any], ...] = (
     {"n": 1000},
     {"unknown": 1},
 )
+"""What no request for a completion may have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +90,7 @@ def streamed(target: Target, number: int) -> str:
 
 def poisoned(target: Target, number: int) -> None:
     """A request that no server should accept."""
-    status, content = target.post({**_body(number), **_POISON[number % len(_POISON)]})
+    status, content = target.post({**_body(number), **POISON[number % len(POISON)]})
     assert status == 400, (status, content)
     assert json.loads(content)["error"]["message"]
 

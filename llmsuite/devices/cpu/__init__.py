@@ -47,6 +47,7 @@ _KERNELS = {
     "dispatch_rows": "dispatch_rows",
     "combine_rows": "combine_rows",
     "next_logits": "next_logits",
+    "cached_attention": "cached_attention",
     "stored_product": "stored_product",
     "stored_grouped": "stored_grouped",
     "stored_outputs": "stored_outputs",
@@ -77,6 +78,7 @@ _BF16_PRODUCTS = {
     "program_matmul": "bf16_linear",
     "grouped_matmul": "bf16_grouped_matmul",
     "attention": "bf16_attention",
+    "cached_attention": "bf16_cached_attention",
     "attention_operand": "bf16_attention_operand",
     "next_logits": "bf16_next_logits",
 }

@@ -19,7 +19,15 @@ from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels import source
 from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
 from tests.paths import ROOT
-from tests.unit.devices.test_cpu_kernels import HEADS, ROWS_OF_DOCUMENTS, check_equal, leaf, random, rounded
+from tests.unit.devices.test_cpu_kernels import (
+    HEADS,
+    ROWS_OF_DOCUMENTS,
+    check_cached_attention,
+    check_equal,
+    leaf,
+    random,
+    rounded,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -120,6 +128,11 @@ def test_generation_attends_as_training_in_bf16(heads: tuple[int, int, int]) -> 
     rounding = np.abs(found - grouped_attention(*first, mask).numpy()).max()
     assert rounding > 1e-3
     assert np.abs(found - other).max() <= rounding / 8
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_newest_tokens_of_a_cache_see_what_they_see_in_one_pass(heads: tuple[int, int, int]) -> None:
+    check_cached_attention(kernels.bf16_cached_attention, kernels.bf16_attention, heads, "two prompts", ROUNDED_LIMIT)
 
 
 def test_attention_rounds_its_inputs() -> None:

@@ -130,6 +130,28 @@ def test_attention_sees_its_document_only(heads: tuple[int, int, int], name: str
     check_equal(lambda *x: kernels.attention(*x, given), lambda *x: ops.attention(*x, mask), q, k, v)
 
 
+@pytest.mark.parametrize("name", ROWS_OF_DOCUMENTS)
+@pytest.mark.parametrize("heads", HEADS)
+def test_the_newest_tokens_of_a_cache_see_what_they_see_in_one_pass(heads: tuple[int, int, int], name: str) -> None:
+    check_cached_attention(kernels.cached_attention, kernels.attention, heads, name, LIMIT)
+
+
+def check_cached_attention(cached: Any, whole: Any, heads: tuple[int, int, int], name: str, limit: float) -> None:
+    """The output for the last queries is that of all queries in one pass, though keys are read where a cache with free
+    columns has them."""
+    num_queries, num_keys, size = heads
+    lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
+    spans = ops.document_spans(paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)])))
+    length = spans.shape[2]
+    q = paddle.to_tensor(random(2, length, num_queries, size, seed=1))
+    keys, values = (paddle.to_tensor(random(2, num_keys, length + 9, size, seed=seed)) for seed in (2, 3))
+    seen = [part[:, :, :length] for part in (keys, values)]
+    expected = whole(q, *(part.transpose([0, 2, 1, 3]) for part in seen), spans).numpy()
+    for count in (1, 63, 64, 100, length):
+        found = cached(q[:, -count:], *seen, spans[:, :, -count:]).numpy()
+        assert np.abs(found - expected[:, -count:]).max() <= limit * np.abs(expected).max(), count
+
+
 def test_attention_takes_a_mask_that_is_added() -> None:
     q, k, v = (paddle.to_tensor(random(2, 5, 2, 8, seed=seed)) for seed in (1, 2, 3))
     mask = paddle.to_tensor(random(2, 1, 5, 5, seed=4))

@@ -71,7 +71,7 @@ KERNELS = {
                 "square_sum",
                 "scale",
             ),
-            "adamw",
+            *("adamw", "cached_attention"),
         )
     },
     "causal_mask": kernels.no_mask,
@@ -98,6 +98,7 @@ BY_INSTRUCTIONS = {
     "grouped_matmul": kernels.bf16_grouped_matmul,
     "attention": kernels.bf16_attention,
     "attention_operand": kernels.bf16_attention_operand,
+    "cached_attention": kernels.bf16_cached_attention,
     "next_logits": kernels.bf16_next_logits,
 }
 

@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from llmsuite.errors import UserError
 from llmsuite.inference.attention import grouped_attention
 from llmsuite.inference.batch import Batch, Line, check_room
-from llmsuite.inference.decoder import ModelDecoder, Uncached
+from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import Generator, generate
 from llmsuite.inference.sampling import Sampling, log_softmax, penalise
 from llmsuite.inference.text import TextStream
+from llmsuite.inference.uncached import Uncached
 from llmsuite.train.initial_values import initial_values
 from tests.unit.families import FAMILIES
 from tests.unit.inference.toy_decoder import ToyDecoder, ToyTokenizer, as_tokenizer

@@ -69,7 +69,9 @@ def test_every_shape_of_every_family_has_its_logits_token_by_token(case: str) ->
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.startswith(("llama/", "qwen/", "ernie/"))])
-def test_prompts_of_unequal_length_are_read_as_layer_by_layer(case: str) -> None:
+@pytest.mark.parametrize("ends", [(9,), (5, 9), (1, 2, 8, 9)], ids=str)
+def test_prompts_of_unequal_length_are_read_as_layer_by_layer(case: str, ends: tuple[int, ...]) -> None:
+    """In one piece or in several, of which some begin before the shorter prompts do."""
     model, padding = load(REFERENCE / case), np.asarray([4, 0, 1])
     fuse(model, CpuBackend().ops("fp32"))
     if "prompt_pass" not in model.__dict__:
@@ -78,13 +80,17 @@ def test_prompts_of_unequal_length_are_read_as_layer_by_layer(case: str) -> None
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, [3, 9])
     with paddle.no_grad():
         given = paddle.to_tensor(ids), paddle.to_tensor(padding)
-        hidden, cache = model.prompt_pass(*given)
+        cache = model.prompt_pass.new_cache(3, 12)
+        pieces = [
+            model.prompt_pass(given[0][:, start:end], given[1], cache, start) for start, end in zip((0, *ends), ends)
+        ]
         wanted, expected = model.decode_step(*given, None)
-    assert np.abs(hidden[:, 0].numpy() - wanted[:, -1].numpy()).max() <= 1e-5 * np.abs(wanted.numpy()).max()
-    for found, other in zip((t for pair in cache for t in pair), (t for pair in expected for t in pair)):
+    hidden = paddle.concat(pieces, 1)
+    for found, other in zip((hidden, *cache), (wanted, *(t for pair in expected for t in pair))):
         for row, start in enumerate(padding):  # what is in columns of padding is seen by no token
-            own, theirs = (tensor.numpy()[row, :, start:] for tensor in (found, other))
+            own, theirs = (tensor.numpy()[row, ..., start:9, :] for tensor in (found, other))
             assert np.abs(own - theirs).max() <= 1e-5 * np.abs(theirs).max()
+    assert all(not tensor[:, :, 9:].any() for tensor in cache), "free columns stay as they are"
 
 
 def test_some_of_these_have_a_window() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.batch import Batch, Line
 from llmsuite.inference.decoder import Cache, ModelDecoder, piece_length
+from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import generate
-from llmsuite.inference.pieces import in_groups
+from llmsuite.inference.pieces import Reading, in_groups
 from llmsuite.inference.sampling import Sampling, log_softmax
 from llmsuite.inference.shared_prefixes import SharedPrefixes
 from tests.unit.families import FAMILIES
@@ -150,12 +153,35 @@ def test_interventions_are_read_at_once() -> None:
     assert toy.passes == [(1, 20)]
 
 
-def test_beginnings_that_are_read_faster_are_longer() -> None:
+def test_pieces_that_are_read_faster_are_longer() -> None:
     toy = Watched()
-    toy.first_pieces = 3  # type: ignore[attr-defined]
+    toy.piece_factor = 3  # type: ignore[attr-defined]
     lines = [Line([1 + i % 6 for i in range(n)], Sampling(max_new_tokens=1), set()) for n in (20, 6, 5)]
     run(Batch(toy, num_tokens=4), lines)
-    assert toy.passes == [(1, 12), (2, 6), (1, 4), (1, 4)]
+    assert toy.passes == [(1, 12), (2, 6), (1, 8)]
+
+
+def test_every_piece_is_read_by_the_kernels_that_read_a_prompt_at_once() -> None:
+    live = CpuBackend().ops("fp32")
+    attend, seen = live.cached_attention, list[tuple[int, int]]()
+    assert attend is not None
+
+    def watched(q: Any, keys: Any, values: Any, spans: Any) -> Any:
+        seen.append((q.shape[1], keys.shape[2]))
+        return attend(q, keys, values, spans)
+
+    model = family_model("llama")
+    num_layers = len(model.model.layers)
+    fuse(model, dataclasses.replace(live, cached_attention=watched))
+    decoder, found = ModelDecoder(model), []
+    for num_tokens, pieces in ((None, [(23, 23)]), (2, [(8, 8), (8, 16), (7, 23)])):
+        reading = Reading([Line(LONG, Sampling(), set())], [[]])
+        while not reading.is_done:
+            logits = reading.advance(decoder, num_tokens)
+        assert seen == [piece for piece in pieces for _ in range(num_layers)]
+        seen.clear()
+        found.append(logits)
+    assert np.abs(found[1] - found[0]).max() <= 1e-5 * np.abs(found[0]).max()
 
 
 @given(st.lists(st.integers(1, 50), max_size=12), st.integers(1, 99), st.integers(1, 5))

@@ -22,11 +22,12 @@ from llmsuite.devices.ops import Ops
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Batch, Line
 from llmsuite.inference.beam import Beams, beam_search
-from llmsuite.inference.decoder import ModelDecoder, Uncached
+from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.evaluate import scorer
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model, open_any
 from llmsuite.inference.sampling import Sampling
+from llmsuite.inference.uncached import Uncached
 from llmsuite.models.blocks import halves
 from llmsuite.models.prefix import add_prefixes, behind_padding
 from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE, attentions

@@ -20,10 +20,11 @@ from llmsuite.convert.adapter import add_adapter
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.errors import UserError
 from llmsuite.inference.batch import Batch, Line
-from llmsuite.inference.decoder import ModelDecoder, Uncached
+from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model, open_any
 from llmsuite.inference.sampling import Sampling
+from llmsuite.inference.uncached import Uncached
 from llmsuite.models.paddlenlp_peft import import_alone
 from llmsuite.models.reft import add_interventions, chosen_tokens, intervene, orthonormal
 from llmsuite.models.reft_shapes import BIAS, ROTATION, SOURCE

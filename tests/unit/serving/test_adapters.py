@@ -44,10 +44,12 @@ PROMPTS = ([5, 80, 33, 99, 7], [300, 4], [17, 18, 19], [5, 80, 33, 99, 7], [401]
 GREEDY = Sampling(max_new_tokens=10)
 
 
-def write_adapter(directory: Path, name: str, changes: Any = (), extra: Any = (), config: LlamaConfig = CONFIG) -> Path:
+def write_adapter(
+    directory: Path, name: str, changes: Any = (), extra: Any = (), config: LlamaConfig = CONFIG, seed: int = 0
+) -> Path:
     """As HF PEFT saves it."""
     directory.mkdir(parents=True)
-    random, tensors = np.random.default_rng(len(name) + ord(name[0])), {}
+    random, tensors = np.random.default_rng(len(name) + ord(name[0]) + seed), {}
     for target, value in tiny_llama.values(config).items():
         if target.split(".")[-2] in TARGETS[name]:
             module = f"base_model.model.{target.removesuffix('.weight')}"

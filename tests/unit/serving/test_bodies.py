@@ -15,7 +15,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.testclient import TestClient
 
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.serving import bodies, faults
+from llmsuite.serving import bodies, faults, service
 from llmsuite.serving.app import make_app
 from llmsuite.serving.bodies import MAX_DEPTH, MAX_ENTRIES, MAX_KEYS, MAX_PARTS, check_parts, validated
 from llmsuite.serving.embeddings import EmbeddingRequest
@@ -191,7 +191,7 @@ def test_large_bodies_are_read_beside_the_loop(client: TestClient, monkeypatch: 
         seen.append(threading.get_ident())
         return validated(*given)
 
-    monkeypatch.setattr(bodies, "validated", reads)
+    monkeypatch.setattr(service, "validated", reads)
     assert client.portal is not None
     loop = client.portal.call(threading.get_ident)
     for path, key in ((TEXT, "prompt"), (VECTOR, "input"), (RESPONSE, "input"), ("/tokenize", "prompt")):

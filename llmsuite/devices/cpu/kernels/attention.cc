@@ -33,10 +33,10 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
           const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
           for (int run = 0; run < 2; ++run) {
             const Range& keys = block.runs[run];
-            const int64_t at_k = (b * s.S + keys.from) * s.narrow() + j * s.K;
+            const int64_t at_k = s.key(b, j, keys.from);
             if (keys.size() == 0) continue;
             Product(kPlain, kTransposed, block.rows, keys.size(), s.K, 1.f, pq + at_q, s.wide(), pk + at_k,
-                    s.narrow(), 0.f, scores.data() + block.at(run), n);
+                    s.narrow, 0.f, scores.data() + block.at(run), n);
           }
           for (int64_t r = 0; r < block.rows; ++r) {
             float* row = scores.data() + r * n;
@@ -51,10 +51,10 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
           }
           for (int run = 0; run < 2; ++run) {
             const Range& keys = block.runs[run];
-            const int64_t at_k = (b * s.S + keys.from) * s.narrow() + j * s.K;
+            const int64_t at_k = s.key(b, j, keys.from);
             if (keys.size() == 0) continue;
             Product(kPlain, kPlain, block.rows, s.K, keys.size(), 1.f, scores.data() + block.at(run), n, pv + at_k,
-                    s.narrow(), block.at(run) ? 1.f : 0.f, po + at_q, s.wide());
+                    s.narrow, block.at(run) ? 1.f : 0.f, po + at_q, s.wide());
           }
         }
   }
@@ -86,11 +86,11 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
           const int64_t at_q = (b * s.L + block.first) * s.wide() + h * s.K;
           for (int run = 0; run < 2; ++run) {
             const Range& keys = block.runs[run];
-            const int64_t at_k = (b * s.S + keys.from) * s.narrow() + h / group * s.K;
+            const int64_t at_k = s.key(b, h / group, keys.from);
             if (keys.size() == 0) continue;
-            Product(kPlain, kTransposed, rows, keys.size(), s.K, 1.f, pq + at_q, s.wide(), pk + at_k, s.narrow(), 0.f,
+            Product(kPlain, kTransposed, rows, keys.size(), s.K, 1.f, pq + at_q, s.wide(), pk + at_k, s.narrow, 0.f,
                     weights.data() + block.at(run), n);
-            Product(kPlain, kTransposed, rows, keys.size(), s.K, 1.f, pd + at_q, s.wide(), pv + at_k, s.narrow(), 0.f,
+            Product(kPlain, kTransposed, rows, keys.size(), s.K, 1.f, pd + at_q, s.wide(), pv + at_k, s.narrow, 0.f,
                     slopes.data() + block.at(run), n);
           }
           for (int64_t r = 0; r < rows; ++r) {
@@ -102,7 +102,7 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
           }
           for (int run = 0; run < 2; ++run) {
             const Range& keys = block.runs[run];
-            const int64_t at_k = (b * s.S + keys.from) * s.narrow() + h / group * s.K;
+            const int64_t at_k = s.key(b, h / group, keys.from);
             const int64_t at_dk = (b * s.S + keys.from) * s.wide() + h * s.K;
             const float *weight = weights.data() + block.at(run), *slope = slopes.data() + block.at(run);
             if (keys.size() == 0) continue;
@@ -110,7 +110,7 @@ std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, 
                     s.wide());
             Product(kTransposed, kPlain, keys.size(), s.K, rows, 1.f, slope, n, pq + at_q, s.wide(), 1.f, pdk + at_dk,
                     s.wide());
-            Product(kPlain, kPlain, rows, s.K, keys.size(), 1.f, slope, n, pk + at_k, s.narrow(),
+            Product(kPlain, kPlain, rows, s.K, keys.size(), 1.f, slope, n, pk + at_k, s.narrow,
                     block.at(run) ? 1.f : 0.f, pdq + at_q, s.wide());
           }
         }

@@ -4,8 +4,8 @@
 // wrote them.
 //
 // Shapes: B batch, L queries, S keys, H query heads, J key-value heads, K head size. Query i of a row attends to
-// keys 0 to i + S - L. With spans [B, 3, L], and as many queries as keys: to [spans[b, 0, i], spans[b, 1, i]) and to
-// [spans[b, 2, i], i]. Spans [1, 3, L] are those of all rows.
+// keys 0 to i + S - L. With spans [B, 3, L]: to [spans[b, 0, i], spans[b, 1, i]) and to [spans[b, 2, i], i + S - L].
+// Spans [1, 3, L] are those of all rows.
 #pragma once
 #include <algorithm>
 #include <array>
@@ -20,28 +20,35 @@ constexpr int64_t kBlock = 64;
 
 struct Shape {
   int64_t B, L, S, H, J, K;
+  int64_t narrow = J * K;                    // between two keys, and two values
+  int64_t head_step = K, row_step = S * narrow;  // between those of two heads, and of two rows
   int64_t spans_step = 0;                    // between the spans of two rows
   int64_t wide() const { return H * K; }     // between two queries
-  int64_t narrow() const { return J * K; }   // between two keys
+  int64_t key(int64_t b, int64_t j, int64_t number) const { return b * row_step + j * head_step + number * narrow; }
   int64_t blocks() const { return (L + kBlock - 1) / kBlock; }
 };
 
-// Of tensors of any one type, without gaps.
+// Of tensors of any one type. Keys and values may be columns of a cache, with gaps between heads and rows.
 Shape ShapeOf(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
   Shape s{q.shape()[0], q.shape()[1], k.shape()[1], q.shape()[2], k.shape()[2], q.shape()[3]};
   PD_CHECK(k.shape() == v.shape() && s.H % s.J == 0 && s.L <= s.S, "q, k and v do not fit together");
+  PD_CHECK(q.is_contiguous(), "q has gaps");
+  if (!k.is_contiguous() || !v.is_contiguous()) {
+    const auto& steps = k.strides();
+    PD_CHECK(steps == v.strides() && steps[3] == 1, "k and v differ in their steps, or the elements of a key have gaps");
+    s.row_step = steps[0], s.narrow = steps[1], s.head_step = steps[2];
+  }
   if (spans) {
     PD_CHECK(spans->dtype() == paddle::DataType::INT64 && spans->is_contiguous(), "spans: int64, without gaps");
     const bool is_one = spans->shape()[0] == 1;
-    PD_CHECK(s.L == s.S && spans->numel() == (is_one ? 1 : s.B) * 3 * s.L,
-             "spans: [B, 3, L] or [1, 3, L], of as many queries as keys");
+    PD_CHECK(spans->numel() == (is_one ? 1 : s.B) * 3 * s.L, "spans: [B, 3, L] or [1, 3, L]");
     s.spans_step = is_one ? 0 : 3 * s.L;
   }
   return s;
 }
 
 Shape Read(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
-  Check(q, "q"), Check(k, "k"), Check(v, "v");
+  for (const Tensor* x : {&q, &k, &v}) PD_CHECK(x->dtype() == paddle::DataType::FLOAT32, "q, k and v are float32");
   return ShapeOf(q, k, v, spans);
 }
 
@@ -63,7 +70,7 @@ class Block {
       : first(number * kBlock), rows(std::min(kBlock, s.L - first)), shift_(s.S - s.L), length_(s.L) {
     spans_ = spans_of_row ? spans_of_row + first : nullptr;
     Range &apart = runs[0], &own = runs[1];
-    own = {spans_ ? first : 0, first + rows + shift_};
+    own = {spans_ ? first + shift_ : 0, first + rows + shift_};
     for (int64_t r = 0; spans_ && r < rows; ++r) {
       const auto [document, part] = Seen(r);
       own.from = std::min(own.from, part.from);
@@ -90,9 +97,10 @@ class Block {
   int64_t shift_, length_;
 
   std::array<Range, 2> Seen(int64_t r) const {
-    const int64_t own = std::clamp<int64_t>(spans_[2 * length_ + r], 0, first + r);
+    const int64_t itself = first + r + shift_;
+    const int64_t own = std::clamp<int64_t>(spans_[2 * length_ + r], 0, itself);
     const int64_t from = std::clamp<int64_t>(spans_[r], 0, own);
-    return {Range{from, std::clamp<int64_t>(spans_[length_ + r], from, own)}, Range{own, first + r + 1}};
+    return {Range{from, std::clamp<int64_t>(spans_[length_ + r], from, own)}, Range{own, itself + 1}};
   }
   Range Placed(const Range& keys) const {
     if (keys.size() == 0) return {0, 0};

@@ -30,7 +30,7 @@ T* Numbers(Tensor& x) {
   return static_cast<T*>(x.data());
 }
 
-// Keys or values [B, S, J, K] as the products take them, one head after the other.
+// Keys or values as the products take them, one head after the other.
 class Packed {
  public:
   explicit Packed(const Shape& s) : shape(s) {}
@@ -48,7 +48,7 @@ class Packed {
       Scratch<uint16_t> rows(keys * rows_lead);
 #pragma omp for
       for (int64_t head = 0; head < Heads(shape); ++head) {
-        tiles::Rows(Of(x, head), shape.narrow(), shape.S, shape.K, rows.data(), rows_lead, keys, size);
+        tiles::Rows(Of(x, head), shape.narrow, shape.S, shape.K, rows.data(), rows_lead, keys, size);
         tiles::Turn(reinterpret_cast<const uint32_t*>(rows.data()), rows_lead / 2, keys, size / 2,
                     to + head * turned_size, turned_lead);
       }
@@ -59,13 +59,13 @@ class Packed {
   void Pairs(const T* x, uint32_t* to) const {
 #pragma omp parallel for
     for (int64_t head = 0; head < Heads(shape); ++head)
-      tiles::Pairs(Of(x, head), shape.narrow(), shape.S, shape.K, to + head * pairs_size, lead, keys, size);
+      tiles::Pairs(Of(x, head), shape.narrow, shape.S, shape.K, to + head * pairs_size, lead, keys, size);
   }
 
  private:
   template <typename T>
   const T* Of(const T* x, int64_t head) const {
-    return x + head / shape.J * shape.S * shape.narrow() + head % shape.J * shape.K;
+    return x + shape.key(head / shape.J, head % shape.J, 0);
   }
 };
 

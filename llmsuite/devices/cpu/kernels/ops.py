@@ -65,6 +65,24 @@ def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return _on_parts(lambda *local: _run(kernel, *local, _spans(local[0]) if given is None else given)[0], q, k, v)
 
 
+def cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
+    """`attention` of the newest tokens of a cache, which is read where it is; for generation, without a gradient."""
+    return _cached_attention("attention", q, keys, values, spans)
+
+
+def bf16_cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
+    """`cached_attention` with the products of `bf16_attention`."""
+    return _cached_attention("bf16_attention", q, keys, values, spans)
+
+
+def _cached_attention(kernel: str, q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
+    columns = [part.transpose([0, 2, 1, 3]) for part in (keys, values)]  # views
+    found: list[Tensor] = paddle._C_ops._run_custom_op(
+        f"llmsuite_{kernel}", q.contiguous(), *columns, spans.contiguous()
+    )
+    return found[0]
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`ops.rms_norm` in one pass."""
     if not _takes(x) or x.is_dist() != weight.is_dist():
