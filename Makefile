@@ -80,6 +80,8 @@ faults: $(VENV)/test
 	$(BIN)/python -m tests.tools.flaky_network --seconds 600
 	$(BIN)/python -m tests.tools.fuzz
 	$(BIN)/python -m tests.tools.lies --count 2000
+	$(BIN)/python -m tests.tools.interrupts --moments 200
+	$(BIN)/python -m tests.tools.timeouts 1000
 	$(BIN)/python -m tests.tools.stalls
 	$(BIN)/python -m tests.tools.merge_memory 4000
 	$(BIN)/python -m tests.tools.load

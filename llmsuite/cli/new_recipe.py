@@ -23,7 +23,7 @@ from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.new import METHODS, Choice, Method, new_recipe, stage_recipe
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.recipe.shape import local_weights, missing_model
-from llmsuite.recipe.write import recipe_text, write_recipe
+from llmsuite.recipe.write import give_recipe, write_recipe
 from llmsuite.regular import exists, is_file
 from llmsuite.resources import find
 from llmsuite.schema.columns import columns_of
@@ -48,13 +48,8 @@ def make_new(args: Any, registry: Registry) -> int:
     output = args.output
     if output is None and _asks():
         output = _file(f"{choice.name}.json")
-    tell = sys.stdout
-    if output is None:
-        print(recipe_text(recipe), end="")
-        tell = sys.stderr
-    else:
-        write_recipe(recipe, Path(output))
-        print(f"wrote {output}")
+    give_recipe(recipe, output)
+    tell = sys.stderr if output is None else sys.stdout
     for problem in _problems(recipe, registry):
         print(f"to do: {problem}", file=tell)
     if output is not None:

@@ -11,9 +11,8 @@ from llmsuite.errors import RecipeError, UserError
 from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.new import METHODS, RULE
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.write import recipe_text, write_recipe
+from llmsuite.recipe.write import give_recipe, write_recipe
 from llmsuite.regular import exists
-from llmsuite.shown import SECRETS
 from llmsuite.specs import Command
 from llmsuite.stages.first_rows import check_rows
 
@@ -136,14 +135,7 @@ def _give(recipe: dict[str, Any], output: str | None, registry: Registry) -> lis
             problems = []
         except RecipeError as error:
             problems = [f"{problem.key}: {problem.message}" for problem in error.problems]
-    if output is None:
-        text = recipe_text(recipe)
-        print(text, end="")
-        if SECRETS.hidden(text) != text:
-            print("note: secrets are left out of what is printed; write it with --output to keep them", file=sys.stderr)
-    else:
-        write_recipe(recipe, Path(output))
-        print(f"wrote {output}")
+    give_recipe(recipe, output)
     return problems
 
 

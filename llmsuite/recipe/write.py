@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from llmsuite.files import os_errors
+from llmsuite.shown import SECRETS
 
 _WIDTH = 120
 
@@ -24,6 +26,18 @@ def write_recipe(data: Mapping[str, Any], path: Path) -> None:
     with os_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(recipe_text(data), encoding="utf-8")
+
+
+def give_recipe(data: Mapping[str, Any], output: str | None) -> None:
+    """Write a recipe into a file, and say so; or print it, without secrets. Raises UserError where it cannot."""
+    if output is not None:
+        write_recipe(data, Path(output))
+        print(f"wrote {output}")
+        return
+    text = recipe_text(data)
+    print(text, end="")
+    if SECRETS.hidden(text) != text:
+        print("note: secrets are left out of what is printed; write it with --output to keep them", file=sys.stderr)
 
 
 def _value(key: str, value: Any) -> str:
