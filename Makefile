@@ -86,6 +86,7 @@ faults: $(VENV)/test
 	$(BIN)/python -m tests.tools.merge_memory 4000
 	$(BIN)/python -m tests.tools.load
 	$(BIN)/python -m tests.tools.long_serve --requests 20000
+	$(BIN)/python -m tests.tools.long_runs --steps 2000
 
 # LLMSUITE_TEST_DATA: a directory with the files that docs/notes/results.md names; for --tasks and the like call step.py itself
 bench: $(VENV)/demo $(MODEL)

@@ -93,10 +93,10 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def urls(port: int) -> list[str]:
-    """Addresses that have each kind of secret."""
+    """Addresses of what is there, and of what is not, that have each kind of secret."""
     host = f"127.0.0.1:{port}"
     return [
-        f"http://me:{USER_PASSWORD}@{host}/train.jsonl?token={QUERY}&X-Amz-Signature={SIGNATURE}",
+        f"http://me:{USER_PASSWORD}@{host}/train.jsonl?token={QUERY}&X-Amz-Signature={SIGNATURE}&{UNNAMED}#{FRAGMENT}",
         f"http://{USER_TOKEN}@{host}/other.jsonl?{UNNAMED}#{FRAGMENT}",
     ]
 
@@ -156,9 +156,9 @@ def test_each_command_is_tried(registry: Registry) -> None:
 
 @pytest.mark.parametrize("command", [*NAMES_A_MODEL, *OTHERS])
 def test_a_command_keeps_secrets(command: str, environment: dict[str, str], tmp_path: Path, port: int) -> None:
-    for number, url in enumerate(urls(port)):
-        words = [word.format(url=url, out=tmp_path / f"out-{number}") for word in {**NAMES_A_MODEL, **OTHERS}[command]]
-        check([command, *words], environment, tmp_path)
+    url = urls(port)[0]
+    words = [word.format(url=url, out=tmp_path / "out") for word in {**NAMES_A_MODEL, **OTHERS}[command]]
+    check([command, *words], environment, tmp_path)
 
 
 def test_a_recipe_that_was_asked_for_keeps_its_urls(environment: dict[str, str], tmp_path: Path, port: int) -> None:

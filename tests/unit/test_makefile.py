@@ -19,3 +19,11 @@ def test_parity_runs_the_cases_that_are_left_out() -> None:
 
 def test_what_make_test_leaves_out_is_there() -> None:
     assert [path for path in FURTHER_FILES if not (ROOT / path).is_file()] == []
+
+
+def test_the_page_of_faults_names_what_is_run() -> None:
+    """With the same words, in the same order."""
+    rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nfaults:")[2].partition("\n\n")[0]
+    run = re.findall(r"-m tests\.tools\.(.+)$", rule, re.MULTILINE)
+    page = (ROOT / "docs" / "notes" / "faults.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE) == run
