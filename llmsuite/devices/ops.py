@@ -301,7 +301,7 @@ class Ops:
     filled, to logits [B, V]; writes keys and values, as `attention_operand` makes them. None: layer by layer."""
     cached_attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None = None
     """`attention` of new tokens [B, L, H, K] over the filled columns of a cache, [B, J, S, K] each and perhaps views,
-    with spans [B, 3, L] as of `document_spans`. A device with `next_logits` has it."""
+    with spans [B, 3, L] as of `document_spans`. `next_logits` is used by devices with both."""
     stored_product: Callable[[Tensor, StoredMatrix], Tensor] | None = None
     """x [..., I], rounded to bfloat16, times a stored matrix, [..., O] in float32. None: no such matrices there."""
     stored_grouped: Callable[[Tensor, StoredMatrix, Tensor], Tensor] | None = None

@@ -60,7 +60,8 @@ def fuse(
         joined_swiglu: that of MLPs whose gate and up have no bias; for a model that computes as one that is trained.
         projected: what is made of queries, keys and values without biases and norms; for such a model too.
     """
-    is_covered = live is not None and live.next_logits is not None and uncovered(model) is None
+    has_kernels = live is not None and live.next_logits is not None and live.cached_attention is not None
+    is_covered = has_kernels and uncovered(model) is None
     fused = attentions(model)
     cache_dtype = cache_dtype if fused else None
     for attention in fused:

@@ -24,7 +24,7 @@ class PromptPass:
 
     def __init__(self, model: CausalLM, live: Ops, cache_dtype: str | None = None):
         """`cache_dtype`: as in `fused.fuse`."""
-        assert live.cached_attention is not None, "a device with `next_logits` has it"
+        assert live.cached_attention is not None, "see `fused.fuse`"
         self._model, self._live, self._cache_dtype = model, live, cache_dtype
         self._attend = live.cached_attention
 
