@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import os
 import resource
 import time
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmsuite.serving.limits import Limits
+from llmsuite.serving.turns import Client, client_at
 
 BACKLOG = 64
 """Connections that are taken at once; so many files may be opened before one is closed to make room."""
@@ -54,11 +57,23 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
             """Whether no request is being answered; its head may be on the way."""
             return self.cycle is None or self.cycle.response_complete
 
+        @property
+        def _client(self) -> Client:
+            return client_at(self.client[0] if self.client else "")
+
         def _make_room(self) -> None:
-            """Close the connection that has been idle for longest, or this one where all are busy."""
-            idle = [c for c in self.connections if isinstance(c, Connection) and c is not self and c._is_idle]
+            """Close the connection that has been idle for longest. Where none is idle: one whose request is not whole
+            yet, of the client that has most of them and more than this one's; or this one."""
+            others = [c for c in self.connections if isinstance(c, Connection) and c is not self]
+            idle = [c for c in others if c._is_idle]
+            counts = collections.Counter(c._client for c in others)
+            of_more = [
+                c for c in others if c.conn.their_state is h11.SEND_BODY and counts[c._client] > counts[self._client]
+            ]
             if idle:
                 min(idle, key=lambda c: c._silent_since).transport.abort()
+            elif of_more:
+                max(of_more, key=lambda c: counts[c._client]).transport.abort()
             else:
                 self.transport.write(_FULL)
                 self.transport.close()

@@ -21,8 +21,13 @@ _HOST_BITS = 64
 
 def client_of(request: Request) -> Client:
     """Who asks: an address, and nothing that is sent along, as somebody could make up another key or name for each
-    request. All addresses of this machine are one client, and so are those of an IPv6 network of 64 bits."""
-    host = request.client.host if request.client is not None else ""
+    request."""
+    return client_at(request.client.host if request.client is not None else "")
+
+
+def client_at(host: str) -> Client:
+    """The client at an address. All addresses of this machine are one client, and so are those of an IPv6 network of 64
+    bits."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:  # what a proxy calls its client, or a socket of this machine

@@ -26,7 +26,7 @@ Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 def with_server(
     limits: Limits,
-    scenario: Callable[[Callable[[bytes], Awaitable[Opened]]], Awaitable[None]],
+    scenario: Callable[[Callable[..., Awaitable[Opened]]], Awaitable[None]],
     service: Service | None = None,
 ) -> None:
     """Run a scenario with a server; it is given what opens a connection and sends some bytes."""
@@ -40,8 +40,8 @@ def with_server(
             await asyncio.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
 
-        async def connect(sent: bytes) -> Opened:
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async def connect(sent: bytes, place: tuple[str, int] | None = None) -> Opened:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port, local_addr=place)
             writer.write(sent)
             await writer.drain()
             return reader, writer
@@ -92,6 +92,24 @@ def test_idle_connections_make_room() -> None:
         assert not silent[1][0].at_eof()
 
     with_server(Limits(header_timeout=1000, max_connections=4), scenario)
+
+
+def test_nobody_holds_all_connections_by_requests_that_do_not_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others get in, and whoever has as many as anybody does not."""
+    monkeypatch.setattr(connections, "client_at", lambda host: host)
+
+    async def scenario(connect: Any) -> None:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+        held = [await connect(head) for _ in range(4)]
+        await asyncio.sleep(0.1)  # their heads have been read
+        asking = await connect(HEALTH)
+        assert (await asking[0].readline()).startswith(b"HTTP/1.1 503"), "it has as many itself"
+        asking = await connect(HEALTH, ("127.0.0.2", 0))
+        assert (await asking[0].readline()).startswith(b"HTTP/1.1 200")
+        await asyncio.sleep(0.1)
+        assert sum(reader.at_eof() for reader, _ in held) == 1
+
+    with_server(Limits(header_timeout=1000, body_timeout=1000, max_connections=4), scenario)
 
 
 def test_one_connection_too_many_is_told() -> None:
