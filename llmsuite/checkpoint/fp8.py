@@ -132,7 +132,8 @@ class Fp8Tensors:
         bounds = [s.indices(size)[:2] for s, size in zip(index or [slice(None)] * 2, shape)]
         rows, columns = (self.form.numbers(dim, *bound) for dim, bound in enumerate(bounds))
         blocks = [slice(int(numbers[0]), int(numbers[-1]) + 1) for numbers in (rows, columns)]
-        scales = check_scales(self._files.read(scale_name(name), blocks), scale_name(name), self._files.directory)
+        beside = scale_name(name)
+        scales = check_scales(self._files.read(beside, blocks), beside, self._files.stored(beside).path)
         return dequantise(value, scales, rows - rows[0], columns - columns[0])
 
 

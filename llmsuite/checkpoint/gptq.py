@@ -150,7 +150,7 @@ class GptqTensors:
         groups = self._groups(layer, begin, end)
         used = slice(int(groups.min()), int(groups.max()) + 1)
         scales = self._files.read(layer + _SCALES, [used, columns])
-        scales = check_scales(scales, layer + _SCALES, self._files.directory)
+        scales = check_scales(scales, layer + _SCALES, self._files.stored(layer + _SCALES).path)
         words = _words(first, last, form)
         zeros = unpacked(self._files.read(layer + _ZEROS, [used, words]).T, form).T
         zeros = zeros[:, first - words.start * per_word : last - words.start * per_word]

@@ -61,7 +61,7 @@ def check_scales(values: np.ndarray, name: str, where: Path) -> np.ndarray:
     Args:
         values: as they are stored.
         name: of their tensor, for messages.
-        where: the file or directory, for messages.
+        where: its file, for messages.
 
     Raises:
         UserError: one is NaN or infinite, in float32 too.

@@ -230,7 +230,7 @@ class Dequantised:
         if value.dtype != INT8:
             return value
         beside = _beside(name, "weight_scale")
-        scale = check_scales(self._scales.read(beside), beside, self._scales.directory)
+        scale = check_scales(self._scales.read(beside), beside, self._scales.stored(beside).path)
         if index is not None:  # along the inputs its size is 1
             scale = scale[tuple(s if size > 1 else slice(None) for s, size in zip(index, scale.shape))]
         return value.astype("float32") * scale
@@ -240,7 +240,7 @@ class Dequantised:
         beside = _beside(name, "input_scale")
         if beside not in self._known:
             return None
-        scale = float(check_scales(self._scales.read(beside), beside, self._scales.directory)[0])
+        scale = float(check_scales(self._scales.read(beside), beside, self._scales.stored(beside).path)[0])
         if scale <= 0:
             raise UserError(f"{self._scales.directory}: {beside!r} is {scale}; the scale of inputs is above 0")
         return scale

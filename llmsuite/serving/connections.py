@@ -9,7 +9,6 @@ import resource
 import time
 from typing import Any
 
-import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from llmsuite.serving.limits import Limits
@@ -67,9 +66,7 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
             others = [c for c in self.connections if isinstance(c, Connection) and c is not self]
             idle = [c for c in others if c._is_idle]
             counts = collections.Counter(c._client for c in others)
-            of_more = [
-                c for c in others if c.conn.their_state is h11.SEND_BODY and counts[c._client] > counts[self._client]
-            ]
+            of_more = [c for c in others if c.cycle and c.cycle.more_body and counts[c._client] > counts[self._client]]
             if idle:
                 min(idle, key=lambda c: c._silent_since).transport.abort()
             elif of_more:
