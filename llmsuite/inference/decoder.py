@@ -24,11 +24,13 @@ _POSITIONS = 128
 """Positions of a prompt whose logits are in memory at once."""
 _FASTER = 4
 """How many times as fast as a pass layer by layer `PromptPass` is, measured with 256 and 1,024 tokens."""
-_TWICE = 4096
-"""Columns with which a token takes twice as long as without any, roughly: six times the width of a small model."""
+TWICE = 4096
+"""Columns with which a token takes twice as long as without any, roughly, where the width of the model is not known."""
+_TWICE_OF_WIDTH = 6
+"""Times the width D: a layer multiplies a token with about 12 D^2 weights, and with 2 D numbers of each column."""
 
 
-def piece_length(num_tokens: int, num_rows: int, num_before: int) -> int:
+def piece_length(num_tokens: int, num_rows: int, num_before: int, twice: int = TWICE) -> int:
     """Columns of a piece of prompts that takes as long as so many tokens at their beginning, at least one: with more
     columns before it attention takes longer.
 
@@ -36,8 +38,9 @@ def piece_length(num_tokens: int, num_rows: int, num_before: int) -> int:
         num_tokens: at the beginning.
         num_rows: prompts that are read together.
         num_before: columns that were read.
+        twice: columns with which a token takes twice as long.
     """
-    return max(1, round(num_tokens // num_rows * _TWICE / (_TWICE + num_before)))
+    return max(1, round(num_tokens // num_rows * twice / (twice + num_before)))
 
 
 class Decoder(Protocol):
@@ -91,6 +94,8 @@ class ModelDecoder:
             self._prompt_pass = None
         self.piece_factor = 1 if self._prompt_pass is None else _FASTER
         """How many times as many tokens as layer by layer are read in the same time."""
+        self.twice = _TWICE_OF_WIDTH * int(model.config.hidden_size)
+        """Columns with which a token takes twice as long as without any."""
 
     @property
     def max_length(self) -> int:
@@ -185,7 +190,7 @@ class ModelDecoder:
         self.check_plain("echo: with logprobs")
         start, cache = 0, None
         while start < len(ids) - 1:
-            columns = min(piece_length(num_tokens or _POSITIONS, 1, start), _POSITIONS)
+            columns = min(piece_length(num_tokens or _POSITIONS, 1, start, self.twice), _POSITIONS)
             piece = np.asarray([ids[start : min(start + columns, len(ids) - 1)]], "int64")
             start += columns
             with paddle.no_grad():
@@ -226,7 +231,7 @@ class ModelDecoder:
                 yield None
             columns = length
             if num_tokens is not None:
-                columns = piece_length(num_tokens * self.piece_factor, len(texts), start)
+                columns = piece_length(num_tokens * self.piece_factor, len(texts), start, self.twice)
             piece = paddle.to_tensor(ids[:, start : start + columns])
             with paddle.no_grad():
                 hidden, cache = self._states(piece, paddle.to_tensor(padding), cache)
@@ -304,7 +309,8 @@ class Columns(Sequence[Tensor]):
     def of(cls, cache: Cache, num_new: int = 0) -> Columns:
         """A copy of a cache with room for new columns, and spare ones."""
         filled = num_columns(cache)
-        count = num_new + num_spare(filled)
+        # more pieces of a prompt may follow one: a copy for each would cost more than they do
+        count = num_new + (filled // 2 if num_new > SPARE else num_spare(filled))
         return cls([_with_spare_columns(tensor, count) for tensor in cache], filled)
 
     def reserve(self, num_new: int) -> list[Tensor] | None:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from llmsuite.inference.decoder import Cache, Decoder, num_columns, piece_length
+from llmsuite.inference.decoder import TWICE, Cache, Decoder, num_columns, piece_length
 from llmsuite.inference.shared_prefixes import Block, as_cache, num_known
 
 
@@ -89,7 +89,8 @@ class Reading:
         columns = None
         if num_tokens is not None:
             num_before = 0 if self.cache is None else num_columns(self.cache)
-            columns = piece_length(num_tokens * piece_factor(decoder), len(self.lines), num_before)
+            twice = int(getattr(decoder, "twice", TWICE))
+            columns = piece_length(num_tokens * piece_factor(decoder), len(self.lines), num_before, twice)
         ids = self._ids[:, self._done :][:, :columns]
         logits, self.cache = decoder.forward(ids, self.padding, self.cache, **adapters_of(self.lines))
         self._done += ids.shape[1]

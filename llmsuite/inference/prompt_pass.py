@@ -84,7 +84,8 @@ class PromptPass:
         kept, [B, J, S, K]."""
         end = filled + new.shape[1]
         whole[:, :, filled:end] = self._live.attention_operand(new).transpose([0, 2, 1, 3]).astype(whole.dtype)
-        return whole[:, :, :end].astype(new.dtype)
+        kept = whole[:, :, :end]  # a view
+        return kept if kept.dtype == new.dtype else kept.astype(new.dtype)
 
     def _normed(self, norm: Any, x: Tensor) -> Tensor:
         return self._live.rms_norm(x, norm.weight, norm.eps)
