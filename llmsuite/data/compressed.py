@@ -18,7 +18,8 @@ _MOST_RATIO = 100
 """Text is compressed to about a tenth; a bomb to a thousandth."""
 _ALWAYS_FINE = 64 << 20
 _ITEM = 32
-"""Bytes that a row, an object or a value counts for at least: nothing but ends of lines unpacks to much work, too."""
+"""Bytes that a row or an object counts for at least: nothing but ends of lines unpacks to much work, too. Values of a
+list count as they are: padded rows of token ids are mostly commas, and no bomb."""
 MOST_LINE = 64 << 20
 """Bytes of a line. Longer ones are no row but another kind of file."""
 
@@ -70,7 +71,7 @@ class Guard:
         self._done += size
         if self._done > self._most:
             raise UserError(
-                f"{self._path}: unpacks to more than {_MOST_RATIO} times its size, or to as many rows or values as no "
+                f"{self._path}: unpacks to more than {_MOST_RATIO} times its size, or to as many rows or objects as no "
                 "text has; if it is meant so, unpack it first"
             )
 
@@ -86,7 +87,7 @@ class _Guarded(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         piece = self._plain.read(len(buffer))
-        self._guard.add(max(len(piece), _ITEM * sum(map(piece.count, (b"\n", b"{", b",")))))
+        self._guard.add(max(len(piece), _ITEM * sum(map(piece.count, (b"\n", b"{")))))
         buffer[: len(piece)] = piece
         return len(piece)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gzip
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from llmsuite.data import bounds, conversations
+from llmsuite.data import bounds, compressed, conversations
 from llmsuite.data.read import raw_rows, read_rows
 from llmsuite.errors import UserError
 from tests.unit.data.test_turns import CALL, TOOLS
@@ -87,6 +88,21 @@ def test_nothing_but_ends_of_rows_is_refused(tmp_path: Path, content: bytes) -> 
     path = tmp_path / ("a.jsonl.gz" if content == b"\n" else "a.json.gz")
     path.write_bytes(gzip.compress((b"" if content == b"\n" else b"[") + content * (50 << 20)))
     began = time.process_time()
-    with pytest.raises(UserError, match="or to as many rows or values as no text has"):
+    with pytest.raises(UserError, match="or to as many rows or objects as no text has"):
         list(raw_rows(path))
     assert time.process_time() - began < 20
+
+
+def test_padded_rows_of_token_ids_are_no_bomb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They unpack to some fifty times their size."""
+    monkeypatch.setattr(compressed, "_ALWAYS_FINE", 0)
+    chance, rows = random.Random(0), []
+    for _ in range(100):
+        count = chance.randrange(50, 400)
+        ids = [chance.randrange(30_000) for _ in range(count)]
+        padding = [0] * (2048 - count)
+        labels = [*ids, *[-100] * len(padding)]
+        rows.append({"input_ids": [*ids, *padding], "attention_mask": [1] * count + padding, "labels": labels})
+    path = tmp_path / "a.jsonl.gz"
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, rows)).encode()))
+    assert [fault for _, _, fault in raw_rows(path)] == [None] * len(rows)
