@@ -28,7 +28,7 @@ _OPTION = re.compile(r"(?i)(--[\w.-]*(?:api_?key|token|secret|password)=)(.+)", 
 _PATH = re.compile(r"(?<![\w:/])(?P<path>/[^\s?#\"'<>]*)(?P<more>\?[^\s\"'<>]*=[^\s\"'<>]*)")
 """An address without its host, as libraries quote it: "Max retries exceeded with url: /a.jsonl?token=…"."""
 _VARIABLE = re.compile(r"(?i)(?:^|_)(?:\w*key|token|secret|password|passwd|passphrase|pat|auth|credentials?)$")
-_KEY = re.compile(r"(?i)(?:^|[_.-])(?:api_?key|access_?key|\w+_token_secret|secret(?:_key)?|passw(?:or)?d|passphrase)$")
+_KEY = re.compile(r"(?i)(?:^|[_.-])(?:api_?key|access_?key|secret(?:_key)?|passw(?:or)?d|passphrase)$")
 """A key of JSON data whose text is a secret."""
 _PARAMETER = re.compile(r"(?i)key|token|sig|secret|passw|credential|auth|code")
 _RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w%~+=-]{16,}")

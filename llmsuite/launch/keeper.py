@@ -219,7 +219,7 @@ class _Keeper:
         """Kill what is left; children of the killed become children of this process, which are killed next."""
         with contextlib.suppress(ChildProcessError):
             while True:
-                for pid in _children():
+                for pid in _children(os.getpid()):
                     with contextlib.suppress(ProcessLookupError):
                         os.kill(pid, signal.SIGKILL)
                 os.waitpid(-1, 0)
@@ -251,30 +251,27 @@ class _Keeper:
                 text = text[os.write(1, text) :]
 
 
-def _children() -> list[int]:
-    """The children of this process, which has one thread."""
-    own = os.getpid()
+def _children(parent: int) -> list[int]:
+    """The children of a process. The kernel lists them by the thread that has started each; to look through all
+    processes of a large machine, now and then and in every keeper, would cost much."""
     with contextlib.suppress(OSError):
-        return [int(pid) for pid in Path(f"/proc/{own}/task/{own}/children").read_text().split()]
+        lists = [(task / "children").read_text() for task in Path(f"/proc/{parent}/task").iterdir()]
+        return [int(pid) for pid in " ".join(lists).split()]
     found: list[int] = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):  # a kernel that does not list them
+    for stat in Path("/proc").glob("[0-9]*/stat"):  # a kernel that does not list them, or it has just ended
         with contextlib.suppress(OSError):
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == own:
+            if int(stat.read_text().rpartition(")")[2].split()[1]) == parent:
                 found.append(int(stat.parent.name))
     return found
 
 
 def _descendants() -> list[int]:
     """Children of this process, theirs, and so on; children of a process that has ended are children of this one."""
-    below: dict[int, list[int]] = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            below.setdefault(parent, []).append(int(stat.parent.name))
-    found, new = [], [os.getpid()]
+    found: list[int] = []
+    new = _children(os.getpid())
     while new:
-        new = [child for pid in new for child in below.get(pid, ())]
         found += new
+        new = [child for pid in new for child in _children(pid)]
     return found
 
 

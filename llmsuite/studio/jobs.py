@@ -113,6 +113,7 @@ class Jobs:
         if job.process.poll() is not None:
             with self._lock:
                 self._chats.pop(name, None)
+            job.process.end()
             raise UserError(f"the server of {name} has ended: {_tail(job.log).strip()}")
         # behind the mark that a browser sends to no server
         return {"address": f"{found[1]}/#key={self._key}" if found else None}
