@@ -43,15 +43,16 @@ WORKERS = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test: $(VENV)/test
 	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q --durations=60 -m "not further"
 
-# what takes long, by tests/further.py; CI runs both
+# what takes long, and cases of which `test` runs a sample, by tests/further.py; CI runs both
 test-further: $(VENV)/test
-	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q --durations=60 -m further
+	$(BIN)/python -m pytest $$($(BIN)/python -m tests.further) $(WORKERS) -q --durations=60 -m further
 
 # files of which the two run some cases only
 ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_lora bf16_programs bf16_rollouts \
 	expert_parallel interrupted_twice large_files lora lora_further mtp pipelines program_expert_pipelines \
-	program_experts program_guard program_options program_pipelines programs rank_programs removals rollouts \
+	program_experts program_guard program_options program_pipelines program_rollouts programs rank_programs removals rollouts \
 	standin standin_further standin_programs windows)
+ALIKE = tests/unit/checkpoint/convert/test_merge_families.py tests/unit/inference/test_pack_model.py
 
 # what a user does first, with each Python that it is for: PYTHONS="python3.10 python3.12"
 PYTHONS ?= python3.10 python3.11 python3.12
@@ -65,7 +66,7 @@ with/%:
 	.venv-$(notdir $*)/bin/llmsuite generate runs/$(notdir $*) --max_new_tokens 8 --prompt "Hi"
 
 parity: $(VENV)/test
-	LLMSUITE_TEST_MESHES=all $(BIN)/python -m pytest tests/parity $(ON_ALL_MESHES) -q --write-parity-table
+	LLMSUITE_TEST_MESHES=all $(BIN)/python -m pytest tests/parity $(ON_ALL_MESHES) $(ALIKE) -q --write-parity-table
 
 matrix: $(VENV)/test
 	$(BIN)/python -m tests.tools.matrix

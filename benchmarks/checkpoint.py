@@ -34,7 +34,8 @@ def shape(megabytes: int) -> Any:
     """A Llama with about so many bytes of float32 parameters."""
     from llmsuite.models.llama.config import LlamaConfig
 
-    hidden, middle = 1024, 2816
+    hidden = 1024
+    middle = 2816
     one_layer = 4 * (4 * hidden * hidden + 3 * hidden * middle)
     layers = max(1, round((megabytes * 1e6 - 2 * 4 * 8000 * hidden) / one_layer))
     return LlamaConfig(
@@ -59,10 +60,10 @@ def state(config: Any) -> dict[str, Any]:
 
 
 def save_llmsuite(here: Path, config: Any) -> Callable[[], None]:
+    from llmsuite.base.files import committed_directory
     from llmsuite.builtin import llmsuite_register_models
     from llmsuite.checkpoint.model_writer import write_model
     from llmsuite.checkpoint.tensors import TensorSpec
-    from llmsuite.files import committed_directory
 
     tensors = state(config)
     specs = [TensorSpec(name, tuple(t.shape), "float32") for name, t in tensors.items()]
@@ -133,8 +134,8 @@ def merge_llmsuite(here: Path, config: Any) -> Callable[[], None]:
     import paddle  # noqa: F401  (so that its memory is not counted)
 
     from llmsuite.builtin import llmsuite_register_models
-    from llmsuite.convert.rewrite import OutputFormat, Rewrite
-    from llmsuite.convert.sources import open_source
+    from llmsuite.checkpoint.convert.rewrite import OutputFormat, Rewrite
+    from llmsuite.checkpoint.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
 
     families = {"llama": llmsuite_register_models()[0]}
@@ -176,8 +177,8 @@ def against_copy(here: Path, megabytes: int) -> None:
     keeps files in is the same for all.
     """
     from llmsuite.builtin import llmsuite_register_models
-    from llmsuite.convert.rewrite import OutputFormat, Rewrite
-    from llmsuite.convert.sources import open_source
+    from llmsuite.checkpoint.convert.rewrite import OutputFormat, Rewrite
+    from llmsuite.checkpoint.convert.sources import open_source
     from llmsuite.inference.load import parameter_shapes
 
     families = {"llama": llmsuite_register_models()[0]}
@@ -218,16 +219,16 @@ def stall(here: Path, megabytes: int) -> None:
     from llmsuite.builtin import llmsuite_register_models
     from llmsuite.checkpoint.save import GatheredTensor
     from llmsuite.checkpoint.train_state import TrainState
-    from llmsuite.schema.recipe import CheckpointSection
-    from llmsuite.train.saving import CheckpointContents, Saver
+    from llmsuite.contract.schema.recipe import CheckpointSection
+    from llmsuite.engine.checkpointer import CheckpointContents, Checkpointer
 
     config = shape(megabytes)
     tensors = [GatheredTensor(n, tuple(t.shape), "float32", lambda t=t: t) for n, t in state(config).items()]
 
     @dataclasses.dataclass
-    class Whole:
+    class State:
         parameters: Any
-        state: Any
+        optimizer_state: Any
 
     matrix = paddle.randn([1024, 1024])
 
@@ -242,19 +243,22 @@ def stall(here: Path, megabytes: int) -> None:
     for name in ("synchronous", "async"):
         section = CheckpointSection(async_save=name == "async", keep_last=2)
         root = here / f"stall-{name}"
-        contents = CheckpointContents(llmsuite_register_models()[0], config, None, lambda: Whole(tensors, []))
-        saver = Saver(root, section, contents)
-        waits, steps = [], []
+        contents = CheckpointContents(llmsuite_register_models()[0], config, None, lambda: State(tensors, []))
+        checkpointer = Checkpointer(root, section, contents)
+        waits = []
+        steps = []
         for number in range(1, 10):
             steps.append(step(repeats))
-            saver.check()
+            checkpointer.check()
             if number % 3 == 0:
                 start = time.perf_counter()
-                saver.save(TrainState(number, number, 0, ""))
+                checkpointer.save(TrainState(number, number, 0, ""))
                 waits.append(time.perf_counter() - start)
-        saver.finish()
-        result[f"{name} wait"], result[f"{name} steps"] = float(np.median(waits)), sum(steps)
-        cpu, start = time.process_time(), time.perf_counter()
+        checkpointer.finish()
+        result[f"{name} wait"] = float(np.median(waits))
+        result[f"{name} steps"] = sum(steps)
+        cpu = time.process_time()
+        start = time.perf_counter()
         time.sleep(2)  # nothing is asked of it
         result[f"{name} idle"] = (time.process_time() - cpu) / (time.perf_counter() - start)
     print(json.dumps(result))
@@ -274,7 +278,8 @@ def measure(case: str, here: Path, megabytes: int) -> None:
     """One case in this process; prints seconds and peak as JSON."""
     config = shape(megabytes)
     work = CASES[case](here, config)
-    before, start = peak(), time.perf_counter()
+    before = peak()
+    start = time.perf_counter()
     work()
     print(json.dumps({"seconds": time.perf_counter() - start, "peak": peak() - before}))
 

@@ -41,7 +41,8 @@ def spent(work: Callable[[], object], repeats: int = REPEATS) -> Spent:
     """The least of several runs."""
     runs = []
     for _ in range(repeats):
-        start, before = time.perf_counter(), sum(os.times()[:4])
+        start = time.perf_counter()
+        before = sum(os.times()[:4])
         work()
         runs.append(Spent(time.perf_counter() - start, sum(os.times()[:4]) - before))
     return Spent(min(run.wall for run in runs), min(run.cpu for run in runs))
@@ -69,7 +70,8 @@ def single_thread(corpus: Path, tokenizer: Path) -> None:
 
     encoder = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     texts = [text for text, _ in read_documents(corpus, "blank_lines", "text")]
-    start, before = time.perf_counter(), time.process_time()
+    start = time.perf_counter()
+    before = time.process_time()
     num_tokens = sum(
         len(encoded.ids)
         for at in range(0, len(texts), 1000)
@@ -79,7 +81,7 @@ def single_thread(corpus: Path, tokenizer: Path) -> None:
 
 
 def index(corpus: Path, tokenizer: Path) -> None:
-    from llmsuite.data.index import build_corpus
+    from llmsuite.data.corpus_builder import build_corpus
     from llmsuite.data.tokenizer import TextTokenizer
 
     command = [sys.executable, __file__, "single_thread", str(corpus), str(tokenizer)]
@@ -108,18 +110,20 @@ def index(corpus: Path, tokenizer: Path) -> None:
 
 def loader() -> None:
     """Samples of pretraining to batches, in random order, from 40 MB of tokens that are in memory."""
-    from llmsuite.data.corpus import TokenWindows
-    from llmsuite.data.loader import BatchSampler, ReadAhead, SampleOrder
+    from llmsuite.data.loader import BatchSampler, Prefetcher, SampleOrder
+    from llmsuite.data.token_windows import TokenWindows
 
     print("| length, micro-batch | bare memmap, samples/s | loader | part |\n|---|---|---|---|")
     with tempfile.TemporaryDirectory() as directory:
         np.random.default_rng(0).integers(0, 512, 20_000_000).astype("<u2").tofile(f"{directory}/tokens")
         tokens = np.memmap(f"{directory}/tokens", mode="r", dtype="<u2")
         for length, micro in ((512, 8), (2048, 4), (8192, 1)):
-            samples, stage = TokenWindows(tokens, length), pretrain_stage(length)
+            samples = TokenWindows(tokens, length)
+            stage = pretrain_stage(length)
             count = len(samples) // 64 * 64
             dealer = BatchSampler(SampleOrder(len(samples), 0), 64, micro, 1)
-            rows, plain = np.random.default_rng(0).permutation(len(samples))[:count], np.asarray(tokens)
+            rows = np.random.default_rng(0).permutation(len(samples))[:count]
+            plain = np.asarray(tokens)
 
             def bare(length: int = length, micro: int = micro, rows: Any = rows, plain: Any = plain) -> None:
                 for at in range(0, len(rows), micro):
@@ -128,7 +132,7 @@ def loader() -> None:
 
             def ours(samples: Any = samples, stage: Any = stage, dealer: Any = dealer, count: int = count) -> None:
                 steps = (dealer.micro_batches(at, 0) for at in range(0, count, 64))
-                with ReadAhead(samples, steps, stage.collate, 0) as reader:
+                with Prefetcher(samples, steps, stage.collate, 0) as reader:
                     for step in reader:
                         for batch in step:
                             stage.collate(batch)
@@ -145,13 +149,13 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
     import paddle
 
     from llmsuite.data.loader import BatchSampler, SampleOrder
-    from llmsuite.data.packing import packed
+    from llmsuite.data.packing import pack_samples
     from llmsuite.stages.language_model import join
 
     stage = sft_stage(rows, tokenizer, length)
-    samples = stage.read(rows)
+    samples = stage.reader.read(rows)
     start = time.perf_counter()
-    packs, full = packed(samples, stage.row_lengths, length, join)
+    packs, full = pack_samples(samples, stage.row_lengths, length, join)
     took = time.perf_counter() - start
     inputs = sum(sample.num_inputs for sample in samples)
     print(
@@ -188,7 +192,8 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
         size = 4 if source is packs else 4 * per_pack
         dealt = [[[source[i] for i in b] for b in dealer.micro_batches(at * size, 0)] for at in range(steps + 1)]
         step(dealt[0])
-        before, num_tokens = time.process_time(), sum(map(step, dealt[1:]))
+        before = time.process_time()
+        num_tokens = sum(map(step, dealt[1:]))
         rate = num_tokens / (time.process_time() - before)
         first = first or rate
         shapes = [stage.collate(batch)["input_ids"].size for each in dealt[1:] for batch in each]
@@ -200,7 +205,7 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
 
 
 def _recipe(stage: str, length: int, train: str) -> Any:
-    from llmsuite.schema.recipe import DataSection, ModelSection, Recipe, TrainSection
+    from llmsuite.contract.schema.recipe import DataSection, ModelSection, Recipe, TrainSection
 
     section = TrainSection(max_steps=1, global_batch_size=1, micro_batch_size=1, learning_rate=1.0)
     data = DataSection(train=train, max_length=length)
@@ -211,7 +216,7 @@ def _context(recipe: Any, directory: Path) -> Any:
     from llmsuite.builtin import llmsuite_register_data_formats
     from llmsuite.data.chat_template import load_template
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.train.stage import StageContext
+    from llmsuite.engine.stage import StageContext
 
     tokenizer = TextTokenizer(directory)
     return StageContext(
@@ -242,9 +247,9 @@ def sft_stage(rows: Path, tokenizer: Path, length: int) -> Any:
 def small_llama(vocab_size: int, length: int) -> Any:
     """The width of SmolLM2-135M in two layers."""
     from llmsuite.devices.ops import Ops
+    from llmsuite.models.initial_values import initial_values
     from llmsuite.models.llama.config import PRESETS, LlamaConfig
     from llmsuite.models.llama.layers import Llama
-    from llmsuite.train.initial_values import initial_values
 
     shape = {**PRESETS["smollm2-135m"], "num_hidden_layers": 2, "vocab_size": vocab_size}
     model = Llama(LlamaConfig(**shape), Ops())

@@ -65,14 +65,14 @@ def run_llmsuite(path: str, engine: str) -> None:
 
     from llmsuite import builtin
     from llmsuite.cli import commands
+    from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.start import start_paddle
-    from llmsuite.plugins.manager import load_plugins
 
     asked = json.loads(Path(path).read_text())
     registry = load_plugins(builtin, commands)
     backend = registry.devices["cpu"].factory()
-    start_paddle(backend, 1, answers=True)
-    from llmsuite.inference.batch import Batch, Line
+    start_paddle(backend, 1, inference_only=True)
+    from llmsuite.inference.batch import Batch, DecodingSequence
     from llmsuite.inference.decoder import Decoder, ModelDecoder
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.load import load_model, open_any
@@ -84,7 +84,7 @@ def run_llmsuite(path: str, engine: str) -> None:
         decoder: Decoder = Predictor(Path(asked["programs"][precision or "fp32"]), num_threads=asked["threads"])
     else:
         stored = None if engine == "dynamic" else engine
-        model = load_model(open_any(Path(asked["model"]), registry.models), backend, stored=stored)
+        model = load_model(open_any(Path(asked["model"]), registry.models), backend, packed=stored)
         fuse(model, backend.ops("fp32"))
         decoder = ModelDecoder(model)
     sampling = Sampling(max_new_tokens=asked["new_tokens"])
@@ -95,13 +95,14 @@ def run_llmsuite(path: str, engine: str) -> None:
             tokens = decoder.greedy(prompts, asked["new_tokens"])
             print("RESULT " + json.dumps({"seconds": time.perf_counter() - begun, "tokens": tokens}), flush=True)
             continue
-        lines, batch = [Line(prompt, sampling, set()) for prompt in prompts], Batch(decoder)
+        sequences = [DecodingSequence(prompt, sampling, set()) for prompt in prompts]
+        batch = Batch(decoder)
         begun = time.perf_counter()
-        batch.advance(lines)
-        while batch.lines:
+        batch.advance(sequences)
+        while batch.sequences:
             batch.advance()
         seconds = time.perf_counter() - begun
-        print("RESULT " + json.dumps({"seconds": seconds, "tokens": [line.ids for line in lines]}), flush=True)
+        print("RESULT " + json.dumps({"seconds": seconds, "tokens": [line.ids for line in sequences]}), flush=True)
 
 
 class Engine:
@@ -149,8 +150,10 @@ def main() -> int:
     import random
 
     with tempfile.TemporaryDirectory() as place:
-        asked, programs = Path(place) / "asked.json", Path(arguments.programs or place).absolute()
-        model, draw = str(Path(arguments.model).absolute()), random.Random(0)
+        asked = Path(place) / "asked.json"
+        programs = Path(arguments.programs or place).absolute()
+        model = str(Path(arguments.model).absolute())
+        draw = random.Random(0)
         llmsuite = [sys.executable, "-m", "llmsuite"]
         split = [engine.partition("_") for engine in arguments.engines]
         precisions = {precision or "fp32" for name, _, precision in split if name in ("static", "loop")}

@@ -47,12 +47,14 @@ def main() -> int:
         return work(arguments.ranks, arguments.steps)
     backend = CpuBackend()
     backend.prepare_ranks()
-    environment, found = backend.variables(arguments.ranks, 0), []
+    environment = backend.variables(arguments.ranks, 0)
+    found = []
     for number in range(arguments.launches):
         with tempfile.TemporaryDirectory() as directory:
             os.environ["LLMSUITE_OVERHEAD"] = directory
             command = [sys.executable, __file__, f"--ranks={arguments.ranks}", f"--steps={arguments.steps}"]
-            said, logs = list[str](), Path(directory) / "logs"
+            said = list[str]()
+            logs = Path(directory) / "logs"
             code = launch(command, arguments.ranks, logs, lambda rank: environment, said.append, None, 600.0)
             if code != 0:
                 sys.stderr.write("".join(said))
@@ -74,16 +76,16 @@ def work(num_ranks: int, steps: int) -> int:
     """Measure in one rank; rank 0 writes the times. Returns the exit code."""
     from llmsuite import builtin
     from llmsuite.cli import commands
+    from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
-    from llmsuite.plugins.manager import load_plugins
     from llmsuite.recipe.resolve import plan_run
 
     start_paddle(CpuBackend(), num_ranks, join=num_ranks > 1)
+    from llmsuite.engine.checkpointer import Checkpointer
+    from llmsuite.engine.trainer import run
     from llmsuite.launch import calls
     from llmsuite.stages.pretrain import PretrainStage
-    from llmsuite.train.saving import Saver
-    from llmsuite.train.trainer import run
 
     calls.start()  # with one rank too
     os.environ["LLMSUITE_PLUGINS"] = ""
@@ -98,7 +100,8 @@ def work(num_ranks: int, steps: int) -> int:
     loop = Loop(plan, num_ranks)
     times: list[tuple[Time, Time]] = []
     taken: list[Any] = []
-    loss, check = PretrainStage.loss, Saver.check
+    loss = PretrainStage.loss
+    check = Checkpointer.check
     since = [Time()]
 
     def noted(self: Any, model: Any, batch: Any) -> Any:
@@ -114,7 +117,8 @@ def work(num_ranks: int, steps: int) -> int:
         times.append((engine, start.until_now()))
         since[0] = Time()
 
-    PretrainStage.loss, Saver.check = noted, between_steps  # type: ignore[method-assign]
+    PretrainStage.loss = noted  # type: ignore[method-assign]
+    Checkpointer.check = between_steps
     code = run(plan, registry, resume=False)
     if os.environ["PADDLE_TRAINER_ID"] == "0":
         pairs = times[WARM_UP : WARM_UP + steps]
@@ -140,9 +144,12 @@ class Loop:
     def __init__(self, plan: Any, num_ranks: int):
         import paddle
 
-        self.model = plan.family.factory()(plan.model_config, plan.device.factory().ops(plan.recipe.engine.precision))
+        self.model = plan.model.family.factory()(
+            plan.model.config, plan.parallel.device.factory().ops(plan.parallel.engine.precision)
+        )
         self.model.train()
-        train, self._num_ranks = plan.recipe.train, num_ranks
+        train = plan.train.section
+        self._num_ranks = num_ranks
         decayed = {p.name for p in self.model.parameters() if len(p.shape) > 1}
         self.optimizer = paddle.optimizer.AdamW(
             learning_rate=train.learning_rate, parameters=self.model.parameters(), weight_decay=train.weight_decay,
@@ -171,7 +178,9 @@ def tell(launches: list[dict[str, list[list[float]]]]) -> None:
         ratios = [[engine / bare for engine, bare in launch[name]] for launch in launches]
         of_launches = sorted(statistics.median(column) for column in ratios)
         engine, bare = (statistics.median(column) for column in zip(*itertools.chain(*(x[name] for x in launches))))
-        ratio, low, high = statistics.median(itertools.chain(*ratios)), of_launches[0], of_launches[-1]
+        ratio = statistics.median(itertools.chain(*ratios))
+        low = of_launches[0]
+        high = of_launches[-1]
         among = f" ({100 * (low - 1):+.1f} to {100 * (high - 1):+.1f} by launch)" if len(launches) > 1 else ""
         say(f"{name:5}  engine {engine:.4f} s  by hand {bare:.4f} s  overhead {100 * (ratio - 1):+.1f}%{among}\n")
 

@@ -10,7 +10,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "notes" / "results.md"
 
 def write(name: str, lines: Sequence[str]) -> None:
     """Replace the lines between the markers of this name."""
-    begin, end = f"<!-- generated: {name} -->", f"<!-- end of generated: {name} -->"
+    begin = f"<!-- generated: {name} -->"
+    end = f"<!-- end of generated: {name} -->"
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(begin)
     assert end in rest, f"{PAGE} has no place for the table {name}"
     PAGE.write_text("\n".join([before + begin, "", *lines, "", end]) + rest.partition(end)[2], encoding="utf-8")

@@ -26,7 +26,9 @@ def first_token(url: str, system: str, question: str) -> tuple[float, dict[str, 
     asked = {"messages": turns, "max_tokens": 4, "temperature": 0, "stream": True}
     body = json.dumps({**asked, "stream_options": {"include_usage": True}}).encode()
     request = urllib.request.Request(f"{url}/v1/chat/completions", body, {"Content-Type": "application/json"})
-    begun, seconds, usage = time.perf_counter(), None, {}
+    begun = time.perf_counter()
+    seconds = None
+    usage = {}
     with urllib.request.urlopen(request) as answer:
         for line in answer:
             if not line.startswith(b"data: {"):
@@ -46,12 +48,15 @@ def main() -> int:
     parser.add_argument("--system_tokens", type=int, default=500, help="words of the system prompt, about a token each")
     parser.add_argument("--rounds", type=int, default=15)
     arguments = parser.parse_args()
-    draw, words = random.Random(0), WORDS.split()
+    draw = random.Random(0)
+    words = WORDS.split()
 
     def system() -> str:
         return " ".join(draw.choice(words) for _ in range(arguments.system_tokens))
 
-    known, seconds, told = system(), {"known": list[float](), "new": list[float]()}, dict[str, Any]()
+    known = system()
+    seconds = {"known": list[float](), "new": list[float]()}
+    told = dict[str, Any]()
     first_token(arguments.url, known, "Hello?")
     for number in range(arguments.rounds):
         for kind, text in (("known", known), ("new", system())):

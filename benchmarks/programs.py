@@ -52,7 +52,10 @@ MODELS = {
         "programs of experts",
     ),
 }
-BATCH, MICRO_BATCH, LENGTH, WARM_UP = 8, 2, 128, 3
+BATCH = 8
+MICRO_BATCH = 2
+LENGTH = 128
+WARM_UP = 3
 MODES = {
     "dynamic": ("--engine.mode=dynamic",),
     "to_static, layers": ("--engine.mode=to_static", "--engine.program=layers"),
@@ -148,15 +151,18 @@ def main() -> int:
     parser.add_argument("--recompute", nargs="+", choices=RECOMPUTE, default=list(RECOMPUTE))
     parser.add_argument("--write", action="store_true", help="write the table into docs/notes/results.md")
     arguments = parser.parse_args()
-    model, modes = MODELS[arguments.model], ["dynamic", *(mode for mode in arguments.modes if mode != "dynamic")]
+    model = MODELS[arguments.model]
+    modes = ["dynamic", *(mode for mode in arguments.modes if mode != "dynamic")]
     meshes = arguments.meshes or [mesh for mesh in MESHES if mesh != "experts 2" or arguments.model == "experts"]
-    load, found = os.getloadavg()[0], dict[Key, Found]()
+    load = os.getloadavg()[0]
+    found = dict[Key, Found]()
     with tempfile.TemporaryDirectory(prefix="llmsuite-programs-") as place:
         for mesh in meshes:
             for recompute in arguments.recompute:
                 for turn in range(arguments.rounds):
                     for mode in modes:
-                        key, directory = (mesh, recompute, mode), Path(place) / f"{mesh}-{recompute}-{mode}-{turn}"
+                        key = (mesh, recompute, mode)
+                        directory = Path(place) / f"{mesh}-{recompute}-{mode}-{turn}"
                         add(found.setdefault(key, Found()), measure(model, key, arguments.steps, directory))
                 for mode in modes:
                     one = found[mesh, recompute, mode]

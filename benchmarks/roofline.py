@@ -82,7 +82,8 @@ class Found:
 
 def measure(name: str, precision: str, arguments: argparse.Namespace, place: Path) -> Found:
     """Run one kind of step in one precision."""
-    data, steps = arguments.data.resolve(), 2 + 2 * arguments.rounds
+    data = arguments.data.resolve()
+    steps = 2 + 2 * arguments.rounds
     prepared = prepare(TASKS[name], place, arguments.model.resolve(), data, steps, arguments.threads, precision)
     command = [sys.executable, str(ROOT / "benchmarks" / "roofline_steps.py"), str(prepared.recipe)]
     command.append(f"--rounds={arguments.rounds}")

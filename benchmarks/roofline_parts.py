@@ -8,29 +8,40 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-LAYERS, HEAD = "products of the layers", "products of the head"
+LAYERS = "products of the layers"
+HEAD = "products of the head"
 PRODUCTS = (LAYERS, HEAD)
-ROUNDING, ATTENTION, ROTATION = "rounding to bfloat16", "attention", "rotation"
-NORMS, SWIGLU, LOSS, EMBEDDING = "norms", "SwiGLU", "cross-entropy", "embedding"
-OTHER, GRADIENTS, OPTIMIZER = "other operations", "norm and clipping of the gradient", "optimizer"
-ROWS, PYTHON = "rows to batches", "Python, calls and metrics"
+ROUNDING = "rounding to bfloat16"
+ATTENTION = "attention"
+ROTATION = "rotation"
+NORMS = "norms"
+SWIGLU = "SwiGLU"
+LOSS = "cross-entropy"
+EMBEDDING = "embedding"
+OTHER = "other operations"
+GRADIENTS = "norm and clipping of the gradient"
+OPTIMIZER = "optimizer"
+ROWS = "rows to batches"
+PYTHON = "Python, calls and metrics"
 PARTS = (
     LAYERS, HEAD, ROUNDING, ATTENTION, ROTATION, NORMS, SWIGLU, LOSS, EMBEDDING, OTHER, GRADIENTS, OPTIMIZER, ROWS,
     PYTHON,
 )  # fmt: skip
 OF_KERNELS = {
     "attention": ATTENTION, "bf16_attention": ATTENTION, "rotary": ROTATION, "rms_norm": NORMS, "swiglu": SWIGLU,
-    "cross_entropy": LOSS, "operand": ROUNDING,
+    "cross_entropy": LOSS, "round_activation": ROUNDING,
 }  # fmt: skip
 """Parts of the fields of `llmsuite.devices.ops.Ops` that are kernels of ours, and of those whose gradients have other
 names."""
-WHOLE, WITHIN = "whole: ", "within: "
+WHOLE = "whole: "
+WITHIN = "within: "
 """How events are named that a part is told by: all of their time is the part's, or what no event within them says."""
 STEP = f"{WITHIN}{PYTHON}"
 _KERNEL_GRADIENT = re.compile(r"CustomOpGradNode: llmsuite_(\w+)_grad")
 _PRODUCT = re.compile(r"(matmul|linear|linear_v2) dygraph|Global_(Matmul|Linear|LinearV2)GradNode")
 _EMBEDDING = re.compile(r"embedding dygraph|Global_EmbeddingGradNode")
-_BACKWARD, _LAUNCH = "Gradient Backward", " kernel launch"
+_BACKWARD = "Gradient Backward"
+_LAUNCH = " kernel launch"
 
 
 class Event(Protocol):
@@ -81,7 +92,8 @@ def forward_and_back(
     if of_input:
         yield Product((rows, outputs), matrix, transpose_right=not transposed, is_of_head=head)
     if of_matrix:
-        x, gradient = (rows, inputs), (rows, outputs)
+        x = (rows, inputs)
+        gradient = (rows, outputs)
         left, right = (gradient, x) if transposed else (x, gradient)
         yield Product(left, right, transpose_left=True, is_of_head=head)
 
@@ -125,7 +137,8 @@ class Seconds:
         elif found := _KERNEL_GRADIENT.search(name):
             return OF_KERNELS[found[1]], True
         elif _PRODUCT.fullmatch(name):
-            is_first, self._head_is_next = self._head_is_next, False
+            is_first = self._head_is_next
+            self._head_is_next = False
             return (HEAD if (is_first and "GradNode" in name) or inside == HEAD else LAYERS), True
         elif _EMBEDDING.fullmatch(name):
             return EMBEDDING, True

@@ -29,7 +29,8 @@ from roofline_parts import WHOLE, WITHIN, Product, Seconds, forward_and_back  # 
 from llmsuite.devices.cpu import CpuBackend  # noqa: E402
 
 MARK = "ROOFLINE "
-_LEAST_SECONDS, _LEAST_TIMES = 0.05, 3
+_LEAST_SECONDS = 0.05
+_LEAST_TIMES = 3
 """How long a product is repeated by itself."""
 
 
@@ -41,8 +42,8 @@ def main() -> int:
     arguments, overrides = parser.parse_known_args()
     from llmsuite import builtin
     from llmsuite.cli import commands
+    from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.start import start_paddle
-    from llmsuite.plugins.manager import load_plugins
     from llmsuite.recipe.resolve import plan_run
 
     start_paddle(CpuBackend(), 1)
@@ -55,36 +56,36 @@ def main() -> int:
 
 def measure(plan: Any, registry: Any) -> dict[str, Any]:
     """Train as planned; returns the seconds of the steps that were timed alone, and what was found of the others."""
-    from llmsuite.train.objective import Objective
-    from llmsuite.train.passes import Passes
-    from llmsuite.train.trainer import Trainer
+    from llmsuite.engine.passes import MicroBatchLoader
+    from llmsuite.engine.trainer import Trainer
 
-    precision = plan.recipe.engine.precision
+    precision = plan.parallel.engine.precision
     backend = CpuBackend()
-    if not set(parts.OF_KERNELS) - {"operand", "bf16_attention"} <= backend.fused(precision):
+    if not set(parts.OF_KERNELS) - {"round_activation", "bf16_attention"} <= backend.fused(precision):
         raise SystemExit("the parts are told by the kernels' names, and there are none: install g++")
-    recorder = _Recorder(backend.ops(precision), plan.model_config.vocab_size)
-    plan = dataclasses.replace(
-        plan, device=dataclasses.replace(plan.device, factory=functools.partial(_RecordedBackend, recorder))
-    )
+    recorder = _Recorder(backend.ops(precision), plan.model.config.vocab_size)
+    device = dataclasses.replace(plan.parallel.device, factory=functools.partial(_RecordedBackend, recorder))
+    plan = dataclasses.replace(plan, parallel=dataclasses.replace(plan.parallel, device=device))
 
     class Measured(Trainer):
         """Records what its steps take."""
 
-        def begin(self) -> None:
-            super().begin()
+        def init_adapters(self) -> None:
+            super().init_adapters()
             model = self.built.part.model
             recorder.watch(model)
-            updater, optimizer = self.updater, self.updater.optimizer
-            updater.optimizer = _Recorded(optimizer, {"finish_gradients": parts.GRADIENTS, "step": parts.OPTIMIZER})
-            take = updater.take
+            step_runner = self.step_runner
+            optimizer = self.step_runner.optimizer
+            step_runner.optimizer = _Recorded(optimizer, {"finish_gradients": parts.GRADIENTS, "step": parts.OPTIMIZER})
+            run_step = step_runner.run_step
 
-            def recorded(step: int, micro_batches: Any, passes: Passes, *rest: Any) -> dict[str, float]:
+            collate = _recorded(self.data.collate, WITHIN + parts.ROWS)
+
+            def recorded(step: int, batches: MicroBatchLoader, *rest: Any) -> dict[str, float]:
                 recorder.rows_are_there()
-                objective: Objective = _Recorded(passes.objective, {"collate": parts.ROWS})
-                return take(step, micro_batches, dataclasses.replace(passes, objective=objective), *rest)
+                return run_step(step, MicroBatchLoader(batches.samples, collate), *rest)
 
-            updater.take = recorded  # type: ignore[method-assign]
+            step_runner.run_step = recorded  # type: ignore[method-assign]
             recorder.begin()
 
         def log(self, metrics: dict[str, float], is_recorded: bool) -> None:
@@ -106,7 +107,8 @@ class _Recorded:
     """Something whose methods are events."""
 
     def __init__(self, inner: Any, ranges: dict[str, str]):
-        self._inner, self._ranges = inner, ranges
+        self._inner = inner
+        self._ranges = ranges
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._inner, name)
@@ -152,9 +154,11 @@ class _RecordedBackend(CpuBackend):
         found["attention"] = self._recorder.attention_of(found["attention"])
         if "matmul" in kernels:
             found["matmul"] = self._recorder.matmul
-        if "operand_cross_entropy" in kernels:
-            found["operand_cross_entropy"] = _recorded_with_gradient(ops.operand_cross_entropy, WHOLE + parts.LOSS)
-        sums = [field for field in ("sum_matmul", "operand_matmul") if field in kernels]
+        if "rounded_grad_cross_entropy" in kernels:
+            found["rounded_grad_cross_entropy"] = _recorded_with_gradient(
+                ops.rounded_grad_cross_entropy, WHOLE + parts.LOSS
+            )
+        sums = [field for field in ("sum_matmul", "rounded_output_matmul") if field in kernels]
         return dataclasses.replace(ops, **found, **{field: self._recorder.sum_of(field) for field in sums})
 
 
@@ -167,14 +171,16 @@ class _Recorder:
             ops: of the device, for the precision of the run.
             num_words: of the vocabulary; no other size of the model is the same.
         """
-        from llmsuite.devices.ops import matmul, operand
+        from llmsuite.devices.ops import matmul, round_activation
 
-        self._ops, self._num_words = ops, num_words
+        self._ops = ops
+        self._num_words = num_words
         self._is_paddles = ops.matmul is matmul
         """Whether products are Paddle's own."""
-        self._rounds = ops.operand is not operand
+        self._rounds = ops.round_activation is not round_activation
         """Whether they take matrices that are rounded."""
-        self._number, self._products = 0, collections.Counter[Product]()
+        self._number = 0
+        self._products = collections.Counter[Product]()
         self._attention = 0
         """FLOPs of attention in this step."""
         self._profiler: Any = None
@@ -221,7 +227,8 @@ class _Recorder:
 
     def _noted(self, x: Any, y: Any, transpose_x: bool, transpose_y: bool) -> Any:
         wide = x.shape[-1]
-        left, right = (int(x.size) // wide, wide), (int(y.shape[0]), int(y.shape[1]))
+        left = (int(x.size) // wide, wide)
+        right = (int(y.shape[0]), int(y.shape[1]))
         dtypes = (str(x.dtype).rpartition(".")[2], str(y.dtype).rpartition(".")[2])
         product = Product(left, right, transpose_x, transpose_y, dtypes, self._num_words in (*left, *right))
         self._products[product] += 1
@@ -230,7 +237,8 @@ class _Recorder:
     def watch(self, model: Any) -> None:
         """Note the products of Paddle's own in the forward passes of a model, and which of them are the head's."""
         import paddle
-        from paddle import nn
+
+        from llmsuite.models.linear import is_matrix
 
         if not self._is_paddles:  # those of the device are noted where they are made
             return
@@ -241,9 +249,11 @@ class _Recorder:
 
         def note(x: Any, matrix: Any, transposed: bool = False, head: bool = False, has_gradient: bool = False) -> None:
             """`has_gradient`: x has one, whatever the tensor that is given says."""
-            rows, back = int(x.size) // int(x.shape[-1]), paddle.is_grad_enabled()
+            rows = int(x.size) // int(x.shape[-1])
+            back = paddle.is_grad_enabled()
             shape = (int(matrix.shape[0]), int(matrix.shape[1]))
-            of_input, of_matrix = back and (has_gradient or not x.stop_gradient), back and not is_frozen(matrix)
+            of_input = back and (has_gradient or not x.stop_gradient)
+            of_matrix = back and not is_frozen(matrix)
             self._products.update(forward_and_back(rows, shape, transposed, of_input, of_matrix, head))
 
         def of_head(hidden: Any) -> Any:
@@ -262,7 +272,7 @@ class _Recorder:
 
         model.__dict__["logits"] = of_head
         for layer in model.sublayers():
-            if type(layer) is nn.Linear and layer is not model.lm_head:
+            if is_matrix(layer) and layer is not model.lm_head:
                 layer.register_forward_post_hook(lambda layer, x, y: note(x[0], layer.weight))
             elif hasattr(layer, "is_low_rank"):
                 layer.register_forward_post_hook(of_adapter)
@@ -275,7 +285,8 @@ class _Recorder:
 
         self._products.clear()
         self._attention = 0
-        self._passes_of_head, self._profiler = 0, None
+        self._passes_of_head = 0
+        self._profiler = None
         if self._number and self._number % 2 == 0:
             self._profiler = Profiler(targets=[ProfilerTarget.CPU], on_trace_ready=lambda profiler: None)
             self._profiler.start()
@@ -303,7 +314,9 @@ class _Recorder:
         found = Seconds(_find(self._profiler.profiler_result.get_data().values(), parts.STEP))
         # else the first product of Paddle's on the way back is not the head's
         assert not self._is_paddles or found.num_passes_back == self._passes_of_head, found.num_passes_back
-        products, attention, told = self._products.copy(), self._attention, {}
+        products = self._products.copy()
+        attention = self._attention
+        told = {}
         times = {product: self._alone(product) for product in products}
         narrow = times if not self._rounds else {product: self._alone(product.rounded) for product in products}
         for part in parts.PRODUCTS:

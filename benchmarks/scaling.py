@@ -37,7 +37,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 import page  # noqa: E402
 from scaling_ranks import RECIPE, WARM_UP  # noqa: E402
 
-from llmsuite.planning.estimate import anatomy_of, estimate_of, memory_of  # noqa: E402
+from llmsuite.planning.estimate import estimate_of, memory_of, shape_spec_of  # noqa: E402
 from llmsuite.planning.layout import Layout  # noqa: E402
 from llmsuite.recipe.resolve import RunPlan, plan_run  # noqa: E402
 
@@ -46,7 +46,9 @@ MODEL = {
     "hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 8, "max_position_embeddings": 128, "vocab_size": 2048,
 }  # fmt: skip
-BATCH, MICRO_BATCH, LENGTH = 16, 2, 64
+BATCH = 16
+MICRO_BATCH = 2
+LENGTH = 64
 CUT = {"stage 1": ("moments",), "stage 2": ("moments", "gradients"), "stage 3": ("moments", "gradients", "parameters")}
 """What each sharding stage divides by the number of ranks."""
 CLOSE = 0.05
@@ -163,9 +165,11 @@ def planned_ranks(plan: RunPlan) -> list[tuple[Sent, Held]]:
     """What `llmsuite plan` says of each rank: messages of a step, and memory."""
     from llmsuite.parallel.mesh import Mesh
 
-    layout, anatomy = Layout(plan), anatomy_of(plan)
-    meshes = [Mesh(plan.degrees, rank) for rank in range(plan.degrees.num_ranks)]
-    found = estimate_of(plan, layout, anatomy, meshes, memory_of(plan, layout, anatomy, meshes))
+    layout = Layout(plan.model, plan.parallel)
+    shape_spec = shape_spec_of(plan.model)
+    meshes = [Mesh(plan.parallel.degrees, rank) for rank in range(plan.parallel.degrees.num_ranks)]
+    stages = memory_of(layout, plan.data, plan.train, shape_spec, meshes)
+    found = estimate_of(layout, plan.data, plan.train, shape_spec, meshes, stages)
     result = []
     for counts, memory in zip(found.traffic, found.stages, strict=True):
         sent: Sent = collections.Counter()
@@ -247,7 +251,8 @@ def table_of_starts(starts: Sequence[Start]) -> list[str]:
     """Rows of Markdown."""
     lines = ["| ranks | strategy | seconds to the end of the first step | CPU seconds |", "|---|---|---|---|"]
     for start in starts:
-        low, high = min(start.seconds), max(start.seconds)
+        low = min(start.seconds)
+        high = max(start.seconds)
         seconds = f"{statistics.median(start.seconds):.1f} ({low:.1f} to {high:.1f})"
         lines.append(
             f"| {start.num_ranks} | {start.strategy} | {seconds} | {statistics.median(start.cpu_seconds):.1f} |"
@@ -267,9 +272,11 @@ def measure_start(num_ranks: int, times: int, place: Path) -> Start:
     search = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "LLMSUITE_PLUGINS": "", "PYTHONPATH": search}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # what a user starts was compiled before
-    seconds, cpu_seconds = [], []
+    seconds = []
+    cpu_seconds = []
     for number in range(times):
-        began, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.perf_counter()
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         with subprocess.Popen(
             [*command, f"--output_dir={place / f'start-{num_ranks}-{number}'}"], env=environment, cwd=ROOT,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -291,7 +298,7 @@ def measure(num_ranks: int, steps: int, directory: Path) -> dict[str, Measured]:
     """Run every strategy on so many ranks, one after the other in the same processes."""
     from llmsuite import builtin
     from llmsuite.cli import commands
-    from llmsuite.plugins.manager import load_plugins
+    from llmsuite.contract.registry import load_plugins
 
     directory.mkdir()
     cases = {name: words(num_ranks, parallel, steps) for name, parallel in strategies(num_ranks).items()}
@@ -303,7 +310,8 @@ def measure(num_ranks: int, steps: int, directory: Path) -> dict[str, Measured]:
         tails = "".join(f"== {log.name}\n{log.read_text(errors='replace')[-2000:]}\n" for log in logs)
         raise SystemExit(f"{num_ranks} ranks have ended with {code}:\n{tails}")
     records = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    registry, found = load_plugins(builtin, commands), {}
+    registry = load_plugins(builtin, commands)
+    found = {}
     for name, case in cases.items():
         plan = plan_run(RECIPE, [*case, f"--output_dir={directory / name}"], registry, smoke=True)
         found[name] = measured([record[name] for record in records], planned_ranks(plan))
@@ -335,7 +343,8 @@ def main() -> int:
     arguments = parser.parse_args()
     os.environ["LLMSUITE_PLUGINS"] = ""
     found: dict[tuple[int, str], Measured] = {}
-    load, counts = os.getloadavg()[0], (1, *sorted(arguments.ranks))
+    load = os.getloadavg()[0]
+    counts = (1, *sorted(arguments.ranks))
     with tempfile.TemporaryDirectory(prefix="llmsuite-scaling-") as place:
         starts = [measure_start(count, arguments.starts, Path(place)) for count in counts if arguments.starts]
         for count in counts:

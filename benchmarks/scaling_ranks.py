@@ -32,10 +32,11 @@ def main(file: Path, directory: Path) -> int:
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import launch
-    from tests.tools import gloo_trace
+    from tests.support import gloo_trace
 
     asked = json.loads(file.read_text())
-    backend, num_ranks = CpuBackend(), int(asked["ranks"])
+    backend = CpuBackend()
+    num_ranks = int(asked["ranks"])
     gloo_trace.install()
     backend.prepare_ranks()
     start_paddle(backend, num_ranks, fork=True)
@@ -54,17 +55,19 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 
     from llmsuite import builtin
     from llmsuite.cli import commands
+    from llmsuite.contract.registry import load_plugins
+    from llmsuite.engine.trainer import run
     from llmsuite.launch import calls
-    from llmsuite.plugins.manager import load_plugins
     from llmsuite.recipe.resolve import plan_run
-    from llmsuite.train.trainer import run
-    from tests.tools.gloo_groups import reused
+    from tests.support.gloo_groups import reused
 
     calls.start()
     os.environ["LLMSUITE_PLUGINS"] = ""
-    registry, found = load_plugins(builtin, commands), {}
+    registry = load_plugins(builtin, commands)
+    found = {}
     groups: dict[Any, Any] = {}
-    new_group, rank = dist.new_group, os.environ["PADDLE_TRAINER_ID"]
+    new_group = dist.new_group
+    rank = os.environ["PADDLE_TRAINER_ID"]
     for name, words in cases.items():
         plan = plan_run(RECIPE, [*words, f"--output_dir={directory / name}"], registry, smoke=True)
         # a group brings threads that wake up all the time: those of the cases before must not slow this one down
@@ -81,12 +84,14 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 @contextlib.contextmanager
 def counted(last: int) -> Iterator[dict[str, Any]]:
     """Around a run of `last` steps, which takes the times of all but the last; that one is counted."""
+    from llmsuite.engine import step_runner
     from llmsuite.parallel.optimizer import Optimizer
-    from llmsuite.train import updater
-    from tests.tools import gloo_trace
+    from tests.support import gloo_trace
 
     record: dict[str, Any] = {"seconds": [], "cpu_seconds": []}
-    train_step, finish, before = updater.train_step, Optimizer.finish_gradients, live_bytes()
+    train_step = step_runner.train_step
+    finish = Optimizer.finish_gradients
+    before = live_bytes()
     since: list[tuple[float, float]] = []
 
     def noted(step: int, samples: Any, passes: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
@@ -112,11 +117,12 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
         record["sent"] = [[operation, shape, width, n] for (_, operation, shape, width), n in messages.items()]
         return result
 
-    updater.train_step = noted
+    step_runner.train_step = noted
     try:
         yield record
     finally:
-        updater.train_step, Optimizer.finish_gradients = train_step, finish  # type: ignore[method-assign]
+        step_runner.train_step = train_step  # type: ignore[method-assign]
+        Optimizer.finish_gradients = finish
 
 
 def live_bytes() -> int:
@@ -139,8 +145,8 @@ def held(model: Any, optimizer: Any) -> dict[str, int]:
     from llmsuite.parallel.tensor import local_value
 
     whole = [local_value(p) for _, p in model.named_parameters() if p._is_initialized()]
-    copies = [shard.master_or_shard for shard in optimizer.shards if shard.shard_is_copy]
-    stored = [s.master_or_shard for s in optimizer.shards if not s.shard_is_copy and not s.parameter._is_initialized()]
+    copies = [shard.main_param for shard in optimizer.shards if shard.shard_is_copy]
+    stored = [s.main_param for s in optimizer.shards if not s.shard_is_copy and not s.parameter._is_initialized()]
     moments = [entry.value for entry in optimizer.state() if not entry.is_scalar and not entry.shard.is_empty]
     return {"parameters": _bytes(whole + stored), "pieces": _bytes(copies), "moments": _bytes(moments)}
 

@@ -44,7 +44,9 @@ from turns import MARK  # noqa: E402
 from venvs import python_of, versions  # noqa: E402
 
 OURS = "llmsuite"
-TOLERANCE, TOLERANCE_BF16, TOLERANCE_BF16_PAIRS = 1e-3, 2e-2, 1.5e-1
+TOLERANCE = 1e-3
+TOLERANCE_BF16 = 2e-2
+TOLERANCE_BF16_PAIRS = 1.5e-1
 """Between losses of a step, in nats; the second where one of them is of products in bfloat16, as bitsandbytes makes
 them on a CPU of a matrix in 4 bits. The third is for pairs then: a margin is `beta` 0.1 times a sum over about a
 thousand tokens, whose errors of 2e-2 add up to 0.06 where they are independent, and both engines have some."""
@@ -70,7 +72,9 @@ class Engine:
     """A process that runs steps on request."""
 
     def __init__(self, name: str, prepared: Prepared, threads: int, log: Path):
-        self.name, self.measured, self._log = name, Measured(), log
+        self.name = name
+        self.measured = Measured()
+        self._log = log
         self._process = subprocess.Popen(
             _command(name, prepared), env=_environment(name, threads, log.parent), cwd=ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log.open("w"), text=True,
@@ -150,7 +154,8 @@ def measure(task: Task, arguments: argparse.Namespace, place: Path) -> dict[str,
     # one more than is run: a trainer exits after its last step without reporting it
     steps = 2 + arguments.rounds * arguments.steps
     model = arguments.digits if task.name == "grpo-digits" else arguments.model
-    data, precision = arguments.data.resolve(), arguments.precision
+    data = arguments.data.resolve()
+    precision = arguments.precision
     prepared = prepare(task, place, model.resolve(), data, steps, arguments.threads, precision)
     # exit through the code that stops workers and removes files; set here, as importing Paddle sets a handler too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))

@@ -6,8 +6,10 @@ python docs/generate.py --check    # exit 1 when a file is not what would be wri
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import json
 import os
 import sys
@@ -18,16 +20,17 @@ from typing import Any
 from jsonargparse import ArgumentParser
 
 from llmsuite import builtin
+from llmsuite.base.errors import RecipeError
 from llmsuite.cli import commands
-from llmsuite.errors import RecipeError
-from llmsuite.plugins import hookspecs
-from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
+from llmsuite.contract import hookspecs
+from llmsuite.contract.registry import ALLOW_LIST, Registry, load_plugins
+from llmsuite.contract.schema.engine import ENGINE_RULES
+from llmsuite.contract.schema.keys import field_docs, walk
+from llmsuite.contract.schema.parallel import PARALLEL_RULES
+from llmsuite.contract.specs import CAPABILITIES
 from llmsuite.recipe.load import recipe_type
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.rules import RULES
-from llmsuite.schema.engine import ENGINE_RULES
-from llmsuite.schema.keys import field_docs, walk
-from llmsuite.schema.parallel import PARALLEL_RULES
 
 DOCS = Path(__file__).resolve().parent
 EXAMPLE = DOCS.parent / "examples" / "next_token_stage"
@@ -56,7 +59,7 @@ def example() -> str:
 
 def plugins_page() -> str:
     """The plugin contract: every hook and every dataclass that a hook returns."""
-    source = "llmsuite/plugins/hookspecs.py and llmsuite/specs.py"
+    source = "llmsuite/contract/hookspecs.py, llmsuite/contract/specs.py and llmsuite/adapters/method.py"
     lines = ["# Plugin contract", "", GENERATED.format(source=source), ""]
     lines += [inspect.cleandoc(hookspecs.__doc__ or ""), ""]
     lines += ["[The guide](../guide/plugins.md) has examples.", "", "## Hooks", ""]
@@ -67,12 +70,17 @@ def plugins_page() -> str:
     lines += ["## What the hooks return", ""]
     for cls in (
         hookspecs.StageSpec,
+        hookspecs.JobSpec,
+        hookspecs.StageProfile,
         hookspecs.ModelFamily,
         hookspecs.DeviceSpec,
         hookspecs.DataFormat,
         hookspecs.Exporter,
         hookspecs.LoggerSpec,
         hookspecs.RewardSpec,
+        hookspecs.SuiteSpec,
+        hookspecs.ConversionOptions,
+        hookspecs.ConvertedRecipe,
         hookspecs.Command,
         hookspecs.RunView,
     ):
@@ -83,12 +91,54 @@ def plugins_page() -> str:
             kind = str(field.type).replace("|", "\\|")
             lines.append(f"| `{field.name}` | `{kind}` | {docs.get(field.name, '')} |")
         lines.append("")
+        if cls is hookspecs.JobSpec:
+            lines += capabilities()
+        if cls is hookspecs.ModelFamily:
+            lines += adapter_protocol()
     return "\n".join(lines).rstrip() + "\n"
+
+
+def capabilities() -> list[str]:
+    """The names in `capabilities` of a spec, and what each means."""
+    lines = ["### Capabilities", "", "What a stage with each capability does:", "", "| capability | |", "|---|---|"]
+    return [*lines, *(f"| `{name}` | {meaning} |" for name, meaning in CAPABILITIES.items()), ""]
+
+
+def adapter_protocol() -> list[str]:
+    """The classes that methods of adapters derive from, with their attributes and methods, and the types they use."""
+    lines = [*base_class(hookspecs.AdapterMethod), *base_class(hookspecs.PaddleNlpFiles)]
+    for used in (hookspecs.AdapterParameter, hookspecs.AdapterConfig, hookspecs.AdaptedModel):
+        lines += [f"### `{used.__name__}`", "", inspect.cleandoc(used.__doc__ or ""), ""]
+        lines += ["| field | type | |", "|---|---|---|"]
+        docs = field_docs(used)
+        for field in dataclasses.fields(used):
+            kind = str(field.type).replace("|", "\\|")
+            lines.append(f"| `{field.name}` | `{kind}` | {docs.get(field.name, '')} |")
+        lines.append("")
+    return lines
+
+
+def base_class(cls: type) -> list[str]:
+    """A class to derive from, with its attributes and methods."""
+    lines = [f"### `{cls.__name__}`", "", inspect.cleandoc(cls.__doc__ or ""), ""]
+    lines += ["| attribute | type | default | |", "|---|---|---|---|"]
+    body = ast.parse(inspect.getsource(cls)).body[0].body  # type: ignore[attr-defined]  # a class
+    for node, text in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign):
+            kind = ast.unparse(node.annotation).replace("|", "\\|")
+            default = "required" if node.value is None else f"`{ast.unparse(node.value)}`"
+            doc = inspect.cleandoc(text.value.value).replace("\n", " ")
+            lines.append(f"| `{ast.unparse(node.target)}` | `{kind}` | {default} | {doc} |")
+    lines.append("")
+    for name, function in vars(cls).items():
+        if inspect.isfunction(function):
+            lines += [f"#### `{name}{inspect.signature(function)}`", "", inspect.cleandoc(function.__doc__ or ""), ""]
+    return lines
 
 
 _COMMANDS = f"""# Commands
 
-{GENERATED.format(source="llmsuite/cli")}
+{GENERATED.format(source="llmsuite/cli and llmsuite/plugins")}
 
 `llmsuite COMMAND --help` says the same. Commands that take a recipe also take its keys as options:
 `--train.max_steps=3`. `--plugin FILE` and `--no-plugins` go with every command. Exit codes: 0 done, 2 the input is
@@ -135,7 +185,8 @@ def keys_page(registry: Registry) -> str:
                 head = info.key[0] if len(info.key) > 1 else "top level"
                 default = "required" if info.default is dataclasses.MISSING else f"`{json.dumps(info.default)}`"
                 if info.key[:2] == ("model", "config") and len(info.key) > 2:
-                    head, default = f"model.config of {family}", "the preset's"
+                    head = f"model.config of {family}"
+                    default = "the preset's"
                 row = f"| `{info.dotted}` | {info.type_text} | {default} | {info.doc} |"
                 groups.setdefault(head, {}).setdefault(info.dotted, row)
     lines = [_KEYS]
@@ -146,7 +197,7 @@ def keys_page(registry: Registry) -> str:
 
 _RULES = f"""# Rules between recipe keys
 
-{GENERATED.format(source="llmsuite/recipe/rules and llmsuite/schema")}
+{GENERATED.format(source="llmsuite/recipe/rules and llmsuite/contract/schema")}
 
 Combinations that cannot run, or would have no effect. `llmsuite validate` and `llmsuite run` refuse them before
 anything starts. The examples are overrides of `recipes/llama/dpo.json`, which has eight devices, tensor and pipeline
@@ -181,7 +232,7 @@ family that runs the same code, on CPU processes. Loss and gradient norm of each
 of those, see `margin_rounding` in tests/tools/matrix.py); of a recipe that does not train, all answers equal those of
 one process to the token. A cell names the modes whose runs have all passed; in to_static the decoder layers are
 compiled and nothing else ([what that means](../guide/parallelism.md#which-strategy)), and some keys are refused
-([rules](rules.md)). `make test` runs a few of them again, and fails when a recipe is no longer the one that was run.
+([rules](rules.md)). `make test-further` runs a few again, and fails when a recipe is no longer the one that was run.
 Paddle {paddle}, float32.
 
 A large mesh is cut down to eight processes: its largest degree is halved until they are, and an axis that was cut
@@ -199,7 +250,8 @@ def _planned(runs: list[dict[str, Any]]) -> list[str]:
     held = [run for run in runs if "calls" in run]
     if not held:
         return []
-    calls, num_bytes = sum(run["calls"] for run in held), sum(run["bytes"] for run in held)
+    calls = sum(run["calls"] for run in held)
+    num_bytes = sum(run["bytes"] for run in held)
     worst = max(held, key=lambda run: abs(run["memory"]))
     return [
         "## Against the plan",
@@ -218,8 +270,8 @@ def _pipelines(registry: Registry) -> list[str]:
         "## Pipelines by device",
         "",
         "What a device does not run is refused by name, also by `llmsuite validate` and `llmsuite plan` on a machine "
-        "without it. A device of a plugin runs what its `DeviceBackend` says: `interleaves` and "
-        "`pipelines_in_programs`, neither by default. Why: "
+        "without it. A device of a plugin runs what its `DeviceBackend` says: `supports_interleaving` and "
+        "`supports_step_pipelines`, neither by default. Why: "
         "[pipelines on a GPU or XPU](../guide/parallelism.md#pipelines).",
         "",
         "| device | `1F1B`, `FThenB` | `interleaved` | `engine.program: step` with a pipeline |",
@@ -227,7 +279,7 @@ def _pipelines(registry: Registry) -> list[str]:
     ]
     for name, device in registry.devices.items():
         backend = device.factory()
-        runs = ["yes" if can else "refused" for can in (backend.interleaves, backend.pipelines_in_programs)]
+        runs = ["yes" if can else "refused" for can in (backend.supports_interleaving, backend.supports_step_pipelines)]
         lines.append(f"| {name} | yes | " + " | ".join(runs) + " |")
     return [*lines, ""]
 
@@ -278,7 +330,8 @@ def support_page(report: Mapping[str, Any], registry: Registry) -> str:
 
 def replaced(page: str, name: str, content: str) -> str:
     """A page with what is between the marks of a generated part replaced."""
-    begin, end = f"<!-- generated: {name} -->", f"<!-- end of generated: {name} -->"
+    begin = f"<!-- generated: {name} -->"
+    end = f"<!-- end of generated: {name} -->"
     before, _, rest = (DOCS / page).read_text(encoding="utf-8").partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n{content}\n\n{end}{after}"

@@ -13,8 +13,9 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LOCK, PAGE = ROOT / "requirements" / "cpu.lock", ROOT / "docs" / "reference" / "licences.md"
-VENDORED = ROOT / "llmsuite" / "web" / "vendored" / "vendored.json"
+LOCK = ROOT / "requirements" / "cpu.lock"
+PAGE = ROOT / "docs" / "reference" / "licences.md"
+VENDORED = ROOT / "llmsuite" / "base" / "web" / "vendored" / "vendored.json"
 _LONGEST = 60
 """What is longer is a text and no name."""
 
@@ -63,7 +64,7 @@ def libraries() -> list[str]:
         f"| [{one['package']}](https://www.npmjs.com/package/{one['package']}) {one['version']} | {one['licence']} |"
         for one in recorded
     )
-    lines = ["", "Libraries for browsers in `llmsuite/web/vendored`, with their licences beside them:", ""]
+    lines = ["", "Libraries for browsers in `llmsuite/base/web/vendored`, with their licences beside them:", ""]
     return [*lines, "| JavaScript library | licence |", "|---|---|", *rows]
 
 

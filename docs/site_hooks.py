@@ -24,7 +24,8 @@ _LINK = re.compile(r"\]\((?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?\)")
 
 def outside_code(text: str, change: Callable[[str], str]) -> str:
     """A page with what is neither a block nor a span of code changed."""
-    parts, at = [], 0
+    parts = []
+    at = 0
     for code in _CODE.finditer(text):
         parts += [change(text[at : code.start()]), code.group()]
         at = code.end()

@@ -1,8 +1,8 @@
 """The types of what `import llmsuite` offers; `__init__.py` imports each name when it is first asked for."""
 
 from llmsuite.api import Run, generate, load_recipe, train
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.hookspecs import hookimpl
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.contract.hookspecs import hookimpl
 
 __version__: str
 

@@ -1,6 +1,6 @@
-"""llmsuite in a Python program: `llmsuite.train`, `llmsuite.load_recipe` and `llmsuite.generate`.
+"""Python API: `llmsuite.train`, `llmsuite.load_recipe` and `llmsuite.generate`.
 
-Each does what the command of the command line does. Paddle is imported when it is needed.
+Each does the same as the command of the command line. Paddle is imported only when it is needed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,36 @@ from typing import Any, Literal
 from typing_extensions import TypedDict, Unpack
 
 from llmsuite import builtin
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.files import read_json_object
+from llmsuite.base.locks import scratch_directory
+from llmsuite.base.python_files import code_allowed
 from llmsuite.checkpoint.directory import find_latest
 from llmsuite.cli import commands
 from llmsuite.cli import run as run_command
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.files import read_json_object
+from llmsuite.contract.given import add_files, load_file, plugin_files, plugin_from_specs
+from llmsuite.contract.hookspecs import hook_names
+from llmsuite.contract.registry import PluginInfo, Registry, load_plugins
+from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.specs import (
+    Command,
+    DataFormat,
+    DeviceSpec,
+    Exporter,
+    JobSpec,
+    LoggerSpec,
+    ModelFamily,
+    RewardSpec,
+    StageSpec,
+)
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.launch.launch import is_worker
-from llmsuite.locks import scratch_directory
-from llmsuite.plugins.given import add_files, load_file, plugin_files, plugin_of
-from llmsuite.plugins.hookspecs import hook_names
-from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
-from llmsuite.python_files import code_allowed
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import Command, DataFormat, DeviceSpec, Exporter, LoggerSpec, ModelFamily, RewardSpec, StageSpec
 from llmsuite.stages.first_rows import check_rows
 
 RecipeLike = str | Path | Mapping[str, Any]
-"""A recipe: its file, or its content."""
-Spec = StageSpec | ModelFamily | DeviceSpec | DataFormat | Exporter | LoggerSpec | RewardSpec | Command
+"""A recipe: its file, or its content as JSON data."""
+Spec = StageSpec | JobSpec | ModelFamily | DeviceSpec | DataFormat | Exporter | LoggerSpec | RewardSpec | Command
 Plugin = str | Path | Spec | Any
 """A Python file, a spec such as a `ModelFamily`, or a module or object with hooks."""
 _TAIL_LINES = 20
@@ -48,25 +58,26 @@ _TAIL_LINES = 20
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run that has ended."""
+    """A finished run."""
 
     output_dir: Path
+    """Directory of the run."""
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """The resolved recipe, as plain data."""
+        """Resolved recipe, as plain data."""
         recipe: dict[str, Any] = read_json_object(self.output_dir / "recipe.json")
         return recipe
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The records of `metrics.jsonl`: of steps with "loss", of evaluations with "eval/loss"."""
+        """Records of `metrics.jsonl`: those of steps have "loss", those of evaluations "eval/loss"."""
         lines = (self.output_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         return [json.loads(line) for line in lines]
 
     @property
     def checkpoint(self) -> Path | None:
-        """The newest whole checkpoint: a model directory."""
+        """Newest complete checkpoint, a model directory; None where there is none."""
         return find_latest(self.output_dir / "checkpoints", lambda message: None)
 
 
@@ -77,21 +88,21 @@ def load_recipe(
     smoke: bool = False,
     plugins: Sequence[Plugin] = (),
 ) -> Recipe:
-    """A recipe with all its defaults, checked as `llmsuite validate` does, the first rows of its data too. Imports no
-    Paddle.
+    """Load a recipe with all defaults, and check it and the first rows of its data as `llmsuite validate` does. Does
+    not import Paddle.
 
     Args:
-        recipe: its file, or its content as JSON data.
+        recipe: file of the recipe, or its content as JSON data.
         overrides: values by dotted key, such as {"train.max_steps": 3}; None for null.
-        smoke: whether to make it small, as `--smoke` does.
-        plugins: what it needs besides what comes with llmsuite and with installed packages.
+        smoke: True to reduce the run to a tiny one, as `--smoke` does.
+        plugins: plugins that it needs besides the built-in ones and those of installed packages.
 
     Raises:
-        RecipeError: with everything that is wrong; it is a `UserError`.
+        RecipeError: the recipe has errors; the exception, a `UserError`, lists all of them.
     """
     registry = _registry(plugins)
-    with _file_of(recipe) as path:
-        plan = plan_run(path, _words(overrides), registry, smoke)
+    with _recipe_file(recipe) as path:
+        plan = plan_run(path, _override_args(overrides), registry, smoke)
         check_rows(plan, registry)
         return plan.recipe
 
@@ -104,90 +115,97 @@ def train(
     resume: bool = False,
     plugins: Sequence[Plugin] = (),
 ) -> Run:
-    """Train as a recipe says, to its end, and return what there is to read of the run.
+    """Run a recipe to its end, and return the run.
 
-    A run of one rank is in this process. For several, and with `launch.max_restarts`, `llmsuite run` is started with
-    what this process can hand on: plugins that are files. In a program that has been started once for each rank (by
-    paddle.distributed.launch, say) every rank is in its own process, with all plugins.
+    A run with one rank runs in this process. For several ranks, and with `launch.max_restarts`, `llmsuite run` is
+    started in another process, which can use plugins only if they are files. In a program that was started once per
+    rank (for example by paddle.distributed.launch), each rank runs in its own process, with all plugins.
 
     Args:
-        recipe, overrides, smoke, plugins: as of `load_recipe`.
-        resume: continue from the last whole checkpoint of `output_dir`.
+        recipe, overrides, smoke, plugins: see `load_recipe`.
+        resume: continue from the newest complete checkpoint in `output_dir`.
 
     Raises:
         UserError: the input is wrong.
-        KeyboardInterrupt: the run was stopped by a signal; it has saved a checkpoint.
-        RuntimeError: ranks have failed or hung; their output says why.
+        KeyboardInterrupt: the run was stopped by a signal, and has saved a checkpoint.
+        RuntimeError: ranks failed or hung; the message has the end of their output.
     """
     registry = _registry(plugins)
-    with _file_of(recipe) as path:
-        plan = plan_run(path, _words(overrides), registry, smoke)
+    with _recipe_file(recipe) as path:
+        plan = plan_run(path, _override_args(overrides), registry, smoke)
         plan.check_trains("train")
-        if is_worker() or (plan.degrees.num_ranks == 1 and not plan.recipe.launch.max_restarts):
-            args = types.SimpleNamespace(recipe=str(path), overrides=_words(overrides), smoke=smoke, resume=resume)
-            code, said = run_command.run(args, registry), ""
+        if is_worker() or (plan.parallel.degrees.num_ranks == 1 and not plan.recipe.launch.max_restarts):
+            args = types.SimpleNamespace(
+                recipe=str(path), overrides=_override_args(overrides), smoke=smoke, resume=resume
+            )
+            code = run_command.run(args, registry)
+            output = ""
         else:
             options = [*(["--smoke"] if smoke else ()), *(["--resume"] if resume else ())]
-            code, said = _run_ranks([str(path), *options, *_words(overrides)], plugins)
+            code, output = _run_ranks([str(path), *options, *_override_args(overrides)], plugins)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code == 2:
-        raise UserError(said)
+        raise UserError(output)
     if code != 0:
-        raise RuntimeError(f"the run in {plan.output_dir} ended with exit code {code}:\n{said}")
+        raise RuntimeError(f"the run in {plan.output_dir} ended with exit code {code}:\n{output}")
     return Run(plan.output_dir)
 
 
 Prompt = str | Sequence[Mapping[str, Any]]
-"""A text, or the turns of a conversation: {"role": …, "content": …}."""
+"""A text, or the turns of a conversation: [{"role": …, "content": …}, …]."""
 
 
 class GenerateOptions(TypedDict, total=False):
-    """Options of `generate`; those that are left out are as on the command line."""
+    """Options of `generate`; the defaults are those of the command line."""
 
     max_new_tokens: int
-    """Most tokens of an answer: 128."""
+    """Maximum number of tokens of an answer; default 128."""
     temperature: float
-    """0, the default, is greedy."""
+    """Temperature of sampling; 0, the default, is greedy decoding."""
     top_k: int
-    """Draw from so many of the likeliest tokens; 0 for all."""
+    """Sample from the `top_k` most probable tokens; 0, the default, for all."""
     top_p: float
-    """Draw from the likeliest tokens that have this share of the probability: 1."""
+    """Sample from the most probable tokens whose probabilities sum up to this value (nucleus sampling); default 1."""
     seed: int
-    """Answers are drawn from the seed and their number: 0."""
+    """Seed of sampling, which is combined with the number of each answer; default 0."""
     chat_template: str | None
-    """"tokenizer", the default, a built-in one, or None to continue texts as they are."""
+    """Chat template: "tokenizer", the default, the name of a built-in one, or None to continue plain texts."""
     batch_size: int
-    """Answers decoded together: 8."""
+    """Number of answers that are decoded together; default 8."""
     base: str | Path | None
-    """The model that an adapter belongs to, if it has been moved."""
+    """Base model of an adapter, if it was moved."""
     device: str
-    """Name of a registered device: "cpu"."""
+    """Name of a registered device; default "cpu"."""
     precision: Literal["fp32", "bf16", "fp16"]
-    """Precision of parameters and activations: "fp32"."""
+    """Precision of parameters and activations; default "fp32"."""
     plugins: Sequence[Plugin]
-    """As of `load_recipe`."""
+    """Plugins, see `load_recipe`."""
 
 
 def generate(model: str | Path, prompts: Sequence[Prompt], **options: Unpack[GenerateOptions]) -> list[str]:
-    """Answers of a model to prompts, as `llmsuite generate` gives them, on one device.
+    """Generate the answers of a model to prompts on one device, as `llmsuite generate` does.
 
     Args:
-        model: a run, a checkpoint or model directory of any layout, or an adapter.
+        model: a run, a checkpoint, a model directory of any layout, or an adapter.
         prompts: texts or conversations.
         options: see `GenerateOptions`.
 
+    Returns:
+        The text of the answer to each prompt.
+
     Raises:
-        UserError: there is no such model, device or precision, or an answer has no room.
+        UserError: there is no such model, device or precision, or a prompt leaves no room for an answer.
     """
     if not isinstance(model, (str, Path)):
         raise UserError(f"generate: model is of type {type(model).__name__}; give a directory, such as run.checkpoint")
     _check_options(options)
     prompts = _checked_prompts(prompts)
     base = options.get("base")
-    choice = types.SimpleNamespace(
+    base_path = None if base is None else str(base)
+    args = types.SimpleNamespace(
         model=str(model),
-        base=None if base is None else str(base),
+        base=base_path,
         config=None,
         tokenizer=None,
         allow_pickle=False,
@@ -200,12 +218,15 @@ def generate(model: str | Path, prompts: Sequence[Prompt], **options: Unpack[Gen
     )
     from llmsuite.cli.model import open_generator
 
-    generator = open_generator(choice, _registry(options.get("plugins", ()))).generator
+    generator = open_generator(args, _registry(options.get("plugins", ()))).generator
     from llmsuite.inference.prompts import Prompter
     from llmsuite.inference.sampling import Sampling
 
     prompter = Prompter(generator.tokenizer, options.get("chat_template", "tokenizer"))
-    ids = [prompter.row(p if isinstance(p, str) else {"messages": [dict(turn) for turn in p]}).ids for p in prompts]
+    ids = []
+    for prompt in prompts:
+        row = prompt if isinstance(prompt, str) else {"messages": list(map(dict, prompt))}
+        ids.append(prompter.row(row).ids)
     sampling = Sampling(
         max_new_tokens=options.get("max_new_tokens", 128),
         temperature=options.get("temperature", 0.0),
@@ -226,7 +247,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 
 def _checked_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts of `generate`, before a model is loaded for them. Raises UserError where they are none."""
+    """Check the prompts of `generate` before a model is loaded. Raises UserError for other types."""
     if isinstance(prompts, str):
         raise UserError("generate: prompts is a text; give a list of them")
     prompts = list(prompts)
@@ -241,7 +262,7 @@ def _checked_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
 
 
 def _registry(plugins: Sequence[Plugin]) -> Registry:
-    """What comes with llmsuite and with installed packages, and what the program brings."""
+    """Build the registry of built-in plugins, those of installed packages, and those of the program."""
     if isinstance(plugins, (str, Path)):
         raise UserError(f"plugins: is one file; give a list of them: plugins=[{str(plugins)!r}]")
     registry = add_files(load_plugins(builtin, commands))
@@ -256,23 +277,26 @@ def _info(plugin: Plugin) -> PluginInfo:
     has_hooks = any(hasattr(plugin, hook) for hook in hook_names())
     if dataclasses.is_dataclass(plugin) and not has_hooks:
         name = str(getattr(plugin, "name", type(plugin).__name__))
-        return PluginInfo(name, "this program", name, plugin=plugin_of([plugin]))
+        return PluginInfo(name, "this program", name, plugin=plugin_from_specs([plugin]))
     name = getattr(plugin, "__name__", type(plugin).__name__)
     return PluginInfo(name, "this program", name, plugin=plugin)
 
 
-def _words(overrides: Mapping[str, Any] | None) -> list[str]:
-    """Overrides as the command line has them."""
+def _override_args(overrides: Mapping[str, Any] | None) -> list[str]:
+    """Convert overrides to arguments of the command line."""
     if not isinstance(overrides, (Mapping, type(None))):
         raise UserError(
             f"overrides: is of type {type(overrides).__name__}; give values by dotted key: {{'train.max_steps': 3}}"
         )
-    plain = {key: str(value) if isinstance(value, Path) else value for key, value in (overrides or {}).items()}
-    return [f"--{key}={_json(value, key)}" for key, value in plain.items()]
+    args = []
+    for key, value in (overrides or {}).items():
+        plain = str(value) if isinstance(value, Path) else value
+        args.append(f"--{key}={_json(plain, key)}")
+    return args
 
 
 def _json(value: Any, what: str, indent: int | None = None) -> str:
-    """JSON of something that a program has given, which may be of other types, such as NumPy's."""
+    """Serialize a value of the program to JSON. Raises UserError for other types, such as those of NumPy."""
     try:
         return json.dumps(value, indent=indent)
     except TypeError as error:
@@ -280,8 +304,8 @@ def _json(value: Any, what: str, indent: int | None = None) -> str:
 
 
 @contextlib.contextmanager
-def _file_of(recipe: RecipeLike) -> Iterator[Path]:
-    """The file of a recipe; one that is made for a while, of its content."""
+def _recipe_file(recipe: RecipeLike) -> Iterator[Path]:
+    """Context with the file of a recipe; a temporary file where its content is given."""
     if not isinstance(recipe, Mapping):
         yield Path(recipe)
         return
@@ -289,33 +313,37 @@ def _file_of(recipe: RecipeLike) -> Iterator[Path]:
         path = directory / "recipe.json"
         path.write_text(_json(recipe, "recipe", 1), encoding="utf-8")
         try:
-            with code_allowed():  # which the program itself has named
+            with code_allowed():  # the program itself has named the code in the recipe
                 yield path
-        except RecipeError as error:  # a line of a file that the program has not written says nothing to it
-            told = [
-                ("" if problem.where.startswith(f"{path}:") else problem.where, problem) for problem in error.problems
-            ]
-            raise RecipeError([dataclasses.replace(problem, where=where) for where, problem in told]) from None
+        except RecipeError as error:
+            problems = []
+            for problem in error.problems:
+                if problem.where.startswith(f"{path}:"):  # a line of the temporary file is of no use to the caller
+                    problem = dataclasses.replace(problem, where="")
+                problems.append(problem)
+            raise RecipeError(problems) from None
 
 
-def _run_ranks(words: Sequence[str], plugins: Sequence[Plugin]) -> tuple[int, str]:
-    """Run `llmsuite run` in a process of its own, as this one has threads and its own modules; what it says is printed
-    here. Returns its exit code and the end of what it said."""
+def _run_ranks(args: Sequence[str], plugins: Sequence[Plugin]) -> tuple[int, str]:
+    """Start `llmsuite run` in a new process, as this one has threads and its own imported modules, and print its
+    output. Returns its exit code and the end of its output."""
     files = [plugin for plugin in plugins if isinstance(plugin, (str, Path))]
-    if inside := [plugin for plugin in plugins if not isinstance(plugin, (str, Path))]:
+    in_process = [plugin for plugin in plugins if not isinstance(plugin, (str, Path))]
+    if in_process:
         raise UserError(
-            f"plugins: {_info(inside[0]).name} lives in this process, and the ranks of this run are others; write it "
-            "into a file and name that: plugins=['my_model.py']; or start this program once for each rank"
+            f"plugins: {_info(in_process[0]).name} exists in this process only, and the ranks of this run are other "
+            "processes; write it into a file and name that: plugins=['my_model.py']; or start this program once for "
+            "each rank"
         )
-    said: list[str] = []
+    last_lines: list[str] = []
     with plugin_files(files):
         process = subprocess.Popen(
-            [sys.executable, "-m", "llmsuite", "run", *words],
+            [sys.executable, "-m", "llmsuite", "run", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
-            start_new_session=True,  # Ctrl-C reaches it once, from here
+            start_new_session=True,  # Ctrl-C reaches it only from here, so it gets one signal
         )
     assert process.stdout is not None
     try:
@@ -323,10 +351,10 @@ def _run_ranks(words: Sequence[str], plugins: Sequence[Plugin]) -> tuple[int, st
             try:
                 for line in process.stdout:
                     print(line, end="", flush=True)
-                    said = [*said, line][-_TAIL_LINES:]
-                return process.wait(), "".join(said).strip()
+                    last_lines = [*last_lines, line][-_TAIL_LINES:]
+                return process.wait(), "".join(last_lines).strip()
             except KeyboardInterrupt:
-                process.send_signal(signal.SIGINT)  # it saves, and ends
+                process.send_signal(signal.SIGINT)  # it saves a checkpoint, and ends
     finally:
         if process.poll() is None:
             process.kill()

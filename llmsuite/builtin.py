@@ -1,4 +1,5 @@
-"""What llmsuite itself brings, registered through the same hooks as anybody else's plugin. Imports no Paddle."""
+"""Built-in stages, model families, devices, formats and the like, registered through the hooks that plugins use. Does
+not import Paddle."""
 
 from __future__ import annotations
 
@@ -8,24 +9,26 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from llmsuite.observe import loggers
-from llmsuite.plugins.hookspecs import hookimpl
-from llmsuite.rl import engine_sections, environment_sections, reward_sections
-from llmsuite.schema.environment import EnvironmentSection
-from llmsuite.schema.reward import RewardSection
-from llmsuite.schema.section import Section
-from llmsuite.specs import (
+from llmsuite.adapters.method import AdapterMethod
+from llmsuite.adapters.methods import BUILT_IN
+from llmsuite.contract.hookspecs import hookimpl
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import (
     DataFormat,
     DeviceSpec,
     EnvironmentSpec,
     Exporter,
+    JobSpec,
     LoggerSpec,
     ModelFamily,
     RewardSpec,
     RolloutEngineSpec,
     StageSpec,
 )
-from llmsuite.stages.evaluated import of_completions, of_loss
+from llmsuite.observe import loggers
+from llmsuite.rl import engine_sections, environment_sections, reward_sections
 from llmsuite.stages.online_dpo_section import OnlineDpoSection
 from llmsuite.stages.ppo_section import PpoSection
 from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection, RolloutSection
@@ -33,7 +36,7 @@ from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, Pretr
 
 
 def lazily(address: str) -> Callable[[], Any]:
-    """A factory that imports and returns the object at an address such as "package.module:Name"."""
+    """Return a factory that imports and returns the object at an address such as "package.module:Name"."""
     return functools.partial(pkgutil.resolve_name, address)
 
 
@@ -45,34 +48,28 @@ ROLLOUTS = {
     "data.eval": "data/digits/sft/eval.jsonl",
     "rollout.num_generations": 4,
     "rollout.max_completion_length": 16,
-    # a model with random weights is right once in a while only if this is easy
+    # easy enough that a model with random weights gets a reward now and then
     "reward": {"functions": {"format": 1.0}, "format": {"pattern": "[a-m].*"}},
 }
 TEXT = {"data.train": "data/pretrain/train.txt", "data.eval": "data/pretrain/eval.txt"}
 
 
 @hookimpl
-def llmsuite_register_stages() -> list[StageSpec]:
-    return [*_language_stages(), *_preference_stages(), *_rollout_stages(), _infer_stage()]
+def llmsuite_register_stages() -> list[StageSpec | JobSpec]:
+    return [*_language_stages(), *_preference_stages(), *_rollout_stages(), _infer_job()]
 
 
 def _language_stages() -> list[StageSpec]:
-    """Stages that learn to write text as it is given."""
+    """Return the stages of language modelling: pre-training and supervised fine-tuning."""
     return [
         StageSpec(
             name="pretrain",
-            packs=False,
             help="next-token prediction over text or an indexed corpus",
             config_cls=PretrainSection,
+            profile=PretrainSection.profile,
             factory=lazily("llmsuite.stages.pretrain:PretrainStage"),
-            evaluates=of_loss(),
+            capabilities=frozenset({"all_logits", "fixed_length", "generation", "mtp", "qat", "step_programs"}),
             smoke={**TEXT, "pretrain.mix": {}},
-            quantises=True,
-            predicts_further=True,
-            compares_answers=True,
-            fills_rows=True,
-            takes_all=True,
-            in_programs=True,
         ),
         StageSpec(
             name="sft",
@@ -81,14 +78,10 @@ def _language_stages() -> list[StageSpec]:
             config_cls=SftSection,
             profile=SftSection.profile,
             factory=lazily("llmsuite.stages.sft:SftStage"),
-            evaluates=of_loss("tokens/accuracy"),
+            capabilities=frozenset(
+                {"generation", "mtp", "packing", "prefix", "prompt_lengths", "qat", "step_programs"}
+            ),
             smoke=CONVERSATIONS,
-            quantises=True,
-            predicts_further=True,
-            tells_prompts=True,
-            takes_prefix=True,
-            compares_answers=True,
-            in_programs=True,
         ),
         StageSpec(
             name="lora",
@@ -96,22 +89,18 @@ def _language_stages() -> list[StageSpec]:
             help="supervised fine-tuning of low-rank adapters; the section lora goes with the other stages too",
             config_cls=SftSection,
             profile=SftSection.profile,
-            section="sft",
-            adapters=True,
+            sections={"sft": SftSection},
             factory=lazily("llmsuite.stages.sft:SftStage"),
-            evaluates=of_loss("tokens/accuracy"),
-            predicts_further=True,
-            tells_prompts=True,
-            takes_prefix=True,
-            compares_answers=True,
-            in_programs=True,
+            capabilities=frozenset(
+                {"adapters_only", "generation", "mtp", "packing", "prefix", "prompt_lengths", "step_programs"}
+            ),
             smoke=CONVERSATIONS,
         ),
     ]
 
 
 def _preference_stages() -> list[StageSpec]:
-    """Stages that learn which answers are wanted."""
+    """Return the stages that train on preferences."""
     return [
         StageSpec(
             name="dpo",
@@ -120,11 +109,8 @@ def _preference_stages() -> list[StageSpec]:
             config_cls=DpoSection,
             profile=DpoSection.profile,
             factory=lazily("llmsuite.stages.dpo:DpoStage"),
-            evaluates=of_loss(),
-            compares_answers=True,
-            in_programs=True,
+            capabilities=frozenset({"generation", "packing", "step_programs"}),
             smoke=PREFERENCE,
-            rows_per_sample=2,
         ),
         StageSpec(
             name="rm",
@@ -133,42 +119,36 @@ def _preference_stages() -> list[StageSpec]:
             config_cls=RmSection,
             profile=RmSection.profile,
             factory=lazily("llmsuite.stages.rm:RmStage"),
-            evaluates=of_loss(),
-            in_programs=True,
+            capabilities=frozenset({"packing", "score_head", "step_programs"}),
             smoke=PREFERENCE,
-            head="score",
-            rows_per_sample=2,
         ),
         StageSpec(
             name="kto",
             row_kind="unpaired",
-            packs=False,
-            help="preference optimisation on single answers that are wanted or not: kto, apo_zero",
+            help="preference optimisation on single answers that are labelled as desirable or not: kto, apo_zero",
             config_cls=KtoSection,
             profile=KtoSection.profile,
             factory=lazily("llmsuite.stages.kto:KtoStage"),
-            evaluates=of_loss(),
-            in_programs=True,
+            capabilities=frozenset({"step_programs"}),
             smoke=UNPAIRED,
         ),
     ]
 
 
-def _infer_stage() -> StageSpec:
-    """The stage that does not train."""
-    return StageSpec(
+def _infer_job() -> JobSpec:
+    """Return the job that runs inference."""
+    return JobSpec(
         name="infer",
         help="no training: a model answers the prompts of a file",
         config_cls=InferSection,
         factory=lazily("llmsuite.stages.infer:work"),
         smoke={"data.prompts": "data/preference/eval.jsonl", "infer.max_new_tokens": 16},
-        trains=False,
         result="answers.jsonl",
     )
 
 
 def _rollout_stages() -> list[StageSpec]:
-    """Stages that learn from completions the model draws."""
+    """Return the stages that train on completions that the model samples (online RL)."""
     sections: dict[str, type[Section]] = {
         "rollout": RolloutSection,
         "reward": RewardSection,
@@ -178,46 +158,41 @@ def _rollout_stages() -> list[StageSpec]:
         StageSpec(
             name="grpo",
             row_kind="prompt",
-            packs=False,
-            help="group relative policy optimisation on completions the model draws: dapo, grpo, dr_grpo, cispo, sapo",
+            help="group relative policy optimisation on sampled completions: dapo, grpo, dr_grpo, cispo, sapo",
             config_cls=GrpoSection,
             sections={**sections, "environment": EnvironmentSection},
             profile=GrpoSection.profile,
-            draws_ahead=True,
             factory=lazily("llmsuite.stages.grpo:GrpoStage"),
-            evaluates=of_completions,
+            capabilities=frozenset({"async_rollout", "step_programs"}),
             smoke=ROLLOUTS,
         ),
         StageSpec(
             name="online_dpo",
             row_kind="prompt",
-            packs=False,
-            help="dpo on the best and the worst of the completions that the model draws for a prompt",
+            help="dpo on the best and the worst of the completions that the model samples for a prompt",
             config_cls=OnlineDpoSection,
             sections=sections,
             profile=OnlineDpoSection.profile,
             factory=lazily("llmsuite.stages.online_dpo:OnlineDpoStage"),
-            evaluates=of_completions,
+            capabilities=frozenset({"step_programs"}),
             smoke=ROLLOUTS,
         ),
         StageSpec(
             name="ppo",
             row_kind="prompt",
-            packs=False,
-            help="proximal policy optimisation with a critic on completions the model draws",
+            help="proximal policy optimisation with a critic on sampled completions",
             config_cls=PpoSection,
             sections={**sections, "environment": EnvironmentSection},
             profile=PpoSection.profile,
             factory=lazily("llmsuite.stages.ppo:PpoStage"),
-            evaluates=of_completions,
-            draws_ahead=True,
+            capabilities=frozenset({"async_rollout", "step_programs"}),
             smoke={**ROLLOUTS, "ppo.critic.weights": None, "ppo.critic.learning_rate": 1e-3},
         ),
     ]
 
 
 def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], gguf: tuple[str, ...] = ()) -> ModelFamily:
-    """The family whose code is in `llmsuite.models.NAME`; its layers are imported when they are needed."""
+    """Return the family whose code is in `llmsuite.models.NAME`; its layers are imported when they are needed."""
     package = f"llmsuite.models.{name}"
     config = importlib.import_module(f"{package}.config")
     return ModelFamily(
@@ -230,7 +205,7 @@ def _family(name: str, cls: str, help: str, hf_model_types: tuple[str, ...], ggu
         factory=lazily(f"{package}.layers:{cls}"),
         names=lazily(f"{package}.names"),
         shard_plan=importlib.import_module(f"{package}.shard_plan").PLAN,
-        anatomy=lambda shape: pkgutil.resolve_name(f"{package}.anatomy:anatomy")(shape),
+        shape_spec=lambda shape: pkgutil.resolve_name(f"{package}.shape_spec:shape_spec")(shape),
         hf_model_types=hf_model_types,
         gguf_architectures=gguf,
     )
@@ -252,7 +227,7 @@ def llmsuite_register_models() -> list[ModelFamily]:
 
 
 def _device(name: str, help: str, backend: str) -> DeviceSpec:
-    """A device whose backend class is at the address `backend`."""
+    """Return a device whose backend class is at the address `backend`."""
     return DeviceSpec(name=name, help=help, factory=lambda: pkgutil.resolve_name(backend)())
 
 
@@ -266,14 +241,19 @@ def llmsuite_register_devices() -> list[DeviceSpec]:
 
 
 @hookimpl
-def llmsuite_register_data_formats() -> list[DataFormat]:
-    from llmsuite.data import conversations, formats, prompts
+def llmsuite_register_adapters() -> list[AdapterMethod]:
+    return list(BUILT_IN)
 
-    return [*formats.BUILTIN, *conversations.BUILTIN, *prompts.BUILTIN]
+
+@hookimpl
+def llmsuite_register_data_formats() -> list[DataFormat]:
+    from llmsuite.data import conversation_formats, preference_formats, prompt_formats
+
+    return [*preference_formats.BUILTIN, *conversation_formats.BUILTIN, *prompt_formats.BUILTIN]
 
 
 def _exporter(name: str, help: str, write: str) -> Exporter:
-    """A layout whose writing function is at the address `write`."""
+    """Return a layout whose write function is at the address `write`."""
     return Exporter(name=name, help=help, write=lambda model, path: pkgutil.resolve_name(write)(model, path))
 
 

@@ -20,15 +20,15 @@ import hypothesis
 import pytest
 
 from llmsuite import builtin
-from llmsuite.cache import BUILT
+from llmsuite.base.cache import BUILT
+from llmsuite.base.errors import Problem, RecipeError
 from llmsuite.cli import commands
+from llmsuite.contract.registry import ALLOW_LIST, NO_PLUGINS, PluginInfo, Registry, load_plugins
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import Problem, RecipeError
-from llmsuite.plugins.manager import ALLOW_LIST, PluginInfo, Registry, load_plugins
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from tests.further import FURTHER_FILES
-from tests.paths import ROOT
+from tests.further import ALIKE_FILES, FURTHER_FILES, RUNS_ALL, SAMPLED_FILES, sample
+from tests.support.paths import ROOT
 
 # before Paddle is imported; one thread, as the models are tiny and test processes share the cores
 for _name, _value in CpuBackend().environment(os.cpu_count() or 1).items():
@@ -58,11 +58,29 @@ VALID: dict[str, Any] = {
 }
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what `make test` leaves out."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark what `make test` leaves to `make test-further`, and drop what both leave to `make parity`."""
+    tests: dict[tuple[str, str], list[pytest.Item]] = {}
     for item in items:
-        if item.path.relative_to(ROOT).as_posix() in FURTHER_FILES:
-            item.add_marker(pytest.mark.further)
+        path = item.path.relative_to(ROOT).as_posix()
+        tests.setdefault((path, item.name.partition("[")[0]), []).append(item)
+    dropped = set()
+    for (path, _), cases in tests.items():
+        runs = sample([_parameters(item) for item in cases], 1 if RUNS_ALL else ALIKE_FILES.get(path, 1))
+        dropped.update(item for index, item in enumerate(cases) if index not in runs)
+        left = [cases[index] for index in sorted(runs)]
+        first = (
+            set() if path in FURTHER_FILES else sample([_parameters(item) for item in left], SAMPLED_FILES.get(path, 1))
+        )
+        for index, item in enumerate(left):
+            if index not in first:
+                item.add_marker(pytest.mark.further)
+    config.hook.pytest_deselected(items=[item for item in items if item in dropped])
+    items[:] = [item for item in items if item not in dropped]
+
+
+def _parameters(item: pytest.Item) -> Mapping[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
@@ -99,7 +117,8 @@ def registry_with(**plugins: Any) -> Registry:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Nothing is read from or written to the cache of whoever runs the tests. What is built for this machine is built
     once, by one of the processes that share the tests; or once and for all, in the directory LLMSUITE_TEST_BUILT."""
-    cache, together = tmp_path_factory.mktemp("cache"), tmp_path_factory.getbasetemp()
+    cache = tmp_path_factory.mktemp("cache")
+    together = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         together = together.parent
     built = Path(os.environ.get("LLMSUITE_TEST_BUILT") or together / BUILT).absolute()
@@ -110,14 +129,21 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(scope="session", autouse=True)
+def bundled_methods() -> None:
+    """The methods of adapters of bundled plugins, known to all tests as to all commands: not all make a registry."""
+    registry_with()
+
+
 @pytest.fixture(autouse=True)
 def own_plugins() -> Iterator[None]:
     """`--no-plugins` sets a variable for child processes: it ends with the test that gave the option."""
-    before = os.environ.get(ALLOW_LIST)
+    before = {name: os.environ.get(name) for name in (ALLOW_LIST, NO_PLUGINS)}
     yield
-    os.environ.pop(ALLOW_LIST, None)
-    if before is not None:
-        os.environ[ALLOW_LIST] = before
+    for name, value in before.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
 
 
 @pytest.fixture(autouse=True)
@@ -188,8 +214,8 @@ def position(path: Path, needle: str) -> str:
 STAGE_PLUGIN = '''
 import dataclasses
 import llmsuite
-from llmsuite.plugins.hookspecs import StageSpec
-from llmsuite.schema.section import Section
+from llmsuite.contract.hookspecs import StageSpec
+from llmsuite.contract.schema.section import Section
 
 @dataclasses.dataclass(kw_only=True)
 class SpinSection(Section):

@@ -65,9 +65,11 @@ def stretches(rows: list[np.ndarray]) -> dict[str, np.ndarray]:
 def conversations(rows: list[dict[str, list[int]]]) -> dict[str, np.ndarray]:
     """Each token of the answer is a target of the one before it; padding is on the right, where none attends to it."""
     length = max(len(row["prompt_ids"]) + len(row["completion_ids"]) for row in rows) - 1
-    ids, labels = np.zeros([len(rows), length], "int64"), np.full([len(rows), length], IGNORED, "int64")
+    ids = np.zeros([len(rows), length], "int64")
+    labels = np.full([len(rows), length], IGNORED, "int64")
     for i, row in enumerate(rows):
-        prompt, answer = row["prompt_ids"], row["completion_ids"]
+        prompt = row["prompt_ids"]
+        answer = row["completion_ids"]
         whole = prompt + answer
         ids[i, : len(whole) - 1] = whole[:-1]
         labels[i, len(prompt) - 1 : len(whole) - 1] = answer
@@ -85,9 +87,12 @@ def pairs(rows: list[dict[str, list[int]]]) -> dict[str, np.ndarray]:
     batch["attention_mask"] = np.tile(np.tri(length, dtype=bool), [len(rows), 1, 1])
     borders = []
     for i, row in enumerate(rows):
-        prompt, chosen, rejected = row["prompt_ids"], row["chosen_ids"], row["rejected_ids"]
+        prompt = row["prompt_ids"]
+        chosen = row["chosen_ids"]
+        rejected = row["rejected_ids"]
         begin = len(prompt) - 1  # the prompt's last token is the first of each answer's part: it predicts its first
-        middle, end = begin + len(chosen), begin + len(chosen) + len(rejected)
+        middle = begin + len(chosen)
+        end = begin + len(chosen) + len(rejected)
         batch["input_ids"][i, :end] = prompt[:-1] + prompt[-1:] + chosen[:-1] + prompt[-1:] + rejected[:-1]
         batch["position_ids"][i, :end] = [*range(middle), *range(begin, begin + len(rejected))]
         batch["chosen_labels"][i, begin:middle] = chosen
@@ -111,7 +116,8 @@ def main() -> None:
     def load() -> Any:
         return LlamaForCausalLM.from_pretrained(task["model"], convert_from_torch=True, dtype="float32")
 
-    model, common = load(), {"args": arguments, "callbacks": [Callback()]}
+    model = load()
+    common = {"args": arguments, "callbacks": [Callback()]}
     if kind == "pretrain":
         rows: Any = np.load(task["rows"])
         PlainTrainer(model, data_collator=stretches, train_dataset=Rows(rows), **common).train()

@@ -110,8 +110,8 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
     """
     from llmsuite import builtin
     from llmsuite.cli import commands
+    from llmsuite.contract.registry import load_plugins
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.plugins.manager import load_plugins
 
     place.mkdir()
     train = data / task.rows
@@ -173,8 +173,8 @@ def _write_rows(task: Task, recipe: Path, registry: Any, place: Path, count: int
     from llmsuite.stages.explain import open_stage
 
     plan = plan_run(recipe, [], registry)
-    stage = open_stage(plan, registry)
-    samples = stage.read(plan.train_file)
+    stage = open_stage(plan.recipe, plan.model, plan.parallel, plan.train, registry)
+    samples = stage.reader.read(plan.data.train_file)
     order = SampleOrder(len(samples), SEED)
     taken = [samples[order.at(position)] for position in range(count)]
     if task.stage != "pretrain":
@@ -240,7 +240,7 @@ def _write_random_model(place: Path) -> None:
 
 def _write_random_corpus(place: Path, count: int) -> Path:
     """So many samples of tokens drawn evenly."""
-    from llmsuite.data.indexed import CorpusWriter
+    from llmsuite.data.indexed_corpus import CorpusWriter
 
     tokens = np.random.default_rng(SEED).integers(3, int(RANDOM_MODEL["vocab_size"]), count * LENGTH + 1)  # type: ignore[call-overload]
     with CorpusWriter(place / "corpus", "uint16") as writer:

@@ -46,7 +46,8 @@ class TokenWindows(torch.utils.data.Dataset):
 
 
 def main() -> None:
-    task, peer = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+    task = json.loads(Path(sys.argv[1]).read_text())
+    peer = sys.argv[2]
     torch.set_num_threads(task["threads"])
     arguments: dict[str, Any] = {
         "output_dir": task["scratch"], "max_steps": task["steps"], "per_device_train_batch_size": task["batch"],

@@ -19,7 +19,8 @@ class Turns:
     """
 
     def __init__(self) -> None:
-        self._left, self._since = 0, (time.perf_counter(), time.process_time())
+        self._left = 0
+        self._since = (time.perf_counter(), time.process_time())
         self.losses: list[float] = []
         self.lengths: list[float] = []
         """Mean number of tokens of each step's completions, in a task that draws some."""
@@ -34,7 +35,9 @@ class Turns:
         line = sys.stdin.readline()
         if not line:  # nobody is there any more
             sys.exit(0)
-        self._left, self.losses, self.lengths = int(line), [], []
+        self._left = int(line)
+        self.losses = []
+        self.lengths = []
         self._since = (time.perf_counter(), time.process_time())
 
     def _tell(self) -> None:

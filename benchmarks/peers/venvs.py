@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from llmsuite.cache import cache_root, locked
+from llmsuite.base.cache import cache_root, locked
 
 TORCH = "torch==2.13.0+cpu"
 TORCH_INDEX = "https://download.pytorch.org/whl/cpu"

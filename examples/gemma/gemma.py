@@ -3,10 +3,10 @@
 import dataclasses
 
 import llmsuite
+from llmsuite.contract.hookspecs import ModelFamily
 from llmsuite.models.llama import names
 from llmsuite.models.llama.config import SMOKE, LlamaConfig
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.plugins.hookspecs import ModelFamily
 
 OURS = {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], "hidden_act": "gelu_pytorch_tanh"}
 
@@ -46,7 +46,8 @@ def network():
     class Gemma(Llama):
         def __init__(self, config, ops):
             super().__init__(config, ops)
-            size, eps = config.hidden_size, config.rms_norm_eps
+            size = config.hidden_size
+            eps = config.rms_norm_eps
             for layer in self.model.layers:
                 layer.mlp = GeGLU(size, config.intermediate_size, ops)
                 layer.input_layernorm, layer.post_attention_layernorm = (GemmaNorm(size, eps, ops) for _ in range(2))

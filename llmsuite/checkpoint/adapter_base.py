@@ -1,4 +1,4 @@
-"""The model that LoRA adapters belong to, as their directory names it: in base.json, or in their configuration."""
+"""The base model of LoRA adapters, as their directory names it: in base.json, or in their configuration."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from llmsuite.adapters.methods import METHODS
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import read_json_object, write_json
+from llmsuite.base.hub.listing import Want
+from llmsuite.base.hub.local_copies import cached
+from llmsuite.base.hub.names import hub_name
+from llmsuite.base.safe_files import is_file
+from llmsuite.base.strict_json import check_kinds
 from llmsuite.checkpoint.adapter_config import BASE_KINDS, STORED_KINDS, read_adapter_config
-from llmsuite.errors import UserError
-from llmsuite.files import read_json_object, write_json
-from llmsuite.hub.here import cached
-from llmsuite.hub.listing import Want
-from llmsuite.hub.names import hub_name
+from llmsuite.contract.registry import left_out, left_out_reason
 from llmsuite.models.block_quant import BlockFormat
-from llmsuite.regular import is_file
-from llmsuite.strict_json import check_kinds
 
 BASE = "base.json"
-LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP = "lokr_config.json", "vera_config.json"
 NAME_BASE = "name it with --base DIR, or in `llmsuite convert` its config.json with --config DIR"
-CONFIGS = ("adapter_config.json", "lora_config.json", LOKR_OF_PADDLENLP, VERA_OF_PADDLENLP)
-"""The configuration file beside the factors, of HF PEFT and of PaddleNLP, which has more for its other methods."""
+CONFIGS = ("adapter_config.json", "lora_config.json")
+"""Configuration files of LoRA: of HF PEFT and of PaddleNLP."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,20 +29,46 @@ class Base:
     """The model that adapters were trained on."""
 
     path: str | None
-    """Its directory; None for a model that was initialised from a seed and is on no disk."""
+    """Its directory; None for a model that was initialised from a seed and is not saved."""
     digest: str
     """`ModelDirectory.digest`; for a model from a seed, the digest of its shape and seed."""
     format: BlockFormat | None = None
-    """How its matrices were stored while they were trained on; None for in the precision of the run."""
+    """Quantisation of its matrices during training; None for the precision of the run."""
 
     def to_json(self) -> dict[str, Any]:
-        """The content of base.json."""
+        """Return the content of base.json."""
         stored = {} if self.format is None else {"stored_as": dataclasses.asdict(self.format)}
         return {"path": self.path, "sha256": self.digest, **stored}
 
 
+def config_names() -> list[str]:
+    """Return the names of configuration files of adapters: those of LoRA, and those of other methods of PaddleNLP.
+
+    The files of methods that --no-plugins leaves out are among them, so that `refuse_left_out` can say so.
+    """
+    methods = [*METHODS.values(), *(method for _, method in left_out("adapter method").values())]
+    own = [method.paddlenlp.config_name for method in methods if method.paddlenlp is not None]
+    return [*CONFIGS, *dict.fromkeys(own)]
+
+
+def refuse_left_out(directory: Path) -> None:
+    """Raise UserError for adapters in a directory that need a method that --no-plugins leaves out."""
+    methods = left_out("adapter method")
+    path = next((directory / name for name in config_names() if is_file(directory / name)), None)
+    if not methods or path is None:
+        return
+    config = read_adapter_config(path)
+    for name, (plugin, method) in methods.items():
+        if method.stores_pair:
+            is_its = bool(method.flag and config.get(method.flag))
+        else:
+            is_its = config.get("peft_type") == method.type_in_files()
+        if is_its or (method.paddlenlp is not None and method.paddlenlp.config_name == path.name):
+            raise UserError(f"{path}: {left_out_reason('adapter method', name, plugin)}")
+
+
 def read_base(directory: Path) -> Base | None:
-    """The model that adapters in a directory belong to; None when base.json is missing."""
+    """Return the base model of adapters in a directory; None without base.json."""
     if not is_file(directory / BASE):
         return None
     data = read_json_object(directory / BASE)
@@ -54,31 +81,33 @@ def read_base(directory: Path) -> Base | None:
 
 
 def write_base(directory: Path, base: Base) -> None:
-    """Write base.json; of a model whose sha256 nobody has said there is none, and it is not compared."""
+    """Write base.json, unless the digest of the model is unknown: then it is not compared later."""
     if base.digest:
         write_json(directory / BASE, base.to_json())
 
 
 def stored_format(directory: Path) -> BlockFormat | None:
-    """How the matrices of the base were stored while adapters in a directory were trained; None for unquantised."""
+    """Return the quantisation of the base while adapters in a directory were trained; None for unquantised."""
     base = read_base(directory)
     return None if base is None else base.format
 
 
 def _named_base(directory: Path) -> Base:
-    """The base model in the configuration of PEFT or PaddleNLP: its path, or its name on a hub."""
-    found = [path for name in CONFIGS if is_file(path := directory / name)]
+    """Return the base model in the configuration of PEFT or PaddleNLP: its path, or its name on a hub."""
+    found = [path for name in config_names() if is_file(path := directory / name)]
     config = read_adapter_config(found[0]) if found else {}
-    named, revision = config.get("base_model_name_or_path"), config.get("revision")
-    if named and revision and (name := hub_name(named)) is not None:
-        return Base(str(name.at(name.hub, revision)), "")
+    named = config.get("base_model_name_or_path")
     if not named:
-        raise UserError(f"{directory}: is a LoRA adapter and does not say of which model; {NAME_BASE}")
+        raise UserError(f"{directory}: is a LoRA adapter and does not name its base model; {NAME_BASE}")
+    revision = config.get("revision")
+    name = hub_name(named) if revision else None
+    if name is not None:
+        return Base(str(name.at(name.hub, revision)), "")
     return Base(named, "")
 
 
 def base_keys(base: Base) -> dict[str, str | None]:
-    """The model that adapters were trained on, as PEFT writes it: of a name on a hub, the commit stands by itself."""
+    """Return the keys of PEFT's configuration for a base model: the commit of a hub name is a separate key."""
     name = hub_name(base.path) if base.path is not None else None
     if name is None or name.hub != "hf":
         return {"base_model_name_or_path": base.path}
@@ -86,37 +115,39 @@ def base_keys(base: Base) -> dict[str, str | None]:
 
 
 def base_name(directory: Path) -> str:
-    """Path or name on a hub of the model that adapters were trained on. Raises UserError when it is on no disk."""
+    """Return the path or hub name of the base model of adapters. Raises UserError when it was not saved."""
     base = read_base(directory) or _named_base(directory)
     if base.path is None:
         raise UserError(
-            f"{directory}: its adapters were trained on a model that was drawn from a seed and lies nowhere; adapters "
-            "of a run with model.weights can be used"
+            f"{directory}: its adapters were trained on a model that was initialised from a seed and is not saved; "
+            "adapters of a run with model.weights can be used"
         )
     return base.path
 
 
 def base_path(directory: Path) -> Path:
-    """Directory of the model that adapters were trained on; one of a hub has to be on this machine.
+    """Return the directory of the base model of adapters; one of a hub has to be on this machine.
 
     Raises:
-        UserError: it is on no disk, or not here.
+        UserError: it is not saved, or not on this machine.
     """
     named = base_name(directory)
     if is_file(Path(named) / "config.json"):
         return Path(named)
-    found = cached(name, Want.MODEL) if (name := hub_name(named)) is not None else None
+    name = hub_name(named)
+    found = cached(name, Want.MODEL) if name is not None else None
     if found is None:
         raise UserError(f"{directory}: the model of its adapters, {named}, is not there; {NAME_BASE}")
     return found.directory
 
 
 def check_base(directory: Path, base: Base) -> None:
-    """Raises UserError when adapters in a directory belong to another model."""
+    """Raise UserError if adapters in a directory belong to another model."""
     found = read_base(directory)
     if found is not None and found.digest != base.digest:
-        what = base.path or "the one that is drawn from the seed"
+        trained_on = found.path or "a model initialised from a seed"
+        what = base.path or "the one that is initialised from the seed"
         raise UserError(
-            f"{directory}: its adapters were trained on {found.path or 'a model drawn from a seed'} as it had sha256 "
-            f"{found.digest[:12]}…; {what} has {base.digest[:12]}…. Bring that model back, or start a new run"
+            f"{directory}: its adapters were trained on {trained_on} with the sha256 {found.digest[:12]}…; {what} has "
+            f"{base.digest[:12]}…. Restore that model, or start a new run"
         )

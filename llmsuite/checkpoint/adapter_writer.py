@@ -11,39 +11,29 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.adapters.dora import MAGNITUDE
+from llmsuite.adapters.lora import FIRST_FACTOR, SECOND_FACTOR
+from llmsuite.adapters.paddlenlp_peft import import_alone
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import write_json
 from llmsuite.checkpoint.adapter_base import base_keys, write_base
 from llmsuite.checkpoint.adapter_dir import (
     CONFIG_NAMES,
-    LOKR,
-    MORA,
     STATE,
     STEMS,
     Adapters,
     FactorPair,
+    factor_name,
     factor_pairs,
-    stored_factor,
-    stored_parameter,
-    stored_structure,
+    full_parameter_name,
+    structured_name,
 )
 from llmsuite.checkpoint.model_dir import Layout
 from llmsuite.checkpoint.model_writer import OrderedGather
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_tensors
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
-from llmsuite.errors import UserError
-from llmsuite.files import write_json
-from llmsuite.models.shard_plan import (
-    BEHIND,
-    BETWEEN,
-    FIRST_FACTOR,
-    MAGNITUDE,
-    MIXER,
-    SECOND_FACTOR,
-    START_FIRST,
-    START_SECOND,
-)
-from llmsuite.models.targets import is_fixed
-from llmsuite.specs import ModelFamily
+from llmsuite.contract.specs import ModelFamily
 
 
 def write_adapters(
@@ -58,17 +48,18 @@ def write_adapters(
 ) -> ManifestPart:
     """Write adapters into an existing directory. Returns their entries of the manifest.
 
-    Each factor is read once, in the order of `specs`, so that ranks that hold parts of it take part in that order.
+    Each factor is read once, in the order of `specs`: reading gathers its shards by a collective, which all ranks have
+    to call in the same order.
 
     Args:
-        directory: where to; the caller commits it.
-        adapters: which ones.
+        directory: target; the caller commits it.
+        adapters: the adapters, without their values.
         family: of the model.
         config: its shape.
-        read: values of a factor by our name.
+        read: returns the values of a factor by our name.
         specs: name (ours), shape and dtype of every factor, in order.
-        layout: whose names and orientation the files get.
-        tokenizer: directory whose tokenizer files are copied along.
+        layout: names and orientation of the files.
+        tokenizer: directory whose tokenizer files are copied; None for none.
     """
     found = factor_pairs(adapters, family, config, layout).values()
     pairs = list({pair.module: pair for of_module in found for pair in of_module}.values())
@@ -76,19 +67,19 @@ def write_adapters(
         raise UserError("the embedding has an adapter, which PaddleNLP's layout has no place for; merge it")
     metadata = {"format": "pt" if layout == "hf" else "np"}
     state = ManifestPart()
-    if not adapters.is_plain:
+    method = adapters.config.method
+    if not method.is_plain:
         values = {spec.name: read(spec.name) for spec in specs}
-        trained = [spec for spec in specs if spec.name not in adapters.beside]
-        state = write_file(directory / f"{STATE}{SUFFIX}", trained, values.__getitem__, {"format": "llmsuite"})
-        adapters, specs, read = _without_mixer(adapters, specs, values)
-        if adapters.has_start:
-            adapters, specs, read = _without_start(adapters, specs, values)
-        if adapters.is_vera:
-            adapters, specs, read = _without_vectors(adapters, specs, values)
-    if adapters.is_structured and layout == "paddlenlp":
+        own = [spec for spec in specs if spec.name not in adapters.full_parameters]
+        state = write_file(directory / f"{STATE}{SUFFIX}", own, values.__getitem__, {"format": "llmsuite"})
+        adapters, specs, read = _folded(adapters, specs, values)
+    if not method.stores_pair and layout == "paddlenlp":
         raise UserError("PaddleNLP's layout has no place for adapters of this lora.method; merge them")
-    stored: _StoredFactors | _StoredAsTheyAre
-    stored = (_StoredAsTheyAre if adapters.is_structured else _StoredFactors)(pairs, adapters, specs, read, layout)
+    stored: _FactorTensors | _OwnTensors
+    if method.stores_pair:
+        stored = _FactorTensors(pairs, adapters, specs, read, layout)
+    else:
+        stored = _OwnTensors(pairs, adapters, specs, read, layout)
     if layout == "hf":  # PEFT reads one file
         written = write_file(directory / f"{STEMS[layout]}{SUFFIX}", stored.specs, stored.read, metadata)
     else:
@@ -101,73 +92,29 @@ def write_adapters(
     return written
 
 
-def _without_mixer(
+def _folded(
     adapters: Adapters, specs: Sequence[TensorSpec], values: Mapping[str, np.ndarray]
 ) -> tuple[Adapters, Sequence[TensorSpec], Callable[[str], np.ndarray]]:
-    """The same adapters with their mixers multiplied into the first factors: x A M B is (x A M) B."""
-
-    def read(name: str) -> np.ndarray:
-        module, _, kind = name.rpartition(".")
-        mixer = values.get(f"{module}.{MIXER}") if kind == FIRST_FACTOR else None
-        if mixer is None:
-            return values[name]
-        return (values[name].astype("float32") @ mixer.astype("float32")).astype(values[name].dtype)
-
-    plain = dataclasses.replace(adapters, config=dataclasses.replace(adapters.config, lora_use_mixer=False))
-    return plain, [spec for spec in specs if not spec.name.endswith(f".{MIXER}")], read
-
-
-def _without_start(
-    adapters: Adapters, specs: Sequence[TensorSpec], values: Mapping[str, np.ndarray]
-) -> tuple[Adapters, Sequence[TensorSpec], Callable[[str], np.ndarray]]:
-    """The same adapters with twice the rank: A B - A0 B0 is [A, A0] times [B; -B0], and the scale stays."""
-    config = adapters.config
-    alpha = config.lora_alpha * (math.sqrt(2) if config.rslora else 2)
-    plain = dataclasses.replace(config, pissa=False, loraga=False, r=2 * config.r, lora_alpha=alpha)
-
-    def read(name: str) -> np.ndarray:
-        module, _, kind = name.rpartition(".")
-        if kind == FIRST_FACTOR:
-            return np.concatenate([values[name], values[f"{module}.{START_FIRST}"]], -1)
-        if kind == SECOND_FACTOR:
-            return np.concatenate([values[name], -values[f"{module}.{START_SECOND}"]], -2)
-        return values[name]
-
-    kept = [spec for spec in specs if not is_fixed(spec.name)]
-    wide = [dataclasses.replace(spec, shape=read(spec.name).shape) for spec in kept]
-    return dataclasses.replace(adapters, config=plain), wide, read
-
-
-def _without_vectors(
-    adapters: Adapters, specs: Sequence[TensorSpec], values: Mapping[str, np.ndarray]
-) -> tuple[Adapters, Sequence[TensorSpec], Callable[[str], np.ndarray]]:
-    """VeRA as plain adapters: ((x A) d) B b is (x (A d)) (B b)."""
-    from llmsuite.models.peft_configs import lora_config  # takes paddlenlp, which other runs do without
-
-    config = adapters.config
-    keys = {key: getattr(config, key) for key in ("r", "lora_alpha", "lora_dropout", "rslora")}
-    folded = {FIRST_FACTOR: (START_FIRST, BETWEEN), SECOND_FACTOR: (START_SECOND, BEHIND)}
-    renamed = {START_FIRST: FIRST_FACTOR, START_SECOND: SECOND_FACTOR}
-
-    def read(name: str) -> np.ndarray:
-        module, _, kind = name.rpartition(".")
-        if kind not in folded:
-            return values[name]
-        factor, vector = (values[f"{module}.{own}"] for own in folded[kind])
-        return (factor.astype("float32") * vector.astype("float32")).astype(factor.dtype)
-
-    plain = []
+    """Return adapters as files have them (`AdapterMethod.folded`), with specs and a reader of their parameters."""
+    method = adapters.config.method
+    if not method.stores_pair:
+        return adapters, specs, values.__getitem__
+    by_module: dict[str, dict[str, np.ndarray]] = {}
+    folded = {name: values[name] for name in adapters.full_parameters}
     for spec in specs:
-        module, _, kind = spec.name.rpartition(".")
-        if kind in renamed:
-            plain.append(dataclasses.replace(spec, name=f"{module}.{renamed[kind]}"))
-        elif kind not in (BETWEEN, BEHIND):
-            plain.append(spec)
-    return dataclasses.replace(adapters, config=lora_config(**keys)), plain, read
+        if spec.name not in folded:
+            module, _, kind = spec.name.rpartition(".")
+            by_module.setdefault(module, {})[kind] = values[spec.name]
+    for module, parameters in by_module.items():
+        folded |= {f"{module}.{kind}": value for kind, value in method.folded(parameters).items()}
+    dtypes = {spec.name.rpartition(".")[0]: spec.dtype for spec in specs}
+    of_files = [TensorSpec(name, value.shape, dtypes[name.rpartition(".")[0]]) for name, value in folded.items()]
+    config = method.folded_config(adapters.config)
+    return dataclasses.replace(adapters, config=config), of_files, folded.__getitem__
 
 
-class _StoredFactors:
-    """The tensors of a layout, and how each is made of our factors."""
+class _FactorTensors:
+    """Stored tensors of a layout, made of our factors."""
 
     def __init__(
         self,
@@ -177,52 +124,57 @@ class _StoredFactors:
         read: Callable[[str], np.ndarray],
         layout: Layout,
     ):
-        """Arguments as of `write_adapters`."""
-        self._by_name, self._layout = {spec.name: spec for spec in specs}, layout
+        """Arguments are those of `write_adapters`."""
+        self._by_name = {spec.name: spec for spec in specs}
+        self._layout = layout
         self._factors: dict[str, tuple[FactorPair, str]] = {}
-        self._whole: dict[str, str] = {}
+        self._full_names: dict[str, str] = {}
+        """Our name of each parameter that is trained in full, by its stored name."""
         self.specs: list[TensorSpec] = []
         """Name, shape and dtype of each tensor, in the order of the file."""
         for pair in pairs:
-            for factor in [FIRST_FACTOR, SECOND_FACTOR] + [MAGNITUDE] * adapters.has_magnitudes:
+            for factor in [FIRST_FACTOR, SECOND_FACTOR, *adapters.config.method.stored_vectors]:
                 self.specs.append(self._factor_spec(pair, factor))
                 self._factors[self.specs[-1].name] = pair, factor
-        for ours in adapters.beside:
-            name, spec = stored_parameter(ours, layout), self._by_name[ours]
-            self._whole[name] = ours
+        for ours in adapters.full_parameters:
+            name = full_parameter_name(ours, layout)
+            spec = self._by_name[ours]
+            self._full_names[name] = ours
             self.specs.append(TensorSpec(name, spec.shape[::-1], spec.dtype))
         uses = [f"{module}.{kind}" for pair, kind in self._factors.values() for module, _ in pair.members]
-        self._in_order = OrderedGather(specs, read, [*uses, *adapters.beside])
+        self._in_order = OrderedGather(specs, read, [*uses, *adapters.full_parameters])
 
     def _factor_spec(self, pair: FactorPair, factor: str) -> TensorSpec:
         first = self._by_name[f"{pair.members[0][0]}.{factor}"]
         if factor == MAGNITUDE:
             size = first.shape[-1] * pair.num_parts
-            return TensorSpec(stored_factor(pair, factor, self._layout), (size,), first.dtype)
+            return TensorSpec(factor_name(pair, factor, self._layout), (size,), first.dtype)
         num_rows, num_columns = first.shape[-2:]
         if factor == FIRST_FACTOR:
             num_columns *= len(pair.members)
         else:
-            num_rows, num_columns = num_rows * len(pair.members), num_columns * pair.num_parts
+            num_rows = num_rows * len(pair.members)
+            num_columns = num_columns * pair.num_parts
         shape = (num_columns, num_rows) if self._layout == "hf" else (num_rows, num_columns)
-        return TensorSpec(stored_factor(pair, factor, self._layout), shape, first.dtype)
+        return TensorSpec(factor_name(pair, factor, self._layout), shape, first.dtype)
 
     def read(self, name: str) -> np.ndarray:
-        """The values of a tensor."""
-        if name in self._whole:
-            return self._in_order.read(self._whole[name]).T
+        """Return the values of a stored tensor."""
+        if name in self._full_names:
+            return self._in_order.read(self._full_names[name]).T
         pair, factor = self._factors[name]
         parts = [self._in_order.read(f"{module}.{factor}") for module, _ in pair.members]
         if pair.index is not None:
             parts = [part[pair.index] for part in parts]
         if factor == MAGNITUDE:
-            return np.concatenate([value for _, value in sorted(zip([part for _, part in pair.members], parts))])
+            by_part = {part: value for (_, part), value in zip(pair.members, parts)}
+            return np.concatenate([by_part[part] for part in sorted(by_part)])
         value = np.concatenate(parts, 1) if factor == FIRST_FACTOR else _on_diagonal(parts, pair)
         return value.T if self._layout == "hf" else value
 
 
-class _StoredAsTheyAre:
-    """The tensors of adapters that are no pairs of factors: the same values, under the names of the matrices."""
+class _OwnTensors:
+    """Stored tensors of adapters that files have no pair for: the same values, under the names of the matrices."""
 
     def __init__(
         self,
@@ -232,32 +184,33 @@ class _StoredAsTheyAre:
         read: Callable[[str], np.ndarray],
         layout: Layout,
     ):
-        """Arguments as of `write_adapters`."""
+        """Arguments are those of `write_adapters`."""
         self._read = read
         owners: dict[str, list[FactorPair]] = {}
         for pair in pairs:
             owners.setdefault(pair.members[0][0], []).append(pair)
         self._ours: dict[str, tuple[str, int | None]] = {}
-        """Our name of each tensor, and which one of a stack it is."""
-        self._beside = {stored_parameter(name, layout) for name in adapters.beside}
+        """Our name of each tensor, and its index in a stack."""
+        self._full_parameters = {full_parameter_name(name, layout) for name in adapters.full_parameters}
         self.specs: list[TensorSpec] = []
         """Name, shape and dtype of each tensor, in the order of the file."""
         for spec in specs:
             module, _, kind = spec.name.rpartition(".")
-            if spec.name in adapters.beside:
-                self._ours[stored_parameter(spec.name, layout)] = spec.name, None
-                self.specs.append(TensorSpec(stored_parameter(spec.name, layout), spec.shape[::-1], spec.dtype))
+            if spec.name in adapters.full_parameters:
+                self._ours[full_parameter_name(spec.name, layout)] = spec.name, None
+                self.specs.append(TensorSpec(full_parameter_name(spec.name, layout), spec.shape[::-1], spec.dtype))
                 continue
             for pair in owners[module]:
-                stored, shape = stored_structure(pair, kind), spec.shape if pair.index is None else spec.shape[1:]
+                stored = structured_name(pair, kind)
+                shape = spec.shape if pair.index is None else spec.shape[1:]
                 self._ours[stored] = spec.name, pair.index
                 self.specs.append(TensorSpec(stored, shape, spec.dtype))
 
     def read(self, name: str) -> np.ndarray:
-        """The values of a tensor."""
+        """Return the values of a stored tensor."""
         ours, index = self._ours[name]
         value = self._read(ours) if index is None else self._read(ours)[index]
-        return value.T if name in self._beside else value
+        return value.T if name in self._full_parameters else value
 
 
 def _on_diagonal(parts: Sequence[np.ndarray], pair: FactorPair) -> np.ndarray:
@@ -271,53 +224,71 @@ def _on_diagonal(parts: Sequence[np.ndarray], pair: FactorPair) -> np.ndarray:
 def _config(
     adapters: Adapters, pairs: Sequence[FactorPair], family: ModelFamily, config: Any, layout: Layout
 ) -> dict[str, Any]:
-    """The content of adapter_config.json or lora_config.json."""
-    targets, lora = _targets([pair.module for pair in pairs], family, config, layout), adapters.config
+    """Return the content of adapter_config.json or lora_config.json."""
+    targets = _targets([pair.module for pair in pairs], family, config, layout)
+    lora = adapters.config
     if layout == "paddlenlp":
-        patterns = [rf"(.*\.)?{re.escape(target)}" for target in targets]
-        named = base_keys(adapters.base)["base_model_name_or_path"]
-        said = dataclasses.replace(lora, target_modules=patterns, base_model_name_or_path=named)
-        return {**said.to_dict(), "scaling": said.scaling}  # as its `save_pretrained`
+        return _paddlenlp_config(adapters, targets)
     common = {
-        "task_type": "SEQ_CLS" if adapters.beside else "CAUSAL_LM",
-        "modules_to_save": [name.removesuffix(".weight") for name in adapters.beside] or None,
+        "task_type": "SEQ_CLS" if adapters.full_parameters else "CAUSAL_LM",
+        "modules_to_save": [name.removesuffix(".weight") for name in adapters.full_parameters] or None,
         **base_keys(adapters.base),
-        "r": lora.r,
+        "r": lora.rank,
         "target_modules": targets,
         "inference_mode": True,
     }
-    if adapters.is_lokr:
-        kinds = {"decompose_both": False, "decompose_factor": -1, "rank_dropout": 0.0, "module_dropout": 0.0}
-        return {"peft_type": LOKR, "alpha": lora.scaling * lora.r, **kinds, **common}
-    if adapters.is_structured:  # PEFT has no such kind, and says so
-        return {"peft_type": MORA, "use_mora": True, "lora_dropout": lora.lora_dropout, **common}
-    # several in one: a larger rank, and as much larger an alpha that the scale is the same
+    if not lora.method.stores_pair:
+        return {**lora.method.peft_keys(lora), **common}
+    # several matrices in one pair: a larger rank, and an alpha that keeps the scale
     wide = {pair.module: len(pair.members) for pair in pairs if len(pair.members) > 1}
     grown = math.sqrt if lora.rslora else float
     embedded = {module for pair in pairs if pair.is_embedding for module, _ in pair.members}
-    # PEFT 0.21 makes one pair of those of gate and up, with twice the rank and twice alpha: that is the same scale only
-    # where it is alpha / rank
     on_experts = any(pair.index is not None for pair in pairs)
-    rslora, alpha = (False, lora.scaling * lora.r) if on_experts else (lora.rslora, lora.lora_alpha)
+    if on_experts:
+        # PEFT 0.21 joins the pairs of gate and up, with twice the rank and twice alpha: that keeps the scale only
+        # without rslora, where it is alpha / rank
+        rslora = False
+        alpha = lora.scale * lora.rank
+    else:
+        rslora = lora.rslora
+        alpha = lora.alpha
     linears = {family.names().is_linear(f"{module}.weight") for module in adapters.modules if module not in embedded}
     return {
-        "peft_type": "LORA",
+        "peft_type": lora.method.type_in_files(),
         **common,
         "lora_alpha": alpha,
         "use_rslora": rslora,
-        "use_dora": adapters.has_magnitudes,
-        # PEFT refuses any on the parameters that stacks of experts are with transformers 5, even to load them
-        "lora_dropout": 0.0 if on_experts else lora.lora_dropout,
+        "use_dora": MAGNITUDE in lora.method.stored_vectors,
+        # PEFT refuses dropout on bare parameters, which stacks of experts are in transformers 5, even to load them
+        "lora_dropout": 0.0 if on_experts else lora.dropout,
         "bias": "none",
         "fan_in_fan_out": linears == {False},
-        "rank_pattern": {re.escape(module): count * lora.r for module, count in wide.items()},
-        "alpha_pattern": {re.escape(module): grown(count) * lora.lora_alpha for module, count in wide.items()},
+        "rank_pattern": {re.escape(module): count * lora.rank for module, count in wide.items()},
+        "alpha_pattern": {re.escape(module): grown(count) * lora.alpha for module, count in wide.items()},
     }
 
 
+def _paddlenlp_config(adapters: Adapters, targets: Sequence[str]) -> dict[str, Any]:
+    """Return the content of lora_config.json: the same keys as `LoRAConfig.save_pretrained`."""
+    # imported here: other runs do not need paddlenlp
+    lora_config_class = import_alone("paddlenlp.peft.lora.lora_config")[0].LoRAConfig
+    lora = adapters.config
+    config = lora_config_class(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        lora_dropout=lora.dropout,
+        rslora=lora.rslora,
+        lora_plus_scale=lora.lora_plus_ratio,
+        target_modules=[rf"(.*\.)?{re.escape(target)}" for target in targets],
+        base_model_name_or_path=base_keys(adapters.base)["base_model_name_or_path"],
+    )
+    return {**config.to_dict(), "scaling": config.scaling}
+
+
 def _targets(modules: Sequence[str], family: ModelFamily, config: Any, layout: Layout) -> list[str]:
-    """As few of the last words of each module as no other module of the model ends in."""
-    names, prefix = family.names(), family.names().paddlenlp_prefix(config)
+    """Return, for each module, the shortest end of its name that no module without an adapter has."""
+    names = family.names()
+    prefix = family.names().paddlenlp_prefix(config)
     every = {
         theirs.removesuffix(".weight")
         for ours in names.parameter_names(config)
@@ -326,11 +297,15 @@ def _targets(modules: Sequence[str], family: ModelFamily, config: Any, layout: L
     }
     if layout == "paddlenlp":
         every = {re.sub(r"^model\.", str(prefix), name) for name in every}
-    left_out = {end for name in every.difference(modules) for end in _ends(name)}
-    return list(dict.fromkeys(next(end for end in _ends(name) if end not in left_out) for name in modules))
+    taken = {end for name in every.difference(modules) for end in _ends(name)}
+    targets: dict[str, None] = {}
+    for module in modules:
+        shortest = next(end for end in _ends(module) if end not in taken)
+        targets[shortest] = None
+    return list(targets)
 
 
 def _ends(name: str) -> list[str]:
-    """The last word of a name, its last two, and so on to the whole name."""
+    """Return the last word of a name, its last two, and so on to the full name."""
     words = name.split(".")
     return [".".join(words[-count:]) for count in range(1, len(words) + 1)]

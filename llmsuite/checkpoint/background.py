@@ -1,4 +1,4 @@
-"""Writes in a background thread while training goes on: in order, and no error is lost."""
+"""Writes in a background thread while training continues: in order, and without losing an error."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 class Writer:
-    """Runs tasks that write to disk, in order. After a task that fails, those behind it are dropped."""
+    """Runs tasks that write to disk, in order. When a task fails, those queued after it are dropped."""
 
     def __init__(self, in_background: bool):
         self._in_background = in_background
@@ -23,22 +23,22 @@ class Writer:
         self.follow(task)
 
     def follow(self, task: Callable[[], None]) -> None:
-        """Run a small task behind the present ones, without waiting."""
+        """Queue a small task after the present ones, without waiting."""
         if not self._in_background:
             task()
             return
         with self._lock:
-            if self._error is not None:  # of a task that has just ended
+            if self._error is not None:  # a task has failed; `wait` raises its error
                 return
             self._tasks.append(task)
             if len(self._tasks) > 1:
                 return  # the running thread takes it
-        # a daemon: a second Ctrl-C does not wait for it, and what it leaves half done is no checkpoint
+        # a daemon, so that a second Ctrl-C does not wait: a partial checkpoint has no manifest and does not count
         self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
         self._thread.start()
 
     def check(self) -> None:
-        """Raise the error of a task that has ended; do not wait for one that has not."""
+        """Raise the error of a task that has ended; do not wait for one that is running."""
         if self._thread is not None and not self._thread.is_alive():
             self.wait()
 
@@ -47,7 +47,8 @@ class Writer:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-        error, self._error = self._error, None
+        error = self._error
+        self._error = None
         if error is not None:
             raise error
 
@@ -67,7 +68,7 @@ class Writer:
 
 
 def room_for_copy(num_bytes: int) -> bool:
-    """Whether a copy of this many bytes fits into the memory of this machine, with a tenth to spare."""
+    """Return True if a copy of this many bytes fits into the memory of this machine, with a tenth to spare."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:  # not Linux: leave it to the recipe

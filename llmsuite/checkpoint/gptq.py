@@ -1,9 +1,9 @@
-"""Models with 4 or 8 bit matrices in the layout of GPTQ checkpoints.
+"""Reads models with 4 or 8 bit matrices in the layout of GPTQ checkpoints.
 
 config.json     `quantization_config` {"quant_method": "gptq", "bits": 4, "group_size": 64, "sym": true, …}
 NAME.qweight    int32, [I * bits / 32, O]: codes of consecutive inputs, the first one in the lowest bits
 NAME.scales     float16, [groups, O]: the step between codes
-NAME.qzeros     int32, [groups, O * bits / 32]: the code of 0 of consecutive outputs, less 1 (as it is, where
+NAME.qzeros     int32, [groups, O * bits / 32]: the code of 0 of consecutive outputs, minus 1 (not where
                 `checkpoint_format` is gptq_v2)
 NAME.g_idx      int32, [I]: the group of each input; without it, group_size inputs follow each other
 
@@ -22,28 +22,31 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.parts import FLOATS, INDEXES, WORDS, Part, check_scales
+from llmsuite.base.errors import UserError
+from llmsuite.checkpoint.expected_tensor import FLOATS, INDEXES, WORDS, ExpectedTensor, check_scales
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
-from llmsuite.errors import UserError
 
-_CODES, _SCALES, _ZEROS, _GROUPS = ".qweight", ".scales", ".qzeros", ".g_idx"
+_CODES = ".qweight"
+_SCALES = ".scales"
+_ZEROS = ".qzeros"
+_GROUPS = ".g_idx"
 _WORD = 32
-"""Bits of a number that has several codes."""
+"""Bits of a stored number, which packs several codes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GptqFormat:
-    """Bits of a code, and inputs that share a scale."""
+    """Bits of a code, and number of inputs that share a scale."""
 
     bits: int = 4
     group: int = 64
-    """-1: all of them."""
+    """Inputs of a group; -1 for all."""
     offset: int = 1
-    """What is added to stored zeros."""
+    """Number that is added to stored zeros."""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> GptqFormat | None:
-        """The format that a config.json names; None for a model without it.
+        """Return the format that a config.json names; None for a model without GPTQ.
 
         Raises:
             UserError: it is GPTQ of another kind.
@@ -65,7 +68,7 @@ class GptqFormat:
         return cls(bits, group, 0 if version == "gptq_v2" else 1)
 
     def to_hf(self) -> dict[str, Any]:
-        """The `quantization_config` of a config.json."""
+        """Return the `quantization_config` of a config.json."""
         return {
             "bits": self.bits,
             "checkpoint_format": "gptq" if self.offset else "gptq_v2",
@@ -78,18 +81,19 @@ class GptqFormat:
 
     @property
     def per_word(self) -> int:
-        """Codes in a stored number."""
+        """Number of codes in a stored number."""
         return _WORD // self.bits
 
 
 class GptqTensors:
-    """The tensors of a directory, of which those of matrices with codes are read as float32 [O, I]."""
+    """Tensors of a directory; matrices with codes are read as float32 [O, I]."""
 
     def __init__(self, files: TensorFiles, form: GptqFormat):
         """Raises UserError when a matrix lacks a tensor, or they do not fit."""
-        self._files, self.form = files, form
-        self._known = set(files.names)
-        self._packed = {name.removesuffix(_CODES) for name in self._known if name.endswith(_CODES)}
+        self._files = files
+        self.form = form
+        self._stored_names = set(files.names)
+        self._packed = {name.removesuffix(_CODES) for name in self._stored_names if name.endswith(_CODES)}
         parts = {f"{name}{part}" for name in self._packed for part in (_SCALES, _ZEROS, _GROUPS)}
         self._names = [
             f"{name.removesuffix(_CODES)}.weight" if name.endswith(_CODES) else name
@@ -100,23 +104,25 @@ class GptqTensors:
             self._check(name)
 
     def _check(self, layer: str) -> None:
-        if lacking := [part for part in (_SCALES, _ZEROS) if layer + part not in self._known]:
-            raise UserError(f"{self._files.directory}: {layer}{_CODES} has no {layer}{lacking[0]}")
-        where, per_word = self._files.directory, self.form.per_word
-        Part(WORDS, (None, None)).check(self._files.spec(layer + _CODES), where, "a matrix of codes")
+        missing = [part for part in (_SCALES, _ZEROS) if layer + part not in self._stored_names]
+        if missing:
+            raise UserError(f"{self._files.directory}: {layer}{_CODES} has no {layer}{missing[0]}")
+        where = self._files.directory
+        per_word = self.form.per_word
+        ExpectedTensor(WORDS, (None, None)).check(self._files.spec(layer + _CODES), where, "a matrix of codes")
         num_outputs, num_inputs = self._shape(layer)
         if num_outputs % per_word:
             raise UserError(f"{where}: {layer}{_CODES} has {num_outputs} outputs, which are no multiple of {per_word}")
         groups = self._num_groups(num_inputs)
-        wanted = {
-            _SCALES: Part(FLOATS, (groups, num_outputs)),
-            _ZEROS: Part(WORDS, (groups, num_outputs // per_word)),
-            _GROUPS: Part(INDEXES, (num_inputs,)),
+        expected = {
+            _SCALES: ExpectedTensor(FLOATS, (groups, num_outputs)),
+            _ZEROS: ExpectedTensor(WORDS, (groups, num_outputs // per_word)),
+            _GROUPS: ExpectedTensor(INDEXES, (num_inputs,)),
         }
         why = f"codes of [{num_outputs}, {num_inputs}] in groups of {self.form.group}"
-        for part, of in wanted.items():
-            if layer + part in self._known:
-                of.check(self._files.spec(layer + part), where, why)
+        for part, tensor in expected.items():
+            if layer + part in self._stored_names:
+                tensor.check(self._files.spec(layer + part), where, why)
 
     def _num_groups(self, num_inputs: int) -> int:
         return 1 if self.form.group == -1 else -(-num_inputs // self.form.group)
@@ -138,13 +144,16 @@ class GptqTensors:
         return TensorSpec(name, self._shape(layer), "float32") if layer in self._packed else self._files.spec(name)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """As `TensorFiles.read`. Of a matrix with codes, no more than the slice and its edges are there as float32."""
-        layer, form = name.removesuffix(".weight"), self.form
+        """Read a tensor, or a slice of it (one slice a dim). Only the slice of a matrix with codes is dequantised."""
+        layer = name.removesuffix(".weight")
+        form = self.form
         if layer not in self._packed:
             return self._files.read(name, index)
         shape = self._shape(layer)
         (first, last), (begin, end) = (s.indices(n)[:2] for s, n in zip(index or [slice(None)] * 2, shape))
-        columns, rows, per_word = slice(first, last), _words(begin, end, form), form.per_word
+        columns = slice(first, last)
+        rows = _words(begin, end, form)
+        per_word = form.per_word
         codes = unpacked(self._files.read(layer + _CODES, [rows, columns]), form)
         codes = codes[begin - rows.start * per_word : end - rows.start * per_word]
         groups = self._groups(layer, begin, end)
@@ -154,35 +163,37 @@ class GptqTensors:
         words = _words(first, last, form)
         zeros = unpacked(self._files.read(layer + _ZEROS, [used, words]).T, form).T
         zeros = zeros[:, first - words.start * per_word : last - words.start * per_word]
-        # GPTQ kernels add the offset within the code's bits
+        # GPTQ kernels add the offset modulo 2**bits
         zeros = (zeros + form.offset) & ((1 << form.bits) - 1) if form.offset else zeros
         own = groups - used.start
         return np.ascontiguousarray(((codes - zeros[own]).astype("float32") * scales[own]).T)
 
     def _groups(self, layer: str, begin: int, end: int) -> np.ndarray:
-        if layer + _GROUPS in self._known:
+        if layer + _GROUPS in self._stored_names:
             found = self._files.read(layer + _GROUPS, [slice(begin, end)])
-            most = self._num_groups(self._shape(layer)[1])
-            if not ((found >= 0) & (found < most)).all():
-                raise UserError(f"{self._files.directory}: {layer}{_GROUPS} names groups beyond the {most} there are")
+            num_groups = self._num_groups(self._shape(layer)[1])
+            if not ((found >= 0) & (found < num_groups)).all():
+                raise UserError(
+                    f"{self._files.directory}: {layer}{_GROUPS} names groups beyond the {num_groups} there are"
+                )
             return found
         return np.arange(begin, end) // (self.form.group if self.form.group > 0 else end)
 
 
 def _words(first: int, last: int, form: GptqFormat) -> slice:
-    """The stored numbers that have the codes from `first` up to `last`."""
+    """Return the slice of stored numbers with the codes from `first` up to `last`."""
     return slice(first // form.per_word, -(-last // form.per_word))
 
 
 def unpacked(words: np.ndarray, form: GptqFormat) -> np.ndarray:
-    """Codes [n * per_word, m] int32 of stored numbers [n, m]."""
+    """Unpack stored numbers [n, m] to codes [n * per_word, m] int32."""
     shifts = np.arange(0, _WORD, form.bits, dtype="uint32")[:, None]
     codes = words.view("uint32")[:, None] >> shifts & np.uint32((1 << form.bits) - 1)
     return codes.reshape(-1, words.shape[1]).astype("int32")
 
 
 def packed(codes: np.ndarray, form: GptqFormat) -> np.ndarray:
-    """Stored numbers [n, m] of codes [n * per_word, m]."""
+    """Pack codes [n * per_word, m] into stored numbers [n, m] int32."""
     shifts = np.arange(0, _WORD, form.bits, dtype="uint32")[:, None]
     words = codes.astype("uint32").reshape(-1, form.per_word, codes.shape[1]) << shifts
     return np.asarray(np.bitwise_or.reduce(words, 1).view("int32"))

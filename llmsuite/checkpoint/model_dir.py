@@ -1,6 +1,6 @@
 """Reads a model directory: config.json and safetensors, in the layout of HF or PaddleNLP. `model_writer.py` writes it.
 
-Inside llmsuite a parameter has HF's name, and a linear weight lies [inputs, outputs], as Paddle has it.
+Inside llmsuite a parameter has HF's name, and a linear weight is [inputs, outputs], as in Paddle.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import read_json_object, sha256_of
+from llmsuite.base.safe_files import is_file
+from llmsuite.checkpoint.expected_tensor import FLOATS, ExpectedTensor
 from llmsuite.checkpoint.fp8 import Fp8Format, Fp8Tensors
-from llmsuite.checkpoint.fused import Heads, Unfused, is_fused
+from llmsuite.checkpoint.fused import Heads, UnfusedTensors, is_fused
 from llmsuite.checkpoint.gptq import GptqFormat, GptqTensors
-from llmsuite.checkpoint.parts import FLOATS, Part
 from llmsuite.checkpoint.stored import FP8, INT8, StoredTensor
-from llmsuite.checkpoint.tensors import SUFFIX, Dequantised, Renamed, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tensors import SUFFIX, Int8Tensors, RenamedTensors, TensorFiles, TensorSource, TensorSpec
 from llmsuite.checkpoint.tied import check_tied
 from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
-from llmsuite.errors import UserError
-from llmsuite.files import read_json_object, sha256_of
+from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.head import EMBEDDING, NO_KEYS, OUTPUT, is_tied
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.regular import is_file
-from llmsuite.specs import ModelFamily
 
 Load = Literal["exact", "known", "any"]
-"""How exactly the stored tensors have to be those of the model."""
+"""Strictness of loading: "known" allows unexpected tensors, "any" also missing ones."""
 Layout = Literal["hf", "paddlenlp"]
-"""Whose names and orientation of matrices the files have."""
+"""Naming and orientation of matrices in the files."""
 
 
 def hf_name(family: ModelFamily, config: Any, theirs: str) -> str | None:
-    """HF's full name of a tensor in a file of either layout; None for one that is no parameter."""
-    names, prefix = family.names(), family.names().paddlenlp_prefix(config)
+    """Return HF's full name of a tensor in a file of either layout; None for one that is no parameter."""
+    names = family.names()
+    prefix = family.names().paddlenlp_prefix(config)
     name = f"model.{theirs[len(prefix) :]}" if prefix and theirs.startswith(prefix) else theirs
     found: str | None = names.from_hf(name, config)
     return found
@@ -45,7 +46,7 @@ def hf_name(family: ModelFamily, config: Any, theirs: str) -> str | None:
 
 @dataclasses.dataclass
 class ModelDirectory:
-    """A model on disk. Nothing but config.json and the index is read until a tensor is asked for."""
+    """A model on disk. Only config.json, the index and headers are read before a tensor is needed."""
 
     path: Path
     family: ModelFamily
@@ -53,52 +54,54 @@ class ModelDirectory:
     """The family's shape."""
     layout: Layout
     tensors: dict[str, HfTensors]
-    """Where each of our parameters lies; the names are those in the files."""
+    """Stored tensors of each of our parameters, by their names in the files."""
     files: TensorSource
     ignored: list[str]
-    """Tensors in the files that are no parameter of the model: derived ones, or layers it does not have here."""
+    """Tensors in the files that are no parameter of the model: derived ones, or layers that llmsuite does not build."""
     linears_transposed: bool
-    """Whether linear weights lie [outputs, inputs] in the files."""
-    left_out: list[str] = dataclasses.field(default_factory=list)
+    """True if linear weights are [outputs, inputs] in the files."""
+    unexpected: list[str] = dataclasses.field(default_factory=list)
     """Tensors in the files that the model does not have; only where `Load` allows them."""
     is_fp8: bool = False
-    """Whether matrices are stored in FP8; they are read as float32."""
-    beside: Any = None
-    """What runs beside the model, see `llmsuite.checkpoint.beside`, and is no part of `names`."""
+    """True if matrices are stored in FP8; they are read as float32."""
+    side_adapter: Any = None
+    """Adapter that runs next to the model, see `llmsuite.checkpoint.side_adapters`. It is no part of `names`."""
     adapter: Path | None = None
-    """The directory of what was added to the model, or runs beside it."""
+    """Directory of the adapter that was merged into the model, or runs next to it."""
     allow_nonfinite: bool = False
-    """Whether what is written of it may have values that are NaN or infinite, see `llmsuite.checkpoint.finite`."""
+    """True if copies may have values that are NaN or infinite, see `llmsuite.checkpoint.finite`."""
     tied_copy: str | None = None
-    """The tensor in the files that is the head of a tied model, where it is stored beside the embedding it has to
-    equal."""
+    """Stored head of a tied model, if the files have it in addition to the embedding, which it has to equal."""
 
     @property
     def names(self) -> list[str]:
-        """The parameters, by our names, and what is carried along with them."""
+        """Our names of the parameters, and names of the tensors that are carried along."""
         return list(self.tensors)
 
     @property
     def carried(self) -> list[str]:
-        """Tensors that are no parameters, and go along to all that is made of the model; by HF's names."""
+        """Tensors that are no parameters, and are copied to all that is made of the model; by HF's names."""
         return [name for name in self.tensors if _is_carried(self.family, name, self.config)]
 
     @property
     def description(self) -> str:
-        """The layout, and the tensors that are ignored."""
+        """The layout, and the ignored tensors."""
         if not self.ignored:
             return f"{self.layout} layout"
         return f"{self.layout} layout; {len(self.ignored)} tensors are ignored, such as {self.ignored[0]}"
 
     @property
     def tokenizer_directory(self) -> Path:
-        """The directory of its tokenizer, chat template and generation_config.json: an adapter may bring its own.
-        Raises UserError as `tokenizer_of_adapter`."""
+        """Directory of its tokenizer, chat template and generation_config.json: an adapter may have its own.
+
+        Raises UserError as `tokenizer_of_adapter`.
+        """
         return self.path if self.adapter is None else tokenizer_of_adapter(self.adapter, self.path)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A parameter by our name, or a slice of it (one slice a dim), lying as in memory, in the stored dtype."""
-        place, transposed = self.tensors[name], self._is_transposed(name)
+        """Read a parameter by our name, or a slice (one slice a dim): oriented as in memory, in the stored dtype."""
+        place = self.tensors[name]
+        transposed = self._is_transposed(name)
         if name == EMBEDDING and self.tied_copy in self.files.names:
             check_tied(self.path, self.files, place.names[0], str(self.tied_copy), index)
         if place.stacked:
@@ -113,7 +116,7 @@ class ModelDirectory:
 
     def _read_stack(self, names: Sequence[str], index: Sequence[slice] | None, transposed: bool) -> np.ndarray:
         result = None
-        for number, theirs in enumerate(names):  # one after the other: they may be most of the model
+        for number, theirs in enumerate(names):  # one at a time, as a stack may be most of the model
             part = self._read(theirs, index, transposed)
             if result is None:
                 result = np.empty((len(names), *part.shape), part.dtype)
@@ -128,17 +131,23 @@ class ModelDirectory:
         return value.T if transposed else value
 
     def stored(self, name: str, transposed: bool, index: int | None = None) -> StoredTensor | None:
-        """A parameter, or of a stacked one the matrix `index`, to be copied as it is stored; None unless it is one
-        whole tensor of the wanted orientation."""
-        found, is_linear = self._stored_name(name, index), self.family.names().is_linear(name)
+        """Return the stored tensor of a parameter, to be copied without conversion; None if that is not possible.
+
+        Args:
+            name: of the parameter.
+            transposed: orientation of linear weights in the copy.
+            index: of a stacked parameter, the matrix to copy.
+        """
+        found = self._stored_name(name, index)
+        is_linear = self.family.names().is_linear(name)
         if name == EMBEDDING and self.tied_copy in self.files.names:
-            return None  # it is to be compared with that
+            return None  # `read` compares it with the tied copy
         if found is None or not isinstance(self.files, TensorFiles | Fp8Tensors):
             return None
         return self.files.stored(found) if not is_linear or transposed == self.linears_transposed else None
 
     def stored_scales(self, name: str, transposed: bool, index: int | None = None) -> StoredTensor | None:
-        """The scales of a matrix in FP8, where `stored` is that matrix; else None."""
+        """Return the scales of a matrix in FP8 that `stored` returns; None for other tensors."""
         found = self._stored_name(name, index)
         if found is None or not isinstance(self.files, Fp8Tensors) or not self.files.is_quantised(found):
             return None
@@ -154,7 +163,7 @@ class ModelDirectory:
         return self.linears_transposed and self.family.names().is_linear(name)
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape (as in memory) and dtype of a parameter by our name."""
+        """Return the shape (as in memory) and dtype of a parameter by our name."""
         place = self.tensors[name]
         stored = self.files.spec(place.names[0])
         shape = stored.shape[::-1] if self._is_transposed(name) else stored.shape
@@ -169,14 +178,14 @@ class ModelDirectory:
         return TensorSpec(name, shape, stored.dtype)
 
     def spec_to_write(self, name: str) -> TensorSpec:
-        """As `spec`, with the dtype that a copy gets unless another one is asked for: of what is FP8, bfloat16."""
+        """Return the `spec` of a copy without a chosen dtype: matrices that are stored in FP8 become bfloat16."""
         spec = self.spec(name)
         if self.is_fp8 and len(spec.shape) > 1 and spec.dtype == "float32":
             return dataclasses.replace(spec, dtype="bfloat16")
         return spec
 
     def stack_mismatches(self) -> list[str]:
-        """Tensors that are stacked to a parameter, and have another shape or dtype than the first of them."""
+        """Return messages about tensors of a stacked parameter with another shape or dtype than the first of them."""
         wrong = []
         for place in self.tensors.values():
             first, *others = map(self.files.spec, place.names)
@@ -187,7 +196,7 @@ class ModelDirectory:
         return wrong
 
     def digest(self) -> str:
-        """sha256 over config and tensor files: equal digests are equal models."""
+        """Return the sha256 over config and tensor files: equal digests are equal models."""
         digest = hashlib.sha256(sha256_of(self.path / "config.json").encode())
         for path in self.files.paths:
             digest.update(f"{path.name}:{sha256_of(path)}\n".encode())
@@ -200,8 +209,8 @@ def _is_carried(family: ModelFamily, name: str, config: Any) -> bool:
 
 
 def without_carried(config: Any) -> Any:
-    """The config of a model without tensors that are carried along."""
-    if getattr(config, "mtp", False):  # they are parameters
+    """Return the config of a model without tensors that are carried along."""
+    if getattr(config, "mtp", False):  # then MTP layers are parameters
         return config
     return dataclasses.replace(config, num_nextn_predict_layers=0) if _carries(config) else config
 
@@ -211,15 +220,15 @@ def _carries(config: Any) -> bool:
 
 
 def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelFamily, Any]:
-    """The family and config that a config.json describes.
+    """Return the family and config that a config.json describes.
 
     Raises:
-        UserError: no config.json, a model_type that no family reads, or a shape that cannot be.
+        UserError: no config.json, a model_type that no family reads, or an impossible shape.
     """
     data = read_json_object(path / "config.json")
     model_type = data.get("model_type")
     if has_scales(path) or Fp8Format.of(data) or GptqFormat.of(data):
-        data.pop("quantization_config", None)  # the tensors are read as what they stand for
+        data.pop("quantization_config", None)  # the tensors are dequantised when they are read
     for family in families.values():
         if model_type in family.hf_model_types:
             config = family.config_cls.from_hf(data)
@@ -232,14 +241,15 @@ def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelF
 
 
 def check_config(where: Path, family: ModelFamily, config: Any) -> None:
-    """Raises UserError when a shape that comes from a file cannot be that of a model."""
+    """Raise UserError if a shape from a file cannot be that of a model."""
     try:
         shape = {key: value for key, value in dataclasses.asdict(config).items() if key not in NO_KEYS}
         TypeAdapter(family.config_keys()).validate_python(shape)
     except ValidationError as error:
         wrong = "; ".join(f"{'.'.join(map(str, e['loc'][:1]))}: {e['msg']}" for e in error.errors())
         raise UserError(f"{where}: {wrong}") from error
-    if problems := list(config.problems()):
+    problems = list(config.problems())
+    if problems:
         raise UserError(f"{where}: " + "; ".join(f"{field} {message}" for field, message in problems))
 
 
@@ -255,12 +265,12 @@ def open_model(
     Args:
         path: the directory.
         families: known model families.
-        check: whether to compare what is read with its manifest.json, see `TensorFiles`.
-        load: "known" allows tensors that the model does not have, "any" missing ones too.
-        mtp: whether layers that predict further tokens are a part of the model, not carried along.
+        check: True to compare all that is read with manifest.json, see `TensorFiles`.
+        load: "known" allows unexpected tensors, "any" also missing ones.
+        mtp: True if MTP layers are a part of the model, not carried along.
 
     Raises:
-        UserError: naming every missing or unexpected tensor.
+        UserError: names every missing or unexpected tensor.
     """
     family, config = read_config(path, families)
     if mtp:
@@ -273,23 +283,25 @@ def open_model(
 def _open_tensors(path: Path, check: bool) -> TensorSource:
     files = TensorFiles(path, "model", check)
     if has_scales(path):
-        return Dequantised(files, TensorFiles(path, Dequantised.STEM, check))
+        return Int8Tensors(files, TensorFiles(path, Int8Tensors.STEM, check))
     config = read_json_object(path / "config.json")
-    if form := Fp8Format.of(config):
-        return Fp8Tensors(files, form)
-    if packed := GptqFormat.of(config):
-        return GptqTensors(files, packed)
-    alone = {files.spec(name).dtype: name for name in files.names}
-    if INT8 in alone:
-        raise UserError(f"{path}: {alone[INT8]!r} is int8, and there is no {Dequantised.STEM}{SUFFIX} with its scale")
-    if FP8 in alone:
-        raise UserError(f"{path}: {alone[FP8]!r} is in FP8, and config.json has no quantization_config of it")
+    fp8 = Fp8Format.of(config)
+    if fp8:
+        return Fp8Tensors(files, fp8)
+    gptq = GptqFormat.of(config)
+    if gptq:
+        return GptqTensors(files, gptq)
+    name_of = {files.spec(name).dtype: name for name in files.names}
+    if INT8 in name_of:
+        raise UserError(f"{path}: {name_of[INT8]!r} is int8, and there is no {Int8Tensors.STEM}{SUFFIX} with its scale")
+    if FP8 in name_of:
+        raise UserError(f"{path}: {name_of[FP8]!r} is in FP8, and config.json has no quantization_config of it")
     return files
 
 
 def has_scales(path: Path) -> bool:
-    """Whether a directory has int8 matrices with scales beside them."""
-    return any(is_file(path / f"{Dequantised.STEM}{SUFFIX}{end}") for end in ("", ".index.json"))
+    """Return True if a directory has int8 matrices, with files of their scales."""
+    return any(is_file(path / f"{Int8Tensors.STEM}{SUFFIX}{end}") for end in ("", ".index.json"))
 
 
 def describe_model(
@@ -300,50 +312,62 @@ def describe_model(
     from_paddle: bool = False,
     load: Load = "exact",
 ) -> ModelDirectory:
-    """A model whose tensors lie in `files`, by the names of either layout.
+    """Return a model whose tensors are in `files`, by the names of either layout.
 
-    With `from_paddle` linear weights lie as in memory whatever their names are, and the names may also be ours.
+    Args:
+        path: the directory of the model.
+        family: of the model.
+        config: its shape.
+        files: source of the tensors.
+        from_paddle: True if linear weights are oriented as in memory whatever their names are; the names may also be
+            ours.
+        load: see `open_model`.
 
     Raises:
-        UserError: naming every missing or unexpected tensor.
+        UserError: names every missing or unexpected tensor.
     """
-    names, renamed = family.names(), rename(family, config, files)
+    names = family.names()
+    renamed = rename(family, config, files)
     if renamed is not None:
-        files, from_paddle = renamed, True
+        files = renamed
+        from_paddle = True
     stored = set(files.names)
     prefix = names.paddlenlp_prefix(config)
     layout: Layout = "paddlenlp" if prefix and any(n.startswith(prefix) for n in stored) else "hf"
     tensors = {name: names.hf_tensors(name, config) for name in names.parameter_names(config)}
-    wanted = _names_in(tensors)
+    expected = _names_in(tensors)
     by_our_names = renamed is not None
-    by_our_names |= from_paddle and stored.issuperset(tensors) and not stored.issuperset(wanted)
+    by_our_names |= from_paddle and stored.issuperset(tensors) and not stored.issuperset(expected)
     if by_our_names:
         tensors = {name: HfTensors((name,)) for name in tensors}
-        wanted = _names_in(tensors)
-    full_names = {theirs: theirs if by_our_names else hf_name(family, config, theirs) for theirs in files.names}
+        expected = _names_in(tensors)
+
+    def full_name(theirs: str) -> str | None:
+        return theirs if by_our_names else hf_name(family, config, theirs)
+
+    full_names = {theirs: full_name(theirs) for theirs in files.names}
     transposed = layout == "hf" and not from_paddle
-    if not transposed and any(is_fused(theirs) and full not in wanted for theirs, full in full_names.items()):
-        files = Unfused(files, Heads.of(config))
-        full_names = {theirs: theirs if by_our_names else hf_name(family, config, theirs) for theirs in files.names}
+    if not transposed and any(is_fused(theirs) and full not in expected for theirs, full in full_names.items()):
+        files = UnfusedTensors(files, Heads.of(config))
+        full_names = {theirs: full_name(theirs) for theirs in files.names}
     found = {full: theirs for theirs, full in full_names.items() if full is not None}
     ignored = [theirs for theirs, full in full_names.items() if full is None]
     tied_copy = None
     if getattr(config, "tie_word_embeddings", False):
         stored_head = found.pop(OUTPUT, None)  # some writers store the tied copy
         tied_copy = stored_head if is_tied(config) else None
-    missing = [name for name in wanted if name not in found]
-    carried = [name for name in found if name not in wanted and _is_carried(family, name, config)]
-    unexpected = [found[name] for name in found if name not in wanted and name not in carried]
+    missing = [name for name in expected if name not in found]
+    carried = [name for name in found if name not in expected and _is_carried(family, name, config)]
+    unexpected = [found[name] for name in found if name not in expected and name not in carried]
     if (missing and load != "any") or (unexpected and load == "exact"):
-        raise _other_tensors(path, missing, unexpected)
-    tensors = {
-        name: dataclasses.replace(place, names=tuple(found[theirs] for theirs in place.names))
-        for name, place in tensors.items()
-        if all(theirs in found for theirs in place.names)
-    }
-    tensors |= {name: HfTensors((found[name],)) for name in carried}
+        raise _tensor_mismatch(path, missing, unexpected)
+    in_files: dict[str, HfTensors] = {}
+    for name, place in tensors.items():
+        if all(theirs in found for theirs in place.names):
+            in_files[name] = dataclasses.replace(place, names=tuple(found[theirs] for theirs in place.names))
+    tensors = in_files | {name: HfTensors((found[name],)) for name in carried}
     for theirs in _names_in(tensors):
-        Part(FLOATS).check(files.spec(theirs), path)
+        ExpectedTensor(FLOATS).check(files.spec(theirs), path)
     if not carried:
         config = without_carried(config)
     return ModelDirectory(
@@ -351,34 +375,40 @@ def describe_model(
     )
 
 
-def has_further_layers(family: ModelFamily, config: Any, names: Iterable[str]) -> bool:
-    """Whether tensors of adapters, by the names of HF PEFT or PaddleNLP, belong to layers that predict further tokens:
-    these were a part of the model then."""
+def has_mtp_layers(family: ModelFamily, config: Any, names: Iterable[str]) -> bool:
+    """Return True if tensors of adapters, by the names of HF PEFT or PaddleNLP, belong to MTP layers.
+
+    Then these were a part of the model in training.
+    """
     plain = (name.removeprefix(wrapper) for name in names for wrapper in ("", "base_model.model."))
     found = (hf_name(family, config, name) for name in plain)
     return any(name is not None and _is_carried(family, name, config) for name in found)
 
 
-def with_further_layers(model: ModelDirectory) -> ModelDirectory:
-    """The same files, with layers that predict further tokens a part of the model, not carried along."""
-    config, is_plain = dataclasses.replace(model.config, mtp=True), not model.linears_transposed
+def with_mtp_layers(model: ModelDirectory) -> ModelDirectory:
+    """Return a model of the same files whose MTP layers are a part of it, not carried along."""
+    config = dataclasses.replace(model.config, mtp=True)
+    is_plain = not model.linears_transposed
     return describe_model(model.path, model.family, config, model.files, from_paddle=is_plain, load="known")
 
 
-def rename(family: ModelFamily, config: Any, files: TensorSource) -> Renamed | None:
-    """The tensors of a model by our names, where the files have names of PaddleNLP that are its own; else None."""
+def rename(family: ModelFamily, config: Any, files: TensorSource) -> RenamedTensors | None:
+    """Return the tensors of a model by our names, if the files have names that only PaddleNLP uses; else None."""
     from_paddlenlp = getattr(family.names(), "from_paddlenlp", None)
-    ours = {theirs: from_paddlenlp(theirs, config) for theirs in files.names} if from_paddlenlp else {}
-    known = [name for name in ours.values() if name is not None and name != "lm_head.weight"]
-    return Renamed(files, {theirs: name or theirs for theirs, name in ours.items()}) if known else None
+    if not from_paddlenlp:
+        return None
+    ours = {theirs: from_paddlenlp(theirs, config) for theirs in files.names}
+    if all(name is None or name == "lm_head.weight" for name in ours.values()):
+        return None
+    return RenamedTensors(files, {theirs: name or theirs for theirs, name in ours.items()})
 
 
-def _other_tensors(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:
+def _tensor_mismatch(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> UserError:
     named = (("missing", missing), ("unexpected", unexpected))
     parts = [f"{what} {len(which)}: {', '.join(which)}" for what, which in named if which]
     return UserError(f"{path}: the tensors are not those of its config.json; {'; '.join(parts)}")
 
 
 def _names_in(tensors: Mapping[str, HfTensors]) -> dict[str, None]:
-    """The names of all tensors: an ordered set."""
+    """Return the names of all tensors: an ordered set."""
     return dict.fromkeys(name for place in tensors.values() for name in place.names)

@@ -1,7 +1,7 @@
-"""Writes a model directory: the tensors of each layout, and the parameters that each of them is made of.
+"""Writes a model directory: maps the tensors of each layout to the parameters that they are made of.
 
-`ModelDirectory` goes the other way, from stored tensors to parameters. PaddleNLP's fused matrices are written and read
-as tensors of its plain layout, see `fused.py`.
+`ModelDirectory` maps stored tensors to parameters. PaddleNLP's fused matrices are written and read as tensors of its
+plain layout, see `fused.py`.
 """
 
 from __future__ import annotations
@@ -15,33 +15,39 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.checkpoint.finite_model import nonfinite_of
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import write_json
+from llmsuite.checkpoint.finite_model import nonfinite_handler
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
-from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, in_parts, write_tensors
+from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, read_in_chunks, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
-from llmsuite.errors import UserError
-from llmsuite.files import write_json
-from llmsuite.specs import ModelFamily
+from llmsuite.contract.specs import ModelFamily
 
 Read = Callable[[str, Sequence[slice] | None], np.ndarray]
-"""A parameter by our name, or a slice of it (one slice a dim), lying as in memory."""
+"""Returns a parameter by our name, or a slice of it (one slice a dim), oriented as in memory."""
 
 
 class OrderedGather:
-    """Tensors that are gathered once each, whole and in a given order, whatever the order they are read in.
+    """Gathers each tensor once, in a given order, for any order of reads.
 
-    So every rank that holds a part of them takes part in the same collectives in the same order.
+    So all ranks that hold shards call the same collectives in the same order: another order would deadlock.
     """
 
     def __init__(self, specs: Iterable[TensorSpec], gather: Callable[[str], np.ndarray], uses: Iterable[str]):
-        """`uses` has the name of a tensor as often as it will be read; it is held until the last time."""
-        self._next, self._gather = iter([spec.name for spec in specs]), gather
+        """
+        Args:
+            specs: the tensors in the order of the collectives.
+            gather: returns the full values of a tensor.
+            uses: the name of a tensor once for each time that it will be read; it is held until the last time.
+        """
+        self._next = iter([spec.name for spec in specs])
+        self._gather = gather
         self._uses = collections.Counter(uses)
         self._held: dict[str, np.ndarray] = {}
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A tensor, or a slice of it."""
+        """Return a tensor, or a slice of it."""
         while name not in self._held:
             self._gather_one(next(self._next))
         value = self._held[name]
@@ -51,7 +57,7 @@ class OrderedGather:
         return value if index is None else value[tuple(index)]
 
     def finish(self) -> None:
-        """Gather those that are left, for other ranks."""
+        """Gather the remaining tensors, which other ranks write: their collectives need this rank too."""
         for name in self._next:
             self._gather_one(name)
 
@@ -63,7 +69,7 @@ class OrderedGather:
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    """A parameter as a part of a stored tensor; several lie side by side along its last dim."""
+    """A parameter as a part of a stored tensor; several are concatenated along its last dim."""
 
     spec: TensorSpec
     index: int | None
@@ -71,8 +77,8 @@ class _Piece:
     part: int
 
 
-class Arrangement:
-    """A model's parameters as the tensors of a layout."""
+class TensorLayout:
+    """Tensors of a layout, made of a model's parameters."""
 
     def __init__(
         self,
@@ -87,19 +93,20 @@ class Arrangement:
             family: the model's family.
             config: its shape.
             specs: name (ours), in-memory shape and dtype of every parameter, in order.
-            layout: whose names and orientation the tensors have.
-            as_in_memory: whether matrices lie [inputs, outputs] in any layout.
+            layout: names and orientation of the tensors.
+            as_in_memory: True if matrices are [inputs, outputs] in any layout.
 
         Raises:
             UserError: the model has no such layout.
         """
-        names, prefix = family.names(), family.names().paddlenlp_prefix(config)
+        names = family.names()
+        prefix = family.names().paddlenlp_prefix(config)
         if layout == "paddlenlp" and prefix is None:
             raise UserError(
                 f"a {config.to_hf()['model_type']} has no PaddleNLP layout that we know; write the hf layout"
             )
         self.specs: list[TensorSpec] = []
-        """Name, shape and dtype of each tensor, as it lies in a file, in order."""
+        """Name, shape in the file and dtype of each tensor, in order."""
         self._pieces: dict[str, list[_Piece]] = {}
         self._is_transposed = layout == "hf" and not as_in_memory
         self.linears: set[str] = set()
@@ -113,14 +120,15 @@ class Arrangement:
                 if len(pieces) < place.num_parts:
                     continue
                 pieces.sort(key=lambda piece: piece.part)
-                shape = spec.shape[1:] if place.stacked else (*spec.shape[:-1], sum(p.spec.shape[-1] for p in pieces))
+                if place.stacked:
+                    shape = spec.shape[1:]
+                else:
+                    shape = (*spec.shape[:-1], sum(piece.spec.shape[-1] for piece in pieces))
                 if names.is_linear(spec.name):
                     self.linears.add(theirs)
-                self.specs.append(
-                    TensorSpec(
-                        theirs, shape[::-1] if self._is_transposed and theirs in self.linears else shape, spec.dtype
-                    )
-                )
+                if self.is_transposed(theirs):
+                    shape = shape[::-1]
+                self.specs.append(TensorSpec(theirs, shape, spec.dtype))
         assert len(self.specs) == len(self._pieces), "a tensor lacks a part"
         self._by_name = {spec.name: spec for spec in self.specs}
 
@@ -135,31 +143,34 @@ class Arrangement:
         return self._by_name[name]
 
     def parameters(self, name: str) -> list[str]:
-        """Our names of the parameters that a tensor is made of."""
+        """Return our names of the parameters that a tensor is made of."""
         return [piece.spec.name for piece in self._pieces[name]]
 
     def stack_index(self, name: str) -> int | None:
-        """Which matrix of a stacked parameter a tensor is; None for others."""
+        """Return the index of a tensor in a stacked parameter; None for others."""
         pieces = self._pieces[name]
         return pieces[0].index if len(pieces) == 1 else None
 
     def is_transposed(self, name: str) -> bool:
-        """Whether a matrix lies [outputs, inputs]."""
+        """Return True if a matrix is [outputs, inputs]."""
         return self._is_transposed and name in self.linears
 
     def read(self, name: str, read: Read, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A tensor, or a slice of it (one slice a dim); only the parameters of the slice are read."""
-        pieces, transposed = self._pieces[name], self.is_transposed(name)
+        """Return a tensor, or a slice of it (one slice a dim); only the parameters of the slice are read."""
+        pieces = self._pieces[name]
+        transposed = self.is_transposed(name)
         if index is None and len(pieces) == 1 and pieces[0].index is None:
             value = read(pieces[0].spec.name, None)
             return value.T if transposed else value
         shape = self._by_name[name].shape
         bounds = [s.indices(n) for s, n in zip(index or [slice(None)] * len(shape), shape)]
         *outer, (first, last, _) = bounds[::-1] if transposed else bounds
-        parts, start = [], 0
+        parts = []
+        start = 0
         for piece in pieces:
             size = piece.spec.shape[-1]
-            low, high = max(first - start, 0), min(last - start, size)
+            low = max(first - start, 0)
+            high = min(last - start, size)
             start += size
             if low >= high:
                 continue
@@ -184,32 +195,33 @@ def write_model(
 ) -> ManifestPart:
     """Write a model, or this rank's part of it, into an existing directory. Returns its entries of the manifest.
 
-    Each parameter is read once, in the order given: where it lies in parts on several ranks, all of them take part,
-    whichever of them writes it.
+    Each parameter is read once, in the order of `specs`: reading gathers its shards by a collective of all ranks that
+    hold one, whichever of them writes it.
 
     Args:
-        directory: where to; the caller commits it.
+        directory: target; the caller commits it.
         family: the model's family.
         config: its shape.
-        read: values of a parameter by our name, [inputs, outputs].
+        read: returns the values of a parameter by our name, [inputs, outputs].
         specs: name (ours), in-memory shape and dtype of every parameter, in order.
-        layout: whose names and orientation the files get.
-        tokenizer: directory whose tokenizer files are copied along.
-        options: `writers` is by parameter. Those that are stored as one tensor have the same writer.
+        layout: names and orientation of the files.
+        tokenizer: directory whose tokenizer files are copied; None for none.
+        options: `writers` is by parameter. Parameters that are stored as one tensor have the same writer.
     """
-    specs, options = list(specs), options or WriteOptions()
-    arrangement = Arrangement(family, config, specs, layout)
-    writers = {theirs: options.writers.get(arrangement.parameters(theirs)[0], 0) for theirs in arrangement.names}
-    own = [theirs for theirs in arrangement.names if writers[theirs] == options.rank]
-    in_order = OrderedGather(specs, read, [name for theirs in own for name in arrangement.parameters(theirs)])
+    specs = list(specs)
+    options = options or WriteOptions()
+    tensor_layout = TensorLayout(family, config, specs, layout)
+    writers = {theirs: options.writers.get(tensor_layout.parameters(theirs)[0], 0) for theirs in tensor_layout.names}
+    own = [theirs for theirs in tensor_layout.names if writers[theirs] == options.rank]
+    in_order = OrderedGather(specs, read, [name for theirs in own for name in tensor_layout.parameters(theirs)])
 
     def read_stored(theirs: str) -> np.ndarray:
-        return arrangement.read(theirs, in_order.read)
+        return tensor_layout.read(theirs, in_order.read)
 
-    # "pt" and "np" are how transformers and PaddleNLP recognise the orientation of the matrices
+    # transformers and PaddleNLP recognise the orientation of the matrices by "pt" and "np"
     metadata = {"format": "pt" if layout == "hf" else "np"}
     options = dataclasses.replace(options, writers=writers)
-    written = write_tensors(directory, "model", arrangement.specs, read_stored, metadata, options)
+    written = write_tensors(directory, "model", tensor_layout.specs, read_stored, metadata, options)
     in_order.finish()
     if options.rank:
         return written
@@ -231,15 +243,15 @@ def write_paddlenlp(model: ModelDirectory, directory: Path) -> None:
 
 def _rewrite(model: ModelDirectory, directory: Path, layout: Layout) -> None:
     specs = [model.spec_to_write(name) for name in model.names]
-    arrangement = Arrangement(model.family, model.config, specs, layout)
+    tensor_layout = TensorLayout(model.family, model.config, specs, layout)
 
     def read(theirs: str) -> Iterator[np.ndarray]:
-        spec = arrangement.spec(theirs)
-        parts = in_parts(spec, lambda index: arrangement.read(theirs, model.read, index))
+        spec = tensor_layout.spec(theirs)
+        parts = read_in_chunks(spec, lambda index: tensor_layout.read(theirs, model.read, index))
         return (part.astype(spec.dtype, copy=False) for part in parts)
 
     metadata = {"format": "pt" if layout == "hf" else "np"}
-    for_each = nonfinite_of(model, arrangement.parameters)
-    write_tensors(directory, "model", arrangement.specs, read, metadata, WriteOptions(on_nonfinite=for_each))
+    options = WriteOptions(on_nonfinite=nonfinite_handler(model, tensor_layout.parameters))
+    write_tensors(directory, "model", tensor_layout.specs, read, metadata, options)
     write_json(directory / "config.json", {**model.config.to_hf(), "torch_dtype": specs[0].dtype})
     copy_tokenizer(model.tokenizer_directory, directory)

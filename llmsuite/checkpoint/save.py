@@ -1,4 +1,4 @@
-"""Writes a checkpoint: `checkpoints/step-N/`, a model directory with the optimizer's state beside the weights.
+"""Writes a checkpoint: `checkpoints/step-N/`, a model directory with the weights and the optimizer's state.
 
     config.json, model-*.safetensors + index, tokenizer files    loads wherever an HF model directory loads
     optimizer-*.safetensors + index                               slots by parameter name
@@ -7,12 +7,12 @@
     manifest.json                                                 size and sha256 of every file, and of every tensor
                                                                   with shape and dtype; written last
 
-A run that trains adapters writes `adapter_dir` files in place of the model.
+A run that trains adapters writes `adapter_dir` files instead of the model.
 
-Several ranks write one checkpoint. Each writes files of its own into `step-N.tmp` and leaves a note of them there,
-`rank-0000R.json`, or of its error. Rank 0 waits for the notes and commits the directory. This needs no process group,
-so it can be done in the background while training goes on. Where machines share no directory, the first rank of each
-does what rank 0 does, for the ranks of its machine; `own_disks` has how they agree.
+Several ranks write one checkpoint. Each writes its own files into `step-N.tmp` and a note of them or of its error,
+`rank-0000R.json`. Rank 0 waits for the notes and commits the directory by a rename. This needs no process group, so it
+can run in the background while training continues. With node-local storage, the first rank of each machine does the
+same for the ranks of its machine, and `local_storage` commits the parts together.
 """
 
 from __future__ import annotations
@@ -27,47 +27,47 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import (
+    committed_directory,
+    create_temporary,
+    os_errors,
+    read_json_file,
+    remove_directory,
+    temporary_path,
+    write_json,
+    write_text_atomic,
+)
+from llmsuite.base.safe_files import is_dir, is_file
 from llmsuite.checkpoint.adapter_dir import Adapters
 from llmsuite.checkpoint.adapter_writer import write_adapters
 from llmsuite.checkpoint.directory import list_steps, load_best
+from llmsuite.checkpoint.local_storage import LocalStorage, announce_kept, commit, receive_kept
 from llmsuite.checkpoint.model_writer import OrderedGather, write_model
-from llmsuite.checkpoint.own_disks import OwnDisk, commit, hear, tell
 from llmsuite.checkpoint.prefix_dir import Prefixes, write_prefixes
 from llmsuite.checkpoint.reft_dir import Interventions, write_interventions
 from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.checkpoint.train_state import FORMAT, TrainState
-from llmsuite.errors import UserError
-from llmsuite.files import (
-    begin_directory,
-    committed_directory,
-    os_errors,
-    read_json_file,
-    remove_directory,
-    temporary_of,
-    write_json,
-    write_text_atomic,
-)
-from llmsuite.regular import is_dir, is_file
-from llmsuite.specs import ModelFamily
+from llmsuite.contract.specs import ModelFamily
 
-PATIENCE_SECONDS = 600.0
-"""How long rank 0 waits for the other ranks while nothing in the directory grows."""
+STALL_TIMEOUT_SECONDS = 600.0
+"""Longest wait of rank 0 for the other ranks while no file in the directory grows."""
 _POLL_SECONDS = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
 class GatheredTensor:
-    """A tensor to be saved, which may lie in parts on several ranks."""
+    """A tensor to be saved, which may be sharded over several ranks."""
 
     name: str
     shape: Sequence[int]
     dtype: str
     gather: Callable[[], Any] | None
-    """Returns the whole tensor of Paddle; where it lies in parts, every rank that has this function calls it. None on a
-    rank that neither has a part nor writes it."""
+    """Returns the full tensor of Paddle. For a sharded one it is a collective: every rank that has this function calls
+    it. None on a rank that neither has a shard nor writes it."""
     writer: int = 0
-    """The rank that writes it."""
+    """Rank that writes it."""
 
     @property
     def spec(self) -> TensorSpec:
@@ -80,44 +80,44 @@ class GatheredTensor:
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointJob:
-    """A checkpoint to be written. Every rank has the same one but for `rank` and what its tensors can gather."""
+    """A checkpoint to be written. It is equal on all ranks, except for `rank` and the `gather` of its tensors."""
 
     root: Path
     """The `checkpoints` directory."""
     state: TrainState
     family: ModelFamily
     config: Any
-    """The config of the model."""
+    """Config of the model."""
     parameters: Sequence[GatheredTensor]
     """Parameters by our names, or the factors of `adapters`."""
     optimizer_state: Sequence[GatheredTensor]
     """Slots of the optimizer, named `parameter/slot`."""
     tokenizer: Path | None
-    """Directory whose tokenizer is copied along."""
+    """Directory whose tokenizer is copied; None for none."""
     keep_last: int
-    """How many checkpoints are kept; older ones are deleted."""
+    """Number of checkpoints to keep; older ones are deleted."""
     adapters: Adapters | Interventions | Prefixes | None = None
-    """The adapters, interventions or prefixes, where they are all that is trained; rank 0 writes them."""
+    """Adapters, interventions or prefixes, if only they are trained; rank 0 writes them."""
     critic: Sequence[GatheredTensor] = ()
-    """Parameters and optimizer slots of the critic, where there is one."""
+    """Parameters and optimizer slots of the critic, if there is one."""
     rank: int = 0
     num_ranks: int = 1
-    disk: OwnDisk | None = None
-    """This machine, where machines share no directory."""
+    disk: LocalStorage | None = None
+    """This machine, with node-local storage; None with a shared directory."""
 
     @property
     def own_ranks(self) -> Sequence[int]:
-        """The ranks that write into the directory that this one sees; the first of them leads."""
+        """Ranks that write into the same directory as this one; the first of them is the lead rank."""
         return range(self.num_ranks) if self.disk is None else self.disk.own_ranks
 
     @property
     def is_lead(self) -> bool:
-        """Whether this rank begins and commits the directory."""
+        """True on the rank that makes and commits the directory."""
         return self.rank == self.own_ranks[0]
 
     @property
     def final(self) -> Path:
-        """The directory that the checkpoint becomes."""
+        """Final directory of the checkpoint."""
         return self.root / f"step-{self.state.step}"
 
     @property
@@ -129,26 +129,31 @@ class CheckpointJob:
 def assign_writers(
     sizes: Mapping[str, int], ranks: Sequence[int], together: Mapping[str, Sequence[str]]
 ) -> dict[str, int]:
-    """The rank that writes each tensor: neighbours go to the same rank, and each rank gets about as many bytes.
+    """Assign a rank to write each tensor: neighbours get the same rank, and all ranks get about the same bytes.
 
     Args:
         sizes: bytes of each tensor, in their order.
         ranks: those that may write them.
-        together: marks of a tensor; two tensors with a common mark are written by the same rank.
+        together: group labels of a tensor; tensors with a common label are written by the same rank.
     """
-    total, before, writers = max(1, sum(sizes.values())), 0, {}
+    total = max(1, sum(sizes.values()))
+    before = 0
+    writers = {}
     writer_of: dict[str, int] = {}
     for name, size in sizes.items():
-        marks = together.get(name, ())
-        rank = next((writer_of[mark] for mark in marks if mark in writer_of), ranks[before * len(ranks) // total])
-        writer_of.update(dict.fromkeys(marks, rank))
+        labels = together.get(name, ())
+        rank = next((writer_of[label] for label in labels if label in writer_of), ranks[before * len(ranks) // total])
+        writer_of.update(dict.fromkeys(labels, rank))
         writers[name] = rank
         before = min(before + size, total - 1)
     return writers
 
 
 def stage_to_cpu(job: CheckpointJob) -> CheckpointJob:
-    """The same job, its tensors copied to host memory where this rank writes them. Every rank calls it."""
+    """Return the job with its tensors copied to host memory on the ranks that write them.
+
+    Every rank calls it, as it gathers sharded tensors by collectives.
+    """
     return dataclasses.replace(
         job,
         parameters=[_staged(tensor, job.rank) for tensor in job.parameters],
@@ -160,17 +165,18 @@ def stage_to_cpu(job: CheckpointJob) -> CheckpointJob:
 def _staged(tensor: GatheredTensor, rank: int) -> GatheredTensor:
     if tensor.gather is None:
         return tensor
-    gathered = tensor.gather()
+    gathered = tensor.gather()  # a collective: also on ranks that do not write the tensor
     if tensor.writer != rank:
         return dataclasses.replace(tensor, gather=None)
     value = gathered.numpy()
+    # a view of Paddle's memory would change with the next step
     staged = _HostTensor(value if value.flags.owndata else value.copy())
     return dataclasses.replace(tensor, gather=lambda: staged)
 
 
 @dataclasses.dataclass(frozen=True)
 class _HostTensor:
-    """Values in host memory, handed out as a Paddle tensor does."""
+    """Values in host memory, with the method `numpy` of a Paddle tensor."""
 
     values: np.ndarray
 
@@ -179,8 +185,8 @@ class _HostTensor:
 
 
 def begin(job: CheckpointJob) -> None:
-    """Make the directory that several ranks fill by `save`. Raises UserError when it cannot be made."""
-    begin_directory(job.final)
+    """Make the directory that several ranks fill with `save`. Raises UserError when it cannot be made."""
+    create_temporary(job.final)
 
 
 def save(job: CheckpointJob) -> Path | None:
@@ -203,27 +209,31 @@ def save(job: CheckpointJob) -> Path | None:
     if job.disk is not None:
         commit(job.final, manifest, job.disk, lambda directory: _write_own(job, directory))
     else:
-        with committed_directory(job.final, manifest, is_begun=job.num_ranks > 1) as directory:
+        with committed_directory(job.final, manifest, is_created=job.num_ranks > 1) as directory:
             written = ManifestPart()
             for part in _write_own(job, directory).values():
                 written.add(part)
             manifest.update(files=dict(sorted(written.files.items())), tensors=dict(sorted(written.tensors.items())))
     if job.rank == 0:
+        # `latest` after the rename, and deletions last: a crash in between leaves at least one complete checkpoint
         write_text_atomic(job.root / "latest", job.final.name + "\n")
         _remove_old(job, _kept(job))
         if job.disk is not None:
-            tell(job.disk, [path.name for _, path in list_steps(job.root)])
+            announce_kept(job.disk, [path.name for _, path in list_steps(job.root)])
         return job.final
     assert job.disk is not None
-    kept = hear(job.disk)
+    kept = receive_kept(job.disk)
     write_text_atomic(job.root / "latest", job.final.name + "\n")
     _remove_old(job, kept)
     return None
 
 
 def _write_own(job: CheckpointJob, directory: Path) -> dict[int, ManifestPart]:
-    """Write what lies in this rank's directory: its own part, and wait for those of the others. Returns the entries of
-    the files of each rank."""
+    """Write the part of this lead rank, and wait for those of the other ranks of its directory.
+
+    Returns:
+        The entries of the files of each rank.
+    """
     written = {job.rank: _write_tensors(job, directory)}
     written |= _collect_notes(directory, job.own_ranks[1:])
     if job.rank == 0:
@@ -233,7 +243,8 @@ def _write_own(job: CheckpointJob, directory: Path) -> dict[int, ManifestPart]:
 
 def _write_tensors(job: CheckpointJob, directory: Path) -> ManifestPart:
     """Write this rank's tensors, and on rank 0 the files that describe the model."""
-    read, specs = _reader(job.parameters), [tensor.spec for tensor in job.parameters]
+    read = _reader(job.parameters)
+    specs = [tensor.spec for tensor in job.parameters]
     options = _options(job, job.parameters)
     if job.adapters is None:
         written = write_model(directory, job.family, job.config, read, specs, tokenizer=job.tokenizer, options=options)
@@ -246,7 +257,7 @@ def _write_tensors(job: CheckpointJob, directory: Path) -> ManifestPart:
         written = write_adapters(directory, job.adapters, job.family, job.config, read, specs, tokenizer=job.tokenizer)
     else:
         written = ManifestPart()
-        OrderedGather(specs, read, []).finish()
+        OrderedGather(specs, read, []).finish()  # rank 0 writes them, and its collectives need this rank
     written.add(_write_set(job, directory, "optimizer", job.optimizer_state))
     if job.critic:
         written.add(_write_set(job, directory, "critic", job.critic))
@@ -254,8 +265,9 @@ def _write_tensors(job: CheckpointJob, directory: Path) -> ManifestPart:
 
 
 def _write_set(job: CheckpointJob, directory: Path, stem: str, tensors: Sequence[GatheredTensor]) -> ManifestPart:
-    """Write this rank's part of tensors under their own names."""
-    specs, own = [tensor.spec for tensor in tensors], [t.name for t in tensors if t.writer == job.rank]
+    """Write this rank's part of a set of tensors under their own names."""
+    specs = [tensor.spec for tensor in tensors]
+    own = [t.name for t in tensors if t.writer == job.rank]
     in_order = OrderedGather(specs, _reader(tensors), own)
     options = _options(job, tensors)
     written = write_tensors(directory, stem, specs, in_order.read, {"format": "llmsuite"}, options)
@@ -268,15 +280,15 @@ def _options(job: CheckpointJob, tensors: Sequence[GatheredTensor]) -> WriteOpti
 
 
 def _reader(tensors: Sequence[GatheredTensor]) -> Callable[[str], np.ndarray]:
-    """Gathers the values of a tensor by name."""
+    """Return a function that gathers the values of a tensor by name."""
     by_name = {tensor.name: tensor for tensor in tensors}
 
     def read(name: str) -> np.ndarray:
         gather = by_name[name].gather
-        if gather is None:  # other ranks gather it
+        if gather is None:  # other ranks hold and write it
             return np.empty(0)
         value = gather().numpy()
-        if by_name[name].dtype == "bfloat16":  # Paddle hands bfloat16 out as the bits
+        if by_name[name].dtype == "bfloat16":  # Paddle returns bfloat16 as uint16
             import ml_dtypes
 
             value = value.view(ml_dtypes.bfloat16)
@@ -286,20 +298,20 @@ def _reader(tensors: Sequence[GatheredTensor]) -> Callable[[str], np.ndarray]:
 
 
 def _write_part(job: CheckpointJob) -> None:
-    """Write the part of a rank that does not lead, and leave a note of it.
+    """Write the part of a rank that is not the lead rank, and a note of it.
 
     Raises:
-        UserError: it cannot be written; the rank that leads finds the error in the note, if that can be written.
+        UserError: it cannot be written; the lead rank reads the error in the note, if that can be written.
     """
-    directory = temporary_of(job.final)
+    directory = temporary_path(job.final)
     try:
         with os_errors(job.final, "nothing of it is used"):
             written = _write_tensors(job, directory)
         write_text_atomic(_note(directory, job.rank), json.dumps(dataclasses.asdict(written)))
     except UserError as error:
-        if not is_dir(directory):  # it has given it up, and reports why
+        if not is_dir(directory):  # the lead rank has deleted it after an error, which it reports
             return
-        with contextlib.suppress(UserError):  # on a full disk: then this process ends by its error, and the run with it
+        with contextlib.suppress(UserError):  # on a full disk: the error of this process ends the run then
             write_text_atomic(_note(directory, job.rank), json.dumps({"error": str(error)}))
         raise
 
@@ -308,10 +320,12 @@ def _collect_notes(directory: Path, ranks: Sequence[int]) -> dict[int, ManifestP
     """Wait until other ranks have written their parts, and remove their notes. Returns the part of each.
 
     Raises:
-        UserError: one of them has failed, or nothing has grown for `PATIENCE_SECONDS`.
+        UserError: one of them has failed, or no file has grown for `STALL_TIMEOUT_SECONDS`.
     """
-    written, missing = dict[int, ManifestPart](), list(ranks)
-    size, since = -1, time.monotonic()
+    written = dict[int, ManifestPart]()
+    missing = list(ranks)
+    size = -1
+    since = time.monotonic()
     while missing:
         rank = missing[0]
         if is_file(_note(directory, rank)):
@@ -324,12 +338,13 @@ def _collect_notes(directory: Path, ranks: Sequence[int]) -> dict[int, ManifestP
             continue
         now = sum(path.stat().st_size for path in directory.iterdir() if path.suffix != ".tmp")
         if now != size:
-            size, since = now, time.monotonic()
-        elif time.monotonic() - since > PATIENCE_SECONDS:
+            size = now
+            since = time.monotonic()
+        elif time.monotonic() - since > STALL_TIMEOUT_SECONDS:
             raise UserError(
                 f"{directory}: ranks {', '.join(map(str, missing))} have not written their part, and nothing there has "
-                f"grown for {PATIENCE_SECONDS:,.0f} s; nothing was changed. Is output_dir on a file system that all "
-                "machines see?"
+                f"grown for {STALL_TIMEOUT_SECONDS:,.0f} s; nothing was changed. Is output_dir on a file system that "
+                "all machines see?"
             )
         time.sleep(_POLL_SECONDS)
     return written
@@ -340,16 +355,19 @@ def _note(directory: Path, rank: int) -> Path:
 
 
 def _kept(job: CheckpointJob) -> list[str]:
-    """Names of the checkpoints that stay: the newest `keep_last`, and the best one."""
-    # later ones are damaged and were passed over: they must not count, or this one would be the first to go
+    """Return the names of the checkpoints to keep: the newest `keep_last`, and the best one."""
+    # later ones are damaged and were skipped: if they counted, the present one would be deleted first
     done = [path.name for step, path in list_steps(job.root) if step <= job.state.step]
     best = load_best(job.root)
-    return [*done[-job.keep_last :], *([f"step-{best.step}"] if best else [])]
+    kept = done[-job.keep_last :]
+    if best:
+        kept.append(f"step-{best.step}")
+    return kept
 
 
 def _remove_old(job: CheckpointJob, kept: Collection[str]) -> None:
-    """Delete the checkpoints up to this one that do not stay."""
+    """Delete the checkpoints up to this one that are not kept."""
     for step, old in list_steps(job.root):
         if step <= job.state.step and old.name not in kept:
-            with contextlib.suppress(OSError):  # one that cannot be deleted is no reason to end the run
+            with contextlib.suppress(OSError):  # a failed deletion does not end the run
                 remove_directory(old)

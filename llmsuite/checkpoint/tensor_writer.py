@@ -1,7 +1,7 @@
-"""Writes sets of tensors as safetensors files with an index, one by one or a part at a time.
+"""Writes sets of tensors as safetensors files with an index, one by one or a chunk at a time.
 
-So memory is bounded by the largest tensor or part. Each byte is hashed once on its way to the disk: the header of a
-file, and each of its tensors, have a digest of their own.
+So memory is bounded by the largest tensor or chunk. Each byte is hashed once on its way to the disk: the header of a
+file, and each of its tensors, have their own digest.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.base.files import first_fault, fsync, ranges_of, write_json
+from llmsuite.base.safe_files import is_file
+from llmsuite.base.threads import run_all
 from llmsuite.checkpoint.finite import OnNonFinite, count_nonfinite
 from llmsuite.checkpoint.stored import CODES, StoredTensor
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
-from llmsuite.files import first_fault, fsync, ranges_of, write_json
-from llmsuite.regular import is_file
-from llmsuite.threads import run_all
 
 MAX_FILE_BYTES = 4 << 30
-_PART_BYTES = 4 << 20
-_MOST_PARTS = 32
+_CHUNK_BYTES = 4 << 20
+_MAX_CHUNKS = 32
 _JOURNAL = "journal.jsonl"
 
 
 @dataclasses.dataclass
 class ManifestPart:
-    """The entries of a manifest for some tensor files and their tensors."""
+    """Entries of a manifest for some tensor files and their tensors."""
 
     files: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     """Size in bytes and sha256 of the header by file."""
     tensors: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
-    """Place in the file, size, sha256, shape and dtype by `file:tensor`."""
+    """Offset in the file, size, sha256, shape and dtype by `file:tensor`."""
 
     def add(self, other: ManifestPart) -> None:
         self.files.update(other.files)
         self.tensors.update(other.tensors)
 
 
-def in_files(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
-    """The tensors of each file, in the order they lie in it: those of wide dtypes first, so that all are aligned.
+def group_into_files(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[TensorSpec]]:
+    """Return the tensors of each file, in its order: those of wide dtypes first, so that all are aligned.
 
     A file is closed before it would grow larger than `max_file_bytes`; a larger tensor gets a file of its own.
     """
@@ -62,26 +62,28 @@ def in_files(specs: Iterable[TensorSpec], max_file_bytes: int) -> list[list[Tens
 
 
 def _by_writer(specs: Sequence[TensorSpec], options: WriteOptions) -> list[tuple[int, list[TensorSpec]]]:
-    """The tensors of each file with the rank that writes it; the same on every rank."""
+    """Return the tensors of each file with the rank that writes it; the same on every rank."""
     of_rank: dict[int, list[TensorSpec]] = {}
     for spec in specs:
         of_rank.setdefault(options.writers.get(spec.name, 0), []).append(spec)
-    found = [(rank, group) for rank in sorted(of_rank) for group in in_files(of_rank[rank], options.max_file_bytes)]
+    found = [
+        (rank, group) for rank in sorted(of_rank) for group in group_into_files(of_rank[rank], options.max_file_bytes)
+    ]
     return found or [(0, [])]
 
 
-def in_parts(spec: TensorSpec, read: Callable[[Sequence[slice] | None], np.ndarray]) -> Iterator[np.ndarray]:
-    """A tensor as `parts_of` it, each read when its turn comes."""
-    return (read(index) for index in parts_of(spec))
+def read_in_chunks(spec: TensorSpec, read: Callable[[Sequence[slice] | None], np.ndarray]) -> Iterator[np.ndarray]:
+    """Yield the chunks of a tensor by `chunk_slices`, each read on demand."""
+    return (read(index) for index in chunk_slices(spec))
 
 
-def parts_of(spec: TensorSpec) -> Iterator[list[slice] | None]:
-    """The parts of a tensor along its first dim: about 4 MB, or a 32nd of a large tensor; None for all of a small one.
+def chunk_slices(spec: TensorSpec) -> Iterator[list[slice] | None]:
+    """Yield slices of a tensor along its first dim: about 4 MB, or a 32nd of a large tensor; None for a small one.
 
-    The first dim may be the last one in the source (transposed matrices), where a small part would be scattered over
-    the whole tensor.
+    The first dim may be the last one in the source (transposed matrices), where a small chunk would be scattered over
+    the full tensor.
     """
-    size = max(_PART_BYTES, spec.num_bytes // _MOST_PARTS)
+    size = max(_CHUNK_BYTES, spec.num_bytes // _MAX_CHUNKS)
     if spec.num_bytes <= size or not spec.shape:
         yield None
         return
@@ -92,7 +94,7 @@ def parts_of(spec: TensorSpec) -> Iterator[list[slice] | None]:
 
 
 Values = np.ndarray | Iterable[np.ndarray] | StoredTensor
-"""Values to be written: a whole tensor, its parts along the first dim, or a tensor to be copied from a file."""
+"""Values to be written: a full tensor, its chunks along the first dim, or a tensor to be copied from a file."""
 
 
 def _no_progress(num_bytes: int) -> None:
@@ -101,24 +103,24 @@ def _no_progress(num_bytes: int) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class WriteOptions:
-    """How a set of tensors is written, and by whom."""
+    """Options of `write_tensors`."""
 
     max_file_bytes: int = MAX_FILE_BYTES
-    """See `in_files`."""
+    """Size limit of a file, see `group_into_files`."""
     resumable: bool = False
-    """Whether to keep a journal of finished files, and to skip those that a journal in the directory lists and that are
-    as they were written. The caller makes sure that they are files of the same content."""
+    """True to keep a journal of finished files, and to skip intact files that a journal in the directory lists. The
+    caller makes sure that they have the same content."""
     progress: Callable[[int], None] = _no_progress
-    """Called with the number of bytes of each piece that is done."""
+    """Called with the number of bytes of each chunk that is done."""
     threads: int = 1
-    """How many tensors are read, hashed and written at the same time."""
+    """Number of tensors that are read, hashed and written at the same time."""
     rank: int = 0
     """This process, where several write a part each. Rank 0 writes the index."""
     writers: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Rank by tensor; rank 0 writes those that are not named."""
     on_nonfinite: OnNonFinite | None = None
-    """Called with each tensor that has values that are NaN or infinite. None does not look for them, as for the
-    checkpoints of a run, which has rules of its own."""
+    """Called with each tensor that has values that are NaN or infinite. With None they are not counted, as for the
+    checkpoints of a run, which has its own checks."""
 
 
 def write_tensors(
@@ -134,17 +136,17 @@ def write_tensors(
     Args:
         directory: an existing directory.
         stem: "model" or "optimizer".
-        specs: every tensor, in the order of the index; `in_files` says in which order they are read and stored.
+        specs: every tensor, in the order of the index; `group_into_files` has the order of reads and of the files.
         read: returns the values of a tensor by name; called once each.
-        metadata: for the header of each file; "format" says whose layout it is.
-        options: see there.
+        metadata: for the header of each file; "format" names the layout.
+        options: see `WriteOptions`.
 
     Returns:
         The manifest's entries for the files that this rank has written.
 
     Raises:
         OSError: a file cannot be written.
-        UserError: a tensor that is copied is not as it was written, or `options.on_nonfinite` refuses one.
+        UserError: a tensor that is copied is damaged, or `options.on_nonfinite` refuses one.
     """
     options = options or WriteOptions()
     groups = _by_writer(specs, options)
@@ -163,7 +165,7 @@ def write_tensors(
 
 
 class _FileSet:
-    """Several files that are written by one or more threads, a tensor a task."""
+    """Several files that are written by one or more threads, one task for each tensor."""
 
     def __init__(
         self,
@@ -172,12 +174,15 @@ class _FileSet:
         options: WriteOptions,
         journal: _Journal | None,
     ):
-        self._read, self._metadata, self._options, self._journal = read, metadata, options, journal
+        self._read = read
+        self._metadata = metadata
+        self._options = options
+        self._journal = journal
         self._done: dict[str, ManifestPart] = {}
         self._lock = threading.Lock()
 
     def write(self, files: Sequence[tuple[Path, Sequence[TensorSpec]]]) -> ManifestPart:
-        """Write the files, each with its tensors; on return all of them are on disk."""
+        """Write the files, each with its tensors; on return all of them are flushed to disk."""
         run_all(self._tasks(files), self._options.threads)
         written = ManifestPart()
         for name in sorted(self._done):
@@ -185,9 +190,10 @@ class _FileSet:
         return written
 
     def _tasks(self, files: Sequence[tuple[Path, Sequence[TensorSpec]]]) -> Iterator[Callable[[], None]]:
-        """A task for each tensor. A file is created when the first of its tasks is taken."""
+        """Yield a task for each tensor. A file is created when the first of its tasks is taken."""
         for path, group in files:
-            if self._journal and (found := self._journal.find(path)):
+            found = self._journal.find(path) if self._journal else None
+            if found is not None:
                 self._done[path.name] = found
                 self._progress(sum(spec.num_bytes for spec in group))
                 continue
@@ -227,20 +233,22 @@ class TensorFile:
     """A file being written: its tensors may come in any order, from any thread."""
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec], metadata: Mapping[str, str]):
-        """Write the header; the tensors lie in the order of `specs`."""
-        self.path, self.num_left = path, len(specs)
+        """Write the header; the tensors are stored in the order of `specs`."""
+        self.path = path
+        self.num_left = len(specs)
         self._lock = threading.Lock()
         header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
         end = 0
         for spec in specs:
-            begin, end = end, end + spec.num_bytes
+            begin = end
+            end = end + spec.num_bytes
             header[spec.name] = {
                 "dtype": CODES[spec.dtype],
                 "shape": list(spec.shape),
                 "data_offsets": [begin, end],
             }
         text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # so that the data is aligned
+        text += b" " * (-len(text) % 8)  # aligns the data to 8 bytes, as the format requires
         start = len(text).to_bytes(8, "little") + text
         self._starts = {spec.name: len(start) + header[spec.name]["data_offsets"][0] for spec in specs}
         with open(path, "wb") as file:
@@ -256,16 +264,18 @@ class TensorFile:
         progress: Callable[[int], None],
         on_nonfinite: OnNonFinite | None = None,
     ) -> None:
-        """Write a tensor to its place; when it is there, `on_nonfinite` is told of values that are not finite."""
-        digest, start = hashlib.sha256(), self._starts[spec.name]
-        at, num_nonfinite = start, 0
+        """Write a tensor at its offset; then call `on_nonfinite` if it has values that are not finite."""
+        digest = hashlib.sha256()
+        start = self._starts[spec.name]
+        at = start
+        num_nonfinite = 0
         with open(self.path, "r+b", buffering=0) as file:
             file.seek(start)
             for data in _bytes_of(spec, values):
                 digest.update(data)
                 if on_nonfinite is not None and len(data):
                     num_nonfinite += count_nonfinite(np.frombuffer(data, spec.dtype))
-                with self._lock:  # the system would let others wait in a loop that burns their core
+                with self._lock:  # concurrent writes to one file spin in the kernel: waiting here leaves the core free
                     _write_all(file, data)
                 at += len(data)
                 progress(len(data))
@@ -312,7 +322,7 @@ def _bytes_of(spec: TensorSpec, values: Values) -> Iterator[memoryview]:
 
 
 class _Journal:
-    """The finished files of a directory, a line each, so that a later process need not write them again."""
+    """Journal of the finished files of a directory, one line each, so that a later process can skip them."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -324,18 +334,19 @@ class _Journal:
         for line in lines:
             try:
                 entry = json.loads(line)
-            except ValueError:  # empty, or the one that was being written
+            except ValueError:  # an empty line, or a partial one of a killed process
                 continue
             self._done[entry["file"]] = ManifestPart(entry["files"], entry["tensors"])
 
     def find(self, path: Path) -> ManifestPart | None:
-        """The entries of a file that is there as it was written; None when it has to be written."""
+        """Return the entries of a file that is intact; None if it has to be written."""
         done = self._done.get(path.name)
         if done is None or not is_file(path):
             return None
         return done if first_fault({path: ranges_of(dataclasses.asdict(done))[path.name]}) is None else None
 
     def add(self, path: Path, done: ManifestPart) -> None:
+        # a line end first: the last line may be a partial one of a killed process
         with open(self.path, "ab") as file:
             file.write(b"\n" + json.dumps({"file": path.name, **dataclasses.asdict(done)}).encode() + b"\n")
             file.flush()

@@ -1,4 +1,4 @@
-"""Reads sets of tensors in one or more safetensors files with an index, the layout of HF and PaddleNLP.
+"""Reads sets of tensors from one or more safetensors files with an index, the layout of HF and PaddleNLP.
 
 Tensors are read one by one, or a slice at a time. `tensor_writer.py` writes them.
 """
@@ -13,10 +13,8 @@ from typing import Protocol
 
 import numpy as np
 
-from llmsuite.checkpoint.parts import FLOATS, Part, check_scales
-from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
-from llmsuite.errors import UserError
-from llmsuite.files import (
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import (
     MANIFEST,
     NOT_FETCHED,
     Range,
@@ -26,15 +24,17 @@ from llmsuite.files import (
     read_weight_map,
     sha256_of,
 )
-from llmsuite.regular import is_file, listed
-from llmsuite.strict_json import TEXT, check_kinds, list_of
+from llmsuite.base.safe_files import is_file, listed
+from llmsuite.base.strict_json import TEXT, check_kinds, list_of
+from llmsuite.checkpoint.expected_tensor import FLOATS, ExpectedTensor, check_scales
+from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
 
 SUFFIX = ".safetensors"
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
-    """Name, shape and size of a tensor before its values exist."""
+    """Name, shape and dtype of a tensor."""
 
     name: str
     shape: tuple[int, ...]
@@ -56,22 +56,23 @@ class TensorSource(Protocol):
         """The files that hold tensors, sorted."""
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a tensor, without its values."""
+        """Return shape and dtype of a tensor, without reading its values."""
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """The values of a tensor, or of a slice of it (one slice a dim, none empty)."""
+        """Read the values of a tensor, or of a slice of it (one slice a dim, none empty)."""
 
 
-class HeldTensors:
+class InMemoryTensors:
     """Tensors in memory, as a `TensorSource`."""
 
     def __init__(self, values: Mapping[str, np.ndarray], paths: Sequence[Path] = ()):
         """
         Args:
             values: by name.
-            paths: the files that they were made of.
+            paths: the files that they were made from.
         """
-        self._values, self._paths = dict(values), sorted(paths)
+        self._values = dict(values)
+        self._paths = sorted(paths)
 
     @property
     def names(self) -> list[str]:
@@ -89,29 +90,32 @@ class HeldTensors:
 
 
 class TensorFiles:
-    """The tensors of a directory, read on demand."""
+    """Tensors of a directory, read on demand."""
 
     def __init__(self, directory: Path, stem: str, check: bool = False):
         """
         Args:
             directory: where the files are.
             stem: "model" or "optimizer".
-            check: whether to compare files with manifest.json, if there is one: each tensor when it is first read,
-                headers at once.
+            check: True to compare files with manifest.json, if there is one: headers when a file is opened, each tensor
+                when it is first read.
 
         Raises:
-            UserError: there is no such set, its index is wrong, or a header is not as it was written.
+            UserError: there is no such set, its index is wrong, or a header is damaged.
         """
         self.directory = directory
         self._headers: dict[str, dict[str, StoredTensor]] = {}
         self._manifest: dict[Path, list[Range]] | None = None
-        self._checked, self._lock = set[str](), threading.Lock()
+        self._checked = set[str]()
+        self._lock = threading.Lock()
         if check and is_file(directory / MANIFEST):
             self._manifest = read_manifest(directory)
-            if fault := broken_file(directory, without=SUFFIX):
+            fault = broken_file(directory, without=SUFFIX)
+            if fault:
                 raise UserError(f"{fault}; nothing was written")
-        self._holes = _not_fetched(directory / NOT_FETCHED)
-        index, single = directory / f"{stem}{SUFFIX}.index.json", directory / f"{stem}{SUFFIX}"
+        self._not_fetched = _read_not_fetched(directory / NOT_FETCHED)
+        index = directory / f"{stem}{SUFFIX}.index.json"
+        single = directory / f"{stem}{SUFFIX}"
         if is_file(index):
             self._file_of = read_weight_map(index)
         elif is_file(single):
@@ -132,24 +136,24 @@ class TensorFiles:
         return [self.directory / name for name in sorted(set(self._file_of.values()))]
 
     def spec(self, name: str) -> TensorSpec:
-        """Shape and dtype of a tensor, without its values."""
+        """Return shape and dtype of a tensor, without reading its values."""
         found = self.stored(name)
         return TensorSpec(name, found.shape, found.dtype)
 
     def stored(self, name: str) -> StoredTensor:
-        """A tensor in its file."""
+        """Return a tensor in its file."""
         if name not in self._file_of:
             raise UserError(f"{self.directory}: has no tensor {name!r}")
         found = self._header(self._file_of[name]).get(name)
         if found is None:
             path = self.directory / self._file_of[name]
-            raise UserError(f"{path}: the index promises tensor {name!r}, it is not there")
+            raise UserError(f"{path}: the index lists tensor {name!r}, but the file does not have it")
         return found
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        """A tensor, or a slice of it (one slice a dim, none empty), in its stored dtype."""
+        """Read a tensor, or a slice of it (one slice a dim, none empty), in its stored dtype."""
         found = self.stored(name)
-        assert f"{self._file_of[name]}:{name}" not in self._holes, "a rank reads a tensor that it did not ask for"
+        assert f"{self._file_of[name]}:{name}" not in self._not_fetched, "a rank reads a tensor that it did not fetch"
         with self._lock:
             is_new = found.sha256 is not None and name not in self._checked
             self._checked.add(name)
@@ -168,15 +172,16 @@ class TensorFiles:
             return self._headers[file_name]
 
 
-class Renamed:
-    """Tensors by other names than those in their files."""
+class RenamedTensors:
+    """Tensors under other names than those in their files."""
 
     def __init__(self, source: TensorSource, names: Mapping[str, str]):
         """`names`: the new name of each tensor. Raises UserError when two get the same."""
-        self._source, self._theirs = source, {ours: theirs for theirs, ours in names.items()}
+        self._source = source
+        self._theirs = {ours: theirs for theirs, ours in names.items()}
         if len(self._theirs) < len(names):
-            twice = next(theirs for theirs, ours in names.items() if self._theirs[ours] != theirs)
-            raise UserError(f"{source.paths[0]}: {twice!r} and {self._theirs[names[twice]]!r} are the same parameter")
+            first = next(theirs for theirs, ours in names.items() if self._theirs[ours] != theirs)
+            raise UserError(f"{source.paths[0]}: {first!r} and {self._theirs[names[first]]!r} are the same parameter")
 
     @property
     def names(self) -> list[str]:
@@ -193,25 +198,28 @@ class Renamed:
         return self._source.read(self._theirs[name], index)
 
 
-class Dequantised:
-    """Tensors of which some are stored as int8, read as float32; `int8.py` writes them."""
+class Int8Tensors:
+    """Tensors of a directory; those in int8 are read as float32. `int8.py` writes them."""
 
     STEM = "quant_scales"
 
     def __init__(self, files: TensorFiles, scales: TensorFiles):
         """Raises UserError when an int8 tensor has no scale."""
-        self._files, self._scales = files, scales
-        self._known = set(scales.names)
-        is_int8 = [name for name in files.names if files.spec(name).dtype == INT8]
-        if unscaled := [name for name in is_int8 if _beside(name, "weight_scale") not in self._known]:
+        self._files = files
+        self._scales = scales
+        self._scale_names = set(scales.names)
+        int8_names = [name for name in files.names if files.spec(name).dtype == INT8]
+        unscaled = [name for name in int8_names if _scale_name(name, "weight_scale") not in self._scale_names]
+        if unscaled:
             raise UserError(f"{files.directory}: {len(unscaled)} int8 tensors have no scale, such as {unscaled[0]}")
-        for name in is_int8:
+        for name in int8_names:
             shape = files.spec(name).shape
             one_or_all = tuple((1, size) for size in shape)
-            scale = scales.spec(_beside(name, "weight_scale"))
-            Part(FLOATS, one_or_all).check(scale, scales.directory, f"the scale of a matrix of {list(shape)}")
-            if (beside := _beside(name, "input_scale")) in self._known:
-                Part(FLOATS, (1,)).check(scales.spec(beside), scales.directory, "the scale of inputs")
+            scale = scales.spec(_scale_name(name, "weight_scale"))
+            ExpectedTensor(FLOATS, one_or_all).check(scale, scales.directory, f"the scale of a matrix of {list(shape)}")
+            of_inputs = _scale_name(name, "input_scale")
+            if of_inputs in self._scale_names:
+                ExpectedTensor(FLOATS, (1,)).check(scales.spec(of_inputs), scales.directory, "the scale of inputs")
 
     @property
     def names(self) -> list[str]:
@@ -229,29 +237,29 @@ class Dequantised:
         value = self._files.read(name, index)
         if value.dtype != INT8:
             return value
-        beside = _beside(name, "weight_scale")
-        scale = check_scales(self._scales.read(beside), beside, self._scales.stored(beside).path)
-        if index is not None:  # along the inputs its size is 1
+        of_weight = _scale_name(name, "weight_scale")
+        scale = check_scales(self._scales.read(of_weight), of_weight, self._scales.stored(of_weight).path)
+        if index is not None:  # the scale has size 1 along the inputs
             scale = scale[tuple(s if size > 1 else slice(None) for s, size in zip(index, scale.shape))]
         return value.astype("float32") * scale
 
     def input_scale(self, name: str) -> float | None:
-        """Scale of the inputs that a matrix is multiplied with; None when they are not rounded."""
-        beside = _beside(name, "input_scale")
-        if beside not in self._known:
+        """Return the scale of a matrix's activations; None if they are not quantised."""
+        of_inputs = _scale_name(name, "input_scale")
+        if of_inputs not in self._scale_names:
             return None
-        scale = float(check_scales(self._scales.read(beside), beside, self._scales.stored(beside).path)[0])
+        scale = float(check_scales(self._scales.read(of_inputs), of_inputs, self._scales.stored(of_inputs).path)[0])
         if scale <= 0:
-            raise UserError(f"{self._scales.directory}: {beside!r} is {scale}; the scale of inputs is above 0")
+            raise UserError(f"{self._scales.directory}: {of_inputs!r} is {scale}; the scale of inputs is above 0")
         return scale
 
 
-def _beside(name: str, kind: str) -> str:
+def _scale_name(name: str, kind: str) -> str:
     return f"{name.removesuffix('.weight')}.{kind}"
 
 
-def _not_fetched(path: Path) -> set[str]:
-    """The tensors, as `file:tensor`, that a rank did not ask for, by the file that says so."""
+def _read_not_fetched(path: Path) -> set[str]:
+    """Read the list of tensors, as `file:tensor`, that a rank has not fetched; empty if there is no such file."""
     found = read_json_file(path) if is_file(path) else []
     check_kinds(path, {"the list": found}, {"the list": list_of(TEXT)})
     return set(found)
@@ -260,9 +268,9 @@ def _not_fetched(path: Path) -> set[str]:
 def _with_sha256(
     path: Path, header: dict[str, StoredTensor], ranges: Sequence[Range] | None
 ) -> dict[str, StoredTensor]:
-    """Add digests of a manifest to the tensors of a file. Raises UserError when its header is not as it was written."""
+    """Add digests of a manifest to the tensors of a file. Raises UserError when its header is damaged."""
     if ranges is None:
-        raise UserError(f"{path}: manifest.json beside it does not list it; nothing was written")
+        raise UserError(f"{path}: manifest.json next to it does not list it; nothing was written")
     first, *others = ranges
     if sha256_of(path, first.start, first.end) != first.sha256:
         raise UserError(f"{path}: does not have the sha256 in its manifest.json; nothing was written")

@@ -1,5 +1,4 @@
-"""The files that a model's tokenizer is made of: copied along with what is written, and those of an adapter joined with
-its base's."""
+"""Files of a model's tokenizer: copied with a model that is written, and merged for an adapter and its base."""
 
 from __future__ import annotations
 
@@ -10,13 +9,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.cache import cache_root, locked
-from llmsuite.errors import UserError
-from llmsuite.files import broken_file, committed_directory, read_json_object, sha256_of, write_json
-from llmsuite.regular import check_own, copy_regular, is_dir, is_file, listed
+from llmsuite.base.cache import cache_root, locked
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import broken_file, committed_directory, read_json_object, sha256_of, write_json
+from llmsuite.base.safe_files import check_local, copy_regular, is_dir, is_file, listed
 
-_CONFIG, _TOKENS, _ADDED = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"
-_TEMPLATE, _GENERATION = "chat_template.jinja", "generation_config.json"
+_CONFIG = "tokenizer_config.json"
+_TOKENS = "special_tokens_map.json"
+_ADDED = "added_tokens.json"
+_TEMPLATE = "chat_template.jinja"
+_GENERATION = "generation_config.json"
 _VOCABULARY = (
     "tokenizer.json",
     "sentencepiece.bpe.model",
@@ -27,28 +29,27 @@ _VOCABULARY = (
     "merges.txt",
 )
 _SUFFIXES = (".model", ".tiktoken")
-"""Ends of the names of further files with a vocabulary."""
+"""Suffixes of other files with a vocabulary."""
 TOKENIZER_FILES = (*_VOCABULARY, _CONFIG, _TOKENS, _ADDED, _TEMPLATE, _GENERATION)
 
 
 def copy_tokenizer(source: Path, target: Path) -> None:
-    """Copy the files a tokenizer is made of. Raises UserError as `check_tokenizer`, before any is copied."""
+    """Copy the files of a tokenizer. Raises UserError as `check_tokenizer`, before any is copied."""
     for path in check_tokenizer(source):
         copy_regular(path, target / path.name)
 
 
 def check_tokenizer(source: Path) -> list[Path]:
-    """The files a tokenizer is made of.
+    """Return the files of a tokenizer.
 
     Raises:
-        UserError: one is not what its name says, or lies elsewhere, so that another file would be handed on with what
-            is written.
+        UserError: one is no valid JSON, or a link to another place, so that a copy would publish an unrelated file.
     """
-    further = [path.name for path in listed(source) if path.suffix in _SUFFIXES]
-    found = [path for name in dict.fromkeys((*TOKENIZER_FILES, *further)) if is_file(path := source / name)]
+    others = [path.name for path in listed(source) if path.suffix in _SUFFIXES]
+    found = [path for name in dict.fromkeys((*TOKENIZER_FILES, *others)) if is_file(path := source / name)]
     for path in found:
         try:
-            check_own(path)
+            check_local(path)
         except OSError as error:
             raise UserError(f"{path}: cannot be copied: {error.strerror}") from error
         if path.suffix == ".json":
@@ -58,20 +59,20 @@ def check_tokenizer(source: Path) -> list[Path]:
 
 @functools.lru_cache(maxsize=64)
 def _check_object(path: Path, changed: int) -> None:
-    """Raises UserError when a file is no JSON object; `changed` is when it was written."""
+    """Raise UserError if a file is no JSON object. `changed`, its time of modification, is a part of the cache key."""
     read_json_object(path)
 
 
 def tokenizer_of_adapter(adapter: Path, base: Path) -> Path:
-    """The directory of the tokenizer that a model has with an adapter.
+    """Return the directory of a model's tokenizer with an adapter.
 
-    Vocabulary, settings, chat template and generation_config.json are each the adapter's where it brings them, and the
-    base's where it does not. So it is one of the two directories, or one of the cache with files of both. An adapter
-    with a vocabulary and settings has a whole tokenizer, to which the base adds no chat template.
+    Vocabulary, settings, chat template and generation_config.json are each the adapter's if it has them, else the
+    base's. So the result is one of the two directories, or one of the cache with files of both. An adapter with a
+    vocabulary and settings has a complete tokenizer, to which the base adds no chat template.
 
     Args:
         adapter: the directory of the adapter.
-        base: of its model.
+        base: the directory of its model.
 
     Raises:
         UserError: as `check_tokenizer`; or settings name added tokens that the base's vocabulary does not have.
@@ -81,7 +82,7 @@ def tokenizer_of_adapter(adapter: Path, base: Path) -> Path:
         return base
     theirs = {path.name: path for path in check_tokenizer(base)}
     taken = {name: path for name, path in theirs.items() if name not in own and not _has_own(name, own)}
-    settings = _joined_settings(own, theirs)
+    settings = _merged_settings(own, theirs)
     if settings is None and not taken:
         return adapter
     if _CONFIG in own and "tokenizer.json" in taken:
@@ -94,7 +95,7 @@ def _is_vocabulary(name: str) -> bool:
 
 
 def _has_own(name: str, own: dict[str, Path]) -> bool:
-    """Whether an adapter's files are in place of a file of the base that it does not have itself."""
+    """Return True if an adapter's files replace a file of the base that the adapter does not have itself."""
     has_vocabulary = any(map(_is_vocabulary, own))
     if name == _TEMPLATE:
         return (has_vocabulary and _CONFIG in own) or _template_in(own) is not None
@@ -103,8 +104,8 @@ def _has_own(name: str, own: dict[str, Path]) -> bool:
     return has_vocabulary and (name == _ADDED or _is_vocabulary(name))
 
 
-def _joined_settings(own: dict[str, Path], theirs: dict[str, Path]) -> dict[str, Any] | None:
-    """The adapter's tokenizer_config.json with the base's chat template, where that is in the base's; else None."""
+def _merged_settings(own: dict[str, Path], theirs: dict[str, Path]) -> dict[str, Any] | None:
+    """Return the adapter's tokenizer_config.json with the base's chat template, if the base's has one; else None."""
     if _CONFIG not in own or _TEMPLATE in own or _TEMPLATE in theirs or _has_own(_TEMPLATE, own):
         return None
     template = _template_in(theirs)
@@ -112,26 +113,27 @@ def _joined_settings(own: dict[str, Path], theirs: dict[str, Path]) -> dict[str,
 
 
 def _template_in(files: dict[str, Path]) -> Any:
-    """The chat template in a tokenizer_config.json; None without one."""
+    """Return the chat template in a tokenizer_config.json; None without one."""
     return read_json_object(files[_CONFIG]).get("chat_template") if _CONFIG in files else None
 
 
 def _check_added(config: Path, vocabulary: Path) -> None:
-    """Raise UserError for added tokens of an adapter's settings that its base's tokenizer.json does not have so."""
+    """Raise UserError if an added token of an adapter's settings does not have its id in the base's tokenizer.json."""
     named = read_json_object(config).get("added_tokens_decoder")
-    known = ids_of_tokens(read_json_object(vocabulary))
+    known = vocabulary_ids(read_json_object(vocabulary))
     for number, entry in named.items() if isinstance(named, dict) else ():
         content = entry.get("content") if isinstance(entry, dict) else None
         if not isinstance(content, str) or str(known.get(content)) != str(number):
             raise UserError(
-                f"{config}: has the added token {content!r} with id {number}, which {vocabulary} does not have so; put "
-                "the tokenizer.json that it belongs to beside it"
+                f"{config}: has the added token {content!r} with id {number}, which {vocabulary} does not have; put "
+                "the tokenizer.json that it belongs to next to it"
             )
 
 
-def ids_of_tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
-    """The ids of the tokens of a tokenizer.json, as far as it has the form of one."""
-    model, added = tokenizer.get("model"), tokenizer.get("added_tokens")
+def vocabulary_ids(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the ids of the tokens of a tokenizer.json; parts of another form are ignored."""
+    model = tokenizer.get("model")
+    added = tokenizer.get("added_tokens")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     found: list[tuple[Any, Any]] = []
     if isinstance(vocabulary, dict):
@@ -144,7 +146,7 @@ def ids_of_tokens(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _in_cache(files: dict[str, Path], settings: dict[str, Any] | None) -> Path:
-    """A directory of the cache with copies of files, named by their content."""
+    """Return a directory of the cache with copies of files, named by their content."""
     parts = [(name, sha256_of(path)) for name, path in sorted(files.items())]
     digest = hashlib.sha256(json.dumps([parts, settings]).encode()).hexdigest()[:32]
     target = cache_root() / "tokenizers" / digest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 Unit = Literal["bytes", "bytes/s", "FLOPS"]
 _PREFIXES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "p": 10**15}

@@ -1,4 +1,4 @@
-"""`llmsuite checkpoints list|verify|prune RUN`: list what a run has saved, verify it, or delete old checkpoints."""
+"""The command `llmsuite checkpoints list|verify|prune RUN`: list, verify or delete the checkpoints of a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
-from llmsuite.regular import is_file
-from llmsuite.specs import Command
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import is_file
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 
-_LEAST = 2
+_MIN_KEPT = 2
 
 
 def add_arguments(parser: Any) -> None:
@@ -23,8 +23,10 @@ def add_arguments(parser: Any) -> None:
         help="list: steps, sizes, missing files; verify: every byte against the manifest; prune: delete the oldest",
     )
     parser.add_argument("run", type=str, help="directory of a run; with verify, any directory with a manifest.json too")
-    parser.add_argument("--keep", type=PositiveInt | None, default=None, help="with prune: how many stay")
-    parser.add_argument("--force", action="store_true", help="with prune: keep fewer than 2")
+    parser.add_argument(
+        "--keep", type=PositiveInt | None, default=None, help="with prune: number of checkpoints to keep"
+    )
+    parser.add_argument("--force", action="store_true", help="with prune: allow --keep below 2")
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -37,10 +39,11 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _list(path: Path) -> int:
+    from llmsuite.base.files import broken_file
     from llmsuite.checkpoint.directory import load_best, read_latest
-    from llmsuite.files import broken_file
 
-    root, best = path / "checkpoints", load_best(path / "checkpoints")
+    root = path / "checkpoints"
+    best = load_best(path / "checkpoints")
     latest = read_latest(root)
     for step, directory in _steps(path):
         size = sum(file.stat().st_size for file in directory.rglob("*") if is_file(file))
@@ -48,29 +51,31 @@ def _list(path: Path) -> int:
         notes = ["latest"] if directory.name == latest else []
         if best is not None and best.step == step:
             notes.append(f"best ({best.metric} {best.value:.4g})")
-        state = f"torn: {fault}" if fault else _whole(directory)
+        state = f"torn: {fault}" if fault else _completeness(directory)
         print("  ".join([f"step {step:>8}", f"{size / 1e6:>10,.1f} MB", state, *notes]))
     return 0
 
 
-def _whole(directory: Path) -> str:
-    """That a checkpoint is as it was written, as far as it lies on this machine."""
-    from llmsuite.files import lying_elsewhere
+def _completeness(directory: Path) -> str:
+    """The words for a checkpoint whose files on this machine are all intact."""
+    from llmsuite.base.files import remote_files
 
-    elsewhere = lying_elsewhere(directory)
+    elsewhere = remote_files(directory)
     machines = ", ".join(sorted({str(place["machine"]) for place in elsewhere.values()}))
-    return f"whole here, {len(elsewhere)} files are on machine {machines}" if elsewhere else "whole"
+    if elsewhere:
+        return f"complete here, {len(elsewhere)} files are on machine {machines}"
+    return "complete"
 
 
 def _verify(path: Path) -> int:
-    from llmsuite.files import MANIFEST, broken_file, damaged_tensors
-    from llmsuite.progress import track
+    from llmsuite.base.files import MANIFEST, broken_file, damaged_tensors
+    from llmsuite.base.progress import track
 
     found = [path] if is_file(path / MANIFEST) else [directory for _, directory in _steps(path)]
     damaged = 0
     for directory in track(found, "verifying"):
         fault = broken_file(directory, here_only=True)
-        print(f"{directory}: {fault or _whole(directory)}", flush=True)
+        print(f"{directory}: {fault or _completeness(directory)}", flush=True)
         if fault:
             damaged += 1
             for name in damaged_tensors(directory):
@@ -79,15 +84,15 @@ def _verify(path: Path) -> int:
 
 
 def _prune(path: Path, keep: int | None, force: bool) -> int:
+    from llmsuite.base.locks import lock_directory
     from llmsuite.checkpoint.directory import prune
-    from llmsuite.locks import lock_directory
 
     if keep is None:
-        raise UserError("checkpoints prune: say how many stay, such as --keep 2")
-    if keep < _LEAST and not force:
-        raise UserError(f"--keep {keep}: the newest may be the one a crash damages; keep {_LEAST}, or add --force")
+        raise UserError("checkpoints prune: give the number of checkpoints to keep, such as --keep 2")
+    if keep < _MIN_KEPT and not force:
+        raise UserError(f"--keep {keep}: the newest may be the one a crash damages; keep {_MIN_KEPT}, or add --force")
     list(_steps(path))
-    with lock_directory(path):  # nobody trains there meanwhile
+    with lock_directory(path):  # raises while a run trains there
         for directory in prune(path / "checkpoints", keep, print):
             print(f"deleted {directory}")
     return 0

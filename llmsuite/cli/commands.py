@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from llmsuite.cli import (
-    align,
     calibrate,
     checkpoints,
     completion,
@@ -24,11 +23,10 @@ from llmsuite.cli import (
     schema,
     serve,
     show,
-    studio,
     validate,
 )
-from llmsuite.plugins.hookspecs import hookimpl
-from llmsuite.specs import Command
+from llmsuite.contract.hookspecs import hookimpl
+from llmsuite.contract.specs import Command
 
 
 @hookimpl
@@ -37,7 +35,6 @@ def llmsuite_register_commands() -> list[Command]:
         run.COMMAND,
         validate.COMMAND,
         plan.COMMAND,
-        align.COMMAND,
         show.COMMAND,
         list_things.COMMAND,
         recipe.COMMAND,
@@ -50,7 +47,6 @@ def llmsuite_register_commands() -> list[Command]:
         runs.RUNS,
         runs.REPORT,
         runs.WATCH,
-        studio.COMMAND,
         generate.COMMAND,
         serve.COMMAND,
         evaluate.COMMAND,

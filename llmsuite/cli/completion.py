@@ -1,4 +1,4 @@
-"""`llmsuite completion SHELL`: what a shell asks when Tab is pressed.
+"""The command `llmsuite completion SHELL`: completion of commands when Tab is pressed in a shell.
 
 The shell then runs `llmsuite` itself, whose parser answers through argcomplete: commands, options and files, and for
 commands that take overrides the keys of the recipe and the values they may have.
@@ -13,16 +13,17 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import UserError
+from llmsuite.base.resources import bundled
+from llmsuite.cli import recipe
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.keys import KeyInfo, walk
+from llmsuite.contract.specs import Command
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import recipe_type
-from llmsuite.resources import bundled
-from llmsuite.schema.keys import KeyInfo, walk
-from llmsuite.specs import Command
 
-COMPLETES = "_ARGCOMPLETE"
-"""The variable that is set where a shell asks."""
+COMPLETION_VARIABLE = "_ARGCOMPLETE"
+"""Environment variable that the shell sets for a request for completions."""
 _LINE = "COMP_LINE"
 _Shell = Literal["bash", "zsh", "fish"]
 
@@ -30,7 +31,7 @@ _Shell = Literal["bash", "zsh", "fish"]
 def add_arguments(parser: Any) -> None:
     parser.add_argument("shell", type=_Shell, help="the shell that the script is for")
     parser.epilog = (
-        'bash and zsh (there behind compinit): eval "$(llmsuite completion bash)" in ~/.bashrc or ~/.zshrc. '
+        'bash and zsh (there after compinit): eval "$(llmsuite completion bash)" in ~/.bashrc or ~/.zshrc. '
         "fish: llmsuite completion fish > ~/.config/fish/completions/llmsuite.fish"
     )
 
@@ -42,11 +43,11 @@ def run(args: Any, registry: Registry) -> int:
     return 0
 
 
-def answer(parsers: Mapping[str, Any], registry: Registry) -> None:
-    """Tell the shell what the line may go on with, and end the process.
+def complete(parsers: Mapping[str, Any], registry: Registry) -> None:
+    """Print the possible continuations of the line for the shell, and end the process.
 
-    argparse's own parsers are asked: jsonargparse 4.53 has argcomplete complete the words of a subcommand as if they
-    were the whole line.
+    The completion uses argparse's own parsers: with jsonargparse 4.53, argcomplete completes the words of a subcommand
+    as if they were the complete line.
 
     Args:
         parsers: of the commands, by name.
@@ -55,20 +56,24 @@ def answer(parsers: Mapping[str, Any], registry: Registry) -> None:
     import argcomplete
 
     parser = argparse.ArgumentParser(prog="llmsuite")
-    commands, words = parser.add_subparsers(), _words(os.environ.get(_LINE, ""))
+    commands = parser.add_subparsers()
+    words = _words(os.environ.get(_LINE, ""))
     named = next((word for word in words if word in parsers), None)
     for name, given in parsers.items():
         command = registry.commands[name]
         own = commands.add_parser(name, help=command.help.replace("%", "%%"))
         if name == named:
-            _copy(given, own)
+            # they depend on the plugins, so no type has them
+            actions = recipe.actions(registry) if command is recipe.COMMAND else []
+            _copy(given, own, actions)
             if command.takes_overrides:
                 _add_keys(own, words, registry)
     argcomplete.autocomplete(parser)
 
 
-def _copy(given: Any, own: argparse.ArgumentParser) -> None:
-    """Add the arguments of a parser of jsonargparse to one of argparse, each with what completes it."""
+def _copy(given: Any, own: argparse.ArgumentParser, actions: Sequence[str]) -> None:
+    """Add the arguments of a parser of jsonargparse to one of argparse, each with its completer; `actions` are values
+    of the argument `action` besides those of its type."""
     for action in given._actions:
         if "--help" in action.option_strings:
             continue
@@ -79,6 +84,8 @@ def _copy(given: Any, own: argparse.ArgumentParser) -> None:
         added: Any = own.add_argument(*names, nargs=action.nargs, help=action.help)
         is_recipe = not action.option_strings and action.dest in ("recipe", "recipes")
         values = [value for value in _values(getattr(action, "_typehint", None)) if value != "null"]
+        if action.dest == "action":
+            values.extend(actions)
         added.completer = _recipes if is_recipe else _Values(values)
 
 
@@ -92,10 +99,10 @@ def _add_keys(own: argparse.ArgumentParser, words: Sequence[str], registry: Regi
 
 
 def _words(line: str) -> list[str]:
-    """The words behind `llmsuite` on a line that somebody types."""
+    """The words after `llmsuite` on a command line that is not finished."""
     try:
         return shlex.split(line)[1:]
-    except ValueError:  # a quote that is open
+    except ValueError:  # an open quote
         return line.split()[1:]
 
 
@@ -103,7 +110,7 @@ def _keys(words: Sequence[str], registry: Registry) -> dict[str, KeyInfo]:
     """The keys of the recipe among the words, by the options that override them."""
     cls, _ = recipe_type(_tree(words), registry)
     found = {f"--{info.dotted}": info for info in walk(cls)}
-    outer = {option.rpartition(".")[0] for option in found}  # such as model.config, whose keys are there too
+    outer = {option.rpartition(".")[0] for option in found}  # sections such as model.config, whose keys are listed
     return {option: info for option, info in found.items() if option not in outer}
 
 
@@ -121,7 +128,7 @@ def _tree(words: Sequence[str]) -> dict[str, Any]:
 
 
 class _Values:
-    """Completes what a key may be; a file where it may be anything."""
+    """Completes the values of a key; files where any value is possible."""
 
     def __init__(self, values: Sequence[str]):
         self._values = values

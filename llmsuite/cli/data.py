@@ -1,15 +1,15 @@
-"""`llmsuite data ACTION …`: prepare data, index text for pretraining, and show what a run makes of its data."""
+"""The command `llmsuite data ACTION …`: prepare data, index text for pretraining, and show how a run reads its data."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any, Literal
 
-from llmsuite.errors import UserError
-from llmsuite.extras import check_plot
-from llmsuite.plugins.manager import Registry
-from llmsuite.regular import exists, is_file
-from llmsuite.specs import Command
+from llmsuite.base.errors import UserError
+from llmsuite.base.extras import check_plot
+from llmsuite.base.safe_files import exists, is_file
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
@@ -19,42 +19,39 @@ def add_arguments(parser: Any) -> None:
         "action",
         type=Literal["explain", "stats", "index", "prepare"],
         help="explain RECIPE: each token of a row as it is trained; stats RECIPE: lengths, dropped rows, padding; "
-        "index IN…: tokenise text into OUT.bin and OUT.idx; prepare NAME: fetch a public set of data",
+        "index IN…: tokenise text into OUT.bin and OUT.idx; prepare NAME: download a public data set",
     )
-    parser.add_argument("inputs", type=str, nargs="+", help="a recipe; files of text; a name")
-    parser.add_argument("--smoke", action="store_true", help="explain, stats: of the small run that --smoke makes")
-    parser.add_argument("--row", type=PositiveInt | None, default=None, help="explain: which one, from 1")
+    parser.add_argument("inputs", type=str, nargs="+", help="a recipe; text files; the name of a data set")
+    parser.add_argument("--smoke", action="store_true", help="explain, stats: use the reduced run of --smoke")
+    parser.add_argument("--row", type=PositiveInt | None, default=None, help="explain: number of the row, from 1")
     parser.add_argument(
-        "--plot", type=str | None, default=None, help="stats: also draw the lengths, into a .png or .svg"
+        "--plot", type=str | None, default=None, help="stats: also plot the lengths into a .png or .svg file"
     )
     parser.add_argument(
         "-o", "--output", type=str | None, default=None, help="index: prefix of the two files; prepare: a new directory"
     )
-    parser.add_argument("--url", type=str | None, default=None, help="prepare: of a mirror")
-    parser.add_argument("--sha256", type=str | None, default=None, help="prepare: what the archive has to have")
+    parser.add_argument("--url", type=str | None, default=None, help="prepare: URL of a mirror")
+    parser.add_argument("--sha256", type=str | None, default=None, help="prepare: expected hash of the archive")
     parser.add_argument("--tokenizer", type=str | None, default=None, help="index: directory of a tokenizer or a model")
     parser.add_argument(
         "--documents",
         type=Literal["blank_lines", "lines", "files"] | None,
         default=None,
-        help="index: what parts the documents of a .txt (default: blank_lines)",
+        help="index: what separates the documents of a .txt file (default: blank_lines)",
     )
-    parser.add_argument(
-        "--key", type=str | None, default=None, help="index: where rows have their text (default: text)"
-    )
+    parser.add_argument("--key", type=str | None, default=None, help="index: key of the text in rows (default: text)")
     parser.add_argument(
         "--on_bad_row",
         type=Literal["error", "skip"] | None,
         default=None,
-        help="index: what a row or a line that cannot be read does: stop it, or be left out and counted (default: "
-        "error)",
+        help="index: stop at a row or line that cannot be read, or skip and count it (default: error)",
     )
     parser.add_argument(
         "--workers",
         type=PositiveInt | None,
         default=None,
-        help="index: processes; by default one for each 8 MB, at most one a core; on up to 4 cores one, which uses "
-        "them all",
+        help="index: number of processes (default: one for each 8 MB, at most one per core; on up to 4 cores a single "
+        "one, which uses them all)",
     )
 
 
@@ -72,7 +69,7 @@ def run(args: Any, registry: Registry) -> int:
         if getattr(args, name):
             raise UserError(f"data {args.action}: has no option --{name}; it has --{', --'.join(sorted(own))}")
     if args.overrides and "smoke" not in own:
-        raise UserError(f"data {args.action}: {args.overrides[0]}: it takes no keys of a recipe")
+        raise UserError(f"data {args.action}: {args.overrides[0]}: this action takes no recipe keys")
     if args.action == "index":
         return _index(args)
     if args.action == "prepare":
@@ -86,45 +83,50 @@ def run(args: Any, registry: Registry) -> int:
 
     plan = plan_run(args.inputs[0], args.overrides, registry, args.smoke)
     plan.check_trains(f"data {args.action}")
-    plan = show_data.prepare(plan, registry)
+    plan, stage = show_data.prepare(plan, registry)
     if args.action == "explain":
-        return show_data.explain(plan, registry, args.row or 1)
-    return show_data.stats(plan, registry, args.plot)
+        return show_data.explain(stage, plan.data.train_path, args.row or 1)
+    from llmsuite.engine.data import padding_free
+
+    is_padding_free = padding_free(plan.model, plan.parallel, plan.parallel.device.factory())
+    return show_data.stats(stage, plan.data, is_padding_free, args.plot)
 
 
 def _prepare(args: Any, registry: Registry) -> int:
-    from llmsuite.data.prepare import SETS, prepare
+    from llmsuite.data.prepare import DATASETS, prepare
 
     (name, *more) = args.inputs
-    if more or name not in SETS:
-        known = "; ".join(f"{known} ({SETS[known].help})" for known in SETS)
-        raise UserError(f"data prepare: {' '.join(args.inputs)!r} is none of the sets it knows: {known}")
+    if more or name not in DATASETS:
+        known = "; ".join(f"{known} ({DATASETS[known].help})" for known in DATASETS)
+        raise UserError(f"data prepare: {' '.join(args.inputs)!r} is no known data set; there are: {known}")
     if args.output is None:
-        raise UserError("data prepare: say where to write: -o DIRECTORY")
+        raise UserError("data prepare: give the directory to write: -o DIRECTORY")
     prepare(name, Path(args.output), registry.data_formats, print, args.url, args.sha256)
     return 0
 
 
 def _index(args: Any) -> int:
-    from llmsuite.cli.places import find_place
+    from llmsuite.base.hub.listing import Want
+    from llmsuite.base.progress import track_bytes
+    from llmsuite.base.resources import find
+    from llmsuite.cli.model_paths import find_model_path
+    from llmsuite.data.corpus_builder import build_corpus
     from llmsuite.data.documents import kind_of
     from llmsuite.data.faults import Faults
-    from llmsuite.data.index import build_corpus
     from llmsuite.data.tokenizer import TextTokenizer
-    from llmsuite.hub.listing import Want
-    from llmsuite.progress import track_bytes
-    from llmsuite.resources import find
 
     if args.output is None or args.tokenizer is None:
-        raise UserError("data index: say where to write and with which tokenizer: -o PREFIX --tokenizer DIR")
+        raise UserError("data index: give the output and the tokenizer: -o PREFIX --tokenizer DIR")
     inputs = [find(name) for name in args.inputs]
     for path in inputs:
         kind_of(path)
         if not is_file(path):
             raise UserError(f"{path}: is not a file")
     tokenizer = find(args.tokenizer)
-    tokenizer = tokenizer if exists(tokenizer) else find_place(args.tokenizer, Want.TOKENIZER, "--tokenizer")
-    prefix, faults = Path(args.output), Faults(args.on_bad_row or "error")
+    if not exists(tokenizer):
+        tokenizer = find_model_path(args.tokenizer, Want.TOKENIZER, "--tokenizer")
+    prefix = Path(args.output)
+    faults = Faults(args.on_bad_row or "error")
     with track_bytes(sum(path.stat().st_size for path in inputs), f"indexing {prefix}") as progress:
         documents, tokens = build_corpus(
             inputs,
@@ -144,7 +146,7 @@ def _index(args: Any) -> int:
 
 COMMAND = Command(
     name="data",
-    help="show what a run makes of its data; text to an indexed corpus for pretraining",
+    help="inspect the data of a run, index text for pretraining, or download a data set",
     add_arguments=add_arguments,
     run=run,
     takes_overrides=True,

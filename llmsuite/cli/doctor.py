@@ -1,4 +1,4 @@
-"""`llmsuite doctor`: check whether this machine can run llmsuite, and how to fix what is missing."""
+"""The command `llmsuite doctor`: checks that this machine can run llmsuite, and says how to fix what is missing."""
 
 from __future__ import annotations
 
@@ -18,18 +18,23 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite import __version__
+from llmsuite.base.errors import UserError
+from llmsuite.base.extras import install_command
+from llmsuite.base.locks import scratch_directory
+from llmsuite.base.safe_files import is_dir
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.recipe import LaunchSection
+from llmsuite.contract.specs import Command
 from llmsuite.devices.variables import NUM_RANKS, RANK
-from llmsuite.errors import UserError
-from llmsuite.extras import install_command
-from llmsuite.locks import scratch_directory
-from llmsuite.plugins.manager import Registry
-from llmsuite.regular import is_dir
-from llmsuite.schema.recipe import LaunchSection
-from llmsuite.specs import Command
 
-_OK, _WARN, _BAD = "ok", "warn", "BAD"
+_OK = "ok"
+_WARN = "warn"
+_BAD = "BAD"
 _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlenlp", "tokenizers", "safetensors", "numpy")
-_LEAST_DISK, _LEAST_SHARED, _LEAST_FILES, _LEAST_MEMORY = 5e9, 0.5e9, 1024, 2e9
+_LEAST_DISK = 5e9
+_LEAST_SHARED = 0.5e9
+_LEAST_FILES = 1024
+_LEAST_MEMORY = 2e9
 _SLOW_PAIR = 1 / 3
 _STALL_SECONDS = 60.0
 _CHECK_SECONDS = 300.0
@@ -42,23 +47,28 @@ def add_arguments(parser: Any) -> None:
 
     parser.add_argument("--device", type=str, default="cpu", help="the device to check; see: llmsuite list devices")
     parser.add_argument(
-        "--num_devices", type=PositiveInt, default=1, help="devices here; above 1 their network is checked too"
+        "--num_devices",
+        type=PositiveInt,
+        default=1,
+        help="devices of this machine; above 1 their network is checked too",
     )
-    parser.add_argument("--ops", action="store_true", help="show which kernel each operation of a model gets instead")
+    parser.add_argument("--ops", action="store_true", help="only show the kernel of each operation on this device")
     parser.add_argument(
-        "--nnodes", type=PositiveInt, default=1, help="machines; start the same command on each of them"
+        "--nnodes", type=PositiveInt, default=1, help="number of machines; start the same command on each"
     )
-    parser.add_argument("--master", type=str | None, help="host:port of machine 0, with several")
-    parser.add_argument("--node_rank", type=NonNegativeInt, default=0, help="which machine this is, from 0")
+    parser.add_argument("--master", type=str | None, help="host:port of machine 0, with several machines")
+    parser.add_argument("--node_rank", type=NonNegativeInt, default=0, help="number of this machine, from 0")
 
 
 def run(args: Any, registry: Registry) -> int:
     from llmsuite.launch.launch import is_worker, is_worker_of_others
 
     if args.nnodes > 1 and args.master is None:
-        raise UserError("--master: is required with several machines: host:port of machine 0, where the others find it")
-    told = {name: getattr(args, name) for name in ("num_devices", "nnodes", "master", "node_rank")}
-    for key, message in LaunchSection(**told).problems():
+        raise UserError(
+            "--master: is required with several machines: host:port of machine 0, to which the others connect"
+        )
+    given = {name: getattr(args, name) for name in ("num_devices", "nnodes", "master", "node_rank")}
+    for key, message in LaunchSection(**given).problems():
         raise UserError(f"--{key}: {message}")
     if is_worker() and not is_worker_of_others():
         return _rank(args, registry)
@@ -68,12 +78,13 @@ def run(args: Any, registry: Registry) -> int:
     worst = 0
     for level, what, text in _findings(args, registry):
         print(f"{level:4}  {what:{width}}  {text}", flush=True)
-        worst = max(worst, 2 if level == _BAD else 0)
+        if level == _BAD:
+            worst = 2
     return worst
 
 
 def _show_ops(name: str, registry: Registry) -> int:
-    """Print the kernel of each operation, even of a device that is not in this machine."""
+    """Print the kernel of each operation, even for a device that this machine does not have."""
     if name not in registry.devices:
         raise UserError(f"--device: {registry.unknown('device', name)}")
     backend = registry.devices[name].factory()
@@ -89,21 +100,21 @@ def _show_ops(name: str, registry: Registry) -> int:
         for operation, is_fused, what in _forms(ops):
             print(f"  {operation:14}  {'fused' if is_fused else 'plain'}  {what}")
         speed = "not measured" if absent else f"{_gflops(ops.matmul, backend.parameter_dtype(precision)):.0f} GFLOP/s"
-        print(f"  {'products':14}  {backend.product_path(precision)}: {speed}")
+        print(f"  {'products':14}  {backend.matmul_backend(precision)}: {speed}")
     print(f"{name}, sums of gradients over data ranks ({backend.collectives})")
     limit = backend.gradient_bucket_bytes
-    bucket = f"up to {limit / 2**20:g} MiB in one call" if limit else "each parameter's in a call of its own"
-    print(f"  calls           {bucket}, unless parallel.gradient_bucket_bytes says")
-    goes_on = "go on meanwhile" if backend.sends_beside_passes else "wait for each call"
-    print(f"  passes          {goes_on}")
+    bucket = f"up to {limit / 2**20:g} MiB in one call" if limit else "one call for each parameter"
+    print(f"  calls           {bucket}, unless parallel.gradient_bucket_bytes is set")
+    overlap = "continue during a call" if backend.overlaps_communication else "wait for each call"
+    print(f"  passes          {overlap}")
     print(f"{name}, sums of gradients over tensor parallel ranks")
-    print(f"  products        of a weight's gradient {goes_on}")
+    print(f"  products        of a weight's gradient {overlap}")
     return 0
 
 
 def _forms(ops: Any) -> Iterator[tuple[str, bool, str]]:
-    """For each operation: its name, whether a kernel replaces the plain form, and the first paragraph of the docstring
-    of the form that is used."""
+    """For each operation: its name, True where a kernel replaces the plain form, and the first paragraph of the
+    docstring of the form that is used."""
     for field in dataclasses.fields(ops):
         form = getattr(ops, field.name)
         if form is None:
@@ -130,7 +141,10 @@ def _findings(args: Any, registry: Registry) -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     version = platform.python_version()
     good = (3, 10) <= sys.version_info[:2] < (3, 13)
-    yield (_OK if good else _BAD), "python", version + ("" if good else "; install Python 3.10, 3.11 or 3.12")
+    if good:
+        yield _OK, "python", version
+    else:
+        yield _BAD, "python", f"{version}; install Python 3.10, 3.11 or 3.12"
     yield _OK, "llmsuite", __version__
     yield _OK, "cores", str(os.cpu_count())
     memory = _available_memory()
@@ -138,28 +152,31 @@ def _machine() -> Iterator[Finding]:
         text = f"{memory / 1e9:.1f} GB free"
         yield _level(memory, _LEAST_MEMORY, "memory", text, "end other programs, or take a larger machine")
     compiler = shutil.which("g++")
-    yield (_OK if compiler else _WARN), "g++", compiler or "missing; apt-get install g++ (or your system's package)"
+    if compiler:
+        yield _OK, "g++", compiler
+    else:
+        yield _WARN, "g++", "missing; apt-get install g++ (or your system's package)"
     free = shutil.disk_usage(Path.cwd()).free
     yield _level(free, _LEAST_DISK, "free disk", f"{free / 1e9:.0f} GB here", "free some, or choose another output_dir")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    mend = f"ulimit -n {4096 if hard == resource.RLIM_INFINITY else min(4096, hard)}"
-    yield _level(soft, _LEAST_FILES, "open files", str(soft), mend)
+    reachable = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
+    yield _level(soft, _LEAST_FILES, "open files", str(soft), f"ulimit -n {reachable}")
     if is_dir(Path("/dev/shm")):
         shared = shutil.disk_usage("/dev/shm").total
-        mend = "mount -o remount,size=2G /dev/shm; in a container: docker run --shm-size=2g"
-        yield _level(shared, _LEAST_SHARED, "shared memory", f"{shared / 1e9:.1f} GB in /dev/shm", mend)
+        fix = "mount -o remount,size=2G /dev/shm; in a container: docker run --shm-size=2g"
+        yield _level(shared, _LEAST_SHARED, "shared memory", f"{shared / 1e9:.1f} GB in /dev/shm", fix)
 
 
 def _rank_variables() -> Iterator[Finding]:
-    """Variables of a rank, which a shell may have kept."""
+    """Variables of a rank that are still set in this shell."""
     for name in (RANK, NUM_RANKS):
         if name in os.environ:
-            told = f"is {os.environ[name]!r} in the environment: runs take themselves for ranks of another launcher"
-            yield _WARN, name, f"{told}; unset it if there is none"
+            text = f"is {os.environ[name]!r} in the environment: a run takes itself for a rank of another launcher"
+            yield _WARN, name, f"{text}; unset it if there is none"
 
 
-def _level(found: float, least: float, what: str, text: str, mend: str) -> Finding:
-    return (_OK, what, text) if found >= least else (_WARN, what, f"{text}; {mend}")
+def _level(found: float, least: float, what: str, text: str, fix: str) -> Finding:
+    return (_OK, what, text) if found >= least else (_WARN, what, f"{text}; {fix}")
 
 
 def _available_memory() -> int | None:
@@ -214,14 +231,15 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
     backend = registry.devices[name].factory()
     for key, value in backend.environment(1).items():
         yours = os.environ.get(key)
-        yield _OK, f"env {key}", f"{value} (set by llmsuite)" if yours is None else f"{yours} (set by you)"
+        shown = f"{value} (set by llmsuite)" if yours is None else f"{yours} (set by you)"
+        yield _OK, f"env {key}", shown
     mkl = os.environ.get("MKL_DEBUG_CPU_TYPE")
-    wanted = backend.environment(1).get("MKL_DEBUG_CPU_TYPE")
-    if wanted is not None and mkl not in (None, wanted):
+    fastest = backend.environment(1).get("MKL_DEBUG_CPU_TYPE")
+    if fastest is not None and mkl not in (None, fastest):
         yield (
             _WARN,
             "MKL path",
-            f"MKL_DEBUG_CPU_TYPE is {mkl}, {wanted} is this processor's fastest path; unset MKL_DEBUG_CPU_TYPE",
+            f"MKL_DEBUG_CPU_TYPE is {mkl}, {fastest} is this processor's fastest path; unset MKL_DEBUG_CPU_TYPE",
         )
     from llmsuite.devices.start import start_paddle
 
@@ -234,10 +252,13 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
     known = f"usable; precisions {', '.join(backend.precisions)}"
     if backend.training_precisions:
         known += f", and {', '.join(backend.training_precisions)} in training"
-    yield (_BAD if reason else _OK), f"device {name}", reason or known
+    if reason:
+        yield _BAD, f"device {name}", reason
+    else:
+        yield _OK, f"device {name}", known
     for precision in backend.training_precisions:
-        if caution := backend.caution(precision):
-            yield _WARN, precision, caution
+        if precision_warning := backend.precision_warning(precision):
+            yield _WARN, precision, precision_warning
     if reason is None:
         from llmsuite.devices.ops import matmul
 
@@ -247,8 +268,9 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
 
 
 def run_check(environment: Mapping[str, str]) -> Finding:
-    """The finding of `paddle.utils.run_check()`: a small network learns in dynamic and in static mode, on one device,
-    then on all of the kind that Paddle was built for. In a process of its own, for it starts others and may abort."""
+    """The finding of `paddle.utils.run_check()`: a small network is trained in dynamic and in static mode, on one
+    device, then on all of the kind that Paddle was built for. It runs in a separate process, as it starts others and
+    may abort."""
     command = [sys.executable, "-c", "import paddle; paddle.utils.run_check()"]
     try:
         done = subprocess.run(command, env=dict(environment), capture_output=True, text=True, timeout=_CHECK_SECONDS)
@@ -257,14 +279,16 @@ def run_check(environment: Mapping[str, str]) -> Finding:
     lines = [line.strip() for line in f"{done.stdout}\n{done.stderr}".splitlines()]
     works = [line for line in lines if "works well" in line]
     if done.returncode != 0 or not works:
-        said = "; ".join(line for line in lines[-3:] if line)
-        return _BAD, "run_check", f"paddle.utils.run_check() fails with exit code {done.returncode}: {said}"
+        tail = "; ".join(line for line in lines[-3:] if line)
+        return _BAD, "run_check", f"paddle.utils.run_check() fails with exit code {done.returncode}: {tail}"
     error = next((line for line in lines if "Original Error" in line), None)
-    return (_OK, "run_check", works[-1]) if error is None else (_WARN, "run_check", f"{works[-1]} Not on more: {error}")
+    if error is not None:
+        return _WARN, "run_check", f"{works[-1]} Not on more: {error}"
+    return _OK, "run_check", works[-1]
 
 
 def _gflops(matmul: Callable[[Any, Any, bool, bool], Any], dtype: str) -> float:
-    """The speed of a product of two square matrices, the fastest of five."""
+    """The speed of a product of two square matrices in GFLOP/s, the fastest of five."""
     import paddle
 
     size = 1024
@@ -272,7 +296,7 @@ def _gflops(matmul: Callable[[Any, Any, bool, bool], Any], dtype: str) -> float:
     seconds = []
     for _ in range(5):
         start = time.perf_counter()
-        float(matmul(x, x, False, False)[0, 0])  # waits for it
+        float(matmul(x, x, False, False)[0, 0])  # reading a value waits for the result
         seconds.append(time.perf_counter() - start)
     return 2 * size**3 / min(seconds) / 1e9
 
@@ -284,8 +308,10 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
 
     backend = registry.devices[args.device].factory()
     output: list[str] = []
-    passed_on = ("device", "num_devices", "nnodes", "node_rank", *(["master"] if args.master else []))
-    command = [sys.executable, "-m", "llmsuite", "doctor", *(f"--{name}={getattr(args, name)}" for name in passed_on)]
+    options = ["device", "num_devices", "nnodes", "node_rank"]
+    if args.master:
+        options.append("master")
+    command = [sys.executable, "-m", "llmsuite", "doctor", *(f"--{name}={getattr(args, name)}" for name in options)]
     machines = Machines(args.node_rank, args.nnodes, args.master or "", f"doctor {args.num_devices}")
     with scratch_directory() as logs:
         try:
@@ -307,21 +333,22 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
         yield _BAD, "network", f"the ranks ended with exit code {code}:\n" + "\n".join(lines[-20:])
         return
     if args.node_rank:
-        yield _OK, "network", "checked; machine 0 prints what was measured"
+        yield _OK, "network", "checked; machine 0 prints the measurements"
         return
     (result,) = (line.removeprefix(_RESULT) for line in lines if line.startswith(_RESULT))
-    yield from judge_network(json.loads(result), args.num_devices * args.nnodes)
+    yield from network_findings(json.loads(result), args.num_devices * args.nnodes)
 
 
-def judge_network(found: Any, num_ranks: int) -> Iterator[Finding]:
-    """The findings that follow from a measured `llmsuite.parallel.network.Network`."""
+def network_findings(found: Any, num_ranks: int) -> Iterator[Finding]:
+    """The findings from a measured `llmsuite.parallel.network.Network`."""
     if not found["right"]:
         yield (
             _BAD,
             "network",
             "ranks get wrong sums; set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME to the right interface",
         )
-    speed, call = found["bandwidth"] / 1e9, found["call_seconds"] * 1e3
+    speed = found["bandwidth"] / 1e9
+    call = found["call_seconds"] * 1e3
     yield (
         _OK,
         "network",
@@ -332,14 +359,14 @@ def judge_network(found: Any, num_ranks: int) -> Iterator[Finding]:
         for pair, bandwidth in found["pairs"].items():
             text = f"{bandwidth / 1e9:.2f} GB/s"
             if bandwidth < _SLOW_PAIR * usual:
-                mend = f"others {usual / 1e9:.2f}; look at the cable, switch or interface between their machines"
-                yield _WARN, f"ranks {pair}", f"{text}, {mend}"
+                fix = f"others {usual / 1e9:.2f}; look at the cable, switch or interface between their machines"
+                yield _WARN, f"ranks {pair}", f"{text}, {fix}"
             else:
                 yield _OK, f"ranks {pair}", text
 
 
 def _rank(args: Any, registry: Registry) -> int:
-    """Measure the network, in one of its ranks."""
+    """Measure the network, in one of the ranks."""
     from llmsuite.devices.start import start_paddle
 
     backend = registry.devices[args.device].factory()
@@ -360,4 +387,9 @@ def _plugins(registry: Registry) -> Iterator[Finding]:
             yield _WARN, f"plugin {info.name}", f"{info.error.splitlines()[-1]}; see: llmsuite plugins info {info.name}"
 
 
-COMMAND = Command(name="doctor", help="check this machine and say how to fix it", add_arguments=add_arguments, run=run)
+COMMAND = Command(
+    name="doctor",
+    help="check that this machine can run llmsuite, and how to fix it",
+    add_arguments=add_arguments,
+    run=run,
+)

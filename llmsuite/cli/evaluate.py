@@ -1,4 +1,4 @@
-"""`llmsuite eval MODEL`: perplexity, exact match and preference accuracy on files."""
+"""The command `llmsuite eval MODEL`: perplexity, exact match and preference accuracy on files."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.extras import install_command
 from llmsuite.cli.generate import add_model_arguments
 from llmsuite.cli.ranks import settle_degrees
-from llmsuite.errors import UserError
-from llmsuite.extras import install_command
-from llmsuite.plugins.manager import Registry
-from llmsuite.specs import Command
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.inference.prompts import Prompt, Prompter
@@ -27,10 +27,13 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--key", type=str, default="text", help="key of the text in the rows of --perplexity")
     parser.add_argument(
-        "--exact_match", type=str | None, default=None, help='JSON Lines of prompts (see generate) with an "answer"'
+        "--exact_match",
+        type=str | None,
+        default=None,
+        help='JSON Lines of prompts (as for generate --input) with an "answer"',
     )
     parser.add_argument(
-        "--preference", type=str | None, default=None, help="preference pairs, in any format that training reads"
+        "--preference", type=str | None, default=None, help="preference pairs, in any format of training data"
     )
     parser.add_argument(
         "--tasks", type=str | None, default=None, help="tasks of lm-evaluation-harness, comma-separated"
@@ -63,18 +66,20 @@ def run(args: Any, registry: Registry) -> int:
     if args.engine == "static" and (args.perplexity or args.preference or args.tasks):
         raise UserError("--engine static: an exported program gives the logits of the last token only; use dynamic")
     from llmsuite.cli.model import open_generator
-    from llmsuite.cli.places import check_files, find_model_arguments
+    from llmsuite.cli.model_paths import check_files, resolve_model_arguments
 
     check_files(args, ("perplexity", "exact_match", "preference", "include_path"))
-    find_model_arguments(args)
+    resolve_model_arguments(args)
     opened = open_generator(args, registry)
     from llmsuite.data.chat_template import load_template
     from llmsuite.data.read import read_rows
     from llmsuite.inference import evaluate
     from llmsuite.inference.prompts import Prompter
 
-    generator, found = opened.generator, dict[str, Any]()
-    tokenizer, longest = generator.tokenizer, generator.decoder.max_length
+    generator = opened.generator
+    found = dict[str, Any]()
+    tokenizer = generator.tokenizer
+    longest = generator.decoder.max_length
     length = args.max_length or longest
     if not 2 <= length <= longest:
         raise UserError(f"--max_length: is {length}; it has to be from 2 to {longest}")
@@ -85,25 +90,27 @@ def run(args: Any, registry: Registry) -> int:
             found["perplexity"] = evaluate.perplexity(score, tokenizer, texts, length)
         if args.preference:
             template = load_template(args.chat_template, tokenizer.directory, tokenizer.special_tokens)
-            formats, readers = registry.data_formats, registry.readers()
+            formats = registry.data_formats
+            readers = registry.stages_by_row_kind()
             rows = read_rows(Path(args.preference), "preference", "auto", formats, readers=readers)
             found["preference"] = evaluate.preference_accuracy(score, tokenizer, template, rows, length)
     if args.exact_match:
         prompter = Prompter(tokenizer, None if args.raw else args.chat_template)
-        prompts, answers = read_questions(Path(args.exact_match), prompter)
+        prompts, answers = read_eval_prompts(Path(args.exact_match), prompter)
         found["exact_match"] = evaluate.exact_match(generator, prompts, answers, args.max_new_tokens, args.batch_size)
     numbers = {name: dataclasses.asdict(value) for name, value in found.items()}
     if args.tasks:
         numbers.update(_tasks(args, opened))
     for name, values in numbers.items():
-        shown = "  ".join(
-            f"{key} {value:.4f}" if isinstance(value, float) else f"{key} {value}"
-            for key, value in values.items()
-            if not isinstance(value, list)
-        )
-        print(f"{name}: {shown}")
+        shown = []
+        for key, value in values.items():
+            if isinstance(value, float):
+                shown.append(f"{key} {value:.4f}")
+            elif not isinstance(value, list):
+                shown.append(f"{key} {value}")
+        print(f"{name}: {'  '.join(shown)}")
     if args.output:
-        from llmsuite.files import write_text_atomic
+        from llmsuite.base.files import write_text_atomic
 
         write_text_atomic(Path(args.output), json.dumps(numbers, indent=2, ensure_ascii=False) + "\n")
     return 0
@@ -120,7 +127,7 @@ def _tasks(args: Any, opened: Any) -> dict[str, dict[str, Any]]:
 
 
 def read_texts(path: Path, key: str) -> list[str]:
-    """A text file as one text, or the texts of the rows of JSON Lines. Raises UserError with file and line."""
+    """The texts of a file: a text file as one text, JSON Lines as one text per row. Raises UserError with the line."""
     try:
         content = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -141,8 +148,8 @@ def read_texts(path: Path, key: str) -> list[str]:
     return texts
 
 
-def read_questions(path: Path, prompter: Prompter) -> tuple[list[Prompt], list[str]]:
-    """Prompts and the answers that are wanted. Raises UserError with the row that has none."""
+def read_eval_prompts(path: Path, prompter: Prompter) -> tuple[list[Prompt], list[str]]:
+    """Prompts and their reference answers. Raises UserError with the row that has no answer."""
     prompts = prompter.read(path)
     answers = [prompt.row.get("answer") for prompt in prompts]
     for number, answer in enumerate(answers, 1):
@@ -152,5 +159,8 @@ def read_questions(path: Path, prompter: Prompter) -> tuple[list[Prompt], list[s
 
 
 COMMAND = Command(
-    name="eval", help="perplexity, exact match, preference accuracy", add_arguments=add_arguments, run=run
+    name="eval",
+    help="evaluate a model: perplexity, exact match, preference accuracy, lm-eval tasks",
+    add_arguments=add_arguments,
+    run=run,
 )

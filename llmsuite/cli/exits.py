@@ -6,8 +6,8 @@ import os
 import sys
 from collections.abc import Callable
 
-from llmsuite.errors import UserError
-from llmsuite.shown import printable
+from llmsuite.base.errors import UserError
+from llmsuite.base.redaction import printable
 
 
 def exit_code(work: Callable[[], int]) -> int:

@@ -1,4 +1,5 @@
-"""`llmsuite export`, `verify` and `deploy`: from a trained model to a program of Paddle Inference that equals it."""
+"""The commands `llmsuite export`, `verify` and `deploy`: write a trained model as a Paddle Inference program, and check
+that both give the same results."""
 
 from __future__ import annotations
 
@@ -8,23 +9,24 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from llmsuite.cli.places import ALLOW_NONFINITE, find_model_arguments
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import exists, is_dir, is_file
+from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP, optional_path, resolve_model_arguments
 from llmsuite.cli.ranks import add_degrees, launch_ranks
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.contract.specs import Command
 from llmsuite.devices.variables import LOCAL_RANK, RANK, number_in
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
-from llmsuite.regular import exists, is_dir, is_file
-from llmsuite.schema.degrees import Degrees
-from llmsuite.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
     from llmsuite.devices.base import DeviceBackend
-    from llmsuite.inference.exported import Exported
+    from llmsuite.inference.export_manifest import ExportManifest
 
-MERGED, PROGRAM = "hf", "static"
+MERGED = "hf"
+PROGRAM = "static"
 """Directories that `deploy` writes: weights in the HF layout, and the program."""
-_ALONE = Degrees(1, 1, 1, 1)
+_SINGLE_RANK = Degrees(1, 1, 1, 1)
 
 
 def _add_source(parser: Any) -> None:
@@ -35,12 +37,12 @@ def _add_source(parser: Any) -> None:
         "--config", type=str | None, default=None, help="directory of config.json, if not with the weights"
     )
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams; see: llmsuite merge --help")
-    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE)
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE_HELP)
     parser.add_argument(
         "--precision",
         type=Literal["fp32", "bf16", "fp16", "int8", "nf4", "fp4", "int4"],
         default="fp32",
-        help="of the program; on cpu, of its matrices",
+        help="precision of the program; on cpu, of its weight matrices only",
     )
     parser.add_argument(
         "--decoding_loop", action="store_true", help="also export greedy decoding as one program (loop.json)"
@@ -67,9 +69,10 @@ def _verify_arguments(parser: Any) -> None:
 
 
 def run_export(args: Any, registry: Registry) -> int:
-    find_model_arguments(args)
+    resolve_model_arguments(args)
     backend = _start(args, registry)
-    target, degrees = Path(args.output), Degrees(args.pipeline_parallel_degree, 1, 1, args.tensor_parallel_degree or 1)
+    target = Path(args.output)
+    degrees = Degrees(args.pipeline_parallel_degree, 1, 1, args.tensor_parallel_degree or 1)
     _export(Path(args.source), target, backend, args, registry, degrees)
     size = sum(path.stat().st_size for path in target.rglob("*") if is_file(path))
     ranks = "" if degrees.num_ranks == 1 else f" for each of {degrees.num_ranks} ranks"
@@ -78,8 +81,8 @@ def run_export(args: Any, registry: Registry) -> int:
 
 
 def run_verify(args: Any, registry: Registry) -> int:
-    find_model_arguments(args, ("source",))
-    from llmsuite.inference.exported import read_manifest
+    resolve_model_arguments(args, ("source",))
+    from llmsuite.inference.export_manifest import read_manifest
     from llmsuite.launch.launch import is_worker
 
     program = find_program(Path(args.model))
@@ -87,24 +90,24 @@ def run_verify(args: Any, registry: Registry) -> int:
     if args.num_devices > 1 and not is_worker():
         return launch_ranks(args, registry)
     backend = _start(args, registry, args.num_devices)
-    said = _verify(program, backend, args, registry)
+    result = _verify(program, backend, args, registry)
     if _is_first_rank():
-        print(said)
+        print(result)
     return 0
 
 
 def run_deploy(args: Any, registry: Registry) -> int:
-    find_model_arguments(args)
+    resolve_model_arguments(args)
     backend = _start(args, registry)
+    from llmsuite.checkpoint.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.checkpoint.int8 import input_scales
-    from llmsuite.convert.rewrite import OutputFormat, Rewrite
 
     target = Path(args.output)
     if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
     model = _open(Path(args.source), args, registry)
     if input_scales(model):
-        raise UserError(f"{args.source}: rounds its inputs, which HF's files cannot say; use `llmsuite export`")
+        raise UserError(f"{args.source}: rounds its inputs, which HF's files cannot express; use `llmsuite export`")
     part = target.with_name(target.name + ".part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
@@ -112,7 +115,9 @@ def run_deploy(args: Any, registry: Registry) -> int:
         rewrite = Rewrite(model, OutputFormat("hf"))
         rewrite.write(part / MERGED)
         print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
-        args.base = args.config = None  # they belong to the source; from here on it is the merged model
+        args.base = args.config = (
+            None  # they belong to the original source; from here on the source is the merged model
+        )
         _export(part / MERGED, part / PROGRAM, backend, args, registry)
         print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
         args.source = str(part / MERGED)
@@ -125,15 +130,17 @@ def run_deploy(args: Any, registry: Registry) -> int:
 
 
 def find_program(path: Path) -> Path:
-    """The exported model in a directory, or in that of a deployment."""
-    from llmsuite.inference.exported import is_exported
+    """The directory of the exported model, given that directory or the output of `deploy`."""
+    from llmsuite.inference.export_manifest import is_exported
 
     return path / PROGRAM if not is_exported(path) and is_exported(path / PROGRAM) else path
 
 
 def find_weights(path: Path) -> Path:
-    """The weights in the directory of a deployment; any other path as it is."""
-    return path / MERGED if is_file(path / MERGED / "config.json") and is_dir(path / PROGRAM) else path
+    """The directory of the weights in the output of `deploy`; any other path unchanged."""
+    if is_file(path / MERGED / "config.json") and is_dir(path / PROGRAM):
+        return path / MERGED
+    return path
 
 
 def _is_first_rank() -> bool:
@@ -141,14 +148,14 @@ def _is_first_rank() -> bool:
 
 
 def _start(args: Any, registry: Registry, num_ranks: int = 1) -> DeviceBackend:
-    """Start Paddle, alone or as one of several ranks, on a device that predictors can compute on."""
+    """Start Paddle, as a single process or one of several ranks, on a device that Paddle Inference supports."""
     if args.device not in registry.devices:
         raise UserError(registry.unknown("device", args.device))
     backend: DeviceBackend = registry.devices[args.device].factory()
     from llmsuite.devices.start import start_paddle
     from llmsuite.inference.exported_readme import predictor_calls
 
-    start_paddle(backend, num_ranks, join=num_ranks > 1, answers=True)
+    start_paddle(backend, num_ranks, join=num_ranks > 1, inference_only=True)
     if reason := backend.unavailable(num_ranks):
         raise UserError(f"--device {args.device}: {reason}")
     backend.activate(number_in(os.environ, LOCAL_RANK, 0) if num_ranks > 1 else 0)
@@ -159,7 +166,8 @@ def _start(args: Any, registry: Registry, num_ranks: int = 1) -> DeviceBackend:
 def _open(path: Path, args: Any, registry: Registry) -> ModelDirectory:
     from llmsuite.inference.load import open_any
 
-    base, config = (Path(value) if value else None for value in (args.base, args.config))
+    base = optional_path(args.base)
+    config = optional_path(args.config)
     model = open_any(find_weights(path), registry.models, base, config, args.allow_pickle)
     return dataclasses.replace(model, allow_nonfinite=bool(args.get("allow_nonfinite")))
 
@@ -170,7 +178,7 @@ def _export(
     backend: DeviceBackend,
     args: Any,
     registry: Registry,
-    degrees: Degrees = _ALONE,
+    degrees: Degrees = _SINGLE_RANK,
 ) -> None:
     from llmsuite.inference.export import export
 
@@ -183,17 +191,22 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.inference.decoder import ModelDecoder
-    from llmsuite.inference.exported import read_manifest
+    from llmsuite.inference.export_manifest import read_manifest
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.load import load_model
     from llmsuite.inference.predictor import Predictor
-    from llmsuite.inference.verify import OtherLogits, check_files, compare, compare_loop
+    from llmsuite.inference.verify import LogitsMismatch, check_files, compare, compare_loop
     from llmsuite.parallel import collective
 
     exported = read_manifest(program)
-    mesh = collective.start(exported.degrees) if exported.degrees != _ALONE else None
-    beside = program.parent / MERGED  # as `deploy` lays them
-    source = Path(args.source or (beside if is_dir(beside) else exported.adapter or exported.source))
+    mesh = collective.start(exported.degrees) if exported.degrees != _SINGLE_RANK else None
+    merged = program.parent / MERGED  # written by `deploy`
+    if args.source:
+        source = Path(args.source)
+    elif is_dir(merged):
+        source = merged
+    else:
+        source = Path(exported.adapter or exported.source)
     adapter = find_adapter(source)
     if adapter is not None and args.base is None:
         args.base = exported.source
@@ -201,20 +214,20 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     num_files = check_files(program, base, adapter) if _is_first_rank() else 0
     opened = _open(source, args, registry)
     tolerance = exported.precision
-    if exported.has_kernels:  # whatever its matrices are in, inputs are rounded to bfloat16
-        model = load_model(opened, backend, mesh=mesh, stored=exported.precision)
-        fuse(model, backend.ops("fp32"))  # the kernels that a live model answers with
+    if exported.has_kernels:  # its kernels round inputs to bfloat16, in any precision of the matrices
+        model = load_model(opened, backend, mesh=mesh, packed=exported.precision)
+        fuse(model, backend.ops("fp32"))  # the same kernels as `generate` uses
         tolerance = "bf16"
     else:
         model = load_model(opened, backend, "bf16" if exported.precision == "int8" else exported.precision, mesh)
     if input_scales(opened):
-        tolerance = "int8"  # a last bit may turn an input from one step of int8 to the next
+        tolerance = "int8"  # a difference in the last bit may round an input to the next int8 value
     trained = ModelDecoder(model, mesh)
     predictor = Predictor(program, backend, mesh=mesh)
     try:
         count, difference, num_tokens = compare(predictor, trained, tolerance)
-    except OtherLogits as error:
-        raise UserError(f"{error}; {_first_apart(opened, backend, exported)}") from error
+    except LogitsMismatch as error:
+        raise UserError(f"{error}; {_first_difference(opened, backend, exported)}") from error
     if predictor.has_loop:
         num_tokens += compare_loop(predictor, trained, tolerance)
     return (
@@ -223,25 +236,28 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     )
 
 
-def _first_apart(source: ModelDirectory, backend: DeviceBackend, exported: Exported) -> str:
-    """What a program for one device, which is made now, does differently first."""
+def _first_difference(source: ModelDirectory, backend: DeviceBackend, exported: ExportManifest) -> str:
+    """Describe the first module in which a program for one device, exported now, differs from the model."""
     from llmsuite.inference.decoder import ModelDecoder
-    from llmsuite.inference.export import recorded
-    from llmsuite.inference.forms import Rows, as_decoded, first_apart, side
-    from llmsuite.inference.fused import fuse, layer_by_layer
+    from llmsuite.inference.export import record_export
+    from llmsuite.inference.fused import disable_decoder_kernels, fuse
     from llmsuite.inference.load import load_model
+    from llmsuite.inference.parity import TokenRows, first_difference, record_decoding, side
 
-    precision, rows = exported.precision, Rows.random(source.config.vocab_size, 12)
+    precision = exported.precision
+    rows = TokenRows.random(source.config.vocab_size, 12)
     if exported.has_kernels:
-        model, close = load_model(source, backend, stored=precision), "bf16"
+        model = load_model(source, backend, packed=precision)
+        close = "bf16"
         fuse(model)
-        layer_by_layer(model)
+        disable_decoder_kernels(model)
     else:
-        model, close = load_model(source, backend, "bf16" if precision == "int8" else precision), precision
-    trained = side([as_decoded(model, ModelDecoder(model).forward, rows)], "bf16" if close == "int8" else close)
-    found = first_apart(trained, side([recorded(source, backend, precision, rows)], trained.precision), model)
+        model = load_model(source, backend, "bf16" if precision == "int8" else precision)
+        close = precision
+    trained = side([record_decoding(model, ModelDecoder(model).forward, rows)], "bf16" if close == "int8" else close)
+    found = first_difference(trained, side([record_export(source, backend, precision, rows)], trained.precision), model)
     if found is None:
-        return "every module of a program for one device, made now, agrees: export it again"
+        return "all modules of a newly exported program for one device agree: export it again"
     return f"first module that differs: {found}"
 
 

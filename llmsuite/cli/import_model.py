@@ -1,4 +1,4 @@
-"""`llmsuite import SOURCE -o DIR`: bring a model from GGUF, HF or PaddleNLP files into a model directory."""
+"""The command `llmsuite import SOURCE -o DIR`: converts GGUF, HF or PaddleNLP files to a model directory."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import importlib.util
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.cli.places import ALLOW_NONFINITE
-from llmsuite.errors import UserError
-from llmsuite.hub.names import hub_name
-from llmsuite.plugins.manager import Registry
-from llmsuite.regular import exists, is_dir, is_file
-from llmsuite.specs import Command
+from llmsuite.base.errors import UserError
+from llmsuite.base.hub.names import hub_name
+from llmsuite.base.safe_files import exists, is_dir, is_file
+from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP, optional_path
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
@@ -31,19 +31,15 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("-o", "--output", type=str, required=True, help="directory to write; must not exist")
     parser.add_argument("--layout", type=str, default="hf", help="layout to write; see: llmsuite list layouts")
-    parser.add_argument(
-        "--config", type=str | None, default=None, help="directory of config.json, if not beside SOURCE"
-    )
-    parser.add_argument(
-        "--allow-pickle", action="store_true", help="read .pdparams, by a reader that runs nothing of what is in them"
-    )
-    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE)
+    parser.add_argument("--config", type=str | None, default=None, help="directory of config.json, if not with SOURCE")
+    parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams, without running any code in them")
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE_HELP)
 
 
 def run(args: Any, registry: Registry) -> int:
+    from llmsuite.base.files import committed_directory
+    from llmsuite.checkpoint.convert.gguf import import_gguf
     from llmsuite.checkpoint.model_dir import open_model
-    from llmsuite.convert.gguf import import_gguf
-    from llmsuite.files import committed_directory
 
     target = Path(args.output)
     if exists(target):
@@ -57,7 +53,7 @@ def run(args: Any, registry: Registry) -> int:
                 raise UserError(f"a GGUF file is imported as hf or paddlenlp; convert that to {args.layout} afterwards")
             import_gguf(source, directory, registry.models, args.layout, args.allow_nonfinite)
         else:
-            found = _open(source, Path(args.config) if args.config else None, args.allow_pickle, registry)
+            found = _open(source, optional_path(args.config), args.allow_pickle, registry)
             if found.ignored:
                 print(f"{source}: {found.description}")
             found = dataclasses.replace(found, allow_nonfinite=args.allow_nonfinite)
@@ -71,44 +67,51 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _write(model: ModelDirectory, directory: Path, layout: str, registry: Registry) -> None:
-    """Write a model in a layout. Raises UserError, or what an exporter raises; NonFiniteError for values that are not
-    finite, which an exporter of a plugin need not look for: they are found as it reads them, or in what it has
-    written."""
+    """Write a model in a layout.
+
+    Raises:
+        UserError: the model cannot be written; an exporter may raise others.
+        NonFiniteError: values are not finite. An exporter of a plugin need not check: its input and output are checked.
+    """
     from llmsuite.checkpoint.finite import NonFiniteError, first_nonfinite
-    from llmsuite.checkpoint.finite_model import checked
+    from llmsuite.checkpoint.finite_model import with_finite_check
 
     write = registry.exporters[layout].write
-    if layout in _OWN_LAYOUTS:  # these look while they write
+    if layout in _OWN_LAYOUTS:  # these exporters check values themselves
         write(model, directory)
         return
-    write(checked(model), directory)
-    if not model.allow_nonfinite and (what := first_nonfinite(sorted(directory.rglob("*.safetensors")))):
-        raise NonFiniteError(what.replace(str(directory), f"exporter {layout}: {model.path}"))
+    write(with_finite_check(model), directory)
+    if model.allow_nonfinite:
+        return
+    found = first_nonfinite(sorted(directory.rglob("*.safetensors")))
+    if found:
+        raise NonFiniteError(found.replace(str(directory), f"exporter {layout}: {model.path}"))
 
 
 def _open(source: Path, config: Path | None, allow_pickle: bool, registry: Registry) -> ModelDirectory:
-    from llmsuite.checkpoint.directory import of_gguf
+    from llmsuite.checkpoint.convert.pdparams import pdparams_files
+    from llmsuite.checkpoint.directory import gguf_hint
     from llmsuite.checkpoint.model_dir import open_model
-    from llmsuite.convert.pdparams import pdparams_files
 
-    if not is_file(source / "config.json") and (way := of_gguf(source)) is not None:
-        raise UserError(way)
+    hint = None if is_file(source / "config.json") else gguf_hint(source)
+    if hint is not None:
+        raise UserError(hint)
     if not pdparams_files(source):
         if config is not None:
             raise UserError(f"--config: {source} has its own config.json; it is for .pdparams")
         return open_model(source, registry.models)
-    from llmsuite.convert.sources import open_source
+    from llmsuite.checkpoint.convert.sources import open_source
     from llmsuite.devices.start import start_paddle
     from llmsuite.inference.load import parameter_shapes
 
-    start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
+    start_paddle(registry.devices["cpu"].factory(), 1)  # for the expected shapes of the parameters
     return open_source(source, registry.models, parameter_shapes, config, allow_pickle)
 
 
 def _find_source(source: str) -> Path:
     if source.startswith(_PACKAGE):
         name = source.removeprefix(_PACKAGE)
-        # locates, does not import: nobody's code runs, but that of the package around one with a dot
+        # locates the package without importing it; for a dotted name it would run code of the parent package
         found = importlib.util.find_spec(name) if name.isidentifier() else None
         if found is None or found.origin is None:
             raise UserError(f"{source}: no Python package {name!r} is installed")
@@ -116,9 +119,9 @@ def _find_source(source: str) -> Path:
         if len(files) != 1:
             raise UserError(f"{source}: the package ships {len(files)} .gguf files; one is needed")
         return files[0]
-    from llmsuite.cli.places import find_place
+    from llmsuite.cli.model_paths import find_model_path
 
-    path = find_place(source) if hub_name(source) is not None else Path(source)
+    path = find_model_path(source) if hub_name(source) is not None else Path(source)
     if is_dir(path) or (is_file(path) and path.suffix == ".gguf"):
         return path
     raise UserError(

@@ -1,4 +1,4 @@
-"""`llmsuite list WHAT`: what is registered, which recipes there are, which keys a recipe has."""
+"""The command `llmsuite list WHAT`: lists registered things, bundled recipes, or the keys of a recipe."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import json
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import UserError
+from llmsuite.base.resources import bundled
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.keys import walk
+from llmsuite.contract.specs import Command
 from llmsuite.recipe.load import recipe_type
-from llmsuite.resources import bundled
-from llmsuite.schema.keys import walk
-from llmsuite.specs import Command
 
 _WHAT = Literal[
-    "stages", "models", "recipes", "devices", "formats", "loggers", "rewards", "environments", "engines", "layouts",
-    "keys",
+    "stages", "models", "recipes", "devices", "adapters", "formats", "loggers", "rewards", "environments", "engines",
+    "layouts", "suites", "keys",
 ]  # fmt: skip
 
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("what", type=_WHAT, help="what to list")
-    parser.add_argument("--stage", type=str | None, help="with keys: the stage whose section is listed too")
-    parser.add_argument("--family", type=str, default="llama", help="with keys: the family whose shape is listed too")
+    parser.add_argument("--stage", type=str | None, help="with keys: also list the section of this stage")
+    parser.add_argument("--family", type=str, default="llama", help="with keys: list the model.config of this family")
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -33,9 +33,12 @@ def run(args: Any, registry: Registry) -> int:
     elif args.what == "recipes":
         rows = list(_recipes())
     else:
-        kind = {"formats": "data format", "layouts": "exporter", "engines": "rollout engine"}.get(
-            args.what, args.what.removesuffix("s")
-        )
+        kind = {
+            "adapters": "adapter method",
+            "formats": "data format",
+            "layouts": "exporter",
+            "engines": "rollout engine",
+        }.get(args.what, args.what.removesuffix("s"))
         specs = registry.specs(kind)
         rows = [(name, spec.help, registry.owner(kind, name).distribution) for name, spec in specs.items()]
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -45,14 +48,16 @@ def run(args: Any, registry: Registry) -> int:
 
 
 def _keys(stage: str | None, family: str, registry: Registry) -> Iterator[tuple[str, str, str]]:
-    tree: dict[str, Any] = {"model": {"family": family}, **({"stage": stage} if stage else {})}
+    tree: dict[str, Any] = {"model": {"family": family}}
+    if stage:
+        tree["stage"] = stage
     cls, problems = recipe_type(tree, registry)
     if problems:
         raise UserError("\n".join(f"{key}: {message}" for key, message in problems))
     for info in walk(cls):
         default = "required" if info.default is dataclasses.MISSING else f"default {json.dumps(info.default)}"
         in_shape = info.key[:2] == ("model", "config") and len(info.key) > 2
-        yield info.dotted, info.type_text, f"{info.doc}" + ("" if in_shape else f" [{default}]")
+        yield info.dotted, info.type_text, info.doc if in_shape else f"{info.doc} [{default}]"
 
 
 def _recipes() -> Iterator[tuple[str, str, str, str]]:
@@ -75,8 +80,8 @@ def _recipes() -> Iterator[tuple[str, str, str, str]]:
 
 COMMAND = Command(
     name="list",
-    help="list stages, models, recipes, devices, formats, loggers, rewards, environments, rollout engines, layouts or "
-    "recipe keys",
+    help="list stages, models, recipes, devices, adapters, formats, loggers, rewards, environments, rollout engines, "
+    "layouts, suites or recipe keys",
     add_arguments=add_arguments,
     run=run,
 )

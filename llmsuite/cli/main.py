@@ -1,4 +1,4 @@
-"""`llmsuite COMMAND …`: finds the command, separates its options from overrides of the recipe, and runs it."""
+"""The entry point `llmsuite COMMAND …`: selects the command, separates its options from overrides, and runs it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ import sys
 from collections.abc import Sequence
 
 from llmsuite import __version__, builtin
+from llmsuite.base.errors import UserError
+from llmsuite.base.python_files import code_allowed
 from llmsuite.cli import commands, completion
 from llmsuite.cli.exits import exit_code
 from llmsuite.cli.parser import CommandParser
-from llmsuite.errors import UserError
-from llmsuite.plugins.given import add_files, plugin_files
-from llmsuite.plugins.manager import ALLOW_LIST, Registry, load_plugins
-from llmsuite.python_files import code_allowed
-from llmsuite.specs import Command
+from llmsuite.contract.given import add_files, plugin_files
+from llmsuite.contract.registry import BUILTIN, BUNDLED, NO_PLUGINS, Registry, load_plugins
+from llmsuite.contract.specs import Command
 
-_DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe a run."
-_NO_PLUGINS, _PLUGIN, _ALLOW_CODE = "--no-plugins", "--plugin", "--allow-code"
+_DESCRIPTION = "Pretrain, fine-tune, align and deploy large language models on PaddlePaddle: one JSON recipe per run."
+_NO_PLUGINS = "--no-plugins"
+_PLUGIN = "--plugin"
+_ALLOW_CODE = "--allow-code"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,20 +29,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     if _NO_PLUGINS in words:
         words.remove(_NO_PLUGINS)
-        os.environ[ALLOW_LIST] = ""  # the ranks of a run inherit it
+        os.environ[NO_PLUGINS] = "1"  # the ranks of a run inherit it
 
     allowed = code_allowed if _ALLOW_CODE in words else contextlib.nullcontext
     words = [word for word in words if word != _ALLOW_CODE]
 
     def work() -> int:
-        with allowed(), plugin_files(take_plugins(words)):
+        with allowed(), plugin_files(pop_plugin_files(words)):
             return _run(words, add_files(load_plugins(builtin, commands)))
 
     return exit_code(work)
 
 
-def take_plugins(words: list[str]) -> list[str]:
-    """Take `--plugin FILE` out of the words of a command line; returns the files.
+def pop_plugin_files(words: list[str]) -> list[str]:
+    """Remove `--plugin FILE` from the words of a command line, in place. Returns the files.
 
     Raises:
         UserError: the last word is `--plugin`.
@@ -49,32 +51,36 @@ def take_plugins(words: list[str]) -> list[str]:
     while (at := next((i for i, word in enumerate(words) if word.partition("=")[0] == _PLUGIN), None)) is not None:
         word = words.pop(at)
         if "=" not in word and at == len(words):
-            raise UserError(f"{_PLUGIN}: is the last word; give the Python file behind it")
+            raise UserError(f"{_PLUGIN}: is the last word; give the Python file after it")
         files.append(word.partition("=")[2] if "=" in word else words.pop(at))
     return files
 
 
 def _run(words: list[str], registry: Registry) -> int:
     parser = CommandParser(prog="llmsuite", description=_DESCRIPTION, version=__version__)
-    parser.add_argument(_NO_PLUGINS, action="store_true", help="use what comes with llmsuite only")
-    parser.add_argument(_PLUGIN, type=str, help="a Python file that is a plugin; with any command, also several times")
-    help_code = "run Python files that a recipe names and that lie neither beside it nor in the working directory"
+    parser.add_argument(_NO_PLUGINS, action="store_true", help="load no plugins, neither bundled nor installed ones")
+    parser.add_argument(_PLUGIN, type=str, help="load a Python file as a plugin; works with any command, repeatable")
+    help_code = "also run Python files named by a recipe that are outside its directory and the working directory"
     parser.add_argument(_ALLOW_CODE, action="store_true", help=help_code)
     subcommands = parser.add_subcommands(required=True, dest="command", title="commands")
     options: dict[str, set[str]] = {}
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    completes = completion.COMPLETION_VARIABLE in os.environ
     for command in list(registry.commands.values()):
         subparser = CommandParser(description=command.help)
-        try:
-            command.add_arguments(subparser)
-        except Exception as error:  # a plugin's code: it may raise anything
-            registry.disable("command", command.name, error)
-            continue
+        is_ours = registry.owner("command", command.name).distribution in (BUILTIN, BUNDLED)
+        # to set up the arguments of all commands of ours takes longer than many a command itself
+        if completes or command.name == chosen or not is_ours:
+            try:
+                command.add_arguments(subparser)
+            except Exception as error:  # a plugin's code: it may raise anything
+                registry.disable("command", command.name, error)
+                continue
         subcommands.add_subcommand(command.name, subparser, help=command.help)
         options[command.name] = {option for action in subparser._actions for option in action.option_strings}
         parser.commands[command.name] = subparser
-    if completion.COMPLETES in os.environ:
-        completion.answer(parser.commands, registry)
-    chosen = next((word for word in words if not word.startswith("-")), None)
+    if completes:
+        completion.complete(parser.commands, registry)
     if chosen is not None and chosen not in registry.commands:
         raise UserError(registry.unknown("command", chosen))
     overrides: list[str] = []

@@ -1,4 +1,4 @@
-"""`llmsuite merge` and `llmsuite convert`: a model in the layout, dtype and files wanted."""
+"""The commands `llmsuite merge` and `llmsuite convert`: write a model in another layout, dtype or number of files."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import dataclasses
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import exists
 from llmsuite.cli.amounts import parse_amount
-from llmsuite.cli.places import ALLOW_NONFINITE
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
-from llmsuite.regular import exists
-from llmsuite.specs import Command
+from llmsuite.cli.model_paths import ALLOW_NONFINITE_HELP
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 
 _LAYOUT = Literal["hf", "paddlenlp", "distcp", "gguf"]
 _LAYOUT_HELP = (
-    "distcp: what dist.load_state_dict of Paddle reads, by PaddleNLP's names; gguf: one file for llama.cpp, with a "
-    "Modelfile for Ollama; needs the package gguf"
+    "hf, paddlenlp; distcp: for dist.load_state_dict of Paddle, with PaddleNLP's names; gguf: one file for llama.cpp, "
+    "with a Modelfile for Ollama; needs the package gguf"
 )
 
 
@@ -28,8 +28,8 @@ def _common_arguments(parser: Any) -> None:
         "--dtype",
         type=Literal["fp32", "bf16", "fp16", "fp8", "int8", "q8_0", "q5_1", "q4_1", "q4_k_m"] | None,
         default=None,
-        help="default: unchanged, or bf16 for FP8 models; fp8 has one scale for each block of 128 x 128; int8, with "
-        "scales, only for a run trained with qat.weight_bits; q8_0, q5_1, q4_1, q4_k_m are of GGUF, default fp16",
+        help="default: unchanged, or bf16 for FP8 models, or fp16 for GGUF; fp8 has one scale for each block of 128 x "
+        "128; int8, with scales, only for a run trained with qat.weight_bits; q8_0, q5_1, q4_1, q4_k_m only for GGUF",
     )
     parser.add_argument(
         "--max-shard-size", type=str, default=None, help="size limit of each file, such as 5GB (default: 4GiB)"
@@ -42,7 +42,7 @@ def _common_arguments(parser: Any) -> None:
         help="with --layout paddlenlp or distcp: fuse qkv and gate-up into one matrix each",
     )
     parser.add_argument("--allow-pickle", action="store_true", help="read .pdparams, without running any code in them")
-    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE)
+    parser.add_argument("--allow-nonfinite", action="store_true", help=ALLOW_NONFINITE_HELP)
 
 
 def _merge_arguments(parser: Any) -> None:
@@ -53,7 +53,7 @@ def _merge_arguments(parser: Any) -> None:
         "model_state.tp0X_pp0Y.pdparams, or a LoRA adapter",
     )
     parser.add_argument(
-        "more", type=str, nargs="*", help="the other parts of a checkpoint of machines that share no output_dir"
+        "more", type=str, nargs="*", help="the other parts of a checkpoint of machines without a shared output_dir"
     )
     parser.add_argument(
         "--base", type=str | None, default=None, help="base model of an adapter that does not name its own"
@@ -73,19 +73,18 @@ def _convert_arguments(parser: Any) -> None:
 def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
 
-    start_paddle(registry.devices["cpu"].factory(), 1)  # for the shapes a model has to have
-    from llmsuite.checkpoint.adapter_base import CONFIGS, Base, base_path, check_base, stored_format
+    start_paddle(registry.devices["cpu"].factory(), 1)  # for the expected shapes of the parameters
+    from llmsuite.base.progress import track_bytes
+    from llmsuite.checkpoint.adapter_base import Base, base_path, check_base, config_names, stored_format
+    from llmsuite.checkpoint.convert.adapter import add_adapter
+    from llmsuite.checkpoint.convert.distcp_export import write_distcp
+    from llmsuite.checkpoint.convert.rewrite import DTYPES, OutputFormat, Rewrite
+    from llmsuite.checkpoint.convert.sources import open_source
     from llmsuite.checkpoint.directory import find_adapter
-    from llmsuite.checkpoint.int8 import quantised, rounded_layers
+    from llmsuite.checkpoint.int8 import quantise_model, rounded_layers
     from llmsuite.checkpoint.model_dir import Layout
-    from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
-    from llmsuite.cli.places import find_model_arguments
-    from llmsuite.convert.adapter import add_adapter
-    from llmsuite.convert.distcp_export import write_distcp
-    from llmsuite.convert.rewrite import DTYPES, OutputFormat, Rewrite
-    from llmsuite.convert.sources import open_source
+    from llmsuite.cli.model_paths import resolve_model_arguments
     from llmsuite.inference.load import parameter_shapes
-    from llmsuite.progress import track_bytes
 
     target = Path(args.output)
     if exists(target):
@@ -97,15 +96,14 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(f"--dtype {args.dtype}: is not written with --layout distcp; choose fp32, bf16 or fp16")
     if args.max_shard_size is not None and args.split_num:
         raise UserError("--split-num: contradicts --max-shard-size; give one of them")
-    find_model_arguments(args)
+    resolve_model_arguments(args)
     source = Path(args.source)
     adapter = find_adapter(source)
     if args.get("base") and adapter is None:
-        raise UserError(f"--base: {source} is no LoRA adapter: it has neither {' nor '.join(CONFIGS)}")
+        raise UserError(f"--base: {source} is no LoRA adapter: it has neither {' nor '.join(config_names())}")
     is_int8 = args.dtype == "int8"
-    if is_int8 and (adapter is not None or args.fused):
-        reason = "--fused matrices have none" if args.fused else f"{source} is a LoRA adapter, which was not trained so"
-        raise UserError(f"--dtype int8: has a scale for each output of a layer, and {reason}; leave one of the two out")
+    if is_int8:
+        _check_int8(source, adapter is not None, args.fused)
     config = Path(args.config) if args.config else None
     given = Path(args.base) if args.get("base") else None
     base = source if adapter is None else given or base_path(adapter)
@@ -113,22 +111,19 @@ def run(args: Any, registry: Registry) -> int:
     if adapter is not None:
         if given is None:
             check_base(adapter, Base(str(base), model.digest()))
-        model, format = add_adapter(model, adapter, args.allow_pickle), stored_format(adapter)
+        model = add_adapter(model, adapter, args.allow_pickle)
+        format = stored_format(adapter)
         if format is not None:
             print(
-                f"{adapter} was trained on matrices stored as {format.dtype} in blocks of {format.block}; merged are "
-                "the values that these stand for"
+                f"{adapter} was trained on a base stored as {format.dtype} in blocks of {format.block}; it is merged "
+                "into the dequantised values"
             )
     model = dataclasses.replace(model, allow_nonfinite=args.allow_nonfinite)
     if args.layout == "gguf":
         return _write_gguf(model, target, args)
     if is_int8:
-        model = quantised(model, rounded_layers(model.path))
-    size = (
-        max(1, int(parse_amount("--max-shard-size", args.max_shard_size, "bytes")))
-        if args.max_shard_size
-        else MAX_FILE_BYTES
-    )
+        model = quantise_model(model, rounded_layers(model.path))
+    size = _max_file_bytes(args)
     dtype = DTYPES[args.dtype] if args.dtype and not is_int8 else None
     layout: Layout = "hf" if args.layout == "hf" else "paddlenlp"
     rewrite = Rewrite(model, OutputFormat(layout, dtype, size, args.split_num, args.fused))
@@ -146,8 +141,27 @@ def run(args: Any, registry: Registry) -> int:
     return 0
 
 
+def _max_file_bytes(args: Any) -> int:
+    from llmsuite.checkpoint.tensor_writer import MAX_FILE_BYTES
+
+    if not args.max_shard_size:
+        return MAX_FILE_BYTES
+    return max(1, int(parse_amount("--max-shard-size", args.max_shard_size, "bytes")))
+
+
+def _check_int8(source: Path, is_adapter: bool, fused: bool) -> None:
+    """Raise UserError for a model that cannot be written in int8."""
+    reason = ""
+    if is_adapter:
+        reason = f"{source} is a LoRA adapter, which was not trained for int8"
+    if fused:
+        reason = "--fused matrices have no such scales"
+    if reason:
+        raise UserError(f"--dtype int8: has a scale for each output of a layer, and {reason}; leave one of the two out")
+
+
 def _check_gguf(args: Any) -> None:
-    """Raises UserError for options that contradict --layout."""
+    """Raise UserError for options that contradict --layout."""
     own = ("q8_0", "q5_1", "q4_1", "q4_k_m")
     if args.layout != "gguf":
         if args.dtype in own:
@@ -156,16 +170,16 @@ def _check_gguf(args: Any) -> None:
             )
         return
     if args.dtype in ("fp8", "int8"):
-        raise UserError(f"--dtype {args.dtype}: GGUF has none; choose fp32, bf16, fp16, {', '.join(own)}")
+        raise UserError(f"--dtype {args.dtype}: GGUF has no such dtype; choose fp32, bf16, fp16, {', '.join(own)}")
     if idle := [key for key in ("max_shard_size", "split_num") if args.get(key)]:
         raise UserError(f"--{idle[0].replace('_', '-')}: a GGUF model is one file")
 
 
 def _write_gguf(model: Any, target: Path, args: Any) -> int:
-    from llmsuite.convert.gguf_export import GgufExport
-    from llmsuite.files import check_disk, committed_directory
+    from llmsuite.base.files import check_disk, committed_directory
+    from llmsuite.base.progress import track_bytes
+    from llmsuite.checkpoint.convert.gguf_export import GgufExport
     from llmsuite.inference.ollama import MODELFILE, modelfile, read_dialogue
-    from llmsuite.progress import track_bytes
 
     export = GgufExport(model, args.dtype or "fp16")
     dialogue = read_dialogue(model.tokenizer_directory)
@@ -185,61 +199,66 @@ def _write_gguf(model: Any, target: Path, args: Any) -> int:
 
 
 def run_merge(args: Any, registry: Registry) -> int:
-    from llmsuite.checkpoint.own_disks import gathered
+    from llmsuite.checkpoint.local_storage import joined_directory
 
     if not args.more:
         return run(args, registry)
     parts = [Path(args.source), *map(Path, args.more)]
-    with gathered(parts, Path(f"{args.output}.gathered")) as directory:
+    with joined_directory(parts, Path(f"{args.output}.gathered")) as directory:
         args.source = str(directory)
         return run(args, registry)
 
 
 def run_convert(args: Any, registry: Registry) -> int:
     from llmsuite.checkpoint.directory import find_adapter
-    from llmsuite.cli.places import find_model_arguments
+    from llmsuite.cli.model_paths import resolve_model_arguments
 
-    find_model_arguments(args, needs_base=not args.config)  # for the config of an adapter's model
+    resolve_model_arguments(args, needs_base=not args.config)  # for the config of an adapter's model
     adapter = find_adapter(Path(args.source))
     return run(args, registry) if adapter is None else _convert_adapter(adapter, args, registry)
 
 
 def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
+    from llmsuite.adapters.lora import FIRST_FACTOR, SECOND_FACTOR
+    from llmsuite.base.files import committed_directory
     from llmsuite.checkpoint.adapter_base import base_path
     from llmsuite.checkpoint.adapter_dir import open_adapters
     from llmsuite.checkpoint.adapter_writer import write_adapters
-    from llmsuite.checkpoint.beside import is_beside
+    from llmsuite.checkpoint.convert.paddlenlp_methods import method_of, write_method
     from llmsuite.checkpoint.finite import NonFiniteError, first_nonfinite
     from llmsuite.checkpoint.model_dir import read_config
+    from llmsuite.checkpoint.side_adapters import is_side_adapter
     from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
-    from llmsuite.convert.paddlenlp_lokr import is_lokr, write_lokr
-    from llmsuite.convert.vera import write_vera
     from llmsuite.devices.start import start_paddle
-    from llmsuite.files import committed_directory
     from llmsuite.inference.load import parameter_shapes
-    from llmsuite.models.shard_plan import FIRST_FACTOR, SECOND_FACTOR
 
     if args.layout in ("gguf", "distcp"):
         raise UserError(
-            f"--layout {args.layout}: {source} is an adapter; llmsuite merge writes it into its base, so too"
+            f"--layout {args.layout}: {source} is an adapter; use llmsuite merge, which merges it into its base"
         )
-    keys = ["dtype", "max_shard_size", "split_num", "fused", *["allow_pickle"] * (not is_beside(source))]
+    keys = ["dtype", "max_shard_size", "split_num", "fused"]
+    if not is_side_adapter(source):
+        keys.append("allow_pickle")
     if idle := [key for key in keys if args.get(key)]:
-        raise UserError(f"--{idle[0].replace('_', '-')}: {source} is an adapter, which is written as it is")
+        raise UserError(f"--{idle[0].replace('_', '-')}: {source} is an adapter, which is written unchanged")
     target = Path(args.output)
     if exists(target):
         raise UserError(f"{target} exists; choose another --output, or remove it first")
-    start_paddle(registry.devices["cpu"].factory(), 1)  # before paddlenlp, whose configuration they have
-    family, config = read_config(Path(args.config) if args.config else base_path(source), registry.models)
-    if not args.allow_nonfinite and (what := first_nonfinite(sorted(source.glob("*.safetensors")))):
-        raise NonFiniteError(what)
-    if is_beside(source):
-        return _convert_beside(source, target, family, config, args)
-    if args.layout == "paddlenlp" and is_lokr(source):
+    start_paddle(registry.devices["cpu"].factory(), 1)  # before paddlenlp is imported
+    config_directory = Path(args.config) if args.config else base_path(source)
+    family, config = read_config(config_directory, registry.models)
+    nonfinite = None if args.allow_nonfinite else first_nonfinite(sorted(source.glob("*.safetensors")))
+    if nonfinite:
+        raise NonFiniteError(nonfinite)
+    if is_side_adapter(source):
+        return _convert_side_adapter(source, target, family, config, args)
+    method = method_of(source) if args.layout == "paddlenlp" else None
+    own = None if method is None else method.paddlenlp
+    if method is not None and own is not None and not method.stores_pair:
         with committed_directory(target, {"format": 1}) as directory:
-            count = write_lokr(directory, source, family, config)
+            count = write_method(directory, source, method, family, config)
             copy_tokenizer(source, directory)
-        print(f"wrote {target}: LoKr of {count} matrices of a {family.name}, paddlenlp layout")
+        print(f"wrote {target}: {own.label} of {count} matrices of a {family.name}, paddlenlp layout")
         return 0
     adapters, saved, config = open_adapters(source, family, config)
     specs = [saved.spec(f"{m}.{factor}") for m in adapters.modules for factor in (FIRST_FACTOR, SECOND_FACTOR)]
@@ -255,32 +274,34 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
     with committed_directory(target, manifest) as directory:
         written = write_adapters(directory, adapters, family, config, saved.read, specs, args.layout, source)
         manifest.update(dataclasses.asdict(written))
-        twice = args.layout == "paddlenlp" and write_vera(directory, source, adapters, family, config)
-    kind = ", as VeRA and as LoRA" if twice else ""
+        if method is not None:
+            write_method(directory, source, method, family, config)
+    kind = "" if own is None else f", as {own.label} and as LoRA"
     print(
         f"wrote {target}: adapters of {len(adapters.modules)} matrices of a {family.name}, {args.layout} layout{kind}"
     )
     return 0
 
 
-def _convert_beside(source: Path, target: Path, family: Any, config: Any, args: Any) -> int:
+def _convert_side_adapter(source: Path, target: Path, family: Any, config: Any, args: Any) -> int:
+    from llmsuite.base.files import committed_directory
     from llmsuite.checkpoint.adapter_base import Base
-    from llmsuite.checkpoint.finite import NonFiniteError, count_nonfinite, told
+    from llmsuite.checkpoint.convert.side_adapters import open_any_side_adapter, write_side_adapter
+    from llmsuite.checkpoint.finite import NonFiniteError, count_nonfinite, describe_nonfinite
     from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
-    from llmsuite.convert.beside import open_any_beside, write_beside
-    from llmsuite.files import committed_directory
 
     named = Base(str(Path(args.config).resolve()) if args.config else None, "")
-    saved = open_any_beside(source, family, config, args.allow_pickle, named)
-    assert saved is not None, "the caller has asked"
-    for name in () if args.allow_nonfinite else saved.files.names:
+    saved = open_any_side_adapter(source, family, config, args.allow_pickle, named)
+    assert saved is not None, "the caller has checked that it is a side adapter"
+    names = () if args.allow_nonfinite else saved.files.names
+    for name in names:
         value = saved.files.read(name)
         if count := count_nonfinite(value):
-            raise NonFiniteError(told(source, name, count, value.size))
+            raise NonFiniteError(describe_nonfinite(source, name, count, value.size))
     with committed_directory(target, {"format": 1}) as directory:
-        write_beside(directory, saved, family, config, args.layout)
+        write_side_adapter(directory, saved, family, config, args.layout)
         copy_tokenizer(source, directory)
-    kind = type(saved.told).__name__.lower()
+    kind = type(saved.metadata).__name__.lower()
     print(f"wrote {target}: {kind} of a {family.name}, {args.layout} layout")
     return 0
 

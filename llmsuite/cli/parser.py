@@ -1,4 +1,4 @@
-"""Errors of the command line in plain words: options as they are typed, and what would be right."""
+"""Errors of the command line in plain words: they name options as typed, and say how to correct them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from jsonargparse import ArgumentParser
 from jsonargparse.typing import restricted_number_type
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.help import PlainHelp
-from llmsuite.errors import UserError
 
 # what jsonargparse 4.53 says
 _MISSING = re.compile(r"the following arguments are required: (.*)")
@@ -36,7 +36,7 @@ Port: Any = restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
 
 
 class CommandParser(ArgumentParser):
-    """jsonargparse's, whose errors are `UserError`."""
+    """jsonargparse's parser, with errors raised as `UserError`."""
 
     def __init__(self, **settings: Any):
         super().__init__(**settings, formatter_class=PlainHelp)
@@ -44,68 +44,73 @@ class CommandParser(ArgumentParser):
         """Parsers of the commands, by name."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Raise what the library has found.
+        """Raise an error that the library has found.
 
         Raises:
             UserError: always.
         """
         parser = getattr(ex, "subcommand_parser", None) or self
-        raise UserError(_in_plain_words(message, parser, self.commands)) from ex
+        raise UserError(_plain_message(message, parser, self.commands)) from ex
 
 
-def _in_plain_words(message: str, parser: ArgumentParser, commands: Mapping[str, ArgumentParser]) -> str:
-    """What jsonargparse says of a command line; of `parser`, or of one of `commands` that it names."""
+def _plain_message(message: str, parser: ArgumentParser, commands: Mapping[str, ArgumentParser]) -> str:
+    """A message of jsonargparse in plain words, for `parser` or the one of `commands` that the message names."""
     if message.startswith(_NO_COMMAND):
-        return f"give a command, one of {', '.join(sorted(commands))}; llmsuite --help tells what each does"
+        return f"give a command, one of {', '.join(sorted(commands))}; llmsuite --help describes each"
     if missing := _MISSING.search(message):
-        return _without(missing[1].split(", "), commands)
+        return _missing_arguments(missing[1].split(", "), commands)
     found = message
     if unknown := _UNKNOWN.search(message):
-        found = _unknown(unknown[1].split(), parser)
+        found = _unknown_option(unknown[1].split(), parser)
     elif without := _NO_VALUE.search(message):
         found = f"{without[1]}: is without a value"
-    elif (wrong := _WRONG_KEY.search(message)) and (value := _FOUND.search(message)):
-        action = _action(parser, wrong[1])
+    else:
+        wrong = _WRONG_KEY.search(message)
+        value = _FOUND.search(message)
+        action = None if wrong is None else _action(parser, wrong[1])
         expected = None if action is None else _expected(getattr(action, "_typehint", None) or action.type)
-        if action is not None and expected is not None:
+        if value is not None and action is not None and expected is not None:
             given = next(text for text in value.groups() if text is not None)
-            found = f"{_name(action)}: expected {expected}, found {given!r}"
-    return f"{found}{'' if found.endswith('?') else '.'} {parser.prog.replace(' [options]', '')} --help tells more"
+            found = f"{_option_name(action)}: expected {expected}, found {given!r}"
+    end = "" if found.endswith("?") else "."
+    return f"{found}{end} For help: {parser.prog.replace(' [options]', '')} --help"
 
 
-def _without(keys: list[str], commands: Mapping[str, ArgumentParser]) -> str:
-    """What a command line lacks, given as keys such as `merge.output`."""
+def _missing_arguments(keys: list[str], commands: Mapping[str, ArgumentParser]) -> str:
+    """The message about missing arguments, given as keys such as `merge.output`."""
     command = keys[0].partition(".")[0]
     found = [_action(commands[command], key.removeprefix(f"{command}.")) for key in keys]
-    # the library lists lists too, which may be empty
+    # the library also reports arguments that are lists, which may be empty
     actions = [action for action in found if action is not None and action.nargs != "*"]
-    names = [_name(action) for action in actions]
-    head = f"{command}: {' and '.join(names)} {'is' if len(names) == 1 else 'are'} missing"
+    names = [_option_name(action) for action in actions]
+    verb = "is" if len(names) == 1 else "are"
+    head = f"{command}: {' and '.join(names)} {verb} missing"
     helps = [f"  {name}: {action.help}" for name, action in zip(names, actions, strict=True)]
-    return "\n".join([f"{head}. llmsuite {command} --help tells more", *helps])
+    return "\n".join([f"{head}. For help: llmsuite {command} --help", *helps])
 
 
-def _unknown(words: list[str], parser: ArgumentParser) -> str:
+def _unknown_option(words: list[str], parser: ArgumentParser) -> str:
     options = {option for action in parser._actions for option in action.option_strings}
     option = next((word for word in words if word.startswith("-")), None)
     if option is None:
-        return f"{' '.join(words)}: this command takes no further words"
+        return f"{' '.join(words)}: this command takes no more arguments"
     near = difflib.get_close_matches(option.partition("=")[0], options, n=1, cutoff=0.7)
-    return f"{option}: this command has no such option" + (f"; did you mean {near[0]}?" if near else "")
+    hint = f"; did you mean {near[0]}?" if near else ""
+    return f"{option}: this command has no such option{hint}"
 
 
 def _action(parser: ArgumentParser, key: str) -> argparse.Action | None:
     return next((action for action in parser._actions if action.dest == key), None)
 
 
-def _name(action: argparse.Action) -> str:
-    """An option as it is typed, or the name of a word in a usage line."""
+def _option_name(action: argparse.Action) -> str:
+    """The name of an argument as typed: its longest option, else its name in a usage line."""
     longest = max(action.option_strings, key=len, default=None)
     return longest or action.dest.upper()
 
 
 def _expected(kind: Any) -> str | None:
-    """What an argument of a type may be; None where there are no plain words for it."""
+    """The expected values of an argument of a type, in plain words; None where there are none."""
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     parts = [part for part in get_args(kind) if part is not type(None)]

@@ -1,4 +1,4 @@
-"""`llmsuite plan RECIPE`: the memory, traffic and time a run will take. Needs no Paddle and no device."""
+"""The command `llmsuite plan RECIPE`: estimates memory, traffic and time of a run, without Paddle or a device."""
 
 from __future__ import annotations
 
@@ -6,52 +6,60 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.extras import check_plot
 from llmsuite.cli.amounts import Unit, parse_amount
-from llmsuite.errors import UserError
-from llmsuite.extras import check_plot
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.degrees import launch_section
+from llmsuite.contract.specs import Command
 from llmsuite.recipe.load import load
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.schema.degrees import launch_of
-from llmsuite.specs import Command
 
-_MOST = 10
+_MAX_SHOWN = 10
 
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("recipe", type=str, help="recipe file (.json, .jsonc or .yaml)")
-    parser.add_argument("--smoke", action="store_true", help="plan the small run that --smoke makes of it")
-    parser.add_argument("--devices", type=int, default=None, help="so many devices, eight a machine, instead of launch")
-    parser.add_argument("--memory", type=str, default=None, help="of a device, such as 80GiB: does it fit?")
-    parser.add_argument("--plot", type=str, default=None, help="draw the pipeline's schedule into a .png or .svg")
-    parser.add_argument("--search", action="store_true", help="which strategies fit, the fastest first")
-    parser.add_argument("--hardware", type=str, default=None, help="h100, h800, h200, a100 or a800: figures for times")
+    parser.add_argument("--smoke", action="store_true", help="plan the reduced run of --smoke")
+    parser.add_argument(
+        "--devices", type=int, default=None, help="plan for this many devices, 8 per machine, instead of launch"
+    )
+    parser.add_argument("--memory", type=str, default=None, help="memory of a device, such as 80GiB: does the run fit?")
+    parser.add_argument("--plot", type=str, default=None, help="plot the pipeline schedule into a .png or .svg file")
+    parser.add_argument(
+        "--search", action="store_true", help="list the parallel strategies that fit, the fastest first"
+    )
+    parser.add_argument(
+        "--hardware", type=str, default=None, help="h100, h800, h200, a100 or a800: sets the figures below"
+    )
     parser.add_argument("--flops", type=str, default=None, help="peak of a device, such as 989TFLOPS")
-    parser.add_argument("--bandwidth", type=str, default=None, help="between machines, a device, such as 50GB/s")
-    parser.add_argument("--local_bandwidth", type=str, default=None, help="between devices of a machine")
-    parser.add_argument("--memory_bandwidth", type=str, default=None, help="of a device's memory, for rollouts")
+    parser.add_argument("--bandwidth", type=str, default=None, help="between machines, per device, such as 50GB/s")
+    parser.add_argument("--local_bandwidth", type=str, default=None, help="between the devices of a machine")
+    parser.add_argument("--memory_bandwidth", type=str, default=None, help="of the memory of a device, for rollouts")
 
 
 def run(args: Any, registry: Registry) -> int:
+    from llmsuite.observe.plots import plot_schedule
+    from llmsuite.planning.call_order import check_order, summary
     from llmsuite.planning.cost import hardware
     from llmsuite.planning.estimate import estimate
-    from llmsuite.planning.order import check_order, summary
-    from llmsuite.planning.plot import plot_schedule
+    from llmsuite.planning.report import show_plan, show_search
     from llmsuite.planning.search import search
-    from llmsuite.planning.show import show_plan, show_search
 
     if args.plot is not None:
         if args.search:
-            raise UserError("--plot: draws one plan, not a search; plan its strategy by itself, or leave this out")
+            raise UserError("--plot: shows one plan, not a search; plan one strategy without --search, or leave it out")
         check_plot(Path(args.plot))
     words = [*_devices(args.devices), *args.overrides]
-    free = args.search and not args.smoke
-    plan = _for_search(args.recipe, words, registry) if free else plan_run(args.recipe, words, registry, args.smoke)
+    if args.search and not args.smoke:
+        plan = _for_search(args.recipe, words, registry)
+    else:
+        plan = plan_run(args.recipe, words, registry, args.smoke)
     plan.check_trains("plan")
-    if plan.degrees.own_meshes:
+    if plan.parallel.degrees.auto_parallel:
         raise UserError(
-            f"plan: family {plan.family.name} places its parameters in its own code, which this command does not run; "
-            "start it with --train.max_steps=2, and look at peak_memory_bytes in metrics.jsonl"
+            f"plan: family {plan.model.family.name} places its parameters in its own code, which this command does not "
+            "run; start it with --train.max_steps=2, and look at peak_memory_bytes in metrics.jsonl"
         )
     amounts = {
         "memory": _amount("--memory", args.memory, "bytes"),
@@ -66,27 +74,32 @@ def run(args: Any, registry: Registry) -> int:
         if memory is None or device is None:
             raise UserError("--search: needs a device: --hardware, or --memory, --flops and --bandwidth")
         fitting, rejected = search(plan, memory, device)
-        for line in show_search(fitting, rejected, _MOST):
+        for line in show_search(fitting, rejected, _MAX_SHOWN, ("engine", "recompute_every") in plan.loaded.given):
             print(line)
         return 0 if fitting else 3
     found = estimate(plan)
     for line in show_plan(found, memory, device):
         print(line)
-    if plan.degrees.num_ranks > 1:
-        print(summary(check_order(plan), plan))
+    if plan.parallel.degrees.num_ranks > 1:
+        check = check_order(plan)
+        print(summary(check, plan.model.family.name, plan.parallel.degrees.num_ranks))
     if args.plot is not None:
         plot_schedule(found.timeline, Path(args.plot))
-        print(f"the schedule is drawn in {args.plot}")
+        print(f"the schedule is plotted in {args.plot}")
     return 0 if memory is None or found.peak <= memory else 3
 
 
 def _for_search(recipe: str, words: list[str], registry: Registry) -> RunPlan:
-    """The plan of a recipe for one device, that knows of all of them: degrees are looked for, so those of the recipe
-    need not fit the devices."""
+    """The plan of a recipe for one device, but with its launch section: the search sets the degrees, so those of the
+    recipe need not fit the devices."""
     launch = load(recipe, words, registry).recipe.launch
     plan = plan_run(recipe, [*words, "--parallel={}", "--launch={}"], registry)
-    whole = dataclasses.replace(plan.recipe, launch=launch)
-    return dataclasses.replace(plan, loaded=dataclasses.replace(plan.loaded, recipe=whole))
+    recipe_of_all = dataclasses.replace(plan.recipe, launch=launch)
+    return dataclasses.replace(
+        plan,
+        loaded=dataclasses.replace(plan.loaded, recipe=recipe_of_all),
+        parallel=dataclasses.replace(plan.parallel, devices_per_machine=launch.num_devices, num_machines=launch.nnodes),
+    )
 
 
 def _devices(count: int | None) -> list[str]:
@@ -95,7 +108,7 @@ def _devices(count: int | None) -> list[str]:
         return []
     if count < 1:
         raise UserError(f"--devices: is {count}; it has to be 1 or more")
-    return [f"--launch.{key}={value}" for key, value in {"nnodes": 1, **launch_of(count)}.items()]
+    return [f"--launch.{key}={value}" for key, value in {"nnodes": 1, **launch_section(count)}.items()]
 
 
 def _amount(option: str, text: str | None, unit: Unit) -> float | None:
@@ -104,7 +117,7 @@ def _amount(option: str, text: str | None, unit: Unit) -> float | None:
 
 COMMAND = Command(
     name="plan",
-    help="what a run will take: memory, traffic, time; without devices",
+    help="estimate memory, traffic and time of a run, without devices",
     add_arguments=add_arguments,
     run=run,
     takes_overrides=True,

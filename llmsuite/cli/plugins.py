@@ -1,4 +1,4 @@
-"""`llmsuite plugins list|info`: the installed plugins, what they provide, and why one does not work."""
+"""The command `llmsuite plugins list|info`: the installed plugins, what they provide, and the errors of broken ones."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import textwrap
 from collections.abc import Iterable
 from typing import Any, Literal
 
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry, allow_list_says
-from llmsuite.specs import Command
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import Registry, left_out_notes
+from llmsuite.contract.specs import Command
 
 _WIDTH = 100
 
 
 def add_arguments(parser: Any) -> None:
-    parser.add_argument("action", type=Literal["list", "info"], help="list all, or tell all about one")
+    parser.add_argument("action", type=Literal["list", "info"], help="list: all plugins; info: details of one")
     parser.add_argument("name", type=str | None, nargs="?", default=None, help="with info: the plugin's name")
 
 
 def _counted(provides: Iterable[str]) -> list[str]:
-    """Things such as "stage dpo", with a number for those of which there are several."""
+    """Registered things such as "stage dpo"; several of a kind as a number, such as "3 stages"."""
     kinds: dict[str, list[str]] = {}
     for thing in provides:
         kinds.setdefault(thing.rpartition(" ")[0], []).append(thing)
@@ -34,7 +34,7 @@ def run(args: Any, registry: Registry) -> int:
             print(textwrap.fill(row, _WIDTH, subsequent_indent="    ", break_on_hyphens=False))
             if info.error:
                 print("".join(f"    {line}\n" for line in info.error.splitlines()), end="")
-        for text in allow_list_says():
+        for text in left_out_notes():
             print(textwrap.fill(text, _WIDTH, subsequent_indent="    ", break_on_hyphens=False))
         return 0
     names = ", ".join(dict.fromkeys(info.name for info in registry.plugins))
@@ -54,4 +54,4 @@ def run(args: Any, registry: Registry) -> int:
     return 0
 
 
-COMMAND = Command(name="plugins", help="list plugins, or tell about one", add_arguments=add_arguments, run=run)
+COMMAND = Command(name="plugins", help="list plugins, or show details of one", add_arguments=add_arguments, run=run)

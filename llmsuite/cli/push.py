@@ -1,26 +1,26 @@
-"""`llmsuite push MODEL hf:ORG/NAME`: put a model or adapters on a hub."""
+"""The command `llmsuite push MODEL hf:ORG/NAME`: uploads a model or adapters to a hub."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
-from llmsuite.specs import Command
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("source", type=str, help="a run (its newest checkpoint), a model directory, or adapters")
-    parser.add_argument("target", type=str, help="hf:ORG/NAME, or hf:ORG/NAME@BRANCH; made if it is not there")
-    parser.add_argument("--private", action="store_true", help="a new repository is to be seen by its owner only")
-    parser.add_argument("--message", type=str, default="Upload by llmsuite", help="of the commit")
+    parser.add_argument("target", type=str, help="hf:ORG/NAME, or hf:ORG/NAME@BRANCH; created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="make a new repository private")
+    parser.add_argument("--message", type=str, default="Upload by llmsuite", help="commit message")
 
 
 def run(args: Any, registry: Registry) -> int:
+    from llmsuite.base.hub.names import hub_name
+    from llmsuite.base.hub.push import push
     from llmsuite.checkpoint.directory import find_adapter, find_model
-    from llmsuite.hub.names import hub_name
-    from llmsuite.hub.push import push
 
     target = hub_name(args.target)
     if target is None:
@@ -32,4 +32,4 @@ def run(args: Any, registry: Registry) -> int:
     return 0
 
 
-COMMAND = Command(name="push", help="put a model or adapters on a hub", add_arguments=add_arguments, run=run)
+COMMAND = Command(name="push", help="upload a model or adapters to a hub", add_arguments=add_arguments, run=run)

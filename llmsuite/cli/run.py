@@ -1,4 +1,4 @@
-"""`llmsuite run RECIPE`: run the stage of a recipe."""
+"""The command `llmsuite run RECIPE`: runs the stage of a recipe."""
 
 from __future__ import annotations
 
@@ -9,20 +9,23 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.locks import empty_directory, lock_directory
+from llmsuite.base.safe_files import is_file
 from llmsuite.cli.exits import exit_code
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.locks import empty_directory, lock_directory
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.recipe import LaunchSection, Recipe
+from llmsuite.contract.schema.section import as_plain
+from llmsuite.contract.specs import Command, JobSpec, ModelFamily, StageSpec
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.smoke import names_own_data, names_own_reward
-from llmsuite.regular import is_file
-from llmsuite.schema.section import as_plain
-from llmsuite.specs import Command
+from llmsuite.recipe.smoke import overrides_data, overrides_reward
 
 if TYPE_CHECKING:
     from llmsuite.launch.machines import Machines
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 def add_arguments(parser: Any) -> None:
     parser.add_argument("recipe", type=str, help="recipe file (.json, .jsonc or .yaml)")
     parser.add_argument(
-        "--smoke", action="store_true", help="tiny shape, embedded data, CPU processes: does this recipe run?"
+        "--smoke", action="store_true", help="test the recipe with a tiny model and embedded data, on CPU processes"
     )
     parser.add_argument(
         "--resume", action="store_true", help="continue from the last complete checkpoint of output_dir"
@@ -49,33 +52,36 @@ def run(args: Any, registry: Registry) -> int:
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import is_worker
     from llmsuite.launch.machines import Machines
-    from llmsuite.launch.output import lasting_output, write_to
+    from llmsuite.launch.membership import Membership
+    from llmsuite.launch.output import tolerant_output, write_to
     from llmsuite.launch.restarts import is_restarted
-    from llmsuite.launch.seats import Seats
+    from llmsuite.observe.events import read_events
     from llmsuite.recipe.code import code_files
+    from llmsuite.recipe.elastic import check_min_nodes
     from llmsuite.recipe.fetch import fetch_names
-    from llmsuite.recipe.fewer import check_fewest
-    from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out
+    from llmsuite.recipe.notes import run_notes
 
-    check_fewest(plan, args.recipe, args.overrides, registry, args.smoke)
-    machine, master = _machine(plan)
+    check_min_nodes(plan.loaded, args.recipe, args.overrides, registry, args.smoke)
+    machine, master = _machine(plan.loaded, is_smoke=plan.smoke_of is not None)
     _check(args, plan, registry, machine)
     where = plan.recipe.launch
     # read in every rank, or they would be keys without effect
     max_restarts = where.max_restarts
-    seats = Seats(
-        where.nnodes, where.spares, where.min_nnodes, where.rejoin_seconds, partial(_on_fewer, args, registry)
+    membership = Membership(
+        where.nnodes, where.spares, where.min_nnodes, where.rejoin_seconds, partial(_work_on_fewer, args, registry)
     )
-    stall_seconds, logs = where.stall_seconds, Path(where.log_dir) if where.log_dir else plan.output_dir / "logs"
-    backend = plan.device.factory()
+    stall_seconds = where.stall_seconds
+    logs = Path(where.log_dir) if where.log_dir else plan.output_dir / "logs"
+    backend = plan.parallel.device.factory()
     if (numbers := where.device_numbers) is not None:
         os.environ.update(backend.select(numbers))
-    if plan.recipe.engine.deterministic:
+    if plan.parallel.engine.deterministic:
         os.environ.update(backend.deterministic_flags or {})
-    starts_ranks = (plan.degrees.num_ranks > 1 or max_restarts > 0) and not is_worker()
+    starts_ranks = (plan.parallel.degrees.num_ranks > 1 or max_restarts > 0) and not is_worker()
     if starts_ranks:
-        if plan.stage.trains and not plan.degrees.own_meshes:  # whose order is the model's own
-            from llmsuite.planning.order import check_order
+        # an auto-parallel model decides the order of calls itself
+        if plan.train.stage.trains and not plan.parallel.degrees.auto_parallel:
+            from llmsuite.planning.call_order import check_order
 
             check_order(plan)
         backend.prepare_ranks()
@@ -83,7 +89,7 @@ def run(args: Any, registry: Registry) -> int:
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
     if is_worker():
         write_to(1, 2)
-        return _work(plan, registry, args.resume or is_restarted())
+        return run_rank(plan, registry, args.resume or is_restarted())
 
     for info in registry.plugins:
         if info.error:
@@ -91,53 +97,60 @@ def run(args: Any, registry: Registry) -> int:
     if reason := backend.unavailable(local_ranks):
         raise RecipeError([plan.loaded.problem("device", f"{backend.name}: {reason}")])
     if args.smoke:
-        reduced = f", in place of {plan.smoke_of}" if plan.smoke_of != plan.degrees else ""
-        mesh = f"mesh {plan.degrees} on cpu{reduced}"
-        data = str(plan.train_file) if names_own_data(plan.loaded, plan.stage) else "embedded data"
-        if "reward" in plan.stage.smoke and not names_own_reward(plan.loaded):
-            data += f", reward {', '.join(plan.stage.smoke['reward']['functions'])} in place of the recipe's"
-        print(f"smoke run of {args.recipe}: tiny {plan.family.name}, {data}, {mesh}", flush=True)
+        reduced = f", instead of {plan.smoke_of}" if plan.smoke_of != plan.parallel.degrees else ""
+        mesh = f"mesh {plan.parallel.degrees} on cpu{reduced}"
+        data = str(plan.data.train_file) if overrides_data(plan.loaded, plan.train.stage) else "embedded data"
+        if "reward" in plan.train.stage.smoke and not overrides_reward(plan.loaded):
+            data += f", reward {', '.join(plan.train.stage.smoke['reward']['functions'])} instead of the recipe's"
+        print(f"smoke run of {args.recipe}: tiny {plan.model.family.name}, {data}, {mesh}", flush=True)
     for key, path in code_files(plan.recipe):
         print(f"{key}: runs the code in {path}", flush=True)
-    for note in [*few_rows(plan), *held_out(plan), *endless_warm_up(plan)]:
+    for note in run_notes(plan.data, plan.train, plan.parallel.device.name):
         print(f"warning: {note}", file=sys.stderr)
-    plan = fetch_names(plan, registry, _say, args.resume)  # once, before ranks wait for each other
-    plan.fetched(_say)
-    with lasting_output():
+    plan = fetch_names(plan, registry, _print_line, args.resume)  # once, before ranks wait for each other
+    plan.fetched(_print_line)
+    with tolerant_output():
         if not starts_ranks:
-            return _work(plan, registry, args.resume)
-        machines = Machines(machine, where.nnodes, master, _shared_part(plan), seats)
-        return _launch(plan, registry, args.resume, logs, stall_seconds, machines)
+            return run_rank(plan, registry, args.resume)
+        machines = Machines(machine, where.nnodes, master, _shared_part(plan.recipe), membership)
+        if backend.forks:
+            _import_ahead(plan.train.stage, plan.model.family)
+        work = _rank_work(backend, partial(run_rank, plan, registry), args.resume, sys.argv[1:])
+        restarts = _restarts(plan.output_dir, plan.train.stage, max_restarts)
+        num_before = len(read_events(plan.output_dir))
+        code = _launch(work, backend, local_ranks, logs, stall_seconds, machines, restarts)
+        return _note_end(plan.output_dir, code, num_before, plan.train.stage.trains and machine == 0)
 
 
-def _machine(plan: RunPlan) -> tuple[int, str]:
-    """The number of this machine, and host:port of machine 0, by the recipe or a scheduler; 0 and "" where nothing
-    depends on them: in a run on one machine, and in a rank, which its launcher has told.
+def _machine(loaded: LoadedRecipe, is_smoke: bool) -> tuple[int, str]:
+    """The number of this machine and host:port of machine 0, from the recipe or a scheduler; 0 and "" where nothing
+    depends on them: in a run on one machine, and in a rank, which has them from its launcher.
 
     Raises:
-        UserError: a machine is not named.
+        UserError: the number or the address is missing.
     """
     from llmsuite.launch.launch import is_worker
-    from llmsuite.launch.scheduler import check_place, find_place
+    from llmsuite.launch.scheduler import check_scheduled_machine, find_scheduled_machine
 
-    where = plan.recipe.launch
-    number, master = where.node_rank, where.master  # read in every rank, or they would be keys without effect
+    where = loaded.recipe.launch
+    number = where.node_rank  # read in every rank, or they would be keys without effect
+    master = where.master
     if is_worker():
         return 0, ""
-    place = find_place(os.environ)
+    place = find_scheduled_machine(os.environ)
     if where.nnodes == 1:
-        if place is not None and number is None and plan.smoke_of is None:  # each would do the same run by itself
-            check_place(place, 1)
+        if place is not None and number is None and not is_smoke:  # each machine would do the same run alone
+            check_scheduled_machine(place, 1)
         return 0, ""
     if number is None:
         if place is None:
-            raise UserError(fan_out(sys.argv[1:], plan))
-        check_place(place, where.nnodes, where.spares)
+            raise UserError(fan_out(sys.argv[1:], where))
+        check_scheduled_machine(place, where.nnodes, where.spares)
         number = place.number
     if master is None:
         if place is None or place.master is None:
             message = "is required with several machines; set it to host:port of machine 0, which the others connect to"
-            raise RecipeError([plan.loaded.problem("launch.master", message)])
+            raise RecipeError([loaded.problem("launch.master", message)])
         master = place.master
     return number, master
 
@@ -160,68 +173,65 @@ def _check(args: Any, plan: RunPlan, registry: Registry, machine: int) -> None:
 
 
 def _launch(
-    plan: RunPlan, registry: Registry, resume: bool, logs: Path, stall_seconds: float | None, machines: Machines
+    work: Work,
+    backend: DeviceBackend,
+    num_ranks: int,
+    logs: Path,
+    stall_seconds: float | None,
+    machines: Machines,
+    restarts: Restarts,
 ) -> int:
-    """Start the ranks of this machine and wait for them; `logs` is where their output goes."""
+    """Start the ranks of this machine, each with this work, and wait for them; `logs` is the directory for their
+    output."""
     from llmsuite.data.rendering import end_rendering
     from llmsuite.launch.launch import launch
-    from llmsuite.observe.events import read_events
 
     end_rendering()  # of the first rows: forks of this process would keep its pipe open for as long as the run lasts
-    backend, where = plan.device.factory(), plan.recipe.launch
 
     def environment(local_rank: int) -> dict[str, str]:
-        return {**backend.variables(where.num_devices, local_rank), **backend.patience(stall_seconds)}
+        return {**backend.variables(num_ranks, local_rank), **backend.timeout_variables(stall_seconds)}
 
-    if backend.forks:
-        _import_ahead(plan)
-    work = _rank_work(plan, registry, resume, sys.argv[1:])
-    restarts = _restarts(plan)
-    num_before = len(read_events(plan.output_dir))
-    code = launch(work, where.num_devices, logs, environment, _write, machines, stall_seconds, restarts)
-    _note_end(plan.output_dir, code, num_before, plan.stage.trains and machines.number == 0)
-    return code
+    return launch(work, num_ranks, logs, environment, _write, machines, stall_seconds, restarts)
 
 
-def _rank_work(plan: RunPlan, registry: Registry, resume: bool, words: Sequence[str]) -> Work:
-    """What each rank does: by these words of a command line, where it is no fork."""
+def _rank_work(backend: DeviceBackend, run_stage: Callable[[bool], int], resume: bool, words: Sequence[str]) -> Work:
+    """The work of each rank: a function for forks, which calls `run_stage` with True to resume; else a command with the
+    arguments `words`."""
     from llmsuite.launch.ranks import can_fork
     from llmsuite.launch.restarts import is_restarted
 
-    backend = plan.device.factory()
-
     def forked() -> int:
         backend.after_paddle()
-        return exit_code(lambda: _work(plan, registry, resume or is_restarted()))
+        return exit_code(lambda: run_stage(resume or is_restarted()))
 
     return forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *words]
 
 
-def _on_fewer(args: Any, registry: Registry, count: int) -> Work:
-    """What each rank does once the run goes on with fewer machines. Raises UserError where it cannot."""
-    from llmsuite.planning.order import check_order
+def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
+    """The work of each rank once the run continues with fewer machines. Raises UserError where it cannot."""
+    from llmsuite.planning.call_order import check_order
+    from llmsuite.recipe.elastic import overrides_for_machines
     from llmsuite.recipe.fetch import fetch_names
-    from llmsuite.recipe.fewer import words_for
 
-    plan = plan_run(args.recipe, words_for(args.overrides, count), registry, args.smoke)
-    if plan.stage.trains:
+    plan = plan_run(args.recipe, overrides_for_machines(args.overrides, count), registry, args.smoke)
+    if plan.train.stage.trains:
         check_order(plan)
     plan = fetch_names(plan, registry, lambda text: None, True)
-    # what this launcher has read of the recipe as it was holds; unread they would be keys without effect
-    for section in (plan.recipe.launch, plan.recipe.engine):
+    # this launcher keeps the settings that it has read before; marked as read, or they would be keys without effect
+    for section in (plan.recipe.launch, plan.parallel.engine):
         for key in dataclasses.fields(section):
             getattr(section, key.name)
-    return _rank_work(plan, registry, True, words_for(sys.argv[1:], count))
+    words = overrides_for_machines(sys.argv[1:], count)
+    return _rank_work(plan.parallel.device.factory(), partial(run_rank, plan, registry), True, words)
 
 
-def _restarts(plan: RunPlan) -> Restarts:
-    """When the ranks of this run are started again, and what they then go on from."""
+def _restarts(run: Path, stage: StageSpec | JobSpec, max_restarts: int) -> Restarts:
+    """The restart policy of the run in a directory, with the step that ranks resume from."""
     from llmsuite.checkpoint.directory import list_steps
     from llmsuite.launch.restarts import Decision, Restarts
     from llmsuite.observe.events import add_event
 
-    run, most = plan.output_dir, plan.recipe.launch.max_restarts
-    answers = run / plan.stage.result if not plan.stage.trains and plan.stage.result else None
+    answers = run / stage.result if isinstance(stage, JobSpec) and stage.result else None
 
     def begins_at() -> int:
         if answers is not None:
@@ -230,20 +240,23 @@ def _restarts(plan: RunPlan) -> Restarts:
 
     def note(decision: Decision) -> None:
         run.mkdir(parents=True, exist_ok=True)
-        add_event(run, "restarting", step=decision.begins_at, restart=decision.count, of=most, why=decision.why)
+        add_event(run, "restarting", step=decision.begins_at, restart=decision.count, of=max_restarts, why=decision.why)
 
-    return Restarts(most, begins_at, note, "step" if answers is None else "answer")
+    return Restarts(max_restarts, begins_at, note, "step" if answers is None else "answer")
 
 
-def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = False) -> None:
+def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = False) -> int:
     """Record an end that rank 0 could not record itself: another rank has failed, the run hung, or rank 0 died before
-    it could say that it began.
+    it recorded its start.
 
     Args:
         run: the directory of the run.
         code: the exit code of the ranks.
-        num_before: events that it had before they were started.
-        has_rank_0: whether rank 0 of a training was among them.
+        num_before: events of the run before the ranks were started.
+        has_rank_0: rank 0 of a training run was among them.
+
+    Returns:
+        The exit code of the run: 0 where a signal came when it had just recorded that it ended, else that of the ranks.
     """
     from llmsuite.launch.ends import INTERRUPTED, REFUSED
     from llmsuite.launch.hang import STALLED
@@ -251,75 +264,79 @@ def _note_end(run: Path, code: int, num_before: int = 0, has_rank_0: bool = Fals
 
     events = read_events(run)
     if code == 0 or (events and events[-1]["event"] in ("failed", "hung")):
-        return
+        return code
     if code == INTERRUPTED:
-        begun = [event["event"] for event in events[num_before:]]
-        if has_rank_0 and begun and begun[-1] not in ("stopped", "ended"):  # it was ended at once
+        is_recording = has_rank_0 and len(events) > num_before
+        if is_recording and events[-1]["event"] == "ended":
+            return 0
+        if is_recording and events[-1]["event"] != "stopped":  # it was ended immediately
             with contextlib.suppress(UserError):
                 add_event(run, "stopped")
-        return
+        return code
     with contextlib.suppress(UserError), contextlib.ExitStack() as locks:  # a disk that is full may be why it fails
         if not any(event["event"] in ("started", "resumed", "restarting") for event in events[num_before:]):
             had_ended = bool(events[:num_before]) and events[num_before - 1]["event"] == "ended"
-            # what is refused changes nothing, as in one process
+            # a refused run records nothing, as in one process
             if code == REFUSED or had_ended or not has_rank_0:
-                return
-            locks.enter_context(lock_directory(run))  # which another run may have
+                return code
+            locks.enter_context(lock_directory(run))  # raises where another run uses it
         add_event(run, "hung" if code == STALLED else "failed", exit_code=code)
+    return code
 
 
-def _shared_part(plan: RunPlan) -> str:
-    """What has to be equal on all machines of a run: a digest of each section of the recipe, as `meeting.differing`
-    reads them."""
-    recipe = as_plain(plan.recipe)
-    del recipe["output_dir"]  # which may be a disk of the machine
+def _shared_part(recipe: Recipe) -> str:
+    """The identity of a run, equal on all its machines: a digest of each section of the recipe, in the form that
+    `rendezvous.differing_sections` reads."""
+    shared = as_plain(recipe)
+    del shared["output_dir"]  # may be on a local disk of the machine
     for of_machine in ("node_rank", "devices"):
-        del recipe["launch"][of_machine]
-    parts = {key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()) for key, value in recipe.items()}
+        del shared["launch"][of_machine]
+    parts = {key: hashlib.sha256(json.dumps(value, sort_keys=True).encode()) for key, value in shared.items()}
     return " ".join(f"{key}={digest.hexdigest()}" for key, digest in parts.items())
 
 
-def fan_out(words: Sequence[str], plan: RunPlan) -> str:
+def fan_out(words: Sequence[str], launch: LaunchSection) -> str:
     """The commands that start a run on several machines.
 
     Args:
         words: the words of the command line, without the program.
-        plan: a run on more than one machine.
+        launch: section of a recipe for more than one machine.
     """
-    launch = plan.recipe.launch
-    count, more = launch.nnodes + launch.spares, [] if launch.master else ["--launch.master=HOST0:29500"]
+    count = launch.nnodes + launch.spares
+    more = [] if launch.master else ["--launch.master=HOST0:29500"]
     run = f"llmsuite {shlex.join([*words, *more])}"
     by_ssh = f"cd {shlex.quote(str(Path.cwd()))} && {run} --launch.node_rank="
     lines = [
-        f"launch.node_rank: is required with {count} machines: each starts its own ranks, where the same files",
-        "are. HOST0 and so on stand for their names. By ssh, one line for each machine:",
+        f"launch.node_rank: is required with {count} machines: each machine starts its own ranks, from the same files.",
+        "HOST0 and so on stand for the names of the machines. With ssh, one line for each machine:",
         *(f"  ssh HOST{k} {shlex.quote(by_ssh + str(k))}" for k in range(count)),
-        "by mpirun, Slurm or Kubernetes, whose numbers of machines are found:",
+        "with mpirun, Slurm or Kubernetes, which number the machines:",
         f"  mpirun -np {count} --map-by ppr:1:node {run}",
         f"  srun --nodes={count} --ntasks-per-node=1 llmsuite {shlex.join(words)}",
     ]
     return "\n".join(lines)
 
 
-def _import_ahead(plan: RunPlan) -> None:
-    """Import in the parent what every rank would import after the fork; nothing of it runs yet."""
+def _import_ahead(stage: StageSpec | JobSpec, family: ModelFamily) -> None:
+    """Import in the parent the modules that every rank would import after the fork, to share their memory."""
     import tokenizers  # noqa: F401
 
-    if plan.stage.trains:
-        import llmsuite.train.trainer  # noqa: F401
-    plan.stage.factory()
-    plan.family.factory()
+    if stage.trains:
+        import llmsuite.engine.trainer  # noqa: F401
+    stage.factory()
+    family.factory()
 
 
-def _work(plan: RunPlan, registry: Registry, resume: bool) -> int:
-    if not plan.stage.trains:
-        return int(plan.stage.factory()(plan, registry, resume))
-    from llmsuite.train.trainer import run as run_stage
+def run_rank(plan: RunPlan, registry: Registry, resume: bool) -> int:
+    """Run the stage of a plan in this rank. Returns the exit code."""
+    if not plan.train.stage.trains:
+        return int(plan.train.stage.factory()(plan, registry, resume))
+    from llmsuite.engine.trainer import run as run_stage
 
     return run_stage(plan, registry, resume)
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     print(text, flush=True)
 
 

@@ -1,4 +1,4 @@
-"""`llmsuite runs list|show|compare`, `llmsuite report RUN…`, `llmsuite watch RUN`: what has become of runs."""
+"""The commands `llmsuite runs list|show|compare`, `llmsuite report RUN…` and `llmsuite watch RUN`: inspect runs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.redaction import printable
 from llmsuite.cli.parser import Port
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
-from llmsuite.shown import printable
-from llmsuite.specs import Command
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 
 _COMPARED = ("loss", "eval/loss", "grad_norm", "ips_total", "avg_batch_cost", "avg_reader_cost", "peak_memory_bytes")
 
 
 def _add_arguments(parser: Any) -> None:
     parser.add_argument(
-        "action", type=Literal["list", "show", "compare"], help="list: below a directory; show: one; compare: several"
+        "action",
+        type=Literal["list", "show", "compare"],
+        help="list: all runs below a directory; show: one run; compare: several runs",
     )
-    parser.add_argument("runs", type=str, nargs="*", help="directories of runs; with list where to look, default: runs")
+    parser.add_argument(
+        "runs", type=str, nargs="*", help="directories of runs; with list, directories to search (default: runs)"
+    )
 
 
 def _run(args: Any, registry: Registry) -> int:
@@ -65,7 +69,7 @@ def _show(run: Any) -> int:
 
 
 def _compare(runs: Sequence[Any]) -> int:
-    from llmsuite.observe.runs import differing
+    from llmsuite.observe.runs import differing_keys
 
     head = ("", *(str(run.directory) for run in runs))
     rows: list[tuple[str, ...]] = [("status", *(run.status for run in runs))]
@@ -74,13 +78,17 @@ def _compare(runs: Sequence[Any]) -> int:
         last = [run.series(name)[1][-1:] for run in runs]
         if any(last):
             rows.append((name, *(f"{value[0]:.6g}" if value else "" for value in last)))
-    rows += [(key, *map(str, values)) for key, values in differing(*(run.recipe for run in runs))]
+    recipes = [run.recipe for run in runs]
+    rows += [(key, *map(str, values)) for key, values in differing_keys(*recipes)]
     _print(head, rows)
     return 0
 
 
 def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    table = [[printable(cell).replace("\n", " ") for cell in row] for row in ([head, *rows] if head else rows)]
+    table: list[list[str]] = []
+    all_rows = [head, *rows] if head else rows
+    for row in all_rows:
+        table.append([printable(cell).replace("\n", " ") for cell in row])
     if not rows:
         print("no runs")
         return
@@ -90,8 +98,8 @@ def _print(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 
 
 def _add_report_arguments(parser: Any) -> None:
-    parser.add_argument("runs", type=str, nargs="+", help="directory of the run; further ones are drawn beside it")
-    parser.add_argument("--png", action="store_true", help="write each chart as report/NAME.png too; needs matplotlib")
+    parser.add_argument("runs", type=str, nargs="+", help="directories of runs; several are shown together")
+    parser.add_argument("--png", action="store_true", help="also write each chart as report/NAME.png; needs matplotlib")
 
 
 def _report(args: Any, registry: Registry) -> int:
@@ -104,8 +112,8 @@ def _report(args: Any, registry: Registry) -> int:
 
 
 def _add_watch_arguments(parser: Any) -> None:
-    parser.add_argument("runs", type=str, nargs="+", help="directory of the run; further ones are drawn beside it")
-    parser.add_argument("--port", type=Port, default=8080, help="on the loopback address; 0 for any that is free")
+    parser.add_argument("runs", type=str, nargs="+", help="directories of runs; several are shown together")
+    parser.add_argument("--port", type=Port, default=8080, help="port on the loopback address; 0 for any free port")
 
 
 def _watch(args: Any, registry: Registry) -> int:
@@ -113,17 +121,14 @@ def _watch(args: Any, registry: Registry) -> int:
 
     with make_server([Path(path) for path in args.runs], args.port) as server:
         print(f"watching {', '.join(args.runs)} on {server.address}", flush=True)
-        for number in (
-            signal.SIGINT,
-            signal.SIGTERM,
-        ):  # jobs in the background begin with SIGINT ignored
+        for number in (signal.SIGINT, signal.SIGTERM):  # background jobs start with SIGINT ignored
             signal.signal(number, signal.default_int_handler)
         server.serve_forever()
     return 0
 
 
 RUNS = Command(name="runs", help="list, show or compare runs", add_arguments=_add_arguments, run=_run)
-REPORT = Command(name="report", help="write the page of a run", add_arguments=_add_report_arguments, run=_report)
+REPORT = Command(name="report", help="write a report page of runs", add_arguments=_add_report_arguments, run=_report)
 WATCH = Command(
-    name="watch", help="serve the page of a run that goes on", add_arguments=_add_watch_arguments, run=_watch
+    name="watch", help="serve a live page of running or finished runs", add_arguments=_add_watch_arguments, run=_watch
 )

@@ -1,14 +1,14 @@
-"""`llmsuite schema`: JSON Schema of a recipe, so that an editor completes and checks it."""
+"""The command `llmsuite schema`: prints the JSON Schema of recipes, with which an editor completes and checks them."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 from llmsuite.recipe.schema_json import recipe_schema
-from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:

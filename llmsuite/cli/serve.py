@@ -1,4 +1,4 @@
-"""`llmsuite serve MODEL`: answer over HTTP, as OpenAI's API does."""
+"""The command `llmsuite serve MODEL`: serves a model over HTTP with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -13,22 +13,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.cli.generate import CONTROL_TOKENS, add_generation_config, add_model_arguments
+from llmsuite.base.errors import UserError
+from llmsuite.base.extras import install_command
+from llmsuite.base.hub.names import hub_name
+from llmsuite.base.web.client import API_KEY
+from llmsuite.cli.generate import CONTROL_TOKENS_HELP, add_generation_config, add_model_arguments
 from llmsuite.cli.parser import Port
 from llmsuite.cli.ranks import launch_ranks, settle_degrees
-from llmsuite.errors import UserError
-from llmsuite.extras import install_command
-from llmsuite.hub.names import hub_name
-from llmsuite.plugins.manager import Registry
-from llmsuite.specs import Command
-from llmsuite.web.client import API_KEY
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
 
 if TYPE_CHECKING:
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.prompts import Prompter
 
-_PIECE_ON_CPU, _PIECE = 256, 2048
-"""Tokens of prompts that a device reads in the time of a few passes over answers."""
+_PREFILL_CHUNK_CPU = 256
+_PREFILL_CHUNK = 2048
+"""Tokens of prompts that a device prefills in the time of a few decoding steps."""
 
 
 def add_arguments(parser: Any) -> None:
@@ -36,63 +37,73 @@ def add_arguments(parser: Any) -> None:
 
     add_model_arguments(parser)
     parser.add_argument(
-        "--host", type=str, default="127.0.0.1", help="where to listen; the default is this machine only"
+        "--host", type=str, default="127.0.0.1", help="address to listen on; the default is this machine only"
     )
-    parser.add_argument("--port", type=Port, default=8000, help="0 for any that is free")
+    parser.add_argument("--port", type=Port, default=8000, help="port to listen on; 0 for any free port")
     parser.add_argument(
         "--name",
         type=str,
         action="append",
-        help="what clients call the model (default: its directory); may be given several times",
+        help="name of the model for clients (default: that of its directory); may be given several times",
     )
-    parser.add_argument("--chat_template", type=str, default="tokenizer", help="or: chatml, llama3, plain")
-    parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS)
+    parser.add_argument("--chat_template", type=str, default="tokenizer", help="tokenizer, chatml, llama3 or plain")
+    parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS_HELP)
     add_generation_config(parser)
     parser.add_argument(
         "--leave_out_tools",
         action="store_true",
-        help="answer chats without the tools that they may call (off by default): for a model that knows none, and "
-        "clients that always send some; tools that have to be called are still refused",
+        help="ignore the tools of chat requests (off by default): for a model that supports none, with clients that "
+        "always send some; a request that requires a tool call is still refused",
     )
     parser.add_argument(
-        "--allowed_host", type=str, action="append", help="a name of this server that clients without a key may use"
+        "--allowed_host",
+        type=str,
+        action="append",
+        help="another host name of this server, for clients without a key; may be given several times",
     )
     parser.add_argument(
         "--proxy",
         type=str,
         action="append",
-        help="an address, or a network, that is believed whose requests it passes on (X-Forwarded-For); may be given "
+        help="an address or a network of trusted proxies, whose X-Forwarded-For header names the client; may be given "
         "several times",
     )
-    parser.add_argument("--api_key", type=str | None, default=None, help=f"ask for it; better given as {API_KEY}")
+    parser.add_argument(
+        "--api_key", type=str | None, default=None, help=f"key that clients must send; better set as {API_KEY}"
+    )
     parser.add_argument("--batch_size", type=PositiveInt, default=8, help="answers decoded together")
-    parser.add_argument("--max_waiting", type=PositiveInt, default=256, help="answers that may wait for a place")
+    parser.add_argument(
+        "--max_waiting", type=PositiveInt, default=256, help="requests that may wait for a place in the batch"
+    )
     parser.add_argument(
         "--max_waiting_per_client",
         type=PositiveInt | None,
         default=None,
-        help="of one client; default: three quarters of --max_waiting",
+        help="waiting requests of one client (default: three quarters of --max_waiting)",
     )
     parser.add_argument(
         "--prompt_piece",
         type=PositiveInt | None,
         default=None,
-        help="tokens of prompts that are read between two passes over the answers; default: 256 on cpu, 2048 on others",
+        help="prefill chunk: prompt tokens computed between two decoding steps (default: 256 on cpu, 2048 elsewhere)",
     )
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=1024, help="most tokens of an answer")
     parser.add_argument(
         "--prefix_cache_mb",
         type=NonNegativeInt,
         default=256,
-        help="megabytes for keys and values of prompts, which later prompts that begin alike do not compute again; "
+        help="megabytes of the prefix cache: keys and values of prompts, reused by later prompts with the same prefix; "
         "0 for none",
     )
-    parser.add_argument("--max_body_bytes", type=PositiveInt, default=1_000_000, help="of a request")
+    parser.add_argument("--max_body_bytes", type=PositiveInt, default=1_000_000, help="largest body of a request")
     parser.add_argument("--body_timeout", type=PositiveFloat, default=10.0, help="seconds for a request to arrive")
     parser.add_argument("--request_timeout", type=PositiveFloat, default=600.0, help="seconds for an answer")
-    parser.add_argument("--max_connections", type=PositiveInt, default=512, help="of clients, at once")
+    parser.add_argument("--max_connections", type=PositiveInt, default=512, help="simultaneous connections of clients")
     parser.add_argument(
-        "--header_timeout", type=PositiveFloat, default=10.0, help="seconds a client may be silent, or read nothing"
+        "--header_timeout",
+        type=PositiveFloat,
+        default=10.0,
+        help="seconds that a client may send no headers, or read no response",
     )
     parser.add_argument(
         "--adapters",
@@ -100,13 +111,13 @@ def add_arguments(parser: Any) -> None:
         nargs="+",
         default=[],
         metavar="NAME=DIR",
-        help="LoRA adapters over the model, each of which answers requests for its name",
+        help="LoRA adapters of the model, each served under its own name",
     )
     parser.add_argument(
         "--rl",
         action="store_true",
-        help="be the engine of a trainer (off by default): let clients replace the weights by those in a directory of "
-        "this machine (/v1/pause, /v1/update_weights, /v1/resume), and give them token ids (return_token_ids)",
+        help="serve rollouts for a trainer (off by default): clients may replace the weights by those in a directory "
+        "of this machine (/v1/pause, /v1/update_weights, /v1/resume), and get token ids (return_token_ids)",
     )
 
 
@@ -125,46 +136,47 @@ def run(args: Any, registry: Registry) -> int:
     except ImportError as error:
         raise UserError(f"serve: {error.name} is missing; install it with: {install_command('serve')}") from error
     from llmsuite.cli.model import check_ranks, open_generator
-    from llmsuite.cli.places import find_model_arguments
+    from llmsuite.cli.model_paths import resolve_model_arguments
     from llmsuite.launch.launch import is_worker
 
     _check_proxies(args.proxy or ())
-    args.port = int(args.port)  # getaddrinfo takes no class of its own
-    if args.num_devices == 1 or not is_worker():  # ranks are started when that is known
+    args.port = int(args.port)  # getaddrinfo accepts no subclass of int
+    if args.num_devices == 1 or not is_worker():  # checked before ranks are started
         _check_address(args.host, args.port)
-    names = args.name or [_name(args.model)]
-    find_model_arguments(args)
+    names = args.name or [_option_name(args.model)]
+    resolve_model_arguments(args)
     adapters = _adapters(args, names)
     if args.num_devices > 1 and not is_worker():
         check_ranks(args, registry)
         return launch_ranks(args, registry)
     opened = open_generator(args, registry, refreshable=args.rl, adapters=adapters)
-    if not opened.speaks:
+    if not opened.is_main_rank:
         return _follow(opened.generator.decoder)
-    from llmsuite.inference.defaults import read_defaults
-    from llmsuite.inference.followed import lead
+    from llmsuite.inference.driver import as_driver
+    from llmsuite.inference.sampling_defaults import read_defaults
     from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
     from llmsuite.serving.metrics import Metrics
     from llmsuite.serving.server import make_server
-    from llmsuite.serving.service import Service, Speaker
+    from llmsuite.serving.service import ServedModel, Service
     from llmsuite.serving.weights import ServedWeights
 
-    leader = lead(opened.generator.decoder) if args.num_devices > 1 else None
+    leader = as_driver(opened.generator.decoder) if args.num_devices > 1 else None
     opened.generator.decoder = leader or opened.generator.decoder
-    args.prompt_piece = args.prompt_piece or (_PIECE_ON_CPU if args.device == "cpu" else _PIECE)
+    if not args.prompt_piece:
+        args.prompt_piece = _PREFILL_CHUNK_CPU if args.device == "cpu" else _PREFILL_CHUNK
     limits = Limits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)})
     if key is None and not _is_loopback(args.host):
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
     defaults = read_defaults(opened.configs, args.generation_config)
-    prompter = _prompter(opened.generator, args, needs_template=not opened.of_adapters)
+    prompter = _prompter(opened.generator, args, needs_template=not opened.adapter_generators)
     weights = ServedWeights(opened.refreshable, registry.models) if args.rl else None
     service = Service(opened.generator, prompter, names[0], limits, Metrics())
     service.aliases = tuple(names[1:])
     service.leaves_out_tools = args.leave_out_tools
-    service.speakers = {
-        name: Speaker(generator, _prompter(generator, args, needs_template=False))
-        for name, generator in opened.of_adapters.items()
+    service.adapter_models = {
+        name: ServedModel(generator, _prompter(generator, args, needs_template=False))
+        for name, generator in opened.adapter_generators.items()
         if generator is not opened.generator
     }
     service.defaults = defaults.fill(service.defaults, ())
@@ -174,7 +186,7 @@ def run(args: Any, registry: Registry) -> int:
     server = make_server(service, make_app(service, key, weights, hosts), args.host, args.port, args.proxy or ())
     try:
         server.run()
-    except SystemExit as error:  # it could not listen, and has said why
+    except SystemExit as error:  # it could not listen, and has printed the reason
         raise UserError(f"--host {args.host} --port {args.port}: cannot listen there") from error
     if leader is not None:
         leader.end()
@@ -190,29 +202,30 @@ def _check_proxies(proxies: Sequence[str]) -> None:
 
 
 def _prompter(generator: Generator, args: Any, needs_template: bool) -> Prompter:
-    """What makes prompts for a model, or for one of its adapters; without a template where it has none and need not
-    have any, as others that are served with it may."""
+    """The prompter of a model or of one of its adapters; without a chat template where it has none and
+    `needs_template` is False, as other models that are served with it may have one."""
     from llmsuite.data.chat_template import tokenizer_template
     from llmsuite.inference.prompts import Prompter
 
-    tokenizer, template = generator.tokenizer, args.chat_template
+    tokenizer = generator.tokenizer
+    template = args.chat_template
     if not needs_template and template == "tokenizer" and tokenizer_template(tokenizer.directory) is None:
         template = None
     return Prompter(tokenizer, template, control_tokens=args.control_tokens)
 
 
 def _follow(decoder: Any) -> int:
-    """Decode what the first rank says, which has the server; it also says when that ends."""
-    from llmsuite.inference.followed import follow
+    """Decode on a rank other than the first: the first rank has the server, sends the batches, and ends this loop."""
+    from llmsuite.inference.driver import run_worker
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    follow(decoder)
+    run_worker(decoder)
     return 0
 
 
 def _check_rl(args: Any, key: str | None) -> None:
-    """Raise UserError if the weights cannot be replaced, or anybody could do it."""
+    """Raise UserError if the weights cannot be replaced, or if anybody could replace them."""
     if args.engine == "static":
         raise UserError("--rl: the weights of an exported model cannot be replaced; use --engine dynamic")
     if key is None and not _is_loopback(args.host):
@@ -236,18 +249,20 @@ def _adapters(args: Any, names: list[str]) -> dict[str, Path]:
     return found
 
 
-def _name(model: str) -> str:
-    """What clients call a model unless they are told otherwise: the last word of its path or of its name on a hub."""
+def _option_name(model: str) -> str:
+    """The default name of a model for clients: the last part of its path or of its name on a hub."""
     name = hub_name(model)
     return Path(model).absolute().name if name is None else name.repo.rpartition("/")[2]
 
 
 def _check_address(host: str, port: int) -> None:
-    """Raise UserError where another process listens or there is no such host, before a model is fetched and read."""
+    """Raise UserError where another process listens or the host does not exist, before a model is fetched and read."""
     try:
         for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
             with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # both as the server has it
+                probe.setsockopt(
+                    socket.SOL_SOCKET, socket.SO_REUSEADDR, 1
+                )  # this option and the next as the server sets them
                 if family == socket.AF_INET6:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(address)
@@ -263,4 +278,4 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-COMMAND = Command(name="serve", help="answer over HTTP, as OpenAI's API does", add_arguments=add_arguments, run=run)
+COMMAND = Command(name="serve", help="serve a model over HTTP with OpenAI's API", add_arguments=add_arguments, run=run)

@@ -1,18 +1,18 @@
-"""`llmsuite show RECIPE`: every value as a run would see it, and where it came from."""
+"""The command `llmsuite show RECIPE`: prints every value of a resolved recipe, and its origin."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.redaction import redacted
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.keys import walk
+from llmsuite.contract.schema.section import as_plain
+from llmsuite.contract.specs import Command
 from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.source import Key
-from llmsuite.schema.keys import walk
-from llmsuite.schema.section import as_plain
-from llmsuite.shown import redacted
-from llmsuite.specs import Command
 
 
 def add_arguments(parser: Any) -> None:
@@ -35,26 +35,27 @@ def run(args: Any, registry: Registry) -> int:
         for part in info.key:
             value = value[part]
         rows.append((info.dotted, json.dumps(value, ensure_ascii=False), _origin(plan.loaded, info.key, "default")))
-    for name, value in sorted(plan.model_config.to_hf().items()):
+    for name, value in sorted(plan.model.config.to_hf().items()):
         origin = _origin(plan.loaded, ("model", "config", name), "model shape")
         rows.append((f"model.config.{name}", json.dumps(value), origin))
     for name, value in (
-        ("data_parallel_degree", plan.degrees.dp),
-        ("accumulate_steps", plan.accumulate_steps),
-        ("data.train file" if plan.stage.trains else "data.prompts file", plan.train_file),
-        ("data.eval file", plan.eval_file),
-        ("tokenizer directory", plan.tokenizer),
-        ("weights directory", plan.weights),
+        ("data_parallel_degree", plan.parallel.degrees.dp),
+        ("accumulate_steps", plan.parallel.accumulate_steps),
+        ("data.train file" if plan.train.stage.trains else "data.prompts file", plan.data.train_file),
+        ("data.eval file", plan.data.eval_file),
+        ("tokenizer directory", plan.model.tokenizer),
+        ("weights directory", plan.model.weights),
     ):
         rows.append((name, str(value), "derived"))
-    widths = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
+    name_width = min(60, max(len(name) for name, _, _ in rows))
+    value_width = min(60, max(len(value) for _, value, _ in rows))
     for name, value, origin in rows:
-        print(f"{name:{widths[0]}}  {redacted(value):{widths[1]}}  {redacted(origin)}")
+        print(f"{name:{name_width}}  {redacted(value):{value_width}}  {redacted(origin)}")
     return 0
 
 
 def _origin(loaded: LoadedRecipe, key: Key, otherwise: str) -> str:
-    """Where a key was written, perhaps as part of a section that was written as a whole."""
+    """The place where a key was set, perhaps through its section."""
     return loaded.origin(key) if any(given[: len(key)] == key for given in loaded.given) else otherwise
 
 

@@ -5,38 +5,47 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.cli.places import say
-from llmsuite.plugins.manager import Registry
+from llmsuite.cli.model_paths import print_status
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.recipe import DataSection, TrainSection
+from llmsuite.recipe.plans import DataPlan
 from llmsuite.recipe.resolve import RunPlan
 
 if TYPE_CHECKING:
+    from llmsuite.engine.stage import Stage
     from llmsuite.stages.explain import Explained
     from llmsuite.stages.stats import FileStats
 
 _COLOURS = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "white", "text": "white"}
 
 
-def prepare(plan: RunPlan, registry: Registry) -> RunPlan:
-    """Check that the files exist, fetch remote ones, and start Paddle on the CPU, which stages need."""
+def prepare(plan: RunPlan, registry: Registry) -> tuple[RunPlan, Stage[Any]]:
+    """Check that the files exist, fetch remote ones, and start Paddle on the CPU, as stages need it; open the stage.
+
+    Returns:
+        The plan with local files, and its stage.
+    """
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
     from llmsuite.recipe.fetch import fetch_names
 
     plan.check_files(loads_model=False)
-    plan = fetch_names(plan, registry, say, loads_model=False)
+    plan = fetch_names(plan, registry, print_status, loads_model=False)
     start_paddle(CpuBackend(), 1)
-    return plan.fetched(say)
+    plan = plan.fetched(print_status)
+    from llmsuite.stages.explain import open_stage
+
+    return plan, open_stage(plan.recipe, plan.model, plan.parallel, plan.train, registry)
 
 
-def explain(plan: RunPlan, registry: Registry, row: int) -> int:
+def explain(stage: Stage[Any], path: Path, row: int) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from llmsuite.stages.explain import explain, made_of, open_stage
+    from llmsuite.stages.explain import explain, made_of
 
-    stage = open_stage(plan, registry)
-    place, dropped, found = explain(stage, plan.train_path, row)
-    for field, source, value in made_of(stage, plan.train_path, place):
+    place, dropped, found = explain(stage, path, row)
+    for field, source, value in made_of(stage, path, place):
         print(f"{place}: {field} is made of {source!r}: {value!r}")
     if dropped is not None:
         print(f"{place}: is dropped: {dropped}")
@@ -54,46 +63,50 @@ def _print_sequence(console: Any, text: Any, place: str, found: Explained, token
     name = f" ({found.name})" if found.name else ""
     counts = f"{len(sequence.ids)} tokens, {int(supervised.sum())} supervised"
     console.print(f"{place}{name}: {counts}", style="bold", markup=False)
-    verdict = "supervised" if ends else "NOT supervised"
-    console.print(f"the end of the sequence is {verdict}", style="" if ends else "bold red")
+    supervision = "supervised" if ends else "NOT supervised"
+    console.print(f"the end of the sequence is {supervision}", style="" if ends else "bold red")
     if found.prompt_length is not None:
-        verdict = "the same that precede the answer here"
-        verdict, style = (verdict, "") if found.prompt_matches else (f"NOT {verdict}", "bold red")
-        console.print(f"generation is prompted with {found.prompt_length} tokens: {verdict}", style=style)
+        comparison = "the same that precede the answer here"
+        style = ""
+        if not found.prompt_matches:
+            comparison = f"NOT {comparison}"
+            style = "bold red"
+        console.print(f"generation is prompted with {found.prompt_length} tokens: {comparison}", style=style)
     if found.changed is not None:
         console.print(f"the tokens are not the rendered text: {found.changed}", style="bold red", markup=False)
     console.print(f"{'position':>8}  {'id':>7}  {'role':9}  {'document':>8}  {'label':>7}  {'weight':>6}  token")
     for at, piece in enumerate(tokenizer.pieces(sequence.ids)):
-        is_supervised, role = bool(supervised[at]), found.roles[at]
+        is_supervised = bool(supervised[at])
+        role = found.roles[at]
         line = (
             f"{at:>8}  {sequence.ids[at]:>7}  {role:9}  {sequence.documents[at]:>8}  "
             f"{sequence.ids[at] if is_supervised else '-':>7}  {sequence.weights[at]:>6.4g}  "
         )
-        shown = text(line + repr(piece)[1:-1], style="bold green" if is_supervised else _COLOURS.get(role, "white"))
-        console.print(shown)
+        style = "bold green" if is_supervised else _COLOURS.get(role, "white")
+        console.print(text(line + repr(piece)[1:-1], style=style))
 
 
-def stats(plan: RunPlan, registry: Registry, plot: str | None) -> int:
-    from llmsuite.stages.explain import open_stage
+def stats(stage: Stage[Any], data_plan: DataPlan, is_padding_free: bool, plot: str | None) -> int:
     from llmsuite.stages.stats import file_stats, plot_lengths
-    from llmsuite.train.data import padding_free
 
-    stage, joined = open_stage(plan, registry), padding_free(plan, plan.device.factory())
-    found = [file_stats(stage, path, joined) for path in (plan.train_path, plan.eval_path) if path is not None]
+    paths = (data_plan.train_path, data_plan.eval_path)
+    found = [file_stats(stage, path, is_padding_free) for path in paths if path is not None]
+    recipe = stage.context.recipe
     for each in found:
-        _print_stats(plan, each)
+        _print_stats(each, recipe.data, recipe.train)
     if plot is not None:
-        plot_lengths(found, plan.recipe.data.max_length, Path(plot))
+        plot_lengths(found, recipe.data.max_length, Path(plot))
         print(f"wrote {plot}")
     return 0
 
 
-def _print_stats(plan: RunPlan, stats: FileStats) -> None:
+def _print_stats(stats: FileStats, data: DataSection, train: TrainSection) -> None:
     import numpy as np
 
     from llmsuite.stages.stats import histogram
 
-    data, counts, lengths = plan.recipe.data, stats.counts, stats.lengths
+    counts = stats.counts
+    lengths = stats.lengths
     print(stats.path)
     if counts is not None:
         print(f"  rows       {counts.total:,} read, {counts.total - counts.lost:,} used, {counts.lost:,} dropped")
@@ -107,12 +120,13 @@ def _print_stats(plan: RunPlan, stats: FileStats) -> None:
     )
     if stats.padding is not None:
         print(f"  ends       supervised in {stats.num_ends:,} of {stats.num_samples:,} samples")
-        train = plan.recipe.train
-        size = f"_tokens {train.micro_batch_tokens}" if train.micro_batch_tokens else f"_size {train.micro_batch_size}"
+        size = f"_size {train.micro_batch_size}"
+        if train.micro_batch_tokens:
+            size = f"_tokens {train.micro_batch_tokens}"
         print(f"  padding    {stats.padding:.1%} with train.micro_batch{size}")
     if stats.packed is not None:
         is_packed = data.packing == "best_fit"
-        how = "as it is" if is_packed else "with data.packing best_fit"
+        how = "as configured" if is_packed else "with data.packing best_fit"
         print(f"  packing    {stats.packed[0]:,} samples that are {stats.packed[1]:.1%} full, {how}")
     quantiles = zip(("least", "median", "90%", "99%", "most"), np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1]))
     print(f"  lengths    mean {lengths.mean():.1f}, " + ", ".join(f"{name} {value:.0f}" for name, value in quantiles))

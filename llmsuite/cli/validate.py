@@ -1,23 +1,24 @@
-"""`llmsuite validate RECIPE…`: check recipes. Needs no Paddle and no device."""
+"""The command `llmsuite validate RECIPE…`: checks recipes, without Paddle and without a device."""
 
 from __future__ import annotations
 
 import sys
 from typing import Any
 
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.fewer import check_fewest
-from llmsuite.recipe.notes import endless_warm_up, few_rows, held_out, not_fetched
-from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.specs import Command
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Command
+from llmsuite.recipe.elastic import check_min_nodes
+from llmsuite.recipe.notes import all_notes
+from llmsuite.recipe.plans import ParallelPlan, TrainPlan
+from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.first_rows import check_rows
 
 
 def add_arguments(parser: Any) -> None:
     parser.add_argument("recipes", type=str, nargs="+", help="recipe files (.json, .jsonc or .yaml)")
-    parser.add_argument("--smoke", action="store_true", help="check the small run that --smoke makes of it")
-    parser.epilog = "Overrides such as --train.max_steps=3 are applied to every recipe."
+    parser.add_argument("--smoke", action="store_true", help="check the reduced run of --smoke")
+    parser.epilog = "Overrides such as --train.max_steps=3 apply to every recipe."
 
 
 def run(args: Any, registry: Registry) -> int:
@@ -25,41 +26,43 @@ def run(args: Any, registry: Registry) -> int:
     for path in args.recipes:
         try:
             plan = plan_run(path, args.overrides, registry, args.smoke)
-            check_fewest(plan, path, args.overrides, registry, args.smoke)
+            check_min_nodes(plan.loaded, path, args.overrides, registry, args.smoke)
             unchecked = check_rows(plan, registry)
         except UserError as error:
             print(error, file=sys.stderr)
             failed = True
             continue
-        made = f"{plan.stage.name}, {plan.family.name}, {plan.degrees} on {plan.device.name}"
-        print(f"{path}: ok ({made}{_batch(plan) if plan.stage.trains else ''})")
+        made = (
+            f"{plan.train.stage.name}, {plan.model.family.name}, {plan.parallel.degrees} on {plan.parallel.device.name}"
+        )
+        print(f"{path}: ok ({made}{_batch(plan.train, plan.parallel) if plan.train.stage.trains else ''})")
         notes = []
         try:
             plan.check_files()
         except RecipeError as error:
             notes = error.problems
-        for note in [*notes, *unchecked, *not_fetched(plan), *few_rows(plan), *held_out(plan), *endless_warm_up(plan)]:
+        for note in [*notes, *unchecked, *all_notes(plan)]:
             print(f"  note: {note}")
     return 2 if failed else 0
 
 
-def _batch(plan: RunPlan) -> str:
-    train = plan.recipe.train
-    each = f"{train.micro_batch_size} x {plan.accumulate_steps} micro-batches"
+def _batch(train_plan: TrainPlan, parallel_plan: ParallelPlan) -> str:
+    train = train_plan.section
+    each = f"{train.micro_batch_size} x {parallel_plan.accumulate_steps} micro-batches"
     if train.micro_batch_tokens is not None:
         each = f"micro-batches of up to {train.micro_batch_tokens} tokens"
-    return (
-        f"; {train.global_batch_size} samples a step = {each} x {plan.degrees.num_data_ranks} data ranks{_drawn(plan)}"
-    )
+    batch = f"; {train.global_batch_size} samples per step = {each} x {parallel_plan.degrees.num_data_ranks} data ranks"
+    return batch + _rollout_size(train_plan)
 
 
-def _drawn(plan: RunPlan) -> str:
-    """What a rollout draws."""
-    updates, size = plan.profile.updates, plan.recipe.train.global_batch_size
+def _rollout_size(train_plan: TrainPlan) -> str:
+    """The words for the completions that a rollout samples."""
+    updates = train_plan.profile.updates
+    size = train_plan.section.global_batch_size
     if not updates:
         return ""
-    recipe: Any = plan.recipe
-    each, longest = recipe.rollout.num_generations, recipe.rollout.max_completion_length
+    each = train_plan.rollout.num_generations
+    longest = train_plan.rollout.max_completion_length
     steps = f"{updates} steps" if updates > 1 else "step"
     return f"; before each {steps}: {size * updates} prompts x {each} completions of up to {longest} tokens"
 

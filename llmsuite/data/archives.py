@@ -1,7 +1,7 @@
-"""Archives of strangers, read without unpacking them to disk: .tar, .tar.gz and .zip.
+"""Reads untrusted archives without unpacking them to disk: .tar, .tar.gz and .zip.
 
-What is read takes time and memory in proportion to the archive, whatever it says of itself: names, sizes, headers and
-the number of members are the stranger's.
+Reading takes time and memory in proportion to the size of the archive, whatever its headers claim: names, sizes,
+headers and the number of members come from an untrusted author.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from llmsuite.errors import UserError
-from llmsuite.regular import open_regular
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import open_regular
 
-_MOST_RATIO, _ALWAYS_FINE = 100, 64 << 20
-_MOST_HEADER = 1 << 20
-"""Bytes of what stands in front of a member of a .tar: `tarfile` reads long names and their like into memory."""
+_MAX_RATIO = 100
+"""Highest ratio of unpacked to packed bytes."""
+_MIN_BUDGET_BYTES = 64 << 20
+"""Unpacked bytes that are allowed at any ratio."""
+_MAX_HEADER_BYTES = 1 << 20
+"""Size limit of a header in a .tar: `tarfile` reads long names and similar fields into memory."""
 _METHODS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
-"""Compression in a .zip: what others unpack to has no bound in the size of the file."""
+"""Accepted compression methods of a .zip. The others have no upper bound of unpacked bytes per packed byte."""
 _DAMAGED = (
     *(tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError),
     *(RuntimeError, NotImplementedError),  # a .zip with a password, or of a later version
@@ -30,9 +33,14 @@ _DAMAGED = (
 )
 
 
-def members(archive: Path, is_wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, bytes]]:
-    """Name and content of the regular files of an archive that are wanted. All of its names are checked before the
-    first file is read.
+def read_members(archive: Path, is_selected: Callable[[str], bool] = bool) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of the selected regular files of an archive.
+
+    All names are checked before the first file is read.
+
+    Args:
+        archive: path of the file.
+        is_selected: returns True for the names to read; by default all.
 
     Raises:
         UserError: it is no archive, has a name that leads out of it, a link or a device, or unpacks to far more bytes.
@@ -43,29 +51,31 @@ def members(archive: Path, is_wanted: Callable[[str], bool] = bool) -> Iterator[
             budget = _Budget(archive)
             is_zip = zipfile.is_zipfile(file)
             file.seek(0)
-            yield from (_of_zip if is_zip else _of_tar)(archive, file, budget, is_wanted, stack)
+            read = _read_zip if is_zip else _read_tar
+            yield from read(archive, file, budget, is_selected, stack)
     except _DAMAGED as error:
         why = getattr(error, "strerror", None) or error
-        raise UserError(f"{archive}: is no whole .tar, .tar.gz or .zip: {why}") from error
+        raise UserError(f"{archive}: is not a complete .tar, .tar.gz or .zip: {why}") from error
 
 
 class _Budget:
     """The bytes that may still be unpacked."""
 
     def __init__(self, archive: Path):
-        self._archive, self._left = archive, max(_ALWAYS_FINE, _MOST_RATIO * archive.stat().st_size)
+        self._archive = archive
+        self._left = max(_MIN_BUDGET_BYTES, _MAX_RATIO * archive.stat().st_size)
 
     def spend(self, size: int) -> None:
         """Count bytes, before they are unpacked. Raises UserError when they are too many."""
         if size < 0:
-            raise UserError(f"{self._archive}: has a member of {size} bytes; it is damaged, or means harm")
+            raise UserError(f"{self._archive}: has a member of {size} bytes; it is damaged or malicious")
         self._left -= size
         if self._left < 0:
-            raise UserError(f"{self._archive}: unpacks to more than {_MOST_RATIO} times its size, as no text does")
+            raise UserError(f"{self._archive}: unpacks to more than {_MAX_RATIO} times its size, which no text does")
 
 
-def _of_zip(
-    archive: Path, file: IO[bytes], budget: _Budget, is_wanted: Callable[[str], bool], stack: contextlib.ExitStack
+def _read_zip(
+    archive: Path, file: IO[bytes], budget: _Budget, is_selected: Callable[[str], bool], stack: contextlib.ExitStack
 ) -> Iterator[tuple[str, bytes]]:
     zipped = stack.enter_context(zipfile.ZipFile(file))
     entries = zipped.infolist()
@@ -73,29 +83,29 @@ def _of_zip(
         _check_name(archive, entry.filename)
         budget.spend(entry.file_size)
         if entry.compress_type not in _METHODS:
-            raise UserError(f"{archive}: {entry.filename!r} is compressed as no set of data is; pack it again")
+            raise UserError(f"{archive}: {entry.filename!r} has an unsupported compression method; pack it again")
     for entry in entries:
-        if not entry.is_dir() and is_wanted(entry.filename):
-            yield entry.filename, zipped.read(entry)  # no more than it has said, or BadZipFile
+        if not entry.is_dir() and is_selected(entry.filename):
+            yield entry.filename, zipped.read(entry)  # at most the size in its header, else BadZipFile
 
 
-def _of_tar(
-    archive: Path, file: IO[bytes], budget: _Budget, is_wanted: Callable[[str], bool], stack: contextlib.ExitStack
+def _read_tar(
+    archive: Path, file: IO[bytes], budget: _Budget, is_selected: Callable[[str], bool], stack: contextlib.ExitStack
 ) -> Iterator[tuple[str, bytes]]:
     is_packed = file.read(2) == b"\x1f\x8b"
     file.seek(0)
     unpacked = stack.enter_context(gzip.GzipFile(fileobj=file)) if is_packed else file
-    plain: Any = _Headers(unpacked, archive, budget)  # no whole file, but all that is asked of one
+    plain: Any = _HeaderGuard(unpacked, archive, budget)  # not a full file object, but has all that TarFile calls
     tar: Any = stack.enter_context(tarfile.TarFile(fileobj=plain))
     entries = []
     for entry in tar:
         _check_name(archive, entry.name)
         budget.spend(entry.size)
         if entry.issparse() or not (entry.isreg() or entry.isdir()):
-            raise UserError(f"{archive}: {entry.name!r} is a link or a device, as no set of data has")
-        if entry.isreg() and is_wanted(entry.name):
+            raise UserError(f"{archive}: {entry.name!r} is a link or a device, which no data set has")
+        if entry.isreg() and is_selected(entry.name):
             entries.append(entry)
-        tar.members = []  # it would keep all of them
+        tar.members = []  # TarFile keeps every member it has read: memory would grow with their number
     plain.is_checked = True
     for entry in entries:
         opened = tar.extractfile(entry)
@@ -107,19 +117,22 @@ def _of_tar(
         yield entry.name, content
 
 
-class _Headers:
-    """A .tar as `tarfile` reads it, of which no header may be large until all are checked."""
+class _HeaderGuard:
+    """File object for `tarfile` that refuses large reads until all headers are checked."""
 
     def __init__(self, plain: Any, archive: Path, budget: _Budget):
-        self._plain, self._archive, self._budget = plain, archive, budget
+        self._plain = plain
+        self._archive = archive
+        self._budget = budget
         self.is_checked = False
-        self.seek, self.tell = plain.seek, plain.tell
+        self.seek = plain.seek
+        self.tell = plain.tell
 
     def read(self, size: int) -> bytes:
-        """As of a file."""
+        """Read at most `size` bytes. Raises UserError for a header that is too large."""
         if not self.is_checked:
-            if size > _MOST_HEADER:
-                raise UserError(f"{self._archive}: has a name or a header of {size:,} bytes, as no set of data has")
+            if size > _MAX_HEADER_BYTES:
+                raise UserError(f"{self._archive}: has a name or a header of {size:,} bytes, which no data set has")
             self._budget.spend(max(0, size))
         found: bytes = self._plain.read(size)
         return found

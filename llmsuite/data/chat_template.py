@@ -1,8 +1,8 @@
-"""Chat templates: a conversation as the text that a model is trained to read.
+"""Chat templates: render a conversation as the text that a model is trained to read.
 
-Templates are Jinja programs that come with a tokenizer, so they are not to be trusted: they run in a sandbox without
-access to attributes of Python, cannot change their arguments, and have a process of their own with a budget, see
-`llmsuite.data.rendering`. Those that are built in run here.
+Templates are Jinja programs that come with a tokenizer, so they are not trusted: they run in a sandbox without access
+to attributes of Python, cannot change their arguments, and are rendered by a separate process with a budget, see
+`llmsuite.data.rendering`. The built-in ones are rendered in this process.
 """
 
 from __future__ import annotations
@@ -18,15 +18,14 @@ from typing import Any
 
 import jinja2
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import read_json_object
+from llmsuite.base.safe_files import is_file, read_regular
 from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
 from llmsuite.data.jinja import Marked, environment, has_mark, unmark
-from llmsuite.data.rendering import Refused, render, render_all
+from llmsuite.data.rendering import RenderError, render, render_all
 from llmsuite.data.rows import REASONING, Conversation, Message, strings_in
-from llmsuite.data.said import has_said, says
 from llmsuite.data.turns import DEVELOPER
-from llmsuite.errors import UserError
-from llmsuite.files import read_json_object
-from llmsuite.regular import is_file, read_regular
 
 BUILTIN = {
     "chatml": (
@@ -50,99 +49,113 @@ BUILTIN = {
 }
 """Templates for tokenizers that bring none. `plain` is for base models: turns on lines of their own."""
 PLACEHOLDER = "<think>\nplaceholder\n</think>\n\nplaceholder"
-"""Stands for a turn of the model where only the text around it is used, and has what some templates leave out later."""
-_MOST_SOURCE = 1 << 20
-_Asked = tuple[tuple[Message, ...], bool, str]
-"""Turns, whether the prompt of generation follows them, tools as in `Conversation`."""
+"""Content of the model's turn where only the text around it is used. It has the part that some templates drop from
+earlier turns."""
+_MAX_SOURCE_BYTES = 1 << 20
+_RenderKey = tuple[tuple[Message, ...], bool, str]
+"""Turns; True if the generation prompt follows them; tools as in `Conversation`."""
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
+_THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+"""Content of a turn that begins with the thoughts of the model."""
+_MAX_OPENED_CHARS = 64
+"""Characters of a turn that a generation prompt may already have written, such as `<think>`."""
 
 
 class ChatTemplate:
     """A compiled template with the special tokens it may use."""
 
     def __init__(self, source: str, special_tokens: dict[str, str], name: str):
-        """Raises UserError when the template is not valid Jinja, or takes too much to be compiled."""
-        self.source, self._tokens, self._name = source, special_tokens, name
+        """Raises UserError when the template is not valid Jinja, or takes too much time or memory to compile."""
+        self.source = source
+        self._tokens = special_tokens
+        self._name = name
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
-        self._is_ours = source in BUILTIN.values()
-        self._known: Mapping[_Asked, str | Refused] = {}
-        """Texts that were rendered ahead."""
+        self._is_builtin = source in BUILTIN.values()
+        self._prerendered: Mapping[_RenderKey, str | RenderError] = {}
+        """Results of `prerender_turns` and the like."""
         try:
-            if not self._is_ours:
+            if not self._is_builtin:
                 render(source, None)
-        except Refused as error:
+        except RenderError as error:
             raise UserError(f"chat template of {name}: {error}") from error
 
-    def ahead_of_turns(self, conversations: Iterable[Conversation]) -> ChatTemplate:
-        """This template, which has rendered what `supervised_turns` of these asks for, all at a time."""
-        asked: list[_Asked] = []
+    def prerender_turns(self, conversations: Iterable[Conversation]) -> ChatTemplate:
+        """Return a copy that has rendered, in one batch, all that `supervised_turns` needs for these conversations."""
+        keys: list[_RenderKey] = []
         for conversation in conversations:
-            messages, tools = conversation.messages, conversation.tools
-            asked.append((messages, False, tools))
-            for i in (i for i in range(len(messages)) if conversation.supervised[i]):
-                asked += [(messages[:i], not self._has_marks, tools), (messages[: i + 1], False, tools)]
-        return self._ahead_of(asked)
+            messages = conversation.messages
+            tools = conversation.tools
+            keys.append((messages, False, tools))
+            for i in range(len(messages)):
+                if conversation.supervised[i]:
+                    keys += [(messages[:i], not self._has_marks, tools), (messages[: i + 1], False, tools)]
+        return self._prerender(keys)
 
-    def ahead_of_splits(self, answered: Iterable[Conversation]) -> ChatTemplate:
-        """As `ahead_of_turns`, for `split` of these conversations."""
-        asked: list[_Asked] = []
+    def prerender_splits(self, answered: Iterable[Conversation]) -> ChatTemplate:
+        """Return a copy that has rendered, in one batch, all that `split` needs for these conversations."""
+        keys: list[_RenderKey] = []
         for conversation in answered:
-            messages, tools = conversation.messages, conversation.tools
-            asked += [(messages[:-1], True, tools), (messages, False, tools)]
-        return self._ahead_of(asked)
+            messages = conversation.messages
+            tools = conversation.tools
+            keys += [(messages[:-1], True, tools), (messages, False, tools)]
+        return self._prerender(keys)
 
-    def ahead_of_prompts(self, prompts: Iterable[tuple[Sequence[Message], str]]) -> ChatTemplate:
-        """As `ahead_of_turns`, for `prompt` of these messages with their tools."""
-        return self._ahead_of((tuple(messages), True, tools) for messages, tools in prompts)
+    def prerender_prompts(self, prompts: Iterable[tuple[Sequence[Message], str]]) -> ChatTemplate:
+        """Return a copy that has rendered, in one batch, all that `prompt` needs for these messages and tools."""
+        return self._prerender((tuple(messages), True, tools) for messages, tools in prompts)
 
-    def _ahead_of(self, asked: Iterable[_Asked]) -> ChatTemplate:
-        if self._is_ours:
+    def _prerender(self, keys: Iterable[_RenderKey]) -> ChatTemplate:
+        if self._is_builtin:
             return self
-        unique = list(dict.fromkeys(asked))
-        known = dict(zip(unique, render_all(self.source, [self._variables(*each) for each in unique])))
-        found = copy.copy(self)
-        found._known = known
-        return found
+        unique = list(dict.fromkeys(keys))
+        texts = render_all(self.source, [self._variables(*key) for key in unique])
+        prerendered = copy.copy(self)
+        prerendered._prerendered = dict(zip(unique, texts))
+        return prerendered
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> str:
-        """Text of a conversation; `tools` as in `Conversation`. Raises UserError when the template refuses it."""
+        """Render a conversation; `tools` as in `Conversation`. Raises UserError when the template refuses it."""
         return self._marked(messages, add_generation_prompt, tools).text
 
     def prompt(self, messages: Sequence[Message], tools: str = "") -> str:
-        """Text of a conversation and of the beginning of its answer. Raises UserError when the template refuses it, or
-        leaves out a tool, a call, or what the model thought."""
+        """Render a conversation and the beginning of its answer.
+
+        Raises:
+            UserError: the template refuses it, or leaves out a tool, a call, or the model's thoughts.
+        """
         text = self.render(messages, add_generation_prompt=True, tools=tools)
-        self._check_whole(text, messages, tools)
+        self._check_complete(text, messages, tools)
         return text
 
     def _marked(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> Marked:
         try:
             rendered = self._rendered((tuple(messages), add_generation_prompt, tools))
-        except Refused as error:
+        except RenderError as error:
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
         if not self._has_marks:
             return Marked(rendered, [])
         if any(has_mark(text) for message in messages for text in strings_in(message.as_turn())):
             raise UserError(
-                f"chat template of {self._name} has {{% generation %}}, and a turn a character that marks it"
+                f"chat template of {self._name} has {{% generation %}}, and a turn has a character that is reserved to "
+                "mark such blocks"
             )
         return unmark(rendered)
 
-    def _rendered(self, asked: _Asked) -> str:
-        """Raises Refused."""
-        if self._is_ours:
-            return _built_in(self.source).render(self._variables(*asked))
-        known = self._known.get(asked)
-        if isinstance(known, Refused):
-            raise known
-        return render(self.source, self._variables(*asked)) if known is None else known
+    def _rendered(self, key: _RenderKey) -> str:
+        """Return the rendered text. Raises RenderError."""
+        if self._is_builtin:
+            return _built_in(self.source).render(self._variables(*key))
+        text = self._prerendered.get(key)
+        if isinstance(text, RenderError):
+            raise text
+        return render(self.source, self._variables(*key)) if text is None else text
 
     def _variables(self, messages: Sequence[Message], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
         return self._named([self._turn(message) for message in messages], add_generation_prompt, tools)
 
     def _named(self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
-        """What a template may name, as transformers has it."""
+        """Variables of a template, the same as in transformers."""
         return {
             "messages": turns,
             "add_generation_prompt": add_generation_prompt,
@@ -152,7 +165,7 @@ class ChatTemplate:
         }
 
     def _turn(self, message: Message) -> dict[str, Any]:
-        """A turn as this template takes it."""
+        """Return a turn in the form that this template accepts."""
         turn = message.as_turn()
         if turn["role"] == DEVELOPER and DEVELOPER not in self.source:
             turn["role"] = message.role
@@ -160,38 +173,41 @@ class ChatTemplate:
 
     @functools.cached_property
     def _call_forms(self) -> CallForms:
-        """The forms in which this template takes turns with calls, found by rendering one in each."""
-        asked = [{"role": "user", "content": "Hi?"}]
+        """Forms of turns with calls that this template accepts, found by rendering a probe in each form."""
+        user_turn = [{"role": "user", "content": "Hi?"}]
         variables = [
-            self._named(asked, True, PROBE_TOOLS),
-            *(self._named([*asked, probe(form)], False, PROBE_TOOLS) for form in FORMS),
+            self._named(user_turn, True, PROBE_TOOLS),
+            *(self._named([*user_turn, probe(form)], False, PROBE_TOOLS) for form in FORMS),
         ]
         before, *rendered = self._rendered_all(variables)
-        if isinstance(before, Refused):
+        if isinstance(before, RenderError):
             before = ""
-        own = {
-            form: None if isinstance(text, Refused) else text[len(os.path.commonprefix([before, text])) :]
-            for form, text in zip(FORMS, rendered)
-        }
+        own: dict[tuple[str, bool], str | None] = {}
+        for form, text in zip(FORMS, rendered):
+            if isinstance(text, RenderError):
+                own[form] = None
+            else:
+                own[form] = text[len(os.path.commonprefix([before, text])) :]
         return CallForms.of(own)
 
-    def _rendered_all(self, variables: Sequence[Mapping[str, Any]]) -> list[str | Refused]:
-        if self._is_ours:
+    def _rendered_all(self, variables: Sequence[Mapping[str, Any]]) -> list[str | RenderError]:
+        if self._is_builtin:
             return [_built_in(self.source).render(each) for each in variables]
         return render_all(self.source, variables)
 
     def continuation(self, messages: Sequence[Message], replies: Sequence[Message], tools: str = "") -> str:
-        """Text between the end of the last turn, which is the assistant's, and the turn that it writes next: whatever
-        closes that turn, and the replies.
+        """Return the text between the end of the last turn, which is the assistant's, and its next turn.
+
+        This is the text that closes the last turn, the replies, and the generation prompt.
 
         Args:
-            messages: with `PLACEHOLDER` for what the assistant has written in each of its turns.
-            replies: what comes behind them.
+            messages: with `PLACEHOLDER` as the content of each turn of the assistant.
+            replies: the turns that follow them.
             tools: as in `Conversation`.
 
         Raises:
-            UserError: the template renders earlier turns differently when others follow, as those do which leave out
-                what a model thought: then it would go on from another text than the one it has written.
+            UserError: the template renders earlier turns differently when others follow, such as one that drops
+                earlier thoughts of the model: the model would continue from a text that it has not written.
         """
         assert messages[-1] == Message("assistant", PLACEHOLDER), messages[-1]
         before = self.render(messages[:-1], add_generation_prompt=True, tools=tools) + PLACEHOLDER
@@ -201,61 +217,66 @@ class ChatTemplate:
             fit = ", ".join(name for name in BUILTIN if name != self._name)
             raise UserError(
                 f"chat template of {self._name} renders the assistant's turns differently once others follow "
-                f"({roles}); it may leave out what a model thought before. An episode of several turns goes on from "
-                f"the tokens that the model has written: choose another data.chat_template ({fit}), give the "
-                "tokenizer a template that keeps what it has rendered, or let the environment answer with the role "
-                '"tool", if that is kept'
+                f"({roles}); it may leave out the earlier thoughts of the model. An episode of several turns continues "
+                f"from the tokens that the model has written: choose another data.chat_template ({fit}), give the "
+                "tokenizer a template that keeps earlier turns unchanged, or let the environment answer with the role "
+                '"tool", if the template keeps the turns before that'
             )
         return after[len(before) :]
 
     def split(self, conversation: Conversation) -> tuple[str, str]:
-        """Text before the last turn, which is an answer, and that text with the answer and whatever closes its turn.
+        """Return the text before the last turn, and that text with the answer and the end of its turn.
 
-        The conversation is rendered as a whole and cut where the prompt ends, so that training is on the text that
-        the model has to produce after the prompt.
+        The full conversation is rendered and cut where the prompt ends, so that training is on the text that the model
+        has to produce after the prompt.
 
         Raises:
             UserError: the template renders the prompt differently when an answer follows, or leaves out a part of the
                 answer, a tool or a call.
         """
-        messages, tools = conversation.messages, conversation.tools
+        messages = conversation.messages
+        tools = conversation.tools
         before = self.render(messages[:-1], add_generation_prompt=True, tools=tools)
-        whole = self.render(messages, tools=tools)
-        if not whole.startswith(before):
+        full = self.render(messages, tools=tools)
+        if not full.startswith(before):
             raise UserError(
                 f"chat template of {self._name} renders a prompt differently when an answer follows, so the answer "
                 f"cannot be separated from it; choose another data.chat_template ({', '.join(BUILTIN)})"
             )
-        self._check_whole(whole, messages, tools)
-        self._check_turn(messages[-1], before, whole[len(before) :], "the answer")
-        return before, whole
+        self._check_complete(full, messages, tools)
+        self._check_turn(messages[-1], before, full[len(before) :], "the answer")
+        return before, full
 
     def supervised_turns(self, conversation: Conversation) -> list[tuple[str, str]]:
-        """For each supervised turn: the text before it, and that text with the turn and whatever closes it.
+        """Return, for each supervised turn, the text before it, and that text with the turn and its end.
 
-        Each pair is rendered as if the conversation ended there, and has to be a prefix of the whole one, so that
-        training is on what the model will be shown and will have to produce. A template with `{% generation %}` says
-        itself what of a turn is supervised: each such block of the whole conversation is a pair, as in the mask of
-        transformers' `return_assistant_tokens_mask`, and a turn without one is none.
+        Each pair is rendered as if the conversation ended there, and has to be a prefix of the full conversation, so
+        that training is on the text that the model will see and will have to produce. A template with
+        `{% generation %}` decides itself which part of a turn is supervised: each such block of the full conversation
+        is a pair, as in the mask of transformers' `return_assistant_tokens_mask`, and a turn without one has none.
 
         Raises:
             UserError: the template renders a turn differently when others follow, or leaves out a part of a turn or a
                 tool.
         """
-        messages, tools = conversation.messages, conversation.tools
-        whole = self._marked(messages, tools=tools)
-        self._check_whole(whole.text, messages, tools)
+        messages = conversation.messages
+        tools = conversation.tools
+        full = self._marked(messages, tools=tools)
+        self._check_complete(full.text, messages, tools)
         indices = [i for i in range(len(messages)) if conversation.supervised[i]]
         if not self._has_marks:
-            return [self._supervised(messages[: i + 1], tools, whole.text) for i in indices]
-        turns = [pair for i in indices for pair in self._blocks(messages, i, tools, whole)]
+            return [self._supervised(messages[: i + 1], tools, full.text) for i in indices]
+        turns = [pair for i in indices for pair in self._blocks(messages, i, tools, full)]
         if indices and not turns:
             raise self._unfit("has {% generation %} around no turn of it")
         return turns
 
-    def left_out(self, text: str, messages: Sequence[Message], tools: str) -> str | None:
-        """A tool or a call that a rendered conversation lacks, or thoughts of a turn that this template does not read;
-        None where it has all. Which turns keep their thoughts is the choice of a template that reads them."""
+    def missing_part(self, text: str, messages: Sequence[Message], tools: str) -> str | None:
+        """Return the name of a part that a rendered conversation lacks; None where it has all.
+
+        The part is a tool, a call, or thoughts of a turn under a key that this template does not read. A template that
+        reads thoughts may drop those of some turns.
+        """
         for name in (tool["function"]["name"] for tool in json.loads(tools or "[]")):
             if name not in text:
                 return f"the tool {name!r}"
@@ -263,7 +284,7 @@ class ChatTemplate:
             for call in message.tool_calls:
                 if call.name not in text:
                     return f"the call of the tool {call.name!r}"
-            if message.reasoning.strip() and not has_said(text, message.reasoning):
+            if message.reasoning.strip() and not _contains(text, message.reasoning):
                 keys = [key for key in message.as_turn() if key in REASONING]
                 read = self._keys_of_thoughts
                 if not any(key in read for key in keys):
@@ -273,53 +294,81 @@ class ChatTemplate:
 
     @functools.cached_property
     def _keys_of_thoughts(self) -> list[str]:
-        """The keys with thoughts that this template names: whole words, as many say `enable_thinking`."""
+        """Keys of thoughts that this template reads, matched as full words: many templates name `enable_thinking`."""
         return [key for key in REASONING if re.search(rf"\b{key}\b", self.source)]
 
-    def _check_whole(self, text: str, messages: Sequence[Message], tools: str) -> None:
-        what = self.left_out(text, messages, tools)
+    def _check_complete(self, text: str, messages: Sequence[Message], tools: str) -> None:
+        what = self.missing_part(text, messages, tools)
         if what is not None:
             raise self._unfit(f"leaves out {what}", _WITH_TOOLS if "tool" in what else ())
 
-    def _supervised(self, messages: Sequence[Message], tools: str, whole: str) -> tuple[str, str]:
-        """The pair of the last turn, in a conversation that is rendered as `whole`."""
+    def _supervised(self, messages: Sequence[Message], tools: str, full: str) -> tuple[str, str]:
+        """Return the pair of the last turn, in a conversation that is rendered as `full`."""
         *earlier, message = messages
         where = f"messages[{len(earlier)}]"
         before = self.render(earlier, add_generation_prompt=True, tools=tools)
         after = self.render(messages, tools=tools)
         if not after.startswith(before):
             raise self._unfit(f"renders what is before {where} differently once it follows")
-        if not whole.startswith(after):
+        if not full.startswith(after):
             raise self._unfit(f"renders {where} differently once other turns follow")
         turn = after[len(before) :]
         self._check_turn(message, before, turn, where)
-        if after != whole and turn.strip() == message.content.strip():
+        if after != full and turn.strip() == message.content.strip():
             raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
         return before, after
 
-    def _blocks(self, messages: Sequence[Message], i: int, tools: str, whole: Marked) -> list[tuple[str, str]]:
-        """The pairs of the marked blocks of turn i. What is marked does not depend on the prompt of generation, which
-        may be another one than what is before the block."""
-        begin, end = (
-            len(os.path.commonprefix([self.render(messages[:n], tools=tools), whole.text])) for n in (i, i + 1)
-        )
-        self._check_turn(messages[i], "", whole.text[begin:end], f"messages[{i}]")
-        return [(whole.text[:a], whole.text[:b]) for a, b in whole.blocks if begin <= a < end]
+    def _blocks(self, messages: Sequence[Message], i: int, tools: str, full: Marked) -> list[tuple[str, str]]:
+        """Return the pairs of the marked blocks of turn i.
+
+        The marks do not depend on the generation prompt, which may differ from the text before the block.
+        """
+        begin = self._shared_length(messages[:i], tools, full.text)
+        end = self._shared_length(messages[: i + 1], tools, full.text)
+        self._check_turn(messages[i], "", full.text[begin:end], f"messages[{i}]")
+        return [(full.text[:a], full.text[:b]) for a, b in full.blocks if begin <= a < end]
+
+    def _shared_length(self, messages: Sequence[Message], tools: str, text: str) -> int:
+        """Length of the common prefix of the rendered messages and a text."""
+        return len(os.path.commonprefix([self.render(messages, tools=tools), text]))
 
     def _check_turn(self, message: Message, before: str, text: str, where: str) -> None:
-        """Raises UserError unless a turn, rendered as `text` behind `before`, has all that it says."""
+        """Raise UserError unless a turn, rendered as `text` after `before`, has all of its content."""
         has_calls = all(call.name in text for call in message.tool_calls)
-        if not has_calls or not says(message.content, before, text):
-            raise self._unfit(f"leaves out a part of what {where} says")
-        if message.reasoning.strip() and not says(message.reasoning, before, text):
-            raise self._unfit(f"leaves out what the model thought in {where}", ())
+        if not has_calls or not _is_rendered(message.content, before, text):
+            raise self._unfit(f"leaves out a part of the content of {where}")
+        if message.reasoning.strip() and not _is_rendered(message.reasoning, before, text):
+            raise self._unfit(f"leaves out the model's thoughts in {where}", ())
 
     def _unfit(self, what: str, others: Sequence[str] = tuple(BUILTIN)) -> UserError:
         fit = ", ".join(name for name in others if name != self._name)
+        advice = f"choose another data.chat_template ({fit})" if fit else "give the tokenizer another chat template"
         return UserError(
-            f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; "
-            + (f"choose another data.chat_template ({fit})" if fit else "give the tokenizer another chat template")
+            f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; {advice}"
         )
+
+
+def _contains(text: str, content: str) -> bool:
+    """Return True if a text has the content of a turn. Templates may set white space as they like."""
+    return content.strip() in text or "".join(content.split()) in "".join(text.split())
+
+
+def _is_rendered(content: str, before: str, text: str) -> bool:
+    """Return True if a turn that is rendered as `text` after `before` has all of a content.
+
+    The generation prompt may have written its beginning already, such as `<think>`; and a template that knows thoughts
+    may write them in its own form.
+    """
+    if _contains(text, content):
+        return True
+    squeezed = "".join(content.split())
+    turn = "".join(text.split())
+    opened = "".join(before[-4 * _MAX_OPENED_CHARS :].split())
+    for length in range(1, min(len(squeezed), _MAX_OPENED_CHARS) + 1):
+        if opened.endswith(squeezed[:length]) and turn.startswith(squeezed[length:]):
+            return True
+    parts = _THINK_BLOCK.fullmatch(content)
+    return parts is not None and all(_contains(text, part) for part in parts.groups())
 
 
 @functools.cache
@@ -328,10 +377,10 @@ def _built_in(source: str) -> jinja2.Template:
 
 
 def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, str]) -> ChatTemplate:
-    """The template a recipe asks for: "tokenizer", or the name of a built-in one."""
+    """Return the template that a recipe selects: "tokenizer", or the name of a built-in one. Raises UserError."""
     if choice in BUILTIN:
         return ChatTemplate(BUILTIN[choice], special_tokens, choice)
-    if choice != "tokenizer":  # of a command line; recipes have checked it
+    if choice != "tokenizer":  # from a command line; in recipes it is checked earlier
         raise UserError(
             f"chat template {choice!r}: is none of tokenizer, {', '.join(BUILTIN)}; one of your own is a file "
             f"chat_template.jinja in {tokenizer_dir}"
@@ -346,29 +395,32 @@ def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, st
 
 
 def tokenizer_template(directory: Path) -> str | None:
-    """chat_template.jinja, else the entry of tokenizer_config.json (which may be a list of named ones)."""
+    """Return chat_template.jinja, else the entry of tokenizer_config.json (which may be a list of named ones)."""
     separate = directory / "chat_template.jinja"
     if is_file(separate):
         try:
-            return read_regular(separate, _MOST_SOURCE).decode()
+            return read_regular(separate, _MAX_SOURCE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{separate}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     path = directory / "tokenizer_config.json"
     if not is_file(path):
         return None
     found = read_json_object(path).get("chat_template")
-    return _of_names(found) if isinstance(found, list) else found if isinstance(found, str) else None
+    if isinstance(found, list):
+        return _join_named(found)
+    return found if isinstance(found, str) else None
 
 
-def _of_names(entries: Sequence[Any]) -> str | None:
-    """The one template that several named ones make. As in transformers, "tool_use" is for conversations with tools,
-    and "default" for all others."""
+def _join_named(entries: Sequence[Any]) -> str | None:
+    """Join named templates into one. As in transformers, "tool_use" is for conversations with tools, and "default" for
+    all others."""
     named = {str(entry.get("name")): entry.get("template") for entry in entries if isinstance(entry, dict)}
-    default, with_tools = named.get("default"), named.get("tool_use")
+    default = named.get("default")
+    with_tools = named.get("tool_use")
     if not isinstance(default, str):
         return None
     if not isinstance(with_tools, str):
         return default
-    # the plus signs keep white space beside the tags, of which each template has its own; Jinja drops a last line end
+    # the plus signs keep the white space of each template around the tags; Jinja drops a last line end
     with_tools, default = (source.removesuffix("\n") for source in (with_tools, default))
     return f"{{% if tools +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"

@@ -1,32 +1,34 @@
-"""Rows with the columns somebody has, as rows with the fields that a data format knows: `data.columns`."""
+"""Maps the columns of a row to the fields of a data format: `data.columns`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from llmsuite.data.suggest import did_you_mean, names_of
-from llmsuite.schema.columns import PARTS, columns_of, is_template
+from llmsuite.contract.schema.columns import PARTS, columns_of, is_template
+from llmsuite.data.suggest import column_names, did_you_mean
 
 
-class NoColumn(ValueError):
+class MissingColumnError(ValueError):
     """A row lacks a column that `data.columns` names: perhaps all rows do, and the name is wrong."""
 
 
-def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
-    """The row with exactly the fields of a mapping; the row itself where there is none.
+def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a row with exactly the fields of a mapping; the row itself where the mapping is empty.
 
     Args:
-        row: as the file has it.
-        columns: field -> the name of a column, whose value is taken as it is, or a template, in which each {name} is
-            replaced by the text or the number in this column, and by nothing where it is null. What a column says is
-            not looked at for braces again.
+        row: the row in its file.
+        columns: field -> the name of a column, whose value is unchanged, or a template, in which each {name} is
+            replaced by the text or the number in this column, and by nothing where it is null. Braces in a value are
+            kept.
 
     Raises:
-        NoColumn: the row has no such column.
+        MissingColumnError: the row has no such column.
         ValueError: a template cannot take its value.
     """
-    return {field: _value(row, field, source) for field, source in columns.items()} if columns else row
+    if not columns:
+        return row
+    return {field: _value(row, field, source) for field, source in columns.items()}
 
 
 def _value(row: Mapping[str, Any], field: str, source: str) -> Any:
@@ -34,7 +36,9 @@ def _value(row: Mapping[str, Any], field: str, source: str) -> Any:
         if name not in row:
             how = "" if is_template(source) else "; a text has to name a column in braces"
             hint = did_you_mean(name, row) or how
-            raise NoColumn(f"has no column {name!r}, which data.columns.{field} takes: it has {names_of(row)}{hint}")
+            raise MissingColumnError(
+                f"has no column {name!r}, which data.columns.{field} takes: it has {column_names(row)}{hint}"
+            )
     if not is_template(source):
         return row[source]
     return PARTS.sub(lambda found: found[0][0] if found[1] is None else _text(row[found[1]], found[1], field), source)

@@ -1,4 +1,4 @@
-"""Files as bytes, compressed or not, with a guard against decompression bombs."""
+"""Opens files as bytes, compressed or not, with a guard against decompression bombs."""
 
 from __future__ import annotations
 
@@ -10,23 +10,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from llmsuite.errors import UserError
-from llmsuite.regular import open_regular
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import open_regular
 
 PACKED = (".gz", ".zst")
-_MOST_RATIO = 100
-"""Text is compressed to about a tenth; a bomb to a thousandth."""
-_ALWAYS_FINE = 64 << 20
-_ITEM = 32
-"""Bytes that a row or an object counts for at least: nothing but ends of lines unpacks to much work, too. Values of a
-list count as they are: padded rows of token ids are mostly commas, and no bomb."""
-MOST_LINE = 64 << 20
-"""Bytes of a line. Longer ones are no row but another kind of file."""
+_MAX_RATIO = 100
+"""Highest ratio of unpacked to packed bytes. Text is compressed to about a tenth; a bomb to a thousandth."""
+_MIN_BUDGET_BYTES = 64 << 20
+"""Unpacked bytes that are allowed at any ratio."""
+_MIN_ITEM_BYTES = 32
+"""Bytes that a row or an object counts for at least: a file of nothing but line ends also unpacks to much work. Values
+of a list count their own bytes: padded rows of token ids are mostly commas, and no bomb."""
+MAX_LINE_BYTES = 64 << 20
+"""Size limit of a line. A file with longer ones is not a file of rows."""
 
 
 @contextlib.contextmanager
 def open_bytes(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
-    """The unpacked bytes of a file, and the file itself, whose position shows the progress.
+    """Open the unpacked bytes of a file, and the file itself, whose position shows the progress.
 
     Raises:
         UserError: it cannot be read, is damaged, or unpacks to more than 100 times its size; also while it is read.
@@ -49,30 +50,31 @@ def open_bytes(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
             raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
-    """Each line with its number. Raises UserError at one beyond MOST_LINE."""
+def read_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield each line with its number. Raises UserError for one beyond `MAX_LINE_BYTES`."""
     number = 0
-    while line := stream.readline(MOST_LINE + 1):
+    while line := stream.readline(MAX_LINE_BYTES + 1):
         number += 1
-        if len(line) > MOST_LINE:
-            raise UserError(f"{path}:{number}: is longer than {MOST_LINE >> 20} MiB, so it is no row of data")
+        if len(line) > MAX_LINE_BYTES:
+            raise UserError(f"{path}:{number}: is longer than {MAX_LINE_BYTES >> 20} MiB, so it is no row of data")
         yield number, line
 
 
-class Guard:
-    """A count of what is unpacked of a file."""
+class UnpackGuard:
+    """Limit on the bytes that are unpacked from a file."""
 
     def __init__(self, path: Path):
-        self._path, self._done = path, 0
-        self._most = max(_ALWAYS_FINE, _MOST_RATIO * path.stat().st_size)
+        self._path = path
+        self._done = 0
+        self._limit = max(_MIN_BUDGET_BYTES, _MAX_RATIO * path.stat().st_size)
 
     def add(self, size: int) -> None:
-        """Count some bytes. Raises UserError when they are too many."""
+        """Count unpacked bytes. Raises UserError when they are too many."""
         self._done += size
-        if self._done > self._most:
+        if self._done > self._limit:
             raise UserError(
-                f"{self._path}: unpacks to more than {_MOST_RATIO} times its size, or to as many rows or objects as no "
-                "text has; if it is meant so, unpack it first"
+                f"{self._path}: unpacks to more than {_MAX_RATIO} times its size, or to more rows or objects than any "
+                "text has; if this is intended, unpack it first"
             )
 
 
@@ -80,14 +82,15 @@ class _Guarded(io.RawIOBase):
     """Unpacked bytes, counted."""
 
     def __init__(self, plain: Any, path: Path):
-        self._plain, self._guard = plain, Guard(path)
+        self._plain = plain
+        self._guard = UnpackGuard(path)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         piece = self._plain.read(len(buffer))
-        self._guard.add(max(len(piece), _ITEM * sum(map(piece.count, (b"\n", b"{")))))
+        self._guard.add(max(len(piece), _MIN_ITEM_BYTES * sum(map(piece.count, (b"\n", b"{")))))
         buffer[: len(piece)] = piece
         return len(piece)
 

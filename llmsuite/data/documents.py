@@ -1,4 +1,4 @@
-"""Documents of text from files, one at a time: plain text, JSON Lines, tables (all also compressed) and Parquet."""
+"""Reads documents of text one at a time: plain text, JSON Lines, tables (all also compressed) and Parquet."""
 
 from __future__ import annotations
 
@@ -8,30 +8,32 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from llmsuite.data.columns import renamed
-from llmsuite.data.compressed import lines, open_bytes
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.columns import columns_of, is_template
+from llmsuite.data.columns import rename_columns
+from llmsuite.data.compressed import open_bytes, read_lines
 from llmsuite.data.faults import Faults
 from llmsuite.data.parquet import open_parquet
 from llmsuite.data.read import Parser
-from llmsuite.data.suggest import key_word, near, suggested_text, typed
+from llmsuite.data.suggest import key_option, near, shell_quoted, suggest_text_column
 from llmsuite.data.table import DELIMITERS, table_rows
-from llmsuite.errors import UserError
-from llmsuite.schema.columns import columns_of, is_template
 
 Division = Literal["blank_lines", "lines", "files"]
 """The separator of documents in a plain text."""
 KINDS = (".txt", ".jsonl", ".parquet", *DELIMITERS)
-_FIRST_PART = 1 << 20
+_FIRST_PART_BYTES = 1 << 20
 """Bytes of plain text that are read for its first document."""
-_KEY = "pretrain.key, or --key of `llmsuite data index`, says which it is"
-
-
+_KEY = "pretrain.key, or --key of `llmsuite data index`, names the column"
 _ARROW_TEXTS = ("string", "large_string", "string_view")
+"""Arrow's types of text."""
 
 
 def text_key(columns: Mapping[str, str], key: str) -> str:
-    """What the text of a row is made of, see `read_documents`: `pretrain.key`, or what `data.columns` says of it.
-    Raises UserError where that has other fields."""
+    """Return the source of a row's text, as `read_documents` takes it: `pretrain.key`, or its entry in `data.columns`.
+
+    Raises:
+        UserError: `data.columns` has other fields.
+    """
     if columns and list(columns) != [key]:
         raise UserError(
             f"data.columns: has {', '.join(columns)}; the one field of pretraining is {key!r}, the text (pretrain.key)"
@@ -40,33 +42,34 @@ def text_key(columns: Mapping[str, str], key: str) -> str:
 
 
 def check_has_columns(path: Path, columns: Mapping[str, str]) -> None:
-    """Raise UserError where `data.columns` is for a file without columns."""
+    """Raise UserError if `data.columns` is set for a file without columns."""
     if columns and path.name.endswith((".idx", ".bin", ".txt", ".txt.gz", ".txt.zst")):
         raise UserError(f"data.columns: {path} has no columns; remove that key, or name a file of rows")
 
 
 def kind_of(path: Path) -> str:
-    """One of KINDS, by the name of a file; compressed or not. Raises UserError when it is none."""
+    """Return the one of `KINDS` that a file is by its name, compressed or not. Raises UserError when it is none."""
     name = path.name.removesuffix(".gz").removesuffix(".zst")
     kind = next((kind for kind in KINDS if name.endswith(kind)), None)
     if kind is None or (kind == ".parquet" and name != path.name):
-        raise UserError(f"{path}: is none of .txt, .jsonl, .csv, .tsv (also with .gz or .zst behind it), .parquet")
+        raise UserError(f"{path}: is none of .txt, .jsonl, .csv, .tsv (each also with .gz or .zst added), .parquet")
     return kind
 
 
 def read_documents(path: Path, division: Division, key: str, faults: Faults | None = None) -> Iterator[tuple[str, int]]:
-    """Each document that is not blank, and the number of bytes of the file read so far.
+    """Yield each document that is not blank, and the number of bytes of the file read so far.
 
     Args:
-        path: a file of one of KINDS.
-        division: where a document of a .txt ends.
-        key: what the text of a row is made of: the name of a column, or a template as `data.columns` has them.
-        faults: gets the faulty rows and lines, which are left out if it skips; else the first one is an error.
+        path: a file of one of `KINDS`.
+        division: the separator of documents in a .txt.
+        key: source of a row's text: the name of a column, or a template as in `data.columns`.
+        faults: records the faulty rows and lines, which are left out if it skips; else the first one is an error.
 
     Raises:
-        UserError: the file or a row of it cannot be read; with the line.
+        UserError: the file or a row of it cannot be read; names the line.
     """
-    kind, faults = kind_of(path), faults or Faults()
+    kind = kind_of(path)
+    faults = faults or Faults()
     if kind == ".txt":
         texts = _plain(path, division, faults)
     else:
@@ -76,15 +79,20 @@ def read_documents(path: Path, division: Division, key: str, faults: Faults | No
 
 
 def first_document(path: Path, key: str, faults: Faults) -> str | None:
-    """The first document that is not blank, or its first line; None where there is none. Of plain text the first part
-    is read only. The arguments, and what is raised, are those of `read_documents`."""
+    """Return the first document that is not blank, or its first line; None if there is none.
+
+    Of plain text only the first part is read, and an empty text stands for a first document beyond it. Arguments and
+    errors are those of `read_documents`.
+    """
     if kind_of(path) != ".txt":
         return next((text for text, _ in read_documents(path, "lines", key, faults)), None)
     with open_bytes(path) as (stream, _):
-        part = io.BytesIO(stream.read(_FIRST_PART))
-        is_whole = not stream.read(1)
-    found = [line for _, line in _lines(part, path, faults, is_whole) if line.strip()]
-    return found[0] if found else None if is_whole else ""
+        part = io.BytesIO(stream.read(_FIRST_PART_BYTES))
+        is_complete = not stream.read(1)
+    found = [line for _, line in _lines(part, path, faults, is_complete) if line.strip()]
+    if found:
+        return found[0]
+    return None if is_complete else ""
 
 
 def _plain(path: Path, division: Division, faults: Faults) -> Iterator[tuple[str, int]]:
@@ -104,21 +112,21 @@ def _plain(path: Path, division: Division, faults: Faults) -> Iterator[tuple[str
         yield "".join(part).rstrip("\r\n"), raw.tell()
 
 
-def _lines(stream: IO[bytes], path: Path, faults: Faults, is_whole: bool = True) -> Iterator[tuple[int, str]]:
-    """Lines of text, however long they are. Where the stream is not whole, its last line may end within a character."""
+def _lines(stream: IO[bytes], path: Path, faults: Faults, is_complete: bool = True) -> Iterator[tuple[int, str]]:
+    """Yield lines of text of any length. The last line of an incomplete stream may end within a character."""
     for number, line in enumerate(stream, 1):
         decoder = codecs.getincrementaldecoder("utf-8-sig" if number == 1 else "utf-8")()
         try:
-            yield number, decoder.decode(line, is_whole or line.endswith(b"\n"))
+            yield number, decoder.decode(line, is_complete or line.endswith(b"\n"))
         except UnicodeDecodeError as error:
             _bad(faults, f"{path}:{number}", f"is not UTF-8: {error.reason}")
 
 
-Found = tuple[str, Any, str | None, int]
-"""The place of a row, its value, the fault for which it is none, and the number of bytes of the file read so far."""
+_PlacedRow = tuple[str, Any, str | None, int]
+"""The place of a row, its value, its fault or None, and the number of bytes of the file read so far."""
 
 
-def _texts(rows: Iterator[Found], key: str, faults: Faults) -> Iterator[tuple[str, int]]:
+def _texts(rows: Iterator[_PlacedRow], key: str, faults: Faults) -> Iterator[tuple[str, int]]:
     for place, row, fault, done in rows:
         text: Any = None
         if fault is None and (not isinstance(row, dict) or (not is_template(key) and key not in row)):
@@ -127,7 +135,7 @@ def _texts(rows: Iterator[Found], key: str, faults: Faults) -> Iterator[tuple[st
             fault = f"has no key {key!r}, which is to hold the text; it has {found}; {_KEY}{hint}"
         if fault is None:
             try:
-                text = renamed(row, {"text": key})["text"]
+                text = rename_columns(row, {"text": key})["text"]
             except ValueError as error:
                 fault = str(error)
         fault = fault or _text_fault(text, key)
@@ -137,32 +145,33 @@ def _texts(rows: Iterator[Found], key: str, faults: Faults) -> Iterator[tuple[st
             _bad(faults, place, fault)
 
 
-def _json_lines(path: Path, key: str) -> Iterator[Found]:
+def _json_lines(path: Path, key: str) -> Iterator[_PlacedRow]:
     parser = Parser()
     with open_bytes(path) as (stream, raw):
-        for number, line in lines(stream, path):
+        for number, line in read_lines(stream, path):
             text = (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).strip()
             if text:
-                yield f"{path}:{number}", *parser.line(text), raw.tell()
+                yield f"{path}:{number}", *parser.parse_line(text), raw.tell()
 
 
-def _table(path: Path, key: str) -> Iterator[Found]:
+def _table(path: Path, key: str) -> Iterator[_PlacedRow]:
     with open_bytes(path) as (stream, raw):
         for place, row, fault in table_rows(stream, path, kind_of(path)):
             yield place, row, fault, raw.tell()
 
 
-def _parquet(path: Path, key: str) -> Iterator[Found]:
+def _parquet(path: Path, key: str) -> Iterator[_PlacedRow]:
     columns = list(dict.fromkeys(columns_of(key)))
     with open_parquet(path) as file:
         for column in columns:
             if column not in file.types:
-                # the types of its columns say which of them are texts
+                # no row is read: values of the right types are enough to suggest a column of text
                 row = {name: "" if kind in _ARROW_TEXTS else None for name, kind in file.types.items()}
                 raise UserError(
                     f"{path}: has no column {column!r}; it has {', '.join(row)}; {_KEY}{_hint(column, row)}"
                 )
-        size, total = path.stat().st_size, max(file.num_rows, 1)
+        size = path.stat().st_size
+        total = max(file.num_rows, 1)
         for number, row in enumerate(file.rows(columns), 1):
             yield f"{path}: row {number}", row, None, size * min(number, total) // total
 
@@ -173,9 +182,9 @@ def _bad(faults: Faults, where: str, fault: str) -> None:
 
 
 def _hint(key: str, row: Mapping[str, Any]) -> str:
-    """The end of a message about a row without the column of the text."""
-    found = near(key, row) or suggested_text(row)
-    return "" if found is None else f", such as {typed(key_word('pretrain.key', found))}"
+    """End of a message about a row without the column of text: the option that names a likely one."""
+    found = near(key, row) or suggest_text_column(row)
+    return "" if found is None else f", such as {shell_quoted(key_option('pretrain.key', found))}"
 
 
 def _text_fault(text: Any, key: str) -> str | None:

@@ -1,7 +1,7 @@
-"""Token ids of a text that goes on from another one: of an answer behind its prompt.
+"""Encodes a text that continues another one: an answer after its prompt.
 
-A model is given the tokens of the prompt, encoded by itself, and writes the next ones. So the answer's tokens are those
-that whole text has behind the prompt's. A text by itself may have others: tokenizers made by SentencePiece, such as
+A model receives the tokens of the prompt alone, and generates the next ones. So the tokens of the answer are those of
+the full text after the tokens of the prompt. The answer alone may have other tokens: SentencePiece tokenizers, such as
 those of Llama 2 and Mistral, begin every text with a space.
 """
 
@@ -12,29 +12,30 @@ from collections.abc import Callable, Sequence
 from llmsuite.data.tokenizer import TextTokenizer
 
 Encode = Callable[[Sequence[str]], list[list[int]]]
-"""Texts to token ids, without special tokens."""
+"""Maps texts to token ids, without special tokens."""
 
 
 def encode_answers(
     texts: Sequence[tuple[str, str]], tokenizer: TextTokenizer, encode: Encode | None = None
 ) -> list[tuple[list[int], list[int]]]:
-    """Token ids of prompts and of the answers behind them.
+    """Encode prompts and the answers that follow them.
 
     Args:
-        texts: the text before each answer, and that text with the answer.
+        texts: for each sample the text before the answer, and that text with the answer.
         tokenizer: of the model.
-        encode: of this tokenizer, such as one that keeps what it has encoded.
+        encode: a batch encoder of this tokenizer, such as one with a cache.
 
     Returns:
-        For each, the ids of the prompt as generation encodes it, and those of the answer.
+        For each sample, the ids of the prompt as generation encodes it, and those of the answer.
     """
     encode = encode or tokenizer.encode_batch
     ids = encode([text for both in texts for text in both])
-    prompts, wholes = ids[::2], ids[1::2]
-    # A token may span the border, and generation has no such token: then the answer is encoded by itself.
-    spanned = [i for i, prompt in enumerate(prompts) if wholes[i][: len(prompt)] != prompt]
+    prompts = ids[::2]
+    full = ids[1::2]
+    # a token may span the border, and generation has no such token: then the answer is encoded alone
+    spanned = [i for i, prompt in enumerate(prompts) if full[i][: len(prompt)] != prompt]
     alone = encode_continuations([texts[i][1][len(texts[i][0]) :] for i in spanned], tokenizer, encode)
-    answers = [whole[len(prompt) :] for prompt, whole in zip(prompts, wholes)]
+    answers = [sequence[len(prompt) :] for prompt, sequence in zip(prompts, full)]
     for i, answer in zip(spanned, alone):
         answers[i] = answer
     return list(zip(prompts, answers))
@@ -43,15 +44,14 @@ def encode_answers(
 def encode_continuations(
     texts: Sequence[str], tokenizer: TextTokenizer, encode: Encode | None = None
 ) -> list[list[int]]:
-    """Token ids of texts that others precede, whichever they are: as by themselves, but without what the tokenizer
-    puts in front of a text."""
+    """Encode texts that follow any other text: without the prefix that the tokenizer adds to the start of a text."""
     encode = encode or tokenizer.encode_batch
     found: list[list[int] | None] = [None] * len(texts)
     for anchor in tokenizer.anchors:
         left = [i for i, ids in enumerate(found) if ids is None]
         begin = tokenizer.encode(anchor)
         for i, ids in zip(left, encode([anchor + texts[i] for i in left])):
-            # where a text begins as the anchor does, both may be one token: the next anchor tells
+            # anchor and beginning of a text may merge into one token: then the next anchor is tried
             if ids[: len(begin)] == begin:
                 found[i] = ids[len(begin) :]
     left = [i for i, ids in enumerate(found) if ids is None]

@@ -1,4 +1,4 @@
-"""The dialect of Jinja that chat templates are written in: what transformers gives them, in a sandbox."""
+"""Jinja environment of chat templates: the extensions, filters and functions of transformers, in a sandbox."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-_BEGIN, _END = "\ufdd0", "\ufdd1"
-"""Mark the blocks of `{% generation %}` in what is rendered: characters that Unicode keeps from all text."""
+_BEGIN = "\ufdd0"
+_END = "\ufdd1"
+"""Marks of the begin and end of a `{% generation %}` block in rendered text: Unicode noncharacters."""
 _MARK = re.compile(f"[{_BEGIN}{_END}]")
 _DATE = datetime.date(2024, 7, 26)
-"""The day of `strftime_now`, and of the templates that are told there is no such function."""
+"""The day that `strftime_now` formats."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Marked:
-    """A rendered text and what a template calls generated in it."""
+    """A rendered text and its `{% generation %}` blocks."""
 
     text: str
     blocks: list[tuple[int, int]]
@@ -32,19 +33,19 @@ class Marked:
 
 
 def has_mark(text: str) -> bool:
-    """Whether a text has a character that marks blocks."""
+    """Return True if a text has a character that marks blocks."""
     return _MARK.search(text) is not None
 
 
 def unmark(rendered: str) -> Marked:
-    """Take the marks of blocks out of a text. Blocks without anything between them are one."""
+    """Remove the marks of blocks from a text. Adjacent blocks are merged."""
     rendered = rendered.replace(_END + _BEGIN, "")
-    places = [match.start() - number for number, match in enumerate(_MARK.finditer(rendered))]
-    return Marked(_MARK.sub("", rendered), list(zip(places[::2], places[1::2])))
+    positions = [match.start() - number for number, match in enumerate(_MARK.finditer(rendered))]
+    return Marked(_MARK.sub("", rendered), list(zip(positions[::2], positions[1::2])))
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %} … {% endgeneration %}`: what the model would have generated, as transformers has it for
+    """`{% generation %} … {% endgeneration %}`: the text that the model would generate, as transformers has it for
     `return_assistant_tokens_mask`."""
 
     tags = {"generation"}  # noqa: RUF012  (Jinja declares it as an attribute of the instance)
@@ -57,9 +58,9 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _FixedDate(jinja2.Undefined):
-    """`strftime_now` of a day that does not change, or training would differ from day to day.
+    """`strftime_now` of a fixed day: with the real one training would differ from day to day.
 
-    It says that it is undefined, because templates that ask have a fixed date of their own for that case.
+    For Jinja it is undefined, so that templates that test for it use the fixed date that they have for that case.
     """
 
     unsafe_callable = alters_data = False
@@ -78,13 +79,13 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """transformers' filter: unlike Jinja's own it escapes nothing for HTML."""
+    """Filter `tojson` of transformers: unlike Jinja's own it escapes nothing for HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @functools.cache
 def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
-    """Templates are not to be trusted: they have no attributes of Python, and cannot change their arguments."""
+    """Return the sandbox for templates, which are not trusted: no attributes of Python, and immutable arguments."""
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)

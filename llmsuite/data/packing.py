@@ -7,35 +7,37 @@ from typing import Any, TypeVar, overload
 
 import numpy as np
 
-from llmsuite.data.sequences import Measure, Packs, lengths_of
+from llmsuite.data.lazy_sequences import LengthFunction, PackedSamples, lengths_of
 
 S = TypeVar("S")
-_AT_ONCE = 1 << 16
+_CHUNK = 1 << 16
 
 
-def packed(
-    samples: Sequence[Any], measure: Measure, capacity: int, join: Callable[[Sequence[Any]], S]
-) -> tuple[Packs[S], float]:
-    """Samples joined so that none of the rows that a pack has in a batch takes more than `capacity` positions; and how
-    full these rows are, from 0 to 1. See `best_fit`.
+def pack_samples(
+    samples: Sequence[Any], measure: LengthFunction, capacity: int, join: Callable[[Sequence[Any]], S]
+) -> tuple[PackedSamples[S], float]:
+    """Join samples by `best_fit`, so that no row of a pack takes more than `capacity` positions.
 
     Args:
         samples: to pack; each fits.
-        measure: gives the positions that the rows of each take, [samples, rows of each].
-        capacity: of a row.
+        measure: returns the positions that the rows of each sample take, [samples, rows of each].
+        capacity: positions of a row.
         join: makes one sample of several.
+
+    Returns:
+        The packs, and the used part of their rows, from 0 to 1.
     """
     lengths = lengths_of(samples, measure)
     assert lengths is not None
-    packs = Packs(samples, best_fit(lengths.max(1), capacity), join)
+    packs = PackedSamples(samples, best_fit(lengths.max(1), capacity), join)
     return packs, float(lengths.sum() / (lengths.shape[1] * len(packs) * capacity))
 
 
 class Groups(Sequence[np.ndarray]):
-    """The numbers from 0 on, each in one group: in ascending order within it."""
+    """Groups of the numbers from 0 on, in ascending order within a group."""
 
     def __init__(self, group_of: np.ndarray):
-        """`group_of`: [numbers], the group of each; groups are counted from 0 and have at least one."""
+        """`group_of`: [numbers], the group of each number. Groups are counted from 0, and none is empty."""
         self._numbers = np.argsort(group_of, kind="stable")
         self._ends = np.cumsum(np.bincount(group_of)) if len(group_of) else group_of
 
@@ -50,7 +52,8 @@ class Groups(Sequence[np.ndarray]):
         if isinstance(at, slice):
             return [self[i] for i in range(*at.indices(len(self)))]
         number = range(len(self))[at]
-        return self._numbers[self._ends[number - 1] if number else 0 : self._ends[number]]
+        start = self._ends[number - 1] if number else 0
+        return self._numbers[start : self._ends[number]]
 
 
 def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> Groups:
@@ -68,13 +71,15 @@ def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> Groups:
     """
     sizes = np.asarray(lengths, dtype="int64")
     assert not len(sizes) or 0 < sizes.min() <= sizes.max() <= capacity, (lengths, capacity)
-    order, pack_of, num_packs = np.argsort(-sizes, kind="stable"), np.empty_like(sizes), 0
+    order = np.argsort(-sizes, kind="stable")
+    pack_of = np.empty_like(sizes)
+    num_packs = 0
     with_room: list[list[int]] = [[] for _ in range(capacity + 1)]
-    """Packs by the space that is left in them."""
+    """Packs by their free space."""
     rooms = 0
-    """Bit n is set if some pack has exactly n left: the least sufficient space is the lowest sufficient bit."""
-    for first in range(0, len(order), _AT_ONCE):  # as lists of Python they take five times the memory
-        part = order[first : first + _AT_ONCE]
+    """Bit n is set if some pack has exactly n free: the least sufficient space is the lowest sufficient bit."""
+    for first in range(0, len(order), _CHUNK):  # in chunks, as Python lists take five times the memory of arrays
+        part = order[first : first + _CHUNK]
         for sample, length in zip(part.tolist(), sizes[part].tolist()):
             enough = rooms >> length
             if enough:
@@ -83,7 +88,8 @@ def best_fit(lengths: Sequence[int] | np.ndarray, capacity: int) -> Groups:
                 if not with_room[room]:
                     rooms &= ~(1 << room)
             else:
-                room, pack = capacity, num_packs
+                room = capacity
+                pack = num_packs
                 num_packs += 1
             pack_of[sample] = pack
             if room > length:

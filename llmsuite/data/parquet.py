@@ -1,7 +1,7 @@
-"""Parquet files, which take a package of their own to read.
+"""Reads Parquet files with the package pyarrow.
 
-A value that is often there is stored once, and its number each time: 2 kB of a file can stand for gigabytes of text. So
-texts are read as such numbers, and the size of rows is computed before they are made.
+Parquet stores a repeated value once, and its index each time: 2 kB of a file can stand for gigabytes of text. So texts
+are read as indices into a dictionary, and the size of rows is computed before they are made.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.data.compressed import MOST_LINE, Guard
-from llmsuite.errors import UserError
-from llmsuite.regular import open_regular
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import open_regular
+from llmsuite.data.compressed import MAX_LINE_BYTES, UnpackGuard
 
 _ROWS = 1024
-"""Rows that are made at once, unless they are large."""
+"""Rows of a batch, unless they are large."""
 _TEXTS = ("string", "large_string", "binary", "large_binary")
 
 
@@ -30,30 +30,32 @@ class ParquetRows:
             opened: the file.
 
         Raises:
-            UserError: by its footer it is far larger than its bytes.
+            UserError: by its footer it unpacks to far more than its bytes.
         """
         import pyarrow.parquet
 
         plain = pyarrow.parquet.ParquetFile(opened)
-        self._path, self._guard, metadata = path, Guard(path), plain.metadata
+        self._path = path
+        self._guard = UnpackGuard(path)
+        metadata = plain.metadata
         self._schema = plain.schema_arrow
         self.types = {field.name: str(field.type) for field in self._schema}
-        """The type of each column, by Arrow's name for it."""
+        """Arrow's name of the type of each column."""
         self.num_rows: int = metadata.num_rows
-        """What the footer says."""
+        """Number of rows by the footer."""
         chunks = [
             metadata.row_group(group).column(column)
             for group in range(metadata.num_row_groups)
             for column in range(metadata.num_columns)
         ]
-        Guard(path).add(sum(chunk.total_uncompressed_size for chunk in chunks))
-        Guard(path).add(sum(chunk.num_values for chunk in chunks))  # of which many may take no room
+        UnpackGuard(path).add(sum(chunk.total_uncompressed_size for chunk in chunks))
+        UnpackGuard(path).add(sum(chunk.num_values for chunk in chunks))  # many values may take no bytes
         leaves = [plain.schema.column(number) for number in range(len(plain.schema))]
         texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
         self._file = pyarrow.parquet.ParquetFile(opened, metadata=metadata, read_dictionary=texts)
 
     def rows(self, columns: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
-        """Each row, of some columns or all. Raises UserError for one that is too large, or that is no text."""
+        """Yield each row, with some columns or all. Raises UserError for one that is too large or no valid text."""
         import pyarrow
 
         done = 0
@@ -61,21 +63,21 @@ class ParquetRows:
             schema = pyarrow.schema([self._schema.field(name) for name in batch.schema.names])
             for part in self._parts(batch, done):
                 try:
-                    rows = part.cast(schema).to_pylist()  # of texts themselves it is faster
-                except (ValueError, OverflowError) as error:  # no UTF-8, or a time that Python has not
-                    raise UserError(f"{self._path}: row {done + 1} or one behind it cannot be read: {error}") from error
+                    rows = part.cast(schema).to_pylist()  # faster for texts than for dictionary indices
+                except (ValueError, OverflowError) as error:  # not UTF-8, or a time that Python cannot represent
+                    raise UserError(f"{self._path}: row {done + 1} or a later one cannot be read: {error}") from error
                 yield from rows
                 done += len(rows)
 
     def _parts(self, batch: Any, done: int) -> Iterator[Any]:
-        """A batch, or parts of it that are no larger than a row may be."""
+        """Yield a batch, or parts of it that are no larger than the limit of a row."""
         size = sum(map(_size, batch.columns))
-        if size <= MOST_LINE:
+        if size <= MAX_LINE_BYTES:
             self._guard.add(size)
             yield batch
         elif batch.num_rows <= 1:
             raise UserError(
-                f"{self._path}: row {done + 1} is longer than {MOST_LINE >> 20} MiB, so it is no row of data"
+                f"{self._path}: row {done + 1} is longer than {MAX_LINE_BYTES >> 20} MiB, so it is no row of data"
             )
         else:
             half = batch.num_rows // 2
@@ -85,7 +87,7 @@ class ParquetRows:
 
 @contextlib.contextmanager
 def open_parquet(path: Path) -> Iterator[ParquetRows]:
-    """The rows of a file. Raises UserError when it cannot be read; also while it is read."""
+    """Open the rows of a file. Raises UserError when it cannot be read; also while it is read."""
     try:
         import pyarrow
     except ImportError as error:
@@ -98,7 +100,7 @@ def open_parquet(path: Path) -> Iterator[ParquetRows]:
 
 
 def _size(array: Any) -> int:
-    """Bytes that the values of an array are, each as often as it is there."""
+    """Return the bytes of the values of an array; a repeated value counts each time."""
     import pyarrow.compute
     from pyarrow import types
 

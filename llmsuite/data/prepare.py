@@ -1,4 +1,4 @@
-"""Public sets of data, fetched and brought into shapes that recipes read."""
+"""Fetches public data sets and converts them to files that recipes can read."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from llmsuite.data.archives import members
-from llmsuite.data.indexed import IndexedCorpus
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import committed_directory, sha256_of
+from llmsuite.base.redaction import redacted
+from llmsuite.base.safe_files import exists
+from llmsuite.contract.specs import DataFormat
+from llmsuite.data.archives import read_members
+from llmsuite.data.indexed_corpus import IndexedCorpus
 from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch
-from llmsuite.errors import UserError
-from llmsuite.files import committed_directory, sha256_of
-from llmsuite.regular import exists
-from llmsuite.shown import redacted
-from llmsuite.specs import DataFormat
 
 _SPLITS = {"train": "train", "dev": "eval", "eval": "eval", "test": "eval", "valid": "eval", "validation": "eval"}
 
 
 @dataclasses.dataclass(frozen=True)
-class PublicSet:
+class PublicDataset:
     """A public data set that PaddleNLP's examples train on."""
 
     help: str
@@ -32,23 +32,23 @@ class PublicSet:
     kind: str
     """The type of its rows, see `llmsuite.data.rows`; "corpus" for an indexed corpus."""
     rename: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Keys of its rows to rename, with the names of our formats."""
+    """Keys of its rows to rename -> the keys of our formats."""
 
 
 _BOS = "https://bj.bcebos.com/paddlenlp"
-SETS = {
-    "advertisegen": PublicSet(
+DATASETS = {
+    "advertisegen": PublicDataset(
         "AdvertiseGen: advertisements in Chinese, for sft",
         f"{_BOS}/datasets/examples/AdvertiseGen.tar.gz",
         "conversation",
         {"content": "src", "summary": "tgt"},
     ),
-    "ultrafeedback": PublicSet(
+    "ultrafeedback": PublicDataset(
         "UltraFeedback, binarized: pairs of answers, for dpo",
         f"{_BOS}/datasets/examples/ultrafeedback_binarized.tar.gz",
         "preference",
     ),
-    "openwebtext-100k": PublicSet(
+    "openwebtext-100k": PublicDataset(
         "100,000 documents of OpenWebText with the tokens of Llama, for pretraining",
         f"{_BOS}/models/transformers/llama/data/llama_openwebtext_100k",
         "corpus",
@@ -64,20 +64,20 @@ def prepare(
     url: str | None = None,
     sha256: str | None = None,
 ) -> None:
-    """Fetch a set and write it into a new directory: train.jsonl and eval.jsonl, or corpus.bin and corpus.idx.
+    """Fetch a data set into a new directory: train.jsonl and eval.jsonl, or corpus.bin and corpus.idx.
 
     Args:
-        name: one of SETS.
+        name: one of `DATASETS`.
         target: must not exist.
         formats: the registered data formats.
-        report: tells the user what happens.
+        report: receives progress messages for the user.
         url: of a mirror.
         sha256: expected digest of the archive, or of the .bin of a corpus.
 
     Raises:
-        UserError: it cannot be fetched, is not the one that was meant, is unsafe to unpack, or has faulty rows.
+        UserError: it cannot be fetched, has another digest, is unsafe to unpack, or has faulty rows.
     """
-    found = SETS[name]
+    found = DATASETS[name]
     if exists(target):
         raise UserError(f"{target}: exists; choose another --output")
     source = url or found.url
@@ -89,7 +89,8 @@ def prepare(
     if sha256 is not None and actual != sha256.lower():
         raise UserError(f"{source}: has sha256 {actual}, and --sha256 says {sha256}; it is damaged or another file")
     shown = redacted(source)
-    report(f"{shown}: sha256 {actual}" + (", as --sha256 says" if sha256 else "; not compared, no --sha256"))
+    comparison = ", as --sha256 says" if sha256 else "; not compared, no --sha256"
+    report(f"{shown}: sha256 {actual}{comparison}")
     with committed_directory(target, {"source": shown, "sha256": actual}) as directory:
         if found.kind == "corpus":
             for file in files:
@@ -104,11 +105,11 @@ def prepare(
 
 
 def _convert(archive: Path, directory: Path, rename: Mapping[str, str]) -> set[str]:
-    """The rows of every file of an archive that is named as a split."""
+    """Write the rows of every file of an archive that is named as a split. Returns the names of the splits."""
     splits: set[str] = set()
-    for member, content in members(archive, lambda name: _split_of(name) is not None):
+    for member, content in read_members(archive, lambda name: _split_of(name) is not None):
         split = _split_of(member)
-        assert split is not None, "only such are wanted"
+        assert split is not None, "only splits are selected"
         if split in splits:
             raise UserError(f"{archive}: has two files for {split}, the second is {member}")
         splits.add(split)
@@ -121,14 +122,14 @@ def _convert(archive: Path, directory: Path, rename: Mapping[str, str]) -> set[s
 
 
 def _split_of(member: str) -> str | None:
-    """The split that a file of an archive is named as."""
+    """Return the split that a file of an archive is named as; None for other files."""
     stem = PurePosixPath(member).name.partition(".")[0]
     split = _SPLITS.get(stem.partition("_")[0].lower())
     return split if member.endswith((".json", ".jsonl")) else None
 
 
 def _rows(data: bytes, where: str) -> Iterator[dict[str, Any]]:
-    """Rows of a JSON list or of JSON Lines, whatever the file is called."""
+    """Yield the rows of a JSON list or of JSON Lines, whatever the name of the file."""
     try:
         if data.lstrip()[:1] == b"[":
             rows = json.loads(data)

@@ -1,4 +1,4 @@
-"""Readers of rows, with the place of every fault: JSON Lines, JSON lists, tables (all also compressed), Parquet."""
+"""Reads rows, with the place of every fault: JSON Lines, JSON lists, tables (all also compressed), Parquet."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.data.compressed import PACKED, lines, open_bytes
-from llmsuite.data.conversion import Conversion
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import is_dir, is_file, listed
+from llmsuite.base.strict_json import first_repeated
+from llmsuite.contract.specs import DataFormat
+from llmsuite.data.compressed import PACKED, open_bytes, read_lines
 from llmsuite.data.faults import Faults, OnBadRow
-from llmsuite.data.kinds import Readers
 from llmsuite.data.parquet import open_parquet
+from llmsuite.data.row_converter import RowConverter
+from llmsuite.data.row_kinds import StagesByKind
 from llmsuite.data.table import DELIMITERS, table_rows
-from llmsuite.errors import UserError
-from llmsuite.regular import is_dir, is_file, listed
-from llmsuite.specs import DataFormat
-from llmsuite.strict_json import first_repeated
 
 KINDS = (".json", ".jsonl", ".parquet", *DELIMITERS)
-_UNREAD = (".arrow", ".feather", ".ods", ".xls", ".xlsx")
-"""Tables that people have, and that would be read as JSON Lines."""
+_UNSUPPORTED = (".arrow", ".feather", ".ods", ".xls", ".xlsx")
+"""Common tables that are not read, and would otherwise be taken for JSON Lines."""
 _SPLITS = "dataset_dict.json"
-"""In a directory that `DatasetDict.save_to_disk` wrote: a directory of `Dataset.save_to_disk` for each split."""
-_FIRST_PART = 1 << 20
+"""File in a directory of `DatasetDict.save_to_disk`, which has a directory of `Dataset.save_to_disk` for each split."""
+_FIRST_PART_BYTES = 1 << 20
 """Bytes of a list that are read for its first rows."""
 
 
 class Rows(list[Any]):
-    """Converted rows, with the place of each, and the faults of the others."""
+    """Converted rows with the place of each, and the faults of the other rows."""
 
     def __init__(self, faults: Faults):
         super().__init__()
@@ -49,31 +49,31 @@ def read_rows(
     on_bad_row: OnBadRow = "error",
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
-    readers: Readers | None = None,
+    readers: StagesByKind | None = None,
 ) -> Rows:
-    """The rows of a file, converted.
+    """Read and convert the rows of a file.
 
     Args:
-        path: a file of one of KINDS, perhaps with .gz or .zst behind it; a directory for all of those in it. Any other
-            name is read as JSON Lines.
+        path: a file of one of `KINDS`, also with .gz or .zst added, or a directory of such files. Any other name is
+            read as JSON Lines.
         kind: the type of rows that the stage needs, such as "preference".
-        name: a format's name, or "auto" to take the first one that matches the first row.
+        name: a format's name, or "auto" for the first one that matches the first row.
         formats: the registered formats.
         on_bad_row: "skip" to leave faulty rows out and count them.
-        columns: what fields a row gets from its columns, see `renamed`; none to take it as it is.
-        limit: how many rows to read, the first ones without a fault; None for all.
-        readers: the registered stages, which messages about rows of another kind name.
+        columns: the source of each field in the columns of a row, see `rename_columns`; None to keep the columns.
+        limit: number of rows to read, the first ones without a fault; None for all.
+        readers: the registered stages, for messages about rows of another kind.
 
     Raises:
-        UserError: with file, line and reason of the first faulty rows; or no format fits, or the rest of a file cannot
-            be read, or there are no rows.
+        UserError: names file, line and reason of the first faulty rows; or no format fits, or the rest of a file
+            cannot be read, or there are no rows.
     """
-    conversion = Conversion(kind, name, formats, columns, readers)
+    converter = RowConverter(kind, name, formats, columns, readers)
     rows = Rows(Faults(on_bad_row))
     for where, raw, fault in _all_rows(path):
         if len(rows) == limit:
             break
-        row = conversion.convert(where, raw, fault, rows.faults)
+        row = converter.convert(where, raw, fault, rows.faults)
         if row is not None:
             rows.append(row)
             rows.places.append(where)
@@ -85,45 +85,51 @@ def read_rows(
 
 
 def raw_row(path: Path, place: str) -> Any:
-    """The row at a place that `Rows.places` has, as the file has it."""
+    """Return the unconverted row at one of `Rows.places`."""
     return next(raw for where, raw, _ in _all_rows(path) if where == place)
 
 
 def _all_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
-    """As `raw_rows`, of a file or of all files of a directory."""
+    """Yield the `raw_rows` of a file or of all files of a directory."""
     for file in data_files(path):
         yield from raw_rows(file)
 
 
 def data_files(path: Path) -> list[Path]:
-    """The file, or the files of data in a directory, by name. Raises UserError when there are none, it has several
-    splits, or the file is a table that is not read."""
-    if path.suffix.lower() in _UNREAD:
+    """Return the file, or the data files of a directory, sorted by name.
+
+    Raises:
+        UserError: there are none, the directory has several splits, or the file is a table that is not supported.
+    """
+    if path.suffix.lower() in _UNSUPPORTED:
         raise UserError(f"{path}: {path.suffix} files are not read; save it as .csv, .jsonl or .parquet")
     if not is_dir(path):
         return [path]
-    if is_file(path / _SPLITS) and (splits := sorted(file.parent for file in listed(path, "*/state.json"))):
-        raise UserError(f"{path}: is a data set of splits; name one of them: {', '.join(map(str, splits))}")
+    if is_file(path / _SPLITS):
+        splits = sorted(file.parent for file in listed(path, "*/state.json"))
+        if splits:
+            raise UserError(f"{path}: is a data set of splits; name one of them: {', '.join(map(str, splits))}")
     found = sorted(file for file in path.iterdir() if is_file(file) and unpacked_suffix(file) in KINDS)
-    if not found and (corpora := sorted(str(file.with_suffix("")) for file in listed(path, "*.idx"))):
+    if found:
+        return found
+    corpora = sorted(str(file.with_suffix("")) for file in listed(path, "*.idx"))
+    if corpora:
         raise UserError(
             f"{path}: is a directory of indexed corpora; name one, others in pretrain.mix: {', '.join(corpora)}"
         )
-    if not found:
-        raise UserError(f"{path}: cannot be read: is a directory without {', '.join(KINDS)} files")
-    return found
+    raise UserError(f"{path}: cannot be read: is a directory without {', '.join(KINDS)} files")
 
 
 def unpacked_suffix(path: Path) -> str:
-    """Suffix of a name, without that of the compression."""
+    """Return the suffix of a name, without that of the compression."""
     return (path.with_suffix("") if path.suffix in PACKED else path).suffix
 
 
 def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
-    """The place of each row, its value, and the fault for which it could not be parsed, or None.
+    """Yield the place of each row, its value, and the reason why it could not be parsed, or None.
 
     Raises:
-        UserError: the rest of the file cannot be read: it is damaged, or its list is no JSON.
+        UserError: the rest of the file cannot be read: it is damaged, or its list is no valid JSON.
     """
     kind = unpacked_suffix(path)
     if kind == ".parquet":
@@ -134,34 +140,35 @@ def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def first_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
-    """As `raw_rows`, for whoever asks for a few rows only: no more of the file is read than they take."""
+    """Yield `raw_rows` for a caller that needs only a few of them: the file is read in parts."""
     return _list_in_parts(path) if unpacked_suffix(path) == ".json" else raw_rows(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any, str | None]]:
-    for where, raw, fault, _ in spanned_lines(path):
+    for where, raw, fault, _ in lines_with_offsets(path):
         yield where, raw, fault
 
 
-def spanned_lines(path: Path) -> Iterator[tuple[str, Any, str | None, tuple[int, int]]]:
-    """As `raw_rows`, of JSON Lines, with the first of the unpacked bytes of each row and their number."""
-    parser, start = Parser(), 0
+def lines_with_offsets(path: Path) -> Iterator[tuple[str, Any, str | None, tuple[int, int]]]:
+    """Yield the `raw_rows` of JSON Lines, each with its offset and size in the unpacked bytes."""
+    parser = Parser()
+    start = 0
     with open_bytes(path) as (stream, _):
         first = True
-        for number, line in lines(stream, path):
-            if row := bare(line, start):
-                found, fault = parser.line(row)
+        for number, line in read_lines(stream, path):
+            if row := strip_line(line, start):
+                found, fault = parser.parse_line(row)
                 if first and fault is not None and row.startswith(b"["):
                     raise UserError(
-                        f"{path}:{number}: begins a list of rows over several lines; its name is .json then"
+                        f"{path}:{number}: begins a list of rows over several lines; give the file the suffix .json"
                     )
                 yield f"{path}:{number}", found, fault, (start, len(line))
                 first = False
             start += len(line)
 
 
-def bare(line: bytes, start: int) -> bytes:
-    """A line without white space around it, nor the mark of UTF-8 that a file may begin with."""
+def strip_line(line: bytes, start: int) -> bytes:
+    """Strip white space, and in the first line of a file (`start` 0) the byte order mark."""
     return (line.removeprefix(b"\xef\xbb\xbf") if start == 0 else line).strip()
 
 
@@ -177,13 +184,16 @@ def _list(path: Path) -> Iterator[tuple[str, Any, str | None]]:
 
 
 def _list_in_parts(path: Path) -> Iterator[tuple[str, Any, str | None]]:
-    """As `_list`, without reading more of the file than the rows take that are asked for, or about twice as much."""
-    data, has_ended, count = b"", False, 0
+    """Yield the rows of `_list`, reading at most about twice the bytes that the consumed rows take."""
+    data = b""
+    has_ended = False
+    count = 0
     with open_bytes(path) as (stream, _):
         while not has_ended:
-            size = max(_FIRST_PART, len(data))
+            size = max(_FIRST_PART_BYTES, len(data))
             more = stream.read(size)
-            data, has_ended = data + more, len(more) < size
+            data = data + more
+            has_ended = len(more) < size
             try:
                 for found in itertools.islice(_rows_of(data, path, has_ended), count, None):
                     yield found
@@ -194,41 +204,49 @@ def _list_in_parts(path: Path) -> Iterator[tuple[str, Any, str | None]]:
                     raise
 
 
-def _rows_of(data: bytes, path: Path, is_whole: bool = True) -> Iterator[tuple[str, Any, str | None]]:
-    """The rows of a list; of one that is not whole, a UserError behind the last row that is."""
+def _rows_of(data: bytes, path: Path, is_complete: bool = True) -> Iterator[tuple[str, Any, str | None]]:
+    """Yield the rows of a list; of an incomplete one, raise UserError after the last complete row."""
     try:
-        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, is_whole)
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(data, is_complete)
     except UnicodeDecodeError as error:
         number = data.count(b"\n", 0, error.start) + 1
         raise UserError(f"{path}:{number}: is not UTF-8: {error.reason}") from error
-    parser, at, line = Parser(), _skip(text, 0), 1
+    parser = Parser()
+    at = _skip(text, 0)
+    line = 1
     if _are_lines(text, at):
         yield from _lines(path)
         return
     if not text.startswith("[", at):
-        row, _ = parser.whole(text, path, at, 1)
+        row, _ = parser.parse_all(text, path, at, 1)
         raise UserError(f"{path}: is a {type(row).__name__}, not a list of rows")
-    count, done, at = 0, 0, _skip(text, at + 1)
+    count = 0
+    done = 0
+    at = _skip(text, at + 1)
     while not (count == 0 and text.startswith("]", at)):
         count += 1
-        line, done = line + text.count("\n", done, at), at
-        row, fault, at = parser.at(text, at, path, line)
+        line = line + text.count("\n", done, at)
+        done = at
+        row, fault, at = parser.parse_at(text, at, path, line)
         yield f"{path}:{line}: row {count}", row, fault
         at = _skip(text, at)
         if text.startswith("]", at):
             break
         if not text.startswith(",", at):
             line += text.count("\n", done, at)
-            raise UserError(f"{path}:{line}: is not JSON: ',' or ']' is missing behind row {count}")
+            raise UserError(f"{path}:{line}: is not JSON: ',' or ']' is missing after row {count}")
         at = _skip(text, at + 1)
-    if rest := text[at + 1 :].strip():
+    rest = text[at + 1 :].strip()
+    if rest:
         line += text.count("\n", done, at + 1)
-        raise UserError(f"{path}:{line}: is not JSON: there is more behind the list: {rest[:20]!r}")
+        raise UserError(f"{path}:{line}: is not JSON: there is more after the list: {rest[:20]!r}")
 
 
 def _are_lines(text: str, at: int) -> bool:
-    """Whether a text that begins there is JSON Lines by another name, as PaddleNLP's train.json and many on hubs are:
-    its first line is a whole object, and there are more."""
+    """Return True if a .json text is JSON Lines, like PaddleNLP's train.json and many files of hubs.
+
+    Its first line is then a complete object, and more lines follow.
+    """
     first, _, rest = text[at:].partition("\n")
     if not first.startswith("{") or not rest.strip():
         return False
@@ -249,7 +267,7 @@ def _skip(text: str, at: int) -> int:
 
 
 class Parser:
-    """Strict JSON: no duplicate key and no NaN. Such a fault concerns its row only: the rows after it are read."""
+    """Parser of strict JSON: no duplicate key and no NaN. Such a fault is of its row only: later rows are read."""
 
     def __init__(self) -> None:
         self._decoder = json.JSONDecoder(
@@ -257,8 +275,8 @@ class Parser:
         )
         self._fault: str | None = None
 
-    def line(self, line: bytes) -> tuple[Any, str | None]:
-        """The row of a line, or its fault."""
+    def parse_line(self, line: bytes) -> tuple[Any, str | None]:
+        """Return the row of a line, or its fault."""
         try:
             text = line.decode()
         except UnicodeDecodeError as error:
@@ -269,8 +287,8 @@ class Parser:
         except (ValueError, RecursionError) as error:
             return None, f"is not a JSON line: {error}"
 
-    def at(self, text: str, start: int, path: Path, line: int) -> tuple[Any, str | None, int]:
-        """The row that begins there, its fault, and where it ends. Raises UserError when it is no JSON."""
+    def parse_at(self, text: str, start: int, path: Path, line: int) -> tuple[Any, str | None, int]:
+        """Return the row that begins at `start`, its fault, and its end. Raises UserError when it is no JSON."""
         self._fault = None
         try:
             row, end = self._decoder.raw_decode(text, start)
@@ -280,12 +298,14 @@ class Parser:
             raise UserError(f"{path}:{line}: is not JSON: {error}") from error
         return row, self._fault, end
 
-    def whole(self, text: str, path: Path, start: int, line: int) -> tuple[Any, str | None]:
-        """As `at`, for a text that has to end with the row."""
-        row, fault, end = self.at(text, start, path, line)
+    def parse_all(self, text: str, path: Path, start: int, line: int) -> tuple[Any, str | None]:
+        """Return the row that is the rest of a text, and its fault. Raises UserError when it is no JSON."""
+        row, fault, end = self.parse_at(text, start, path, line)
         if text[end:].strip():
             line = text.count("\n", 0, _skip(text, end)) + 1
-            raise UserError(f"{path}:{line}: is not JSON: there is more behind it; one row a line is called .jsonl")
+            raise UserError(
+                f"{path}:{line}: is not JSON: there is more after it; a file with one row per line is called .jsonl"
+            )
         return row, fault
 
     def _object(self, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

@@ -12,38 +12,38 @@ ROLES: tuple[str, ...] = ("system", "user", "assistant", "tool")
 
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys of a turn with what the model thought before it said something, as chat templates call them."""
+"""Keys of a turn with the model's thoughts before its content, as chat templates name them."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolCall:
-    """A function the assistant asks for."""
+    """A call of a function by the assistant."""
 
     name: str
     arguments: str
     """A JSON object, as text."""
     id: str | None = None
-    """By which a tool's answer names the call; None where the model wrote none."""
+    """Id by which a tool's answer refers to the call; None if the model wrote none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One turn of a conversation: what the suite reads of it, and the turn itself."""
+    """A turn of a conversation."""
 
     role: str
     content: str
-    """Empty where a turn says nothing, such as one that only calls a tool."""
+    """Text of the turn; empty for a turn that only calls a tool."""
     tool_calls: tuple[ToolCall, ...] = ()
     reasoning: str = ""
-    """What the model thought before, where that is not a part of the content."""
-    given: str = ""
-    """The turn as its row has it, as a JSON object in the form of OpenAI's API. Empty for a turn that is made of the
-    fields above."""
+    """Thoughts of the model before the content, where they are not a part of it."""
+    raw: str = ""
+    """JSON object with all keys of the turn in its row, in the form of OpenAI's API. Empty for a turn that the fields
+    above describe in full."""
 
     def as_turn(self) -> dict[str, Any]:
-        """The turn as a chat template takes it, with all the keys that its row has."""
-        if self.given:
-            turn: dict[str, Any] = json.loads(self.given)
+        """Return the turn for a chat template, with all the keys that its row has."""
+        if self.raw:
+            turn: dict[str, Any] = json.loads(self.raw)
             return turn
         turn = {"role": self.role, "content": self.content}
         if self.reasoning:
@@ -54,7 +54,7 @@ class Message:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it neither says anything nor calls a tool."""
+        """True for a turn without content and tool calls."""
         return not self.content.strip() and not self.tool_calls
 
 
@@ -65,35 +65,35 @@ def _as_plain(call: ToolCall) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """The turns of a conversation, and which of the assistant's are supervised."""
+    """The turns of a conversation, with a mask of the supervised ones."""
 
     messages: tuple[Message, ...]
     supervised: tuple[bool, ...]
-    """For each message, whether it is trained on; true for the assistant's only."""
+    """For each message, True if it is trained on; True for the assistant's only."""
     tools: str = ""
-    """The tools that the assistant may call: a JSON list of function descriptions, as text. Empty for none."""
+    """Tools that the assistant may call: a JSON list of function descriptions, as text. Empty for none."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Preference:
-    """A conversation that ends with the user, a better and a worse answer to it."""
+    """A prompt with a better and a worse answer."""
 
     prompt: tuple[Message, ...]
     chosen: Message
     rejected: Message
     tools: str = ""
-    """As in `Conversation`."""
+    """Tools as in `Conversation`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Unpaired:
-    """A conversation that ends with the user, and one answer to it that is wanted or not."""
+    """A prompt with one answer, which is desirable or not."""
 
     prompt: tuple[Message, ...]
     completion: Message
     desirable: bool
     tools: str = ""
-    """As in `Conversation`."""
+    """Tools as in `Conversation`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,10 +102,10 @@ class Prompt:
 
     messages: tuple[Message, ...]
     tools: str = ""
-    """As in `Conversation`."""
+    """Tools as in `Conversation`."""
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
-    """The other columns of the row, for rewards. Where the row has an answer to the prompt, which is left out of
-    `messages`, it is the column "answer", unless there is another one of this name."""
+    """The other columns of the row, for rewards. If the row has an answer to the prompt, it is left out of `messages`
+    and becomes the column "answer", unless there is another one of this name."""
 
 
 TYPES: Mapping[str, type] = {
@@ -114,43 +114,45 @@ TYPES: Mapping[str, type] = {
     "unpaired": Unpaired,
     "prompt": Prompt,
 }
-"""What a row is, by the kind of rows that a stage of llmsuite reads."""
+"""Class of a row by the kind of rows that a stage of llmsuite trains on."""
 
 
-def answered(prompt: Sequence[Message], answer: Message, tools: str = "") -> Conversation:
-    """A prompt with its answer, which alone is supervised."""
+def with_answer(prompt: Sequence[Message], answer: Message, tools: str = "") -> Conversation:
+    """Return a prompt with its answer, which is the only supervised turn."""
     return Conversation((*prompt, answer), (*[False] * len(prompt), True), tools)
 
 
 def conversations_of(row: Any) -> list[Conversation]:
-    """The conversations of a row: one for each of its answers. Empty for rows of other kinds than those of this
-    module."""
+    """Return the conversations of a row, one for each of its answers. Empty for rows of a plugin's kind."""
     if isinstance(row, Conversation):
         return [row]
     if isinstance(row, Prompt):
         return [Conversation(row.messages, (False,) * len(row.messages), row.tools)]
     if isinstance(row, Preference):
-        return [answered(row.prompt, answer, row.tools) for answer in (row.chosen, row.rejected)]
+        return [with_answer(row.prompt, answer, row.tools) for answer in (row.chosen, row.rejected)]
     if isinstance(row, Unpaired):
-        return [answered(row.prompt, row.completion, row.tools)]
+        return [with_answer(row.prompt, row.completion, row.tools)]
     return []
 
 
 def turns_of(row: Any) -> list[tuple[str, str]]:
-    """All texts of a row that its author wrote, each with the role of its turn: contents, thoughts, names and calls,
-    and of the tools as if a user said them. Nothing for rows of other kinds than those of this module."""
+    """Return all texts of a row that its author wrote, each with the role of its turn.
+
+    They are contents, thoughts, names and calls; those of tool descriptions have the role of the user. Empty for rows
+    of a plugin's kind.
+    """
     found: dict[tuple[str, str], None] = {}
     for conversation in conversations_of(row):
         for message in conversation.messages:
-            said = [value for key, value in message.as_turn().items() if key != "role"]
-            found.update(dict.fromkeys((message.role, text) for text in strings_in(said)))
+            values = [value for key, value in message.as_turn().items() if key != "role"]
+            found.update(dict.fromkeys((message.role, text) for text in strings_in(values)))
         if conversation.tools:
             found.update(dict.fromkeys(("user", text) for text in strings_in(json.loads(conversation.tools))))
     return list(found)
 
 
 def strings_in(value: Any) -> Iterator[str]:
-    """The strings of a JSON value, keys of objects among them."""
+    """Yield the strings of a JSON value, including keys of objects."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):

@@ -1,7 +1,7 @@
-"""What the columns of a row probably are: a proposal for `data.columns`, which somebody has to agree to.
+"""Guesses the meaning of a row's columns: a proposal for `data.columns`, which the user has to confirm.
 
-Columns are guessed by their names and by the kinds of their values. A proposal is made only if the row can be read with
-it, so that it is right in form; whether it is in content nobody but the owner of the file knows.
+Columns are guessed by their names and the types of their values. A proposal is made only if the row can be read with
+it, so its form is right; only the owner of the file knows if its meaning is.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
+from llmsuite.base.redaction import redacted
+from llmsuite.contract.schema.columns import is_template
+from llmsuite.contract.specs import DataFormat
 from llmsuite.data.rows import ROLES
 from llmsuite.data.turns import SHAREGPT_ROLES
-from llmsuite.schema.columns import is_template
-from llmsuite.shown import redacted
-from llmsuite.specs import DataFormat
 
 Row = Mapping[str, Any]
 Columns = dict[str, str]
@@ -39,152 +39,157 @@ _CALLED: Mapping[str, str] = {
     "input": "input context background passage kontext contexto contexte 上下文 输入",
     "system": "system system_prompt",
 }
-"""Words that columns are called by, the surest first, for each thing that a column may be."""
+"""Names of columns by their meaning, the surest first."""
 _READ_BY_PROMPTS = (
     *("prompt", "messages", "conversations", "tools", "src", "tgt"),
     *("instruction", "input", "history", "system", "output"),
 )
-"""Fields of prompts: a column for rewards that is called so would be taken for one."""
+"""Fields of prompt formats: a column for rewards with such a name would be taken for one."""
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "conversation": ("instruction", "output"),
     "preference": ("prompt", "chosen", "rejected"),
     "unpaired": ("prompt", "completion", "label"),
     "prompt": ("prompt",),
 }
-"""The fields to fill in where nothing can be guessed, by the kind of rows."""
-_KNOWN = (
+"""Fields to fill in by hand if nothing can be guessed, by the kind of rows."""
+_FORMAT_FIELDS = (
     *("instruction", "input", "output", "history", "system", "messages", "conversations", "tools", "prompt"),
     *("completion", "chosen", "rejected", "label", "kto_tag", "src", "tgt", "response", "sort"),
 )
-"""All fields of formats that come with llmsuite."""
-MEANS: Mapping[str, str] = {
+"""All fields of the formats that come with llmsuite."""
+FIELD_MEANINGS: Mapping[str, str] = {
     "instruction": "the question or instruction",
-    "input": "what the question is about, behind it on a line of its own",
+    "input": "the context of the question, which follows it on a separate line",
     "output": "the answer",
     "prompt": "the question or prompt",
     "completion": "the answer",
     "chosen": "the better answer",
     "rejected": "the worse answer",
-    "label": "true for an answer that is wanted, else false",
+    "label": "true for a desirable answer, else false",
     "messages": "the list of turns with role and content",
     "conversations": "the list of turns with from and value",
     "system": "the system prompt",
     "text": "the text",
 }
-"""What a field is, for questions."""
+"""Meaning of a field, for questions to the user."""
 
 
-_MOST_LOOKED_AT, _LONGEST_NAME = 500, 100
-"""Columns that a guess is made of, and characters of their names: of more, nobody would have chosen by hand."""
+_MAX_COLUMNS = 500
+_MAX_NAME_CHARS = 100
+"""Limits of a guess: number of columns, and length of their names."""
 
 
 def fields_of(kind: str) -> tuple[str, ...]:
-    """The fields that rows of a kind have at least; none for a kind of somebody else's."""
+    """Return the required fields of a kind of rows; none for a plugin's kind."""
     return _FIELDS.get(kind, ())
 
 
-def suggested(row: Row, kind: str, formats: Mapping[str, DataFormat], name: str = "auto") -> Columns | None:
-    """What `data.columns` may be for a row that has other columns; None where that cannot be guessed.
+def suggest_columns(row: Row, kind: str, formats: Mapping[str, DataFormat], name: str = "auto") -> Columns | None:
+    """Return a proposal of `data.columns` for a row that has other columns; None where it cannot be guessed.
 
     Args:
-        row: as the file has it.
+        row: the row in its file.
         kind: of rows that the stage needs.
         formats: the registered ones.
         name: of a format, or "auto" for any with this kind.
     """
-    if len(row) > _MOST_LOOKED_AT:
+    if len(row) > _MAX_COLUMNS:
         return None
     fitting = [f for f in formats.values() if f.kind == kind and name in ("auto", f.name)]
-    return first_readable(row, _proposals(kind, _Found(row)), lambda fields: _is_read(fields, fitting))
+    return first_readable_proposal(row, _proposals(kind, _RowColumns(row)), lambda fields: _is_read(fields, fitting))
 
 
-def suggested_text(row: Row) -> str | None:
-    """The column that is probably the text of a document; None where that cannot be guessed."""
-    found = _Found(row)
-    return found.named("text") or found.only_text()
+def suggest_text_column(row: Row) -> str | None:
+    """Return the column that is probably the text of a document; None where it cannot be guessed."""
+    columns = _RowColumns(row)
+    return columns.named("text") or columns.only_text()
 
 
-def suggested_prompt(row: Row, is_read: Callable[[Row], bool]) -> Columns | None:
-    """As `suggested`, for prompts of stage `infer`, which have one field; `is_read` says whether a row is one."""
-    found = _Found(row)
-    question = found.named("question") or found.only_text()
-    proposals = [{"messages": found.turns} if found.turns else {}, {"prompt": question} if question else {}]
-    return first_readable(row, proposals, is_read)
+def suggest_prompt_columns(row: Row, is_read: Callable[[Row], bool]) -> Columns | None:
+    """Return a proposal for prompts of stage `infer`, which have one field; `is_read` tests if a row is a prompt."""
+    columns = _RowColumns(row)
+    question = columns.named("question") or columns.only_text()
+    proposals = [_named(messages=columns.turns or None), _named(prompt=question or None)]
+    return first_readable_proposal(row, proposals, is_read)
 
 
-def first_readable(row: Row, proposals: Sequence[Columns] | Iterator[Columns], is_read: Any) -> Columns | None:
-    """The first proposal with which a row can be read."""
+def first_readable_proposal(row: Row, proposals: Sequence[Columns] | Iterator[Columns], is_read: Any) -> Columns | None:
+    """Return the first proposal with which a row can be read; None if there is none."""
     for columns in proposals:
         if columns and is_read({field: row[column] for field, column in columns.items()}):
             return columns
     return None
 
 
-def corrected(columns: Mapping[str, str], row: Row) -> Columns | None:
-    """`data.columns` without typing errors in names of columns and of fields; None where there is none to be seen."""
+def correct_columns(columns: Mapping[str, str], row: Row) -> Columns | None:
+    """Return `data.columns` without typing errors in names of columns and fields; None if no error is recognised."""
     mended: Columns = {}
     for field, source in columns.items():
         if not is_template(source) and source not in row:
             source = near(source, row) or source
-        mended[field if field in _KNOWN else near(field, _KNOWN) or field] = source
-    is_whole = len(mended) == len(columns) and all(is_template(s) or s in row for s in mended.values())
-    return mended if mended != dict(columns) and is_whole else None
+        if field not in _FORMAT_FIELDS:
+            field = near(field, _FORMAT_FIELDS) or field
+        mended[field] = source
+    is_complete = len(mended) == len(columns) and all(is_template(s) or s in row for s in mended.values())
+    return mended if mended != dict(columns) and is_complete else None
 
 
 def near(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
-    """The name among known ones that somebody may have meant, whatever the case of its letters."""
-    short = [each for each in known if len(each) <= _LONGEST_NAME][:_MOST_LOOKED_AT]
+    """Return the most similar of the known names, in any case of letters; None if none is similar."""
+    short = [each for each in known if len(each) <= _MAX_NAME_CHARS][:_MAX_COLUMNS]
     by_case = {each.casefold(): each for each in short}
     found = get_close_matches(name.casefold(), list(by_case), n=1)
     return by_case[found[0]] if found else None
 
 
 def did_you_mean(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
-    """The end of a sentence about a name that is not known; "" where none is like it."""
+    """Return the end of a sentence about an unknown name: a similar one; "" if there is none."""
     found = near(name, known)
     return "" if found is None else f"; did you mean {found!r}?"
 
 
-def columns_word(columns: Mapping[str, str]) -> str:
-    """The word of a command line that sets `data.columns`."""
-    return f"--data.columns={_plain(json.dumps(columns, ensure_ascii=False, separators=(',', ':')))}"
+def columns_option(columns: Mapping[str, str]) -> str:
+    """Return the command-line option that sets `data.columns`."""
+    return f"--data.columns={_escape_invisible(json.dumps(columns, ensure_ascii=False, separators=(',', ':')))}"
 
 
-def key_word(key: str, name: str) -> str:
-    """The word of a command line that sets a key to a text: as it is, unless it would be read as something else."""
+def key_option(key: str, name: str) -> str:
+    """Return the command-line option that sets a key to a text, which is JSON if the bare text would be ambiguous."""
     is_bare = name.isprintable() and not name.startswith('"') and name != "null"
-    return f"--{key}={name if is_bare else _plain(json.dumps(name, ensure_ascii=False))}"
+    value = name if is_bare else _escape_invisible(json.dumps(name, ensure_ascii=False))
+    return f"--{key}={value}"
 
 
-def typed(word: str) -> str:
-    """A word such as `--key=value` as it is typed in a shell."""
+def shell_quoted(word: str) -> str:
+    """Quote a word such as `--key=value` for a shell."""
     key, _, value = word.partition("=")
     return f"{key}={shlex.quote(value)}"
 
 
 def advice(row: Row, columns: Columns | None, kind: str) -> str:
-    """What to do about a row whose columns fit no format: with the word to add, filled in as far as it can be."""
+    """Return advice about a row whose columns fit no format: the option to add, filled in as far as possible."""
     if columns is not None:
-        what = ", ".join(f"{column!r} as {field}" for field, column in columns.items() if field in MEANS)
-        return f"to read {what}, add {typed(columns_word(columns))}"
-    if not (fields := fields_of(kind)):
+        what = ", ".join(f"{column!r} as {field}" for field, column in columns.items() if field in FIELD_MEANINGS)
+        return f"to read {what}, add {shell_quoted(columns_option(columns))}"
+    fields = fields_of(kind)
+    if not fields:
         return "say in data.columns which columns they are"
-    template = typed(columns_word(dict.fromkeys(fields, "…")))
-    return f"say in data.columns which columns they are: {template}, with one of {names_of(row)} for each …"
+    template = shell_quoted(columns_option(dict.fromkeys(fields, "…")))
+    return f"say in data.columns which columns they are: {template}, with one of {column_names(row)} for each …"
 
 
-def names_of(row: Row) -> str:
-    """The columns of a row, for a sentence."""
+def column_names(row: Row) -> str:
+    """Return the columns of a row, for a sentence."""
     return ", ".join(map(repr, row)) or "none"
 
 
-def _plain(text: str) -> str:
-    """JSON whose characters that cannot be seen are written as escapes."""
+def _escape_invisible(text: str) -> str:
+    """Return JSON with its unprintable characters as escapes."""
     return "".join(char if char.isprintable() else json.dumps(char)[1:-1] for char in text)
 
 
 def _is_read(fields: Row, formats: Sequence[DataFormat]) -> bool:
-    """Whether the first of the formats that fits can convert a row."""
+    """Return True if the first of the formats that fits can convert a row."""
     for each in formats:
         try:
             if each.matches(fields):
@@ -194,88 +199,100 @@ def _is_read(fields: Row, formats: Sequence[DataFormat]) -> bool:
     return False
 
 
-def _proposals(kind: str, found: _Found) -> Iterator[Columns]:
-    """What may be proposed for a kind of rows, the best first. {} stands for none."""
+def _proposals(kind: str, columns: _RowColumns) -> Iterator[Columns]:
+    """Yield proposals for a kind of rows, the best first. {} stands for none."""
     if kind not in _FIELDS:
         return
-    question, answer = found.asked_and_answered()
-    further = _named(input=found.named("input", question, answer), system=found.named("system"))
-    rest = found.rest if kind == "prompt" else lambda *used: {}
-    tools = {"tools": "tools"} if "tools" in found.row else {}
-    label = found.label()
-    for field in ("messages", "conversations") if found.turns else ():
-        own = {**({"system": further["system"]} if "system" in further else {}), **tools, **rest(found.turns)}
-        yield from _of_kind(kind, {field: found.turns or "", **own}, found, label)
+    question, answer = columns.question_and_answer()
+    extra = _named(input=columns.named("input", question, answer), system=columns.named("system"))
+    rest = columns.rest if kind == "prompt" else lambda *used: {}
+    tools = {"tools": "tools"} if "tools" in columns.row else {}
+    label = columns.label()
+    for field in ("messages", "conversations") if columns.turns else ():
+        own = {**_named(system=extra.get("system")), **tools, **rest(columns.turns)}
+        yield from _of_kind(kind, {field: columns.turns or "", **own}, columns, label)
     if kind == "prompt" and question is None:
-        question = found.only_text()
+        question = columns.only_text()
     if kind in ("conversation", "unpaired"):
-        question, answer = found.the_other(question, answer)
+        question, answer = columns.infer_other_column(question, answer)
     if question is None:
         if kind == "preference":
-            yield from _of_kind(kind, {}, found, label)
+            yield from _of_kind(kind, {}, columns, label)
         return
     if kind in ("conversation", "unpaired") and answer is None:
         return
-    asked = {"instruction": question, **further} if further else {"prompt": question}
-    used = (question, *further.values())
+    prompt = {"instruction": question, **extra} if extra else {"prompt": question}
+    used = (question, *extra.values())
     if kind == "prompt":
-        yield {**asked, **rest(*used)}
+        yield {**prompt, **rest(*used)}
         yield {"prompt": question, **rest(question)}
     elif kind == "preference":
-        yield from _of_kind(kind, asked, found, label)
-        yield from _of_kind(kind, {"prompt": question}, found, label)
+        yield from _of_kind(kind, prompt, columns, label)
+        yield from _of_kind(kind, {"prompt": question}, columns, label)
     else:
-        answered = answer or ""
-        of_label = _named(label=label) if kind == "unpaired" else {}
-        if kind == "unpaired" and not of_label:
+        answer = answer or ""
+        label_field = _named(label=label) if kind == "unpaired" else {}
+        if kind == "unpaired" and not label_field:
             return
-        if kind == "conversation" or further:
-            yield {"instruction": question, **further, "output": answered, **of_label}
-        yield {"prompt": question, "completion": answered, **of_label}
-        yield {"src": question, "tgt": answered, **of_label}
+        if kind == "conversation" or extra:
+            yield {"instruction": question, **extra, "output": answer, **label_field}
+        yield {"prompt": question, "completion": answer, **label_field}
+        yield {"src": question, "tgt": answer, **label_field}
 
 
-def _of_kind(kind: str, asked: Columns, found: _Found, label: str | None) -> Iterator[Columns]:
-    """What is asked with what a kind of rows has beside it."""
+def _of_kind(kind: str, prompt: Columns, columns: _RowColumns, label: str | None) -> Iterator[Columns]:
+    """Yield the fields of a prompt, completed by the other fields of a kind of rows."""
     if kind in ("conversation", "prompt"):
-        yield asked
+        yield prompt
     elif kind == "unpaired" and label is not None:
-        yield {**asked, "label": label}
+        yield {**prompt, "label": label}
     elif kind == "preference":
-        taken = tuple(asked.values())
-        chosen, rejected = found.named("chosen", *taken), found.named("rejected", *taken)
+        taken = tuple(prompt.values())
+        chosen = columns.named("chosen", *taken)
+        rejected = columns.named("rejected", *taken)
         if chosen is not None and rejected is not None:
-            yield {**asked, "chosen": chosen, "rejected": rejected}
+            yield {**prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _named(**found: str | None) -> Columns:
-    return {field: column for field, column in found.items() if column is not None}
+def _named(**fields: str | None) -> Columns:
+    return {field: column for field, column in fields.items() if column is not None}
 
 
-class _Found:
-    """What the columns of a row look like."""
+class _RowColumns:
+    """Columns of a row, searched by name and type of value."""
 
     def __init__(self, row: Row):
         self.row = row
-        # a name with braces would be a template, and an address is shown without its secrets
+        # a name with braces would be a template, and addresses are not shown, as they may have secrets
         self._names = [name for name in row if not is_template(name) and redacted(name) == name]
         self._texts = [name for name in self._names if isinstance(row[name], str)]
         self.turns = next((name for name in self._names if _are_turns(row[name])), None)
 
     def named(self, what: str, *but: str | None) -> str | None:
-        """The column that is most surely called by a word for it; None where there is none."""
-        ranked = [(rank, name) for name in self._names if name not in but and (rank := _rank(name, what)) is not None]
+        """Return the column whose name fits a meaning best, except the columns of `but`; None if there is none."""
+        if what == "input" and (not but or but[0] is None):  # an input needs a question, the first of `but`
+            return None
+        names = [name for name in self._names if name not in but]
         if what in ("text", "input", "system"):
-            ranked = [(rank, name) for rank, name in ranked if isinstance(self.row[name], str)]
-        if what == "input":  # beside a question, which has gone before
-            ranked = [(rank, name) for rank, name in ranked if but and but[0] is not None]
-        return min(ranked, key=lambda pair: pair[0])[1] if ranked else None
+            names = [name for name in names if isinstance(self.row[name], str)]
+        return self._best(names, what)
 
-    def asked_and_answered(self) -> tuple[str | None, str | None]:
-        """The columns of question and answer; one that is called by words for both is what the surer word says."""
-        question, answer = self.named("question"), self.named("answer")
+    def _best(self, names: Sequence[str], what: str) -> str | None:
+        """Return the first of the names with the lowest rank for a meaning; None if none has a rank."""
+        best: tuple[tuple[int, int], str] | None = None
+        for name in names:
+            rank = _rank(name, what)
+            if rank is not None and (best is None or rank < best[0]):
+                best = rank, name
+        return None if best is None else best[1]
+
+    def question_and_answer(self) -> tuple[str | None, str | None]:
+        """Return the columns of question and answer. A name that fits both has the meaning with the lower rank."""
+        question = self.named("question")
+        answer = self.named("answer")
         if question is not None and question == answer:
-            asks, answers = _rank(question, "question"), _rank(question, "answer")
+            asks = _rank(question, "question")
+            answers = _rank(question, "answer")
             if asks is not None and answers is not None and answers < asks:
                 question = self.named("question", answer)
             else:
@@ -283,26 +300,28 @@ class _Found:
         return question, answer
 
     def label(self) -> str | None:
-        """The column that says whether an answer is wanted: true or false, or called so."""
-        marks = [name for name in self._names if _is_mark(self.row[name])]
-        called = sorted((rank, name) for name in marks if (rank := _rank(name, "label")) is not None)
-        return called[0][1] if called else marks[0] if len(marks) == 1 else None
+        """Return the column of labels: one with true or false and a fitting name, or the only one with such values."""
+        flags = [name for name in self._names if _is_flag(self.row[name])]
+        named = self._best(sorted(flags), "label")
+        if named is not None:
+            return named
+        return flags[0] if len(flags) == 1 else None
 
     def only_text(self) -> str | None:
-        """The one column of text."""
+        """Return the column of text; None unless there is exactly one."""
         return self._texts[0] if len(self._texts) == 1 else None
 
-    def the_other(self, question: str | None, answer: str | None) -> tuple[str | None, str | None]:
-        """Question and answer, where one of them is known and there is one more column of text."""
+    def infer_other_column(self, question: str | None, answer: str | None) -> tuple[str | None, str | None]:
+        """Return question and answer; a missing one is the other column of text, if there is exactly one."""
         if (question is None) == (answer is None):
             return question, answer
-        others = [name for name in self._texts if name not in (question, answer) and not _is_mark(self.row[name])]
+        others = [name for name in self._texts if name not in (question, answer) and not _is_flag(self.row[name])]
         if len(others) == 1:
             return question or others[0], answer or others[0]
         return question, answer
 
     def rest(self, *used: str | None) -> Columns:
-        """The columns that are left, for rewards, under their own names; an answer is called so."""
+        """Return the unused columns, for rewards, under their own names; an answer becomes "answer"."""
         left = {name: name for name in self._names if name not in used and name not in _READ_BY_PROMPTS}
         answer = self.named("answer", *used)
         if answer is not None and "answer" not in self.row:
@@ -312,16 +331,17 @@ class _Found:
 
 
 def _rank(name: str, what: str) -> tuple[int, int] | None:
-    """How surely a column is something by its name, the smallest the surest; None if it is not."""
-    words, plain = _words(what), _folded(name)
+    """Rank of a column's name for a meaning, the lowest the surest; None if it does not fit."""
+    words = _words(what)
+    plain = _folded(name)
     parts = _folded(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)).split()
     if plain.replace(" ", "_") in words:
         return (0, words.index(plain.replace(" ", "_")))
     if what in ("input", "system"):  # part of too many names
         return None
-    # what a name ends with says what it is: the answer to a question is an answer
-    places = [(len(parts) - i, words.index(part)) for i, part in enumerate(parts) if part in words and len(part) > 1]
-    return min(places) if places else None
+    # the last word of a name decides: an `answer_to_question` ranks by its distance from the end
+    ranks = [(len(parts) - i, words.index(part)) for i, part in enumerate(parts) if part in words and len(part) > 1]
+    return min(ranks) if ranks else None
 
 
 @functools.cache
@@ -330,10 +350,10 @@ def _words(what: str) -> list[str]:
 
 
 def _folded(name: str) -> str:
-    """A name in small letters without accents and marks, its words with spaces between them."""
+    """Return a name in lower case without accents, its words separated by spaces."""
     split = unicodedata.normalize("NFKD", name.casefold())
-    bare = "".join(char for char in split if not unicodedata.combining(char))
-    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFC", bare).replace("_", " ")))
+    without_accents = "".join(char for char in split if not unicodedata.combining(char))
+    return " ".join(re.findall(r"\w+", unicodedata.normalize("NFC", without_accents).replace("_", " ")))
 
 
 def _are_turns(value: Any) -> bool:
@@ -345,7 +365,7 @@ def _is_turn(value: Any) -> bool:
     return isinstance(speaker, str) and speaker in (*ROLES, *SHAREGPT_ROLES)
 
 
-def _is_mark(value: Any) -> bool:
+def _is_flag(value: Any) -> bool:
     if isinstance(value, str):
         return value.casefold() in ("true", "false", "0", "1")
     return isinstance(value, bool) or (isinstance(value, int) and value in (0, 1))

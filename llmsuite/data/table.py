@@ -1,4 +1,4 @@
-"""Rows of .csv and .tsv files, each with its place. The first row names the columns; every cell is text."""
+"""Reads rows of .csv and .tsv files, each with its place. The first row names the columns; every cell is text."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from llmsuite.data.compressed import MOST_LINE, lines
-from llmsuite.errors import UserError
-from llmsuite.strict_json import first_repeated
+from llmsuite.base.errors import UserError
+from llmsuite.base.strict_json import first_repeated
+from llmsuite.data.compressed import MAX_LINE_BYTES, read_lines
 
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _OTHERS = ";\t|,"
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 """Columns that a message names."""
 
 
 def table_rows(stream: IO[bytes], path: Path, kind: str) -> Iterator[tuple[str, Any, str | None]]:
-    """The place of each row, its cells by column, and the fault for which it is no row, or None.
+    """Yield the place of each row, its cells by column, and its fault or None.
 
-    Cells with the delimiter, quotes or ends of lines in them are quoted, as RFC 4180 says; empty lines are skipped.
+    Cells with the delimiter, quotes or ends of lines in them are quoted (RFC 4180); empty lines are skipped.
 
     Args:
         stream: the unpacked bytes of a file, in UTF-8.
@@ -36,7 +36,7 @@ def table_rows(stream: IO[bytes], path: Path, kind: str) -> Iterator[tuple[str, 
         if header is None:
             header = cells
             _check_header(header, path, number, kind)
-            shown = ", ".join(header[:_MOST_SHOWN]) + ", …" * (len(header) > _MOST_SHOWN)
+            shown = ", ".join(header[:_MAX_SHOWN]) + ", …" * (len(header) > _MAX_SHOWN)
             continue
         fault = None
         if len(cells) != len(header):
@@ -47,13 +47,16 @@ def table_rows(stream: IO[bytes], path: Path, kind: str) -> Iterator[tuple[str, 
 
 
 def _cells(stream: IO[bytes], path: Path, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """The cells of each row that has some, and the number of its first line. What is no UTF-8 becomes surrogates, which
-    no text has: it belongs to its row, as quotes may span lines."""
+    """Yield the number of the first line and the cells of each row that is not empty.
+
+    Bytes that are not UTF-8 become surrogates, which no text has: as quotes may span lines, only the parsed row shows
+    where such bytes belong.
+    """
     texts = (
         (line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line).decode("utf-8", "surrogateescape")
-        for number, line in lines(stream, path)
+        for number, line in read_lines(stream, path)
     )
-    csv.field_size_limit(MOST_LINE)  # of the whole process; lines are held to it already
+    csv.field_size_limit(MAX_LINE_BYTES)  # a setting of the process; `read_lines` enforces the same limit for lines
     reader = csv.reader(texts, delimiter=delimiter, strict=True)
     begin = 1
     try:
@@ -74,10 +77,12 @@ def _is_text(cells: list[str]) -> bool:
 def _check_header(header: list[str], path: Path, number: int, kind: str) -> None:
     if not _is_text(header):
         raise UserError(f"{path}:{number}: is not UTF-8; save the file as UTF-8")
-    twice = first_repeated(header)
-    if twice is not None:
-        raise UserError(f"{path}:{number}: names the column {twice!r} twice")
-    other = next((mark for mark in _OTHERS if mark in header[0]), None) if len(header) == 1 else None
+    repeated = first_repeated(header)
+    if repeated is not None:
+        raise UserError(f"{path}:{number}: names the column {repeated!r} twice")
+    if len(header) > 1:
+        return
+    other = next((delimiter for delimiter in _OTHERS if delimiter in header[0]), None)
     if other is not None:
         raise UserError(
             f"{path}:{number}: has the one column {header[0]!r}; a {kind} file has {DELIMITERS[kind]!r} between its "

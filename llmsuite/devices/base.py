@@ -1,6 +1,6 @@
-"""What a device backend decides: place, collectives, environment, precision, fused kernels, memory figures.
+"""Base class of device backends: device, collectives, environment, precisions, fused kernels, memory figures.
 
-A backend is created without Paddle; the methods that need it import it.
+A backend is created without Paddle; the methods that need Paddle import it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
@@ -24,69 +24,69 @@ FLASH_ATTENTION = {"causal_mask": "no_mask", "document_mask": "document_ends", "
 
 
 def selected(variable: str, local_rank: int) -> int:
-    """Number of the device that a launcher has selected for a rank, read as Paddle reads it; else the rank's own.
+    """Index of the device that a launcher has selected for a rank, parsed as Paddle does; else the local rank.
 
     The ranks 0 to 3 that `paddle.distributed.launch --gpus 4,5,6,7` starts have the devices 4 to 7. Paddle switches to
-    them when the ranks meet; what was put on another device before stays there.
+    them when the process group is initialised; tensors created on another device before stay there.
     """
     return int(os.environ.get(variable, str(local_rank)).split(",")[0])
 
 
 class DeviceBackend(abc.ABC):
-    """One kind of device. The rest of llmsuite asks it, and never asks for a device by name."""
+    """One kind of device. The rest of llmsuite depends on this interface only, never on the name of a device."""
 
     name: ClassVar[str]
     collectives: ClassVar[str]
     """Paddle's name of the communication library."""
     precisions: ClassVar[tuple[str, ...]]
-    """The values of `engine.precision` and `--precision` it has."""
+    """Supported values of `engine.precision` and `--precision`."""
     training_precisions: ClassVar[tuple[str, ...]] = ()
-    """Those it has beside `precisions` for stages that train: all tensors are float32, and products have a form of the
-    device's (`Ops.matmul`, in programs `Ops.program_matmul`). Models that only answer do not have them."""
-    stored_precisions: ClassVar[tuple[str, ...]] = ()
-    """What the matrices of a model that answers on one device may be stored in, beside that: `Ops.stored_product`
-    multiplies with them, and all else is float32."""
+    """Further values for stages that train: all tensors are float32, and matrix products use the device's own kernels
+    (`Ops.matmul`, in programs `Ops.program_matmul`). Inference does not support them."""
+    weight_only_precisions: ClassVar[tuple[str, ...]] = ()
+    """Further values for inference on one device: formats of the weights only. `Ops.packed_matmul` multiplies by such
+    weights, and all other tensors are float32."""
     install: ClassVar[str]
-    """How to get a Paddle for it."""
+    """Command that installs Paddle for the device."""
     visible_devices: ClassVar[tuple[str, ...]] = ()
-    """Variables that its runtime reads the numbers of the devices to use from, the first one that is set before the
-    others; none where devices have no numbers."""
+    """Environment variables from which its runtime reads the indices of the devices to use, in the order of precedence;
+    empty where devices have no indices."""
     forks: ClassVar[bool] = False
-    """Whether a rank may be a fork of a process that has imported Paddle and done nothing with it."""
+    """True where a rank may be a fork of a process that has imported Paddle but not used it."""
 
     kernel_module: ClassVar[str] = "llmsuite.devices.ops"
-    """The module with the functions that `kernels` names."""
-    on_parts_only: ClassVar[frozenset[str]] = frozenset({"rms_norm"})
-    """Operations whose kernels take no distributed tensors but each rank's part (`llmsuite.devices.local_parts`): in a
-    static program of such tensors plain operations do them."""
+    """Name of the module with the functions that `kernels` names."""
+    local_only_kernels: ClassVar[frozenset[str]] = frozenset({"rms_norm"})
+    """Operations whose kernels take each rank's local shard, not distributed tensors (`llmsuite.devices.local_parts`):
+    static programs of distributed tensors use plain operations instead."""
     document_mask_bytes: ClassVar[int] = 4
-    """Size of what fused attention keeps of a token to know its document."""
+    """Size in bytes per token of the document mask that fused attention saves."""
     attention_keeps_output: ClassVar[bool] = True
-    """Whether fused attention keeps its output for the backward pass."""
+    """True where fused attention saves its output for the backward pass."""
     kernels_in_programs: ClassVar[bool] = True
-    """Whether Paddle Inference has its kernels too; it has none that are built here."""
+    """True where Paddle Inference has the fused kernels too; it does not have those that llmsuite builds."""
 
     deterministic_flags: ClassVar[Mapping[str, str] | None] = None
-    """Variables with which the same steps on the same mesh give the same bits (`engine.deterministic`), set before
-    Paddle is imported; None where there are none that do it."""
+    """Environment variables that make the same steps on the same mesh bitwise reproducible (`engine.deterministic`),
+    set before Paddle is imported; None where the device has no such mode."""
 
     gradient_bucket_bytes: ClassVar[int] = 25 << 20  # as PyTorch's and Paddle's data parallel
-    """Size of the gradient buckets that are summed over data ranks in one call, unless a recipe sets it; 0 for a call a
+    """Default size of the gradient buckets that are all-reduced over data ranks in one call; 0 for one call per
     gradient."""
-    sends_beside_passes: ClassVar[bool] = True
-    """Whether these calls, and sums over tensor parallel ranks, overlap with a backward pass; else each is over when it
-    returns."""
-    adds_sparse_rows: ClassVar[bool] = False
-    """Whether Paddle adds the rows of a sparse gradient to a dense one in place; 3.3.1 does so on some devices only."""
-    interleaves: ClassVar[bool] = False
-    """Whether ranks of a pipeline may have several chunks of layers (`pipeline_schedule: interleaved`): such ranks send
-    before they receive what the other one has sent, so a copy to or from the host must not wait for sends under
-    way."""
-    pipelines_in_programs: ClassVar[bool] = False
-    """Whether the program of a whole step may be a pipeline (`engine.program: step`): its parts run in executors of
-    their own, so no operation of one may wait for an event of another."""
-    moves_to_host: ClassVar[bool] = True
-    """Whether `to_host` leaves room on the device; False where tensors are in host memory already."""
+    overlaps_communication: ClassVar[bool] = True
+    """True where these calls, and all-reduces over tensor parallel ranks, overlap with a backward pass; False where a
+    call blocks until it is done."""
+    adds_sparse_gradients: ClassVar[bool] = False
+    """True where Paddle adds the rows of a sparse gradient to a dense one in place; Paddle 3.3.1 does so on some
+    devices only."""
+    supports_interleaving: ClassVar[bool] = False
+    """True where pipeline ranks may have several chunks of layers (`pipeline_schedule: interleaved`): such ranks send
+    before they receive from the same peer, so a copy to or from the host must not wait for unfinished sends."""
+    supports_step_pipelines: ClassVar[bool] = False
+    """True where the static program of a full step may be a pipeline (`engine.program: step`): its stages run in
+    separate executors, so no operation of one may wait for an event of another."""
+    can_offload: ClassVar[bool] = True
+    """True where `to_host` frees device memory; False where tensors are already in host memory."""
 
     def kernels(self, precision: str) -> Mapping[str, str]:
         """The table of fused kernels: a field of `llmsuite.devices.ops.Ops` -> a function of `kernel_module`. Imports
@@ -94,12 +94,12 @@ class DeviceBackend(abc.ABC):
         return {}
 
     def fused(self, precision: str) -> frozenset[str]:
-        """The operations that have a fused kernel: what they keep for a backward pass differs. The form of a mask goes
-        with the attention kernel and is none of its own. Imports no Paddle."""
+        """The operations with a fused kernel, which saves other tensors for the backward pass than plain operations do.
+        Masks are not counted: their form belongs to the attention kernel. Imports no Paddle."""
         return frozenset(self.kernels(precision)) - {"causal_mask", "document_mask"}
 
     def ops(self, precision: str) -> Ops:
-        """Fused kernels for the precision, plain forms for the rest. Imports Paddle."""
+        """Operations for a precision: fused kernels where there are some, else plain ones. Imports Paddle."""
         from llmsuite.devices.ops import Ops
 
         table = self.kernels(precision)
@@ -107,126 +107,131 @@ class DeviceBackend(abc.ABC):
         return Ops(**{field: getattr(module, function) for field, function in table.items()})
 
     def program_kernels(self) -> Sequence[Path]:
-        """Files that let a predictor of Paddle's own run a program with stored matrices: the sources of its operations,
-        and what builds and registers them without llmsuite. Imports no Paddle."""
+        """Files with which a predictor of Paddle alone runs a program with packed weights: the sources of the custom
+        operations, and a script that builds and registers them without llmsuite. Imports no Paddle."""
         return ()
 
     def configure_predictor(self, config: Any, number: int, num_threads: int) -> None:
-        """Let a predictor of Paddle Inference compute on this kind of device; by itself it would on the CPU, without a
-        word. Imports Paddle. The README of an exported model has the calls that are made here.
+        """Make a predictor of Paddle Inference compute on this kind of device; by default it silently uses the CPU.
+        Imports Paddle. The README of an exported model lists the calls that are made here.
 
         Args:
             config: a `paddle.inference.Config`; its methods are called, and nothing is read from it.
-            number: of the device.
-            num_threads: on the host, where a device computes with those.
+            number: index of the device.
+            num_threads: number of threads on the host, for devices that compute with them.
 
         Raises:
-            UserError: the backend does not say how, and its device is none of Paddle's CustomDevice interface.
+            UserError: the backend does not define this method, and its device is not one of Paddle's CustomDevice
+                interface.
         """
         import paddle
 
         kind, _, _ = paddle.device.get_device().partition(":")  # the current one, see `activate`
         if kind not in paddle.device.get_all_custom_device_type():
             raise UserError(
-                f"--device {self.name}: its backend does not say how Paddle Inference computes on it, which would take "
-                "the CPU; answer with --engine dynamic, export for another --device, or give the backend a method "
-                "`configure_predictor`"
+                f"--device {self.name}: its backend does not define how Paddle Inference computes on it, which would "
+                "use the CPU; generate with --engine dynamic, export for another --device, or give the backend a "
+                "method `configure_predictor`"
             )
         config.enable_custom_device(kind, number)
 
-    def stores_as_trained(self, precision: str) -> bool:
-        """Whether what draws for a model that is trained in a precision has matrices in bf16: the training rounds the
-        inputs of products, and a kernel for stored matrices computes as that does. Imports no Paddle."""
-        return {"operand", "stored_product"} <= self.kernels(precision).keys()
+    def has_bf16_rollout_weights(self, precision: str) -> bool:
+        """True if the rollout copy of a model that is trained in a precision has weights in bf16: training rounds the
+        inputs of products, and a kernel for packed weights computes the same. Imports no Paddle."""
+        return {"round_activation", "packed_matmul"} <= self.kernels(precision).keys()
 
     def padding_free(self, precision: str) -> bool:
-        """Whether its attention skips what a token does not see of its row: then the sequences of a batch cost less as
-        documents of one row than as rows with padding, and answers may share a prompt, see `ops.document_spans`.
-        Imports no Paddle."""
+        """True if attention skips the tokens of a row that a token does not see: then a batch costs less as documents
+        of one row than as rows with padding, and answers may share a prompt (`ops.document_spans`). Imports no
+        Paddle."""
         return False
 
-    def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
-        """Variables a worker needs before it imports Paddle; what the user has set wins. `answers`: whether it only
-        draws from a model, one token after the other, and trains nothing."""
+    def environment(self, local_ranks: int, inference_only: bool = False) -> dict[str, str]:
+        """Environment variables that a worker needs before it imports Paddle; those that the user has set take
+        precedence. `inference_only`: the worker only generates, token by token, and trains nothing."""
         return {}
 
-    def patience(self, stall_seconds: float | None) -> dict[str, str]:
-        """Variables that let a rank wait longer for the others than the launcher watches a run that stands still, so
-        that the launcher finds out who is to blame; `stall_seconds` is None where nobody watches for that."""
+    def timeout_variables(self, stall_seconds: float | None) -> dict[str, str]:
+        """Environment variables that make the timeout of collectives longer than the launcher's for a stalled run, so
+        that the launcher can find the rank that causes the stall; `stall_seconds` is the launcher's timeout, None where
+        there is none."""
         return {}
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        """Variables that differ from rank to rank, for a launcher; they win over what the user has set."""
+        """Environment variables that differ between ranks, for a launcher; they override those that the user has
+        set."""
         return {}
 
-    def variables(self, local_ranks: int, local_rank: int, answers: bool = False) -> dict[str, str]:
-        """What a launcher adds to the environment of a rank, or replaces there; `answers` as for `environment`."""
-        mine = self.environment(local_ranks, answers)
+    def variables(self, local_ranks: int, local_rank: int, inference_only: bool = False) -> dict[str, str]:
+        """Environment variables that a launcher sets for a rank; `inference_only` as for `environment`."""
+        mine = self.environment(local_ranks, inference_only)
         return {**{name: os.environ.get(name, mine[name]) for name in mine}, **self.rank_environment(local_rank)}
 
     def select(self, numbers: Sequence[int]) -> dict[str, str]:
-        """Variables that let this machine's ranks have these devices; set before Paddle is imported.
+        """Environment variables that give the ranks of this machine these devices; set before Paddle is imported.
 
         Raises:
-            UserError: one of them is hidden by a variable that the user has set.
+            UserError: a variable that the user has set hides one of them.
         """
         assert self.visible_devices, "resolve refuses device numbers here"
         name = next((name for name in self.visible_devices if name in os.environ), self.visible_devices[0])
         visible = os.environ.get(name, "").split(",") if os.environ.get(name) else None
-        if visible is not None and (hidden := [n for n in numbers if str(n) not in visible]):
+        hidden = [] if visible is None else [number for number in numbers if str(number) not in visible]
+        if hidden:
             raise UserError(f"launch.devices: {hidden[0]} is not among {name}={os.environ[name]}; unset {name}")
         return {name: ",".join(map(str, numbers))}
 
     def prepare_ranks(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """Called once before several ranks are started.
+        """Prepare the machine, once, before several ranks are started.
 
         Raises:
-            UserError: something they need is missing.
+            UserError: something that the ranks need is missing.
         """
 
     def before_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """Called in one of several ranks, or in the process it is a fork of, before Paddle is imported."""
+        """Hook before Paddle is imported, in one of several ranks or in the process that forks them."""
 
     def after_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """Called in one of several ranks once Paddle is imported."""
+        """Hook after Paddle is imported, in one of several ranks."""
 
     @abc.abstractmethod
     def unavailable(self, num_devices: int) -> str | None:
-        """Why this machine cannot run here, or None. Imports Paddle."""
+        """The reason why this machine cannot run on `num_devices` devices; None where it can. Imports Paddle."""
 
     @abc.abstractmethod
     def activate(self, local_rank: int) -> None:
-        """Make this rank's device the current one, before anything is on a device: the one that its launcher has
-        selected, see `selected`, or that of its number."""
+        """Make this rank's device the current one, before any tensor is on a device: the device that its launcher has
+        selected (see `selected`), else the one with the index of its local rank."""
 
     @abc.abstractmethod
     def peak_memory_bytes(self) -> int:
         """Highest memory use of this process so far: device memory, or resident memory on cpu."""
 
     def to_host(self, tensor: Any) -> Any:
-        """A tensor in pinned host memory, which the device copies from and to fast; see `moves_to_host`."""
+        """A copy of a tensor in pinned host memory, which makes copies to and from the device fast; see
+        `can_offload`."""
         return tensor.pin_memory()
 
     def to_device(self, tensor: Any) -> Any:
-        """A tensor in the memory of this rank's device; itself when it is there."""
-        return tensor.cuda()  # in Paddle 3.3.1 the current device, also where that is an XPU
+        """A copy of a tensor in the memory of this rank's device; the tensor itself if it is already there."""
+        return tensor.cuda()  # in Paddle 3.3.1 this is the current device, also where that is an XPU
 
     def parameter_dtype(self, precision: str) -> str:
-        """Dtype of the model's parameters, and so of everything that is computed with them: nothing casts by itself
-        (no autocast). What has to be float32 says so where it is computed: sums inside kernels, norms, the rotation,
-        gates of experts, log-probabilities and losses. Gradients are added up in float32, and the optimizer updates a
-        float32 copy, its master. On the CPU 16 bits mean other things, see `CpuBackend`."""
+        """Dtype of the model's parameters, and so of all activations: there is no autocast. Computations that need
+        float32 cast explicitly: sums inside kernels, norms, the rotation, gates of experts, log-probabilities and
+        losses. Gradients are accumulated in float32, and the optimizer updates float32 master weights. On the CPU bf16
+        means something else, see `CpuBackend`."""
         return PADDLE_DTYPE[precision]
 
     def precisions_of(self, trains: bool) -> tuple[str, ...]:
-        """The values of `engine.precision` it has for stages that train, or for others."""
-        return (*self.precisions, *(self.training_precisions if trains else ()))
+        """Supported values of `engine.precision` for stages that train, or for others."""
+        return (*self.precisions, *self.training_precisions) if trains else self.precisions
 
-    def product_path(self, precision: str) -> str:
-        """Whose matrix products a precision gets, and by which instructions where that is a choice. Imports no
-        Paddle."""
+    def matmul_backend(self, precision: str) -> str:
+        """Description of the library, and where there is a choice the instructions, that compute the matrix products of
+        a precision. Imports no Paddle."""
         return "Paddle's"
 
-    def caution(self, precision: str) -> str | None:
-        """What a user of a precision has to know of this machine, or None. Imports no Paddle."""
+    def precision_warning(self, precision: str) -> str | None:
+        """Warning for users of a precision on this machine, or None. Imports no Paddle."""
         return None

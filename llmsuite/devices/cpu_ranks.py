@@ -1,9 +1,9 @@
-"""`import llmsuite.devices.cpu_ranks` before `import paddle`: a Paddle script of your own on several CPU processes.
+"""`import llmsuite.devices.cpu_ranks` before `import paddle`: your own Paddle script on several CPU processes.
 
 For scripts that call `paddle.distributed` themselves and that `python -m paddle.distributed.launch` starts, with
-`dist.shard_tensor`, `dist.reshard`, `dist.shard_dataloader`, `dist.shard_optimizer` and `dist.to_static`. Paddle's
-wheel for the CPU has some of their communication missing or wrong; this import mends it in the process that it is
-called in, as `llmsuite run` does in its ranks. Where Paddle is installed for another device, it does nothing.
+`dist.shard_tensor`, `dist.reshard`, `dist.shard_dataloader`, `dist.shard_optimizer` and `dist.to_static`. In Paddle's
+wheel for the CPU some of their communication is missing or wrong; this import fixes it in the current process, as
+`llmsuite run` does in its ranks. Where Paddle is installed for another device, it does nothing.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ def _start() -> None:
 
     Raises:
         ImportError: Paddle has been imported already.
-        UserError: the kernels for several processes cannot be built, or the variables of a rank cannot be.
+        UserError: the kernels for several processes cannot be built, or the variables of a rank are invalid.
     """
     if "paddle" in sys.modules:
-        raise ImportError("import llmsuite.devices.cpu_ranks before paddle: what it mends is chosen at Paddle's import")
+        raise ImportError(
+            "import llmsuite.devices.cpu_ranks before paddle: its fixes take effect when Paddle is imported"
+        )
     num_ranks = number_in(os.environ, NUM_RANKS, 1)
     start_paddle(CpuBackend(), number_in(os.environ, _LOCAL_SIZE, num_ranks), join=num_ranks > 1)
 

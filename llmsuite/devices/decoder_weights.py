@@ -1,28 +1,29 @@
-"""The forms in which kernels for generation take the weights of a decoder."""
+"""Weights of a decoder in the layout of the kernels for generation."""
 
 from __future__ import annotations
 
 import dataclasses
 
-from llmsuite.typing import Tensor
+from llmsuite.base.typing import Tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Codes:
-    """How the numbers of a stored matrix are written."""
+    """Number format of a packed weight."""
 
     bits: int
-    """32: float32, as it is; 16: bf16; 8: steps of a block's scale; 4: levels of it."""
+    """32: float32; 16: bf16; 8: integer multiples of a block's scale; 4: codes of 16 levels, times the block's
+    scale."""
     levels: tuple[float, ...] = ()
-    """The value of each of 16 codes of 4 bits, before it is scaled, exact in bfloat16."""
+    """The 16 values of the 4-bit codes before scaling, exact in bfloat16."""
 
 
 FLOATS = Codes(32)
 
 
 @dataclasses.dataclass(frozen=True)
-class StoredMatrix:
-    """A matrix [I, O], or a stack of them, in the bytes that a device multiplies with."""
+class PackedWeight:
+    """A matrix [I, O], or a stack of them, packed in the bytes that the device's kernels read."""
 
     bytes: Tensor
     codes: Codes
@@ -32,17 +33,17 @@ class StoredMatrix:
 
 @dataclasses.dataclass(frozen=True)
 class DecoderWeights:
-    """All parameters of a decoder with grouped-query attention and gated MLPs, in the form of
+    """All parameters of a decoder with grouped-query attention and gated MLPs, in the layout of
     `llmsuite.inference.fused`."""
 
     layers: list[Tensor]
-    """Layer by layer: first norm [D]; queries, keys and values [D, (H + 2 J) K], and with `has_bias` their bias; with
+    """For each layer: first norm [D]; queries, keys and values [D, (H + 2 J) K], and with `has_bias` their bias; with
     `has_head_norms` the norms of a query and of a key [K]; output [H K, D], second norm [D], gate and up [D, 2 F], down
-    [F, D]. Of stored matrices, their bytes."""
+    [F, D]. Packed weights are given by their bytes."""
     norm: Tensor
     """The last norm, [D]."""
     head: Tensor
-    """[V, D] with `is_tied`, else [D, V]; the bytes of a stored one are of [D, V]."""
+    """[V, D] with `is_tied`, else [D, V]; packed, the bytes of [D, V]."""
     eps: float
     """Epsilon of every norm."""
     num_queries: int
@@ -52,7 +53,7 @@ class DecoderWeights:
     vocab_size: int
     """V."""
     codes: Codes
-    """Those of the matrices of all layers."""
+    """Format of the matrices of all layers."""
     head_codes: Codes
     has_bias: bool
     has_head_norms: bool

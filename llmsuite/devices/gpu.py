@@ -16,7 +16,7 @@ class GpuBackend(DeviceBackend):
     name = "gpu"
     collectives = "nccl"
     visible_devices = ("CUDA_VISIBLE_DEVICES",)
-    # else flash attention's backward pass and the embedding's gradient are sums of atomic additions
+    # without them the gradients of flash attention and of embeddings are sums by atomic additions, in any order
     deterministic_flags = {"FLAGS_cudnn_deterministic": "1", "FLAGS_embedding_deterministic": "1"}  # noqa: RUF012
     precisions = ("fp32", "bf16", "fp16")
     install = (
@@ -25,15 +25,15 @@ class GpuBackend(DeviceBackend):
     )
 
     def kernels(self, precision: str) -> Mapping[str, str]:
-        # flash attention takes 16-bit inputs only
+        # flash attention supports 16-bit inputs only
         return _KERNELS if precision == "fp32" else {**_KERNELS, **FLASH_ATTENTION}
 
-    def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
+    def environment(self, local_ranks: int, inference_only: bool = False) -> dict[str, str]:
         # TF32 would make float32 runs differ between strategies by 1e-3; bf16 is the way to ask for speed
         return {"NVIDIA_TF32_OVERRIDE": "0"}
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        return {_SELECTED: str(local_rank)}  # init_parallel_env insists on it
+        return {_SELECTED: str(local_rank)}  # init_parallel_env requires it
 
     def unavailable(self, num_devices: int) -> str | None:
         import paddle
@@ -42,7 +42,7 @@ class GpuBackend(DeviceBackend):
             return f"this Paddle ({paddle.__version__}) is built without CUDA; install one with: {self.install}"
         found = paddle.device.cuda.device_count()
         if found < num_devices:
-            return f"{num_devices} GPUs are asked for and {found} are visible; lower launch.num_devices"
+            return f"{num_devices} GPUs are requested and {found} are visible; lower launch.num_devices"
         return None
 
     def activate(self, local_rank: int) -> None:
@@ -51,7 +51,7 @@ class GpuBackend(DeviceBackend):
         paddle.set_device(f"gpu:{selected(_SELECTED, local_rank)}")
 
     def configure_predictor(self, config: Any, number: int, num_threads: int) -> None:
-        config.enable_use_gpu(512, number)  # MiB at the start
+        config.enable_use_gpu(512, number)  # MiB that are allocated at the start
 
     def peak_memory_bytes(self) -> int:
         import paddle

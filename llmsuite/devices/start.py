@@ -1,4 +1,4 @@
-"""Paddle's first import in a process, without the warnings that users cannot act on."""
+"""First import of Paddle in a process, without the warnings that users cannot act on."""
 
 from __future__ import annotations
 
@@ -19,37 +19,38 @@ _NOISE = ("OMP_NUM_THREADS set to", "if this PaddlePaddle binary is compiled wit
 
 
 def start_paddle(
-    backend: DeviceBackend, local_ranks: int, join: bool = False, fork: bool = False, answers: bool = False
+    backend: DeviceBackend, local_ranks: int, join: bool = False, fork: bool = False, inference_only: bool = False
 ) -> None:
-    """Set the backend's environment, then import Paddle. What the user has set wins.
+    """Set the backend's environment variables, then import Paddle. Variables that the user has set take precedence.
 
     Args:
         backend: backend of the device.
         local_ranks: number of ranks of the run on this machine.
-        join: whether this process will be one of several ranks, which some backends have to prepare for.
-        fork: whether forks of this process will be ranks; each has to call `backend.after_paddle`.
-        answers: see `DeviceBackend.environment`.
+        join: this process will be one of several ranks, for which some backends prepare.
+        fork: forks of this process will be ranks; each has to call `backend.after_paddle`.
+        inference_only: see `DeviceBackend.environment`.
 
     Raises:
-        UserError: the environment says that this is a rank that cannot be.
+        UserError: the variables of a rank in the environment are invalid.
     """
     check_rank()
-    for name, value in backend.environment(local_ranks, answers).items():
+    for name, value in backend.environment(local_ranks, inference_only).items():
         os.environ.setdefault(name, value)
     os.environ.setdefault("GLOG_minloglevel", "2")
     if join or fork:
         backend.before_paddle()
-    messages, on_term = io.StringIO(), signal.getsignal(signal.SIGTERM)
+    messages = io.StringIO()
+    on_term = signal.getsignal(signal.SIGTERM)
     with warnings.catch_warnings(), contextlib.redirect_stderr(messages):
         warnings.filterwarnings("ignore", message="No ccache found")
         import paddle  # noqa: F401
-    # Paddle's handler prints the report of a crash where a scheduler or `docker stop` has ended the process
+    # Paddle's handler would print a crash report where a scheduler or `docker stop` has ended the process
     if on_term is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, on_term)
-    # a crash is told with the place in Python, in front of Paddle's report, which only knows Paddle's own code
-    if sys.__stderr__ is not None:  # a notebook's sys.stderr is no file
+    # a crash is reported with its Python stack, before Paddle's report, which has only Paddle's own code
+    if sys.__stderr__ is not None:  # a notebook's sys.stderr has no file descriptor
         faulthandler.enable(sys.__stderr__)
-    # Paddle 3.3.1 triggers it itself while it traces a program
+    # Paddle 3.3.1 triggers this warning itself while it traces a program
     warnings.filterwarnings("ignore", message="Tensor do not have 'place' interface")
     for line in messages.getvalue().splitlines():
         if line.strip() and not any(noise in line for noise in _NOISE):

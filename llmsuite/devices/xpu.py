@@ -7,7 +7,7 @@ from typing import Any
 
 from llmsuite.devices.base import FLASH_ATTENTION, DeviceBackend, selected
 
-# no fused RMSNorm: on XPU it comes from a package of its own, not with Paddle
+# no fused RMSNorm: on XPU it is in a separate package, not in Paddle
 _KERNELS = {"rotary": "fused_rotary", "swiglu": "fused_swiglu"}
 
 _SELECTED = "FLAGS_selected_xpus"
@@ -24,11 +24,11 @@ class XpuBackend(DeviceBackend):
     )
 
     def kernels(self, precision: str) -> Mapping[str, str]:
-        # flash attention takes 16-bit inputs only
+        # flash attention supports 16-bit inputs only
         return _KERNELS if precision == "fp32" else {**_KERNELS, **FLASH_ATTENTION}
 
     def rank_environment(self, local_rank: int) -> dict[str, str]:
-        return {_SELECTED: str(local_rank)}  # init_parallel_env insists on it
+        return {_SELECTED: str(local_rank)}  # init_parallel_env requires it
 
     def unavailable(self, num_devices: int) -> str | None:
         import paddle
@@ -37,7 +37,7 @@ class XpuBackend(DeviceBackend):
             return f"this Paddle ({paddle.__version__}) is built without XPU; install one with: {self.install}"
         found = paddle.device.xpu.device_count()
         if found < num_devices:
-            return f"{num_devices} XPUs are asked for and {found} are visible; lower launch.num_devices"
+            return f"{num_devices} XPUs are requested and {found} are visible; lower launch.num_devices"
         return None
 
     def activate(self, local_rank: int) -> None:

@@ -1,8 +1,8 @@
-"""Rounds the matrices of a model's layers to 4 bits by what its layers see of given texts, see `models.gptq`.
+"""Calibrated quantisation to 4 bits: matrices are rounded by the inputs that layers get for texts (`models.gptq`).
 
 The values of nf4 and fp4 are written as an ordinary model, those of int4 as a GPTQ checkpoint. `--precision` of the
-same name stores them without another error. Layers follow each other: each one sees what the rounded ones in front of
-it make of the texts.
+same name stores them without another error. Layers are rounded in order: the inputs of each one are the outputs of the
+rounded layers before it.
 """
 
 from __future__ import annotations
@@ -16,30 +16,38 @@ import numpy as np
 import paddle
 from paddle import nn
 
-from llmsuite.checkpoint.finite_model import checked
+from llmsuite.base.errors import UserError
+from llmsuite.base.progress import track
+from llmsuite.base.typing import Tensor
+from llmsuite.checkpoint.finite_model import with_finite_check
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.shapes import check_shapes
-from llmsuite.checkpoint.tensors import HeldTensors
+from llmsuite.checkpoint.tensors import InMemoryTensors
 from llmsuite.devices.ops import Ops
-from llmsuite.errors import UserError
-from llmsuite.inference.next_logits import uncovered
+from llmsuite.inference.next_logits import unsupported_reason
 from llmsuite.inference.packing import block_format
 from llmsuite.models.gptq import rounded_by_inputs
 from llmsuite.models.hf_tensors import HfTensors
-from llmsuite.progress import track
-from llmsuite.typing import Tensor
+from llmsuite.models.linear import is_matrix
 
 _ROWS = 8
-"""Windows that go through a layer at once."""
-_LEAST_GROUP, _PER_WORD = 32, 8
-"""What kernels for GPTQ checkpoints take: inputs of a group, outputs of a word of zeros."""
+"""Windows in a batch."""
+_LEAST_GROUP = 32
+"""Fewest inputs of a group in kernels for GPTQ checkpoints."""
+_PER_WORD = 8
+"""Outputs whose zeros share a word in GPTQ checkpoints."""
 
 
-def windows_of(texts: Sequence[Sequence[int]], length: int, most: int) -> np.ndarray:
-    """Token ids of texts, one behind the other, as windows [N, L]; at most so many.
+def token_windows(texts: Sequence[Sequence[int]], length: int, most: int) -> np.ndarray:
+    """Concatenate the token ids of texts, and cut them into windows [N, L].
+
+    Args:
+        texts: token ids.
+        length: of a window.
+        most: most windows.
 
     Raises:
-        UserError: they are too short for one window.
+        UserError: the texts are too short for one window.
     """
     ids = [token for text in texts for token in text][: length * most]
     if len(ids) < length:
@@ -47,31 +55,31 @@ def windows_of(texts: Sequence[Sequence[int]], length: int, most: int) -> np.nda
     return np.asarray(ids[: len(ids) // length * length], "int64").reshape(-1, length)
 
 
-def check_layers(source: ModelDirectory) -> None:
-    """Raise UserError for a model with layers that are not calibrated: experts do not see all tokens, and some matrices
-    are no layers of their own."""
+def check_calibratable(source: ModelDirectory) -> None:
+    """Check that a model can be calibrated. Raises UserError for layers that cannot: experts get only some of the
+    tokens, and some matrices are not linear layers."""
     with paddle.LazyGuard():
         model = source.family.factory()(source.config, Ops())
-    if reason := uncovered(model):
+    if reason := unsupported_reason(model):
         raise UserError(
-            f"{source.path}: is of a kind that is not calibrated ({source.family.name}): {reason}. `--precision` of "
-            "generate, serve and eval rounds it as it is loaded"
+            f"{source.path}: models of this kind are not calibrated ({source.family.name}): {reason}. `--precision` of "
+            "generate, serve and eval rounds it when it is loaded"
         )
 
 
 @paddle.no_grad()
-def calibrated(source: ModelDirectory, windows: np.ndarray, precision: str) -> ModelDirectory:
-    """A model whose layers are rounded, to be written; with a progress bar.
+def calibrate_model(source: ModelDirectory, windows: np.ndarray, precision: str) -> ModelDirectory:
+    """Round the layers of a model, with a progress bar; returns the model, to be written.
 
     Args:
-        source: the model, which `check_layers` has seen.
+        source: the model, which `check_calibratable` has accepted.
         windows: token ids, [N, L].
         precision: nf4, fp4 or int4.
 
     Raises:
         UserError: a value is not finite.
     """
-    source = checked(source)
+    source = with_finite_check(source)
     model = source.family.factory()(source.config, Ops())
     check_shapes(source, {name: tuple(p.shape) for name, p in model.named_parameters()})
     values = {name: np.asarray(source.read(name)) for name in source.names}
@@ -81,56 +89,60 @@ def calibrated(source: ModelDirectory, windows: np.ndarray, precision: str) -> M
     states = [model.embed(paddle.to_tensor(windows[i : i + _ROWS])) for i in range(0, len(windows), _ROWS)]
     inputs = model.layer_inputs(0, windows.shape[1], states[0].dtype)
     for number, layer in enumerate(track(model.model.layers, "rounding layers")):
-        for name, (linear, hessian) in _seen(layer, states, inputs).items():
+        for name, (linear, hessian) in _input_hessians(layer, states, inputs).items():
             weight = f"model.layers.{number}.{name}.weight"
             found = rounded_by_inputs(linear.weight.numpy(), hessian, block_format(precision, len(hessian)))
             linear.weight.set_value(found)
-            # codes times float16 scales have too many bits for a 16 bit number
+            # int4 stays float32: codes times float16 scales have too many bits for a 16 bit number
             values[weight] = found if precision == "int4" else found.astype(values[weight].dtype)
         states = [layer(state, *inputs)[0] for state in states]
     tensors = {name: HfTensors((name,)) for name in values}
-    held = HeldTensors(values, source.files.paths)
+    held = InMemoryTensors(values, source.files.paths)
     return dataclasses.replace(source, layout="hf", tensors=tensors, files=held, linears_transposed=False, is_fp8=False)
 
 
-def matrices_of(model: ModelDirectory) -> list[str]:
-    """The parameters that `calibrated` rounds, by our names."""
-    names, layers = model.family.names(), "model.layers."
+def rounded_matrices(model: ModelDirectory) -> list[str]:
+    """The parameters that `calibrate_model` rounds, by llmsuite's names."""
+    names = model.family.names()
+    layers = "model.layers."
     return [name for name in model.names if name.startswith(layers) and names.is_linear(name)]
 
 
-def group_of(model: ModelDirectory) -> int:
-    """Inputs of a block of int4, which a GPTQ checkpoint has for all matrices alike.
+def common_group_size(model: ModelDirectory) -> int:
+    """Inputs of a block of int4: in a GPTQ checkpoint all matrices have the same number.
 
     Raises:
-        UserError: the model has no such number, or its matrices cannot be stored so.
+        UserError: there is no common number, or the matrices do not fit the format.
     """
-    shapes = {name: model.spec(name).shape for name in matrices_of(model)}
+    shapes = {name: model.spec(name).shape for name in rounded_matrices(model)}
     blocks = {block_format("int4", num_inputs).block for num_inputs, _ in shapes.values()}
     odd = next((name for name, shape in shapes.items() if shape[1] % _PER_WORD), None)
     if len(blocks) != 1 or odd is not None or min(blocks) < _LEAST_GROUP:
         sizes = sorted({shape[0] for shape in shapes.values()})
-        why = f"{odd} has {shapes[odd][1]} outputs" if odd else f"inputs are {', '.join(map(str, sizes))}"
+        reason = f"{odd} has {shapes[odd][1]} outputs" if odd else f"inputs are {', '.join(map(str, sizes))}"
         raise UserError(
             f"{model.path}: --precision int4 has groups of 64 inputs in all matrices, or of {_LEAST_GROUP}, and "
-            f"outputs that are a multiple of {_PER_WORD}; here {why}. Choose nf4"
+            f"outputs that are a multiple of {_PER_WORD}; here {reason}. Choose nf4"
         )
     return blocks.pop()
 
 
-def _seen(layer: Any, states: Sequence[Tensor], inputs: Sequence[Any]) -> dict[str, tuple[nn.Linear, np.ndarray]]:
-    """The matrices of a layer, each with the sum of x xᵀ over its inputs, [I, I]."""
-    found = {name: module for name, module in layer.named_sublayers() if type(module) is nn.Linear}
+def _input_hessians(
+    layer: Any, states: Sequence[Tensor], inputs: Sequence[Any]
+) -> dict[str, tuple[nn.Linear, np.ndarray]]:
+    """The matrices of a layer, each with its Hessian of GPTQ: the sum of x xᵀ over its inputs, [I, I]."""
+    found = {name: module for name, module in layer.named_sublayers() if is_matrix(module)}
     sums: dict[str, np.ndarray] = {}
 
-    def watch(name: str) -> Callable[..., None]:
+    def make_hook(name: str) -> Callable[..., None]:
         def add(module: Any, given: Any) -> None:
             x = given[0].reshape([-1, given[0].shape[-1]])
+            # accumulated in float64: a sum over all tokens of all windows
             sums[name] = sums.get(name, 0.0) + paddle.matmul(x, x, transpose_x=True).numpy().astype("float64")
 
         return add
 
-    hooks = [module.register_forward_pre_hook(watch(name)) for name, module in found.items()]
+    hooks = [module.register_forward_pre_hook(make_hook(name)) for name, module in found.items()]
     for state in states:
         layer(state, *inputs)
     for hook in hooks:

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.encoding import encode_answers
 from llmsuite.data.rows import Preference, conversations_of
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.prompts import Prompt
 from llmsuite.inference.sampling import Sampling
@@ -41,7 +41,7 @@ def scorer(model: Any, batch_size: int) -> Scorer:
                     found[number] = np.zeros(0)
                     if size > 0:
                         nll = model.token_nll(hidden[row, :size], paddle.to_tensor(ids[row, 1 : size + 1]))
-                        found[number] = -nll.numpy().astype("float64")
+                        found[number] = -nll.numpy().astype("float64")  # they are summed over very many tokens
         return [found[number] for number in range(len(texts))]
 
     return score
@@ -54,29 +54,30 @@ class Perplexity:
     perplexity: float
     """exp of the mean negative log-probability of a token."""
     bits_per_byte: float
-    """The same per byte of text, which does not depend on the tokenizer."""
+    """Negative log-probability in bits per byte of text, which does not depend on the tokenizer."""
     num_tokens: int
-    """Tokens that were predicted: all but the first of each text."""
+    """Predicted tokens: all but the first of each text."""
 
 
 def perplexity(score: Scorer, tokenizer: TextTokenizer, texts: Sequence[str], max_length: int) -> Perplexity:
     """Perplexity of texts: every token but the first is predicted once, from at most max_length - 1 tokens before it.
 
-    A text has what the tokenizer puts in front of it and behind it: it is whole, and where a model's texts end with a
-    token, that it comes there is a part of what the model has learnt to predict.
+    The tokenizer's special tokens at the beginning and the end of a text are included: the texts are complete, and a
+    model that was trained on texts with an end token has to predict it.
 
     Raises:
         UserError: there is nothing to predict.
     """
-    windows, num_bytes = [], 0
+    windows = []
+    num_bytes = 0
     for text, ids in zip(texts, tokenizer.encode_batch(texts)):
-        pieces = list(_windows(tokenizer.framed(ids, is_whole=True), max_length))
-        windows += pieces
-        num_bytes += len(text.encode()) if pieces else 0
+        parts = list(_windows(tokenizer.with_special_tokens(ids, is_complete=True), max_length))
+        windows += parts
+        num_bytes += len(text.encode()) if parts else 0
     if not windows:
         raise UserError("no text has two tokens, so there is nothing to predict")
     values = np.concatenate(score(windows))
-    total = float(-values.sum())
+    total = float(-values.sum())  # in float64, as scores are
     return Perplexity(math.exp(total / len(values)), total / math.log(2) / num_bytes, len(values))
 
 
@@ -88,7 +89,7 @@ def _windows(ids: Sequence[int], length: int) -> Iterator[Sequence[int]]:
 
 @dataclasses.dataclass(frozen=True)
 class ExactMatch:
-    """Share of answers that are exactly the expected ones."""
+    """Fraction of answers that are exactly the expected ones."""
 
     share: float
     num_rows: int
@@ -97,12 +98,13 @@ class ExactMatch:
 
 
 def exact_match(
-    generator: Generator, prompts: Sequence[Prompt], wanted: Sequence[str], max_new_tokens: int, batch_size: int
+    generator: Generator, prompts: Sequence[Prompt], expected: Sequence[str], max_new_tokens: int, batch_size: int
 ) -> ExactMatch:
-    """Compare greedy answers with the expected ones, but for white space around them."""
-    sampling, wrong = Sampling(max_new_tokens=max_new_tokens), []
+    """Compare greedy answers with the expected ones, ignoring white space around them."""
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    wrong = []
     answers = generator.answers((prompt.ids for prompt in prompts), sampling, batch_size=batch_size)
-    for (answer,), right in zip(answers, wanted, strict=True):
+    for (answer,), right in zip(answers, expected, strict=True):
         if answer.text.strip() != right.strip():
             wrong.append((answer.text.strip(), right.strip()))
     return ExactMatch(1 - len(wrong) / len(prompts), len(prompts), wrong[:5])
@@ -110,19 +112,19 @@ def exact_match(
 
 @dataclasses.dataclass(frozen=True)
 class PreferenceAccuracy:
-    """Accuracy of a model as a judge of preference pairs."""
+    """Accuracy of a model on preference pairs."""
 
     share: float
-    """Share of pairs whose chosen answer is more likely than the rejected one; a tie counts half."""
+    """Fraction of pairs whose chosen answer has a higher log-probability than the rejected one; a tie counts half."""
     share_per_token: float
-    """The same by the mean log-probability per token, which does not favour short answers."""
+    """`share` by the mean log-probability per token, which does not favour short answers."""
     num_pairs: int
 
 
 def preference_accuracy(
     score: Scorer, tokenizer: TextTokenizer, template: ChatTemplate, rows: Sequence[Preference], max_length: int
 ) -> PreferenceAccuracy:
-    """How often a model prefers the chosen answer, by the log-probabilities of both; equal answers are half a win.
+    """Accuracy of a model on preference pairs, by the log-probabilities of both answers; a tie counts half.
 
     Raises:
         UserError: a pair is longer than the model's maximum length.
@@ -138,16 +140,22 @@ def preference_accuracy(
                 )
             texts.append((*prompt, *ids))
             starts.append(len(prompt) - 1)
-    # Each distinct text is scored once: in another row of a batch the same text may round otherwise, and would win.
+    # Each distinct text is scored once: in another row of a batch the same text may round differently, and a tie would
+    # become a win.
     distinct = {text: number for number, text in enumerate(dict.fromkeys(texts))}
     values = score(list(distinct))
     answers = [values[distinct[text]][start:] for text, start in zip(texts, starts)]
-    sums, means = ([float(f(values)) for values in answers] for f in (np.sum, np.mean))
+    sums = [float(np.sum(values)) for values in answers]
+    means = [float(np.mean(values)) for values in answers]
     return PreferenceAccuracy(_wins(sums), _wins(means), len(rows))
 
 
 def _wins(values: Sequence[float]) -> float:
     pairs = list(zip(values[::2], values[1::2]))
-    return sum(1.0 if chosen > rejected else 0.5 if chosen == rejected else 0.0 for chosen, rejected in pairs) / len(
-        pairs
-    )
+    total = 0.0
+    for chosen, rejected in pairs:
+        if chosen > rejected:
+            total += 1.0
+        elif chosen == rejected:
+            total += 0.5
+    return total / len(pairs)

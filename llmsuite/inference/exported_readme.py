@@ -1,11 +1,11 @@
-"""The README of an exported model: how a predictor of Paddle's own runs it, without llmsuite."""
+"""The README of an exported model: code to run it with Paddle's predictor, without llmsuite."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.inference.exported import KERNELS, Exported
+from llmsuite.inference.export_manifest import KERNELS, ExportManifest
 
 _TEXT = """\
 # A model as a program of Paddle Inference
@@ -22,12 +22,12 @@ config = Config("model.json", "model.pdiparams")
 {calls}
 predictor = create_predictor(config)
 
-ids, padding = np.array([[5, 6, 7]]), np.array([0])  # [B, L], and how many columns of each row are padding, on the left
-shapes = {shapes}  # of the cache: no columns yet
+ids, padding = np.array([[5, 6, 7]]), np.array([0])  # [B, L], and the number of padding tokens on the left of each row
+shapes = {shapes}  # of the cache: no positions yet
 cache = [paddle.zeros([len(ids), *shape], "{dtype}") for shape in shapes]
 logits, *cache = predictor.run([paddle.to_tensor(ids), paddle.to_tensor(padding), *cache])
-token = logits.argmax(-1, keepdim=True)  # [B, V] to [B, 1], the next input; the cache has L more columns
-ends = np.isin(token.numpy(), {ends})  # [B, 1]: whether it ends the answer
+token = logits.argmax(-1, keepdim=True)  # [B, V] to [B, 1], the next input; the cache has L more positions
+ends = np.isin(token.numpy(), {ends})  # [B, 1]: True where it ends the answer
 cache = [tensor.clone() for tensor in cache]  # else the next run may write over what it reads
 ```
 
@@ -45,8 +45,8 @@ program_kernels.register()  # the operations that multiply with its matrices: bu
 """
 
 
-class _Written:
-    """Stands in for a `paddle.inference.Config` and writes down what is called."""
+class _RecordedConfig:
+    """A stand-in for `paddle.inference.Config` that records its calls as lines of Python."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -56,22 +56,23 @@ class _Written:
 
 
 def predictor_calls(backend: DeviceBackend) -> str:
-    """The lines of Python that let a predictor compute on the first device of a backend, with two threads of the host.
+    """Lines of Python that configure a predictor for the first device of a backend, with two threads of the host.
 
     Raises:
-        UserError: the backend does not say how.
+        UserError: the backend does not support predictors.
     """
-    written = _Written()
-    backend.configure_predictor(written, 0, 2)
-    return "\n".join([f"# to compute on {backend.name}; by itself a predictor takes the CPU as it is", *written.lines])
+    config = _RecordedConfig()
+    backend.configure_predictor(config, 0, 2)
+    comment = f"# to compute on {backend.name}; without these calls a predictor computes on the CPU, with its defaults"
+    return "\n".join([comment, *config.lines])
 
 
-def readme(exported: Exported, ends: Sequence[int], backend: DeviceBackend) -> str:
-    """The text for an exported model of one rank, on the device that it was exported for. `ends` are the tokens that
+def readme(exported: ExportManifest, ends: Sequence[int], backend: DeviceBackend) -> str:
+    """The README of an exported model of one rank, for the device that it was exported for. `ends` are the tokens that
     end an answer."""
     kernels = _KERNELS.format(directory=KERNELS) if exported.has_kernels else ""
     shapes = exported.cache_shapes
-    same = all(shape == shapes[0] for shape in shapes)
-    shown = f"[{shapes[0]}] * {len(shapes)}" if same else str(shapes)
+    is_uniform = all(shape == shapes[0] for shape in shapes)
+    shown = f"[{shapes[0]}] * {len(shapes)}" if is_uniform else str(shapes)
     calls = predictor_calls(backend)
     return _TEXT.format(kernels=kernels, shapes=shown, dtype=exported.dtype, ends=list(ends), calls=calls)

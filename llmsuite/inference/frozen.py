@@ -1,6 +1,7 @@
-"""A second model beside the one that is trained: whole on this rank, in evaluation mode, with the kernels of training.
+"""A frozen model next to the one that is trained, such as a reference model: unsharded, in evaluation mode, with the
+kernels of training.
 
-Unlike `llmsuite.inference.load` it makes a model for passes over whole sequences, several documents in a row included.
+Unlike `llmsuite.inference.load` it builds a model for passes over full sequences, several documents in a row included.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ import paddle
 
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.shapes import check_shapes
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.inference.load import check_answers
-from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.parallelize import parallelize_inference
-from llmsuite.schema.degrees import Degrees
 
 
 def build_frozen(source: ModelDirectory, device: DeviceBackend, precision: str) -> Any:
-    """The model of a directory, `llmsuite.models.blocks.CausalLM`, on this device.
+    """Build the model of a directory, a `llmsuite.models.blocks.CausalLM`, on the current device.
 
     Args:
-        source: its values, each read once; the device that it goes to is the current one.
-        device: of the run.
+        source: its values, each read once.
+        device: backend of the run.
         precision: of parameters and activations.
 
     Raises:
@@ -35,7 +36,8 @@ def build_frozen(source: ModelDirectory, device: DeviceBackend, precision: str) 
     with paddle.LazyGuard():
         built = family.factory()(source.config, device.ops(precision))
     check_shapes(source, {name: tuple(parameter.shape) for name, parameter in built.named_parameters()})
-    alone, plan = Mesh(Degrees(1, 1, 1, 1), 0), family.shard_plan or WHOLE
+    alone = Mesh(Degrees(1, 1, 1, 1), 0)
+    plan = family.shard_plan or UNSHARDED
     dtype = device.parameter_dtype(precision)
     parallelize_inference(built, plan, alone, lambda name, shape, index: source.read(name, index), dtype)
     built.eval()

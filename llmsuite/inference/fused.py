@@ -1,11 +1,12 @@
-"""Faster forms of layers for generation on one device: fewer and larger products, fewer small ops.
+"""Kernels of layers for generation on one device: fewer and larger matmuls, fewer small ops.
 
-A pass over one new token reads every weight once and computes little with it, so on a CPU the overhead of ops decides.
-Values are the same but for rounding.
+A pass over one new token reads every weight once and computes little with it, so that on a CPU the overhead of ops
+dominates. Values are the same except for rounding.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -14,29 +15,34 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
+from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops, rms_norm
 from llmsuite.devices.ops import joined_swiglu as plain_swiglu
-from llmsuite.inference.fusible import attentions, called, is_gated_mlp, is_rms_norm
-from llmsuite.inference.next_logits import NextLogits, decoder_weights, uncovered
-from llmsuite.inference.prompt_pass import PromptPass, has_operands
+from llmsuite.inference.fused_prefill import FusedPrefill, rounds_activations
+from llmsuite.inference.fusible import attentions, call_layer, is_gated_mlp, is_rms_norm
+from llmsuite.inference.next_logits import NextLogits, decoder_weights, unsupported_reason
 from llmsuite.models.blocks import (
     Attention,
     CausalLM,
     DecoderLayer,
+    DecodingKernels,
     GatedMLP,
+    InputForm,
     LayerCache,
     RMSNorm,
+    TiedHead,
     extend_cache,
     halves_first,
 )
 from llmsuite.models.deepseek.layers import Attention as LatentAttention
-from llmsuite.models.exact import has_hooks, is_exactly, is_plain
-from llmsuite.typing import Tensor
+from llmsuite.models.embedding import is_plain_embedding
+from llmsuite.models.exact import has_hooks, is_exactly
+from llmsuite.models.linear import is_plain_linear
 
 JoinedSwiglu = Callable[[Tensor], Tensor]
-"""As `Ops.joined_swiglu`."""
-Operand = Callable[[Tensor], Tensor]
-"""As `Ops.attention_operand`."""
+"""An `Ops.joined_swiglu`."""
+RoundQkv = Callable[[Tensor], Tensor]
+"""An `Ops.round_attention_input`."""
 
 
 @paddle.no_grad()
@@ -45,107 +51,88 @@ def fuse(
     live: Ops | None = None,
     cache_dtype: str | None = None,
     joined_swiglu: JoinedSwiglu = plain_swiglu,
-    projected: Operand | None = None,
+    round_qkv: RoundQkv | None = None,
 ) -> None:
-    """Replace the forward of layers by the forms below, for good; the model must not be sharded over ranks.
+    """Give the layers of a model the kernels below, irreversibly; the model must not be sharded over ranks.
 
-    Matrices that `stored.store` has joined are taken as they are. Layers of other kinds, such as DeepSeek's attention,
-    layers that round their inputs, and those of others that derive from llmsuite's (`fusible`) stay as they are.
+    Matrices that `pack_model.pack_matrices` has concatenated are used unchanged. Layers of other kinds stay unchanged:
+    DeepSeek's attention, layers that round their inputs, and third-party layers that derive from llmsuite's
+    (`fusible`).
 
     Args:
         model: in evaluation mode.
         live: the device's operations, for a model that will not be exported as a program.
-        cache_dtype: what keys and values are rounded to and kept in; None for the dtype they are computed in.
-            Attentions that are not fused keep what they compute.
-        joined_swiglu: that of MLPs whose gate and up have no bias; for a model that computes as one that is trained.
-        projected: what is made of queries, keys and values without biases and norms; for such a model too.
+        cache_dtype: dtype of keys and values in the cache; None for the dtype they are computed in. Attentions that are
+            not fused keep the latter.
+        joined_swiglu: SwiGLU of MLPs whose gate and up have no bias; for a rollout model, which computes as the trained
+            one.
+        round_qkv: rounds queries, keys and values without biases and norms; for a rollout model too.
     """
     has_kernels = live is not None and live.next_logits is not None and live.cached_attention is not None
-    is_covered = has_kernels and uncovered(model) is None
+    is_covered = has_kernels and unsupported_reason(model) is None
     fused = attentions(model)
     cache_dtype = cache_dtype if fused else None
     for attention in fused:
-        attention.__dict__["forward"] = FusedAttention(attention, cache_dtype, projected).forward
-    model.__dict__["cache_dtype"] = cache_dtype
+        attention.kernel = FusedAttention(attention, cache_dtype, round_qkv)
     for module in model.sublayers():
         if is_gated_mlp(module):
-            module.__dict__["forward"] = FusedMLP(module, joined_swiglu).forward
+            module.kernel = FusedMLP(module, joined_swiglu)
         elif is_rms_norm(module) and module.norm is rms_norm and module.weight.place.is_cpu_place():
             module.norm = _rms_norm
         elif is_exactly(module, DecoderLayer):
-            module.__dict__["forward"] = FusedLayer(module).forward
+            module.call = call_layer
         elif isinstance(module, LatentAttention):
             module.keep_up_matrices()
     if fused:
-        repeats = fused[0].num_heads
-        for name in ("layer_inputs", "layer_inputs_at"):
-            model.__dict__[name] = _for_whole_heads(getattr(model, name), *repeats)
-        model.__dict__["accepts_buffer"] = True
-    if is_covered and fused and (weights := decoder_weights(model)) is not None:
+        model.input_form = ExpandedInputs(model.input_form, *fused[0].num_heads)
+    model.decoding = DecodingKernels(accepts_buffer=bool(fused), cache_dtype=cache_dtype)
+    weights = decoder_weights(model) if is_covered and fused else None
+    if weights is not None:
         assert live is not None
-        model.__dict__["next_logits"] = NextLogits(model, weights, live.next_logits)
-        model.__dict__["prompt_pass"] = PromptPass(model, live, cache_dtype)
-    elif model.lm_head is None and type(model.model.embed_tokens) is nn.Embedding:
-        if model.model.embed_tokens.weight.place.is_cpu_place() and "tied_logits" not in vars(model):
-            model.__dict__["tied_logits"] = TiedLogits(model.model.embed_tokens.weight)
+        next_logits = NextLogits(model, weights, live.next_logits)
+        prefill = FusedPrefill(model, live, cache_dtype)
+        model.decoding = dataclasses.replace(model.decoding, next_logits=next_logits, prefill=prefill)
+    elif model.lm_head is None and is_plain_embedding(model.model.embed_tokens):
+        if model.model.embed_tokens.weight.place.is_cpu_place() and type(model.tied_head) is TiedHead:
+            model.tied_head = TransposedTiedHead()
 
 
-def layer_by_layer(model: CausalLM) -> None:
-    """Let a fused model go without a kernel for the whole decoder, so that its modules can be seen."""
-    for name in ("next_logits", "prompt_pass"):
-        model.__dict__.pop(name, None)
-
-
-def accepts_buffer(model: CausalLM) -> bool:
-    """Whether the cache of a model may have spare columns; see `CausalLM.decode_step`."""
-    return bool(model.__dict__.get("accepts_buffer"))
-
-
-class FusedLayer:
-    """`llmsuite.models.blocks.DecoderLayer` without the overhead of calling an `nn.Layer`."""
-
-    def __init__(self, layer: DecoderLayer):
-        self._layer = layer
-
-    def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Any = None
-    ) -> tuple[Tensor, LayerCache]:
-        """As `DecoderLayer.forward`."""
-        own = self._layer
-        attended, present = called(own.self_attn, called(own.input_layernorm, x), cos, sin, mask, past)
-        x = x + attended
-        return x + called(own.mlp, called(own.post_attention_layernorm, x)), present
+def disable_decoder_kernels(model: CausalLM) -> None:
+    """Disable the kernels that compute all layers of a fused model together, so that hooks of modules are called."""
+    model.decoding = dataclasses.replace(model.decoding, next_logits=None, prefill=None)
 
 
 class FusedAttention:
-    """`llmsuite.models.blocks.Attention` with one projection, and queries and keys rotated together."""
+    """Kernel of `llmsuite.models.blocks.Attention` with one projection, which rotates queries and keys together."""
 
-    def __init__(self, attention: Attention, cache_dtype: str | None = None, projected: Operand | None = None):
-        """`cache_dtype` and `projected`: as in `fuse`."""
-        self._attention, self._cache_dtype = attention, cache_dtype
+    def __init__(self, attention: Attention, cache_dtype: str | None = None, round_qkv: RoundQkv | None = None):
+        """`cache_dtype` and `round_qkv` as for `fuse`."""
+        self._attention = attention
+        self._cache_dtype = cache_dtype
         size = attention.head_size
         if attention.q_proj is not None:
             projections = [attention.q_proj, attention.k_proj, attention.v_proj]
             attention.num_heads = tuple(p.weight.shape[1] // size for p in projections[:2])
-            attention.qkv_proj = _joined(projections)
+            attention.qkv_proj = _concat_linears(projections)
             if attention.interleaved:
                 _reorder(attention.qkv_proj, halves_first(sum(attention.num_heads), attention.num_heads[1], size))
             attention.q_proj = attention.k_proj = attention.v_proj = None
-        self._projected = projected if has_operands(attention) else None
+        self._round_qkv = round_qkv if rounds_activations(attention) else None
         num_queries, num_keys = attention.num_heads
-        self._parts, self._shape = [num_queries, num_keys], [0, 0, num_queries + 2 * num_keys, size]
+        self._parts = [num_queries, num_keys]
+        self._shape = [0, 0, num_queries + 2 * num_keys, size]
 
-    def forward(
+    def __call__(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: Any = None
     ) -> tuple[Tensor, LayerCache]:
-        """As `Attention.forward`; cos and sin as `_for_whole_heads` makes them. The cache may have spare columns:
-        then its third part is the index of the first one."""
+        """Compute the attention, with the arguments and results of `Attention.forward`; cos and sin come from
+        `ExpandedInputs`. The cache may have spare positions: then its third part is the index of the first one."""
         if not paddle.in_dynamic_mode():
             return self._in_program(x, cos, sin, mask, past)
         own = self._attention
-        qkv = _product(own.qkv_proj, x).reshape(self._shape)
-        if self._projected is not None:
-            qkv = self._projected(qkv)
+        qkv = _linear_forward(own.qkv_proj, x).reshape(self._shape)
+        if self._round_qkv is not None:
+            qkv = self._round_qkv(qkv)
         rotated, v = qkv.split([sum(self._parts), self._parts[1]], 2)
         if own.q_norm is None or own.k_norm is None:
             rotated = _rotate(rotated, cos, sin)
@@ -155,24 +142,31 @@ class FusedAttention:
             rotated = _rotate(paddle.concat([own.q_norm(q), own.k_norm(k)], 2), cos, sin)
             q, k = rotated.split(self._parts, 2)
         if self._cache_dtype is not None:
-            k, v = k.astype(self._cache_dtype), v.astype(self._cache_dtype)
+            k = k.astype(self._cache_dtype)
+            v = v.astype(self._cache_dtype)
         if past is not None and len(past) == 3:
-            k, v = _written(k, v, *past)
+            k, v = _write_to_cache(k, v, *past)
         else:
             k, v = extend_cache(k, v, past, own.heads_first)
-        keys, values = k, v
-        if self._cache_dtype is not None:  # so what is new is seen as it is kept, whatever is in the cache already
-            keys, values = k.astype(q.dtype), v.astype(q.dtype)
-        return _product(own.o_proj, own.core(q, keys, values, mask).reshape([0, 0, -1])), (k, v)
+        keys = k
+        values = v
+        if (
+            self._cache_dtype is not None
+        ):  # new tokens attend to rounded values too: the result does not depend on chunks
+            keys = k.astype(q.dtype)
+            values = v.astype(q.dtype)
+        return _linear_forward(own.o_proj, own.core(q, keys, values, mask).reshape([0, 0, -1])), (k, v)
 
     def _in_program(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, past: Any) -> tuple[Tensor, LayerCache]:
-        """The same with as few operations as there can be: in a pass over one token each takes longer to start than to
-        compute, and one that asks for a size is two or three. cos, sin and mask as `_for_programs` makes them."""
-        own, (num_queries, num_keys) = self._attention, self._parts
+        """Compute the attention in a program, with as few operations as possible: in a pass over one token starting an
+        operation takes longer than computing it, and one that needs a size is two or three. cos, sin and mask come from
+        `_expand_for_programs`."""
+        own = self._attention
+        (num_queries, num_keys) = self._parts
         assert own.heads_first
         assert self._cache_dtype is None
         width = own.head_size
-        qkv = _product(own.qkv_proj, x).reshape(self._shape).transpose([0, 2, 1, 3])
+        qkv = _linear_forward(own.qkv_proj, x).reshape(self._shape).transpose([0, 2, 1, 3])
         rotated, v = qkv.split([num_queries + num_keys, num_keys], 1)
         if own.q_norm is not None and own.k_norm is not None:
             q, k = rotated.split([num_queries, num_keys], 1)
@@ -180,39 +174,39 @@ class FusedAttention:
         q, k = _rotate(rotated, cos, sin).split([num_queries, num_keys], 1)
         if past is not None:
             k, v = (paddle.concat([before, new], 2) for before, new in zip(past, (k, v)))
-        # the queries of a group are laid end to end: one product a group
+        # the queries of a group are laid end to end: one matmul for each group
         scores = paddle.matmul(q.reshape([0, num_keys, -1, width]), k, transpose_y=True) + mask
         out = paddle.matmul(F.softmax(scores, -1), v).reshape([0, num_queries, -1, width])
         out = out.transpose([0, 2, 1, 3]).reshape([0, 0, num_queries * width])
-        return _product(own.o_proj, out), (k, v)
+        return _linear_forward(own.o_proj, out), (k, v)
 
 
 class FusedMLP:
-    """`llmsuite.models.blocks.GatedMLP` with its first two matrices as one."""
+    """Kernel of `llmsuite.models.blocks.GatedMLP` with its first two matrices concatenated."""
 
     def __init__(self, mlp: GatedMLP, joined_swiglu: JoinedSwiglu = plain_swiglu):
-        """`joined_swiglu`: as in `fuse`."""
+        """`joined_swiglu` as for `fuse`."""
         self._mlp = mlp
         if mlp.gate_proj is not None:
-            mlp.gate_up_proj = _joined([mlp.gate_proj, mlp.up_proj])
+            mlp.gate_up_proj = _concat_linears([mlp.gate_proj, mlp.up_proj])
             mlp.gate_proj = mlp.up_proj = None
         self._swiglu = joined_swiglu if mlp.gate_up_proj.bias is None else plain_swiglu
 
-    def forward(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        return _product(self._mlp.down_proj, self._swiglu(_product(self._mlp.gate_up_proj, x)))
+        return _linear_forward(self._mlp.down_proj, self._swiglu(_linear_forward(self._mlp.gate_up_proj, x)))
 
 
-def _product(layer: Any, x: Tensor) -> Tensor:
+def _linear_forward(layer: Any, x: Tensor) -> Tensor:
     """The output of a layer without the overhead of `nn.Linear` in Paddle 3.3.1: a third of its time for one token."""
-    if not is_plain(layer) or has_hooks(layer):  # such as products in a device's form: `models.products`
+    if not is_plain_linear(layer) or has_hooks(layer):  # such as a layer with a device's matmul: `models.linear_ops`
         return layer(x)
-    product = paddle.matmul(x, layer.weight)
-    return product if layer.bias is None else product + layer.bias
+    y = paddle.matmul(x, layer.weight)
+    return y if layer.bias is None else y + layer.bias
 
 
-def _joined(layers: list[nn.Linear]) -> nn.Linear:
-    """One linear layer with the outputs of several."""
+def _concat_linears(layers: list[nn.Linear]) -> nn.Linear:
+    """One linear layer with the outputs of several layers."""
     has_bias = layers[0].bias is not None
     with paddle.LazyGuard():
         joined = nn.Linear(1, 1, bias_attr=None if has_bias else False)
@@ -234,35 +228,62 @@ def _parameter(value: Tensor) -> Any:
     return parameter
 
 
-def _written(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, filled: int) -> LayerCache:
-    """A cache with new keys and values, each [B, L, J, K], written to its spare columns."""
-    columns = (slice(None), slice(None), slice(filled, filled + k.shape[1]))
-    keys[columns], values[columns] = k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3])
+def _write_to_cache(k: Tensor, v: Tensor, keys: Tensor, values: Tensor, filled: int) -> LayerCache:
+    """Write new keys and values, each [B, L, J, K], to the spare positions of a cache, and return it."""
+    spare = (slice(None), slice(None), slice(filled, filled + k.shape[1]))
+    keys[spare] = k.transpose([0, 2, 1, 3])
+    values[spare] = v.transpose([0, 2, 1, 3])
     return keys, values
 
 
-def _for_whole_heads(layer_inputs: Any, num_queries: int, num_keys: int) -> Any:
-    """Wraps the `layer_inputs` of a model: cos and sin are expanded to every element of every head, and for one new
-    token the mask to every score, once a pass instead of in every layer."""
+class ExpandedInputs(InputForm):
+    """Another form with cos and sin expanded to every element of every head, and for one new token the mask to every
+    score: once in a pass instead of in every layer."""
 
-    def repeated(*args: Any) -> tuple[Tensor, ...]:
-        cos, sin, mask, *further = layer_inputs(*args)
+    def __init__(self, inner: InputForm, num_queries: int, num_keys: int):
+        """
+        Args:
+            inner: the other form.
+            num_queries: H.
+            num_keys: J.
+        """
+        self._inner = inner
+        self._num_queries = num_queries
+        self._num_keys = num_keys
+
+    def embed(self, model: CausalLM, input_ids: Tensor, start: int, document_starts: Tensor | None) -> Tensor:
+        return self._inner.embed(model, input_ids, start, document_starts)
+
+    def initial_cache(self, model: CausalLM, num_rows: int) -> list[LayerCache] | None:
+        return self._inner.initial_cache(model, num_rows)
+
+    def layer_inputs(
+        self, model: CausalLM, start: int, length: int, dtype: Any, document_starts: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        return self._expand(*self._inner.layer_inputs(model, start, length, dtype, document_starts))
+
+    def layer_inputs_at(
+        self, model: CausalLM, positions: Tensor, mask: Tensor, dtype: Any
+    ) -> tuple[Tensor | None, ...]:
+        return self._expand(*self._inner.layer_inputs_at(model, positions, mask, dtype))
+
+    def _expand(self, cos: Tensor, sin: Tensor, mask: Tensor | None, *rest: Tensor | None) -> tuple[Tensor | None, ...]:
+        num_queries = self._num_queries
+        num_keys = self._num_keys
         if not paddle.in_dynamic_mode():
-            return *_for_programs(cos, sin, mask, num_queries, num_keys), *further
+            return *_expand_for_programs(cos, sin, mask, num_queries, num_keys), *rest
         heads = [1, 1, num_queries + num_keys, 1]
         cos, sin = (paddle.concat(halves, -1).tile(heads) for halves in ([cos, cos], [-sin, sin]))
         if mask is not None and mask.shape[2] == 1:
             mask = mask.unsqueeze(1).tile([1, num_keys, num_queries // num_keys, 1, 1])
-        return cos, sin, mask, *further
-
-    return repeated
+        return cos, sin, mask, *rest
 
 
-def _for_programs(
+def _expand_for_programs(
     cos: Tensor, sin: Tensor, mask: Tensor, num_queries: int, num_keys: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What attentions take in a program: cos and sin of every head, [B, H + J, L, K], those of queries times the scale
-    of scores; the mask for queries of a group end to end, [B, J, H / J L, S]."""
+    """The inputs of attentions in a program: cos and sin of every head, [B, H + J, L, K], those of queries times the
+    scale of scores; the mask for queries of a group end to end, [B, J, H / J L, S]."""
     cos, sin = (paddle.concat(halves, -1).transpose([0, 2, 1, 3]) for halves in ([cos, cos], [-sin, sin]))
     scale = cos.shape[-1] ** -0.5
     cos, sin = (
@@ -273,61 +294,62 @@ def _for_programs(
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding as `llmsuite.devices.ops.rotary`, with half as many ops. x, cos and sin [B, L, H, K], or all of
+    """Rotary embedding with half as many ops as `llmsuite.devices.ops.rotary`. x, cos and sin [B, L, H, K], or all of
     them [B, H, L, K]."""
     return x * cos + paddle.roll(x, x.shape[-1] // 2, -1) * sin
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm as `llmsuite.devices.ops.rms_norm`, by Paddle's op for L2 norms. The CPU kernel of
-    `paddle.incubate.nn.functional.fused_rms_norm` is no choice: in the wheel of 3.3.1 it needs AVX-512."""
+    """RMS norm by Paddle's op for L2 norms, with the arguments of `llmsuite.devices.ops.rms_norm`. The CPU kernel of
+    `paddle.incubate.nn.functional.fused_rms_norm` cannot be used: in the wheel of Paddle 3.3.1 it needs AVX-512."""
     size = x.shape[-1]
+    # x / √(Σx² + ε D) · w √D is x / √(mean(x²) + ε) · w: the op adds its epsilon to the sum, not to the mean
     return paddle._C_ops.norm(x, -1, eps * size, False)[0] * (weight * math.sqrt(size))
 
 
 @paddle.no_grad()
-def fold_gains(model: CausalLM) -> None:
-    """Make the factor of each norm's gain (`_rms_norm`) part of its values, for a program, which would multiply them in
-    every pass. The gain itself stays as it is, as others may read it."""
+def fold_norm_weights(model: CausalLM) -> None:
+    """Multiply the factor √D of `_rms_norm` into the weight of each norm, for a program, which else would multiply them
+    in every pass. The weight itself stays unchanged, because other code may read it."""
     for module in model.sublayers():
         if is_rms_norm(module) and module.norm is _rms_norm:
-            module.__dict__["forward"] = FoldedNorm(module).forward
+            module.norm = FoldedNorm(module)
 
 
 class FoldedNorm:
-    """`llmsuite.models.blocks.RMSNorm` with a gain that is folded."""
+    """`_rms_norm` with a weight that includes the factor √D."""
 
     def __init__(self, norm: RMSNorm):
+        """`norm` gets that weight as another parameter, so that a program saves it."""
+        norm.folded_weight = _parameter(norm.weight * math.sqrt(norm.weight.shape[-1]))
         self._norm = norm
-        norm.folded = _parameter(norm.weight * math.sqrt(norm.weight.shape[-1]))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
-        own = self._norm
-        return paddle._C_ops.norm(x, -1, own.eps * x.shape[-1], False)[0] * own.folded
+    def __call__(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """[..., D] to [..., D]; `weight` is the one without the factor."""
+        return paddle._C_ops.norm(x, -1, eps * x.shape[-1], False)[0] * self._norm.folded_weight
 
 
-class TiedLogits:
-    """`CausalLM.tied_logits`.
+class TransposedTiedHead(TiedHead):
+    """A faster tied head.
 
-    With a single row the product is twice as fast if the matrix is stored as [D, V] (MKL of Paddle 3.3.1), with more
+    With a single row the matmul is twice as fast if the matrix is stored as [D, V] (MKL of Paddle 3.3.1), with more
     rows it is not: so a transposed copy is kept from the first single row on.
     """
 
-    def __init__(self, weight: Tensor):
-        self._weight = weight
+    def __init__(self) -> None:
+        super().__init__()
         self._transposed: Tensor = None
 
-    def forget(self) -> None:
-        """The matrix has new values."""
+    def clear_transposed(self) -> None:
+        """Drop the transposed copy, because the matrix has new values."""
         self._transposed = None
 
-    def __call__(self, hidden: Tensor) -> Tensor:
-        """[..., D] to [..., V]."""
-        if not paddle.in_dynamic_mode() and hidden.ndim == 2:  # the words as rows: with 8 rows 1.6 times as fast
-            return paddle.matmul(self._weight, hidden, transpose_y=True).t()
+    def __call__(self, hidden: Tensor, embedding: Any) -> Tensor:
+        weight = embedding.weight
+        if not paddle.in_dynamic_mode() and hidden.ndim == 2:  # the vocabulary as rows: 1.6 times as fast with 8 rows
+            return paddle.matmul(weight, hidden, transpose_y=True).t()
         if not paddle.in_dynamic_mode() or list(hidden.shape[:-1]) != [1]:
-            return paddle.matmul(hidden, self._weight, transpose_y=True)
+            return paddle.matmul(hidden, weight, transpose_y=True)
         if self._transposed is None:
-            self._transposed = self._weight.t().contiguous()
+            self._transposed = weight.t().contiguous()
         return paddle.matmul(hidden, self._transposed)

@@ -1,7 +1,7 @@
-"""Answers that follow a grammar: JSON, JSON of a schema, or a call of a tool.
+"""Guided decoding: answers that follow a grammar, such as JSON, JSON of a schema, or tool calls.
 
-The library llguidance compiles the grammar and says before each token which ones may follow. Compiling and each token
-have budgets, as schemas come from strangers.
+The library llguidance compiles the grammar and computes the mask of allowed tokens before each token. Compiling and
+masks have budgets, because schemas come from untrusted clients.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.extras import install_command
+from llmsuite.base.safe_files import is_file
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from llmsuite.extras import install_command
-from llmsuite.inference.calls import CallFormat
-from llmsuite.regular import is_file
+from llmsuite.inference.tool_calls import ToolCallFormat
 
 MAX_SCHEMA_BYTES = 65536
-MOST_CALLS = 8
-"""Calls of an answer that has to call tools."""
+MAX_CALLS = 8
+"""Most calls of an answer that has to call tools."""
 _BUDGET = 20.0
-"""Seconds of the processor for all tokens of an answer. JSON takes about a millisecond a token at most."""
+"""CPU seconds for all tokens of an answer. JSON takes at most about a millisecond per token."""
 _OPTIONS = {"lenient": False, "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,8}"}
-"""No keyword of a schema is ignored. Space is what JSON allows, but a model cannot write it for ever."""
+"""Unknown keywords of a schema are errors. White space is limited, so that a model cannot write it without end."""
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer."""
+    """A compiler of grammars for one tokenizer."""
 
     def __init__(self, tokenizer: TextTokenizer, vocab_size: int, stop_ids: Collection[int]):
         """
@@ -39,75 +39,77 @@ class Grammars:
             vocab_size: of its logits.
             stop_ids: tokens that end an answer: allowed where the grammar is complete.
         """
-        self._tokenizer, self._vocab_size, self._stop_ids = tokenizer, vocab_size, sorted(stop_ids)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._stop_ids = sorted(stop_ids)
         self._lock = threading.Lock()
-        self._known: Any = None
+        self._tokenizer_handle: Any = None
 
-    def of_schema(self, schema: Mapping[str, Any], key: str) -> Guide:
-        """JSON that a schema allows.
+    def from_schema(self, schema: Mapping[str, Any], key: str) -> Guide:
+        """The guide for JSON of a schema.
 
         Args:
             schema: in JSON Schema.
             key: of the request, for messages.
 
         Raises:
-            UserError: it is no schema, says something that cannot be followed, or is too large.
+            UserError: it is no schema, has unsupported keywords, or is too large.
         """
         size = len(json.dumps(schema, ensure_ascii=False).encode())
         if size > MAX_SCHEMA_BYTES:
             raise UserError(f"{key}: is {size:,} bytes; a schema may have {MAX_SCHEMA_BYTES:,}")
         return self._guide(lambda library: library.grammar_from_json_schema(dict(schema), overrides=_OPTIONS), key)
 
-    def of_calls(self, form: CallFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> Guide:
-        """Nothing but calls of tools, as a model's template writes them.
+    def tool_calls(self, form: ToolCallFormat, tools: Sequence[Mapping[str, Any]], several: bool) -> Guide:
+        """The guide for answers of tool calls only.
 
         Args:
-            form: how that is.
-            tools: as OpenAI's API has them; those that may be called.
-            several: whether there may be more than one call, up to `MOST_CALLS`.
+            form: format of the model's calls.
+            tools: in the format of OpenAI's API; those that may be called.
+            several: allow more than one call, up to `MAX_CALLS`.
 
         Raises:
-            UserError: as `of_schema`, for the parameters of a tool.
+            UserError: as `from_schema`, for the parameters of a tool.
         """
-        return self._of_tools(form, tools, f"start: {_calls(form, several)}")
+        return self._tools_grammar(form, tools, f"start: {_calls_rule(form, several)}")
 
-    def of_text_or_calls(
-        self, form: CallFormat, tools: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None = None
+    def text_or_tool_calls(
+        self, form: ToolCallFormat, tools: Sequence[Mapping[str, Any]], schema: Mapping[str, Any] | None = None
     ) -> Guide:
-        """Text, calls of tools, or text with calls in it. What begins as a call is one: of a tool that there is, with
-        arguments that its parameters allow if it is `strict`.
+        """The guide for text, tool calls, or text with calls in it. Text that begins like a call has to be one: of an
+        existing tool, with arguments that fit its parameters if the tool is `strict`.
 
         Args:
-            form: how a model's template writes calls.
-            tools: as OpenAI's API has them.
-            schema: of the text, in JSON Schema; there are no calls in it then.
+            form: format of the model's calls.
+            tools: in the format of OpenAI's API.
+            schema: of the text, in JSON Schema; then the text has no calls in it.
 
         Raises:
-            UserError: as `of_schema`, for the schema or the parameters of a tool; or there is a schema, and calls have
-                no mark, so that such a text could be taken for one.
+            UserError: as `from_schema`, for the schema or the parameters of a tool; or there is a schema, and calls
+                have no marker, so that an answer could be mistaken for a call.
         """
-        if schema is not None and not form.mark:
+        if schema is not None and not form.start_marker:
             raise UserError(
                 "response_format: not with tools that are strict and tool_choice auto: this model's calls are JSON "
-                "without a mark, and an answer could be taken for one"
+                "without a marker, and an answer could be mistaken for one"
             )
         tools = [tool if tool["function"].get("strict") else _of_any_arguments(tool) for tool in tools]
         if schema is None:
-            return self._of_tools(form, tools, _free_or_calls(form))
-        self.of_schema(schema, "response_format")
+            return self._tools_grammar(form, tools, _free_or_calls(form))
+        self.from_schema(schema, "response_format")
         text = json.dumps({**schema, "x-guidance": _OPTIONS}, ensure_ascii=False)
-        return self._of_tools(form, tools, f"start: text | {_calls(form, several=True)}\ntext: %json {text}")
+        return self._tools_grammar(form, tools, f"start: text | {_calls_rule(form, several=True)}\ntext: %json {text}")
 
-    def _of_tools(self, form: CallFormat, tools: Sequence[Mapping[str, Any]], start: str) -> Guide:
-        for tool in tools:  # each by itself, to name the one that is wrong
-            self.of_schema(_parameters(tool), f"tools: parameters of {tool['function']['name']!r}")
+    def _tools_grammar(self, form: ToolCallFormat, tools: Sequence[Mapping[str, Any]], start: str) -> Guide:
+        for tool in tools:  # each alone, to name the one that is wrong
+            self.from_schema(_parameters(tool), f"tools: parameters of {tool['function']['name']!r}")
         grammar = f"{start}\n{_rules_of_calls(form, tools)}"
         if (size := len(grammar.encode())) > 2 * MAX_SCHEMA_BYTES:
-            raise UserError(f"tools: have {size:,} bytes together; {2 * MAX_SCHEMA_BYTES:,} are possible")
+            raise UserError(f"tools: have {size:,} bytes together; at most {2 * MAX_SCHEMA_BYTES:,} are allowed")
         return self._guide(lambda library: library.grammar_from_lark(grammar), "tools")
 
     def _guide(self, grammar: Any, key: str) -> Guide:
-        tokenizer = self._opened(key)
+        tokenizer = self._load_tokenizer(key)
         from llguidance import LLMatcher
 
         try:
@@ -115,86 +117,96 @@ class Grammars:
         except ValueError as error:
             raise UserError(f"{key}: {_reason(str(error))}") from error
         guide = Guide(matcher, key)
-        guide.allowed()  # a first time here: some schemas are found too large only then
+        guide.allowed()  # once here: llguidance finds some schemas too large only when it computes a mask
         return guide
 
-    def _opened(self, key: str) -> Any:
-        """The vocabulary as the library has it; made once, when it is first needed."""
+    def _load_tokenizer(self, key: str) -> Any:
+        """The tokenizer of the library; made once, when it is first needed."""
         try:
             from llguidance import LLTokenizer
         except ImportError as error:
             reason = f"needs the package llguidance; install it with: {install_command('serve')}"
             raise UserError(f"{key}: {reason}") from error
         with self._lock:
-            if self._known is None:
+            if self._tokenizer_handle is None:
                 path = self._tokenizer.directory / "tokenizer.json"
                 if not is_file(path):
                     raise UserError(f"{key}: needs a model with a tokenizer.json, and this one has none")
-                self._known = LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=self._stop_ids)
-            return self._known
+                self._tokenizer_handle = LLTokenizer(str(path), n_vocab=self._vocab_size, eos_token=self._stop_ids)
+            return self._tokenizer_handle
 
 
 class Guide:
-    """What an answer may go on with. Each answer has its own."""
+    """State of a grammar for one answer."""
 
     def __init__(self, matcher: Any, key: str):
-        """`matcher` is an LLMatcher; `key` is of the request, for messages. Raises UserError for an invalid grammar."""
-        self._matcher, self._key, self._spent = matcher, key, 0.0
+        """
+        Args:
+            matcher: an LLMatcher.
+            key: of the request, for messages.
+
+        Raises:
+            UserError: the grammar is invalid.
+        """
+        self._matcher = matcher
+        self._key = key
+        self._spent = 0.0
         self._check()
 
     def copy(self) -> Guide:
-        """For another answer, from where this one is."""
+        """A copy in the present state, for another answer."""
         return Guide(self._matcher.deep_copy(), self._key)
 
     def allowed(self) -> np.ndarray:
-        """Whether each token may be next, [V]. Raises UserError when that takes too much."""
-        begun = time.thread_time()
+        """Mask [V] of the tokens that may be next. Raises UserError when the budget is spent."""
+        start = time.thread_time()
         found = np.frombuffer(self._matcher.compute_logit_bias(), "uint8") > 0
-        self._check(begun)
+        self._check(start)
         return found
 
     def apply(self, logits: np.ndarray) -> np.ndarray:
-        """Logits [V] of minus infinity for tokens that may not be next. Raises as `allowed`."""
+        """Logits [V] with minus infinity for tokens that may not be next. Raises UserError as `allowed`."""
         return np.where(self.allowed(), logits, np.asarray(-np.inf, logits.dtype))
 
-    def take(self, token: int) -> None:
-        """Go on behind a token. Raises UserError as `allowed`."""
-        begun = time.thread_time()
+    def accept(self, token: int) -> None:
+        """Advance the grammar by a token. Raises UserError as `allowed`."""
+        start = time.thread_time()
         self._matcher.consume_token(token)
-        self._check(begun)
+        self._check(start)
 
-    def _check(self, begun: float | None = None) -> None:
+    def _check(self, start: float | None = None) -> None:
         if self._matcher.is_error():
             raise UserError(f"{self._key}: {_reason(self._matcher.get_error())}")
-        if begun is not None:
-            self._spent += time.thread_time() - begun
+        if start is not None:
+            self._spent += time.thread_time() - start
         if self._spent > _BUDGET:
             raise UserError(f"{self._key}: following it takes too long; make it simpler")
 
 
-def _free_or_calls(form: CallFormat) -> str:
+def _free_or_calls(form: ToolCallFormat) -> str:
     """Text that may have calls in it, as the first rules of a Lark grammar."""
-    if not form.mark:  # an answer is a call by its first character behind what Python takes for space
+    if not form.start_marker:  # the first character decides whether an answer is a call, after what Python calls space
         space = r"\s\x1c-\x1f"
         text = rf"/[{space}]*([^{space}\[{{](.|\n)*)?/"
-        return f"start: TEXT | SPACE? ({_calls(form, several=True)})\nTEXT: {text}"
-    mark = json.dumps(form.mark, ensure_ascii=False)
-    # lazy: as soon as the mark is there, text is over and a call has to follow
-    return f"start: (begin SPACE? called)* TEXT\nbegin[lazy]: TEXT {mark}\nTEXT: /(.|\\n)*/"
+        return f"start: TEXT | SPACE? ({_calls_rule(form, several=True)})\nTEXT: {text}"
+    start_marker = json.dumps(form.start_marker, ensure_ascii=False)
+    # lazy: as soon as the marker is there, text is over and a call has to follow
+    return f"start: (begin SPACE? called)* TEXT\nbegin[lazy]: TEXT {start_marker}\nTEXT: /(.|\\n)*/"
 
 
-def _calls(form: CallFormat, several: bool) -> str:
-    """Calls and nothing else, as a part of a Lark grammar."""
-    more = f"{{0,{MOST_CALLS - 1}}}"
+def _calls_rule(form: ToolCallFormat, several: bool) -> str:
+    """Calls only, as a part of a Lark grammar."""
+    more = f"{{0,{MAX_CALLS - 1}}}"
     if not several:
         return "call"
-    if form.mark:
+    if form.start_marker:
         return f"call (SPACE? call){more}"
     return f'call | "[" SPACE? call (SPACE? "," SPACE? call){more} SPACE? "]"'
 
 
-def _rules_of_calls(form: CallFormat, tools: Sequence[Mapping[str, Any]]) -> str:
-    """Rules of a Lark grammar. The parameters of each tool are a schema of their own, whose references stay in it."""
+def _rules_of_calls(form: ToolCallFormat, tools: Sequence[Mapping[str, Any]]) -> str:
+    """Rules of a Lark grammar for calls. The parameters of each tool are a separate schema, because its references are
+    relative to it."""
     rules = ["SPACE: /[ \\n]{1,2}/"]
     for number, tool in enumerate(tools):
         name = json.dumps(tool["function"]["name"])
@@ -202,10 +214,10 @@ def _rules_of_calls(form: CallFormat, tools: Sequence[Mapping[str, Any]]) -> str
         rules.append(f'tool{number}: {" SPACE? ".join(map(json.dumps, parts))} SPACE? arguments{number} SPACE? "}}"')
         parameters = json.dumps({**_parameters(tool), "x-guidance": _OPTIONS}, ensure_ascii=False)
         rules.append(f"arguments{number}: %json {parameters}")
-    mark, end = (json.dumps(text, ensure_ascii=False) for text in (form.mark, form.end))
+    start_marker, end = (json.dumps(text, ensure_ascii=False) for text in (form.start_marker, form.end_marker))
     rules.append(f"tool: {' | '.join(f'tool{number}' for number in range(len(tools)))}")
-    rules.append(f"called: tool SPACE? {end}" if form.end else "called: tool")
-    rules.append(f"call: {mark} SPACE? called" if form.mark else "call: called")
+    rules.append(f"called: tool SPACE? {end}" if form.end_marker else "called: tool")
+    rules.append(f"call: {start_marker} SPACE? called" if form.start_marker else "call: called")
     return "\n".join(rules) + "\n"
 
 
@@ -215,11 +227,11 @@ def _of_any_arguments(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 def _parameters(tool: Mapping[str, Any]) -> dict[str, Any]:
     given = tool["function"].get("parameters")
-    if given is None:  # which says that there are none
+    if given is None:  # the tool has no parameters
         return {"type": "object", "properties": {}, "additionalProperties": False}
     return {"type": "object", **given}
 
 
 def _reason(message: str) -> str:
-    """The first line: what follows is of the inside of the library."""
+    """The first line of a message; later lines are internals of the library."""
     return message.strip().partition("\n")[0][:300]

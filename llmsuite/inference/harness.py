@@ -1,4 +1,4 @@
-"""A bridge to lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness): its tasks on our models."""
+"""A bridge to lm-evaluation-harness (github.com/EleutherAI/lm-evaluation-harness): its tasks on llmsuite's models."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import paddle
 from lm_eval.api.model import TemplateLM
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.sampling import Sampling
 
-_UNTIL = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
+_GENERATION_OPTIONS = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p"}
 
 
 class HarnessModel(TemplateLM):
@@ -29,8 +29,10 @@ class HarnessModel(TemplateLM):
             max_new_tokens: length of an answer where the task does not set it.
         """
         super().__init__()
-        self._model, self._generator = model, generator
-        self._batch_size, self._max_new_tokens = batch_size, max_new_tokens
+        self._model = model
+        self._generator = generator
+        self._batch_size = batch_size
+        self._max_new_tokens = max_new_tokens
         self._longest = generator.decoder.max_length
 
     @property
@@ -39,20 +41,20 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context: as of the harness's own models, the beginning of a sequence, or
-        the end of one where the tokenizer has no token for that."""
+        """Token in front of a text without a context: as in the harness's own models the BOS token, or the EOS token
+        where the tokenizer has no BOS token."""
         tokenizer = self._generator.tokenizer
         begin = tokenizer.special_tokens.get("bos_token")
         return tokenizer.token_id(begin) if begin else tokenizer.eos_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """Ids of a text, with those that the tokenizer puts in front of texts unless `add_special_tokens` is false."""
+        """Token ids of a text, with the special tokens in front of it unless `add_special_tokens` is false."""
         tokenizer = self._generator.tokenizer
         ids = tokenizer.encode(string)
-        return ids if add_special_tokens is False else tokenizer.framed(ids)
+        return ids if add_special_tokens is False else tokenizer.with_special_tokens(ids)
 
     def _loglikelihood_tokens(self, requests: Sequence[Any], **kwargs: Any) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation, and whether it is the greedy one."""
+        """Log-probability of each continuation, and True where it is the greedy one."""
         results: dict[int, tuple[float, bool]] = {}
         texts = [self._cut([*context, *continuation]) for _, context, continuation in requests]
         order = sorted(range(len(requests)), key=lambda i: -len(texts[i]))
@@ -64,11 +66,12 @@ class HarnessModel(TemplateLM):
             with paddle.no_grad():
                 hidden, _ = self._model.hidden_states(paddle.to_tensor(ids[:, :-1]))
                 for row, number in enumerate(numbers):
-                    last, size = len(texts[number]) - 1, len(requests[number][2])
+                    last = len(texts[number]) - 1
+                    size = len(requests[number][2])
                     logits = self._model.logits(hidden[row, last - size : last]).astype("float32")
-                    wanted = paddle.to_tensor(ids[row, last + 1 - size : last + 1])
-                    nll = paddle.nn.functional.cross_entropy(logits, wanted, reduction="sum")
-                    results[number] = (-float(nll), bool((logits.argmax(-1) == wanted).all()))
+                    targets = paddle.to_tensor(ids[row, last + 1 - size : last + 1])
+                    nll = paddle.nn.functional.cross_entropy(logits, targets, reduction="sum")
+                    results[number] = (-float(nll), bool((logits.argmax(-1) == targets).all()))
         return [results[number] for number in range(len(requests))]
 
     def _cut(self, text: list[int]) -> list[int]:
@@ -76,31 +79,35 @@ class HarnessModel(TemplateLM):
         return text[-(self._longest + 1) :]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Log-probability of whole texts, in windows of the model's length."""
+        """Log-probability of full texts, in windows of the model's length."""
         sums = []
         for request in requests:
             (text,) = request.args
-            ids, pieces = self.tok_encode(text, add_special_tokens=False), []
+            ids = self.tok_encode(text, add_special_tokens=False)
+            windows = []
             for start in range(0, len(ids), self._longest):
                 before = [ids[start - 1]] if start else [self.prefix_token_id]
-                pieces.append((("", ""), before, ids[start : start + self._longest]))
-            sums.append(sum(value for value, _ in self._loglikelihood_tokens(pieces)))
+                windows.append((("", ""), before, ids[start : start + self._longest]))
+            sums.append(sum(value for value, _ in self._loglikelihood_tokens(windows)))
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Answers that end before a text the task names."""
+        """Generate an answer to each request, up to the stop texts of the task."""
         answers = []
         for request in requests:
-            context, wanted = request.args
-            if unknown := sorted(set(wanted) - _UNTIL):
-                raise UserError(f"the task asks for {', '.join(unknown)} in generation, which is not known here")
-            until = wanted.get("until") or []
+            context, options = request.args
+            if unknown := sorted(set(options) - _GENERATION_OPTIONS):
+                raise UserError(f"the task asks for {', '.join(unknown)} in generation, which is not supported here")
+            until = options.get("until") or []
             stops = [until] if isinstance(until, str) else until
+            temperature = 0.0
+            if options.get("do_sample"):
+                temperature = float(options.get("temperature") or 0.0)
             sampling = Sampling(
-                temperature=float(wanted.get("temperature") or 0.0) if wanted.get("do_sample") else 0.0,
-                top_k=int(wanted.get("top_k") or 0),
-                top_p=float(wanted.get("top_p") or 1.0),
-                max_new_tokens=int(wanted.get("max_gen_toks") or self._max_new_tokens),
+                temperature=temperature,
+                top_k=int(options.get("top_k") or 0),
+                top_p=float(options.get("top_p") or 1.0),
+                max_new_tokens=int(options.get("max_gen_toks") or self._max_new_tokens),
                 stop=tuple(stop for stop in stops if stop),
             )
             prompt = self.tok_encode(context)[-(self._longest - sampling.max_new_tokens) :]
@@ -112,12 +119,12 @@ class HarnessModel(TemplateLM):
 def evaluate_tasks(
     model: HarnessModel, tasks: Sequence[str], include: Path | None, limit: int | None, num_fewshot: int | None
 ) -> dict[str, dict[str, Any]]:
-    """Run tasks; returns the metrics of each.
+    """Run tasks; returns the metrics of each task.
 
     Args:
-        model: the one to evaluate.
-        tasks: names the harness knows, or has found in `include`.
-        include: directory with tasks of one's own.
+        model: the model to evaluate.
+        tasks: names of tasks of the harness or of `include`.
+        include: directory with additional tasks; None for none.
         limit: rows of each task; None for all.
         num_fewshot: examples in the prompt; None for the default of the task.
 

@@ -1,4 +1,4 @@
-"""Loads a model in any format, ready to answer: on one device, or sharded over several."""
+"""Loading of a model in any format, ready for generation: on one device, or sharded over several."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.typing import ReadSlice
 from llmsuite.checkpoint.model_dir import ModelDirectory
+from llmsuite.contract.specs import ModelFamily
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.errors import UserError
-from llmsuite.inference.exported import is_exported
+from llmsuite.inference.export_manifest import is_exported
 from llmsuite.models.head import head_of
-from llmsuite.specs import ModelFamily
 
 if TYPE_CHECKING:
-    from llmsuite.parallel.fill import ReadSlice
+    from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.parallel.mesh import Mesh
-    from llmsuite.schema.degrees import Degrees
 
 
 AS_TRAINED = "as trained"
-"""How the matrices are stored of a model that draws for one that is trained in the precision, and is to be made
-refreshable (`refresh.RefreshableModel`): so that it computes as that does. Where the device has a form of its own for
-products, and a kernel for the model that rounds as that form does, they are stored for this kernel."""
+"""Packing of a rollout model (`refresh.RefreshableModel`) so that it computes exactly as the model that is trained in
+the precision. Where the device has matmuls of its own, and a decoder kernel that rounds as they do, matrices are packed
+for this kernel; else they are not packed."""
 
 
 def open_any(
@@ -35,28 +35,28 @@ def open_any(
     allow_pickle: bool = False,
     runs: bool = False,
 ) -> ModelDirectory:
-    """The model of a run, a model or checkpoint directory of any layout, or of an adapter and its base.
+    """Open the model of a run, of a model or checkpoint directory in any layout, or of an adapter and its base.
 
     Args:
-        path: of it.
-        families: that may be there.
-        base: of an adapter, where it is not to be looked up.
-        config: of files that have none.
-        allow_pickle: whether pickles are read.
-        runs: whether the caller runs interventions and prefixes beside a model; else they are refused.
+        path: the directory or file.
+        families: known model families.
+        base: base model of an adapter; None for the one that the adapter names.
+        config: the config.json of files that have none.
+        allow_pickle: read pickles too.
+        runs: the caller supports interventions and prefixes; else they are refused.
 
     Raises:
         UserError: nothing there can be read.
     """
     from llmsuite.checkpoint.adapter_base import Base, base_path, check_base
+    from llmsuite.checkpoint.convert.adapter import add_adapter
+    from llmsuite.checkpoint.convert.side_adapters import open_any_side_adapter
+    from llmsuite.checkpoint.convert.sources import open_source
     from llmsuite.checkpoint.directory import find_adapter
-    from llmsuite.convert.adapter import add_adapter
-    from llmsuite.convert.beside import open_any_beside
-    from llmsuite.convert.sources import open_source
 
     if is_exported(path):
         raise UserError(
-            f"{path}: is an exported program, and no model; `generate` and `serve` run it with --engine static"
+            f"{path}: is an exported program, not a model; `generate` and `serve` run it with --engine static"
         )
     adapter = find_adapter(path)
     if adapter is None:
@@ -67,17 +67,18 @@ def open_any(
     model = open_source(place, families, parameter_shapes, config, allow_pickle)
     if base is None:
         check_base(adapter, Base(str(place), model.digest()))
-    if runs and (beside := open_any_beside(adapter, model.family, model.config, allow_pickle)) is not None:
-        return dataclasses.replace(model, beside=beside, adapter=adapter)
+    side_adapter = open_any_side_adapter(adapter, model.family, model.config, allow_pickle) if runs else None
+    if side_adapter is not None:
+        return dataclasses.replace(model, side_adapter=side_adapter, adapter=adapter)
     return add_adapter(model, adapter, allow_pickle)
 
 
 def check_answers(family: ModelFamily) -> None:
-    """Raise UserError for a family whose models can only be trained."""
-    if family.shard_plan is not None and family.shard_plan.is_annotated:
+    """Check that models of a family can generate. Raises UserError for a family whose models can only be trained."""
+    if family.shard_plan is not None and family.shard_plan.is_auto_parallel:
         raise UserError(
-            f"family {family.name} places its parameters on meshes of its own, over the ranks of a run: its models are "
-            "trained, and called by their own code"
+            f"family {family.name} places its parameters on meshes of its own, over the ranks of a run: its models can "
+            "be trained, and called by their own code only"
         )
 
 
@@ -86,58 +87,78 @@ def load_model(
     backend: DeviceBackend,
     precision: str = "fp32",
     mesh: Mesh | None = None,
-    stored: str | None = None,
+    packed: str | None = None,
 ) -> Any:
     """Build the model on the current device, in evaluation mode.
 
     Args:
-        source: the values; each tensor is read, and sliced, when its turn comes.
+        source: the values; each tensor is read, and sliced, when it is needed.
         backend: of the device.
         precision: of parameters and activations.
-        mesh: this rank's place, for a model that is sharded over ranks (`llmsuite.parallel.mesh.Mesh`).
-        stored: what matrices are stored in, one of `backend.stored_precisions`, or `AS_TRAINED`; None for the
-            precision. For one rank.
+        mesh: this rank's coordinates, for a model that is sharded over ranks (`llmsuite.parallel.mesh.Mesh`).
+        packed: precision in which matrices are packed, one of `backend.weight_only_precisions`, or `AS_TRAINED`; None
+            for unpacked matrices. For one rank only.
 
     Raises:
-        UserError: the device does not have this precision, the shape cannot be cut so, or it is a reward model.
+        UserError: the device does not have this precision, the shape cannot be cut for the mesh, or it is a reward
+            model.
     """
-    beside = source.beside
-    told = None if beside is None else beside.told
-    check_precision(source, backend, precision, as_trained=stored == AS_TRAINED)
-    return build_model(source.family, source.config, backend, precision, mesh, values_of(source, mesh), told, stored)
+    side_adapter = source.side_adapter
+    metadata = None if side_adapter is None else side_adapter.metadata
+    check_precision(source, backend, precision, as_trained=packed == AS_TRAINED)
+    values = values_of(source, mesh)
+    return build_model(source.family, source.config, backend, precision, mesh, values, metadata, packed)
 
 
 def check_precision(source: ModelDirectory, backend: DeviceBackend, precision: str, as_trained: bool = False) -> None:
-    """Raise UserError for a device that does not have a precision, or does not train in it, and for models that give no
-    answers."""
+    """Check the precision of a model on a device.
+
+    Args:
+        source: the model.
+        backend: of the device.
+        precision: of parameters and activations.
+        as_trained: the device has to train in the precision.
+
+    Raises:
+        UserError: the device does not have it, or the model is a reward model.
+    """
     if head_of(source.config) == "score":
-        raise UserError(f"{source.path}: is a reward model, which scores answers and gives none")
+        raise UserError(f"{source.path}: is a reward model, which scores answers and generates none")
     known = backend.precisions_of(trains=as_trained)
     if precision not in known:
         raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}")
 
 
 def values_of(source: ModelDirectory, mesh: Mesh | None) -> Callable[[Any], ReadSlice]:
-    """`values` of `build_model` for a model of files, on the rank of a mesh."""
+    """The argument `values` of `build_model` for a model in files, on the rank of a mesh."""
+    from llmsuite.adapters.parameters import is_factor
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.checkpoint.shapes import check_shapes
     from llmsuite.models.qat import fake_quantize_layers, fake_quantized
-    from llmsuite.models.targets import is_factor
     from llmsuite.parallel.vocabulary import is_padded
 
     def values(model: Any) -> ReadSlice:
         padded = mesh is not None and is_padded(source.config, mesh.degrees.tp)
         found = {name: tuple(p.shape) for name, p in model.named_parameters() if not is_factor(name)}
-        check_shapes(source, parameter_shapes(source.family, source.config) if padded else found)
-        if beside is not None:
-            beside.check({name: tuple(p.shape) for name, p in model.named_parameters() if is_factor(name)})
+        if padded:
+            found = parameter_shapes(source.family, source.config)
+        check_shapes(source, found)
+        if side_adapter is not None:
+            side_adapter.check({name: tuple(p.shape) for name, p in model.named_parameters() if is_factor(name)})
         scales = input_scales(source)
         fake_quantize_layers(model, list(scales), rounds_weight=False)
         for name, layer in fake_quantized(model):
             layer.input_scale = scales[name]
-        return lambda name, shape, index: (beside.files if is_factor(name) else source).read(name, index)
 
-    beside = source.beside
+        def read(name: str, shape: Any, index: Any) -> Any:
+            if is_factor(name):
+                assert side_adapter is not None
+                return side_adapter.files.read(name, index)
+            return source.read(name, index)
+
+        return read
+
+    side_adapter = source.side_adapter
     return values
 
 
@@ -148,8 +169,8 @@ def build_model(
     precision: str,
     mesh: Mesh | None,
     values: Callable[[Any], ReadSlice],
-    beside: Any = None,
-    stored: str | None = None,
+    side_adapter: Any = None,
+    packed: str | None = None,
 ) -> Any:
     """Build a model on the current device, in evaluation mode.
 
@@ -158,63 +179,65 @@ def build_model(
         config: its shape.
         backend: of the device.
         precision: of parameters and activations.
-        mesh: this rank's place, for a model that is sharded over ranks.
+        mesh: this rank's coordinates, for a model that is sharded over ranks.
         values: called with the model, which has no memory yet; returns a function that reads slices of parameters.
-        beside: what runs beside it (`reft_dir.Interventions` or `prefix_dir.Prefixes` of `llmsuite.checkpoint`).
-        stored: as for `load_model`.
+        side_adapter: interventions or prefixes (`reft_dir.Interventions` or `prefix_dir.Prefixes` of
+            `llmsuite.checkpoint`); None for none.
+        packed: as for `load_model`.
 
     Raises:
-        UserError: the shape cannot be cut so, or the model not be stored so.
+        UserError: the shape cannot be cut for the mesh, or the matrices cannot be packed.
     """
     import paddle
 
+    from llmsuite.adapters.layers.prefix import add_prefixes
+    from llmsuite.adapters.layers.reft import add_interventions
     from llmsuite.checkpoint.prefix_dir import Prefixes
     from llmsuite.checkpoint.reft_dir import Interventions
-    from llmsuite.inference.next_logits import uncovered
-    from llmsuite.inference.stages import keep_stage
-    from llmsuite.inference.stored import store, store_rounding
-    from llmsuite.models.prefix import add_prefixes
-    from llmsuite.models.reft import add_interventions
-    from llmsuite.models.shard_plan import WHOLE
+    from llmsuite.contract.schema.degrees import Degrees
+    from llmsuite.inference.next_logits import unsupported_reason
+    from llmsuite.inference.pack_model import pack_bf16, pack_matrices
+    from llmsuite.inference.stages import keep_stage_layers
+    from llmsuite.models.shard_plan import UNSHARDED
     from llmsuite.parallel.mesh import Mesh
     from llmsuite.parallel.parallelize import parallelize_inference
     from llmsuite.parallel.vocabulary import build_padded, is_padded, pad_values
-    from llmsuite.schema.degrees import Degrees
 
     mesh = mesh or Mesh(Degrees(1, 1, 1, 1), 0)
-    plan = family.shard_plan or WHOLE
+    plan = family.shard_plan or UNSHARDED
     check_cut(family, config, mesh.degrees)
     with paddle.LazyGuard():
-        model = build_padded(family, config, plain_ops(backend, precision), mesh.degrees.tp)
-        if isinstance(beside, Interventions):
-            add_interventions(model, beside.layers, beside.rank, beside.ends)
-        elif isinstance(beside, Prefixes):
-            add_prefixes(model, beside.tokens)
-    check_twins(model)
+        model = build_padded(family, config, generation_ops(backend, precision), mesh.degrees.tp)
+        if isinstance(side_adapter, Interventions):
+            add_interventions(model, side_adapter.layers, side_adapter.rank, side_adapter.ends)
+        elif isinstance(side_adapter, Prefixes):
+            add_prefixes(model, side_adapter.tokens)
+    check_decode_overrides(model)
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))
     ops = backend.ops(precision)
-    if stored == AS_TRAINED:
-        if backend.stores_as_trained(precision) and uncovered(model) is None:
-            store_rounding(model, read, ops)
-    elif stored is not None:
-        if ops.stored_product is None:
-            raise UserError(f"--precision {stored}: needs kernels that are built by g++; install it, or use fp32")
-        store(model, read, stored, ops)
+    if packed == AS_TRAINED:
+        if backend.has_bf16_rollout_weights(precision) and unsupported_reason(model) is None:
+            pack_bf16(model, read, ops)
+    elif packed is not None:
+        if ops.packed_matmul is None:
+            raise UserError(f"--precision {packed}: needs kernels that are built by g++; install it, or use fp32")
+        pack_matrices(model, read, packed, ops)
     if mesh.degrees.pp > 1:
-        keep_stage(model, family, mesh, parameter_shapes(family, config))
+        keep_stage_layers(model, family, mesh, parameter_shapes(family, config))
     parallelize_inference(model, plan, mesh, read, backend.parameter_dtype(precision))
     model.eval()
     return model
 
 
 _TWINS = {"embed": "embed_at", "layer_inputs": "layer_inputs_at", "decode": "decode_step"}
-"""Methods of a model that training calls, and those that generation calls in their place."""
+"""Methods of a model that training calls, each with the one that generation calls instead."""
 
 
-def check_twins(model: Any) -> None:
-    """Raise UserError for a model whose author has changed how it is trained and left how it answers as it was."""
+def check_decode_overrides(model: Any) -> None:
+    """Check that a model overrides both methods of each of `_TWINS`, or none. Raises UserError for a model that
+    overrides only the method of training: it would generate with another network."""
     from llmsuite.models.exact import is_own
 
     for trained, answering in _TWINS.items():
@@ -222,47 +245,62 @@ def check_twins(model: Any) -> None:
         if kinds and not is_own(kinds[0]) and answering not in vars(kinds[0]):
             raise UserError(
                 f"{type(model).__name__}: defines {trained}, which training calls, and not {answering}, which "
-                "generation calls in its place: it would answer from another network. Define both"
+                "generation calls instead: it would answer from another network. Define both"
             )
 
 
 def check_cut(family: ModelFamily, config: Any, degrees: Degrees, option: str = "--num_devices") -> None:
-    """Raise UserError for models that give no answers, or cannot be cut over so many tensor parallel ranks; `option` is
-    what they are asked for with, where there is no pipeline."""
-    from llmsuite.models.shard_plan import WHOLE
+    """Check that a model can generate and can be cut over the tensor parallel ranks.
+
+    Args:
+        family: of the model.
+        config: its shape.
+        degrees: number of ranks.
+        option: the option that sets the tensor parallel degree where there is no pipeline, for messages.
+
+    Raises:
+        UserError: it cannot.
+    """
+    from llmsuite.models.shard_plan import UNSHARDED
 
     check_answers(family)
-    if problem := next((family.shard_plan or WHOLE).problems(config, degrees.tp), None):
-        raise UserError(f"{'--tensor_parallel_degree' if degrees.pp > 1 else option} {problem}")
+    if problem := next((family.shard_plan or UNSHARDED).problems(config, degrees.tp), None):
+        if degrees.pp > 1:
+            option = "--tensor_parallel_degree"
+        raise UserError(f"{option} {problem}")
 
 
-def plain_ops(backend: DeviceBackend, precision: str) -> Any:
-    """The operations for generation: the kernels of training know neither a padding on the left nor positions of each
-    row."""
+def generation_ops(backend: DeviceBackend, precision: str) -> Any:
+    """The operations for generation. The attention kernels of training are replaced: they support neither padding on
+    the left nor separate positions of each row."""
     from llmsuite.devices.ops import Ops, causal_mask, rotary
     from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
 
-    operand = backend.ops(precision).attention_operand
-    is_plain = operand is Ops.attention_operand
+    round_activation = backend.ops(precision).round_attention_input
+    attention: Any = grouped_attention
+    if round_activation is not Ops.round_attention_input:
+        attention = functools.partial(rounded_grouped_attention, round_activation)
     return dataclasses.replace(
         backend.ops(precision) if backend.kernels_in_programs else Ops(),
         causal_mask=causal_mask,
-        attention=grouped_attention if is_plain else functools.partial(rounded_grouped_attention, operand),
-        attention_operand=operand,
+        attention=attention,
+        round_attention_input=round_activation,
         rotary=rotary,
         heads_first=True,
     )
 
 
-def as_first_rank(tokens: list[int]) -> list[int]:
-    """The tokens of rank 0, on every rank: rounding may differ by rank, and all have to continue with the same."""
+def broadcast_tokens(tokens: list[int]) -> list[int]:
+    """The tokens of rank 0, on every rank. Rounding may differ by rank, and all ranks have to continue with the same
+    tokens, or their collective calls would no longer match."""
     from llmsuite.parallel import collective
 
-    return [int(token) for token in collective.from_first_rank([float(token) for token in tokens])]
+    values = collective.broadcast_from_rank0([float(token) for token in tokens])
+    return [int(value) for value in values]
 
 
 def parameter_shapes(family: ModelFamily, config: Any) -> dict[str, tuple[int, ...]]:
-    """The shape of every parameter of a model, by our names; no parameter is made."""
+    """Shape of every parameter of a model, by llmsuite's names; no memory is allocated."""
     import paddle
 
     from llmsuite.devices.ops import Ops

@@ -1,4 +1,4 @@
-"""What llama.cpp and Ollama are told of a model's conversations: the tokens that end answers, and the chat template."""
+"""A model's conversation format for llama.cpp and Ollama: the tokens that end answers, and the chat template."""
 
 from __future__ import annotations
 
@@ -6,53 +6,54 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from llmsuite.convert.gguf_export import Dialogue
+from llmsuite.base.errors import UserError
+from llmsuite.checkpoint.convert.gguf_export import Dialogue
 from llmsuite.data.chat_template import ChatTemplate, load_template, tokenizer_template
-from llmsuite.data.control import ControlTokens
+from llmsuite.data.control_tokens import ControlTokens
 from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
 
 MODELFILE = "Modelfile"
 _ROLES = ("system", "user", "assistant")
 _MARK = "CONTENT"
-"""Stands for what a turn says while a template is taken apart."""
+"""Placeholder for the content of a turn while a template is parsed."""
 
 
 def read_dialogue(directory: Path) -> Dialogue:
-    """What the tokenizer of a model directory says of conversations. Raises UserError as `TextTokenizer`."""
+    """Read the conversation format of a model directory from its tokenizer. Raises UserError as `TextTokenizer`."""
     tokenizer = TextTokenizer(directory)
     named = tokenizer.special_tokens
     bos, pad = (tokenizer.token_id(named[key]) if key in named else None for key in ("bos_token", "pad_token"))
-    further = sorted(tokenizer.ends() - {tokenizer.eos_id})
-    eot, eom, *_ = [*further, None, None]
-    control = frozenset(tokenizer.token_id(token) for token in ControlTokens(tokenizer).of_turns)
-    adds_bos = bos is not None and tokenizer.framed([])[:1] == [bos]
+    more_ends = sorted(tokenizer.stop_token_ids() - {tokenizer.eos_id})
+    eot, eom, *_ = [*more_ends, None, None]
+    control = frozenset(tokenizer.token_id(token) for token in ControlTokens(tokenizer).turn_tokens)
+    adds_bos = bos is not None and tokenizer.with_special_tokens([])[:1] == [bos]
     return Dialogue(bos, tokenizer.eos_id, pad, eot, eom, adds_bos, control, tokenizer_template(directory))
 
 
 def modelfile(directory: Path, weights: str, adds_bos: bool) -> str:
-    """The Modelfile by which `ollama create` makes a model of a GGUF file.
+    """The Modelfile with which `ollama create` makes a model of a GGUF file.
+
+    Its TEMPLATE is the chat template as a template of Go, with the same text for conversations of system, user and
+    assistant. For a chat template that does not render each turn separately there is none, and Ollama looks for a
+    similar one of its own.
 
     Args:
         directory: of the model, with its tokenizer.
-        weights: name of the GGUF file beside it.
-        adds_bos: whether llama.cpp puts the token that begins a sequence in front by itself.
-
-    Its TEMPLATE is the chat template as a template of Go, with the same text for conversations of system, user and
-    assistant. A chat template that does not write each turn by itself has none, and Ollama looks for one of its own
-    that is like it.
+        weights: name of the GGUF file in the directory of the Modelfile.
+        adds_bos: llama.cpp itself puts the BOS token in front of a sequence.
     """
     tokenizer = TextTokenizer(directory)
-    stops = tokenizer.pieces(sorted(tokenizer.ends()))
+    stops = tokenizer.pieces(sorted(tokenizer.stop_token_ids()))
     lines = [f"FROM ./{weights}"]
     if tokenizer_template(directory) is not None:
-        turns = take_apart(load_template("tokenizer", directory, tokenizer.special_tokens))
+        turns = parse_template(load_template("tokenizer", directory, tokenizer.special_tokens))
         if turns is None:
             lines.append("# The chat template is not one of single turns; Ollama chooses one that is like it.")
         else:
-            given = adds_bos and turns.lead == tokenizer.special_tokens.get("bos_token")
-            lines.append(f'TEMPLATE """{(dataclasses.replace(turns, lead="") if given else turns).as_go()}"""')
+            if adds_bos and turns.lead == tokenizer.special_tokens.get("bos_token"):
+                turns = dataclasses.replace(turns, lead="")
+            lines.append(f'TEMPLATE """{turns.as_go()}"""')
             if turns.system:
                 lines.append(f'SYSTEM """{turns.system}"""')
     lines += [f'PARAMETER stop "{_quoted(stop)}"' for stop in stops]
@@ -60,15 +61,15 @@ def modelfile(directory: Path, weights: str, adds_bos: bool) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Turns:
-    """A chat template that writes one turn after the other."""
+class TurnTemplate:
+    """A chat template that renders one turn after the other."""
 
     around: Mapping[str, tuple[str, str]]
-    """What is written before and behind a turn, by its role."""
+    """Text before and after the content of a turn, by its role."""
     answer: str
     """The beginning of an answer."""
     lead: str = ""
-    """What is in front of everything."""
+    """Text in front of the first turn."""
     system: str = ""
     """The turn of the system in conversations that have none."""
 
@@ -80,38 +81,42 @@ class Turns:
         return self.lead + "".join(turns) + self.answer
 
     def as_go(self) -> str:
-        """The same as a template of Go's text/template, with Ollama's names."""
+        """The template in the language of Go's text/template, with Ollama's names."""
         cases = ["{{ .Content }}".join(self.around[role]) for role in _ROLES]
         tests = [f'{{{{ {word} eq .Role "{role}" }}}}' for word, role in zip(("if", "else if", "else if"), _ROLES)]
         inner = "".join(test + case for test, case in zip(tests, cases))
         return f"{self.lead}{{{{ range .Messages }}}}{inner}{{{{ end }}}}{{{{ end }}}}{self.answer}"
 
 
-def take_apart(template: ChatTemplate) -> Turns | None:
-    """A template as turns; None for one that does not write each turn by itself."""
-    talk = [Message(role, f"{_MARK}{number}") for number, role in enumerate((*_ROLES, "user"))]
+def parse_template(template: ChatTemplate) -> TurnTemplate | None:
+    """Parse a chat template; None for one that does not render each turn separately."""
+    conversation = [Message(role, f"{_MARK}{number}") for number, role in enumerate((*_ROLES, "user"))]
     try:
-        texts = [template.render(talk[:count]) for count in range(1, len(talk) + 1)]
-        alone, whole = template.render(talk[1:2]), template.render(talk, add_generation_prompt=True)
-        check = template.render(talk[1:], add_generation_prompt=True)
-    except UserError:  # it takes no turns of the system, or no such order
+        texts = [template.render(conversation[:count]) for count in range(1, len(conversation) + 1)]
+        user_turn = template.render(conversation[1:2])
+        full = template.render(conversation, add_generation_prompt=True)
+        check = template.render(conversation[1:], add_generation_prompt=True)
+    except UserError:  # it supports no system turns, or not this order
         return None
     around = {}
+    length = 0
     for number, text in enumerate(texts[: len(_ROLES)]):
-        before, mark, behind = text[len(texts[number - 1]) if number else 0 :].partition(f"{_MARK}{number}")
-        if not mark:
+        before, marker, after = text[length:].partition(f"{_MARK}{number}")
+        if not marker:
             return None
-        around[_ROLES[number]] = (before, behind)
-    rest = alone.removesuffix(f"{_MARK}1".join(around["user"]))
-    before, behind = around["system"]
+        around[_ROLES[number]] = (before, after)
+        length = len(text)
+    rest = user_turn.removesuffix(f"{_MARK}1".join(around["user"]))
+    before, after = around["system"]
     lead = system = ""
-    if len(rest) > len(before + behind) and rest.startswith(before) and rest.endswith(behind):
-        system = rest[len(before) : len(rest) - len(behind)]
+    if len(rest) > len(before + after) and rest.startswith(before) and rest.endswith(after):
+        system = rest[len(before) : len(rest) - len(after)]
     elif before.startswith(rest):
-        lead, around["system"] = rest, (before[len(rest) :], behind)
-    turns = Turns(around, whole.removeprefix(texts[-1]), lead, system)
-    is_same = (turns.render(talk), turns.render(talk[1:])) == (whole, check)
-    is_plain = not any(sign in whole + check for sign in ("{{", '"""'))  # what Go and a Modelfile would read
+        lead = rest
+        around["system"] = (before[len(rest) :], after)
+    turns = TurnTemplate(around, full.removeprefix(texts[-1]), lead, system)
+    is_same = (turns.render(conversation), turns.render(conversation[1:])) == (full, check)
+    is_plain = not any(sign in full + check for sign in ("{{", '"""'))  # syntax of Go and of a Modelfile
     return turns if is_same and is_plain else None
 
 

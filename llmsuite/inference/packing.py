@@ -1,8 +1,8 @@
-"""Matrices as the kernels of generation read them: in bf16, or in blocks of 8 or 4 bits (`models.block_quant`).
+"""Layout of packed matrices for the kernels of generation: in bf16, or in blocks of 8 or 4 bits (`models.block_quant`).
 
-The outputs of a matrix [I, O] lie in tiles of 32, the last one filled up with zeros; in a tile lies one block of inputs
-behind the other. A block is the scale of each output, float32 (none in bf16), then the codes, input by input; in 4 bits
-two inputs share a byte. So a product of a few rows reads the bytes of its outputs in the order in which they lie.
+The outputs of a matrix [I, O] are in tiles of 32, the last one padded with zeros; a tile has its blocks of inputs one
+after the other. A block is the scale of each output, float32 (none in bf16), then the codes, input by input; in 4 bits
+two inputs share a byte. So a matmul with a few rows reads the bytes of its outputs sequentially.
 
 `devices/cpu/kernels/stored.h` reads this layout.
 """
@@ -16,19 +16,19 @@ import ml_dtypes
 import numpy as np
 from paddle.utils.dlpack import from_dlpack
 
-from llmsuite.devices.decoder_weights import Codes, StoredMatrix
+from llmsuite.devices.decoder_weights import Codes, PackedWeight
 from llmsuite.models.block_quant import LEVELS, BlockFormat
 
 TILE = 32
 """Outputs of a tile."""
 _MAX_BLOCK = 64
-"""Inputs of a block."""
+"""Most inputs of a block."""
 _CHUNK_BYTES = 32 << 20
-"""Size in float32 of what is read at once."""
+"""Size in float32 of the chunks that are read."""
 
 
 def _in_bf16(levels: Sequence[float]) -> tuple[float, ...]:
-    """Levels as kernels have them, which multiply in bfloat16: off by 1/512 of themselves at most."""
+    """Levels rounded to bfloat16, in which kernels multiply: a relative error of at most 1/512."""
     return tuple(np.asarray(levels, "float32").astype(ml_dtypes.bfloat16).astype("float32").tolist())
 
 
@@ -40,17 +40,17 @@ _CODES = {
 
 
 def codes_of(precision: str) -> Codes:
-    """How the numbers of a matrix are stored in a precision."""
+    """The `Codes` of a precision."""
     return _CODES[precision]
 
 
 def block_format(precision: str, num_inputs: int) -> BlockFormat:
-    """The blocks of a matrix: the largest power of two of inputs that divides their number, up to 64."""
+    """The blocks of a matrix: the largest power of two that divides the number of inputs, up to 64."""
     return BlockFormat(precision, min(_MAX_BLOCK, num_inputs & -num_inputs))
 
 
 def rounded(values: np.ndarray, precision: str) -> np.ndarray:
-    """A matrix [I, O] as kernels read it after it was stored, in float32."""
+    """A matrix [I, O] with the values that kernels read after packing, in float32."""
     if precision == "bf16":
         return values.astype(ml_dtypes.bfloat16).astype("float32")
     blocks = block_format(precision, len(values))
@@ -62,7 +62,7 @@ def rounded(values: np.ndarray, precision: str) -> np.ndarray:
 
 
 def pack(values: np.ndarray, precision: str) -> np.ndarray:
-    """The bytes of some outputs of a matrix, [tiles, bytes of a tile].
+    """Pack some outputs of a matrix into bytes, [tiles, bytes of a tile].
 
     Args:
         values: [I, n].
@@ -71,10 +71,11 @@ def pack(values: np.ndarray, precision: str) -> np.ndarray:
     missing = -values.shape[1] % TILE
     if missing:
         values = np.pad(values, [(0, 0), (0, missing)])
-    num_inputs, num_tiles = len(values), values.shape[1] // TILE
+    num_inputs = len(values)
+    num_tiles = values.shape[1] // TILE
     if precision == "bf16":
-        narrow = values.astype(ml_dtypes.bfloat16).view("uint16").reshape(num_inputs, num_tiles, TILE)
-        return np.ascontiguousarray(narrow.transpose([1, 0, 2])).reshape(num_tiles, -1).view("uint8")
+        as_bf16 = values.astype(ml_dtypes.bfloat16).view("uint16").reshape(num_inputs, num_tiles, TILE)
+        return np.ascontiguousarray(as_bf16.transpose([1, 0, 2])).reshape(num_tiles, -1).view("uint8")
     blocks = block_format(precision, num_inputs)
     codes, scales = blocks.quantise(values)
     if precision == "int8":
@@ -88,22 +89,23 @@ def pack(values: np.ndarray, precision: str) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Outputs of a matrix that have a parameter of their own."""
+    """Outputs of a matrix that come from one parameter."""
 
     num_outputs: int
     read: Callable[[int, int], np.ndarray]
-    """First output and the one behind the last to their values, [I, n] float32."""
+    """Maps the range of outputs, first and end, to their values, [I, n] float32."""
 
 
-def pack_parts(parts: Sequence[Part], num_inputs: int, precision: str) -> StoredMatrix:
-    """The outputs of several parameters as one stored matrix. Of their values only some are in memory at a time."""
+def pack_parts(parts: Sequence[Part], num_inputs: int, precision: str) -> PackedWeight:
+    """Pack the outputs of several parameters into one matrix. Only a chunk of their values is in memory at a time."""
     num_outputs = sum(part.num_outputs for part in parts)
     packed = from_dlpack(_packed(parts, num_inputs, precision))
-    return StoredMatrix(packed, codes_of(precision), num_inputs, num_outputs)
+    return PackedWeight(packed, codes_of(precision), num_inputs, num_outputs)
 
 
-def pack_stack(matrices: Sequence[Part], num_inputs: int, precision: str) -> StoredMatrix:
-    """Matrices of one shape, such as those of experts, as one stored stack, likewise."""
+def pack_stack(matrices: Sequence[Part], num_inputs: int, precision: str) -> PackedWeight:
+    """Pack matrices of one shape, such as those of experts, into one stack. Only a chunk of values is in memory at a
+    time."""
     stack: np.ndarray | None = None
     for number, matrix in enumerate(matrices):
         packed = _packed([matrix], num_inputs, precision)
@@ -111,16 +113,16 @@ def pack_stack(matrices: Sequence[Part], num_inputs: int, precision: str) -> Sto
             stack = np.empty([len(matrices), *packed.shape], "uint8")
         stack[number] = packed
     assert stack is not None, "a stack of no matrices"
-    return StoredMatrix(from_dlpack(stack), codes_of(precision), num_inputs, matrices[0].num_outputs)
+    return PackedWeight(from_dlpack(stack), codes_of(precision), num_inputs, matrices[0].num_outputs)
 
 
 def _packed(parts: Sequence[Part], num_inputs: int, precision: str) -> np.ndarray:
     """The bytes of the outputs of several parameters, [tiles, bytes of a tile]."""
     num_outputs = sum(part.num_outputs for part in parts)
-    at_once = max(1, _CHUNK_BYTES // (4 * num_inputs * TILE)) * TILE
+    chunk = max(1, _CHUNK_BYTES // (4 * num_inputs * TILE)) * TILE
     packed: np.ndarray | None = None
-    for first in range(0, num_outputs, at_once):
-        values = np.concatenate(list(_outputs(parts, first, min(num_outputs, first + at_once))), 1)
+    for first in range(0, num_outputs, chunk):
+        values = np.concatenate(list(_read_outputs(parts, first, min(num_outputs, first + chunk))), 1)
         tiles = pack(values, precision)
         if packed is None:
             packed = np.empty([-(-num_outputs // TILE), tiles.shape[1]], "uint8")
@@ -129,11 +131,12 @@ def _packed(parts: Sequence[Part], num_inputs: int, precision: str) -> np.ndarra
     return packed
 
 
-def _outputs(parts: Sequence[Part], first: int, end: int) -> Iterator[np.ndarray]:
-    """The values of outputs from `first` up to, but without, `end`."""
+def _read_outputs(parts: Sequence[Part], first: int, end: int) -> Iterator[np.ndarray]:
+    """Values of the outputs in [first, end), parameter by parameter."""
     begin = 0
     for part in parts:
-        start, stop = max(first - begin, 0), min(end - begin, part.num_outputs)
+        start = max(first - begin, 0)
+        stop = min(end - begin, part.num_outputs)
         if start < stop:
             yield part.read(start, stop)
         begin += part.num_outputs

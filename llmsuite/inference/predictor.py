@@ -1,4 +1,4 @@
-"""Runs an exported model on Paddle Inference."""
+"""A decoder that runs an exported model on Paddle Inference."""
 
 from __future__ import annotations
 
@@ -13,31 +13,34 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import broken_file, read_json_object
+from llmsuite.base.safe_files import is_file
+from llmsuite.base.typing import Tensor
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import UserError
-from llmsuite.files import broken_file, read_json_object
-from llmsuite.inference.batch import check_room
-from llmsuite.inference.decoder import Cache
-from llmsuite.inference.exported import (
+from llmsuite.devices.tensors import tensor_of
+from llmsuite.inference.batch import check_context_length
+from llmsuite.inference.decoder import Cache, DecoderTraits
+from llmsuite.inference.export_manifest import (
     ALONE,
     LOOP,
     PARAMETERS,
     PROGRAM,
-    Exported,
+    ExportManifest,
     rank_directory,
     read_manifest,
 )
-from llmsuite.inference.rank_parts import make_rings
-from llmsuite.inference.stages import through_stages
+from llmsuite.inference.rank_shards import make_rings
+from llmsuite.inference.stages import run_stages
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.regular import is_file
-from llmsuite.schema.degrees import Degrees
-from llmsuite.typing import Tensor
 
 
 class Predictor:
     """A decoder (`llmsuite.inference.decoder.Decoder`) that runs an exported program, or this rank's."""
+
+    traits = DecoderTraits()
 
     def __init__(
         self,
@@ -50,19 +53,20 @@ class Predictor:
         Args:
             directory: written by `llmsuite export`.
             backend: of the device, which is the current one; None for the CPU.
-            num_threads: on cpu; None for OMP_NUM_THREADS as it is.
-            mesh: this rank's place among those that the programs are for; all of them make the same passes.
+            num_threads: on cpu; None for OMP_NUM_THREADS.
+            mesh: this rank's coordinates; all ranks make the same passes.
 
         Raises:
-            UserError: there is no whole exported model, it is for other ranks or another device, its kernels cannot be
-                built here, the device is not there, or its backend does not say how predictors compute on it.
+            UserError: there is no complete exported model, it is for other ranks or another device, its kernels cannot
+                be built here, the device is missing, or its backend does not support predictors.
         """
         self.exported = read_manifest(directory)
         self._mesh = mesh or Mesh(ALONE, 0)
         _check_degrees(self.exported, self._mesh.degrees, directory)
         if broken := broken_file(directory, check_hashes=False):
             raise UserError(f"{broken}; export the model again")
-        self._directory, self._backend = rank_directory(directory, self._mesh), backend or CpuBackend()
+        self._directory = rank_directory(directory, self._mesh)
+        self._backend = backend or CpuBackend()
         self._num_threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
         self.has_loop = is_file(self._directory / LOOP)
         shape = read_json_object(directory / "config.json")
@@ -74,12 +78,12 @@ class Predictor:
             _load_kernels(directory, self._backend)
         if reason := self._backend.unavailable(1):
             raise UserError(f"--device {self._backend.name}: {reason}")
-        self._config()  # refused before the first pass
+        self._config()  # raises before the first pass, if the backend does not support predictors
         make_rings(self._mesh)
 
     @property
     def max_length(self) -> int:
-        """Tokens of prompt and answer together."""
+        """Most tokens of prompt and answer together."""
         return self._max_length
 
     @property
@@ -88,30 +92,30 @@ class Predictor:
         return self._vocab_size
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
-        """See `llmsuite.inference.decoder.Decoder`."""
-        stage, present = self._mesh.coordinate["pp"], []  # type: tuple[int, list[Tensor]]
+        """Make one pass, see `llmsuite.inference.decoder.Decoder.forward`."""
+        stage = self._mesh.coordinate["pp"]
+        new_cache: list[Tensor] = []
         if cache is None:
             shapes = self.exported.cache_shapes_of(stage)
             cache = [paddle.zeros([len(ids), *shape], self._dtype) for shape in shapes]
-        inputs = [paddle.to_tensor(ids), paddle.to_tensor(padding), *cache]
+        inputs = [tensor_of(ids), tensor_of(padding), *cache]
 
-        def own(hidden: Tensor | None) -> Tensor:
+        def run_stage(hidden: Tensor | None) -> Tensor:
             result, *new = self._run(inputs if hidden is None else [*inputs, hidden])
-            present.extend(new)
+            new_cache.extend(new)
             return result
 
         if self._mesh.degrees.pp == 1:
-            logits = own(None)
+            logits = run_stage(None)
         else:
             sizes = [*ids.shape, self._hidden_size], self._dtype, [len(ids), self._vocab_size]
-            logits = through_stages(self._mesh, own, *sizes)
-        return np.asarray(logits.numpy()), present
+            logits = run_stages(self._mesh, run_stage, *sizes)
+        return np.asarray(logits.numpy()), new_cache
 
     def greedy(
         self, prompts: Sequence[Sequence[int]], max_new_tokens: int, stop_ids: Collection[int] = ()
     ) -> list[list[int]]:
-        """The most likely tokens behind each prompt, without the stop token, by one run of the program with the
-        decoding loop.
+        """Greedy answers to prompts, without the stop token, by one run of the program with the decoding loop.
 
         Raises:
             UserError: there is no such program, or a prompt is too long.
@@ -121,12 +125,12 @@ class Predictor:
         if not prompts or not max_new_tokens:
             return [[] for _ in prompts]
         for prompt in prompts:
-            check_room(prompt, max_new_tokens, self)
+            check_context_length(prompt, max_new_tokens, self)
         length = max(len(prompt) for prompt in prompts)
         ids = np.asarray([[0] * (length - len(prompt)) + list(prompt) for prompt in prompts], "int64")
         padding = [length - len(prompt) for prompt in prompts]
         inputs = [ids, padding, [max_new_tokens], sorted(stop_ids) or [-1]]
-        (found,) = self._loop.run([paddle.to_tensor(np.asarray(value, "int64")) for value in inputs])
+        (found,) = self._loop.run([tensor_of(np.asarray(value, "int64")) for value in inputs])
         stops = set(stop_ids)
         return [list(itertools.takewhile(lambda token: token not in stops, row)) for row in found.numpy().tolist()]
 
@@ -158,28 +162,29 @@ class Predictor:
         return create_predictor(config)
 
     def _run(self, inputs: list[Any]) -> list[Any]:
-        # in a chain of passes, the results of one runner are inputs of the other: nothing has to be copied
-        runner = next((runner for runner in self._runners if not runner.held()), self._runners[0])
+        # two runners: in a chain of passes, the results of one are inputs of the other, so that nothing is copied
+        runner = next((runner for runner in self._runners if not runner.referenced_results()), self._runners[0])
         return runner.run(inputs)
 
 
 class _Runner:
     """A predictor of Paddle whose results are not overwritten while they are in use.
 
-    Paddle's predictor writes results into the memory of an earlier run when they fit (3.3.1), even while somebody holds
-    those or passes them back as a cache: rows of a batch would be mixed up without an error.
+    Paddle's predictor (3.3.1) writes results into the memory of an earlier run when they fit, even while those are
+    still referenced or passed back as a cache: rows of a batch would be mixed up without an error.
     """
 
     def __init__(self, predictor: Any):
         self._predictor = predictor
         self._results: list[weakref.ref[Any]] = []
 
-    def held(self) -> list[Any]:
+    def referenced_results(self) -> list[Any]:
         """Results of the last run that are still referenced."""
         return [tensor for reference in self._results if (tensor := reference()) is not None]
 
     def run(self, inputs: list[Any]) -> list[Any]:
-        for tensor in self.held():
+        for tensor in self.referenced_results():
+            # a referenced result moves to memory of its own, before Paddle writes over the old one
             copy = tensor.clone()
             tensor.get_tensor()._share_data_with(copy.get_tensor())
         results = list(self._predictor.run(inputs))
@@ -188,7 +193,7 @@ class _Runner:
 
 
 def _load_kernels(directory: Path, backend: DeviceBackend) -> None:
-    """Register the operations of a program with stored matrices.
+    """Register the operations of a program with packed matrices.
 
     Raises:
         UserError: it is for another device, or they cannot be built here.
@@ -201,28 +206,27 @@ def _load_kernels(directory: Path, backend: DeviceBackend) -> None:
 
     if not load():
         raise UserError(
-            f"{directory}: its products need kernels that are built by g++; install it, or export the model again "
+            f"{directory}: its matmuls need kernels that are built by g++; install it, or export the model again "
             "with --precision fp32"
         )
 
 
 def _current_device() -> int:
-    """Number of the device that this rank has."""
+    """Index of this rank's device."""
     _, _, number = paddle.device.get_device().partition(":")
     return int(number or 0)
 
 
-def _check_degrees(exported: Exported, degrees: Degrees, directory: Path) -> None:
-    """Raise UserError if programs are for other ranks than there are."""
-    wanted = exported.degrees
-    if (wanted.pp, wanted.tp) == (degrees.pp, degrees.tp):
+def _check_degrees(exported: ExportManifest, degrees: Degrees, directory: Path) -> None:
+    """Check that programs are for the ranks of this run. Raises UserError if not."""
+    exported_degrees = exported.degrees
+    if (exported_degrees.pp, exported_degrees.tp) == (degrees.pp, degrees.tp):
         return
-    if wanted.num_ranks == 1:
+    if exported_degrees.num_ranks == 1:
         raise UserError(
             f"{directory}: was exported for one device; leave out --num_devices, or export it again with "
             f"--tensor_parallel_degree {degrees.tp}"
         )
-    pipeline = f" --pipeline_parallel_degree {wanted.pp}" if wanted.pp > 1 else ""
-    raise UserError(
-        f"{directory}: was exported for {wanted.num_ranks} devices; add --num_devices {wanted.num_ranks}{pipeline}"
-    )
+    pipeline = f" --pipeline_parallel_degree {exported_degrees.pp}" if exported_degrees.pp > 1 else ""
+    num_ranks = exported_degrees.num_ranks
+    raise UserError(f"{directory}: was exported for {num_ranks} devices; add --num_devices {num_ranks}{pipeline}")

@@ -1,6 +1,6 @@
-"""Chooses the next token.
+"""Samples the next token.
 
-Logits of a sequence: penalties, biases -> forbidden tokens -> temperature -> top_k -> top_p -> min_p -> draw.
+Logits of a sequence: penalties, biases -> masked tokens -> temperature -> top_k -> top_p -> min_p -> sample.
 """
 
 from __future__ import annotations
@@ -10,20 +10,21 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 MAX_TEMPERATURE = 100.0
-MIN_REPETITION, MAX_REPETITION = 0.01, 100.0
+MIN_REPETITION = 0.01
+MAX_REPETITION = 100.0
 MAX_PENALTY = 100.0
 """Bounds within which float32 logits of any model stay finite."""
 
 _PENALTY = f"between {-MAX_PENALTY:g} and {MAX_PENALTY:g}"
-_NOT_FINITE = "the model's logits are not finite, so that no token can be drawn; its weights have diverged"
+_NOT_FINITE = "the model's logits are not finite, so that no token can be sampled; its weights have diverged"
 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """The sampling parameters of a request. Temperature 0 is greedy."""
+    """Sampling parameters of a request. Temperature 0 is greedy."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -31,7 +32,7 @@ class Sampling:
     top_p: float = 1.0
     """Only the most likely tokens that together reach this probability."""
     min_p: float = 0.0
-    """Only tokens whose probability is at least this share of the highest one."""
+    """Only tokens whose probability is at least this fraction of the highest one."""
     repetition_penalty: float = 1.0
     """Logits of tokens in the prompt or the answer are divided by it where positive, else multiplied (Keskar et al.
     2019, arXiv 1909.05858)."""
@@ -42,16 +43,16 @@ class Sampling:
     seed: int = 0
     max_new_tokens: int = 128
     min_new_tokens: int = 0
-    """No stop token before this many tokens."""
+    """Fewest tokens of an answer: before, no stop token is sampled."""
     stop: tuple[str, ...] = ()
     """Texts that end the answer; they are not part of it."""
     num_logprobs: int | None = None
-    """Keep log-probabilities of the chosen token and of this many of the most likely ones; None for none."""
+    """Keep the log-probability of the sampled token and of this many of the most likely ones; None for none."""
     logit_bias: tuple[tuple[int, float], ...] = ()
     """Tokens, each once, and what is added to their logits."""
 
     def __post_init__(self) -> None:
-        """Raises UserError naming an invalid value."""
+        """Check the values. Raises UserError naming an invalid one."""
         for name, is_right, what in (
             ("temperature", 0 <= self.temperature <= MAX_TEMPERATURE, f"between 0 and {MAX_TEMPERATURE:g}"),
             ("top_k", self.top_k >= 0, "0 or more"),
@@ -75,13 +76,13 @@ class Sampling:
                 raise UserError(f"{name}: is {getattr(self, name)!r}; it has to be {what}")
 
 
-def generator(seed: int, number: int = 0) -> np.random.Generator:
-    """Random numbers of the `number`-th answer to a prompt, independent of the rest of the batch."""
+def random_generator(seed: int, number: int = 0) -> np.random.Generator:
+    """The random generator of the `number`-th answer to a prompt, independent of the rest of the batch."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number])))
 
 
-def penalise(logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
-    """Logits [V] with penalties for tokens that occurred, and with biases; a copy when there are any."""
+def apply_penalties(logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], answer: Sequence[int]) -> np.ndarray:
+    """Logits [V] with penalties for tokens that have occurred, and with biases; a copy where there are any."""
     if sampling.repetition_penalty != 1:
         tokens = np.unique(np.asarray([*prompt, *answer], "int64"))
         logits = logits.copy()
@@ -100,35 +101,48 @@ def penalise(logits: np.ndarray, sampling: Sampling, prompt: Sequence[int], answ
     return logits
 
 
-def forbid(logits: np.ndarray, tokens: Collection[int]) -> np.ndarray:
-    """Logits [V] of minus infinity for some tokens, which are then never chosen."""
+def mask_tokens(logits: np.ndarray, tokens: Collection[int]) -> np.ndarray:
+    """Logits [V] with minus infinity for some tokens, which are then never sampled."""
     logits = logits.copy()
     logits[list(tokens)] = -np.inf
     return logits
 
 
-def choose(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
-    """Index of the next token. logits: [V]. Raises UserError for logits that are not numbers, or all minus infinity."""
-    if not np.isfinite(logits.max()):  # NaN and infinity come through
+def sample_token(logits: np.ndarray, sampling: Sampling, random: np.random.Generator) -> int:
+    """Sample the next token.
+
+    Args:
+        logits: [V].
+        sampling: temperature, top_k, top_p, min_p.
+        random: of the sequence.
+
+    Returns:
+        The token id.
+
+    Raises:
+        UserError: logits are NaN or infinite, or all are minus infinity.
+    """
+    if not np.isfinite(logits.max()):  # the maximum is NaN or infinite where one logit is
         raise UserError(_NOT_FINITE)
     if sampling.temperature == 0:
         return int(logits.argmax())
     order, probabilities = distribution(logits, sampling)
-    order, probabilities = order[probabilities > 0], probabilities[probabilities > 0]
-    # an exponential race, in which each token of the vocabulary has a random number of its own. A number looked up in a
-    # cumulative sum falls on another token when sums before it are rounded otherwise, as they are in another batch;
-    # here the one that comes first has to come first by less than that.
-    with np.errstate(over="ignore"):  # one that is next to impossible never comes
+    order = order[probabilities > 0]
+    probabilities = probabilities[probabilities > 0]
+    # An exponential race: each token of the vocabulary has a random number of its own, and the first arrival is
+    # sampled. Looking up one number in a cumulative sum would give another token where the sum is rounded differently,
+    # as it is in another batch; here rounding only matters where the first two arrivals are that close.
+    with np.errstate(over="ignore"):  # a token of almost no probability arrives at infinity
         arrivals = random.standard_exponential(len(logits))[order] / probabilities
     return int(order[arrivals.argmin()])
 
 
 def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens that may be chosen and their probabilities; sorted by them where any token is excluded."""
+    """Candidate tokens and their probabilities, in float64; sorted by probability where any token is excluded."""
     if sampling.top_k == 0 and sampling.top_p == 1 and sampling.min_p == 0:
         return np.arange(len(logits)), _softmax(logits, sampling.temperature)
     if 0 < sampling.top_k < len(logits):
-        # of equal logits at the border the first are kept: the sort below is stable, the partition is not
+        # of equal logits at the border the first ones are kept: the sort below is stable, the partition is not
         border = np.partition(logits, len(logits) - sampling.top_k)[len(logits) - sampling.top_k]
         candidates = np.flatnonzero(logits >= border)
     else:
@@ -137,50 +151,49 @@ def distribution(logits: np.ndarray, sampling: Sampling) -> tuple[np.ndarray, np
     if sampling.top_k > 0:
         order = order[: sampling.top_k]
     probabilities = _softmax(logits[order], sampling.temperature)
-    # the smallest set that reaches top_p: the token that crosses the line belongs to it, as does the most likely
+    # the smallest set that reaches top_p: the token that crosses the threshold belongs to it, and so does the first
     before = np.cumsum(probabilities) - probabilities
     kept = (before < sampling.top_p) & (probabilities >= sampling.min_p * probabilities[0])
     kept[0] = True
     return order[kept], probabilities[kept] / probabilities[kept].sum()
 
 
-def draw(logits: np.ndarray, temperature: float, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """A token of each row, drawn from the whole distribution: the inverse of its cumulative sum at a random number.
+def sample_by_uniform(logits: np.ndarray, temperature: float, uniform: float) -> tuple[int, float]:
+    """Sample a token from the full distribution, by the inverse of its cumulative sum at a random number.
 
     Args:
-        logits: [B, V] float32.
+        logits: [V] float32.
         temperature: above 0, or 0 for the most likely token.
-        uniforms: [B] random numbers in [0, 1); not looked at when the temperature is 0.
+        uniform: random number in [0, 1); not used at temperature 0.
 
     Returns:
-        Tokens [B] and their log-probabilities [B], float64, at this temperature; at 0, those of temperature 1.
+        The token and its log-probability at this temperature; at 0, that of temperature 1.
 
     Raises:
-        UserError: a logit is not a number, or all of a row are minus infinity.
+        UserError: a logit is not finite, or all are minus infinity.
     """
     scaled = logits / np.float32(temperature or 1.0)
-    scaled -= scaled.max(1, keepdims=True)
-    sums = np.cumsum(np.exp(scaled), 1, dtype="float64")
-    total = sums[:, -1]
-    if not np.isfinite(total).all():
+    scaled -= scaled.max()  # so that exp does not overflow
+    sums = np.cumsum(np.exp(scaled), dtype="float64")  # float32 would lose the tail of a large vocabulary
+    total = sums[-1]
+    if not np.isfinite(total):
         raise UserError(_NOT_FINITE)
     if temperature == 0:
-        tokens = logits.argmax(1)
+        token = int(logits.argmax())
     else:
-        found = [np.searchsorted(row, u * end, side="right") for row, u, end in zip(sums, uniforms, total)]
-        tokens = np.minimum(np.array(found), logits.shape[1] - 1)
-    return tokens, scaled[np.arange(len(tokens)), tokens].astype("float64") - np.log(total)
+        token = min(int(sums.searchsorted(uniform * total, side="right")), len(logits) - 1)
+    return token, float(scaled[token].astype("float64") - np.log(total))
 
 
 def _softmax(logits: np.ndarray, temperature: float) -> np.ndarray:
     wide = logits.astype("float64")
-    with np.errstate(over="ignore"):  # at a temperature of almost 0 all but the likeliest have none
+    with np.errstate(over="ignore"):  # at a temperature of almost 0 all but the first probability are 0
         exponents = np.exp((wide - wide.max()) / temperature)
     return exponents / exponents.sum()
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Log-softmax over the last dim, in float64."""
+    """Log-softmax over the last dim, in float64, so that sums over many tokens stay exact."""
     wide = logits.astype("float64")
     wide -= wide.max(-1, keepdims=True)
     return wide - np.log(np.exp(wide).sum(-1, keepdims=True))

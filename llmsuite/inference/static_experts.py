@@ -1,4 +1,4 @@
-"""Routed experts in a static program, where the number of rows of an expert is not known before it runs."""
+"""Routed experts in a static program, which is built before the number of tokens of each expert is known."""
 
 from __future__ import annotations
 
@@ -7,44 +7,47 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 
-from llmsuite.errors import UserError
-from llmsuite.models.exact import named_kind
-from llmsuite.models.experts import Experts, Stacked, check_experts
-from llmsuite.typing import Tensor
+from llmsuite.base.errors import UserError
+from llmsuite.base.typing import Tensor
+from llmsuite.models.exact import describe_module
+from llmsuite.models.experts import Experts, GroupedLinear, TokenDispatcher, check_experts
+from llmsuite.models.quantised import GroupedMatrix
 
 
 def make_static(model: Any) -> None:
-    """Replace the forward of a model's experts by the form below, for good. Raises UserError for experts whose code is
-    not llmsuite's."""
+    """Give the experts of a model that have all experts here the dispatcher below. Raises UserError for experts whose
+    code is not llmsuite's."""
     for name, module in model.named_sublayers():
-        if isinstance(module, Experts) and "forward" not in module.__dict__:
+        if isinstance(module, Experts) and not isinstance(module.dispatcher, StaticDispatcher):
             check_static(name, module)
-            module.__dict__["forward"] = StaticExperts(module).forward
+            module.dispatcher = StaticDispatcher()
 
 
 def check_static(name: str, module: Experts) -> None:
-    """Raise UserError for experts that `StaticExperts` cannot take the place of: it calls none of their methods."""
+    """Check that `StaticDispatcher` computes what experts do. Raises UserError if they override methods, because it
+    calls none of them."""
     check_experts(name, module, "a program")
     stacks = (module.gate_proj, module.up_proj, module.down_proj)
-    if type(module).rows is not Experts.rows or any(type(stack) is not Stacked for stack in stacks):
+    if type(module).rows is not Experts.rows or any(type(stack) is not GroupedLinear for stack in stacks):
         raise UserError(
-            f"a program: {named_kind(name, module)} computes its rows in a way of its own, and a program has gated "
-            "MLPs of plain matrices only"
+            f"a program: {describe_module(name, module)} computes its rows in a way of its own, and a program has "
+            "gated MLPs of plain matrices only"
         )
 
 
-class StaticExperts:
-    """`llmsuite.models.experts.Experts` for a program: rows are sorted by expert, and each expert takes a slice."""
+class StaticDispatcher(TokenDispatcher):
+    """Dispatcher of a program: rows are sorted by expert, and each expert computes a slice."""
 
-    def __init__(self, experts: Experts, first: int | None = None):
-        """`first`: where other ranks have the other experts, the number of the first one here; rows of the others give
-        zeros."""
-        self._experts, self._first = experts, first
+    def __init__(self, first: int | None = None):
+        """`first` is, with expert parallelism, the number of the first expert of this rank; rows of other experts give
+        zeros. None where all experts are here."""
+        self._first = first
 
-    def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+    def run(self, experts: Experts, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [B, L, D], and weights and numbers of the experts of each token [B, L, k], to [B, L, D]."""
-        gate = self._experts.gate_proj.weight
-        num_experts, num_chosen = gate.shape[0], chosen.shape[-1]
+        gate = experts.gate_proj.weight
+        num_experts = gate.shape[0]
+        num_chosen = chosen.shape[-1]
         flat = chosen.flatten()
         num_slots = num_experts
         if self._first is not None:
@@ -54,26 +57,33 @@ class StaticExperts:
         order = paddle.argsort(flat, stable=True)
         rows = x.flatten(0, 1).index_select(order // num_chosen, 0)
         counts = F.one_hot(flat, num_slots).sum(0).astype("int64")
-        found = self._stored(rows, counts) if hasattr(gate, "grouped_product") else self._by_expert(rows, counts)
+        found = (
+            _grouped(experts, rows, counts)
+            if isinstance(gate, GroupedMatrix)
+            else self._by_expert(experts, rows, counts)
+        )
         back = found.index_select(paddle.argsort(order), 0)
         scaled = back.reshape([-1, num_chosen, x.shape[-1]]) * weights.flatten(0, 1).astype(x.dtype).unsqueeze(-1)
         return scaled.sum(1).reshape(paddle.shape(x))
 
-    def _stored(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Rows [N, D], so many `counts` for each expert, through stored experts, by one operation a stack."""
-        own = self._experts
-        inner = own.swiglu(*(of.weight.grouped_product(rows, counts) for of in (own.gate_proj, own.up_proj)))
-        return own.down_proj.weight.grouped_product(inner, counts)
-
-    def _by_expert(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """The same through other ones, an expert after the other."""
-        gate, up, down = (of.weight for of in (self._experts.gate_proj, self._experts.up_proj, self._experts.down_proj))
-        num_experts, ends, parts = gate.shape[0], counts.cumsum(), []
+    def _by_expert(self, experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+        """Rows [N, D], sorted by expert with `counts` rows of each, through unpacked experts, one after the other."""
+        gate, up, down = (of.weight for of in (experts.gate_proj, experts.up_proj, experts.down_proj))
+        num_experts = gate.shape[0]
+        ends = counts.cumsum()
+        parts = []
         for expert in range(num_experts):
             first = ends[expert - 1] if expert else paddle.zeros([], "int64")
             part = paddle.slice(rows, [0], [first], [ends[expert]])
-            inner = self._experts.swiglu(paddle.matmul(part, gate[expert]), paddle.matmul(part, up[expert]))
+            inner = experts.swiglu(paddle.matmul(part, gate[expert]), paddle.matmul(part, up[expert]))
             parts.append(paddle.matmul(inner, down[expert]))
         if self._first is not None:
             parts.append(paddle.zeros_like(paddle.slice(rows, [0], [ends[num_experts - 1]], [ends[num_experts]])))
         return paddle.concat(parts)
+
+
+def _grouped(experts: Experts, rows: Tensor, counts: Tensor) -> Tensor:
+    """Rows [N, D], sorted by expert with `counts` rows of each, through packed experts: one operation for each
+    stack."""
+    inner = experts.swiglu(*(of.weight.grouped_product(rows, counts) for of in (experts.gate_proj, experts.up_proj)))
+    return experts.down_proj.weight.grouped_product(inner, counts)

@@ -1,20 +1,22 @@
-"""Generation without a cache, to check the one with it."""
+"""Generation without a KV cache, as a reference for generation with one."""
 
 from __future__ import annotations
 
 import numpy as np
 import paddle
 
-from llmsuite.errors import UserError
-from llmsuite.inference.decoder import Cache, Decoder
+from llmsuite.base.errors import UserError
+from llmsuite.inference.decoder import Cache, Decoder, DecoderTraits
 
 
-class Uncached:
-    """A decoder without a cache of keys and values: every pass reads the whole text again."""
+class UncachedDecoder:
+    """A decoder without a cache of keys and values: every pass reads the full text again."""
+
+    traits = DecoderTraits()
 
     def __init__(self, decoder: Decoder):
-        """Raises UserError for a model with interventions: it would not know where the prompt ends."""
-        if getattr(decoder, "edited_ends", None) is not None:
+        """Wrap a decoder. Raises UserError for a model with interventions, which need to know where the prompt ends."""
+        if not decoder.traits.supports_chunked_prefill:
             raise UserError("--no_cache: the interventions (reft) of this model edit its prompts; leave it out")
         self._decoder = decoder
 
@@ -27,7 +29,7 @@ class Uncached:
         return self._decoder.vocab_size
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
-        """See `Decoder`."""
+        """Make one pass, see `Decoder.forward`; the cache [B, S, 1] has the token ids so far."""
         text = paddle.to_tensor(ids).unsqueeze(-1)
         if cache is not None:
             text = paddle.concat([cache[0], text], 1)

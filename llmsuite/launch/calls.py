@@ -1,8 +1,8 @@
 """A flight recorder: the last collective calls of a rank, in a file that the launcher can read while the rank hangs.
 
-Every rank of a group numbers its calls over it, so ranks that wait for each other can be compared: see
-`llmsuite.launch.hang`. Recording a call costs a few microseconds. Communication inside of Paddle's operators, such as
-the backward pass of tensor parallel layers, is not recorded.
+Every rank of a group numbers its calls in that group, so `llmsuite.launch.hang` can compare ranks that wait for each
+other. Recording a call costs a few microseconds. Communication inside of Paddle's operators, such as the backward pass
+of tensor parallel layers, is not recorded.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from llmsuite.files import os_errors
+from llmsuite.base.files import os_errors
 
 ENVIRONMENT = "LLMSUITE_CALLS"
 """Set by the launcher: the directory of the recordings, `N.calls` for rank N."""
-_NUM_SLOTS, _SLOT_BYTES = 1024, 256
-_HEADER, _SLOT, _ENDED = struct.Struct("<QQ"), struct.Struct("<dI"), struct.Struct("<d")
+_NUM_SLOTS = 1024
+_SLOT_BYTES = 256
+_HEADER = struct.Struct("<QQ")
+_SLOT = struct.Struct("<dI")
+_ENDED = struct.Struct("<d")
 _HEADER_BYTES = 64
 
 
@@ -56,7 +59,9 @@ class Call:
     """End in seconds since the epoch; 0 while the call is in progress."""
 
     def __str__(self) -> str:
-        ranks = ", ".join(map(str, self.ranks[:16])) + (" …" if len(self.ranks) > 16 else "")
+        ranks = ", ".join(map(str, self.ranks[:16]))
+        if len(self.ranks) > 16:
+            ranks += " …"
         call = " ".join(word for word in (self.what, self.shape, self.dtype) if word)
         return f"{call} (call {self.number} of ranks {ranks}; step {self.step}, {self.where})"
 
@@ -67,7 +72,7 @@ class CallLog:
     def __init__(self, path: Path):
         self._path = path
         with os_errors(path, "set TMPDIR to a disk that has room"), open(path, "w+b") as file:
-            # taken now: where there is no room for a page of a file with holes, writing to its memory is a SIGBUS
+            # allocated now: on a full disk a write to the mapped memory of a sparse file would be a SIGBUS
             os.posix_fallocate(file.fileno(), 0, _HEADER_BYTES + _NUM_SLOTS * _SLOT_BYTES)
             self._memory = mmap.mmap(file.fileno(), 0)
         self._groups: dict[Any, tuple[int, Any]] = {}
@@ -77,17 +82,17 @@ class CallLog:
         """Seconds spent in calls."""
 
     def step(self, number: int) -> None:
-        """Record that a training step begins."""
+        """Record the start of a training step."""
         self._step = number
         self._count_event()
 
     def begin(self, what: str, group: Any, ranks: Sequence[int] | None, shape: Sequence[Any], dtype: Any) -> int:
-        """Record that a call begins. Returns its number, for `end`.
+        """Record the start of a call. Returns its number, for `end`.
 
         Args:
             what: the operation.
             group: the same object for all calls of a group; None for all ranks.
-            ranks: of the group; needed if it is not a group of Paddle's.
+            ranks: of the group; required if it is not a group of Paddle's.
             shape: of the tensor; empty if it differs from rank to rank.
             dtype: of the tensor.
         """
@@ -117,7 +122,7 @@ class CallLog:
         return self._calls - 1
 
     def end(self, call: int) -> None:
-        """Record that a call has ended. May be called by another thread than the one that began it."""
+        """Record the end of a call. May be called by another thread than the one that started it."""
         if call >= self._calls - _NUM_SLOTS:  # otherwise its slot was reused
             _ENDED.pack_into(self._memory, _HEADER_BYTES + call % _NUM_SLOTS * _SLOT_BYTES, time.time())
         self._count_event()
@@ -128,9 +133,14 @@ class CallLog:
 
     def _register(self, group: Any, ranks: Sequence[int] | None) -> tuple[int, Any]:
         """Record a group that is used for the first time."""
-        kind = "mesh" if ranks is not None else "all" if group is None else str(group.id)
-        if ranks is None:
-            ranks = range(int(os.environ["PADDLE_TRAINERS_NUM"])) if group is None else group.ranks
+        if ranks is not None:
+            kind = "mesh"
+        elif group is None:
+            kind = "all"
+            ranks = range(int(os.environ["PADDLE_TRAINERS_NUM"]))
+        else:
+            kind = str(group.id)
+            ranks = group.ranks
         name = f"{kind} of {'-'.join(map(str, ranks))}"
         place = len(self._numbers)
         self._numbers.append(0)
@@ -145,20 +155,21 @@ _log: CallLog | None = None
 
 
 def start(*own_files: str) -> None:
-    """Start recording in a rank that a launcher has started, and print stacks when the launcher asks for them.
+    """Start recording in a rank that a launcher has started, and print stacks on the launcher's SIGUSR1.
 
     Args:
-        own_files: modules to skip when the place of a call is recorded: their callers are recorded instead.
+        own_files: modules to skip when the location of a call is recorded: their callers are recorded instead.
     """
     global _log
     _OWN.update(own_files)
-    if _log is None and (directory := os.environ.get(ENVIRONMENT)):
+    directory = os.environ.get(ENVIRONMENT)
+    if _log is None and directory:
         faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
         _log = CallLog(Path(directory) / f"{os.environ['PADDLE_TRAINER_ID']}.calls")
 
 
 def step(number: int) -> None:
-    """Record that a training step begins."""
+    """Record the start of a training step."""
     if _log is not None:
         _log.step(number)
 
@@ -168,13 +179,15 @@ def waited() -> float:
     return 0.0 if _log is None else _log.waited
 
 
-class Made:
+class RecordedCall:
     """A context manager: a call in progress. A call that raises stays in progress."""
 
     __slots__ = ("_began", "_call", "_log")
 
     def __init__(self, log: CallLog, call: int):
-        self._log, self._call, self._began = log, call, time.perf_counter()
+        self._log = log
+        self._call = call
+        self._began = time.perf_counter()
 
     def __enter__(self) -> None:
         pass
@@ -187,7 +200,7 @@ class Made:
             self.end()
 
     def end(self) -> None:
-        """End a call that another thread makes while this one goes on."""
+        """Record the end of a call that another thread makes while this one continues."""
         self._log.end(self._call)
 
 
@@ -199,7 +212,9 @@ class _Nothing(contextlib.nullcontext[None]):
 _NOTHING = _Nothing()
 
 
-def made(what: str, tensor: Any, group: Any, ranks: Sequence[int] | None = None, same: bool = True) -> Made | _Nothing:
+def recorded(
+    what: str, tensor: Any, group: Any, ranks: Sequence[int] | None = None, same: bool = True
+) -> RecordedCall | _Nothing:
     """Record the call that the block makes.
 
     Args:
@@ -207,11 +222,11 @@ def made(what: str, tensor: Any, group: Any, ranks: Sequence[int] | None = None,
         tensor: the tensor that is sent or received.
         group: None for all ranks.
         ranks: of the group, if it is not a group of Paddle's.
-        same: whether the tensors of all ranks have the same shape.
+        same: the tensors of all ranks have the same shape.
     """
     if _log is None:
         return _NOTHING
-    return Made(_log, _log.begin(what, group, ranks, tensor.shape if same else (), tensor.dtype))
+    return RecordedCall(_log, _log.begin(what, group, ranks, tensor.shape if same else (), tensor.dtype))
 
 
 # the launcher's side
@@ -232,7 +247,7 @@ def read(path: Path) -> list[Call]:
     try:
         data = path.read_bytes()
         groups = [json.loads(line) for line in path.with_suffix(".groups").read_text().splitlines()]
-    except OSError:  # it has made no call
+    except OSError:  # the rank has made no call
         return []
     found = []
     for at in range(_HEADER_BYTES, len(data) - _SLOT_BYTES + 1, _SLOT_BYTES):

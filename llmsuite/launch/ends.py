@@ -1,4 +1,4 @@
-"""How the ranks of a machine, and with them a run, can end."""
+"""Exit codes and exit reasons of the ranks of a machine, and with them of a run."""
 
 from __future__ import annotations
 
@@ -12,21 +12,26 @@ INTERRUPTED = 130
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """How the ranks of a machine ended."""
+    """The end of the ranks of a machine. Its fields are the keys of a message between launchers."""
 
     code: int
     """Exit code of the run."""
     why: str
-    """The reason in words; empty when all is well."""
+    """The reason in words; empty after success."""
     killed: bool = False
-    """Whether a rank was killed or the machine is gone: then that is why the others fail."""
+    """True where a rank was killed or the machine was lost: then that is why the others fail."""
     of_machine: bool = False
-    """Whether the machine is gone, as far as another one can tell."""
+    """True where the machine was lost, as far as another one can see."""
 
 
-def end_from(said: object) -> End | None:
-    """The end that another launcher tells of; None for anything else."""
+def parse_end(message: object) -> End | None:
+    """The end that another launcher has reported; None for anything else."""
     try:
-        return End(int(said["code"]), str(said["why"]), bool(said["killed"]), bool(said["of_machine"]))  # type: ignore[index]
+        return End(
+            int(message["code"]),  # type: ignore[index]
+            str(message["why"]),  # type: ignore[index]
+            bool(message["killed"]),  # type: ignore[index]
+            bool(message["of_machine"]),  # type: ignore[index]
+        )
     except (TypeError, KeyError, ValueError):
         return None

@@ -14,10 +14,10 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from llmsuite.files import os_errors
+from llmsuite.base.files import os_errors
+from llmsuite.base.safe_files import is_file
 from llmsuite.launch.calls import Call, progress, read
 from llmsuite.launch.ranks import Rank
-from llmsuite.regular import is_file
 
 STALLED = 3
 """Exit code of a run that hangs."""
@@ -28,8 +28,8 @@ _LOOK_SECONDS = 0.05
 _MESSAGES = ("send", "receive")
 
 
-class Watch:
-    """Watches the ranks of this machine for a hang."""
+class HangDetector:
+    """Detects a hang of the ranks of this machine, from their recorded events."""
 
     def __init__(self, directory: Path, ranks: Sequence[int], seconds: float | None):
         """
@@ -39,17 +39,20 @@ class Watch:
             seconds: a run hangs when nothing has happened in any rank for this long; three times as long until every
                 rank is in its second step, since loading and compiling take time. None for never.
         """
-        self._directory, self._ranks, self._seconds = directory, list(ranks), seconds
+        self._directory = directory
+        self._ranks = list(ranks)
+        self._seconds = seconds
         self._seen: list[tuple[int, int]] = []
         self._since = time.monotonic()
 
-    def stalled(self) -> bool:
-        """Whether the run hangs. To be called often."""
+    def is_stalled(self) -> bool:
+        """True when the run hangs. To be called often."""
         if self._seconds is None:
             return False
         now = [progress(self._directory / f"{rank}.calls") for rank in self._ranks]
         if now != self._seen or not any(events for events, _ in now):
-            self._seen, self._since = now, time.monotonic()
+            self._seen = now
+            self._since = time.monotonic()
             return False
         return time.monotonic() - self._since > self.limit
 
@@ -65,11 +68,11 @@ class Watch:
 
     @property
     def step(self) -> int:
-        """The training step that the ranks here are in, the furthest; 0 before the first."""
+        """The highest training step that the ranks here are in; 0 before the first."""
         return max(progress(self._directory / f"{rank}.calls")[1] for rank in self._ranks)
 
-    def begun(self, rank: int) -> bool:
-        """Whether a rank is recording; then it prints its stacks when asked to."""
+    def is_recording(self, rank: int) -> bool:
+        """True where a rank is recording; then it prints its stacks on SIGUSR1."""
         return progress(self._directory / f"{rank}.calls") != (0, 0)
 
 
@@ -100,7 +103,7 @@ def _kind(call: Call) -> tuple[str, ...]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Missing:
+class MissingCall:
     """A call that a rank has not reached, while others wait in it."""
 
     rank: int
@@ -108,21 +111,26 @@ class Missing:
     call: Call
 
 
-def missing(calls: Mapping[int, Sequence[Call]]) -> list[Missing]:
+def missing(calls: Mapping[int, Sequence[Call]]) -> list[MissingCall]:
     """The calls that ranks wait in and others have not reached; for each rank at most the earliest one."""
-    reached = {rank: {call.group: call.number for call in made} for rank, made in calls.items()}
-    waits = {rank: call for rank, made in calls.items() if (call := _waits_in(made)) is not None}
-    found: dict[int, Missing] = {}
+    reached = {}
+    waits = {}
+    for rank, made in calls.items():
+        reached[rank] = {call.group: call.number for call in made}
+        call = _pending_call(made)
+        if call is not None:
+            waits[rank] = call
+    found: dict[int, MissingCall] = {}
     for _, call in sorted(waits.items(), key=lambda item: item[1].began):
         for rank in call.ranks:
             if rank in calls and reached[rank].get(call.group, 0) < call.number and rank not in found:
                 waiting = tuple(r for r, c in waits.items() if (c.group, c.number) == (call.group, call.number))
-                found[rank] = Missing(rank, waiting, call)
+                found[rank] = MissingCall(rank, waiting, call)
     return sorted(found.values(), key=lambda m: m.rank)
 
 
 def left_early(calls: Mapping[int, Sequence[Call]], ended: Sequence[int]) -> Iterator[str]:
-    """Ranks that have ended as if all was done, and the call of others that they never made.
+    """Ranks that have ended with exit code 0, and the call of others that they never made.
 
     Args:
         calls: the last calls of each known rank.
@@ -136,7 +144,7 @@ def left_early(calls: Mapping[int, Sequence[Call]], ended: Sequence[int]) -> Ite
             yield f"rank {rank} has left with exit code 0 before {call}, which the others have made"
 
 
-def _waits_in(made: Sequence[Call]) -> Call | None:
+def _pending_call(made: Sequence[Call]) -> Call | None:
     """The call a rank waits in. Sends do not count: other threads make them."""
     return next((call for call in reversed(made) if not call.ended and call.what != "send"), None)
 
@@ -153,7 +161,7 @@ def explain(calls: Mapping[int, Sequence[Call]], now: float) -> tuple[list[str],
     """
     lines = []
     for rank, made in sorted(calls.items()):
-        inside = _waits_in(made)
+        inside = _pending_call(made)
         if inside is not None:
             lines.append(f"rank {rank}: has waited for {now - inside.began:.1f} s in {inside}")
         elif made:
@@ -161,12 +169,13 @@ def explain(calls: Mapping[int, Sequence[Call]], now: float) -> tuple[list[str],
             lines.append(f"rank {rank}: is in no recorded call; its last call ended {last}")
         else:
             lines.append(f"rank {rank}: has made no call yet")
-    differing, absent = list(differences(calls)), missing(calls)
-    culprits = [m for m in absent if _waits_in(calls[m.rank]) is None]
-    lines += [f"first difference: {text}" for text in differing[:1]]
+    differing_sections = list(differences(calls))
+    absent = missing(calls)
+    culprits = [m for m in absent if _pending_call(calls[m.rank]) is None]
+    lines += [f"first difference: {text}" for text in differing_sections[:1]]
     for m in culprits:
         lines.append(f"rank {m.rank} has not reached {m.call}, in which {_name(m.waiting)} {_waits(m.waiting)}")
-    if absent and not culprits and not differing:
+    if absent and not culprits and not differing_sections:
         lines.append("ranks wait for each other; one has skipped a call, or makes its calls in another order:")
         lines += [
             f"  rank {m.rank} has not reached the call that {_name(m.waiting)} {_waits(m.waiting)} in" for m in absent
@@ -174,12 +183,13 @@ def explain(calls: Mapping[int, Sequence[Call]], now: float) -> tuple[list[str],
     known = set(calls)
     unknown = sorted({rank for made in calls.values() for call in made for rank in call.ranks} - known)
     if unknown:
-        lines.append(f"nothing is known here of {_name(unknown)}")
+        lines.append(f"no calls are recorded here for {_name(unknown)}")
     return lines, [m.rank for m in culprits] or sorted(calls)
 
 
 def _name(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    noun = "rank" if len(ranks) == 1 else "ranks"
+    return f"{noun} {', '.join(map(str, ranks))}"
 
 
 def _makes(ranks: Sequence[int]) -> str:
@@ -214,18 +224,18 @@ def stacks(processes: Mapping[int, Rank], log_dir: Path) -> dict[int, str]:
 
 
 def write_calls(calls: Mapping[int, Sequence[Call]], log_dir: Path) -> None:
-    """Write the last calls of each rank beside its log. Raises UserError when they cannot be written."""
+    """Write the last calls of each rank next to its log. Raises UserError when they cannot be written."""
     for rank, made in calls.items():
         text = "".join(json.dumps(dataclasses.asdict(call)) + "\n" for call in made)
         path = log_dir / f"calls.{rank}.jsonl"
         unfinished = path.with_suffix(".part")
         with os_errors(path, "the last calls of ranks are not all there"):
             unfinished.write_text(text)
-            unfinished.replace(path)  # other machines read it as soon as it is there
+            unfinished.replace(path)  # atomic: other machines read it as soon as it exists
 
 
 def forget_calls(rank: int, log_dir: Path) -> None:
-    """Remove what `write_calls` has written of a rank that begins again: a second stall may come soon."""
+    """Remove the file of `write_calls` for a rank that is started again: a second stall may come soon."""
     with contextlib.suppress(OSError):
         (log_dir / f"calls.{rank}.jsonl").unlink()
 

@@ -1,4 +1,4 @@
-"""Whether this process belongs to llmsuite, so that it may be ended at any moment, as a second Ctrl-C asks for."""
+"""Marks a process that belongs to llmsuite, and so may be ended at any moment, as a second Ctrl-C requests."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ _owned = False
 
 
 def own_process() -> None:
-    """Say that this process is a command of llmsuite's, or a rank; a notebook, or a program that calls it, is not."""
+    """Mark this process as a command of llmsuite's, or a rank; a notebook, or a program that calls it, is not one."""
     global _owned
     _owned = True
 
 
 def is_owned() -> bool:
-    """Whether that was said, in this process or in the one that it is a fork of."""
+    """True where `own_process` was called, in this process or in the one that it is a fork of."""
     return _owned

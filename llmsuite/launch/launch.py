@@ -20,33 +20,33 @@ from pathlib import Path
 from types import FrameType
 from typing import TextIO
 
-from llmsuite.errors import UserError
-from llmsuite.files import os_errors
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import os_errors
+from llmsuite.base.locks import scratch_directory
 from llmsuite.launch import hang
 from llmsuite.launch.calls import ENVIRONMENT as CALLS
 from llmsuite.launch.ends import INTERRUPTED, REFUSED, End
 from llmsuite.launch.machines import Machines
-from llmsuite.launch.output import Room
+from llmsuite.launch.output import DiskSpaceMonitor
 from llmsuite.launch.ranks import GRACE_SECONDS, Rank, Work, is_repeated, start_rank, stop, stop_signals, wait
 from llmsuite.launch.restarts import ENVIRONMENT as RESTART
 from llmsuite.launch.restarts import Restarts
-from llmsuite.launch.stopped import Stopped
-from llmsuite.locks import scratch_directory
+from llmsuite.launch.stopped import StoppedRanks
 
 _POLL_SECONDS = 0.1
 _TAIL_LINES = 40
-_MOST_EXPLAINED = 4
+_MAX_EXPLAINED = 4
 _MACHINES_SECONDS = 60.0
 _SETTLE_SECONDS = 1.0
 
 
 def is_worker() -> bool:
-    """Whether this process is one of several ranks that a launcher has started."""
+    """True where this process is one of several ranks that a launcher has started."""
     return "PADDLE_TRAINER_ID" in os.environ
 
 
 def is_worker_of_others() -> bool:
-    """Whether another launcher than this one has started this process as one of several ranks."""
+    """True where another launcher than this one has started this process as one of several ranks."""
     return is_worker() and CALLS not in os.environ
 
 
@@ -60,17 +60,17 @@ def launch(
     stall_seconds: float | None = None,
     restarts: Restarts | None = None,
 ) -> int:
-    """Run some work once per rank and wait; again, from where it can be resumed, when ranks are lost.
+    """Run some work once per rank and wait; restart it from the last checkpoint when ranks are lost.
 
     Args:
-        work: what each rank does; `Machines.seats` knows what it does where the run goes on with fewer machines.
+        work: of each rank; where the run continues with fewer machines, `Machines.membership` has the work.
         num_ranks: processes to start on this machine.
         log_dir: directory for `workerlog.N`, the output of rank N.
-        environment: variables of a rank, by its number on this machine; they win over those that the user has set.
+        environment: variables of a rank, by its number on this machine; they override those that the user has set.
         write: receives the output of this machine's first rank, as it comes, and the end of the log of failed ranks.
         machines: all machines of the run; None for this one alone.
-        stall_seconds: end the run when nothing has happened in any rank here for this long; see `hang.Watch`.
-        restarts: decides whether ranks that were lost are started again; None for never.
+        stall_seconds: end the run when nothing has happened in any rank here for this long; see `hang.HangDetector`.
+        restarts: the restart policy; None for no restarts.
 
     Returns:
         0 when every rank succeeded, `hang.STALLED` when the run hung, else the exit code of the first rank that failed.
@@ -80,11 +80,13 @@ def launch(
     """
     with os_errors(log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
-    machines, restarts = machines or Machines(), restarts or Restarts()
-    job, lost = _Job(work, num_ranks, log_dir, environment, write, stall_seconds), None
+    machines = machines or Machines()
+    restarts = restarts or Restarts()
+    job = _Job(work, num_ranks, log_dir, environment, write, stall_seconds)
+    lost = None
     while True:
         try:
-            endpoints = machines.meet(num_ranks)
+            endpoints = machines.connect(num_ranks)
         except UserError as error:
             if lost is None:
                 raise
@@ -96,22 +98,23 @@ def launch(
             decision = restarts.after(end, step, machines.restarts)
             if interrupted:
                 return end.code
-            if restarts.most:
+            if restarts.max_restarts:
                 decision = machines.agree(decision)
         finally:
             machines.close()
-        if decision.said:
-            write(f"{decision.said}\n")
+        if decision.message:
+            write(f"{decision.message}\n")
         if decision.end is not None:
             return decision.end.code
-        lost, machines.restarts = end, decision.count
+        lost = end
+        machines.restarts = decision.count
         if machines.index == 0:
             restarts.note(decision)
 
 
 @dataclasses.dataclass(frozen=True)
 class _Job:
-    """What the ranks of this machine do, and what their launcher needs for it; see `launch`."""
+    """The work of the ranks of this machine, with the other arguments of `launch`."""
 
     work: Work
     num_ranks: int
@@ -122,27 +125,33 @@ class _Job:
 
 
 def _resized(job: _Job, machines: Machines) -> _Job:
-    """The job of the machines that have met; says which they are, when some were lost."""
-    seats = machines.seats
-    if said := seats.said(machines.numbers) or (f"machine {machines.number} is a spare" if machines.index < 0 else ""):
-        job.write(f"{said}\n")
-    return job if machines.count == seats.nnodes else dataclasses.replace(job, work=seats.work(machines.count))
+    """The job for the machines that have connected; prints which they are, when some were lost."""
+    membership = machines.membership
+    line = membership.describe(machines.numbers)
+    if not line and machines.index < 0:
+        line = f"machine {machines.number} is a spare"
+    if line:
+        job.write(f"{line}\n")
+    if machines.count == membership.nnodes:
+        return job
+    return dataclasses.replace(job, work=membership.work(machines.count))
 
 
 def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupted: list[int]) -> tuple[End, int]:
     """Start the ranks of this machine and wait for the end of all ranks of the run.
 
     Args:
-        job: see there.
-        machines: which have met.
-        endpoints: what `Machines.meet` has returned.
-        interrupted: receives the signals by which somebody stops the run.
+        job: the work and its settings.
+        machines: connected.
+        endpoints: as returned by `Machines.connect`.
+        interrupted: receives the signals that stop the run.
 
     Returns:
-        How they ended, and the training step that those of this machine were in.
+        The end of the ranks, and the training step that those of this machine were in.
     """
     store, *endpoints = endpoints
-    first, log_dir = machines.index * job.num_ranks, job.log_dir
+    first = machines.index * job.num_ranks
+    log_dir = job.log_dir
     ranks: list[Rank] = []
     scratch = contextlib.ExitStack()
     with os_errors(Path(tempfile.gettempdir()), "set TMPDIR to a disk that has room"):
@@ -150,12 +159,12 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
 
     def forward(number: int, frame: FrameType | None) -> None:
         interrupted.append(number)
-        if not is_repeated(interrupted):  # else `_watch` ends them at once
+        if not is_repeated(interrupted):  # else `_watch` ends them immediately
             for process in ranks:
                 process.send_signal(number)
 
     previous = {number: signal.signal(number, forward) for number in stop_signals()}
-    watch = hang.Watch(calls, range(first, first + job.num_ranks), job.stall_seconds)
+    watch = hang.HangDetector(calls, range(first, first + job.num_ranks), job.stall_seconds)
     gc.freeze()  # a collection in a fork would write to every object, and so copy the memory it shares with this one
     try:
         if machines.index < 0:
@@ -179,12 +188,12 @@ def _run_once(job: _Job, machines: Machines, endpoints: Sequence[str], interrupt
             path = log_dir / f"workerlog.{rank}"
             with os_errors(path):
                 log = open(path, "ab" if machines.restarts else "wb")  # noqa: SIM115
-            if local == 0:  # before the rank begins: whoever finds the logs may delete them
+            if local == 0:  # opened before the rank starts: a user may delete the logs
                 first_log = scratch.enter_context(open(path, encoding="utf-8", errors="replace"))  # noqa: SIM115
-                first_log.seek(0, os.SEEK_END)  # behind what ranks before these have said
+                first_log.seek(0, os.SEEK_END)  # after the output of earlier ranks
             with log:
                 ranks.append(start_rank(job.work, variables, log, machines.close))
-        for number in interrupted[:1]:  # which those did not get that were not there yet
+        for number in interrupted[:1]:  # a signal that arrived before the ranks were started
             for process in ranks:
                 process.send_signal(number)
         end = _watch(ranks, first, log_dir, first_log, interrupted, job.write, machines, watch)
@@ -206,28 +215,35 @@ def _watch(
     interrupted: Sequence[int],
     write: Callable[[str], None],
     machines: Machines,
-    watch: hang.Watch,
+    watch: hang.HangDetector,
 ) -> End:
-    """Wait for the end; `first_log` is the one of the first rank, behind what was there before."""
-    stopped, is_settled, room = Stopped(ranks, first), False, Room(log_dir, write)
+    """Wait for the end of the run; `first_log` is the log of the first rank, at its present end."""
+    stopped = StoppedRanks(ranks, first)
+    is_settled = False
+    disk = DiskSpaceMonitor(log_dir, write)
     while True:
+        text = first_log.read()  # before the exit codes: see below
         codes = [process.poll() for process in ranks]
         elsewhere = machines.poll()
-        write(first_log.read())
-        room.look()
+        # A rank that has no handlers yet ends by the signal itself; the others may print that it is gone, which is no
+        # fault. They print it after its end, so its exit code is known when their text is read.
+        if _is_any_ended_by(interrupted, codes):
+            return End(INTERRUPTED, "was interrupted")
+        write(text)
+        disk.check()
         if interrupted:
-            stopped.go_on(write)
-            if stopped.stay or is_repeated(interrupted):
+            stopped.resume(write)
+            if stopped.stay_stopped or is_repeated(interrupted):
                 return End(INTERRUPTED, "was interrupted")
-        failed = _by_cause(codes)
+        failed = _order_by_cause(codes)
         code = (codes[failed[0]] or 0) if failed else 0
-        if INTERRUPTED in (code, elsewhere.code if elsewhere else 0) or (code and -code in interrupted):
+        if INTERRUPTED in (code, elsewhere.code if elsewhere else 0):
             wait(ranks, GRACE_SECONDS)  # the others are ending too; the first rank prints last
             write(first_log.read())
             return End(INTERRUPTED, "was interrupted")
         if code > 0 and elsewhere is None:
-            elsewhere = _await_news(machines)
-        if watch.stalled() or (elsewhere is not None and elsewhere.code == hang.STALLED):
+            elsewhere = _wait_for_remote_end(machines)
+        if watch.is_stalled() or (elsewhere is not None and elsewhere.code == hang.STALLED):
             write(first_log.read())
             return _explain_stall(ranks, first, log_dir, write, machines, watch)
         if elsewhere is not None and (elsewhere.killed or not code):
@@ -240,7 +256,7 @@ def _watch(
         if code:
             write(first_log.read())
             alike = {local: c for local in failed if (c := codes[local] or 0) * code > 0}
-            if code == REFUSED:  # it has said why; the others fail because it is gone
+            if code == REFUSED:  # it has printed the reason; the others fail because it ended
                 alike = {local: c for local, c in alike.items() if c == REFUSED}
             end = _explain(first, alike, log_dir, write, machines)
             for text in hang.left_early(watch.calls(), [first + i for i, c in enumerate(codes) if c == 0]):
@@ -253,9 +269,14 @@ def _watch(
         time.sleep(_POLL_SECONDS)
 
 
-def _by_cause(codes: Sequence[int | None]) -> list[int]:
+def _is_any_ended_by(signals: Sequence[int], codes: Sequence[int | None]) -> bool:
+    """True where one of these signals has ended a rank."""
+    return any(code is not None and -code in signals for code in codes)
+
+
+def _order_by_cause(codes: Sequence[int | None]) -> list[int]:
     """The ranks that failed, by their number here, the likely cause first: one that was killed, then one that refused;
-    the others fail because it is gone."""
+    the others fail because it ended."""
 
     def order(local: int) -> tuple[bool, bool]:
         code = codes[local] or 0
@@ -264,7 +285,7 @@ def _by_cause(codes: Sequence[int | None]) -> list[int]:
     return sorted((local for local, code in enumerate(codes) if code), key=order)
 
 
-def _await_news(machines: Machines) -> End | None:
+def _wait_for_remote_end(machines: Machines) -> End | None:
     """Give other machines a moment to report that a rank of theirs was killed."""
     deadline = time.monotonic() + (GRACE_SECONDS if machines.count > 1 else 0)
     while time.monotonic() < deadline:
@@ -287,7 +308,7 @@ def _wait_for_others(machines: Machines, write: Callable[[str], None]) -> End:
 
 
 def _wait_as_spare(machines: Machines, write: Callable[[str], None], interrupted: Sequence[int]) -> End:
-    """Wait on a machine that has no ranks: for the end of the run, or of a machine whose place it may take."""
+    """Wait on a machine that has no ranks: for the end of the run, or of a machine that it may replace."""
     while not machines.all_ended:
         if interrupted:
             return End(INTERRUPTED, "was interrupted")
@@ -310,22 +331,23 @@ def _explain(
         write: see `launch`.
         machines: of the run.
     """
-    first_said = _said(log_dir / f"workerlog.{first}")
-    where, reasons = f" on machine {machines.number}" if machines.count > 1 else "", []
-    for local, code in list(codes.items())[:_MOST_EXPLAINED]:
+    first_text = _log_text(log_dir / f"workerlog.{first}")
+    where = f" on machine {machines.number}" if machines.count > 1 else ""
+    reasons = []
+    for local, code in list(codes.items())[:_MAX_EXPLAINED]:
         log = log_dir / f"workerlog.{first + local}"
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        said = "\n".join(_said(log).splitlines()[-_TAIL_LINES:])
-        if said not in first_said:  # the output of the first rank is on the terminal already
-            write(f"{said}\n")
+        tail = "\n".join(_log_text(log).splitlines()[-_TAIL_LINES:])
+        if tail not in first_text:  # the output of the first rank is on the terminal already
+            write(f"{tail}\n")
         reasons.append(f"rank {first + local}{where} {how}; its log: {log}")
         write(f"{reasons[-1]}\n")
     code = next(iter(codes.values()))
     return End(code if code > 0 else 1, reasons[0], killed=code < 0)
 
 
-def _said(log: Path) -> str:
-    """What a rank has printed; nothing if somebody has deleted its log."""
+def _log_text(log: Path) -> str:
+    """The log of a rank; empty if it was deleted."""
     with contextlib.suppress(FileNotFoundError):
         return log.read_text(encoding="utf-8", errors="replace")
     return ""
@@ -337,21 +359,21 @@ def _explain_stall(
     log_dir: Path,
     write: Callable[[str], None],
     machines: Machines,
-    watch: hang.Watch,
+    watch: hang.HangDetector,
 ) -> End:
-    """Report which rank waits in which call, and for whom."""
+    """Report which rank waits in which collective call, and for which other ranks."""
     now = time.time()
     calls = watch.calls()
     try:
         hang.write_calls(calls, log_dir)
-    except UserError as error:  # what follows tells more
+    except UserError as error:  # not raised: the report that follows matters more
         write(f"{error}\n")
-    recording = {first + local: process for local, process in enumerate(ranks) if watch.begun(first + local)}
+    recording = {first + local: process for local, process in enumerate(ranks) if watch.is_recording(first + local)}
     found = hang.stacks(recording, log_dir)
     deadline = time.monotonic() + (GRACE_SECONDS if machines.count > 1 else 0)
     while len(calls) < machines.count * len(ranks) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-        machines.poll()  # so that the others know of this one
+        machines.poll()  # sends heartbeats: the others must not count this machine as lost
         calls = {**hang.read_written(log_dir, now - _MACHINES_SECONDS), **calls}
     why = f"nothing has happened for {watch.limit:.0f} s (launch.stall_seconds)"
     lines, suspects = hang.explain(calls, now)

@@ -1,7 +1,7 @@
-"""Connections between rank 0 and the first rank of every other machine, for what they agree on beside training.
+"""Connections between rank 0 and the first rank of every other machine, for decisions outside of training.
 
-They belong to no process group, so a thread may use them while training goes on. One that is lost ends what waits for
-it. Messages are JSON; who does not know the key of the run cannot connect.
+They belong to no process group, so a thread may use them while training continues. A lost connection raises an error
+where it is read. Messages are JSON; a process without the key of the run cannot connect.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 
 class Leaders:
@@ -27,21 +27,21 @@ class Leaders:
         return sorted(self._connections)
 
     def send(self, machine: int, message: Any) -> None:
-        """Send JSON data. Raises UserError when nobody is there any more."""
+        """Send JSON data. Raises UserError when the connection is lost."""
         try:
             self._connections[machine].send_bytes(json.dumps(message).encode())
         except OSError as error:
-            raise _gone(machine, error) from error
+            raise _lost_connection(machine, error) from error
 
     def receive(self, machine: int) -> Any:
-        """Wait for the next message. Raises UserError when nobody is there any more."""
+        """Wait for the next message. Raises UserError when the connection is lost."""
         try:
             return json.loads(self._connections[machine].recv_bytes())
         except (OSError, EOFError) as error:
-            raise _gone(machine, error) from error
+            raise _lost_connection(machine, error) from error
 
     def close(self) -> None:
-        """End the connections."""
+        """Close the connections."""
         for connection in self._connections.values():
             connection.close()
 
@@ -62,7 +62,7 @@ def accept(listener: Listener, num_others: int) -> Leaders:
             try:
                 connection = listener.accept()
                 connections[int(connection.recv_bytes())] = connection
-            except (AuthenticationError, OSError, EOFError):  # somebody else; a rank that is lost ends the run
+            except (AuthenticationError, OSError, EOFError):  # not a rank of this run: a rank that is lost ends the run
                 continue
     return Leaders(connections)
 
@@ -80,6 +80,6 @@ def connect(host: str, port: int, key: bytes, machine: int) -> Leaders:
     return Leaders({0: connection})
 
 
-def _gone(machine: int, error: BaseException) -> UserError:
+def _lost_connection(machine: int, error: BaseException) -> UserError:
     why = f": {error}" if str(error) else ""
-    return UserError(f"the first rank of machine {machine} is gone{why}")
+    return UserError(f"the first rank of machine {machine} is lost{why}")

@@ -1,4 +1,4 @@
-"""What a run prints goes to files, whose disk may be full, and to pipes and terminals that may go: that ends no run."""
+"""Output streams of a run. A full disk, a closed pipe or a closed terminal loses output, and does not end the run."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from llmsuite.shown import SECRETS, Shown, redacted
+from llmsuite.base.redaction import SECRETS, FilteredStream, redacted
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _GONE = (errno.EPIPE, errno.EIO)
-"""Nobody reads any more: `llmsuite run … | head`, a terminal that was closed."""
+"""The reader has closed its end: `llmsuite run … | head`, a terminal that was closed."""
 _LEAST_BYTES = 4096
 
 
-class Output(Shown):
-    """A stream of a run, without secrets. What finds no room is lost; it may be kept for the next time."""
+class Output(FilteredStream):
+    """A stream of a run, with secrets redacted. Text that does not fit on a full disk is lost, unless it is still
+    buffered when there is room again."""
 
     def write(self, text: str) -> int:
         try:
@@ -35,7 +36,8 @@ class Output(Shown):
             self._lose(error)
 
     def _lose(self, error: OSError) -> None:
-        """Raise what is no loss of output alone."""
+        """Ignore an error that only loses output, and raise any other. A closed reader is replaced by /dev/null, so
+        that later writes do not fail again."""
         if error.errno in _GONE:
             null = os.open(os.devnull, os.O_WRONLY)
             os.dup2(null, self.fileno())
@@ -45,25 +47,26 @@ class Output(Shown):
 
 
 def write_to(stdout: int, stderr: int) -> None:
-    """Let this process print to two descriptors, line by line."""
-    sys.stdout, sys.stderr = _output(stdout, SECRETS.hidden), _output(stderr, redacted)
+    """Redirect stdout and stderr of this process to two descriptors, line-buffered."""
+    sys.stdout = _output(stdout, SECRETS.redact)
+    sys.stderr = _output(stderr, redacted)
 
 
-def _output(descriptor: int, shown: Callable[[str], str], encoding: str = "utf-8") -> Output:
+def _output(descriptor: int, redact_text: Callable[[str], str], encoding: str = "utf-8") -> Output:
     return Output(
-        open(descriptor, "wb", closefd=False), shown, encoding=encoding, errors="replace", line_buffering=True
+        open(descriptor, "wb", closefd=False), redact_text, encoding=encoding, errors="replace", line_buffering=True
     )
 
 
 @contextlib.contextmanager
-def lasting_output() -> Iterator[None]:
-    """While active, this process goes on when nobody reads what it prints. Streams that somebody has put in place of
-    the standard ones are left alone."""
+def tolerant_output() -> Iterator[None]:
+    """While active, a closed stdout or stderr does not end this process. Streams that have replaced the standard ones,
+    as in a notebook, are left unchanged."""
     before = sys.stdout, sys.stderr
-    if all(isinstance(stream, Shown) for stream in before) or before == (sys.__stdout__, sys.__stderr__):
+    if all(isinstance(stream, FilteredStream) for stream in before) or before == (sys.__stdout__, sys.__stderr__):
         sys.stdout.flush()
         sys.stderr.flush()
-        sys.stdout = _output(1, SECRETS.hidden, sys.stdout.encoding)
+        sys.stdout = _output(1, SECRETS.redact, sys.stdout.encoding)
         sys.stderr = _output(2, redacted, sys.stderr.encoding)
     try:
         yield
@@ -72,15 +75,17 @@ def lasting_output() -> Iterator[None]:
         sys.stdout, sys.stderr = before
 
 
-class Room:
-    """The disk of the logs, seen from the launcher."""
+class DiskSpaceMonitor:
+    """Watches the disk of the logs, in the launcher."""
 
     def __init__(self, log_dir: Path, write: Callable[[str], None]):
-        self._log_dir, self._write, self._is_said = log_dir, write, False
+        self._log_dir = log_dir
+        self._write = write
+        self._is_reported = False
 
-    def look(self) -> None:
-        """Say it once when the disk is full: what ranks print, an error too, may not be in their logs then."""
-        with contextlib.suppress(FileNotFoundError):  # somebody has deleted the logs
-            if not self._is_said and shutil.disk_usage(self._log_dir).free < _LEAST_BYTES:
-                self._is_said = True
-                self._write(f"{self._log_dir}: its disk is full; what ranks print from here on may be lost\n")
+    def check(self) -> None:
+        """Report once that the disk is full: the output of ranks, errors included, may be missing in their logs."""
+        with contextlib.suppress(FileNotFoundError):  # the logs were deleted
+            if not self._is_reported and shutil.disk_usage(self._log_dir).free < _LEAST_BYTES:
+                self._is_reported = True
+                self._write(f"{self._log_dir}: its disk is full; output of ranks from here on may be lost\n")

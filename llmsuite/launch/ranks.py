@@ -25,7 +25,7 @@ GRACE_SECONDS = 5.0
 _POLL_SECONDS = 0.1
 _PR_SET_PDEATHSIG = 1
 Work = Sequence[str] | Callable[[], int]
-"""A command line; or a function that a fork calls and whose result is its exit code."""
+"""A command line; or a function that is called in a fork and returns its exit code."""
 
 
 class Rank(Protocol):
@@ -34,7 +34,7 @@ class Rank(Protocol):
     pid: int
 
     def poll(self) -> int | None:
-        """Its exit code, negative for a signal; None while it runs."""
+        """Return the exit code, negative for a signal; None while it runs."""
 
     def send_signal(self, sig: int) -> None:
         """Send it a signal, if it still runs."""
@@ -43,7 +43,7 @@ class Rank(Protocol):
         """Send it SIGKILL."""
 
     def wait(self, timeout: float) -> int:
-        """Its exit code. Raises subprocess.TimeoutExpired."""
+        """Return the exit code. Raises subprocess.TimeoutExpired."""
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
@@ -52,8 +52,8 @@ def stop_signals() -> tuple[signal.Signals, ...]:
 
 
 def is_repeated(numbers: Iterable[int]) -> bool:
-    """Whether these signals, in their order, ask to stop at once: a terminal that ends says so twice, by itself and by
-    its shell."""
+    """True where these signals, in their order, request an immediate stop: any second one but SIGHUP, which a terminal
+    that closes sends twice (itself and through its shell)."""
     _, *others = [*numbers] or [0]
     return any(number != signal.SIGHUP for number in others)
 
@@ -63,7 +63,8 @@ def _heeds_hang_up() -> bool:
 
 
 def can_fork() -> bool:
-    """Whether ranks may be forks of this process: a fork has only the thread that forks."""
+    """True where ranks may be forks of this process: it must have one thread, since a fork has only the one that
+    forks."""
     return sys.platform == "linux" and threading.active_count() == 1
 
 
@@ -71,10 +72,10 @@ def start_rank(work: Work, variables: Mapping[str, str], log: BinaryIO, close: C
     """Start a process in a session of its own: Ctrl-C in the terminal reaches it once, from the launcher.
 
     Args:
-        work: what it does.
+        work: of the rank.
         variables: its environment.
         log: receives its output.
-        close: closes what belongs to the launcher alone; called in a fork.
+        close: closes files of the launcher; called in a fork.
     """
     if callable(work):
         return _Fork(work, variables, log, close)
@@ -93,7 +94,7 @@ class _Fork:
             os.setsid()
             die_with_parent()
             own_process()
-            # until a run has handlers of its own: an exception would meet Paddle's C++, where it becomes another one
+            # until a run has its own handlers: a KeyboardInterrupt inside Paddle's C++ would become another exception
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             if _heeds_hang_up():
@@ -139,7 +140,7 @@ def die_with_parent() -> None:
 
 
 def stop(ranks: Sequence[Rank]) -> None:
-    """Kill the remaining ranks: they wait for one that is gone, so they would not end by themselves."""
+    """Kill the remaining ranks: they wait for one that has ended, so they would never end."""
     for process in ranks:
         if process.poll() is None:
             process.kill()
@@ -148,7 +149,7 @@ def stop(ranks: Sequence[Rank]) -> None:
 
 
 def wait(ranks: Sequence[Rank], seconds: float) -> None:
-    """Wait for the end of ranks, for some seconds at most."""
+    """Wait for the end of ranks, at most `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and any(process.poll() is None for process in ranks):
         time.sleep(_POLL_SECONDS)

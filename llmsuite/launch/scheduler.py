@@ -1,8 +1,8 @@
-"""What a scheduler tells the process that it starts on each machine: the machine's number, and where machine 0 is.
+"""Environment variables of cluster schedulers: the number of this machine, and the address of machine 0.
 
-With it one command line does for all machines. Schedulers say it in variables; those that are read here are documented
-by Open MPI (mpirun), Slurm (srun), Kubeflow's training operator (PaddleJob), Volcano (the plugins env and svc) and
-Kubernetes (a Job with completionMode Indexed). What a recipe or a command line says wins over all of them.
+With them the same command line works on all machines. The variables are documented by Open MPI (mpirun), Slurm (srun),
+Kubeflow's training operator (PaddleJob), Volcano (the plugins env and svc) and Kubernetes (a Job with completionMode
+Indexed). A recipe or a command line overrides all of them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import re
 import socket
 from collections.abc import Mapping
 
+from llmsuite.base.errors import UserError
 from llmsuite.devices.variables import number_in
-from llmsuite.errors import UserError
 
 DEFAULT_PORT = 29500
 """Port of machine 0 where a scheduler names the machine and no port."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class ScheduledMachine:
     """One machine among those that a scheduler has started a command on."""
 
     by: str
@@ -28,55 +28,56 @@ class Place:
     number: int
     """Number of this machine, from 0."""
     count: int | None = None
-    """Machines; None when the scheduler does not say."""
+    """Machines; None where the scheduler does not set it."""
     processes: int = 1
     """Processes that the scheduler has started on this machine."""
     master: str | None = None
-    """host:port of machine 0; None when the scheduler does not say."""
+    """host:port of machine 0; None where the scheduler does not set it."""
 
 
-def find_place(variables: Mapping[str, str]) -> Place | None:
-    """The place of this machine by the variables of a process; None when no scheduler gives it one."""
-    # Open MPI starts its daemons by the others, whose variables then describe the daemon
+def find_scheduled_machine(variables: Mapping[str, str]) -> ScheduledMachine | None:
+    """This machine as the variables of a process describe it; None where no scheduler has set them."""
+    # Open MPI is first: it starts its daemons through the other schedulers, whose variables then describe the daemon
     for read in (_open_mpi, _slurm, _paddle_job, _volcano, _indexed_job):
-        if (place := read(variables)) is not None:
-            if place.master is None and (host := variables.get("MASTER_ADDR")):
-                master = f"{host}:{variables.get('MASTER_PORT', DEFAULT_PORT)}"
-                return dataclasses.replace(place, master=master)
-            return place
+        place = read(variables)
+        if place is None:
+            continue
+        host = variables.get("MASTER_ADDR")
+        if place.master is None and host:
+            return dataclasses.replace(place, master=f"{host}:{variables.get('MASTER_PORT', DEFAULT_PORT)}")
+        return place
     return None
 
 
-def check_place(place: Place, num_machines: int, num_spares: int = 0) -> None:
-    """Raise UserError when a scheduler has started something else than one process on each machine of the run, those
-    that are spare too."""
+def check_scheduled_machine(place: ScheduledMachine, num_machines: int, num_spares: int = 0) -> None:
+    """Raise UserError unless a scheduler has started one process on each machine of the run, spares included."""
     own = "--launch.node_rank=0 if each is a run of its own"
     if place.processes > 1:
         raise UserError(
             f"launch.nnodes: {place.by} has started {place.processes} processes on this machine; start one, which "
-            f"starts the ranks of the machine: mpirun --map-by ppr:1:node, srun --ntasks-per-node=1; or say {own}"
+            f"starts the ranks of the machine: mpirun --map-by ppr:1:node, srun --ntasks-per-node=1; or set {own}"
         )
     if place.count is not None and place.count != num_machines + num_spares:
         spares = f" with {num_spares} spares (launch.spares)" if num_spares else ""
-        otherwise = f"say {own}" if num_machines == 1 else "number the machines yourself with --launch.node_rank"
+        otherwise = f"set {own}" if num_machines == 1 else "number the machines yourself with --launch.node_rank"
         raise UserError(
             f"launch.nnodes: is {num_machines}{spares}, and {place.by} has started this on {place.count} machines; set "
             f"--launch.nnodes={place.count - num_spares}, or {otherwise}"
         )
 
 
-def _open_mpi(variables: Mapping[str, str]) -> Place | None:
+def _open_mpi(variables: Mapping[str, str]) -> ScheduledMachine | None:
     if "OMPI_COMM_WORLD_RANK" not in variables:
         return None
     processes = number_in(variables, "OMPI_COMM_WORLD_LOCAL_SIZE", 1)
     # with one process on each machine ranks are machines
-    return Place(
+    return ScheduledMachine(
         "mpirun", number_in(variables, "OMPI_COMM_WORLD_RANK"), number_in(variables, "OMPI_COMM_WORLD_SIZE"), processes
     )
 
 
-def _slurm(variables: Mapping[str, str]) -> Place | None:
-    # SLURM_STEP_… are those of srun; a batch script has a SLURM_NODEID too, and runs on the first machine alone
+def _slurm(variables: Mapping[str, str]) -> ScheduledMachine | None:
+    # SLURM_STEP_… are set by srun; a batch script has a SLURM_NODEID too, and runs on the first machine only
     if "SLURM_STEP_NUM_NODES" not in variables or "SLURM_NODEID" not in variables:
         return None
     machine = number_in(variables, "SLURM_NODEID")
@@ -84,7 +85,7 @@ def _slurm(variables: Mapping[str, str]) -> Place | None:
     processes = of_machines[machine] if machine < len(of_machines) else 1
     names = variables.get("SLURM_STEP_NODELIST")
     master = f"{_first_name(names)}:{DEFAULT_PORT}" if names else None
-    return Place("Slurm", machine, number_in(variables, "SLURM_STEP_NUM_NODES"), processes, master)
+    return ScheduledMachine("Slurm", machine, number_in(variables, "SLURM_STEP_NUM_NODES"), processes, master)
 
 
 def _repeated(counts: str) -> list[int]:
@@ -94,36 +95,38 @@ def _repeated(counts: str) -> list[int]:
 
 
 def _first_name(names: str) -> str:
-    """The first of Slurm's names of machines, such as "gpu[07-09,12],login" for gpu07 and others."""
+    """The first name in Slurm's list of machines: gpu07 in "gpu[07-09,12],login"."""
     first = re.match(r"(?:\[[^\]]*\]|[^,\[])*", names)
     assert first is not None
     return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first.group())
 
 
-def _paddle_job(variables: Mapping[str, str]) -> Place | None:
+def _paddle_job(variables: Mapping[str, str]) -> ScheduledMachine | None:
     if not {"PADDLE_JOB_ID", "PADDLE_NNODES", "PADDLE_MASTER"} <= variables.keys():
         return None
-    if "POD_IP_DUMMY" in variables:  # the operator gives it to the first worker, who is told its own address
+    if "POD_IP_DUMMY" in variables:  # the operator sets it on the first worker, where PADDLE_MASTER is its own address
         number = 0
     else:
-        # the others have no number but that of their name, which is the name of their machine
+        # the others have a number only in their name, which is the name of their machine
         name = re.fullmatch(rf"{re.escape(variables['PADDLE_JOB_ID'])}-worker-(\d+)", socket.gethostname())
         if name is None:
             return None
         number = int(name.group(1))
-    return Place("PaddleJob", number, number_in(variables, "PADDLE_NNODES"), master=variables["PADDLE_MASTER"])
+    return ScheduledMachine(
+        "PaddleJob", number, number_in(variables, "PADDLE_NNODES"), master=variables["PADDLE_MASTER"]
+    )
 
 
-def _volcano(variables: Mapping[str, str]) -> Place | None:
+def _volcano(variables: Mapping[str, str]) -> ScheduledMachine | None:
     name = next((name for name in ("VC_TASK_INDEX", "VK_TASK_INDEX") if name in variables), None)
     hosts = [value for name, value in variables.items() if re.fullmatch(r"VC_\w+_HOSTS", name)]
     if name is None or len(hosts) > 1:  # each task of a job counts its own machines
         return None
     names = hosts[0].split(",") if hosts else []
     master = f"{names[0]}:{DEFAULT_PORT}" if names else None
-    return Place("Volcano", number_in(variables, name), len(names) or None, master=master)
+    return ScheduledMachine("Volcano", number_in(variables, name), len(names) or None, master=master)
 
 
-def _indexed_job(variables: Mapping[str, str]) -> Place | None:
+def _indexed_job(variables: Mapping[str, str]) -> ScheduledMachine | None:
     name = "JOB_COMPLETION_INDEX"
-    return Place("Kubernetes", number_in(variables, name)) if name in variables else None
+    return ScheduledMachine("Kubernetes", number_in(variables, name)) if name in variables else None

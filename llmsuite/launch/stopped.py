@@ -1,4 +1,4 @@
-"""Ranks that somebody has stopped, when their run is to end."""
+"""Ranks that were stopped by a signal (SIGSTOP), when their run is to end."""
 
 from __future__ import annotations
 
@@ -10,25 +10,30 @@ from pathlib import Path
 from llmsuite.launch.ranks import GRACE_SECONDS, Rank
 
 
-class Stopped:
-    """The ranks that somebody has stopped (SIGSTOP), when the run is to end: they would keep the others waiting."""
+class StoppedRanks:
+    """The ranks that were stopped (SIGSTOP), when the run is to end: they would keep the others waiting."""
 
     def __init__(self, ranks: Sequence[Rank], first: int):
-        self._ranks, self._first = ranks, first
+        self._ranks = ranks
+        self._first = first
         self._since: float | None = None
 
-    def go_on(self, write: Callable[[str], None]) -> None:
-        """Let them go on, once."""
-        if self._since is None and (found := self._found()):
-            self._since = time.monotonic()
-            names = ", ".join(str(self._first + local) for local in found)
-            write(f"stopped ranks are continued, so that the run can end: {names}\n")
-            for local in found:
-                self._ranks[local].send_signal(signal.SIGCONT)
+    def resume(self, write: Callable[[str], None]) -> None:
+        """Continue them by SIGCONT, the first time this is called while there are any."""
+        if self._since is not None:
+            return
+        found = self._found()
+        if not found:
+            return
+        self._since = time.monotonic()
+        names = ", ".join(str(self._first + local) for local in found)
+        write(f"stopped ranks are continued, so that the run can end: {names}\n")
+        for local in found:
+            self._ranks[local].send_signal(signal.SIGCONT)
 
     @property
-    def stay(self) -> bool:
-        """Whether they have not gone on since."""
+    def stay_stopped(self) -> bool:
+        """True where ranks are still stopped some time after `resume`."""
         return self._since is not None and time.monotonic() - self._since > GRACE_SECONDS and bool(self._found())
 
     def _found(self) -> list[int]:

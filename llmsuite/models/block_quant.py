@@ -37,18 +37,19 @@ INT4 = tuple(1 - code / 8 for code in range(16))
 LEVELS = {"nf4": NF4, "fp4": FP4, "int4": INT4}
 """The value of each code."""
 _STEPS = 127
-CODES, ABSMAX = "codes", "absmax"
-"""Names of the stored parts of a matrix, behind the name of its parameter."""
+CODES = "codes"
+ABSMAX = "absmax"
+"""Names of the stored parts of a matrix, appended to the name of its parameter."""
 
 
 def is_quantised_part(parameter: str) -> bool:
-    """Whether a parameter is the codes or the scales of a quantised matrix."""
+    """True if a parameter is the codes or the scales of a quantised matrix."""
     return parameter.endswith((f".{CODES}", f".{ABSMAX}"))
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """How a matrix [I, O] is stored: codes, and the scale of each block in float32, [I / block, O].
+    """Storage format of a matrix [I, O]: codes, and the scale of each block in float32, [I / block, O].
 
     A stack of matrices [E, I, O] is stored as stacks of their codes and scales.
     """
@@ -79,7 +80,8 @@ class BlockFormat:
 
     def in_matrix(self, part: str, index: Sequence[slice]) -> list[slice]:
         """The slice of the matrix or stack whose codes or scales are a slice of them."""
-        times, (*stack, inputs, outputs) = self.per_code if part == CODES else self.block, index
+        times = self.per_code if part == CODES else self.block
+        (*stack, inputs, outputs) = index
         return [*stack, slice(inputs.start * times, inputs.stop * times), outputs]
 
     def quantise(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -87,9 +89,10 @@ class BlockFormat:
         import numpy as np
 
         shapes = self.shapes(values.shape)
-        codes, absmax = np.empty(shapes[CODES], self.stored_dtype), np.empty(shapes[ABSMAX], "float32")
+        codes = np.empty(shapes[CODES], self.stored_dtype)
+        absmax = np.empty(shapes[ABSMAX], "float32")
         rows = self.block // self.per_code
-        for number in range(len(absmax)):  # one after the other, so that what is made on the way stays small
+        for number in range(len(absmax)):  # block by block, so that temporary arrays stay small
             block = values[number * self.block : (number + 1) * self.block].astype("float32", copy=False)
             absmax[number] = self.scales(block)
             scaled = block / np.where(absmax[number] != 0, absmax[number], np.float32(1))
@@ -127,7 +130,7 @@ class BlockFormat:
             return found.reshape(codes.shape)
         upper, lower = byte_levels(self.dtype)
         found = np.empty((codes.shape[0], 2, num_outputs), "float32")
-        for first in range(0, codes.shape[0], _ROWS):  # `take` wants wide numbers, eight times as many bytes
+        for first in range(0, codes.shape[0], _ROWS):  # `take` needs intp indices, eight times as many bytes
             wide = codes[first : first + _ROWS].astype("intp")
             upper.take(wide, out=found[first : first + _ROWS, 0], mode="clip")
             lower.take(wide, out=found[first : first + _ROWS, 1], mode="clip")
@@ -136,13 +139,13 @@ class BlockFormat:
         return found.reshape(-1, num_outputs)
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """A matrix or a stack as it is after it was stored, in float32."""
-        flat = values.reshape(-1, values.shape[-1])  # blocks do not reach from one matrix of a stack into the next
+        """A matrix or a stack quantised and dequantised again, in float32."""
+        flat = values.reshape(-1, values.shape[-1])  # no block spans two matrices of a stack
         return self.dequantise(*self.quantise(flat)).reshape(values.shape)
 
 
 _ROWS = 32
-"""Rows of codes that are looked up at once."""
+"""Rows of codes that are looked up in one call."""
 
 
 @functools.cache
@@ -159,5 +162,5 @@ def _thresholds(dtype: str) -> tuple[np.ndarray, np.ndarray]:
     """The codes in the order of their levels, and the middles between neighbours."""
     import numpy as np
 
-    ordered, order = np.unique(np.array(LEVELS[dtype]), return_index=True)  # of the two zeros of fp4 the first
+    ordered, order = np.unique(np.array(LEVELS[dtype]), return_index=True)  # fp4 has two zeros: the first one is used
     return order.astype("uint8"), ((ordered[1:] + ordered[:-1]) / 2).astype("float32")

@@ -1,38 +1,53 @@
-"""Building blocks of decoders, for one card: no degree, no rank, no mesh; and of a device only its `Ops`.
+"""Building blocks of decoders, for one card: they know no degree, rank or mesh, and of a device only its `Ops`.
 
 Shapes: B batch, L length, D hidden, H query heads, J key-value heads, K head size, V vocabulary.
 A cache is a pair of tensors for each layer. Its length S is their last dim but one with `Ops.heads_first`, else dim 1.
-It is replaced, not written in place (but see `CausalLM.decode_step`).
+Each pass returns a new cache and leaves the old one unchanged, except as `CausalLM.decode_step` says.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Protocol
 
 import paddle
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, is_first_choice, matmul, nll_and_entropy, step_mask
+from llmsuite.base.errors import UserError
+from llmsuite.base.typing import Tensor
+from llmsuite.devices.ops import Ops, matmul, step_mask
+from llmsuite.models.embedding import Embedding
+from llmsuite.models.exact import describe_module
 from llmsuite.models.head import head_of, is_tied
+from llmsuite.models.linear import Linear
+from llmsuite.models.logit_ops import LogitOps
 from llmsuite.models.rope import magnitude
 from llmsuite.models.rotation import rotation, rotation_at
-from llmsuite.typing import Tensor
 
 LayerCache = tuple[Tensor, Tensor]
+AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor | None, Any], tuple[Tensor, LayerCache]]
+"""Computes an attention as `Attention.forward` does, with its arguments. The cache may have spare positions, see
+`CausalLM.decode_step`."""
+GatedMLPKernel = Callable[[Tensor], Tensor]
+"""Computes a gated MLP as `GatedMLP.forward` does."""
 
 ZEROS = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0))
-"""Matrices start as zeros: `llmsuite.train.weights` or a checkpoint fills them."""
+"""Matrices start as zeros: `llmsuite.engine.weights` or a checkpoint fills them."""
 
 
 def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
-    """A matrix [inputs, outputs], and a bias if asked for."""
-    return nn.Linear(num_inputs, num_outputs, weight_attr=ZEROS, bias_attr=ZEROS if bias else False)
+    """A linear layer of zeros: a matrix [inputs, outputs], and with `bias` a bias [outputs]."""
+    return Linear(num_inputs, num_outputs, weight_attr=ZEROS, bias_attr=ZEROS if bias else False)
 
 
-def products(layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
-    """The outputs of linear layers of one input, as operands (`Ops.operand_matmul`) where they are for `then` alone.
-    Modules call it as their own `products`, where the engine puts others (`models.products`, `parallel.overlap`)."""
+def apply_linears(layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
+    """Outputs of linear layers that share the input x [..., I], [..., O] each.
+
+    A device with `Ops.rounded_output_matmul` may round them where only the linear layer `then` reads what is computed
+    from them. Modules call their own attribute `apply_linears`, which `models.linear_ops` and `parallel.overlap`
+    replace by faster forms.
+    """
     return [layer(x) for layer in layers]
 
 
@@ -41,14 +56,23 @@ class RMSNorm(nn.Layer):
 
     def __init__(self, size: int, eps: float, ops: Ops):
         super().__init__()
-        self.eps, self.norm = eps, ops.rms_norm
+        self.eps = eps
+        self.norm = ops.rms_norm
         self.weight = self.create_parameter([size], default_initializer=nn.initializer.Constant(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.norm(x, self.weight, self.eps)
 
 
-class Attention(nn.Layer):
+class WithCore:
+    """An attention whose core is a function of its own choice."""
+
+    core: Callable[..., Tensor]
+    """Computes the output of each head from its queries, keys and values: other ones than the device's begin with a
+    prefix, or are recomputed in the backward pass."""
+
+
+class Attention(nn.Layer, WithCore):
     """Grouped-query self-attention with rotary positions."""
 
     def __init__(
@@ -60,18 +84,31 @@ class Attention(nn.Layer):
         qk_norm: bool = False,
         interleaved: bool = False,
     ):
-        """`config` has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps. With
-        `interleaved`, the elements of a head that are rotated together lie side by side."""
+        """
+        Args:
+            config: has hidden_size, head_size, both numbers of heads and, with `qk_norm`, rms_norm_eps.
+            ops: the operations of the device.
+            qkv_bias: queries, keys and values have biases.
+            o_bias: the output has a bias.
+            qk_norm: each head of queries and keys is normed, before the rotation.
+            interleaved: the elements of a head that are rotated together are neighbours, not halves of the head.
+        """
         super().__init__()
-        self.head_size, self.rotary, self.core = config.head_size, ops.rotary, ops.attention
-        self.heads_first, self.interleaved, self.products = ops.heads_first, interleaved, products
-        self.has_operands = ops.attends_operands and not qk_norm  # norms are of float32
-        width, kv_width = (n * config.head_size for n in (config.num_attention_heads, config.num_key_value_heads))
+        self.head_size = config.head_size
+        self.rotary = ops.rotary
+        self.core = ops.attention
+        self.heads_first = ops.heads_first
+        self.interleaved = interleaved
+        self.kernel: AttentionKernel | None = None
+        """A faster way to compute what `forward` does, which generation chooses; None for the code of `forward`."""
+        self.apply_linears = apply_linears
+        self.rounds_activations = ops.rounds_attention and not qk_norm  # the norms take and return float32
+        width = config.num_attention_heads * config.head_size
+        kv_width = config.num_key_value_heads * config.head_size
         self.q_proj = linear(config.hidden_size, width, qkv_bias)
         self.k_proj = linear(config.hidden_size, kv_width, qkv_bias)
         self.v_proj = linear(config.hidden_size, kv_width, qkv_bias)
         self.o_proj = linear(width, config.hidden_size, o_bias)
-        # norms of each head, before the rotation
         self.q_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
         self.k_norm = RMSNorm(config.head_size, config.rms_norm_eps, ops) if qk_norm else None
 
@@ -79,22 +116,29 @@ class Attention(nn.Layer):
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, J, K], or [B, J, S, K]."""
-        projections, then = [self.q_proj, self.k_proj, self.v_proj], self.o_proj if self.has_operands else None
-        q, k, v = (part.reshape([0, 0, -1, self.head_size]) for part in self.products(projections, x, then))
+        if self.kernel is not None:
+            return self.kernel(x, cos, sin, mask, past)
+        projections = [self.q_proj, self.k_proj, self.v_proj]
+        then = self.o_proj if self.rounds_activations else None
+        q, k, v = (part.reshape([0, 0, -1, self.head_size]) for part in self.apply_linears(projections, x, then))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q = self.q_norm(q)
+            k = self.k_norm(k)
         if self.interleaved:
-            q, k = halves(q), halves(k)
-        q, k = self.rotary(q, cos, sin), self.rotary(k, cos, sin)
+            q = halves(q)
+            k = halves(k)
+        q = self.rotary(q, cos, sin)
+        k = self.rotary(k, cos, sin)
         k, v = extend_cache(k, v, past, self.heads_first)
         out = self.core(q, k, v, mask)
         return self.o_proj(out.reshape([0, 0, -1])), (k, v)
 
 
 def extend_cache(k: Tensor, v: Tensor, past: LayerCache | None, heads_first: bool) -> LayerCache:
-    """The cache with new keys and values, each [B, L, J, K]."""
+    """The cache `past` with new keys and values [B, L, J, K] appended."""
     if heads_first:
-        k, v = k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3])
+        k = k.transpose([0, 2, 1, 3])
+        v = v.transpose([0, 2, 1, 3])
     if past is None:
         return k, v
     dim = 2 if heads_first else 1
@@ -102,14 +146,14 @@ def extend_cache(k: Tensor, v: Tensor, past: LayerCache | None, heads_first: boo
 
 
 def halves(x: Tensor) -> Tensor:
-    """Heads [B, L, H, K] with pairs side by side to halves, as `Ops.rotary` takes them; scores of queries and keys do
-    not depend on the order."""
+    """Heads [B, L, H, K] whose rotated pairs are neighbours, reordered so that the pairs are halves of the head, as
+    `Ops.rotary` takes them. The scores of queries and keys do not depend on the order."""
     pairs = x.reshape([0, 0, 0, x.shape[-1] // 2, 2])
     return pairs.transpose([0, 1, 2, 4, 3]).reshape([0, 0, 0, x.shape[-1]])
 
 
 def halves_first(num_rotated: int, num_values: int, size: int) -> Tensor:
-    """Places of columns of interleaved heads, in the order of `halves`; behind them values stay as they are."""
+    """Indices of the columns of interleaved heads in the order of `halves`, followed by those of values, unchanged."""
     rotated = paddle.arange(num_rotated * size).reshape([num_rotated, size // 2, 2]).transpose([0, 2, 1]).flatten()
     return paddle.concat([rotated, paddle.arange(num_rotated * size, (num_rotated + num_values) * size)])
 
@@ -119,18 +163,57 @@ class GatedMLP(nn.Layer):
 
     def __init__(self, hidden_size: int, intermediate_size: int, ops: Ops, bias: bool = False):
         super().__init__()
-        self.swiglu, self.products, self.has_operands = ops.swiglu, products, ops.operand_matmul is not None
-        self.gate_proj, self.up_proj = (linear(hidden_size, intermediate_size, bias) for _ in range(2))
+        self.swiglu = ops.swiglu
+        self.kernel: GatedMLPKernel | None = None
+        """A faster way to compute what `forward` does, which generation chooses; None for the code of `forward`."""
+        self.apply_linears = apply_linears
+        self.rounds_activations = ops.rounded_output_matmul is not None
+        self.gate_proj = linear(hidden_size, intermediate_size, bias)
+        self.up_proj = linear(hidden_size, intermediate_size, bias)
         self.down_proj = linear(intermediate_size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[B, L, D] to [B, L, D]; where the device has operands of products, `swiglu` takes and gives them."""
-        inner = self.products([self.gate_proj, self.up_proj], x, self.down_proj if self.has_operands else None)
-        return self.down_proj(self.swiglu(*inner))
+        """[B, L, D] to [B, L, D]; on devices that round activations, `swiglu` takes and returns rounded ones."""
+        if self.kernel is not None:
+            return self.kernel(x)
+        then = self.down_proj if self.rounds_activations else None
+        gate, up = self.apply_linears([self.gate_proj, self.up_proj], x, then)
+        return self.down_proj(self.swiglu(gate, up))
+
+
+class LayerExecution:
+    """The way in which training runs a layer: this one calls its code. Others run the layer as a compiled program,
+    recompute it in the backward pass, or do something around another execution."""
+
+    is_plain = True
+    """False where the layer is not simply called."""
+    is_recomputed = False
+    """True where the backward pass runs the layer again."""
+
+    def run(self, function: Callable[..., Tensor], x: Tensor, *context: Tensor | None) -> Tensor:
+        """The output [B, L, D] of a layer for x [B, L, D].
+
+        Args:
+            function: the training pass of the layer.
+            x: hidden states.
+            context: outputs of `CausalLM.layer_inputs`.
+        """
+        return function(x, *context)
+
+
+def call(layer: nn.Layer, *inputs: Any) -> Any:
+    """The output of a layer."""
+    return layer(*inputs)
 
 
 class DecoderLayer(nn.Layer):
     """Pre-norm attention and MLP, each around a residual."""
+
+    is_mtp: ClassVar[bool] = False
+    """True for a layer that predicts the token after the next one, see `llmsuite.models.moe.MTPLayer`."""
+    attention_modules: ClassVar[Sequence[str]] = ()
+    """Modules of the first half of a layer of which only that half can be compiled; () for a layer that is compiled as
+    a whole. See `llmsuite.models.moe.MoELayer`."""
 
     def __init__(self, first_norm: nn.Layer, attention: nn.Layer, second_norm: nn.Layer, mlp: nn.Layer):
         super().__init__()
@@ -138,58 +221,150 @@ class DecoderLayer(nn.Layer):
         self.self_attn = attention
         self.post_attention_layernorm = second_norm
         self.mlp = mlp
+        self.execution = LayerExecution()
+        self.call: Callable[..., Any] = call
+        """Calls norms, attention and MLP in `forward`. Generation avoids the overhead of calling an `nn.Layer`."""
 
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
-        """x [B, L, D], and what `CausalLM.layer_inputs` returns, to [B, L, D] and the layer's cache."""
-        attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
+        """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D] and the layer's cache."""
+        call = self.call
+        attended, present = call(self.self_attn, call(self.input_layernorm, x), cos, sin, mask, past)
         x = x + attended
-        return x + self.mlp(self.post_attention_layernorm(x)), present
+        return x + call(self.mlp, call(self.post_attention_layernorm, x)), present
 
-    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        """`forward` without the cache, as training calls a layer: compiled, or recomputed."""
-        return self(x, cos, sin, mask)[0]
+    def forward_train(self, x: Tensor, *context: Any) -> Tensor:
+        """x [B, L, D] and the outputs of `CausalLM.layer_inputs` to [B, L, D], as training runs the layer: possibly
+        compiled or recomputed. Subclasses define `train_block`."""
+        return self.execution.run(self.train_block, x, *context)
+
+    def train_block(self, x: Tensor, *context: Any) -> Tensor:
+        """`forward` without the cache, [B, L, D]: the code that `execution` runs."""
+        output: Tensor = self(x, *context)[0]
+        return output
+
+
+def check_layer(name: str, layer: Any, key: str) -> None:
+    """Raise UserError for a layer that does not let its `execution` run it; `key` is the recipe key that chooses
+    one."""
+    if not isinstance(layer, DecoderLayer) or type(layer).forward_train is not DecoderLayer.forward_train:
+        raise UserError(
+            f"{key}: {describe_module(name, layer)} has no `forward_train` of llmsuite's DecoderLayer, which runs a "
+            "layer in another way; derive the layer from llmsuite.models.blocks.DecoderLayer, and define its `forward` "
+            "or `train_block`"
+        )
 
 
 class Decoder(nn.Layer):
-    """Embedding, layers, last norm: the part HF calls `model`."""
+    """Embedding, layers and last norm: the module that HF calls `model`."""
 
     def __init__(self, vocab_size: int, hidden_size: int, layers: Sequence[nn.Layer], norm: nn.Layer):
         super().__init__()
-        self.embed_tokens = nn.Embedding(vocab_size, hidden_size, weight_attr=ZEROS)
+        self.embed_tokens = Embedding(vocab_size, hidden_size, weight_attr=ZEROS)
         self.layers = nn.LayerList(list(layers))
         self.norm = norm
 
 
+class TiedHead:
+    """Logits by the weight of the embedding, for a model without an output projection."""
+
+    def __init__(self, matmul: Callable[..., Tensor] = matmul):
+        self._matmul = matmul
+
+    def __call__(self, hidden: Tensor, embedding: Any) -> Tensor:
+        """Hidden states [..., D] and the embedding, a layer, to logits [..., V]."""
+        return self._matmul(hidden, embedding.weight, transpose_y=True)
+
+
+class InputForm:
+    """The form in which the layers of a model get their inputs: this one has the results of the model's own methods.
+    Other ones begin with a prefix, or lay the inputs out for kernels."""
+
+    def embed(self, model: CausalLM, input_ids: Tensor, start: int, document_starts: Tensor | None) -> Tensor:
+        """The input of the first layer, as `CausalLM.embed`."""
+        return model.embed(input_ids, start, document_starts)
+
+    def layer_inputs(
+        self, model: CausalLM, start: int, length: int, dtype: Any, document_starts: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        """The inputs of every layer besides the hidden states, as `CausalLM.layer_inputs`."""
+        return model.layer_inputs(start, length, dtype, document_starts)
+
+    def layer_inputs_at(
+        self, model: CausalLM, positions: Tensor, mask: Tensor, dtype: Any
+    ) -> tuple[Tensor | None, ...]:
+        """The inputs of every layer besides the hidden states, as `CausalLM.layer_inputs_at`."""
+        return model.layer_inputs_at(positions, mask, dtype)
+
+    def initial_cache(self, model: CausalLM, num_rows: int) -> list[LayerCache] | None:
+        """The cache that every text begins with; None for an empty one."""
+        return None
+
+
+class NextLogitsKernel(Protocol):
+    """A kernel for the full decoder: logits [B, V] of one new token of each row."""
+
+    def __call__(self, ids: Tensor, padding: Tensor, cache: Sequence[Tensor], filled: int) -> Tensor: ...
+
+
+class PrefillKernel(Protocol):
+    """`CausalLM.decode_step` with a cache whose spare positions it fills."""
+
+    def new_cache(self, num_rows: int, cache_len: int) -> list[Tensor]: ...
+
+    def __call__(self, ids: Tensor, padding: Tensor, cache: Sequence[Tensor], filled: int) -> Tensor: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingKernels:
+    """The kernels that a model has for generation on one device; `llmsuite.inference.fused.fuse` chooses it."""
+
+    next_logits: NextLogitsKernel | None = None
+    """Computes a pass over one token of each row in one piece; None to run the layers."""
+    prefill: PrefillKernel | None = None
+    """Computes a pass over several tokens of each row; None to run the layers."""
+    accepts_buffer: bool = False
+    """True where the cache may have spare positions, see `CausalLM.decode_step`."""
+    cache_dtype: str | None = None
+    """Dtype of keys and values in the cache; None for the dtype they are computed in."""
+
+
 class CausalLM(nn.Layer):
     """A causal language model, or with a score head a reward model. Matrices start as zeros, norms as ones:
-    `llmsuite.train.weights` or a checkpoint fills them."""
-
-    matmul = staticmethod(matmul)
+    `llmsuite.engine.weights` or a checkpoint fills them."""
 
     def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
         """`config` has vocab_size, hidden_size and tie_word_embeddings, and may have a `head` and a
         `sliding_window`."""
         super().__init__()
-        self.config, self.ops = config, ops
+        self.config = config
+        self.ops = ops
         self.window: int | None = getattr(config, "sliding_window", None)
-        self.cross_entropy, self.nll_and_entropy = ops.cross_entropy, nll_and_entropy
-        self.is_first_choice = is_first_choice
+        self.logit_ops = LogitOps(ops)
+        self.input_form = InputForm()
+        self.decoding = DecodingKernels()
+        self.num_prefix_tokens = 0
+        """Trained tokens before every text, see `llmsuite.adapters.layers.prefix`."""
+        self.after_backward: Callable[[], None] | None = None
+        """Called after the backward pass of a micro-batch: `llmsuite.parallel.zero3` releases what it has gathered."""
+        self.edited_ends: tuple[int, int] | None = None
+        """Numbers of tokens at both ends of a prompt that interventions edit, see `llmsuite.adapters.layers.reft`."""
         self.model = Decoder(config.vocab_size, config.hidden_size, layers, norm)
         scores = head_of(config) == "score"
+        self.tied_head = TiedHead()
         self.lm_head = None if scores or is_tied(config) else linear(config.hidden_size, config.vocab_size)
         self.score = linear(config.hidden_size, 1) if scores else None
 
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """The further inputs of every layer, made once a pass: such as the rotation and the mask, for the positions
-        from `start` or for those that `document_starts` implies; see `hidden_states`."""
+        """The inputs of every layer besides the hidden states, computed once per pass, such as rotation and mask: for
+        the positions from `start`, or for those in the documents of `document_starts` (see `hidden_states`)."""
         raise AssertionError(f"{type(self).__name__} has to define layer_inputs")
 
     def mask(self, start: int, length: int, dtype: Any, document_starts: Tensor | None) -> Tensor | None:
-        """The attention mask, in the form that `ops.attention` takes; arguments as in `layer_inputs`."""
+        """The attention mask in the form that `ops.attention` takes; arguments as in `layer_inputs`."""
         keys = start + length
         window = [] if self.window is None or self.window >= keys else [self.window]
         if document_starts is not None:
@@ -199,22 +374,24 @@ class CausalLM(nn.Layer):
     def hidden_states(
         self, input_ids: Tensor, cache: list[LayerCache] | None = None, document_starts: Tensor | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
-        """Input ids [B, L] to normed hidden states [B, L, D] and the cache for the next call; in training there is
-        none.
+        """Input ids [B, L] to normed hidden states [B, L, D] and the cache for the next call (empty in training).
 
-        Positions continue from the cache. Sequences start at position 0 and are padded on the right, so that no
-        token sees padding and none needs a mask of its own.
+        Positions continue from the cache. Sequences start at position 0 and are padded on the right: causal attention
+        then never sees padding, and padding needs no mask.
 
-        A row may hold several documents. Then `document_starts` [B, L] is, for each token, where in its row the
-        token's document begins, or -1 for padding that is marked: no token sees another document, and each begins at
-        position 0. A document may also continue the first tokens of one before it, see `devices.ops.document_spans`.
+        A row may hold several documents. Then `document_starts` [B, L] is, for each token, the index in its row where
+        the token's document begins, or -1 for marked padding: no token sees another document, and each document begins
+        at position 0. A document may also continue the first tokens of an earlier one, see
+        `devices.ops.document_spans`.
         """
-        x, present = self.decode(self.embed(input_ids, self._length(cache), document_starts), cache, document_starts)
+        cache = cache or self.input_form.initial_cache(self, input_ids.shape[0])
+        x = self.input_form.embed(self, input_ids, self._length(cache), document_starts)
+        x, present = self.decode(x, cache, document_starts)
         return self.final_norm(x), present
 
     def embed(self, input_ids: Tensor, start: int = 0, document_starts: Tensor | None = None) -> Tensor:
-        """Input ids [B, L] at the positions from `start`, or of their documents, to the input of the first
-        layer, [B, L, D]."""
+        """Input ids [B, L], at the positions from `start` or in their documents, to the input of the first layer,
+        [B, L, D]."""
         return self.model.embed_tokens(input_ids)
 
     def final_norm(self, x: Tensor) -> Tensor:
@@ -224,85 +401,95 @@ class CausalLM(nn.Layer):
     def decode(
         self, x: Tensor, cache: list[LayerCache] | None = None, document_starts: Tensor | None = None
     ) -> tuple[Tensor, list[LayerCache]]:
-        """[B, L, D] through the layers of this part of the model to [B, L, D]; and the cache for the next call."""
+        """Run the layers of this part of the model: [B, L, D] to [B, L, D] and the cache for the next call."""
         assert cache is None or not self.training, "a cache is for evaluation"
         assert cache is None or document_starts is None, "a cache has one document a row"
-        inputs = self.layer_inputs(self._length(cache), x.shape[1], x.dtype, document_starts)
+        inputs = self.input_form.layer_inputs(self, self._length(cache), x.shape[1], x.dtype, document_starts)
         present = []
-        layers = (layer for layer in self.model.layers if not _predicts_further(layer))
+        layers = (layer for layer in self.model.layers if not is_mtp(layer))
         for i, layer in enumerate(layers):
             if self.training:
                 x = layer.forward_train(x, *inputs)
             else:
-                x, kv = layer(x, *inputs, past=cache[i] if cache else None)
+                past = cache[i] if cache else None
+                x, kv = layer(x, *inputs, past=past)
                 present.append(kv)
         return x, present
 
     def mtp_hidden_states(self, hidden: Tensor, next_ids: Tensor, document_starts: Tensor | None = None) -> Tensor:
-        """What predicts the token after the next one (`llmsuite.models.mtp`).
+        """Hidden states that predict the token after the next one (multi-token prediction, `llmsuite.models.mtp`).
 
         Args:
             hidden: normed hidden states of the same tokens, [B, L, D].
-            next_ids: the token behind each, [B, L].
+            next_ids: the token that follows each, [B, L].
             document_starts: as in `hidden_states`.
 
         Returns:
             Normed hidden states, [B, L, D], for `token_nll`.
         """
-        (layer,) = [layer for layer in self.model.layers if _predicts_further(layer)]
-        inputs = self.layer_inputs(0, hidden.shape[1], hidden.dtype, document_starts)
+        (layer,) = [layer for layer in self.model.layers if is_mtp(layer)]
+        inputs = self.input_form.layer_inputs(self, 0, hidden.shape[1], hidden.dtype, document_starts)
         run = layer.forward_train if self.training else layer
-        return run(hidden, self.embed(next_ids), *inputs)
+        return run(hidden, self.input_form.embed(self, next_ids, 0, None), *inputs)
 
     def decode_step(
         self,
         input_ids: Tensor,
         padding: Tensor,
         cache: Sequence[LayerCache] | None,
-        filled: int | None = None,
-        num_seen: int = 0,
-        entering: Tensor | None = None,
+        cache_len: int | None = None,
+        prefix_len: int = 0,
+        stage_input: Tensor | None = None,
     ) -> tuple[Tensor, list[LayerCache]]:
         """One pass of generation over a batch that is padded on the left. Shapes may be those of a static program.
 
         Args:
             input_ids: [B, L], the tokens that follow the cache.
             padding: [B], how many of the first S + L columns of each row are padding, which no token sees.
-            cache: cache of the columns so far; None at the start.
-            filled: only where `llmsuite.inference.fused.accepts_buffer`: this many columns of the cache are filled, and
-                the new ones are written in place behind them.
-            num_seen: columns of the cache that every token sees: padding begins behind them. It is a prefix.
-            entering: what the part of the model before this one returned; None for the first.
+            cache: keys and values of the columns so far; None at the start.
+            cache_len: only where `decoding.accepts_buffer`: the cache is a buffer of which this many columns are in
+                use, and the new ones are written in place after them.
+            prefix_len: number of columns at the start of the cache that every token sees (prefix tuning); padding
+                comes after them.
+            stage_input: hidden states [B, L, D] from the previous pipeline stage; None on the first one.
 
         Returns:
             Hidden states [B, L, D], normed by the last part, and the cache of S + L columns.
         """
         assert self.ops.heads_first, "the model is built for training"
-        length, start = dim_size(input_ids, 1), 0 if cache is None else dim_size(cache[0][0], -2)
-        if filled is None:
-            queries, keys = paddle.arange(length) + start, paddle.arange(start + length)
-        else:  # columns that are still free are later than every query
-            queries, keys = paddle.arange(filled, filled + length), paddle.arange(start)
+        length = dim_size(input_ids, 1)
+        start = 0 if cache is None else dim_size(cache[0][0], -2)
+        if cache_len is None:
+            queries = paddle.arange(length) + start
+            keys = paddle.arange(start + length)
+        else:  # columns that are still free are later than every query, so the causal mask hides them
+            queries = paddle.arange(cache_len, cache_len + length)
+            keys = paddle.arange(start)
         positions = paddle.clip(queries.unsqueeze(0) - padding.unsqueeze(1), min=0)
-        x = self.embed_at(input_ids, positions) if entering is None else entering
-        mask = step_mask(queries, keys, padding, x.dtype, num_seen, self.window)
-        inputs = self.layer_inputs_at(positions, mask, x.dtype)
+        x = self.embed_at(input_ids, positions) if stage_input is None else stage_input
+        mask = step_mask(queries, keys, padding, x.dtype, prefix_len, self.window)
+        inputs = self.input_form.layer_inputs_at(self, positions, mask, x.dtype)
         present = []
         for i, layer in enumerate(self.model.layers):
-            past: Any = None if cache is None else cache[i] if filled is None else (*cache[i], filled)
+            past: Any = None
+            if cache is not None:
+                past = cache[i] if cache_len is None else (*cache[i], cache_len)
             x, kv = layer(x, *inputs, past=past)
             present.append(kv)
         return x if self.model.norm is None else self.final_norm(x), present
 
     def _length(self, cache: list[LayerCache] | None) -> int:
-        return cache[0][0].shape[-2 if self.ops.heads_first else 1] if cache else 0
+        if not cache:
+            return 0
+        return cache[0][0].shape[-2 if self.ops.heads_first else 1]
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """As `embed`, at the positions [B, L]."""
+        """Input ids [B, L] at the positions [B, L] to the input of the first layer, [B, L, D]."""
         return self.model.embed_tokens(input_ids)
 
     def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
-        """As `layer_inputs`, for positions [B, L] and a mask [B, 1, L, S] that is added to scores."""
+        """The inputs of every layer, as `layer_inputs`, for positions [B, L] and a mask [B, 1, L, S] added to
+        scores."""
         raise AssertionError(f"{type(self).__name__} has to define layer_inputs_at")
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -313,22 +500,25 @@ class CausalLM(nn.Layer):
         return self.lm_head(hidden)
 
     def tied_logits(self, hidden: Tensor) -> Tensor:
-        """`logits` with the matrix of the embedding, where there is no head. A faster form takes its place."""
-        return self.matmul(hidden, self.model.embed_tokens.weight, transpose_y=True)
+        """Logits by the embedding matrix, for models without a head."""
+        return self.tied_head(hidden, self.model.embed_tokens)
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Hidden states [N, D] and target ids [N] to the negative log-probability of each target, [N] in float32."""
-        return self.cross_entropy(self.logits(hidden).astype("float32"), targets)
+        nll = self.logit_ops.nll_of_head(self, hidden, targets)
+        if nll is not None:
+            return nll
+        return self.logit_ops.cross_entropy(self.logits(hidden).astype("float32"), targets)
 
     def token_nll_and_entropy(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `token_nll`, and the entropy of each distribution over the vocabulary: [N] each, in float32."""
-        return self.nll_and_entropy(self.logits(hidden).astype("float32"), targets)
+        """`token_nll` and the entropy in nats of each distribution over the vocabulary: [N] each, in float32."""
+        return self.logit_ops.nll_and_entropy(self.logits(hidden).astype("float32"), targets)
 
-    def token_nll_and_first_choice(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """As `token_nll`, and 1 where greedy decoding picks the target, else 0: [N] each, in float32."""
+    def token_nll_and_greedy_match(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """`token_nll`, and 1 where greedy decoding picks the target, else 0: [N] each, in float32."""
         logits = self.logits(hidden).astype("float32")
-        is_picked = self.is_first_choice(logits, targets)  # before a kernel writes over the logits
-        return self.cross_entropy(logits, targets), is_picked
+        is_match = self.logit_ops.is_greedy_match(logits, targets)  # first: `cross_entropy` may overwrite the logits
+        return self.logit_ops.cross_entropy(logits, targets), is_match
 
     def scores(self, hidden: Tensor) -> Tensor:
         """Hidden states [N, D] to scores [N] in float32."""
@@ -344,9 +534,10 @@ class RotaryLM(CausalLM):
     """A decoder whose layers take a rotation and a mask."""
 
     def __init__(self, config: Any, ops: Ops, layers: Sequence[nn.Layer], norm: nn.Layer):
-        """`config` as for `CausalLM`, with what `decoder_config.RotaryConfig` has."""
+        """`config` has the fields of `decoder_config.RotaryConfig` besides those that `CausalLM` needs."""
         super().__init__(config, ops, layers, norm)
-        self._frequencies, self._magnitude = config.rope_frequencies(), magnitude(config.rope_scaling)
+        self._frequencies = config.rope_frequencies()
+        self._magnitude = magnitude(config.rope_scaling)
 
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
@@ -360,11 +551,12 @@ class RotaryLM(CausalLM):
         return (*rotation_at(self._frequencies, self._magnitude, positions, dtype), mask)
 
 
-def _predicts_further(layer: nn.Layer) -> bool:
-    return getattr(layer, "predicts_further", False)
+def is_mtp(layer: nn.Layer) -> bool:
+    """True for a layer that predicts the token after the next one."""
+    return isinstance(layer, DecoderLayer) and layer.is_mtp
 
 
 def dim_size(x: Tensor, dim: int) -> Any:
-    """Size of a dim: a number, or in a static program that leaves it open, a tensor."""
+    """Size of a dim: an int, or a tensor in a static program whose input leaves the size open."""
     size = x.shape[dim]
     return size if size >= 0 else paddle.shape(x)[dim]

@@ -1,4 +1,4 @@
-"""Fields and rules that the shapes of several families have in common. Imports no Paddle.
+"""Fields and rules that the configs of several families share. Imports no Paddle.
 
 A family's `config.py` derives its dataclass from one of these and states its own fields, sizes and rules. Names are
 those of HF's config.json.
@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from annotated_types import Ge, Gt, Le
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.models.head import Head, read_head
 from llmsuite.models.hf_config import kept_keys
 from llmsuite.models.rope import frequencies, magnitude, read_hf
@@ -23,7 +23,7 @@ NonNegativeInt = Annotated[int, Ge(0), Le(1 << 30)]
 PositiveFloat = Annotated[float, Gt(0)]
 TokenId = Annotated[int, Ge(0), Le(1 << 30)]
 NumLayers = Annotated[int, Gt(0), Le(10_000)]
-"""Every layer has names, which are made before any of them is looked for in a file."""
+"""Bounded, as the names of all layers are created before any file is read."""
 MAX_EXPERTS = 1 << 20
 """Experts of all layers together."""
 MAX_ROTARY = 4096
@@ -32,17 +32,17 @@ _Config = TypeVar("_Config", bound=type)
 
 
 def in_written_order(cls: _Config) -> _Config:
-    """Decorator of a dataclass: each field of its own follows the one it is written behind, inherited or not.
+    """Decorator of a dataclass: each new field follows the field written before it in the class, inherited or not.
 
-    By itself a dataclass has its own fields behind all inherited ones; but people read them, in config.json, the JSON
-    Schema and the docs.
+    A plain dataclass lists its own fields after all inherited ones; but people read the fields, in config.json, the
+    JSON Schema and the docs.
     """
     order = list(getattr(cls.__base__, "__dataclass_fields__", ()))
-    place = 0
+    index = 0
     for name in inspect.get_annotations(cls):
         if name not in order:
-            order.insert(place, name)
-        place = order.index(name) + 1
+            order.insert(index, name)
+        index = order.index(name) + 1
     shape: Any = cls
     shape.__dataclass_fields__ = {name: shape.__dataclass_fields__[name] for name in order}
     return cls
@@ -68,7 +68,7 @@ class DecoderConfig:
     max_position_embeddings: PositiveInt
     """Longest sequence the model was made for."""
     tie_word_embeddings: bool = False
-    """Whether the output projection is the embedding."""
+    """True where the output projection is the embedding."""
     initializer_range: PositiveFloat = 0.02
     """Standard deviation of the initial matrices."""
     bos_token_id: TokenId | None
@@ -76,11 +76,11 @@ class DecoderConfig:
     eos_token_id: TokenId | list[TokenId] | None
     """Kept for config.json; generation stops at it."""
     pad_token_id: Annotated[int, Ge(-1)] | None = None
-    """Kept for config.json, where -1 is none: without it, HF's reward models take one row at a time."""
+    """Kept for config.json, where -1 is none: without it, HF's reward models accept one row at a time."""
     head: Head = "language_model"
     """Head of the model; the stage decides, see `llmsuite.models.head`."""
     kept: dict[str, Any] | None = dataclasses.field(default=None, compare=False)
-    """Keys of the config.json it was read from that mean something to others only; written as they were."""
+    """Keys of the source config.json that only other programs use; they are written unchanged."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
@@ -99,7 +99,7 @@ class RotaryConfig(DecoderConfig):
     """Shape of a decoder with rotary positions, RMSNorm and a gated MLP."""
 
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3")
-    """Values of `rope_scaling["rope_type"]` that the family has."""
+    """Values of `rope_scaling["rope_type"]` that the family supports."""
 
     intermediate_size: PositiveInt
     max_position_embeddings: PositiveInt
@@ -163,19 +163,20 @@ class GroupedQueryConfig(RotaryConfig):
 
     @property
     def rotary_size(self) -> int:
-        """All of a head is rotated."""
+        """Size of a head: all of it is rotated."""
         return self.head_size
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        heads = self.num_attention_heads
+        kv_heads = self.num_key_value_heads
         if heads % kv_heads:
             yield "num_key_value_heads", f"is {kv_heads}, which does not divide num_attention_heads = {heads}"
         yield from super().problems()
 
     @classmethod
     def hf_fields(cls, data: Mapping[str, Any], default_theta: float) -> dict[str, Any]:
-        """As `RotaryConfig.hf_fields`; a config.json may leave out the number of key and value heads."""
+        """The fields that a config.json has, by our names; it may omit the number of key and value heads."""
         values = super().hf_fields(data, default_theta)
         if values.get("num_key_value_heads") is None:
             defaults = {f.name: f.default for f in dataclasses.fields(cls)}

@@ -23,7 +23,7 @@ def decoder_shapes(config: Any, layer: Callable[[int], Shapes]) -> Shapes:
 
     Args:
         config: has vocab_size, hidden_size, num_hidden_layers and what its head needs.
-        layer: the parameters of the layer with a number.
+        layer: maps the index of a layer to its parameters.
     """
     shapes: Shapes = {"model.embed_tokens.weight": (config.vocab_size, config.hidden_size)}
     for i in range(num_layers(config)):
@@ -68,7 +68,9 @@ def expert_shapes(hidden: int, width: int, count: int) -> Shapes:
 
 
 def expert_tensors(name: str, count: int) -> HfTensors | None:
-    """The tensors that are stacked in a parameter of routed experts; HF's files have one for each. None for any other
+    """The tensors of HF's files, one per expert, that a parameter of routed experts stacks. None for any other
     parameter."""
     match = _STACKED.fullmatch(name)
-    return HfTensors(tuple(f"{match[1]}.{i}.{match[2]}" for i in range(count)), stacked=True) if match else None
+    if match is None:
+        return None
+    return HfTensors(tuple(f"{match[1]}.{i}.{match[2]}" for i in range(count)), stacked=True)

@@ -24,11 +24,11 @@ _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output
 _OUR_LAYER = {ours: theirs for theirs, ours in _LAYER.items()}
 _OUR_TOP = {ours: theirs for theirs, ours in _TOP.items()}
 ROPE_FACTORS = "rope_freqs.weight"
-"""By what the plain rotary frequencies are divided; computed from the config, not trained."""
+"""Divisors of the plain rotary frequencies; computed from the config, not trained."""
 
 
 def from_gguf(name: str) -> str | None:
-    """Our name of a tensor in a GGUF file; None for one that is computed, not trained. Others stay as they are."""
+    """Our name of a tensor in a GGUF file; None for one that is computed, not trained. Unknown names are unchanged."""
     if name == ROPE_FACTORS:
         return None
     base, _, suffix = name.rpartition(".")
@@ -39,7 +39,7 @@ def from_gguf(name: str) -> str | None:
 
 
 def to_gguf(name: str) -> str | None:
-    """The name in a GGUF file of a parameter by our name; None where there is none."""
+    """The GGUF name of a parameter by our name; None where there is none."""
     base, _, suffix = name.rpartition(".")
     if match := re.fullmatch(r"model\.layers\.(\d+)\.(.+)", base):
         part = _OUR_LAYER.get(match[2])

@@ -1,6 +1,6 @@
-"""The head of a decoder: the output projection of a language model, or one score. Imports no Paddle.
+"""The head of a decoder: the output projection of a language model, or a score. Imports no Paddle.
 
-A config of a family that can have either has a field `head`. The stage decides which one it is, not the recipe.
+The config of a family that supports both has a field `head`. The stage decides its value, not the recipe.
 """
 
 from __future__ import annotations
@@ -8,39 +8,40 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 Head = Literal["language_model", "score"]
 SCORE = "score.weight"
-EMBEDDING, OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
-"""The matrices of which a tied model has one for both."""
+EMBEDDING = "model.embed_tokens.weight"
+OUTPUT = "lm_head.weight"
+"""Embedding and output projection, which share one matrix in a tied model."""
 NO_KEYS = ("head", "kept", "mtp")
-"""Fields of a config that are no keys of recipes."""
+"""Fields of a config that are not keys of recipes."""
 _SCORING = "ForSequenceClassification"
 
 
 def head_of(config: Any) -> Head:
-    """The head a config asks for."""
+    """The head of a config."""
     return getattr(config, "head", "language_model")
 
 
 def is_tied(config: Any) -> bool:
-    """Whether the embedding is the output projection too."""
+    """True if the embedding is also the output projection."""
     return bool(getattr(config, "tie_word_embeddings", False)) and head_of(config) == "language_model"
 
 
 def head_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Names of the head's parameters, which are HF's too, and their shapes."""
+    """Names of the head's parameters, which are also HF's, with their shapes."""
     if head_of(config) == "score":
         return {SCORE: (config.hidden_size, 1)}
     return {} if is_tied(config) else {OUTPUT: (config.hidden_size, config.vocab_size)}
 
 
 def read_head(data: Mapping[str, Any]) -> Head:
-    """The head of HF's config.json.
+    """The head in HF's config.json.
 
     Raises:
-        UserError: it is a classifier of several labels.
+        UserError: it is a classifier with several labels.
     """
     architectures = data.get("architectures")
     if not isinstance(architectures, list) or not any(str(name).endswith(_SCORING) for name in architectures):
@@ -53,7 +54,8 @@ def read_head(data: Mapping[str, Any]) -> Head:
 
 
 def with_head(config: Any, data: Mapping[str, Any]) -> dict[str, Any]:
-    """HF's config.json of a language model, changed to have the head of `config`, and what it was read with besides."""
+    """HF's config.json of a language model, changed to the head of `config`, with the extra keys that it was read
+    with."""
     kept: Mapping[str, Any] = getattr(config, "kept", None) or {}
     result = {**kept, **{key: value for key, value in data.items() if key not in NO_KEYS}}
     if head_of(config) == "score":

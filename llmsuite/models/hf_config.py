@@ -1,11 +1,11 @@
-"""Checks that a family makes before it trusts a config.json. Imports no Paddle."""
+"""Checks of the keys of a config.json. Imports no Paddle."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 _WITHOUT_EFFECT = frozenset(
     (
@@ -45,8 +45,8 @@ _WITHOUT_EFFECT = frozenset(
         "use_cache",
     )
 )
-"""Keys that change no logit: where a model comes from, how it is stored and run, what another task's head would need.
-Dropout is among them: nothing is dropped here."""
+"""Keys that change no logit: the origin of a model, how it is stored and run, the heads of other tasks. Dropout is
+among them, as models here have none."""
 
 
 _KEPT = frozenset(
@@ -56,26 +56,26 @@ _KEPT = frozenset(
         *("pretraining_tp", "sep_token_id", "task_specific_params", "tokenizer_class", "unk_token_id", "use_cache"),
     )
 )
-"""Those of them that another reader of the trained model goes by. The others say where the source came from, how it was
-stored, or what our own writing says anew."""
+"""Keys of `_WITHOUT_EFFECT` that other readers of the trained model use. The others describe the origin of the source
+or how it was stored, or are written with new values."""
 
 
 def kept_keys(data: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What of a config.json is written again as it is; None for nothing."""
+    """The keys of a config.json that are written again unchanged; None for none."""
     return {key: value for key, value in data.items() if key in _KEPT} or None
 
 
 def check_keys(data: Mapping[str, Any], family: str, known: Iterable[str], fixed: Mapping[str, Any]) -> None:
-    """Refuse a config.json whose model would not be computed as it was meant.
+    """Refuse a config.json with keys that would make the model compute something else.
 
     Args:
         data: content of the config.json.
-        family: its name, for the message.
-        known: keys the family reads.
-        fixed: keys that have to have this value, or null.
+        family: name of the family, for the message.
+        known: keys that the family reads.
+        fixed: keys that must have this value, or null.
 
     Raises:
-        UserError: a key has another value, or is not known; the message names it.
+        UserError: a key has another value, or is unknown; the message names it.
     """
     known = set(known)
     unknown = []

@@ -9,7 +9,7 @@ import numpy as np
 LEVELS = 127
 """Steps on either side of zero."""
 LEAST = 1e-12
-"""Lower bound of a largest magnitude, so that an output whose weights are all zero has a scale too."""
+"""Lower bound of a largest magnitude: without it the scale of an output whose weights are all zero would be 0."""
 
 
 def weight_scale(weight: np.ndarray) -> np.ndarray:
@@ -19,7 +19,7 @@ def weight_scale(weight: np.ndarray) -> np.ndarray:
 
 
 def to_int8(weight: np.ndarray, scale: np.ndarray) -> np.ndarray:
-    """The int8 values q of a weight, none beyond 127: q times the scale is its fake-quantised value."""
+    """The int8 values q of a weight, at most 127 in magnitude: q times the scale is its fake-quantised value."""
     return np.rint(weight.astype("float32") / scale).astype("int8")
 
 

@@ -1,4 +1,4 @@
-"""Decoders with routed experts, for one card: the gate, experts and shared experts, the layers around them.
+"""Decoders with routed experts (mixture of experts), for one card: gate, experts, shared experts and their layers.
 
 Shapes: B batch, L length, D hidden, E routed experts, k experts of a token.
 """
@@ -12,48 +12,59 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.models.anatomy import ATTENTION_MODULES
-from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, RotaryLM, linear
-from llmsuite.models.experts import Balance, Experts
-from llmsuite.typing import Tensor
+from llmsuite.base.typing import Tensor
+from llmsuite.models.blocks import ZEROS, DecoderLayer, LayerCache, LayerExecution, RotaryLM, linear
+from llmsuite.models.experts import Experts, LoadBalance
+from llmsuite.models.shape_spec import ATTENTION_MODULES
+
+
+class Routing:
+    """The choice of experts by a gate, and the record of its load, in eager passes. A program has another one."""
+
+    def run(self, gate: Gate, x: Tensor, token_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Weights and indices of the chosen experts, with the arguments and the result of `Gate.forward`."""
+        weights, chosen, scores = gate.choose(gate.logits(x))
+        # of the two passes of a recomputed layer only the second one, which has a graph, is recorded
+        if gate.balance is not None and gate.training and paddle.is_grad_enabled():
+            weights = gate.balance.record(weights, chosen, scores, token_mask)
+        return weights, chosen
 
 
 class Gate(nn.Layer):
-    """The router: which experts a token goes to, and with what weight. Experts are scored by softmax."""
+    """The router: it chooses the experts of each token and their weights. Experts are scored by softmax."""
 
-    unstored = ("weight", "e_score_correction_bias")
+    never_packed = ("weight", "e_score_correction_bias")
 
     def __init__(self, hidden_size: int, num_experts: int, num_chosen: int, is_normed: bool, factor: float = 1.0):
         super().__init__()
-        self.num_experts, self.num_chosen = num_experts, num_chosen
-        self.is_normed, self.factor = is_normed, factor
-        self.balance: Balance | None = None
+        self.num_experts = num_experts
+        self.num_chosen = num_chosen
+        self.is_normed = is_normed
+        self.factor = factor
+        self.balance: LoadBalance | None = None
+        self.routing = Routing()
         self.weight = self.create_parameter([hidden_size, num_experts], attr=ZEROS)
         self.e_score_correction_bias: Tensor | None = None
 
     def add_bias(self, shape: Sequence[int]) -> None:
-        """Give the gate a bias that balances the load by shifting the choice: the trainer updates it, no gradient
-        reaches it."""
+        """Add a bias that balances the load by shifting the choice of experts: the trainer updates it, and it has no
+        gradient (auxiliary-loss-free balancing, DeepSeek-V3, arXiv 2412.19437, section 2.1.2)."""
         attr = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
         self.e_score_correction_bias = self.create_parameter(list(shape), attr=attr)
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [B, L, D] to weights, in float32, and numbers of the chosen experts, both [B, L, k].
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [B, L, D] to weights, in float32, and indices of the chosen experts, both [B, L, k].
 
-        `counted` [B, L] is 1 for tokens and 0 for padding, which the balance does not see.
+        `token_mask` [B, L] is 1 for tokens and 0 for padding, which the load balance ignores.
         """
-        weights, chosen, scores = self.choose(self.logits(x))
-        # a recomputed layer is counted the second time only, when there is a graph
-        if self.balance is not None and self.training and paddle.is_grad_enabled():
-            weights = self.balance.count(weights, chosen, scores, counted)
-        return weights, chosen
+        return self.routing.run(self, x, token_mask)
 
     def logits(self, x: Tensor) -> Tensor:
-        """x [B, L, D] to a number of each expert, [B, L, E], in float32."""
+        """x [B, L, D] to a logit of each expert, [B, L, E], in float32 whatever the precision."""
         return paddle.matmul(x.astype("float32"), self.weight.astype("float32"))
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [B, L, E] to weights and numbers of the chosen experts, both [B, L, k], and the scores of all."""
+        """Logits [B, L, E] to weights and indices of the chosen experts, both [B, L, k], and the scores of all."""
         scores = self.scores(logits)
         chosen = paddle.topk(self.selection_scores(scores.detach()), self.num_chosen, -1)[1]
         weights = paddle.take_along_axis(scores, chosen, -1)
@@ -62,29 +73,31 @@ class Gate(nn.Layer):
         return weights * self.factor, chosen, scores
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Logits [B, L, E] to the scores that the weights are made of."""
+        """Logits [B, L, E] to scores [B, L, E], from which the weights are taken."""
         return F.softmax(logits, -1)
 
     def selection_scores(self, scores: Tensor) -> Tensor:
-        """Scores [B, L, E], without a gradient, to those that the choice goes by."""
+        """Scores [B, L, E], without a gradient, to those whose top k are chosen."""
         bias = self.e_score_correction_bias
         return scores if bias is None else scores + bias.astype("float32")
 
     def total(self, weights: Tensor) -> Tensor:
-        """What the weights of a token [B, L, k] are divided by where they are normed, [B, L, 1]."""
+        """Divisor [B, L, 1] that normalises the weights of a token [B, L, k]."""
         return weights.sum(-1, keepdim=True)
 
 
 class MoE(nn.Layer):
-    """Mixture of experts: routed ones, and shared ones that every token goes through, if there are any."""
+    """Mixture of routed experts and, if there are any, shared experts that process every token."""
 
     def __init__(self, gate: Gate, experts: Experts, shared_experts: nn.Layer | None = None):
         super().__init__()
-        self.gate, self.experts, self.shared_experts = gate, experts, shared_experts
+        self.gate = gate
+        self.experts = experts
+        self.shared_experts = shared_experts
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
-        """[B, L, D] to [B, L, D]; `counted` as in `Gate.forward`."""
-        routed = self.experts(x, *self.gate(x, counted))
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]; `token_mask` as in `Gate.forward`."""
+        routed = self.experts(x, *self.gate(x, token_mask))
         return routed if self.shared_experts is None else routed + self.shared_experts(x)
 
 
@@ -92,52 +105,44 @@ class DenseLayer(DecoderLayer):
     """A layer without experts, in a model that has some in others."""
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *token_mask: Any, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
-        """As `DecoderLayer.forward`; a layer without experts ignores `counted`."""
+        """x [B, L, D] to [B, L, D] and the layer's cache; a layer without experts ignores `token_mask`."""
         return super().forward(x, cos, sin, mask, past)
-
-    def forward_train(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any) -> Tensor:
-        """`forward` without the cache."""
-        return self(x, cos, sin, mask, *counted)[0]
 
 
 class MoELayer(DecoderLayer):
-    """A layer whose MLP is a `MoE`, or takes the same."""
+    """A layer whose MLP is a `MoE`, or has the same signature."""
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *counted: Any, past: LayerCache | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, *token_mask: Any, past: LayerCache | None = None
     ) -> tuple[Tensor, LayerCache]:
-        """As `DecoderLayer.forward`; `counted` as in `Gate.forward`."""
+        """x [B, L, D] to [B, L, D] and the layer's cache; `token_mask` as in `Gate.forward`."""
         attended, present = self.self_attn(self.input_layernorm(x), cos, sin, mask, past)
-        return self.mlp_block(x + attended, cos, sin, mask, *counted), present
+        return self.mlp_block(x + attended, cos, sin, mask, *token_mask), present
 
-    def forward_train(self, x: Tensor, *context: Any) -> Tensor:
-        """`forward` without the cache."""
-        return self(x, *context)[0]
-
-    # `forward_train` in two halves, of which the first can be compiled: see `anatomy.ATTENTION_MODULES`
+    # `train_block` in two halves; only the first one can be compiled (`shape_spec.ATTENTION_MODULES`)
 
     def attention_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, counted: Tensor | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, token_mask: Tensor | None = None
     ) -> Tensor:
-        """[B, L, D] to [B, L, D], by the modules in `attention_modules`."""
+        """The first half, [B, L, D] to [B, L, D]: the modules in `attention_modules`."""
         return x + self.self_attn(self.input_layernorm(x), cos, sin, mask)[0]
 
     attention_modules = ATTENTION_MODULES
 
     def mlp_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, counted: Tensor | None = None
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, token_mask: Tensor | None = None
     ) -> Tensor:
-        """[B, L, D] to [B, L, D]."""
-        return x + self.mlp(self.post_attention_layernorm(x), counted)
+        """The second half, [B, L, D] to [B, L, D]: norm, gate and experts."""
+        return x + self.mlp(self.post_attention_layernorm(x), token_mask)
 
 
 class MTPLayer(MoELayer):
     """A layer that predicts the token after the next one, from hidden states and the embedding of the next token
     (DeepSeek-V3, arXiv 2412.19437, eq. 21 to 23). Embedding and output projection are those of the model."""
 
-    predicts_further = True
+    is_mtp = True
 
     def __init__(
         self,
@@ -148,28 +153,36 @@ class MTPLayer(MoELayer):
         size: int,
         norm: Callable[[], nn.Layer],
     ):
-        """`norm` makes a norm of the hidden size, `size`."""
+        """`norm` creates a norm of the hidden size, `size`."""
         super().__init__(first_norm, attention, second_norm, mlp)
-        self.enorm, self.hnorm = norm(), norm()
+        self.enorm = norm()
+        self.hnorm = norm()
         self.eh_proj = linear(2 * size, size)
+        self.block_execution = LayerExecution()
         self.shared_head = nn.Layer()
         self.shared_head.norm = norm()
 
     def forward(self, x: Tensor, embedded: Tensor, *context: Any) -> Tensor:  # type: ignore[override]
-        """Hidden states and embeddings of the tokens behind them, both [B, L, D], and what `CausalLM.layer_inputs`
-        returns, to normed hidden states [B, L, D] that predict the tokens behind those."""
+        """Normed hidden states [B, L, D] that predict the token after the next one.
+
+        Args:
+            x: hidden states [B, L, D].
+            embedded: embeddings [B, L, D] of the tokens that follow.
+            context: outputs of `CausalLM.layer_inputs`.
+        """
         # in the order of the published weights; eq. 21 has it the other way round
         joined = self.eh_proj(paddle.concat([self.enorm(embedded), self.hnorm(x)], -1))
-        block = self.forward_block if self.training else super().forward
-        return self.shared_head.norm(block(joined, *context)[0])
+        execution = self.block_execution if self.training else LayerExecution()
+        return self.shared_head.norm(execution.run(self.decoder_block, joined, *context))
 
-    def forward_block(self, x: Tensor, *context: Any) -> tuple[Tensor, Any]:
-        """In training, what is behind the joined inputs [B, L, D]: it can be compiled as another layer is."""
-        return super().forward(x, *context)
+    def decoder_block(self, x: Tensor, *context: Any) -> Tensor:
+        """The decoder layer on the joined inputs [B, L, D]: it can be compiled as any other layer."""
+        return super().forward(x, *context)[0]
 
-    def forward_train(self, x: Tensor, *context: Any) -> Tensor:
-        """`forward`, as training calls a layer."""
-        return self(x, *context)
+    def train_block(self, x: Tensor, *context: Any) -> Tensor:
+        """`forward`, whose output needs no cache removed."""
+        output: Tensor = self(x, *context)
+        return output
 
 
 class MoELM(RotaryLM):
@@ -178,11 +191,11 @@ class MoELM(RotaryLM):
     def layer_inputs(
         self, start: int, length: int, dtype: Any, document_starts: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        """Rotation, mask, and which tokens count; programs of whole steps know that by themselves."""
+        """Rotation, attention mask and token mask; programs of full steps get the token mask in another way."""
         if not paddle.in_dynamic_mode():
             return (*super().layer_inputs(start, length, dtype, document_starts), None)
-        counted = None if document_starts is None else (document_starts >= 0).astype("float32")
+        token_mask = None if document_starts is None else (document_starts >= 0).astype("float32")
         if document_starts is not None:
             # marked padding would have positions beyond the row
             document_starts = document_starts.clip(min=0) if bool((document_starts > 0).any()) else None
-        return (*super().layer_inputs(start, length, dtype, document_starts), counted)
+        return (*super().layer_inputs(start, length, dtype, document_starts), token_mask)

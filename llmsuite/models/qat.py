@@ -1,12 +1,12 @@
-"""Quantisation-aware training: linear layers that round their operands to the int8 grid, for one card.
+"""Quantisation-aware training: linear layers that round inputs and weights to the int8 grid, for one card.
 
 Values are float32 on a symmetric grid of 255 steps, q s with q from -127 to 127 (Jacob et al. 2018, arXiv 1712.05877,
 section 3; the zero point is 0, as in Krishnamoorthi 2018, arXiv 1806.08342, section 2.2). Weights have a scale for each
-output, the largest magnitude / 127, and so are never clipped. Inputs have one scale a layer, which is given and does
-not change within a step or an evaluation. Rounding is to the nearest, ties to even (IEEE 754, as NumPy's `rint`).
+output, the largest magnitude / 127, and so are never clipped. Inputs have one scale per layer, which is given and is
+constant within a step or an evaluation. Rounding is to the nearest, ties to even (IEEE 754, as NumPy's `rint`).
 
-Gradients pass the rounding as they are (straight-through, Bengio et al. 2013, arXiv 1308.3432), and are zero for inputs
-that are clipped.
+Gradients pass the rounding unchanged (straight-through estimator, Bengio et al. 2013, arXiv 1308.3432), and are zero
+for inputs that are clipped.
 
 Shapes: I inputs and O outputs of a matrix.
 """
@@ -19,12 +19,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import paddle
 from paddle import nn
 
-from llmsuite.devices.ops import linear
-from llmsuite.models.adapter import identity, is_plain_linear
+from llmsuite.base.typing import Tensor
+from llmsuite.devices import ops
+from llmsuite.devices.ops import identity
+from llmsuite.models.blocks import is_mtp
 from llmsuite.models.int8_grid import LEAST, LEVELS
+from llmsuite.models.linear import WithLinear, is_plain_linear
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.models.targets import pick_modules
-from llmsuite.typing import Tensor
 
 
 def weight_scale(weight: Tensor) -> Tensor:
@@ -33,8 +35,8 @@ def weight_scale(weight: Tensor) -> Tensor:
 
 
 def fake_quantize_weight(weight: Tensor) -> Tensor:
-    """A weight [I, O] as round(w / s) s; its gradient is that of the weight itself."""
-    wide = _float32(weight).detach()  # in this order, as Paddle 3.3.1 detaches no 16 bits in programs on CPUs
+    """round(w / s) s of a weight [I, O]; its gradient is passed to the weight unchanged."""
+    wide = _float32(weight).detach()  # cast first: Paddle 3.3.1 has no `detach` of 16 bits in programs on CPUs
     scale = weight_scale(wide)
     rounded = (paddle.round(wide / scale) * scale).astype(weight.dtype)
     if weight.stop_gradient:
@@ -45,40 +47,42 @@ def fake_quantize_weight(weight: Tensor) -> Tensor:
 
 
 def fake_quantize(x: Tensor, scale: float) -> Tensor:
-    """x as clip(round(x / s), -127, 127) s; its gradient is passed where |x| <= 127 s, and zero elsewhere."""
+    """clip(round(x / s), -127, 127) s; its gradient is passed unchanged where |x| <= 127 s, and zero elsewhere."""
     own = x.detach()
-    seen = _float32(own)
-    rounded = (paddle.round(seen * (1.0 / scale)).clip(-LEVELS, LEVELS) * scale).astype(x.dtype)
+    wide = _float32(own)
+    rounded = (paddle.round(wide * (1.0 / scale)).clip(-LEVELS, LEVELS) * scale).astype(x.dtype)
     if x.stop_gradient:
         return rounded
-    inside = (seen.abs() <= LEVELS * scale).astype(x.dtype)
+    inside = (wide.abs() <= LEVELS * scale).astype(x.dtype)
     return rounded + (x - own) * inside
 
 
-class FakeQuantLinear(nn.Layer):
-    """A linear layer on fake-quantised operands, with the parameters of a plain one; the bias stays as it is."""
-
-    linear = staticmethod(linear)
+class FakeQuantLinear(nn.Layer, WithLinear):
+    """A linear layer with fake-quantised inputs and weight, and the parameters of a plain one; the bias is not
+    rounded."""
 
     def __init__(self, linear: nn.Linear, rounds_weight: bool):
         """
         Args:
             linear: the layer it replaces.
-            rounds_weight: False where the weight is on the grid already.
+            rounds_weight: False where the weight is already on the grid.
         """
         super().__init__()
-        self.weight, self.bias, self.rounds_weight = linear.weight, linear.bias, rounds_weight
+        self.linear = ops.linear
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.rounds_weight = rounds_weight
         self.input_scale: float | None = None
         """Scale of the inputs; without one they are not rounded."""
         self.is_observing = False
-        """Whether to record the largest magnitude of the inputs."""
-        self.counted: Tensor | None = None
-        """[B, L]: which tokens are no padding; None for all. Padding is not observed: how much there is depends on how
-        a batch was put together."""
+        """True while the layer records the largest magnitude of its inputs."""
+        self.token_mask: Tensor | None = None
+        """[B, L]: true for tokens, false for padding; None for all. Padding is not observed: its amount depends on how
+        a batch was packed."""
         self.largest: Tensor | None = None
-        """Scalar: the largest magnitude of the inputs observed on this rank since it was last reset to None."""
+        """Scalar: the largest magnitude of the inputs observed on this rank since this was last set to None."""
         self.local_part: Callable[[Tensor], Tensor] = identity
-        """Applied to the inputs before they are observed: this rank's part, where each has only a part of them."""
+        """Maps the inputs to this rank's shard before they are observed."""
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
@@ -92,19 +96,19 @@ class FakeQuantLinear(nn.Layer):
     @paddle.no_grad()
     def _observe(self, x: Tensor) -> None:
         magnitudes = x.abs()
-        if self.counted is not None and x.ndim == 3:  # after the layers only supervised tokens are left, [N, I]
-            magnitudes = paddle.where(self.counted.unsqueeze(-1), magnitudes, paddle.zeros_like(magnitudes))
+        if self.token_mask is not None and x.ndim == 3:  # after the layers only supervised tokens are left, [N, I]
+            magnitudes = paddle.where(self.token_mask.unsqueeze(-1), magnitudes, paddle.zeros_like(magnitudes))
         largest = magnitudes.max().astype("float32")
         self.largest = largest if self.largest is None else paddle.maximum(self.largest, largest)
 
 
 def rounded_modules(model: nn.Layer, plan: ShardPlan, patterns: Sequence[str] | None) -> list[str]:
-    """Names of the linear layers of a whole model that are fake-quantised, see `pick_modules`: never routed experts,
-    nor layers that predict further tokens, with which nothing is generated."""
+    """Names of the linear layers of an unsharded model that are fake-quantised (see `pick_modules`): not routed
+    experts, nor MTP layers, which generation does not use."""
     modules = list(model.named_sublayers())
-    further = tuple(f"{name}." for name, module in modules if getattr(module, "predicts_further", False))
-    found = [name for name, module in modules if is_plain_linear(module) and not name.startswith(further)]
-    return pick_modules(found, plan, patterns, "qat.target_modules")
+    mtp = tuple(f"{name}." for name, module in modules if is_mtp(module))
+    candidates = [name for name, module in modules if is_plain_linear(module) and not name.startswith(mtp)]
+    return pick_modules(candidates, plan, patterns, "qat.target_modules")
 
 
 def fake_quantize_layers(model: nn.Layer, modules: Sequence[str], rounds_weight: bool) -> None:
@@ -116,7 +120,7 @@ def fake_quantize_layers(model: nn.Layer, modules: Sequence[str], rounds_weight:
 
 
 def fake_quantized(model: nn.Layer) -> Iterator[tuple[str, FakeQuantLinear]]:
-    """The fake-quantised layers of a model by name; none where `fake_quantize_layers` was not called."""
+    """The fake-quantised layers of a model by name."""
     return ((name, module) for name, module in model.named_sublayers() if isinstance(module, FakeQuantLinear))
 
 

@@ -1,4 +1,4 @@
-"""Frozen matrices that are stored quantised and made whole only where they are multiplied with, for one card.
+"""Frozen matrices that are stored quantised and dequantised only for each product, for one card.
 
 Shapes: I inputs and O outputs of a matrix.
 """
@@ -15,21 +15,31 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.utils.dlpack import from_dlpack
 
+from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import matmul
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, byte_levels
-from llmsuite.typing import Tensor
+from llmsuite.models.linear import WithMatmul, is_matrix
 
 
-class QuantisedMatrix(nn.Layer):
-    """A frozen matrix [I, O], or a stack of them, as codes and scales of blocks, in place of the parameter."""
+class GroupedMatrix:
+    """A stack of matrices that is no tensor, and multiplies by itself."""
+
+    def grouped_product(self, x: Tensor, counts: Any) -> Tensor:
+        """Grouped product, [N, O]: consecutive rows of x [N, I], `counts[i]` of them times matrix i."""
+        raise AssertionError(f"{type(self).__name__} has to define `grouped_product`")
+
+
+class QuantisedMatrix(nn.Layer, WithMatmul, GroupedMatrix):
+    """A frozen matrix [I, O], or a stack of them, stored as codes and block scales instead of as a parameter."""
 
     codes: Tensor
     absmax: Tensor
-    matmul = staticmethod(matmul)
 
     def __init__(self, shape: Sequence[int], format: BlockFormat):
         super().__init__()
-        self.shape, self.format = list(shape), format
+        self.matmul = matmul
+        self.shape = list(shape)
+        self.format = format
         dtypes = {CODES: format.stored_dtype, ABSMAX: "float32"}
         for part, of_part in format.shapes(shape).items():
             zeros = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
@@ -42,21 +52,24 @@ class QuantisedMatrix(nn.Layer):
 
     @paddle.no_grad()
     def dense(self, dtype: Any) -> Tensor:
-        """The matrix, or of one that is cut over ranks this rank's part as a distributed tensor."""
-        codes, absmax = self.codes, self.absmax
+        """The dequantised matrix; of one that is sharded over ranks a distributed tensor with this rank's shard."""
+        codes = self.codes
+        absmax = self.absmax
         if not codes.is_dist():
             return dequantise(codes, absmax, self.format).astype(dtype)
         local = dequantise(codes._local_value(), absmax._local_value(), self.format)
         return dtensor_from_local(local.astype(dtype), codes.process_mesh, codes.placements)
 
     def grouped_product(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """Consecutive rows of x [N, I], so many `counts` for each matrix of this rank's part of a stack, to [N, O]."""
+        """Grouped product, [N, O]: consecutive rows of x [N, I], `counts[i]` of them times matrix i of this rank's
+        shard of a stack."""
         return _GroupedProduct.apply(x, (self,), list(counts))
 
     @paddle.no_grad()
     def one(self, number: int, dtype: Any) -> Tensor:
-        """A matrix of this rank's part of a stack."""
-        codes, absmax = (part._local_value() if part.is_dist() else part for part in (self.codes, self.absmax))
+        """The dequantised matrix [I, O] with this index in this rank's shard of a stack."""
+        codes = self.codes._local_value() if self.codes.is_dist() else self.codes
+        absmax = self.absmax._local_value() if self.absmax.is_dist() else self.absmax
         return dequantise(codes[number], absmax[number], self.format).astype(dtype)
 
 
@@ -65,7 +78,8 @@ class QuantisedLinear(nn.Layer):
 
     def __init__(self, linear: nn.Linear, format: BlockFormat):
         super().__init__()
-        self.weight, self.bias = QuantisedMatrix(linear.weight.shape, format), linear.bias
+        self.weight = QuantisedMatrix(linear.weight.shape, format)
+        self.bias = linear.bias
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
@@ -73,12 +87,14 @@ class QuantisedLinear(nn.Layer):
 
 
 class _Product(PyLayer):
-    """x W; W is made for the product, and again for its gradient. It comes in a tuple, which PyLayer does not look
-    into: under sharding stage 3 its codes have other memory by the time of the backward pass."""
+    """x W; W is dequantised for the product, and again for its gradient, so that no dense copy is kept between them. It
+    comes in a tuple, which PyLayer does not inspect: under sharding stage 3 its codes have other memory by the time of
+    the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrices: tuple[QuantisedMatrix]) -> Tensor:
-        (ctx.matrix,), ctx.dtype = matrices, x.dtype
+        (ctx.matrix,) = matrices
+        ctx.dtype = x.dtype
         return ctx.matrix.matmul(x, ctx.matrix.dense(x.dtype))
 
     @staticmethod
@@ -87,45 +103,49 @@ class _Product(PyLayer):
 
 
 class _GroupedProduct(PyLayer):
-    """`_Product` for a stack: one matrix after the other is made, but for those without rows."""
+    """`_Product` for a stack: matrices are dequantised one after the other, and those without rows not at all."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, stacks: tuple[QuantisedMatrix], counts: list[int]) -> Tensor:
-        (ctx.stack,), ctx.dtype, ctx.counts = stacks, x.dtype, counts
+        (ctx.stack,) = stacks
+        ctx.dtype = x.dtype
+        ctx.counts = counts
         return by_matrix(x, counts, lambda rows, number: ctx.stack.matmul(rows, ctx.stack.one(number, x.dtype)))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        stack, dtype = ctx.stack, ctx.dtype
+        stack = ctx.stack
+        dtype = ctx.dtype
         return by_matrix(
             gradient, ctx.counts, lambda rows, number: stack.matmul(rows, stack.one(number, dtype), transpose_y=True)
         )
 
 
 def by_matrix(x: Tensor, counts: Sequence[int], product: Callable[[Tensor, int], Tensor]) -> Tensor:
-    """Consecutive rows of x [N, I], so many `counts` for each matrix, to [N, O].
+    """Grouped product, [N, O]: consecutive rows of x [N, I], `counts[i]` of them times matrix i.
 
-    `product` is that of some rows with the matrix of a number. It is not called for matrices without rows, but once
-    where there are no rows at all.
+    `product` multiplies rows by the matrix with an index. It is not called for matrices without rows, but once where
+    there are no rows at all, for the number of outputs.
     """
     groups = [(number, rows) for number, rows in enumerate(x.split(counts)) if counts[number]]
     if not groups:
-        return product(x, 0)  # no rows, but of the right width
+        return product(x, 0)  # [0, O]
     return paddle.concat([product(rows, number) for number, rows in groups])
 
 
 def dequantise(codes: Tensor, absmax: Tensor, format: BlockFormat) -> Tensor:
-    """The matrix of plain tensors, in float32: as `BlockFormat.dequantise`, on any device."""
+    """The matrix in float32, [I, O], of plain tensors on any device, equal to `BlockFormat.dequantise`."""
     if codes.place.is_cpu_place():  # Paddle's gather takes five times as long there as NumPy's
         return from_dlpack(format.dequantise(codes.numpy(), absmax.numpy()))
     return dequantise_on_device(codes, absmax, format)
 
 
 def dequantise_on_device(codes: Tensor, absmax: Tensor, format: BlockFormat) -> Tensor:
-    """The same by Paddle's operations."""
+    """`dequantise` by Paddle's operations."""
     num_blocks, num_outputs = absmax.shape
     if format.dtype == "int8":
-        found, absmax = codes.astype("float32"), absmax * float(np.float32(1 / 127))
+        found = codes.astype("float32")
+        absmax = absmax * float(np.float32(1 / 127))
     else:
         flat = codes.astype("int32").flatten()
         halves = [paddle.gather(paddle.to_tensor(levels), flat) for levels in byte_levels(format.dtype)]
@@ -135,20 +155,20 @@ def dequantise_on_device(codes: Tensor, absmax: Tensor, format: BlockFormat) -> 
 
 
 def quantise_matrices(model: nn.Layer, modules: Sequence[str], format: BlockFormat) -> None:
-    """Let these layers, with adapters or without, keep their matrix or stack quantised.
+    """Make these layers, with adapters or without, store their matrix or stack quantised.
 
     Args:
-        model: without memory (`paddle.LazyGuard`); its quantised matrices have none either.
+        model: not materialised (`paddle.LazyGuard`); nor are its quantised matrices afterwards.
         modules: names of linear layers and stacks of routed experts.
-        format: of their matrices.
+        format: block format of their matrices.
     """
     found = dict(model.named_sublayers(include_self=True))
     for name in modules:
         layer = found[name]
-        if type(layer) is nn.Linear:
+        if is_matrix(layer):
             owner, _, attribute = name.rpartition(".")
             setattr(found[owner], attribute, QuantisedLinear(layer, format))
         else:
             shape = layer.weight.shape
-            del layer.weight  # else Paddle takes nothing but a parameter in its place
+            del layer.weight  # else Paddle accepts only a parameter under this name
             layer.weight = QuantisedMatrix(shape, format)

@@ -7,8 +7,8 @@ import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from llmsuite.errors import UserError
-from llmsuite.strict_json import ABOVE_ZERO
+from llmsuite.base.errors import UserError
+from llmsuite.base.strict_json import ABOVE_ZERO
 
 _YARN_KEYS = {
     "rope_type",
@@ -24,7 +24,7 @@ _YARN_KEYS = {
 
 
 def read_hf(data: Mapping[str, Any], default_theta: float) -> tuple[float, dict[str, Any] | None]:
-    """Base and scaling of a config.json; transformers 5 keeps both in `rope_parameters`."""
+    """Base and scaling in a config.json; transformers 5 stores both in `rope_parameters`."""
     rope = data.get("rope_parameters")
     if isinstance(rope, Mapping):
         theta = rope.get("rope_theta", data.get("rope_theta", default_theta))
@@ -41,8 +41,8 @@ def frequencies(
     Args:
         size: size of the part of a head that is rotated.
         theta: base of the frequencies.
-        scaling: None, or what config.json calls rope_scaling.
-        kinds: the rope types the caller's family has.
+        scaling: None, or `rope_scaling` of config.json.
+        kinds: the rope types that the caller's family supports.
 
     Raises:
         UserError: the scaling is of another kind, or lacks a key.
@@ -58,13 +58,16 @@ def frequencies(
     factor = _number(scaling, "factor")
     if kind == "linear":
         return [f / factor for f in plain]
-    return _llama3(plain, factor, scaling) if kind == "llama3" else _yarn(plain, factor, theta, scaling)
+    if kind == "llama3":
+        return _llama3(plain, factor, scaling)
+    return _yarn(plain, factor, theta, scaling)
 
 
 def _llama3(plain: list[float], factor: float, scaling: Mapping[str, Any]) -> list[float]:
-    """As published with Llama 3.1 (github.com/meta-llama/llama-models, models/llama3/model.py, `apply_scaling`):
-    long wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
-    low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
+    """Scaling of Llama 3.1 (github.com/meta-llama/llama-models, models/llama3/model.py, `apply_scaling`): long
+    wavelengths are stretched by `factor`, short ones kept, those between interpolated."""
+    low = _number(scaling, "low_freq_factor")
+    high = _number(scaling, "high_freq_factor")
     original = _number(scaling, "original_max_position_embeddings")
     if high <= low:
         raise UserError(f"high_freq_factor is {high}; it has to be above low_freq_factor = {low}")
@@ -77,8 +80,8 @@ def _llama3(plain: list[float], factor: float, scaling: Mapping[str, Any]) -> li
 
 
 def _yarn(plain: list[float], factor: float, theta: float, scaling: Mapping[str, Any]) -> list[float]:
-    """Peng et al. 2023, arXiv 2309.00071: pairs that turn more than beta_fast times in the original context are kept,
-    those that turn less than beta_slow times stretched by `factor`, those between interpolated by their index."""
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): pairs that turn more than beta_fast times in the original context are
+    kept, those that turn less than beta_slow times stretched by `factor`, those between interpolated by their index."""
     if unknown := sorted(set(scaling) - _YARN_KEYS):
         raise UserError(f"has {', '.join(unknown)}, which yarn scaling does not know here")
     if theta <= 1:

@@ -12,7 +12,8 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from llmsuite.typing import Tensor
+from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 
 
 def positions(document_starts: Tensor) -> Tensor:
@@ -31,18 +32,18 @@ def rotation(
     """scale times cos and sin for the positions from `start`, [1, L, 1, K / 2], or with `document_starts` for the
     positions in documents, [B, L, 1, K / 2].
 
-    Angles are computed in float64, as positions get large.
+    Angles are computed in float64: in float32 those of large positions would be off.
     """
     angles = np.outer(np.arange(start, start + length), np.asarray(frequencies))
-    cos, sin = (paddle.to_tensor((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
+    cos, sin = (tensor_of((f(angles) * scale).astype("float32")).astype(dtype) for f in (np.cos, np.sin))
     if document_starts is None:
         return cos.unsqueeze([0, 2]), sin.unsqueeze([0, 2])
-    at = positions(document_starts)
-    return F.embedding(at, cos).unsqueeze(2), F.embedding(at, sin).unsqueeze(2)
+    in_document = positions(document_starts)
+    return F.embedding(in_document, cos).unsqueeze(2), F.embedding(in_document, sin).unsqueeze(2)
 
 
 def rotation_at(frequencies: Sequence[float], scale: float, positions: Tensor, dtype: Any) -> tuple[Tensor, Tensor]:
-    """`rotation` at positions [B, L]: two of [B, L, 1, K / 2]."""
-    angles = positions.astype("float64").unsqueeze([2, 3]) * paddle.to_tensor(np.asarray(frequencies, "float64"))
+    """Cos and sin times scale at positions [B, L], [B, L, 1, K / 2] each; angles in float64, as in `rotation`."""
+    angles = positions.astype("float64").unsqueeze([2, 3]) * tensor_of(np.asarray(frequencies, "float64"))
     cos, sin = ((f(angles) * scale).astype("float32").astype(dtype) for f in (paddle.cos, paddle.sin))
     return cos, sin

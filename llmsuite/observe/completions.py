@@ -1,4 +1,4 @@
-"""`completions.jsonl`: what the model has written in each rollout of a run, one object a completion."""
+"""The file `completions.jsonl`: the completions of each rollout of a run, one JSON object per completion."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.files import NO_ROOM, os_errors
-from llmsuite.regular import is_file
+from llmsuite.base.files import NO_ROOM, os_errors
+from llmsuite.base.safe_files import is_file
 
 COMPLETIONS = "completions.jsonl"
 SCHEMA = 1
@@ -18,8 +18,8 @@ _TAIL_BYTES = 1 << 20
 
 
 class CompletionsFile:
-    """Appends rows. On resume it drops those of steps after the checkpoint, which will be drawn again, and what a kill
-    has left of a last line. Rows are in the order of their steps."""
+    """Appends rows, in the order of their steps. On resume it drops those of steps after the checkpoint, which will be
+    sampled again, and a last line that was truncated by a kill."""
 
     def __init__(self, path: Path, resume_step: int):
         self._path = path
@@ -29,8 +29,8 @@ class CompletionsFile:
             self._file.truncate(_end_of(self._file, resume_step))
 
     def write(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Append the completions of the rollout that this step, or this step first, learns from. Raises UserError when
-        they cannot be written."""
+        """Append the completions of the rollout that this step is the first to train on. Raises UserError when they
+        cannot be written."""
         lines = (
             json.dumps({"schema": SCHEMA, "step": step, **row}, allow_nan=False, ensure_ascii=False) for row in rows
         )
@@ -40,12 +40,12 @@ class CompletionsFile:
             self._file.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written is still there to be written
+        with contextlib.suppress(OSError):  # closing tries again to write buffered text that could not be written
             self._file.close()
 
 
 def _end_of(file: Any, last_step: int) -> int:
-    """Where the rows up to a step end."""
+    """The position in bytes after the rows up to a step."""
     file.seek(0)
     end = 0
     for line in file:
@@ -65,9 +65,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 
 def sampled_completions(run: Path, rollouts: int, most: int) -> list[list[dict[str, Any]]]:
-    """Completions of some rollouts over the whole run, the last one too, each `most` of them at most.
+    """Completions of some rollouts spread over the run, the last one included, at most `most` of each.
 
-    Of a long file only the places are read that are shown.
+    Only parts of a long file are read.
     """
     path = run / COMPLETIONS
     if not is_file(path):
@@ -82,7 +82,8 @@ def sampled_completions(run: Path, rollouts: int, most: int) -> list[list[dict[s
         start = max(0, size - _TAIL_BYTES)
         file.seek(start)
         lines = file.read().splitlines(keepends=True)[1 if start else 0 :]
-    last = [row for line in lines if line.endswith(b"\n") and (row := _row(line)) is not None]
+    rows_at_end = [_row(line) for line in lines if line.endswith(b"\n")]
+    last = [row for row in rows_at_end if row is not None]
     if last:
         step = last[-1]["step"]
         found[step] = list(itertools.islice((row for row in last if row["step"] == step), most))
@@ -90,7 +91,7 @@ def sampled_completions(run: Path, rollouts: int, most: int) -> list[list[dict[s
 
 
 def _rollout_at(file: Any, start: int, most: int) -> list[dict[str, Any]]:
-    """The first completions of the first rollout that begins behind a place."""
+    """The first completions of the first rollout that begins after a position in the file."""
     file.seek(start)
     before = None
     if start:

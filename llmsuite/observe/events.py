@@ -1,4 +1,5 @@
-"""`events.jsonl`: events of a run besides its steps, one object a line. `environment.json`: where it ran."""
+"""The files `events.jsonl`, events of a run other than its steps, one JSON object per line, and `environment.json`, the
+machine and software of the run."""
 
 from __future__ import annotations
 
@@ -13,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite import __version__
-from llmsuite.files import NO_ROOM, os_errors
-from llmsuite.shown import redacted_words
+from llmsuite.base.files import NO_ROOM, os_errors
+from llmsuite.base.redaction import redacted_words
 
-EVENTS, ENVIRONMENT = "events.jsonl", "environment.json"
+EVENTS = "events.jsonl"
+ENVIRONMENT = "environment.json"
 _PACKAGES = ("paddlepaddle", "paddlepaddle-gpu", "paddlepaddle-xpu", "paddlenlp", "numpy", "safetensors", "tokenizers")
 # no other variables are recorded: they may hold secrets
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "MKL_DEBUG_CPU_TYPE", "KMP_BLOCKTIME", "CUDA_VISIBLE_DEVICES",
-              "XPU_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "LLMSUITE_PLUGINS", "LLMSUITE_GLOO_TIMEOUT_S")  # fmt: skip
+              "XPU_VISIBLE_DEVICES", "NVIDIA_TF32_OVERRIDE", "LLMSUITE_PLUGINS", "LLMSUITE_NO_PLUGINS",
+              "LLMSUITE_GLOO_TIMEOUT_S")  # fmt: skip
 
 
 def add_event(run: Path, event: str, **more: Any) -> None:
@@ -29,7 +32,7 @@ def add_event(run: Path, event: str, **more: Any) -> None:
     Args:
         run: its directory.
         event: the name of the event, such as "started".
-        more: further fields, of JSON values.
+        more: additional fields, JSON values.
 
     Raises:
         UserError: it cannot be written.

@@ -1,4 +1,4 @@
-"""`generations/step-N.jsonl`: what the model has answered at each evaluation of a run, one object a prompt."""
+"""The files `generations/step-N.jsonl`: the model's answers at each evaluation of a run, one JSON object per prompt."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from llmsuite.files import NO_ROOM, os_errors, write_text_atomic
-from llmsuite.regular import listed
+from llmsuite.base.files import NO_ROOM, os_errors, write_text_atomic
+from llmsuite.base.safe_files import listed
 
 GENERATIONS = "generations"
 
 
 def write_generations(run: Path, step: int, rows: Iterable[Mapping[str, str]]) -> None:
-    """Write the answers after a step, in place of those of an earlier attempt at it.
+    """Write the answers after a step; they replace those of an earlier attempt at it.
 
     Args:
         run: its directory.
@@ -40,7 +40,7 @@ def drop_generations(run: Path, last_step: int) -> None:
 
 
 def sampled_generations(run: Path, steps: int, most: int) -> list[tuple[int, list[dict[str, str]]]]:
-    """Answers at some evaluations over the whole run, the last one too.
+    """Answers at some evaluations spread over the run, the last one included.
 
     Args:
         run: its directory.
@@ -70,6 +70,6 @@ def _first_rows(path: Path, most: int) -> list[dict[str, str]]:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             rows = [json.loads(line) for line in itertools.islice(file, most)]
-    except (FileNotFoundError, ValueError):  # the run went back behind this step just now, or a disk was full
+    except (FileNotFoundError, ValueError):  # the run has just returned to an earlier step, or a disk was full
         return []
     return [row for row in rows if isinstance(row, dict)]

@@ -1,7 +1,7 @@
-"""Loggers that come with llmsuite: each forwards the metrics to another package, which is imported when it is needed.
+"""Built-in loggers: each forwards the metrics to another package, which is imported on first use.
 
-A package gets the directory of the run; its own environment variables say where else to send metrics. None sends
-anything to a server unasked: without an account or a server they write below the run's directory.
+A package gets the directory of the run; its own environment variables configure a server. None sends anything to a
+server by default: without an account or a server they write below the run's directory.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.errors import UserError
-from llmsuite.shown import redacted
-from llmsuite.specs import Logger, LoggerSpec
+from llmsuite.base.errors import UserError
+from llmsuite.base.redaction import redacted
+from llmsuite.contract.specs import Logger, LoggerSpec
 
 _PROJECT = "llmsuite"
 
@@ -126,25 +126,25 @@ class MLflow:
 
 
 class Loggers:
-    """The loggers of a run. One that fails, as without its server, is reported once and gets no more: the run goes on,
-    and metrics.jsonl has the numbers."""
+    """The loggers of a run. One that fails, for example without its server, is reported once and gets no more metrics:
+    the run continues, and metrics.jsonl has the numbers."""
 
     def __init__(self, named: Mapping[str, Logger]):
         self._working = dict(named)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Hand on a record."""
+        """Pass a record to every logger."""
         self._each(lambda logger: logger.log(step, metrics))
 
     def close(self) -> None:
-        """The run has ended."""
+        """Close every logger at the end of the run."""
         self._each(lambda logger: logger.close())
 
     def _each(self, act: Callable[[Logger], None]) -> None:
         for name, logger in [*self._working.items()]:
             try:
                 act(logger)
-            except Exception as error:  # of many libraries, or a plugin's code
+            except Exception as error:  # any error of a library or of a plugin
                 del self._working[name]
                 print(
                     f"logger {name} failed and gets no more metrics; all of them are in metrics.jsonl:\n"

@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: one object a logged step, appended and flushed. Read it with any JSON Lines reader."""
+"""The file `metrics.jsonl`: one JSON object per logged step, appended and flushed."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.files import NO_ROOM, os_errors, write_text_atomic
-from llmsuite.regular import exists
+from llmsuite.base.files import NO_ROOM, os_errors, write_text_atomic
+from llmsuite.base.safe_files import exists
 
 SCHEMA = 1
 
@@ -41,7 +41,7 @@ class MetricsFile:
             self._file.flush()
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # what could not be written is still there to be written
+        with contextlib.suppress(OSError):  # closing tries again to write buffered text that could not be written
             self._file.close()
 
 
@@ -59,28 +59,29 @@ def _step(line: str) -> float:
 
 
 def evaluation_at(run: Path, step: int) -> dict[str, float | None]:
-    """The evaluation after a step, by the metrics of a run; empty when there is none."""
+    """The metrics of the evaluation after a step; empty when there is none."""
     records = (json.loads(line) for line in _lines(run / "metrics.jsonl") if _step(line) == step)
     return {name: value for record in records for name, value in record.items() if name.startswith("eval/")}
 
 
-def place(samples: int, batch_size: int, epoch_size: int) -> dict[str, float]:
-    """Place of a step in its epoch.
+def epoch_position(samples: int, batch_size: int, epoch_size: int) -> dict[str, float]:
+    """The position of a step in its epoch.
 
     Args:
-        samples: taken so far, with those of the step.
+        samples: number so far, with those of the step.
         batch_size: samples of a step.
-        epoch_size: samples of an epoch. The stream knows no gap: a batch belongs to the epoch that it begins in.
+        epoch_size: samples of an epoch. Batches may span two epochs: a batch belongs to the epoch in which it begins.
 
     Returns:
-        "epoch", how many are over, and "batch", the number of the step's batch in its epoch, from 0.
+        "epoch", the number of epochs completed (a fraction), and "batch", the number of the step's batch in its epoch,
+        from 0.
     """
     before = samples - batch_size
     first = math.ceil(before // epoch_size * epoch_size / batch_size)
     return {"epoch": samples / epoch_size, "batch": before // batch_size - first}
 
 
-class Window:
+class RateWindow:
     """Times and tokens since the last record, for averages."""
 
     def __init__(self, num_ranks: int):
@@ -92,7 +93,11 @@ class Window:
         self.reset()
 
     def reset(self) -> None:
-        self._start, self.steps, self.busy, self._reader, self._tokens = time.perf_counter(), 0, 0.0, 0.0, 0.0
+        self._start = time.perf_counter()
+        self.steps = 0
+        self.busy = 0.0
+        self._reader = 0.0
+        self._tokens = 0.0
         self._rollout: float | None = None
 
     def add(self, metrics: dict[str, float]) -> None:
@@ -103,7 +108,7 @@ class Window:
             self._rollout = (self._rollout or 0.0) + metrics.pop("rollout_seconds")
         self._tokens += metrics.get("tokens", 0.0)  # unknown in the middle of a pipeline, where nothing is logged
 
-    def leave_out(self, seconds: float) -> None:
+    def exclude(self, seconds: float) -> None:
         """Exclude time that was not spent on steps."""
         self._start += seconds
 

@@ -9,15 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmsuite.errors import UserError
-from llmsuite.locks import is_locked
+from llmsuite.base.errors import UserError
+from llmsuite.base.locks import is_locked
+from llmsuite.base.safe_files import exists, is_file, listed
 from llmsuite.observe.completions import sampled_completions
 from llmsuite.observe.events import ENVIRONMENT, EVENTS, read_events
 from llmsuite.observe.generations import sampled_generations
-from llmsuite.regular import exists, is_file, listed
 
 Record = dict[str, Any]
-_SAMPLED_STEPS, _MOST_SAMPLES = 8, 16
+_SAMPLED_STEPS = 8
+_MAX_SAMPLES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,24 +37,24 @@ class Run:
     events: list[Record]
     environment: Record
     samples: list[list[Record]] = dataclasses.field(default_factory=list)
-    """Completions of some rollouts, the last one too, from `completions.jsonl`."""
+    """Completions of some rollouts, the last one included, from `completions.jsonl`."""
     answers: list[tuple[int, list[Record]]] = dataclasses.field(default_factory=list)
-    """Answers at some evaluations by their steps, the last one too, from `generations`."""
-    heard: float | None = None
-    """When it last recorded a step, in seconds since 1970."""
-    is_gone: bool = False
-    """Whether no process of it is there any more, as far as this machine knows."""
+    """Answers at some evaluations by their steps, the last one included, from `generations`."""
+    last_record_time: float | None = None
+    """Time of the last recorded step, in seconds since 1970."""
+    is_dead: bool = False
+    """True where no process of the run is left, as far as this machine knows."""
 
     @property
     def status(self) -> str:
-        """The status by the last event: running, ended, stopped, failed, hung, or unknown without events; died for one
-        that could not say how it ended."""
+        """The status by the last event: running, ended, stopped, failed, hung, or unknown without events; died for a
+        run that could not record its end."""
         if not self.events:
             return "unknown"
         last = str(self.events[-1]["event"])
         if last in ("ended", "stopped", "failed", "hung"):
             return last
-        return "died" if self.is_gone else "running"
+        return "died" if self.is_dead else "running"
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of a metric."""
@@ -62,7 +63,7 @@ class Run:
 
 
 def read_run(directory: Path) -> Run:
-    """Read a run as it is now.
+    """Read the present state of a run.
 
     Raises:
         UserError: it is not the directory of a run.
@@ -70,10 +71,13 @@ def read_run(directory: Path) -> Run:
     if not is_run(directory):
         message = "is not the directory of a run, with recipe.json and metrics.jsonl; see: llmsuite runs list"
         raise UserError(f"{directory}: {message}")
-    # before the events: a run that ends meanwhile has written how
-    is_gone = is_locked(directory) is False
+    # before the events are read: then a run that ends in between has recorded its end
+    is_dead = is_locked(directory) is False
     environment = _object(directory / ENVIRONMENT)
     records = _records(directory / "metrics.jsonl")
+    last_record_time = None
+    if has_records(directory):
+        last_record_time = (directory / "metrics.jsonl").stat().st_mtime
     return Run(
         directory,
         _object(directory / "recipe.json"),
@@ -82,50 +86,48 @@ def read_run(directory: Path) -> Run:
         _records(directory / "ranks.jsonl"),
         read_events(directory),
         environment,
-        sampled_completions(directory, _SAMPLED_STEPS, _MOST_SAMPLES),
-        sampled_generations(directory, _SAMPLED_STEPS, _MOST_SAMPLES),
-        (directory / "metrics.jsonl").stat().st_mtime if has_records(directory) else None,
-        is_gone and environment.get("host") == platform.node(),
+        sampled_completions(directory, _SAMPLED_STEPS, _MAX_SAMPLES),
+        sampled_generations(directory, _SAMPLED_STEPS, _MAX_SAMPLES),
+        last_record_time,
+        is_dead and environment.get("host") == platform.node(),
     )
 
 
 def has_records(directory: Path) -> bool:
-    """Whether a run has started to write there."""
+    """True where a run has started to write."""
     return is_file(directory / "metrics.jsonl") and is_file(directory / "recipe.json")
 
 
 def is_run(directory: Path) -> bool:
-    """Whether a run has started to write there, or its launcher has noted that it ended before it could."""
+    """True where a run has started to write, or its launcher has recorded that it ended before."""
     return has_records(directory) or (is_file(directory / EVENTS) and not exists(directory / "recipe.json"))
 
 
 def find_runs(root: Path) -> list[Path]:
     """The directories of runs in or below a directory, sorted by name."""
-    return sorted(
-        {
-            path.parent
-            for name in ("metrics.jsonl", EVENTS)
-            for path in listed(root, f"**/{name}")
-            if is_run(path.parent)
-        }
-    )
+    files = [*listed(root, "**/metrics.jsonl"), *listed(root, f"**/{EVENTS}")]
+    return sorted({path.parent for path in files if is_run(path.parent)})
 
 
-def flat(recipe: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(recipe: Record, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Dotted keys of a recipe and their values."""
     for key, value in recipe.items():
         if isinstance(value, dict) and value:
-            yield from flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield prefix + key, value
 
 
-def differing(*recipes: Record) -> list[tuple[str, list[Any]]]:
+def differing_keys(*recipes: Record) -> list[tuple[str, list[Any]]]:
     """The keys in which recipes differ, with the value of each recipe; None where it lacks the key."""
-    tables = [dict(flat(recipe)) for recipe in recipes]
+    tables = [dict(flatten(recipe)) for recipe in recipes]
     keys = dict.fromkeys(key for table in tables for key in table)
-    rows = [(key, [table.get(key) for table in tables]) for key in keys]
-    return [(key, values) for key, values in rows if any(value != values[0] for value in values)]
+    differing = []
+    for key in keys:
+        values = [table.get(key) for table in tables]
+        if any(value != values[0] for value in values):
+            differing.append((key, values))
+    return differing
 
 
 def _is_evaluation(record: Record) -> bool:

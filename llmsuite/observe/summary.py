@@ -1,4 +1,4 @@
-"""What a run says of itself in words: its cards, and its events."""
+"""A summary of a run in words: its cards, and its events."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ from typing import Any
 from llmsuite.observe.runs import Record, Run
 
 _RECENT = 10
-"""Records whose mean is the speed of now."""
-_SILENT_STEPS, _SILENT_SECONDS = 5, 60.0
-"""A run that goes on and has recorded nothing for so many records' time, and so long, is asked after."""
-_BEGINS, _ENDS = ("started", "resumed"), ("ended", "stopped", "failed", "hung")
+"""Number of records whose mean is the present speed."""
+_SILENT_STEPS = 5
+_SILENT_SECONDS = 60.0
+"""A running run is reported as silent after this many steps' time and this many seconds without a record."""
+_BEGINS = ("started", "resumed")
+_ENDS = ("ended", "stopped", "failed", "hung")
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """One thing about a run, for its top."""
+    """One fact about a run, shown at the top of the page."""
 
     label: str
     value: str
@@ -28,9 +30,9 @@ class Card:
 
 
 def total_steps(run: Run) -> int | None:
-    """How many steps a run will have, if it says so."""
-    told = [e["of"] for e in run.events if e["event"] in _BEGINS and isinstance(e.get("of"), int)]
-    return told[-1] if told else (run.recipe.get("train") or {}).get("max_steps")
+    """The total number of steps of a run; None where it is unknown."""
+    reported = [e["of"] for e in run.events if e["event"] in _BEGINS and isinstance(e.get("of"), int)]
+    return reported[-1] if reported else (run.recipe.get("train") or {}).get("max_steps")
 
 
 def last_step(run: Run) -> int:
@@ -38,58 +40,61 @@ def last_step(run: Run) -> int:
 
 
 def duration(run: Run, now: float) -> float | None:
-    """Seconds that a run has taken so far, without the time between its end and a resume; None if it says nothing.
+    """Seconds that a run has taken so far, without the time between its end and a resume; None without events.
 
     Args:
-        run: what is asked about.
-        now: in seconds since 1970, for a run that goes on.
+        run: a run.
+        now: in seconds since 1970, for a run that is running.
     """
-    total, begun, before = 0.0, None, None
+    total = 0.0
+    start = None
+    before = None
     for event in run.events:
         at = _seconds(event)
         if at is None:
             continue
         if event["event"] in _BEGINS:
-            if begun is not None and before is not None:  # killed: what came after its last event is unknown
-                total += before - begun
-            begun = at
-        elif event["event"] in _ENDS and begun is not None:
-            total, begun = total + at - begun, None
+            if start is not None and before is not None:  # killed: the time after its last event is unknown
+                total += before - start
+            start = at
+        elif event["event"] in _ENDS and start is not None:
+            total = total + at - start
+            start = None
         before = at
-    if begun is not None:
-        total += max(0.0, (now if run.status == "running" else run.heard or begun) - begun)
+    if start is not None:
+        end = now if run.status == "running" else run.last_record_time or start
+        total += max(0.0, end - start)
     return total if before is not None else None
 
 
 def seconds_left(run: Run) -> float | None:
-    """What the steps that are left will take, at the speed of the last ones; None if that is unknown."""
-    total, times = total_steps(run), [r["avg_batch_cost"] for r in run.steps[-_RECENT:] if r.get("avg_batch_cost")]
+    """Estimated seconds of the remaining steps, at the speed of the last ones; None where that is unknown."""
+    total = total_steps(run)
+    times = [r["avg_batch_cost"] for r in run.steps[-_RECENT:] if r.get("avg_batch_cost")]
     if run.status != "running" or total is None or not times:
         return None
     return max(0, total - last_step(run)) * sum(times) / len(times)
 
 
-def in_words(seconds: float) -> str:
-    """A time for people: 45 s, 12 min 05 s, 3 h 20 min, 2 d 4 h."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s" if seconds >= 10 else f"{seconds:.1f} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02} s"
+def format_duration(seconds: float) -> str:
+    """A duration as text: 45 s, 12 min 05 s, 3 h 20 min, 2 d 4 h."""
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded} s" if seconds >= 10 else f"{seconds:.1f} s"
+    if rounded < 3600:
+        return f"{rounded // 60} min {rounded % 60:02} s"
     minutes = round(seconds / 60)
-    return (
-        f"{minutes // 60} h {minutes % 60:02} min"
-        if minutes < 2880
-        else f"{minutes // 1440} d {minutes % 1440 // 60} h"
-    )
+    if minutes < 2880:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes // 1440} d {minutes % 1440 // 60} h"
 
 
 def cards(run: Run, now: float | None = None) -> list[Card]:
-    """The cards of a run; what it does not say has none.
+    """The cards of a run, of those facts that it has recorded.
 
     Args:
-        run: what is shown.
-        now: in seconds since 1970; None for this moment.
+        run: a run.
+        now: in seconds since 1970; None for the present time.
     """
     now = time.time() if now is None else now
     made = (_status(run, now), _progress(run, now), _loss(run), _reward(run), _speed(run), _model(run), _method(run),
@@ -98,24 +103,37 @@ def cards(run: Run, now: float | None = None) -> list[Card]:
 
 
 def _status(run: Run, now: float) -> Card:
+    note = ""
+    if run.last_record_time:
+        note = f"last record {format_duration(now - run.last_record_time)} ago"
     if run.status == "died":
-        return Card("Status", "died", f"last record {in_words(now - run.heard)} ago" if run.heard else "")
+        return Card("Status", "died", note)
     if run.status != "running":
         return Card("Status", run.status, _when(run.events[-1]) if run.events else "")
-    heard = run.heard
-    if heard is None or now - heard < _SILENT_SECONDS:
+    last_record_time = run.last_record_time
+    if last_record_time is None or now - last_record_time < _SILENT_SECONDS:
         return Card("Status", "running")
-    usual = run.steps[-1].get("avg_batch_cost") or 0.0 if run.steps else 0.0
-    silent = now - heard > max(_SILENT_SECONDS, _SILENT_STEPS * usual)
-    said = f"last record {in_words(now - heard)} ago"
-    return Card("Status", "running", f"{said}: is it still there?" if silent else said)
+    usual = 0.0
+    if run.steps:
+        usual = run.steps[-1].get("avg_batch_cost") or 0.0
+    if now - last_record_time > max(_SILENT_SECONDS, _SILENT_STEPS * usual):
+        note += ": is it still running?"
+    return Card("Status", "running", note)
 
 
 def _progress(run: Run, now: float) -> Card:
-    total, took, left = total_steps(run), duration(run, now), seconds_left(run)
-    steps = f"{last_step(run):,}" + (f" of {total:,}" if total else "")
-    times = [f"{in_words(took)} so far" if run.status == "running" else in_words(took)] if took else []
-    times += [f"about {in_words(left)} left"] if left else []
+    total = total_steps(run)
+    took = duration(run, now)
+    left = seconds_left(run)
+    steps = f"{last_step(run):,}"
+    if total:
+        steps += f" of {total:,}"
+    times = []
+    if took:
+        so_far = " so far" if run.status == "running" else ""
+        times.append(f"{format_duration(took)}{so_far}")
+    if left:
+        times.append(f"about {format_duration(left)} left")
     return Card("Steps", steps, ", ".join(times))
 
 
@@ -124,11 +142,12 @@ def _loss(run: Run) -> Card | None:
     if not values:
         return None
     at, evaluated = run.series("eval/loss")
-    return Card("Loss", f"{values[-1]:.4g}", f"{evaluated[-1]:.4g} in the evaluation of step {at[-1]}" if at else "")
+    note = f"{evaluated[-1]:.4g} in the evaluation of step {at[-1]}" if at else ""
+    return Card("Loss", f"{values[-1]:.4g}", note)
 
 
 def _reward(run: Run) -> Card | None:
-    for name, label in (("reward", "Reward"), ("rewards/accuracy", "Preferred rightly")):
+    for name, label in (("reward", "Reward"), ("rewards/accuracy", "Preference accuracy")):
         if values := run.series(name)[1]:
             at, evaluated = run.series(f"eval/{name}")
             form = ".1%" if name == "rewards/accuracy" else ".4g"
@@ -143,8 +162,11 @@ def _speed(run: Run) -> Card | None:
         return None
     speed = sum(speeds) / len(speeds)
     devices = run.environment.get("ranks")
-    cost = f"{devices * 1000 / speed:.3g} seconds of a device for 1,000 tokens" if isinstance(devices, int) else ""
-    return Card("Tokens a second", f"{speed:,.4g}" if speed < 1000 else f"{speed:,.0f}", cost)
+    cost = ""
+    if isinstance(devices, int):
+        cost = f"{devices * 1000 / speed:.3g} device seconds per 1,000 tokens"
+    shown = f"{speed:,.4g}" if speed < 1000 else f"{speed:,.0f}"
+    return Card("Tokens per second", shown, cost)
 
 
 def _model(run: Run) -> Card | None:
@@ -152,21 +174,27 @@ def _model(run: Run) -> Card | None:
     if not model.get("family"):
         return None
     config = model.get("config") or {}
-    shape = (
-        f"{config['num_hidden_layers']} layers of {config.get('hidden_size')}" if "num_hidden_layers" in config else ""
-    )
-    weights = model.get("weights")
-    return Card("Model", model.get("preset") or model["family"], f"weights {weights}" if weights else shape)
+    note = ""
+    if model.get("weights"):
+        note = f"weights {model['weights']}"
+    elif "num_hidden_layers" in config:
+        note = f"{config['num_hidden_layers']} layers of {config.get('hidden_size')}"
+    return Card("Model", model.get("preset") or model["family"], note)
 
 
 def _method(run: Run) -> Card | None:
-    lora, engine, train = (run.recipe.get(name) or {} for name in ("lora", "engine", "train"))
+    lora = run.recipe.get("lora") or {}
+    engine = run.recipe.get("engine") or {}
+    train = run.recipe.get("train") or {}
     if not run.recipe.get("stage"):
         return None
     rank = lora.get("rank")
-    words = [f"{lora.get('method', 'lora')} of rank {rank}"] if rank is not None else []
+    words = []
+    if rank is not None:
+        words.append(f"{lora.get('method', 'lora')} of rank {rank}")
     words += [str(engine[key]) for key in ("mode", "precision") if engine.get(key)]
-    words += [f"batches of {train['global_batch_size']}"] if train.get("global_batch_size") else []
+    if train.get("global_batch_size"):
+        words.append(f"batches of {train['global_batch_size']}")
     return Card("Stage", str(run.recipe["stage"]), ", ".join(words))
 
 
@@ -175,20 +203,24 @@ def _data(run: Run) -> Card | None:
     train = data.get("train")
     if not train:
         return None
-    names = [str(name) for name in (train if isinstance(train, list) else [train])]
-    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-    shown = data.get("eval")
-    return Card("Data", "/".join(Path(names[0]).parts[-2:]) + more, f"evaluated on {shown}" if shown else "")
+    files = train if isinstance(train, list) else [train]
+    shown = "/".join(Path(str(files[0])).parts[-2:])
+    if len(files) > 1:
+        shown += f" and {len(files) - 1} more"
+    evaluation = data.get("eval")
+    return Card("Data", shown, f"evaluated on {evaluation}" if evaluation else "")
 
 
 def _mesh(run: Run) -> Card | None:
     found = run.environment
     if not found.get("mesh"):
         return None
-    ranks = (
-        f"{found['ranks']} rank{'s' * (found['ranks'] != 1)} on {found.get('device', '')}" if "ranks" in found else ""
-    )
-    return Card("Mesh", str(found["mesh"]), " ".join(part for part in (ranks, str(found.get("host", ""))) if part))
+    parts = []
+    if "ranks" in found:
+        parts.append(f"{found['ranks']} rank{'s' * (found['ranks'] != 1)} on {found.get('device', '')}")
+    if found.get("host"):
+        parts.append(str(found["host"]))
+    return Card("Mesh", str(found["mesh"]), " ".join(parts))
 
 
 def _memory(run: Run) -> Card | None:
@@ -210,33 +242,37 @@ def _when(event: Record) -> str:
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-_SAID: dict[str, Callable[[Record], str]] = {
-    "started": lambda e: "Started" + (f", {e['of']:,} steps to go" if e.get("of") else ""),
+_EVENT_TEXT: dict[str, Callable[[Record], str]] = {
+    "started": lambda e: f"Started, {e['of']:,} steps to go" if e.get("of") else "Started",
     "resumed": lambda e: f"Resumed after step {e.get('step')}",
     "saved": lambda e: f"Saved a checkpoint after step {e.get('step')}",
     "ended": lambda e: f"Ended after step {e.get('step')}, as planned",
-    "stopped": lambda e: "Stopped" + (f" after step {e['step']}, with a checkpoint" if "step" in e else ", as asked"),
-    "skipped": lambda e: f"Left out the bad step {e.get('step')}{_numbers(e)}",
-    "rolled back": lambda e: f"Went back from step {e.get('step')} to the checkpoint of step {e.get('to')}",
+    "stopped": lambda e: f"Stopped after step {e['step']}, with a checkpoint" if "step" in e else "Stopped on request",
+    "skipped": lambda e: f"Skipped the bad step {e.get('step')}{_numbers(e)}",
+    "rolled back": lambda e: f"Rolled back from step {e.get('step')} to the checkpoint of step {e.get('to')}",
     "restarting": lambda e: f"Restart {e.get('restart')} of {e.get('of')} from step {e.get('step')}: {e.get('why')}",
-    "hung": lambda e: f"Hung: no rank did anything for too long{_code(e)}; the end of the log names the call",
-    "failed": lambda e: f"Failed{_code(e)}" + (f": {e['error']}" if e.get("error") else "; see logs/workerlog.0"),
+    "hung": lambda e: f"Hung: no rank made progress for too long{_code(e)}; the end of the log names the call",
+    "failed": lambda e: f"Failed{_code(e)}{_error(e)}",
 }  # fmt: skip
 
 
 def event_line(event: Record) -> tuple[str, str]:
-    """When an event was, and what it was, in words."""
-    say = _SAID.get(str(event["event"]))
-    if say is not None:
-        return _when(event), say(event)
+    """The time of an event, and its description in words."""
+    describe = _EVENT_TEXT.get(str(event["event"]))
+    if describe is not None:
+        return _when(event), describe(event)
     rest = ", ".join(f"{key} {value}" for key, value in event.items() if key not in ("time", "event"))
     return _when(event), f"{event['event']}: {rest}" if rest else str(event["event"])
 
 
 def _numbers(event: Record) -> str:
     known: list[tuple[str, Any]] = [("loss", event.get("loss")), ("gradient norm", event.get("grad_norm"))]
-    said = ", ".join(f"{name} {value:.4g}" for name, value in known if isinstance(value, (int, float)))
-    return f" ({said})" if said else ""
+    text = ", ".join(f"{name} {value:.4g}" for name, value in known if isinstance(value, (int, float)))
+    return f" ({text})" if text else ""
+
+
+def _error(event: Record) -> str:
+    return f": {event['error']}" if event.get("error") else "; see logs/workerlog.0"
 
 
 def _code(event: Record) -> str:

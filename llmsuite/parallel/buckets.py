@@ -1,8 +1,8 @@
 """Gradient buckets: the gradients of several parameters are reduced over ranks in one call.
 
-Every call costs time however little it sends, and most gradients of a model are small. So gradients that become ready
-one after the other are concatenated to one flat tensor, which is reduced while the backward pass goes on (Li et al.
-2020, PyTorch Distributed, arXiv 2006.15704). The buckets and the order inside of them are known before the run
+Every call has a latency however little it sends, and most gradients of a model are small. So gradients that become
+ready one after the other are concatenated to one flat tensor, which is reduced while the backward pass continues (Li et
+al. 2020, PyTorch Distributed, arXiv 2006.15704). The buckets and the order inside of them are known before the run
 (`partition.buckets`); a gradient that is alone in its bucket is not copied.
 
 Where every backward pass reduce-scatters its gradients over the sharding axis, a bucket is ordered by rank:
@@ -19,10 +19,10 @@ from typing import Any, Protocol
 
 import paddle
 
-from llmsuite.models.prefix_shapes import is_in_every_part
+from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
+from llmsuite.base.typing import Tensor
 from llmsuite.parallel import collective
 from llmsuite.parallel.partition import buckets
-from llmsuite.typing import Tensor
 
 
 class BucketMember(Protocol):
@@ -35,7 +35,7 @@ class BucketMember(Protocol):
 
     @property
     def is_sent(self) -> bool:
-        """Whether there is a gradient, and other data ranks to reduce it with."""
+        """True where there is a gradient, and other data ranks to reduce it with."""
 
     @property
     def sum_bytes(self) -> int:
@@ -71,13 +71,16 @@ class Bucket:
             shards: in the order in which their gradients are concatenated.
             scatters: shared with the other buckets of a part of the model.
         """
-        self._shards, self._reduce_scatters = list(shards), scatters or ReduceScatterQueue()
+        self._shards = list(shards)
+        self._reduce_scatters = scatters or ReduceScatterQueue()
         self._waiting: dict[BucketMember, Tensor] = {}
-        """Gradients of a backward pass to be reduce-scattered, until all have come."""
+        """Flat gradients of a backward pass that wait to be reduce-scattered with the rest of the bucket."""
         self._ready: dict[BucketMember, Tensor | None] = {}
-        """Gradients to be summed once a step, until all have come."""
+        """Gradients of a step that wait to be all-reduced with the rest of the bucket."""
         self._reducing: dict[BucketMember, Tensor | None] = {}
-        self._arrival: Any = None
+        """Gradients whose all-reduce has started."""
+        self._pending: Any = None
+        """Task of that all-reduce."""
 
     def scatter(self, shard: BucketMember, gradient: Tensor) -> None:
         """Take a flat gradient that a backward pass has made; with the last of the bucket, reduce-scatter them."""
@@ -94,15 +97,16 @@ class Bucket:
         self._reduce_scatters.begin(flat, [shard for shard, _ in given])
 
     def add(self, shard: BucketMember, gradient: Tensor | None) -> None:
-        """Take this rank's gradient, None where it has none; with the last of the bucket, begin the sum over ranks."""
+        """Take this rank's gradient, None where it has none; with the last of the bucket, start the sum over ranks."""
         assert shard not in self._ready | self._reducing, f"{shard.name}: its last backward pass has ended twice"
         self._ready[shard] = gradient
         if len(self._ready) == len(self._shards):
-            self._begin()
+            self._start_sum()
 
-    def _begin(self) -> None:
+    def _start_sum(self) -> None:
         given = {shard: gradient for shard in self._shards if (gradient := self._ready[shard]) is not None}
-        self._reducing, self._ready = self._ready, {}
+        self._reducing = self._ready
+        self._ready = {}
         group = self._shards[0].sum_group
         if group is None or not given:
             return
@@ -114,7 +118,8 @@ class Bucket:
             for (shard, gradient), view in zip(given.items(), views):
                 self._reducing[shard] = view.reshape(gradient.shape)
                 shard.drop_gradient()
-        self._arrival = collective.begin_sum(flat, group)
+        # started while the backward pass computes the next gradients; buckets fill in the same order on all ranks
+        self._pending = collective.start_all_reduce(flat, group)
 
     def finish(self, shard: BucketMember) -> Tensor | None:
         """The sum over the ranks; None when there is none. Called once a step for every shard of the bucket."""
@@ -124,52 +129,54 @@ class Bucket:
             self._reduce_scatters.settle()
             for other in [other for other in self._shards if other not in self._ready]:
                 self.add(other, other.take_gradient())
-        if self._arrival is not None:
-            self._arrival.wait()
-            self._arrival = None
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
         return self._reducing.pop(shard)
 
 
 @dataclasses.dataclass
 class ReduceScatterQueue:
-    """Runs reduce-scatters one at a time, so that no more than one bucket waits to be freed."""
+    """Reduce-scatters, one at a time, so that no more than one bucket waits to be freed."""
 
     _running: Callable[[], None] | None = None
 
     def begin(self, flat: Tensor, shards: Sequence[BucketMember]) -> None:
-        """Begin the next one, once the one before is done. `flat` has the gradients of `shards`, ordered by rank."""
+        """Start the next one, once the one before is done. `flat` has the gradients of `shards`, ordered by rank."""
         self.settle()
-        part, arrival = collective.begin_reduce_scatter(flat, shards[0].scatter_group)
+        # over the sharding axis: each of its ranks keeps the sum of its own shard only (ZeRO-2)
+        part, pending = collective.start_reduce_scatter(flat, shards[0].scatter_group)
 
         def settle(read: Tensor = flat) -> None:
             """Wait, then accumulate the shards; `read` keeps the memory that is sent until then."""
-            if arrival is not None:
-                arrival.wait()
+            if pending is not None:
+                pending.wait()
             for shard, own in zip(shards, _split(part, [shard.shard_size for shard in shards])):
                 shard.add_shard(own)
 
         self._running = settle
-        if arrival is None:
+        if pending is None:
             self.settle()
 
     def settle(self) -> None:
         """Wait for the one that is running, and pass each parameter its shard."""
-        running, self._running = self._running, None
+        running = self._running
+        self._running = None
         if running is not None:
             running()
 
 
 def assign_buckets(shards: Sequence[BucketMember], is_expert: Callable[[str], bool], limit: int) -> None:
-    """Put the gradients of a part of the model into buckets.
+    """Assign the gradients of a part of the model to buckets.
 
     Args:
         shards: of the part, in the order of the model.
         is_expert: whether a parameter of this name belongs to routed experts, which have a mesh of their own.
-        limit: bytes of a bucket; 0 reduces each gradient by itself.
+        limit: bytes of a bucket; 0 reduces each gradient alone.
     """
     sent = [shard for shard in shards if shard.is_sent]
     scatters = ReduceScatterQueue()
-    kinds = [(is_expert(shard.name), is_in_every_part(shard.name)) for shard in sent]
+    kinds = [(is_expert(shard.name), is_shared_by_all_ranks(shard.name)) for shard in sent]
     for chosen in buckets([(kind, shard.sum_bytes) for kind, shard in zip(kinds, sent)], limit):
         bucket = Bucket([sent[i] for i in chosen], scatters)
         for i in chosen:

@@ -1,9 +1,9 @@
 """The loss in chunks of tokens: where the vocabulary is large, the logits [N, V] are the largest tensors of a step.
 
-Logits of one chunk exist at a time. In the backward pass they are made again, chunk by chunk, which takes one further
-product. Where the head is frozen, as under adapters, they are not: then the gradient of a token's loss is a vector
-times a number that the backward pass brings, and the vectors [N, D] are made along with the loss, as Liger-Kernel's
-fused linear cross-entropy makes them (Hsu et al. 2024, arXiv 2410.10989).
+Only the logits of one chunk exist at a time. The backward pass recomputes them, chunk by chunk, which costs one more
+product. Where the head is frozen, as under adapters, it does not: then the gradient of a token's loss is a vector times
+a number that the backward pass brings, and the vectors [N, D] are computed with the loss, as Liger-Kernel's fused
+linear cross-entropy does (Hsu et al. 2024, arXiv 2410.10989).
 
 Shapes: N tokens, D hidden, V vocabulary.
 """
@@ -19,37 +19,53 @@ import paddle.distributed as dist
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
+from llmsuite.base.typing import Tensor
 from llmsuite.models.exact import is_own_code
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.tensor import local_value, reshard
-from llmsuite.typing import Tensor
 
-LOSSES = ("token_nll", "token_nll_and_entropy", "token_nll_and_first_choice")
-"""The methods of a `CausalLM` that make logits [N, V] of hidden states [N, D], and of these some numbers [N]."""
+LOSSES = ("token_nll", "token_nll_and_entropy", "token_nll_and_greedy_match")
+"""Methods of a `CausalLM` that turn hidden states [N, D] into logits [N, V], and those into numbers [N]."""
 
 
-def chunk_losses(model: Any, num_tokens: int, mesh: Mesh, shards: Sequence[ParameterShard]) -> None:
-    """Let a model compute its losses for so many tokens at a time.
+class ChunkedLosses:
+    """The losses of a model, which computes them for some of the tokens at a time."""
 
-    Args:
-        model: this rank's part, parallel already.
-        num_tokens: of a chunk, at most.
-        mesh: this rank's place.
-        shards: of its parameters.
-    """
-    for name in LOSSES:
-        model.__dict__[name] = _InChunks(name, model, num_tokens, mesh, shards)
+    def __init__(self, model: Any, num_tokens: int, mesh: Mesh, shards: Sequence[ParameterShard]):
+        """
+        Args:
+            model: this rank's part, already parallel.
+            num_tokens: of a chunk, at most.
+            mesh: of the run, with this rank's coordinates.
+            shards: of its parameters.
+        """
+        self._losses = {name: _InChunks(name, model, num_tokens, mesh, shards) for name in LOSSES}
+
+    def token_nll(self, hidden: Tensor, targets: Tensor) -> Any:
+        """`CausalLM.token_nll`, [N]."""
+        return self._losses["token_nll"](hidden, targets)
+
+    def token_nll_and_entropy(self, hidden: Tensor, targets: Tensor) -> Any:
+        """`CausalLM.token_nll_and_entropy`, [N] each."""
+        return self._losses["token_nll_and_entropy"](hidden, targets)
+
+    def token_nll_and_greedy_match(self, hidden: Tensor, targets: Tensor) -> Any:
+        """`CausalLM.token_nll_and_greedy_match`, [N] each."""
+        return self._losses["token_nll_and_greedy_match"](hidden, targets)
 
 
 class _InChunks:
-    """Computes in place of one of `LOSSES`."""
+    """One of `LOSSES`, in chunks."""
 
     def __init__(self, name: str, model: Any, num_tokens: int, mesh: Mesh, shards: Sequence[ParameterShard]):
-        self._compute, self._model, self._num_tokens = getattr(model, name), model, num_tokens
-        self._mesh, self._shards = mesh, shards
+        self._compute = getattr(model, name)
+        self._model = model
+        self._num_tokens = num_tokens
+        self._mesh = mesh
+        self._shards = shards
         self.has_one_gradient = name != "token_nll_and_entropy"
-        """Whether the first output alone has a gradient: then that of a token is a vector times one number."""
+        """True where only the first output has a gradient: then that of a token is a vector times one number."""
 
     def __call__(self, hidden: Tensor, targets: Tensor) -> Any:
         """Hidden states [N, D] and targets [N] to [N], or two of them."""
@@ -62,30 +78,32 @@ class _InChunks:
             return _joined([self.of_chunk(*chunk) for chunk in self.chunks(hidden, targets)])
 
     def _parameters(self) -> list[Tensor]:
-        """Those that the logits are made with."""
-        model, head = self._model, self._model.lm_head
+        """Parameters that the logits are made with."""
+        model = self._model
+        head = self._model.lm_head
         own = [model.model.embed_tokens.weight] if head is None else list(head.parameters())
         if is_own_code(model, "logits", "tied_logits", *LOSSES):
             return own
-        known = {id(parameter) for parameter in (*own, *model.model.parameters())}  # its author's may use others
+        # code from elsewhere may use other parameters
+        known = {id(parameter) for parameter in (*own, *model.model.parameters())}
         return own + [parameter for parameter in model.parameters() if id(parameter) not in known]
 
     @contextlib.contextmanager
     def whole_head(self) -> Iterator[None]:
-        """While active, sharding stage 3 keeps the head whole: each chunk would gather it, and data ranks differ in how
-        many chunks they have."""
+        """While active, sharding stage 3 keeps the head gathered. Otherwise each chunk would gather it, and data ranks
+        with different numbers of chunks would make different numbers of calls."""
         own = {id(parameter) for parameter in self._parameters()}
         held = [shard for shard in self._shards if id(shard.parameter) in own]
         for shard in held:
-            shard.hold()
+            shard.keep_gathered()
         try:
             yield
         finally:
             for shard in held:
-                shard.let_go()
+                shard.release()
 
     def chunks(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The same tokens of several tensors [N, ...], chunk after chunk."""
+        """Slices of several tensors [N, ...] with the same tokens, chunk after chunk."""
         for first in range(0, tensors[0].shape[0], self._num_tokens):
             yield tuple(tensor[first : first + self._num_tokens] for tensor in tensors)
 
@@ -95,38 +113,45 @@ class _InChunks:
         return found if isinstance(found, tuple) else (found,)
 
     def with_gradient(self, hidden: Tensor, targets: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A copy of the hidden states of one chunk that may have a gradient, and the outputs, made of it."""
+        """Copy of the hidden states of one chunk that can have a gradient, and the outputs computed from it."""
         with paddle.enable_grad():
             x = hidden.detach()
             x.stop_gradient = False
             return x, self.of_chunk(x, targets)
 
     def rows(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The gradient [N, D] of all chunks, from those of each; those that are a sum over ranks are summed."""
-        whole = [dist.Replicate()]
-        return paddle.concat([reshard(one, self._mesh, whole) if one.is_dist() else one for one in gradients])
+        """Gradient [N, D] of all chunks, from the gradient of each chunk; partial sums over tp are reduced."""
+        replicated = [dist.Replicate()]
+        parts = []
+        for gradient in gradients:
+            # partial: each rank of the tensor parallel group has the part from its slice of the vocabulary
+            parts.append(reshard(gradient, self._mesh, replicated) if gradient.is_dist() else gradient)
+        return paddle.concat(parts)
 
 
 def _joined(chunks: Sequence[Sequence[Tensor]]) -> Any:
-    """The outputs of all chunks, as the loss as a whole has them."""
+    """The outputs of all chunks, concatenated over the tokens."""
     outputs = tuple(paddle.concat(list(parts)) for parts in zip(*chunks, strict=True))
     return outputs if len(outputs) > 1 else outputs[0]
 
 
 class _Chunks(PyLayer):
-    """Losses of hidden states and of the trained parameters of the head. What is no tensor, and the targets, come in a
-    tuple, which PyLayer does not look into."""
+    """Losses with gradients to hidden states and to the trained parameters of the head. Targets, and arguments that are
+    no tensors, come in a tuple, which PyLayer does not look into."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, *rest: Any) -> Any:
         *trained, (losses, targets) = rest
-        ctx.losses, ctx.wants_hidden, ctx.dtype = losses, not hidden.stop_gradient, hidden.dtype
+        ctx.losses = losses
+        ctx.needs_hidden_gradient = not hidden.stop_gradient
+        ctx.dtype = hidden.dtype
         ctx.vectors = None
         if trained or not losses.has_one_gradient:
             ctx.targets = targets
             ctx.save_for_backward(hidden, *trained)
             return _joined([losses.of_chunk(*chunk) for chunk in losses.chunks(hidden, targets)])
-        outputs, vectors = [], []
+        outputs = []
+        vectors = []
         for chunk in losses.chunks(hidden, targets):
             x, found = losses.with_gradient(*chunk)
             vectors += paddle.grad([found[0]], [x], [paddle.ones_like(found[0])])
@@ -137,45 +162,54 @@ class _Chunks(PyLayer):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         if ctx.vectors is not None:
-            with ctx.losses.whole_head():  # as often as a data rank without chunks
+            # gathers the head as often as a data rank without chunks does: all ranks make the same calls
+            with ctx.losses.whole_head():
                 return ((ctx.vectors.astype("float32") * gradients[0].unsqueeze(-1)).astype(ctx.dtype),)
-        losses, (hidden, *trained) = ctx.losses, ctx.saved_tensor()
-        of_hidden, sums = list[Tensor](), [_Sum(parameter) for parameter in trained]
+        losses = ctx.losses
+        (hidden, *trained) = ctx.saved_tensor()
+        hidden_gradients = list[Tensor]()
+        sums = [_Sum(parameter) for parameter in trained]
         with losses.whole_head():
             for chunk, targets, *given in losses.chunks(hidden, ctx.targets, *gradients):
                 x, outputs = losses.with_gradient(chunk, targets)
                 pairs = [(output, g) for output, g in zip(outputs, given, strict=True) if not output.stop_gradient]
                 given = [g for _, g in pairs]
                 found = paddle.grad([o for o, _ in pairs], [x, *trained], given, allow_unused=True)
-                of_hidden.append(found.pop(0))
+                hidden_gradients.append(found.pop(0))
                 for total in sums:
-                    if (gradient := found.pop(0)) is not None:
+                    gradient = found.pop(0)
+                    if gradient is not None:
                         total.add(gradient)
-                    del gradient
-        return (losses.rows(of_hidden) if ctx.wants_hidden else None, *(total.gradient() for total in sums))
+                    del gradient  # frees it before the next one is added
+        hidden_gradient = losses.rows(hidden_gradients) if ctx.needs_hidden_gradient else None
+        return hidden_gradient, *(total.gradient() for total in sums)
 
 
 class _Sum:
-    """The sum of a parameter's gradients of all chunks, on this rank; of 16-bit ones in float32."""
+    """Sum of a parameter's gradients over all chunks, on this rank. 16-bit gradients are summed in float32, or small
+    chunks would be rounded away."""
 
     def __init__(self, parameter: Tensor) -> None:
         self._parameter = parameter
         self._first: Tensor | None = None
-        """That of the first chunk: a mesh and placements that are taken from a tensor end with it (Paddle 3.3.1)."""
+        """Gradient of the first chunk, kept because a mesh and placements taken from a tensor die with it (Paddle
+        3.3.1)."""
 
     def add(self, gradient: Tensor) -> None:
-        """One more."""
+        """Add the gradient of one more chunk."""
         local = local_value(gradient)
         wide = local if local.dtype == paddle.float32 else local.astype("float32")
         if self._first is None:
-            self._first, self._total = gradient, wide
+            self._first = gradient
+            self._total = wide
         else:
             self._total.add_(wide)
 
     def gradient(self) -> Tensor:
         """The sum, with the dtype and the placements that the gradients had: a partial sum stays one."""
-        if self._first is None:  # nothing is made of it
+        if self._first is None:  # no output depends on the parameter
             return paddle.zeros_like(self._parameter)
-        first, total = self._first, self._total
-        narrow = total if total.dtype == first.dtype else total.astype(first.dtype)
-        return dtensor_from_local(narrow, first.process_mesh, first.placements) if first.is_dist() else narrow
+        first = self._first
+        total = self._total
+        cast = total if total.dtype == first.dtype else total.astype(first.dtype)
+        return dtensor_from_local(cast, first.process_mesh, first.placements) if first.is_dist() else cast

@@ -1,6 +1,6 @@
 """The edges of a pipeline: which part sends which tensors to which, and over which channel. Plain data, without Paddle.
 
-`pipeline` and `p2p` execute this description, the planner sums it, and tests play schedules through by it.
+`pipeline` and `p2p` execute this description, the planner sums its messages, and tests simulate schedules with it.
 Parts are numbered along the model: chunk c of stage s is part c * num_stages + s.
 """
 
@@ -10,26 +10,26 @@ import itertools
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 Content = Literal["header", "document_starts", "activations", "gradients"]
 
 HEADER_LENGTH = 5
-"""Elements of a header: the shape of the activations [B, L, D], the length of the document starts, 0 without any, and
-the place of the activations' dtype in `DTYPES`. It comes first, because shapes change from micro-batch to
+"""Elements of a header: the shape of the activations [B, L, D], the length of the document starts (0 without any), and
+the index of the activations' dtype in `DTYPES`. It is sent first, because shapes change from micro-batch to
 micro-batch."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-"""What activations may be."""
+"""Dtypes of activations."""
 
 
 def dtype_code(dtype: object) -> int:
-    """The place of Paddle's dtype in `DTYPES`."""
+    """Index of a Paddle dtype in `DTYPES`."""
     return DTYPES.index(str(dtype).removeprefix("paddle."))
 
 
 def check_same_batch(sent: Sequence[int], read: Sequence[int]) -> None:
-    """Raises UserError when the part before has sent a micro-batch of another shape [B, L] than this one has read."""
+    """Raise UserError when the previous part has sent a micro-batch of another shape [B, L] than this one has read."""
     if list(sent) != list(read):
         raise UserError(
             f"the first rank of the pipeline sends a micro-batch of {list(sent)} tokens, the last one has read one of "
@@ -38,14 +38,14 @@ def check_same_batch(sent: Sequence[int], read: Sequence[int]) -> None:
 
 
 class Message(NamedTuple):
-    """A tensor that is sent to a neighbour."""
+    """A tensor that is sent to a neighbour in the pipeline."""
 
     content: Content
     shape: tuple[int, ...]
 
     @property
     def is_int64(self) -> bool:
-        """Whether the elements are integers; else they have the dtype of the activations."""
+        """True where the elements are integers; otherwise they have the dtype of the activations."""
         return self.content in ("header", "document_starts")
 
 
@@ -62,8 +62,8 @@ def messages(forward: bool, shape: Sequence[int], documents_length: int) -> list
     Args:
         forward: the direction of the pass.
         shape: shape of the activations, and of their gradients, on one rank: [B, L, D]. Under sequence parallel L is
-            that of a rank's part of the sequence.
-        documents_length: L of the whole sequence where rows hold several documents, else 0.
+            the length of a rank's part of the sequence.
+        documents_length: L of the full sequence where rows hold several documents, else 0.
     """
     shapes: dict[Content, tuple[int, ...]] = {
         "header": (HEADER_LENGTH,),
@@ -75,21 +75,21 @@ def messages(forward: bool, shape: Sequence[int], documents_length: int) -> list
 
 
 def source(part: int, num_parts: int, forward: bool) -> int | None:
-    """The part that a pass gets its input from; None where it begins with ids, or with the loss."""
+    """The part that a pass receives its input from; None where it starts with ids, or with the loss."""
     before = part - 1 if forward else part + 1
     return before if 0 <= before < num_parts else None
 
 
 def target(part: int, num_parts: int, forward: bool) -> int | None:
-    """The part that a pass sends its result to; None where it ends in the loss, or at the ids."""
+    """The part that a pass sends its result to; None where it ends with the loss, or with the ids."""
     return source(part, num_parts, not forward)
 
 
 class Channel(NamedTuple):
-    """One direction between two ranks. What is sent first is received first.
+    """One direction between two ranks. Messages arrive in the order in which they are sent.
 
-    Between two ranks that are each other's next, as two ranks with several chunks are, activations and gradients go the
-    same way; they have a channel each, for they are not sent in the order in which they are received.
+    With two ranks of several chunks each, either rank is the next of the other, so activations and gradients go in the
+    same direction. They have a channel each, because they are not received in the order in which they are sent.
     """
 
     sender: int
@@ -97,17 +97,20 @@ class Channel(NamedTuple):
     forward: bool
 
 
-def channels(line: Sequence[int], ring: bool) -> list[Channel]:
-    """All channels of the ranks of a pipeline; `ring`: whether the last rank sends on to the first one's next chunk."""
-    pairs = [*itertools.pairwise(line), *([(line[-1], line[0])] if ring else [])]
+def channels(ranks: Sequence[int], ring: bool) -> list[Channel]:
+    """All channels between the ranks of a pipeline; with `ring` the last rank sends to the next chunk of the first."""
+    pairs = list(itertools.pairwise(ranks))
+    if ring:
+        pairs.append((ranks[-1], ranks[0]))
     return [channel for a, b in pairs for channel in (Channel(a, b, True), Channel(b, a, False))]
 
 
-def outgoing(line: Sequence[int], rank: int, forward: bool) -> Channel:
-    """The channel that a rank of a pipeline sends in; at the end of a line that is no ring there is none such."""
-    return Channel(rank, line[(line.index(rank) + (1 if forward else -1)) % len(line)], forward)
+def outgoing(ranks: Sequence[int], rank: int, forward: bool) -> Channel:
+    """The channel that a rank of a pipeline sends to. At the end of a pipeline that is no ring, nothing uses it."""
+    step = 1 if forward else -1
+    return Channel(rank, ranks[(ranks.index(rank) + step) % len(ranks)], forward)
 
 
-def incoming(line: Sequence[int], rank: int, forward: bool) -> Channel:
+def incoming(ranks: Sequence[int], rank: int, forward: bool) -> Channel:
     """The channel that a rank of a pipeline receives from."""
-    return Channel(outgoing(line, rank, not forward).receiver, rank, forward)
+    return Channel(outgoing(ranks, rank, not forward).receiver, rank, forward)

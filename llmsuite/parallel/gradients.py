@@ -1,4 +1,4 @@
-"""Operations of a backward pass that several parts of tensor parallelism share."""
+"""Operations with their own backward passes that several modules of tensor parallelism share."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from typing import Any
 
 from paddle.autograd import PyLayer
 
+from llmsuite.base.typing import Tensor
 from llmsuite.parallel import collective
-from llmsuite.typing import Tensor
 
 
 class SumGradients(PyLayer):
-    """Identity whose gradients are summed over a group, each rank of which does a part of the work with the tensor."""
+    """Identity in the forward pass, all-reduce of the gradient in the backward pass (f of Megatron-LM): each rank of
+    the group does a part of the work with the tensor."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
@@ -20,6 +21,6 @@ class SumGradients(PyLayer):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        total = gradient.clone()
+        total = gradient.clone()  # the sum is in place, and the gradient belongs to autograd
         collective.sum_in_group(total, ctx.group)
         return total

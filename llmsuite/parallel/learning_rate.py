@@ -1,4 +1,4 @@
-"""The learning rate as a function of the step: warm-up, then a course towards the floor."""
+"""The learning rate as a function of the step: warm-up, then decay towards the floor."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from llmsuite.schema.recipe import TrainSection
+from llmsuite.contract.schema.recipe import TrainSection
 
-_FALL = {
+_DECAY = {
     "linear": lambda done: 1 - done,
     "cosine": lambda done: 0.5 * (1 + math.cos(math.pi * done)),
     "sqrt": lambda done: 1 - math.sqrt(done),
 }
-"""Share of the way between peak and floor that is left, by the share of the steps that are done."""
-_WSD_DECAY = 0.1
+"""Fraction of the distance between peak and floor that is left, as a function of the fraction of decay steps done."""
+_WSD_DECAY_RATIO = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """All that the learning rates of a run depend on: keys of the section `train`, and the number of its steps."""
+    """Everything that the learning rates of a run depend on: keys of the section `train`, and the number of steps."""
 
     total_steps: int
     learning_rate: float
@@ -34,49 +34,52 @@ class Schedule:
 
     @classmethod
     def of(cls, train: Mapping[str, Any], total_steps: int) -> Schedule:
-        """That of a section `train` as JSON data."""
+        """The schedule of a section `train` as JSON data."""
         return cls(total_steps, train["learning_rate"], **{key: train[key] for key in COURSE if key in train})
 
 
 COURSE = tuple(
     field.name for field in dataclasses.fields(Schedule) if field.name not in ("total_steps", "learning_rate")
 )
-"""The keys of `train` that say how the learning rate rises and falls."""
+"""The keys of `train` that shape the warm-up and the decay."""
 
 
 class LearningRate:
-    """The rate of each step, counted from 1.
+    """Learning rate of each step, counted from 1.
 
-    Constant, linear and cosine are those of transformers' `get_scheduler`; the warm-up begins one step earlier than
-    there, unless `train.warmup_from_zero` is set. wsd, warm-up, stable, decay: Hu et al. 2024 (arXiv 2404.06395),
-    section 4; the fall by 1 - sqrt: Haegele et al. 2024 (arXiv 2405.18392).
+    `constant`, `linear` and `cosine` follow transformers' `get_scheduler`; the warm-up starts one step earlier than
+    there, unless `train.warmup_from_zero` is set. `wsd` is warm-up, stable, decay: Hu et al. 2024 (arXiv 2404.06395),
+    section 4; its decay by 1 - sqrt: Haegele et al. 2024 (arXiv 2405.18392).
     """
 
     def __init__(self, train: TrainSection | Schedule, total_steps: int):
         """
         Args:
-            train: section of the recipe, or what of it counts.
+            train: section of the recipe, or the part of it that the schedule depends on.
             total_steps: steps of the run; where the rate ends.
         """
-        self._peak, self._floor = train.learning_rate, train.min_lr_ratio
+        self._peak = train.learning_rate
+        self._floor = train.min_lr_ratio
         # rounded first: 0.07 * 100 is a little more than 7
         by_ratio = math.ceil(round(train.warmup_ratio * total_steps, 6))
         self.warmup_steps = by_ratio if train.warmup_steps is None else train.warmup_steps
         self._from_zero = train.warmup_from_zero
-        schedule, shape = train.lr_schedule, train.decay_type
-        self._begin = self.warmup_steps  # the last step before the rate falls
+        schedule = train.lr_schedule
+        shape = train.decay_type
+        self._last_stable = self.warmup_steps  # the last step before the decay
         if schedule == "wsd":
-            share = _WSD_DECAY if train.decay_ratio is None else train.decay_ratio
-            self._begin = max(self._begin, total_steps - math.ceil(round(share * total_steps, 6)))
-        self._num_falling = total_steps - self._begin
-        self._fall = None if schedule == "constant" else _FALL[shape or "linear" if schedule == "wsd" else schedule]
+            ratio = _WSD_DECAY_RATIO if train.decay_ratio is None else train.decay_ratio
+            self._last_stable = max(self._last_stable, total_steps - math.ceil(round(ratio * total_steps, 6)))
+            schedule = shape or "linear"
+        self._num_decay_steps = total_steps - self._last_stable
+        self._decay = None if schedule == "constant" else _DECAY[schedule]
 
     def at(self, step: int) -> float:
-        """Rate of a step."""
+        """Learning rate of a step."""
         if step <= self.warmup_steps:
             return self._peak * (step - self._from_zero) / self.warmup_steps
-        if self._fall is None or step <= self._begin:
+        if self._decay is None or step <= self._last_stable:
             return self._peak
         # the first step after warm-up has the full rate; the floor is where the step after the last would be
-        done = (step - self._begin - 1) / self._num_falling
-        return self._peak * (self._floor + (1 - self._floor) * self._fall(done))
+        done = (step - self._last_stable - 1) / self._num_decay_steps
+        return self._peak * (self._floor + (1 - self._floor) * self._decay(done))

@@ -1,4 +1,4 @@
-"""Point to point between the ranks of a pipeline: a process group for each channel, and sends that never wait."""
+"""Point-to-point communication in a pipeline: a process group for each channel, and sends that never wait."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 
+from llmsuite.base.typing import Tensor
 from llmsuite.launch import calls
 from llmsuite.parallel import edges
 from llmsuite.parallel.edges import Channel
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.typing import Tensor
 
 
 class P2PChannels:
-    """Sends to and receives from the neighbours in the pipeline. A send never waits for its receiver, for each channel
-    is connected when it is made."""
+    """Channels to the neighbours in the pipeline. A send never waits for its receiver, because each channel is
+    connected when it is made."""
 
     def __init__(self, mesh: Mesh, ring: bool):
-        """`ring`: whether the last rank sends on to the first, which has a second chunk."""
-        lines = mesh.pipeline_lines()
-        # every rank makes every group, in the same order
+        """With `ring` the last rank sends to the first, which has another chunk."""
+        pipelines = mesh.pipelines()
+        # `new_group` is collective over the run: every rank makes every group, in the same order
         groups: dict[Channel, Any] = {}
-        for line in lines:
-            for channel in edges.channels(line, ring):
+        for ranks in pipelines:
+            for channel in edges.channels(ranks, ring):
                 groups[channel] = dist.new_group(sorted((channel.sender, channel.receiver)))
-        (own,) = (line for line in lines if mesh.rank in line)
+        (own,) = (ranks for ranks in pipelines if mesh.rank in ranks)
         self._outgoing = {forward: edges.outgoing(own, mesh.rank, forward) for forward in (True, False)}
         self._incoming = {forward: edges.incoming(own, mesh.rank, forward) for forward in (True, False)}
-        # none for what lies beyond the ends of a line: nothing is sent there
+        # None beyond the ends of a pipeline: nothing is sent there
         own_channels = (*self._outgoing.values(), *self._incoming.values())
         self._groups: dict[Channel, Any] = {channel: groups.get(channel) for channel in own_channels}
         self._tasks: list[Any] = []
@@ -46,8 +46,8 @@ class P2PChannels:
     def _open(self, order: Sequence[Channel]) -> None:
         """Use each channel once, in an order that all ranks of the pipeline share.
 
-        NCCL and BKCL connect the ends of a channel at its first use, and then a send does wait: until its receiver is
-        there. In the order of a schedule some ranks would wait for each other for ever.
+        NCCL and BKCL connect the ends of a channel at its first use, and that send does wait until its receiver is
+        ready. In the order of a schedule some ranks would deadlock.
         """
         for channel in order:
             if channel == self._outgoing[channel.forward]:
@@ -56,18 +56,20 @@ class P2PChannels:
                 self.receive([1], "float32", channel.forward)
 
     def send(self, value: Tensor, forward: bool) -> None:
-        """Send to the next part, or to the one before."""
+        """Send to the next part (a forward pass), or to the previous one (a backward pass)."""
         channel = self._outgoing[forward]
-        group, peer = self._groups[channel], channel.receiver
-        copy = value.clone()
-        call = calls.made("send", copy, group)
+        group = self._groups[channel]
+        peer = channel.receiver
+        copy = value.clone()  # the caller may change or free the value before it is sent
+        call = calls.recorded("send", copy, group)
         if dist.get_backend(group) != "GLOO":
             self._forget_finished()
             self._tasks.append(dist.isend(copy, peer, group))
             call.end()
             return
 
-        # Gloo's send waits for its receiver, and in 1F1B neighbours send to each other at once
+        # Gloo's send waits for its receiver, and in 1F1B neighbours send to each other at the same time: so a thread
+        # for each direction sends, in the order of the calls
         def job() -> None:
             group.process_group.send(copy, group.get_group_rank(peer), True).wait()
             call.end()
@@ -78,31 +80,31 @@ class P2PChannels:
         self._senders[forward].put(job)
 
     def _forget_finished(self) -> None:
-        """Let go of the sends that are over. A group of Paddle's keeps a record of each until somebody waits for one
-        of them, which here returns at once."""
-        under_way = []
+        """Free the sends that are done. A group of Paddle's keeps a record of each until `wait` is called for one of
+        them, which here returns immediately."""
+        running = []
         for task in self._tasks:
             if task.is_completed():
                 task.wait()
             else:
-                under_way.append(task)
-        self._tasks = under_way
+                running.append(task)
+        self._tasks = running
 
     def receive(self, shape: list[int], dtype: Any, forward: bool) -> Tensor:
-        """Receive from the part before (a forward pass), or from the next one (a backward pass)."""
+        """Receive from the previous part (a forward pass), or from the next one (a backward pass)."""
         channel = self._incoming[forward]
-        group, peer = self._groups[channel], channel.sender
+        group = self._groups[channel]
+        peer = channel.sender
         value = paddle.empty(shape, dtype=dtype)
-        with calls.made("receive", value, group):
+        with calls.recorded("receive", value, group):
+            # blocking: the next operation computes with the value
             group.process_group.recv(value, group.get_group_rank(peer), True).wait()
         return value
 
 
 def _send_all(jobs: queue.Queue[Callable[[], None]]) -> None:
-    """Do jobs for ever, in a thread of its own. One that fails ends the rank.
-
-    The main thread is most likely waiting for an answer to what was not sent; nothing else would wake it.
-    """
+    """Run jobs until the process ends, in a thread of its own. A job that fails ends the rank: the main thread is most
+    likely waiting for an answer to what was not sent, and nothing else would wake it."""
     try:
         while True:
             jobs.get()()

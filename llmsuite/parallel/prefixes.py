@@ -1,8 +1,8 @@
-"""Prefixes on several ranks: each rank of a tensor parallel group has those of its key-value heads, and puts them in
-front of the keys and values of these heads. Nothing is sent.
+"""Prefixes (prefix tuning) on several ranks: each rank of a tensor parallel group has the prefixes of its key-value
+heads, and prepends them to the keys and values of these heads. Nothing is sent.
 
-In programs of whole steps the mesh is [data, tp]: each data rank puts them in front of its own rows, and has a part of
-the sum that their gradient is.
+In step programs the mesh is [data, tp]: each data rank prepends the prefixes to its own rows, and has a partial sum of
+their gradient.
 """
 
 from __future__ import annotations
@@ -13,48 +13,51 @@ from typing import Any
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
-from llmsuite.devices.local_parts import in_whole_step
-from llmsuite.models.prefix import PrefixedCore, extended, without_prefix
+from llmsuite.adapters.layers.prefix import PrefixedCore, extended, without_prefix
+from llmsuite.base.typing import Tensor
+from llmsuite.devices.local_parts import is_tracing_step_program
+from llmsuite.models.blocks import WithCore
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.typing import Tensor
 
 _HEADS = [dist.Shard(2)]
 """Placements over tp of queries, keys and values, [B, L, H, K]."""
 
 
-def share_prefixes(model: Any, mesh: Mesh) -> None:
-    """Let attention with a prefix compute with heads, and in programs of whole steps with rows, that are on several
-    ranks."""
-    on_ranks = _OnRanks(mesh)  # one for all: compiled layers are alike
-    local, extend, remove = on_ranks.local, on_ranks.extend, on_ranks.remove
+def parallelize_prefixes(model: Any, mesh: Mesh) -> None:
+    """Make attention with a prefix compute with heads, and in step programs with rows, that are split over ranks."""
+    shards = _PrefixShards(mesh)  # one object for all layers: compiled layers have to be alike
+    local = shards.local
+    extend = shards.extend
+    remove = shards.remove
     for module in model.sublayers():
-        core = module.__dict__.get("core")
-        if isinstance(core, PrefixedCore):
-            core.local, core.extend, core.remove = local, extend, remove
+        if isinstance(module, WithCore) and isinstance(module.core, PrefixedCore):
+            module.core.local = local
+            module.core.extend = extend
+            module.core.remove = remove
 
 
-class _OnRanks:
-    """What `PrefixedCore` asks for."""
+class _PrefixShards:
+    """Replacements of the methods of `PrefixedCore` for tensors that are split over ranks."""
 
     def __init__(self, mesh: Mesh):
         self._tensor = mesh.tensor
 
     def local(self, parameter: Tensor) -> Tensor:
-        """A parameter's part on this rank. The gradient of one that is whole is that of the rank's heads only: in a
-        program a part of the sum, else until `ParameterShard` adds them up."""
+        """This rank's shard of a parameter. The gradient of a replicated parameter comes from the rank's heads only: in
+        a program it is a partial sum, otherwise `ParameterShard` sums it."""
         if not parameter.is_dist():
             return parameter
-        if not in_whole_step():
+        if not is_tracing_step_program():
             return dtensor_to_local(parameter, self._tensor, parameter.placements)
         mesh = parameter.process_mesh
-        of_heads = parameter.placements[-1]
-        return dtensor_to_local(parameter, mesh, [dist.Partial(), of_heads if of_heads.is_shard() else dist.Partial()])
+        over_tp = parameter.placements[-1]
+        return dtensor_to_local(parameter, mesh, [dist.Partial(), over_tp if over_tp.is_shard() else dist.Partial()])
 
     def extend(
         self, q: Tensor, k: Tensor, v: Tensor, keys: Tensor, values: Tensor, interleaved: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `prefix.extended`."""
-        mesh, placements = self._place(q)
+        """Queries, keys and values with the prefix prepended, see `prefix.extended`."""
+        mesh, placements = self._layout(q)
         if mesh is None:
             return extended(q, k, v, keys, values, interleaved)
         q, k, v = (dtensor_to_local(tensor, mesh, placements) for tensor in (q, k, v))
@@ -64,14 +67,14 @@ class _OnRanks:
         return extended_q, extended_k, extended_v
 
     def remove(self, output: Tensor, count: int) -> Tensor:
-        """As `prefix.without_prefix`."""
-        mesh, placements = self._place(output)
+        """The output without the positions of the prefix, see `prefix.without_prefix`."""
+        mesh, placements = self._layout(output)
         if mesh is None:
             return without_prefix(output, count)
         return dtensor_from_local(without_prefix(dtensor_to_local(output, mesh, placements), count), mesh, placements)
 
-    def _place(self, x: Tensor) -> tuple[Any, Sequence[Any]]:
-        """The mesh that something with heads lies on, and its placements there; None where it is on this rank alone."""
-        if in_whole_step():
+    def _layout(self, x: Tensor) -> tuple[Any, Sequence[Any]]:
+        """Mesh and placements of a tensor with heads; the mesh is None where the tensor is on this rank only."""
+        if is_tracing_step_program():
             return x.process_mesh, x.placements
         return self._tensor, _HEADS

@@ -1,7 +1,7 @@
 """Pipeline schedules: the order in which each rank computes the micro-batches of a step. Plain data, without Paddle.
 
-The layers are cut into parts, one a rank, or several with the interleaved schedule: then chunk c of rank r is part
-c * num_stages + r, and a micro-batch goes round the ranks once a chunk. `edges` says what they send to each other.
+The layers are cut into parts, one for each rank, or several with the interleaved schedule: then chunk c of rank r is
+part c * num_stages + r, and a micro-batch visits the ranks once for each chunk. `edges` has the messages between them.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ class Action:
 def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int, num_chunks: int = 1) -> list[Action]:
     """The passes of a rank of the pipeline.
 
-    FThenB runs all forward passes, then all backward passes, and holds every micro-batch at once. 1F1B starts the
-    backward passes as soon as it can and holds at most `num_stages - stage` (Narayanan et al. 2021, arXiv 2104.04473).
-    Interleaved (the same paper, section 2.2) does so over several chunks a rank, micro-batches taken in rounds: a
-    round goes through all chunks before the next one starts. The paper wants the micro-batches to be a multiple of
-    the stages; here any number will do, cut into rounds as equal as can be.
+    FThenB runs all forward passes, then all backward passes, and holds the activations of every micro-batch. 1F1B
+    starts the backward passes as soon as possible and holds at most `num_stages - stage` micro-batches (Narayanan et
+    al. 2021, arXiv 2104.04473). Interleaved (the same paper, section 2.2) does so over several chunks a rank. It takes
+    micro-batches in rounds: a round passes all chunks before the next one starts. The paper needs a number of
+    micro-batches that the stages divide; here it can be any number, cut into rounds that are as equal as possible.
 
     Args:
         kind: the schedule.
@@ -40,7 +40,8 @@ def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int, num_c
         num_chunks: chunks of a rank; above 1 with the interleaved schedule only.
     """
     assert num_chunks == 1 or kind == "interleaved", (kind, num_chunks)
-    forward, backward = [], []
+    forward = []
+    backward = []
     for micro_batches in _rounds(num_stages, num_micro_batches):
         for chunk in range(num_chunks):
             forward += [Action(True, i, chunk) for i in micro_batches]
@@ -50,8 +51,8 @@ def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int, num_c
     if num_chunks == 1:
         warmup = num_stages - 1 - stage
     else:
-        # the last rank starts once the first round is in its last chunk; every rank before it two passes earlier:
-        # a forward pass takes so long to get there, and its gradient to come back
+        # the last rank starts once the first round is in its last chunk, every earlier rank two passes before the next:
+        # one for the forward pass to arrive there, one for its gradient to return
         warmup = (num_chunks - 1) * len(_rounds(num_stages, num_micro_batches)[0]) + 2 * (num_stages - 1 - stage)
     warmup = min(warmup, len(forward))
     steady = [action for pair in zip(forward[warmup:], backward) for action in pair]
@@ -59,9 +60,9 @@ def order(kind: Kind, stage: int, num_stages: int, num_micro_batches: int, num_c
 
 
 def _rounds(num_stages: int, num_micro_batches: int) -> list[range]:
-    """Consecutive micro-batches: rounds of as many as there are stages or a few more, the longer ones first.
+    """Rounds of consecutive micro-batches: each of `num_stages` micro-batches or a few more, the longer rounds first.
 
-    With a short last round, as with longer rounds behind shorter ones, the ranks would wait for each other for ever.
+    With a short last round, or with longer rounds after shorter ones, the ranks would deadlock.
     """
     count = max(1, num_micro_batches // num_stages)
     size, longer = divmod(num_micro_batches, count)

@@ -1,9 +1,9 @@
-"""One parameter as this rank's optimizer sees it: whole, or under sharding a shard of it.
+"""One parameter as this rank's optimizer sees it: the full parameter, or under sharding a shard of it.
 
-Sharding splits the flattened local value into equal shards, one a rank of the sharding axis (Rajbhandari et al. 2020,
-ZeRO, arXiv 1910.02054). In stage 1 a rank keeps the optimizer's state of its own shard only. In stage 2 every gradient
-is reduced into the own shard as soon as a backward pass has made it, and the rest is freed. In stage 3 a rank keeps no
-more than its own shard of the parameter itself; `gathering` makes it whole where it is used.
+Sharding splits the flattened local value into equal shards, one for each rank of the sharding axis (Rajbhandari et al.
+2020, ZeRO, arXiv 1910.02054). In stage 1 a rank keeps the optimizer's state of its own shard only. In stage 2 every
+gradient is reduced into the own shard as soon as a backward pass has made it, and the rest is freed. In stage 3 a rank
+keeps only its own shard of the parameter itself; `zero3` gathers it where it is used.
 
 For a 16-bit parameter the optimizer updates a float32 copy, its master, and gradients are accumulated in float32: over
 micro-batches and over ranks.
@@ -18,18 +18,18 @@ import paddle
 from paddle.base.framework import EagerParamBase
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
-from llmsuite.models.prefix_shapes import is_in_every_part
+from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
+from llmsuite.base.typing import Tensor
 from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import Bucket
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import has_master, reduce_in_backward, shard_range, sharding_stage_of
 from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.parallel.tied import dense_gradient
-from llmsuite.typing import Tensor
 
 
 class ParameterShard:
-    """Owns what the optimizer updates of a parameter, and carries values and gradients between it and the model."""
+    """The shard of a parameter that the optimizer updates; moves values and gradients between it and the model."""
 
     def __init__(
         self,
@@ -45,45 +45,50 @@ class ParameterShard:
         Args:
             name: full parameter name.
             parameter: the model's; a distributed tensor under tensor parallel. In stage 3 it is empty afterwards.
-            mesh: this rank's place; for a stack of experts, in the mesh of experts.
-            tp_dim: dim that is split over tp; None when every rank holds the parameter whole.
+            mesh: with this rank's coordinates; for a stack of experts, the expert mesh.
+            tp_dim: dim that is split over tp; None when every rank holds the full parameter.
             stage: sharding stage, 0 to 3.
             is_tied: whether the first and the last pipeline stage both have it.
-            is_frozen: whether no optimizer will get it. Only stage 3 shards such a parameter.
+            is_frozen: whether no optimizer gets it. Only stage 3 shards such a parameter.
         """
-        self.name, self.parameter, self._mesh = name, parameter, mesh
+        self.name = name
+        self.parameter = parameter
+        self._mesh = mesh
         self._stage = stage = sharding_stage_of(name, stage)
-        self._is_in_every_part = is_in_every_part(name)
+        self._is_shared_by_all = is_shared_by_all_ranks(name)
         self._is_tied = is_tied and mesh.degrees.pp > 1
         self._tp_dim = tp_dim if mesh.degrees.tp > 1 else None
         local = self._local().detach()
-        self.shape, self.local_shape = list(parameter.shape), list(local.shape)
-        self.is_shared_out = mesh.expert_parts > 1
-        """Whether it is a stack of experts of which other data ranks have others."""
-        if self.is_shared_out:
-            self.shape[0] *= mesh.expert_parts
+        self.shape = list(parameter.shape)
+        self.local_shape = list(local.shape)
+        self.is_expert_parallel = mesh.ep_size > 1
+        """True for a stack of experts where other data ranks have other experts."""
+        if self.is_expert_parallel:
+            self.shape[0] *= mesh.ep_size
         self._size = int(np.prod(self.local_shape, dtype="int64"))
         own = shard_range(self._size, mesh, stage, is_frozen)
-        self._num_shards, self._range = own.num_shards, own.range
+        self._num_shards = own.num_shards
+        self._range = own.range
         self.shard_size = own.size
         """Elements of a shard, with padding."""
 
         self.has_master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
         shard = self._own_part(local).clone() if self._num_shards > 1 else local
         # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
-        self.master_or_shard = _leaf(name, shard.astype("float32") if self.has_master else shard)
-        self.master_or_shard.optimize_attr = dict(parameter.optimize_attr)  # a learning rate of its own, as of LoRA+
+        self.main_param = _leaf(name, shard.astype("float32") if self.has_master else shard)
+        self.main_param.optimize_attr = dict(parameter.optimize_attr)  # a learning rate of its own, as of LoRA+
 
         self._sum: Tensor | None = None
-        """The gradient accumulated so far, in float32; where every pass reduces it, the padded own shard."""
-        self._is_stored_in_shards, self._is_held = stage == 3 and self._num_shards > 1, False
+        """The gradient accumulated so far, in float32; where every pass reduces it, the padded shard of this rank."""
+        self._is_stored_in_shards = stage == 3 and self._num_shards > 1
+        self._is_held = False
         if self._is_stored_in_shards:
             self._stored = shard
             self.free()
         self._reduce_in_backward = reduce_in_backward(stage, self._num_shards, self.has_master)
         self._reduces_each_pass = stage >= 2 and self._num_shards > 1
         self.is_last_pass = False
-        """Whether the backward pass that is running is the step's last one through this parameter."""
+        """True while the running backward pass is the step's last one through this parameter."""
         self.bucket = Bucket([self])
         """The parameters whose gradients are reduced in one call with this one's."""
         if (self._reduce_in_backward or mesh.degrees.num_data_ranks > 1) and not parameter.stop_gradient:
@@ -92,22 +97,22 @@ class ParameterShard:
     # values
 
     def _local(self) -> Tensor:
-        """The part of the model's parameter that lies on this rank; shares its memory."""
+        """This rank's shard of the model's parameter before sharding; shares its memory."""
         return local_value(self.parameter)
 
     @property
     def is_empty(self) -> bool:
-        """Whether this rank owns no element of the parameter, because the parameter is small."""
+        """True where this rank owns no element of the parameter, because the parameter is small."""
         return self._range.start == self._range.stop
 
     @property
     def shard_is_copy(self) -> bool:
-        """Whether `master_or_shard` has memory of its own, which only the update needs."""
+        """True where `main_param` has memory of its own, which only the update needs."""
         return not self.is_empty and (self.has_master or (self._num_shards > 1 and not self._is_stored_in_shards))
 
     @paddle.no_grad()
     def load(self, values: np.ndarray | Tensor) -> None:
-        """Take over the values this rank holds before sharding, also into the master."""
+        """Load the values that this rank holds before sharding, also into the master."""
         given = paddle.to_tensor(values) if isinstance(values, np.ndarray) else values
         local = given.astype(self.parameter.dtype)
         shard = self._own_part(local)
@@ -116,17 +121,17 @@ class ParameterShard:
         elif not self.is_empty:
             self._stored.copy_(shard, True)
         if (self.has_master or self._num_shards > 1) and not self.is_empty:
-            self.master_or_shard.copy_(shard.astype("float32"), True)
+            self.main_param.copy_(shard.astype("float32"), True)
 
     @paddle.no_grad()
     def load_master(self, shard: Tensor) -> None:
-        """Take over this rank's shard of a float32 master."""
-        self.master_or_shard.copy_(shard, True)
+        """Load this rank's shard of a float32 master."""
+        self.main_param.copy_(shard, True)
 
     @paddle.no_grad()
     def write_back(self) -> None:
         """Copy the updated values into the model's parameter; in stage 3, into the shard it is gathered from."""
-        shard = self.master_or_shard.detach()
+        shard = self.main_param.detach()
         if self.has_master:
             shard = shard.astype(self.parameter.dtype)
         if self._is_stored_in_shards:
@@ -139,37 +144,37 @@ class ParameterShard:
 
     @paddle.no_grad()
     def gather(self) -> None:
-        """In stage 3: make the parameter whole. Every rank of the sharding axis calls it."""
+        """In stage 3: gather the parameter, unless it is gathered. Every rank of the sharding axis calls it."""
         if self._is_stored_in_shards and not self.parameter._is_initialized():
-            whole = self._gather_shards(self._stored)
+            full = self._gather_shards(self._stored)
             if self.parameter.is_dist():
-                whole = dtensor_from_local(whole, self._mesh.tensor, self.parameter.placements)
+                full = dtensor_from_local(full, self._mesh.tensor, self.parameter.placements)
             # into the tensor that autograd has saved references to, so that a backward pass finds it filled again
-            self.parameter.get_tensor()._share_data_with(whole.get_tensor())
+            self.parameter.get_tensor()._share_data_with(full.get_tensor())
 
     def free(self) -> None:
         """In stage 3: free the gathered parameter."""
         if self._is_stored_in_shards and not self._is_held:
             self.parameter.get_tensor()._clear()
 
-    def hold(self) -> None:
-        """Make the parameter whole, as `gather`; `free` does nothing until `let_go`."""
+    def keep_gathered(self) -> None:
+        """Gather the parameter as `gather` does, and keep it: `free` does nothing until `release`."""
         self.gather()
         self._is_held = True
 
-    def let_go(self) -> None:
-        """Free what was held."""
+    def release(self) -> None:
+        """Free a parameter that was kept gathered."""
         self._is_held = False
         self.free()
 
     @paddle.no_grad()
     def copy_of_stored(self) -> Tensor:
-        """A copy of what this rank holds of the parameter between passes."""
+        """Copy of this rank's part of the parameter between passes."""
         return self._held().clone()
 
     @paddle.no_grad()
     def stored_form(self, values: np.ndarray) -> Tensor:
-        """What this rank would hold of the parameter between passes, had it these values before sharding."""
+        """This rank's part of a parameter between passes, from the values it would hold before sharding."""
         if self._is_stored_in_shards and self.is_empty:
             return self._stored.clone()
         local = paddle.to_tensor(values).astype(self.parameter.dtype)
@@ -177,7 +182,7 @@ class ParameterShard:
 
     @paddle.no_grad()
     def swap_stored(self, other: Tensor) -> None:
-        """Exchange what this rank holds of the parameter between passes with another value, in place."""
+        """Exchange this rank's part of the parameter between passes with another value, in place."""
         held = self._held()
         before = held.clone()
         held.copy_(other, True)
@@ -187,34 +192,38 @@ class ParameterShard:
         return self._stored if self._is_stored_in_shards else self._local().detach()
 
     def gather_parameter(self) -> Tensor:
-        """The whole parameter. Every rank of the run calls it."""
-        return self._whole(self._gather_shards(self._stored) if self._is_stored_in_shards else self._local())
+        """The full parameter. Every rank of the run calls it."""
+        return self._gather_full(self._gather_shards(self._stored) if self._is_stored_in_shards else self._local())
 
     def gather_shard(self, shard: Tensor) -> Tensor:
-        """The whole of a tensor that is sharded like `master_or_shard`. Every rank of the run calls it."""
-        return self._whole(self._gather_shards(shard) if self._num_shards > 1 else shard)
+        """The full tensor of one that is sharded like `main_param`. Every rank of the run calls it."""
+        return self._gather_full(self._gather_shards(shard) if self._num_shards > 1 else shard)
 
     def gather_number(self, number: Tensor) -> Tensor:
         """A number [1] that the optimizer keeps of the parameter. Every rank of the run calls it."""
         return number
 
     def own_shard(self, local: np.ndarray) -> np.ndarray:
-        """This rank's shard of a tensor that is split over tp already."""
+        """This rank's shard of a tensor that is already split over tp."""
         return local.reshape(-1)[self._range] if self._num_shards > 1 else local
 
     # gradients
 
     @property
     def replica_count(self) -> int:
-        """How many ranks of the run hold the same shard of a finished gradient."""
+        """Number of ranks of the run that hold the same shard of a finished gradient."""
         degrees = self._mesh.degrees
-        count = degrees.num_data_ranks // self._num_shards * (1 if self._tp_dim is not None else degrees.tp)
-        return count * (2 if self._is_tied else degrees.pp if self._is_in_every_part else 1)
+        count = degrees.num_data_ranks // self._num_shards
+        if self._tp_dim is None:
+            count *= degrees.tp
+        if self._is_tied:
+            return 2 * count
+        return degrees.pp * count if self._is_shared_by_all else count
 
     def finish_gradient(self) -> Tensor | None:
-        """The gradient of the own shard, reduced over all data ranks; None when there is none.
+        """The gradient of this rank's shard, reduced over all data ranks; None when there is none.
 
-        Its memory may not be changed once it was passed to `set_gradient`.
+        Its memory must not be changed after it was passed to `set_gradient`.
         """
         own = self.bucket.finish(self)
         if own is None:
@@ -224,33 +233,37 @@ class ParameterShard:
         elif self._num_shards > 1:
             own = own.flatten()[self._range]
         if self._is_tied:
+            # first and last stage each have a part of the gradient: that of the lookup and that of the logits
             collective.sum_in_group(own, self._mesh.tied_group)
         if self.is_empty:
             self.drop_gradient()
             return None
-        if self._is_in_every_part:
+        if self._is_shared_by_all:
+            # each rank of the model has the gradient from its own layers and heads
             collective.sum_in_group(own, self._mesh.model_group)
         return own
 
     def set_gradient(self, gradient: Tensor) -> None:
         """Pass a finished gradient to the optimizer, with its memory."""
-        self.master_or_shard._set_grad_ivar(paddle.zeros([1], gradient.dtype))  # it would copy the gradient
-        self.master_or_shard.grad.get_tensor()._share_data_with(gradient.get_tensor())
+        # `_set_grad_ivar` would copy the gradient: it gets a small one, whose memory is then replaced
+        self.main_param._set_grad_ivar(paddle.zeros([1], gradient.dtype))
+        self.main_param.grad.get_tensor()._share_data_with(gradient.get_tensor())
         self.drop_gradient()
 
     def drop_gradient(self) -> None:
         """Free the gradient of the model's parameter."""
-        self.parameter.clear_gradient(False)  # by keyword it is set to zero nevertheless (Paddle 3.3.1)
+        # False by position: by keyword Paddle 3.3.1 ignores it, and zeroes the gradient
+        self.parameter.clear_gradient(False)
 
     @paddle.no_grad()
     def _pass_ended(self) -> None:
         """Called when a backward pass has made the parameter's gradient and needs neither of them any more.
 
-        On all ranks of a group backward passes run the same operations, so they come here in the same order.
+        Backward passes run the same operations on all ranks of a group, so the calls come in the same order there.
         """
         if self._reduce_in_backward:
             self._collect()
-        if self._is_in_every_part:  # other layers or chunks may add to it
+        if self._is_shared_by_all:  # other layers or chunks may add to it
             return
         if self.is_last_pass and not self._reduces_each_pass:  # else only the sum over dp is left
             self.bucket.add(self, self.take_gradient())
@@ -268,11 +281,11 @@ class ParameterShard:
         else:
             self.add_shard(own)
 
-    # the interface for its bucket
+    # the interface for its bucket, see `buckets.BucketMember`
 
     @property
     def is_sent(self) -> bool:
-        """Whether there is a gradient, and other data ranks to reduce it with."""
+        """True where there is a gradient, and other data ranks to reduce it with."""
         return not self.parameter.stop_gradient and self._mesh.degrees.num_data_ranks > 1
 
     @property
@@ -304,12 +317,13 @@ class ParameterShard:
     def take_gradient(self) -> Tensor | None:
         """The gradient this rank has accumulated, here or in the parameter itself."""
         if self._reduce_in_backward:
-            own, self._sum = self._sum, None
+            own = self._sum
+            self._sum = None
             return own
         return self._local_gradient()
 
     def _local_gradient(self) -> Tensor | None:
-        """The parameter's gradient on this rank, a 16-bit one as float32, summed over tp."""
+        """The parameter's gradient on this rank, a 16-bit gradient as float32, summed over tp."""
         gradient = self.parameter.grad
         if gradient is None or not gradient._is_initialized():  # a cleared distributed gradient is empty, not None
             return None
@@ -317,8 +331,9 @@ class ParameterShard:
         if self.has_master:
             local = local.astype("float32")
         if gradient.is_dist() and gradient.placements != self.parameter.placements:
-            # partial: under sequence parallel each rank has seen its part of the sequence only
-            mesh, placements = self._mesh.tensor, self.parameter.placements
+            # partial: under sequence parallel each rank has the gradient from its part of the sequence only
+            mesh = self._mesh.tensor
+            placements = self.parameter.placements
             local = local_value(reshard(dtensor_from_local(local, mesh, gradient.placements), self._mesh, placements))
             self.drop_gradient()  # the sum has memory of its own
         return local
@@ -330,7 +345,8 @@ class ParameterShard:
         return local.flatten()[self._range] if self._num_shards > 1 else local
 
     def _gather_shards(self, shard: Tensor) -> Tensor:
-        """The local value, of the shards of all ranks of the sharding axis."""
+        """The local value, gathered from the shards of all ranks of the sharding axis."""
+        # over the sharding axis, in whose order the flattened value is cut; padded, as all parts must have one size
         flat = collective.all_gather(self._padded(shard), self._mesh.sharding_group)
         return (flat if flat.shape[0] == self._size else flat[: self._size]).reshape(self.local_shape)
 
@@ -339,7 +355,8 @@ class ParameterShard:
         missing = num_shards * self.shard_size - flat.shape[0]
         return paddle.concat([flat, paddle.zeros([missing], flat.dtype)]) if missing else flat
 
-    def _whole(self, local: Tensor) -> Tensor:
+    def _gather_full(self, local: Tensor) -> Tensor:
+        # tp before ep, the reverse of the split: the experts of a rank of ep are split over its tp group
         if self._tp_dim is not None:
             local = collective.all_gather(local, self._mesh.tensor_group, self._tp_dim)
         return collective.all_gather(local, self._mesh.expert_group)

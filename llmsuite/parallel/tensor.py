@@ -1,8 +1,8 @@
 """Tensor and sequence parallel: where activations change their placements over tp.
 
-Parameters are distributed tensors already (see `fill`), so Paddle's SPMD rules compute with them. What is added here:
-hooks at the regions of the family's shard plan that bring activations into the right placements, and our own embedding
-lookup and cross-entropy, which do without bringing the vocabulary together.
+Parameters are already distributed tensors (see `materialize`), so Paddle's SPMD rules compute with them. This module
+adds hooks at the TP regions of the family's shard plan that reshard activations, and gives the model an embedding
+lookup and operations on logits that do not gather the vocabulary.
 """
 
 from __future__ import annotations
@@ -13,83 +13,71 @@ from typing import Any
 import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
-from paddle import nn
 from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
-from llmsuite.devices.ops import entropy_of_sums
-from llmsuite.errors import UserError
+from llmsuite.adapters.layers.adapter import Adapter
+from llmsuite.adapters.layers.structured import StructuredLinear, WeightShard
+from llmsuite.base.typing import Tensor
+from llmsuite.devices.ops import Ops, entropy_of_sums
 from llmsuite.launch import calls
-from llmsuite.models.adapter import Adapter
+from llmsuite.models.blocks import CausalLM
 from llmsuite.models.dropout import Select, TokenDropout
-from llmsuite.models.exact import named_kind
+from llmsuite.models.embedding import set_lookup
+from llmsuite.models.logit_ops import LogitOps
 from llmsuite.models.shard_plan import ShardPlan
-from llmsuite.models.structured import Part, StructuredLinear
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.program import vocabulary as program
-from llmsuite.typing import Tensor
 
 
 def apply_tensor_parallel(model: Any, plan: ShardPlan, mesh: Mesh, sequence_parallel: bool) -> None:
-    """Let a model whose parameters are cut over tp compute with them; nothing changes where tp is 1.
+    """Make a model whose parameters are cut over tp compute with them; nothing changes where tp is 1.
 
     Args:
-        model: filled.
+        model: materialized.
         plan: the family's shard plan.
-        mesh: this rank's place.
+        mesh: of the run, with this rank's coordinates.
         sequence_parallel: cut activations along the sequence between the regions of the plan.
     """
     if mesh.tensor is None:
         return
-    outside, whole = between_layers(sequence_parallel), [dist.Replicate()]
+    outside = between_layers(sequence_parallel)
+    replicated = [dist.Replicate()]
     modules = dict(model.named_sublayers())
     if plan.embedding in modules:  # not on every pipeline stage
-        embedding = modules[plan.embedding]
-        look_up = VocabularyParallelLookup(mesh, outside, embedding.weight.shape[0]).look_up
-        if isinstance(embedding, Adapter):
-            embedding.look_up = look_up
-        else:
-            check_embedding(plan.embedding, embedding, "parallel.tensor_parallel_degree")
-            embedding.forward = lambda input_ids: look_up(input_ids, embedding.weight)
-    vocabulary = getattr(getattr(model, "config", None), "vocab_size", None)
-    model.cross_entropy = _vocabulary_parallel_cross_entropy(mesh, vocabulary)
-    model.nll_and_entropy = _vocabulary_parallel_nll_and_entropy(mesh, vocabulary)
-    model.is_first_choice = _vocabulary_parallel_first_choice(mesh, vocabulary)
-    complete_sum, complete_columns = _to(mesh, outside), _to(mesh, whole)  # one for all: compiled layers are alike
-    select = _part_of_mask(mesh)
+        lookup = VocabularyParallelLookup(mesh, outside, modules[plan.embedding].weight.shape[0])
+        set_lookup(model, plan.embedding, lookup.rows, "parallel.tensor_parallel_degree")
+    if isinstance(model, CausalLM):
+        model.logit_ops = VocabularyParallelLogitOps(model.ops, mesh, model.config.vocab_size)
+    reduce_partial_sum = _reshard_to(mesh, outside)  # one function for all layers: compiled layers have to be alike
+    reduce_column_norms = _reshard_to(mesh, replicated)
+    select = _mask_shard(mesh)
     for name, module in model.named_sublayers():
         if _is_last_of_region(name, module, plan):
-            # else its adapter would have the whole sum made before it is cut again
-            module.complete_sum = complete_sum
+            # otherwise its adapter would all-reduce the sum before it is cut again
+            module.reduce_partial_sum = reduce_partial_sum
         if isinstance(module, Adapter) and plan.dim(f"{name}.weight") == 0:
-            module.complete_columns = complete_columns
+            module.reduce_column_norms = reduce_column_norms
         if isinstance(module, StructuredLinear):
-            module.part = RankPart(mesh, plan.dim(f"{name}.weight"), module.weight.shape)
+            module.part = TensorParallelShard(mesh, plan.dim(f"{name}.weight"), module.weight.shape)
         if isinstance(module, TokenDropout):
             module.select = select
-        if plan.is_region(name):
+        if plan.is_tp_region(name):
             if sequence_parallel:
-                module.register_forward_pre_hook(_on_input(mesh, whole))
-            module.register_forward_post_hook(_on_output(mesh, outside))
+                # an all-gather along the sequence: column-parallel matrices need all tokens
+                module.register_forward_pre_hook(_reshard_input(mesh, replicated))
+            # partial sums of row-parallel matrices: an all-reduce, or under sequence parallel a reduce-scatter
+            module.register_forward_post_hook(_reshard_output(mesh, outside))
         elif plan.is_last_norm(name) and sequence_parallel:
-            module.register_forward_post_hook(_on_output(mesh, whole))
-
-
-def check_embedding(name: str, embedding: Any, key: str) -> None:
-    """Raise UserError for an embedding whose lookup is not Paddle's: each rank looks up its part of the vocabulary in a
-    way of its own. `key` is what asks for several ranks."""
-    if type(embedding) is not nn.Embedding or "forward" in vars(embedding):
-        raise UserError(
-            f"{key}: {named_kind(name, embedding)} has a forward pass of its own, and ranks that share out the "
-            "vocabulary look words up in theirs. Do what it adds in the model's `embed` and `embed_at`, or use 1"
-        )
+            # an all-gather along the sequence: head and loss select tokens of full rows
+            module.register_forward_post_hook(_reshard_output(mesh, replicated))
 
 
 def _is_last_of_region(name: str, module: Any, plan: ShardPlan) -> bool:
-    """Whether a module is the row-parallel matrix at the end of a region, with an adapter."""
+    """True for the row-parallel matrix at the end of a TP region, with an adapter."""
     if not isinstance(module, Adapter):
         return False
-    return plan.dim(f"{name}.weight") == 0 and plan.is_region(name.rpartition(".")[0])
+    return plan.dim(f"{name}.weight") == 0 and plan.is_tp_region(name.rpartition(".")[0])
 
 
 def between_layers(sequence_parallel: bool) -> list[Any]:
@@ -101,52 +89,55 @@ def between_layers(sequence_parallel: bool) -> list[Any]:
 
 
 def local_value(tensor: Tensor) -> Tensor:
-    """The part of a tensor that lies on this rank; shares its memory."""
+    """This rank's shard of a tensor; shares its memory."""
     return tensor._local_value() if tensor.is_dist() else tensor
 
 
 def reshard(tensor: Tensor, mesh: Mesh, placements: list[Any]) -> Tensor:
-    """A distributed tensor with other placements over tp; itself when it has them."""
-    if not paddle.in_dynamic_mode():  # a program is being made: nothing is sent; tp is the last axis of its mesh
-        wanted = [*tensor.placements[:-1], *placements]
-        return tensor if tensor.placements == wanted else dist.reshard(tensor, tensor.process_mesh, wanted)
+    """A distributed tensor with other placements over tp; the tensor itself when it has them."""
+    if not paddle.in_dynamic_mode():  # a program is being built: nothing is sent now; tp is the last axis of its mesh
+        target = [*tensor.placements[:-1], *placements]
+        return tensor if tensor.placements == target else dist.reshard(tensor, tensor.process_mesh, target)
     if tensor.placements == placements:
         return tensor
-    with calls.made("reshard", tensor, mesh.tensor, mesh.tensor.process_ids):
+    with calls.recorded("reshard", tensor, mesh.tensor, mesh.tensor.process_ids):
         return dist.reshard(tensor, mesh.tensor, placements)
 
 
 def _replicated(tensor: Tensor, mesh: Mesh) -> Tensor:
-    """A distributed tensor that is the same on every rank of the tensor parallel group."""
+    """The tensor as a distributed one that is the same on every rank of the tensor parallel group."""
     return tensor if tensor.is_dist() else dtensor_from_local(tensor, mesh.tensor, [dist.Replicate()])
 
 
-def _to(mesh: Mesh, placements: list[Any]) -> Callable[[Tensor], Tensor]:
+def _reshard_to(mesh: Mesh, placements: list[Any]) -> Callable[[Tensor], Tensor]:
     return lambda tensor: reshard(tensor, mesh, placements)
 
 
-def _part_of_mask(mesh: Mesh) -> Callable[[Select, Tensor], Tensor]:
-    """`TokenDropout.select`: each rank makes the part of a mask [B, L, I] that fits its part of the activations."""
+def _mask_shard(mesh: Mesh) -> Callable[[Select, Tensor], Tensor]:
+    """`TokenDropout.select` that makes on each rank the part of a mask [B, L, I] that fits its shard of the
+    activations."""
 
     def select(mask: Select, x: Tensor) -> Tensor:
-        (placement,), index = x.placements, [slice(None)] * 3
+        (placement,) = x.placements
+        index = [slice(None)] * 3
         assert not placement.is_partial(), "dropout of a sum that is not complete"
         if placement.is_shard():
-            size, at = x.shape[placement.get_dim()] // mesh.degrees.tp, mesh.coordinate["tp"]
+            size = x.shape[placement.get_dim()] // mesh.degrees.tp
+            at = mesh.coordinate["tp"]
             index[placement.get_dim()] = slice(at * size, (at + 1) * size)
         return dtensor_from_local(mask(index), mesh.tensor, x.placements)
 
     return select
 
 
-def _on_input(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
+def _reshard_input(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
     def hook(module: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (reshard(inputs[0], mesh, placements), *inputs[1:])
 
     return hook
 
 
-def _on_output(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
+def _reshard_output(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
     def hook(module: Any, inputs: tuple[Tensor, ...], output: Any) -> Any:
         if isinstance(output, tuple):  # attention returns its cache too
             return (reshard(output[0], mesh, placements), *output[1:])
@@ -155,29 +146,32 @@ def _on_output(mesh: Mesh, placements: list[Any]) -> Callable[..., Any]:
     return hook
 
 
-class RankPart(Part):
-    """The part of a rank of the tensor parallel group.
+class TensorParallelShard(WeightShard):
+    """The shard of a matrix on a rank of the tensor parallel group.
 
-    With a matrix that is cut along its outputs it makes its part of them, and has a part of the sum that the gradient
-    of the input is; with one cut along its inputs the other way round. Of a gradient of the adapter's parameters, which
-    all ranks have whole, it has a part of the sum: what comes from its inputs, outputs or tokens.
+    With a column-parallel matrix a rank computes its shard of the outputs, and a partial sum of the gradient of the
+    input; with a row-parallel matrix a partial sum of the outputs, and its shard of that gradient. Adapter parameters
+    are replicated; a rank has the partial sum of their gradients that comes from its inputs, outputs or tokens.
     """
 
     def __init__(self, mesh: Mesh, dim: int | None, shape: Sequence[int]):
         """
         Args:
-            mesh: the rank's place.
+            mesh: of the run, with this rank's coordinates.
             dim: the dim of the matrix that is cut; None if none is.
-            shape: of the whole matrix, [inputs, outputs].
+            shape: of the full matrix, [inputs, outputs].
         """
-        self._mesh, self._dim = mesh, dim
+        self._mesh = mesh
+        self._dim = dim
         if dim is not None:
-            size, at = shape[dim] // mesh.degrees.tp, mesh.coordinate["tp"]
+            size = shape[dim] // mesh.degrees.tp
+            at = mesh.coordinate["tp"]
             part = slice(at * size, (at + 1) * size)
-            self.inputs, self.outputs = (part, None) if dim == 0 else (None, part)
+            self.inputs = part if dim == 0 else None
+            self.outputs = None if dim == 0 else part
 
     def _placements(self, x: Tensor) -> tuple[list[Any], list[Any]]:
-        """Those of the input and of the output."""
+        """Placements of the input and of the output."""
         if self._dim is None:
             return x.placements, x.placements
         last = [dist.Shard(x.ndim - 1)]
@@ -187,18 +181,20 @@ class RankPart(Part):
         return local_value(tensor)
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:
-        placements, of_output = self._placements(x)
+        placements, output_placements = self._placements(x)
         assert x.placements == placements, "an input that is cut in another way"
-        return dtensor_from_local(y, self._mesh.tensor, of_output)
+        return dtensor_from_local(y, self._mesh.tensor, output_placements)
 
     def output_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         _, (placement,) = self._placements(x)
-        wanted = dist.Replicate() if placement.is_partial() else placement
-        return local_value(reshard(gradient, self._mesh, [wanted]))
+        # the gradient of a partial sum is the full gradient, on every rank
+        target = dist.Replicate() if placement.is_partial() else placement
+        return local_value(reshard(gradient, self._mesh, [target]))
 
     def input_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
         if self._dim != 1:
             return dtensor_from_local(gradient, self._mesh.tensor, x.placements)
+        # column-parallel: each rank has the gradient from its outputs
         return reshard(self._sum(gradient), self._mesh, x.placements)
 
     def parameter_gradient(self, gradient: Tensor, x: Tensor) -> Tensor:
@@ -214,7 +210,7 @@ class RankPart(Part):
 
 
 class VocabularyParallelLookup(dist.LocalLayer):
-    """Embedding lookup with the rows of the table cut over tp: each rank looks up the ids it has, zeros elsewhere.
+    """Embedding lookup with the rows of the table cut over tp: each rank looks up the ids it has; others get zeros.
 
     `F.embedding` on a table cut along the vocabulary would gather the table (Paddle 3.3.1).
     """
@@ -223,15 +219,17 @@ class VocabularyParallelLookup(dist.LocalLayer):
         stacked = [(mesh.tensor, [dist.Shard(0)])]
         gradients = [(mesh.tensor, [dist.Replicate()]), (mesh.tensor, [dist.Shard(0)])]
         super().__init__(stacked, gradients)
-        self._mesh, self._placements = mesh, placements
+        self._mesh = mesh
+        self._placements = placements
         self._first = mesh.coordinate["tp"] * (num_rows // mesh.degrees.tp)
 
-    def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
+    def rows(self, input_ids: Tensor, table: Tensor) -> Tensor:
         """Ids [B, L] to the rows [B, L, D] of a table."""
         if not paddle.in_dynamic_mode():
-            found = program.ProgramLookup(input_ids, self._first).look_up(input_ids, table)
+            found = program.ProgramLookup(input_ids, self._first).rows(input_ids, table)
             return reshard(found, self._mesh, self._placements)
         parts = self(_replicated(input_ids, self._mesh), table)  # [tp, B, L, D], one part a rank
+        # the sum over tp has one term that is not zero; under sequence parallel it is scattered along L
         return reshard(parts.sum(0), self._mesh, self._placements)
 
     def forward(self, input_ids: Tensor, rows: Tensor) -> Tensor:
@@ -255,68 +253,67 @@ class _Masked(PyLayer):
         return gradient * ctx.mask
 
 
-def _vocabulary_parallel_cross_entropy(mesh: Mesh, vocabulary: int | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """`cross_entropy` of logits that are cut along the vocabulary: only maxima, sums and picked logits are exchanged.
+class VocabularyParallelLogitOps(LogitOps):
+    """`LogitOps` of logits that are cut along the vocabulary: only maxima, sums and target logits are exchanged
+    (Shoeybi et al. 2019, arXiv 1909.08053, section 3).
 
     `F.cross_entropy` would gather the logits, and logsumexp over a dim that is cut is wrong (Paddle 3.3.1). Logits
-    behind the vocabulary are padding and get a probability of 0.
+    after the vocabulary are padding and get a probability of 0.
     """
 
-    def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    def __init__(self, ops: Ops, mesh: Mesh, vocabulary: int):
+        """
+        Args:
+            ops: of the device.
+            mesh: of the run, with this rank's coordinates.
+            vocabulary: number of tokens, without padding.
+        """
+        super().__init__(ops)
+        self._mesh = mesh
+        self._vocabulary = vocabulary
+
+    def cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         if not paddle.in_dynamic_mode():
-            return program.cross_entropy(logits, targets, vocabulary)
-        shifted, ids, targets = _shifted(mesh, vocabulary, logits, targets)
+            return program.cross_entropy(logits, targets, self._vocabulary)
+        shifted, ids, targets = self._shifted(logits, targets)
         is_target = (ids == targets).astype(shifted.dtype)
         nll = shifted.exp().sum(-1, keepdim=True).log() - (shifted * is_target).sum(-1, keepdim=True)
-        # from here on every rank has the same plain numbers
-        whole = [dist.Replicate()]
-        return dtensor_to_local(reshard(nll.squeeze(-1), mesh, whole), mesh.tensor, whole)
+        return self._sum(nll.squeeze(-1))
 
-    return cross_entropy
-
-
-def _vocabulary_parallel_nll_and_entropy(
-    mesh: Mesh, vocabulary: int | None
-) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """`devices.ops.nll_and_entropy` of logits that are cut along the vocabulary, in the same way."""
-
-    def nll_and_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        shifted, ids, targets = _shifted(mesh, vocabulary, logits, targets)
+    def nll_and_entropy(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        shifted, ids, targets = self._shifted(logits, targets)
         is_target = (ids == targets).astype(shifted.dtype)
-        exponentials, whole = shifted.exp(), [dist.Replicate()]
-        sums = [part.sum(-1) for part in (exponentials, exponentials * shifted, shifted * is_target)]
-        total, weighted, picked = (dtensor_to_local(reshard(part, mesh, whole), mesh.tensor, whole) for part in sums)
+        exponentials = shifted.exp()
+        # one all-reduce over tp for each sum: parts of the vocabulary are on different ranks
+        total, weighted, picked = (
+            self._sum(part.sum(-1)) for part in (exponentials, exponentials * shifted, shifted * is_target)
+        )
         return total.log() - picked, entropy_of_sums(total, weighted)
 
-    return nll_and_entropy
-
-
-def _vocabulary_parallel_first_choice(mesh: Mesh, vocabulary: int | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """`devices.ops.is_first_choice` of logits that are cut along the vocabulary: one sum for each row is exchanged."""
-
-    def is_first_choice(logits: Tensor, targets: Tensor) -> Tensor:
-        shifted, ids, targets = _shifted(mesh, vocabulary, logits, targets)
-        # below zero where the target is not as large as the largest, or one before it is
+    def is_greedy_match(self, logits: Tensor, targets: Tensor) -> Tensor:
+        shifted, ids, targets = self._shifted(logits, targets)
+        # below zero where the target's logit is below the maximum, or an earlier token has the maximum
         earlier = paddle.logical_and(shifted >= 0, ids < targets).astype(shifted.dtype)
-        short = (shifted * (ids == targets).astype(shifted.dtype) - earlier).sum(-1)
-        whole = [dist.Replicate()]
-        short = dtensor_to_local(reshard(short, mesh, whole), mesh.tensor, whole)
-        return (short >= 0).astype("float32")
+        # the target and earlier maxima may be on other ranks
+        deficit = self._sum((shifted * (ids == targets).astype(shifted.dtype) - earlier).sum(-1))
+        return (deficit >= 0).astype("float32")
 
-    return is_first_choice
+    def _sum(self, numbers: Tensor) -> Tensor:
+        """The numbers [N], summed over tp where they are partial sums: plain, and the same on every rank."""
+        replicated = [dist.Replicate()]
+        return dtensor_to_local(reshard(numbers, self._mesh, replicated), self._mesh.tensor, replicated)
 
-
-def _shifted(mesh: Mesh, vocabulary: int | None, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits less the largest of their row, [N, V], and the ids that they are of, [V], both cut along the vocabulary;
-    and the targets as [N, 1]."""
-    targets = _replicated(targets, mesh)
-    here = logits.shape[-1] // mesh.degrees.tp
-    first = mesh.coordinate["tp"] * here
-    # cut as the logits: else each rank would keep a tensor as long as the whole vocabulary
-    ids = paddle.arange(first, first + here, dtype=targets.dtype)
-    if vocabulary is not None and logits.shape[-1] > vocabulary:
-        lowest = (ids >= vocabulary).astype(logits.dtype) * -1e30
-        logits = logits + dtensor_from_local(lowest, mesh.tensor, [dist.Shard(0)])
-    ids = dtensor_from_local(ids, mesh.tensor, [dist.Shard(0)])
-    shifted = logits - logits.detach().max(-1, keepdim=True)
-    return shifted, ids, targets.unsqueeze(-1)
+    def _shifted(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Logits minus the maximum of their row, [N, V], and their token ids, [V], both cut along the vocabulary; and
+        the targets as [N, 1]. The maximum is subtracted so that no exponential overflows."""
+        targets = _replicated(targets, self._mesh)
+        here = logits.shape[-1] // self._mesh.degrees.tp
+        first = self._mesh.coordinate["tp"] * here
+        # cut as the logits are: otherwise each rank would keep a tensor as long as the vocabulary
+        ids = paddle.arange(first, first + here, dtype=targets.dtype)
+        if logits.shape[-1] > self._vocabulary:
+            lowest = (ids >= self._vocabulary).astype(logits.dtype) * -1e30
+            logits = logits + dtensor_from_local(lowest, self._mesh.tensor, [dist.Shard(0)])
+        ids = dtensor_from_local(ids, self._mesh.tensor, [dist.Shard(0)])
+        shifted = logits - logits.detach().max(-1, keepdim=True)
+        return shifted, ids, targets.unsqueeze(-1)

@@ -1,8 +1,8 @@
-"""A vocabulary that tensor parallel does not divide, such as the 50,257 of GPT-2: the ranks hold some rows more.
+"""Padding of a vocabulary that tensor parallel does not divide, such as the 50,257 tokens of GPT-2.
 
 The embedding and the output projection are padded with zeros to the next multiple, as in Megatron-LM (Shoeybi et al.
 2019, arXiv 1909.08053). The padding gets no probability and no gradient, and no user sees it: values are read and
-saved, and logits given out, without it.
+saved, and logits returned, without it.
 """
 
 from __future__ import annotations
@@ -13,21 +13,20 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.typing import ReadSlice, Tensor
+from llmsuite.contract.specs import ModelFamily
 from llmsuite.devices.ops import Ops
-from llmsuite.errors import UserError
-from llmsuite.parallel.fill import ReadSlice
-from llmsuite.specs import ModelFamily
-from llmsuite.typing import Tensor
 
 
 def is_padded(config: Any, tp: int) -> bool:
-    """Whether the vocabulary of a model is padded for this tensor parallel degree."""
+    """True where the vocabulary of a model is padded for this tensor parallel degree."""
     return bool(getattr(config, "vocab_size", 0) % tp)
 
 
 def network_of(family: ModelFamily) -> Any:
-    """What builds a family's network, of a config and its ops: a class, or a function. Raises UserError if it is none
-    of these."""
+    """The class or function that builds a family's network from a config and its ops. Raises UserError if the family's
+    factory returns something else."""
     found = family.factory()
     if not callable(found) or (isinstance(found, type) and not hasattr(found, "named_parameters")):
         raise UserError(
@@ -38,7 +37,7 @@ def network_of(family: ModelFamily) -> Any:
 
 
 def build_padded(family: ModelFamily, config: Any, ops: Ops, tp: int) -> Any:
-    """A model whose vocabulary `tp` ranks can share; its `config` has the true one."""
+    """A model with a vocabulary that `tp` ranks divide; its `config` has the true size."""
     build = network_of(family)
     if not is_padded(config, tp):
         return build(config, ops)
@@ -48,7 +47,7 @@ def build_padded(family: ModelFamily, config: Any, ops: Ops, tp: int) -> Any:
 
 
 def pad_values(read: ReadSlice, shapes: Mapping[str, Sequence[int]]) -> ReadSlice:
-    """The values of padded parameters from those of the true ones, which have these shapes."""
+    """Read function for padded parameters, from one for the true parameters, which have these `shapes`."""
 
     def padded(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         true = shapes.get(name, shape)
@@ -60,7 +59,7 @@ def pad_values(read: ReadSlice, shapes: Mapping[str, Sequence[int]]) -> ReadSlic
 def read_padded(
     read: Callable[[Sequence[slice]], np.ndarray], shape: Sequence[int], index: Sequence[slice]
 ) -> np.ndarray:
-    """A slice that may reach beyond a tensor of this shape, where it has zeros; `read` gets a slice of the tensor."""
+    """A slice that may reach beyond a tensor of this shape, with zeros there; `read` gets a slice inside the tensor."""
     inside = [slice(min(part.start, size), min(part.stop, size)) for part, size in zip(index, shape)]
     if inside == list(index):
         return read(index)
@@ -72,7 +71,7 @@ def read_padded(
 
 
 def without_padding(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """The part of a tensor that has this shape, from its beginning on."""
+    """The leading part of a tensor, of this shape."""
     if list(tensor.shape) == list(shape):
         return tensor
     return tensor[tuple(slice(0, size) for size in shape)]

@@ -1,9 +1,9 @@
-"""Activation memory: the bytes a forward pass keeps for its backward pass.
+"""Activation memory: the bytes that a forward pass keeps for its backward pass.
 
-Counts what the operations of `models.blocks`, `models.experts` and `devices.ops` save: matrix products save their
-factors, norms their scaled input, softmax its output; sums, copies and casts save nothing. With plain operations this
-is what a run on CPU holds: tests compare it with the allocator's own count. Fused kernels are counted as they are
-written to save. Temporaries that live while a pass runs are not counted here: see `memory`.
+Counts the tensors that the operations of `models.blocks`, `models.experts` and `devices.ops` save: matrix products save
+their factors, norms their scaled input, softmax its output; sums, copies and casts save nothing. With plain operations
+a run on CPU holds exactly this: tests compare it with the allocator's own count. For fused kernels the tensors that
+they save are counted. Temporaries of a running pass are not counted here: see `memory`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from llmsuite.models.anatomy import Anatomy, GatedMLP, GroupedQuery, Latent, LayerAnatomy, MoE
+from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 
 INDEX_BYTES = 8
 """Bytes of a token id or a position: int64."""
@@ -26,11 +26,11 @@ class MicroBatch:
     supervised: int
     """Positions whose logits or scores are computed."""
     documents: bool = False
-    """Whether rows hold several documents, whose starts the layers are given."""
-    marked: bool = False
-    """Whether padding is marked, for the gates of experts or for observers of quantised inputs."""
+    """True where rows hold several documents, whose starts the layers get."""
+    has_token_metadata: bool = False
+    """True where padding is marked, for the gates of experts or for observers of quantised inputs."""
     expert_rows: float | None = None
-    """Rows that reach the experts of a rank in each layer, where that is known; None to assume an even load."""
+    """Rows that reach the experts of a rank in each layer, if known; None to assume an even load."""
 
     @property
     def tokens(self) -> int:
@@ -53,106 +53,112 @@ class ActivationSettings:
     fused_outside: frozenset[str] = frozenset()
     """Operations that run as one kernel before the first and after the last decoder layer."""
     document_mask_bytes: int = 4
-    """What fused attention keeps of a token to know its document."""
+    """Bytes that fused attention keeps of a token to know its document."""
     attention_keeps_output: bool = False
-    """Whether fused attention keeps its output for the backward pass."""
+    """True where fused attention keeps its output for the backward pass."""
     is_frozen: bool = False
-    """Whether the model itself is not trained."""
+    """True where the model itself is not trained."""
     adapter_rank: int | None = None
     adapted: frozenset[str] = frozenset()
     """Full names of the modules that have adapters."""
     adapter_widths: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Elements that an adapter keeps of each token, or each row of experts, by module."""
+    """Elements that an adapter keeps of each token, or of each row of experts, by module."""
     adapted_experts: frozenset[str] = frozenset()
-    """Those of `adapted` that are routed experts: their adapters see the rows of experts."""
+    """Modules of `adapted` that are routed experts: their adapters get the rows of experts."""
     embedding_width: float | None = None
     """Elements that the adapter of the embedding keeps of each token; None without one."""
     every_expert_row: bool = False
-    """Whether a rank has a row for each choice, wherever the expert is, with expert parallel of the tokens of all data
-    ranks: in programs of whole steps."""
+    """True where a rank has a row for each choice, also for experts of other ranks, with expert parallel of the tokens
+    of all data ranks: in step programs."""
     keeps_expert_rows: bool = True
-    """Whether the inputs of the experts' matrices are kept: those of quantised ones only for adapters, and in programs
-    of whole steps they are made again."""
+    """True where the inputs of the experts' matrices are kept: for quantised matrices only for adapters; step programs
+    recompute them."""
     edited: Mapping[int, int] = dataclasses.field(default_factory=dict)
-    """Rank of the intervention behind each layer that has one, by number."""
+    """Rank of the intervention after each layer that has one, by number."""
     unreached: frozenset[int] = frozenset()
-    """Numbers of the layers that no backward pass comes to: they keep nothing but for an intervention behind them."""
+    """Numbers of the layers that no backward pass reaches: they keep nothing except for an intervention after them."""
     prefix_network: int = 0
     """Width of the network that makes a prefix; 0 without one."""
     prefix: int = 0
-    """Tokens of the prefix in front of every row, which attention has queries, keys and values of."""
+    """Tokens of the prefix before every row; attention has queries, keys and values of them."""
     rounded: Mapping[str, tuple[int, int]] = dataclasses.field(default_factory=dict)
     """(inputs, outputs) on a rank of every module whose weight is rounded (quantisation-aware training), by name."""
     rounds_inputs: bool = False
-    """Whether the inputs of the modules in `rounded` are rounded too."""
+    """True where the inputs of the modules in `rounded` are rounded too."""
     entropy: bool = False
-    """Whether the loss takes the entropy of tokens: no kernel makes it in place."""
+    """True where the loss needs the entropy of tokens: no kernel computes it in place."""
     keeps_trained_only: bool = False
-    """Whether the model is frozen, and products keep an input for the gradient of a matrix only (`models.products`)."""
+    """True where the model is frozen, and products keep an input only for the gradient of a matrix
+    (`models.linear_ops`)."""
     input_bytes: int | None = None
     """Bytes of an element that such a product keeps of its input; None for `num_bytes`."""
-    reading: frozenset[str] = frozenset()
-    """Those of `adapted` whose adapters keep the input of their matrix, too."""
+    keeps_inputs: frozenset[str] = frozenset()
+    """Modules of `adapted` whose adapters keep the input of their matrix too."""
     inner_bytes: int | None = None
-    """Bytes of an element of what lies between the products of a gated MLP without biases; None for `num_bytes`."""
+    """Bytes of an element between the products of a gated MLP without biases; None for `num_bytes`."""
     loss_chunk: int | None = None
-    """Tokens whose logits exist at a time; None for all of a micro-batch."""
+    """Number of tokens whose logits exist at a time; None for all of a micro-batch."""
     head_bytes: int | None = None
-    """Bytes of an element of queries, keys, values and what attention makes of them, without biases and norms of heads;
+    """Bytes of an element of queries, keys, values and attention outputs, where there are no biases and norms of heads;
     None for `num_bytes`."""
 
 
-def kept_by_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+def kept_by_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that a layer keeps, including its output, without its input."""
-    between = hidden_state_bytes(anatomy.hidden, batch, settings)
+    between = hidden_state_bytes(shape_spec.hidden, batch, settings)
     if number in settings.unreached:
-        return between + _edit(anatomy, number, batch, settings) if number in settings.edited else 0.0
-    further = 0.0
-    if anatomy.layers[number].predicts_further:  # its inputs: no other layer keeps them
-        further = 2 * between + INDEX_BYTES * batch.tokens
+        return between + _edit(shape_spec, number, batch, settings) if number in settings.edited else 0.0
+    mtp_inputs = 0.0
+    if shape_spec.layers[number].is_mtp:  # its inputs: no other layer keeps them
+        mtp_inputs = 2 * between + INDEX_BYTES * batch.tokens
     if settings.recompute == "full" and number % settings.every == 0:
-        return further or between  # of its output only some tokens are read, which `head.kept_behind` counts
-    return further + inside_layer(anatomy, number, batch, settings)
+        return mtp_inputs or between  # the head reads only some tokens of its output, see `head.head_kept_bytes`
+    return mtp_inputs + inside_layer(shape_spec, number, batch, settings)
 
 
-def _edit(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Bytes that the intervention behind a layer keeps: its input, and its products in the subspace, masked and not."""
+def _edit(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that the intervention after a layer keeps: its input, and its products in the subspace, masked and not."""
     if number not in settings.edited:
         return 0.0
-    return hidden_state_bytes(anatomy.hidden, batch, settings) * (1 + 2 * settings.edited[number] / anatomy.hidden)
+    return hidden_state_bytes(shape_spec.hidden, batch, settings) * (
+        1 + 2 * settings.edited[number] / shape_spec.hidden
+    )
 
 
-def inside_layer(anatomy: Anatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Bytes that a layer keeps without recompute, or with recompute of its attention alone ("selective")."""
-    layer, between = anatomy.layers[number], hidden_state_bytes(anatomy.hidden, batch, settings)
+def inside_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that a layer keeps without recompute, or with recompute of its attention only ("selective")."""
+    layer = shape_spec.layers[number]
+    between = hidden_state_bytes(shape_spec.hidden, batch, settings)
     # in a layer with experts only attention and the norm before it are compiled
     of_mlp = dataclasses.replace(settings, fused=settings.fused_outside) if isinstance(layer.mlp, MoE) else settings
-    norms = sum(norm_kept(layer.norm, anatomy.hidden, batch, how) for how in (settings, of_mlp))
+    norms = sum(norm_kept(layer.norm, shape_spec.hidden, batch, how) for how in (settings, of_mlp))
     # of attention and MLP; gathered under sequence parallel
-    inputs = sum(_input(anatomy, number, region, batch, settings) for region in ("self_attn", "mlp"))
-    kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, anatomy.hidden, batch, of_mlp)
+    inputs = sum(_input(shape_spec, number, region, batch, settings) for region in ("self_attn", "mlp"))
+    kept = norms + inputs + attention_kept(layer, batch, settings) + mlp_kept(layer, shape_spec.hidden, batch, of_mlp)
     kept -= _inputs_of_last(layer, number, batch, settings)
-    if layer.predicts_further:  # norms of both inputs and of the output; the joined inputs, and their product
+    if layer.is_mtp:  # norms of both inputs and of the output; the joined inputs, and their product
         plain = dataclasses.replace(settings, fused=settings.fused_outside)
-        kept += 3 * norm_kept(layer.norm, anatomy.hidden, batch, plain) + 3 * between
-    kept += 2 * between + _edit(anatomy, number, batch, settings)
+        kept += 3 * norm_kept(layer.norm, shape_spec.hidden, batch, plain) + 3 * between
+    kept += 2 * between + _edit(shape_spec, number, batch, settings)
     return kept + _adapters(layer, number, batch, settings) + _rounded(layer, number, batch, settings)
 
 
-def _input(anatomy: Anatomy, number: int, region: str, batch: MicroBatch, settings: ActivationSettings) -> float:
+def _input(shape_spec: ShapeSpec, number: int, region: str, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that the first products of attention or an MLP keep of their input."""
-    if region == "mlp" and isinstance(anatomy.layers[number].mlp, MoE):  # gates read it too
-        return float(batch.tokens * anatomy.hidden * settings.num_bytes)
+    if region == "mlp" and isinstance(shape_spec.layers[number].mlp, MoE):  # gates read it too
+        return float(batch.tokens * shape_spec.hidden * settings.num_bytes)
     if settings.keeps_trained_only:
-        inside = (name for name in settings.reading if f".{number}.{region}." in name)
+        inside = (name for name in settings.keeps_inputs if f".{number}.{region}." in name)
         if all(name.rpartition(".")[2] in _OWN_INPUT for name in inside):
             return 0.0
-    return float(batch.tokens * anatomy.hidden * (settings.input_bytes or settings.num_bytes))
+    return float(batch.tokens * shape_spec.hidden * (settings.input_bytes or settings.num_bytes))
 
 
-def _inputs_of_last(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+def _inputs_of_last(layer: LayerSpec, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of inputs of the last products of attention and MLP, counted with what makes them, that are not kept."""
-    left, what, e = 0.0, layer.attention, settings.num_bytes
+    left = 0.0
+    what = layer.attention
+    e = settings.num_bytes
     if isinstance(what, Latent):
         left += what.heads * what.value * (e - _of_last(number, "self_attn.o_proj", e, settings))
         for name, width in (("q_b_proj", what.q_rank or 0), ("kv_b_proj", what.kv_rank)):  # every rank has them whole
@@ -167,8 +173,8 @@ def _inputs_of_last(layer: LayerAnatomy, number: int, batch: MicroBatch, setting
 
 
 def _of_last(number: int, module: str, made: int, settings: ActivationSettings) -> int:
-    """Bytes of an element that a last product keeps of its input, which is made with `made` bytes."""
-    if settings.keeps_trained_only and not any(name.endswith(f".{number}.{module}") for name in settings.reading):
+    """Bytes of an element that a last product keeps of its input, which is produced with `made` bytes."""
+    if settings.keeps_trained_only and not any(name.endswith(f".{number}.{module}") for name in settings.keeps_inputs):
         return 0
     return min(made, settings.input_bytes or made)
 
@@ -179,8 +185,8 @@ def hidden_state_bytes(hidden: float, batch: MicroBatch, settings: ActivationSet
 
 
 def norm_kept(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Bytes a norm keeps besides its input, which the residual holds, and its output, which is counted as the input of
-    attention or MLP."""
+    """Bytes that a norm keeps besides its input, which the residual holds, and its output, which is counted as the
+    input of attention or MLP."""
     tokens = batch.tokens / (settings.tp if settings.sequence_parallel else 1)
     if kind == "layer":
         return tokens * (2 * 4 + (hidden * settings.num_bytes if settings.is_frozen else 0))  # a gain is outside then
@@ -191,15 +197,17 @@ def norm_kept(kind: str, hidden: int, batch: MicroBatch, settings: ActivationSet
 
 
 def _normed_heads(size: float, heads: float, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Bytes the norm of queries or keys keeps: its output, scaled and unscaled."""
+    """Bytes that the norm of queries or keys keeps: its output, scaled and unscaled."""
     if "rms_norm" in settings.fused:
         return batch.tokens * (size * settings.num_bytes + heads * 4)
     return batch.tokens * (2 * size * settings.num_bytes + heads * 4 + (4 * size if settings.num_bytes < 4 else 0))
 
 
-def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+def attention_kept(layer: LayerSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes kept between the input of attention and its output."""
-    what, e, tokens = layer.attention, settings.num_bytes, batch.tokens
+    what = layer.attention
+    e = settings.num_bytes
+    tokens = batch.tokens
     heads = what.heads / settings.tp
     scores = heads * batch.rows * (batch.length + settings.prefix) ** 2 * e
     again = settings.recompute == "selective"
@@ -211,11 +219,14 @@ def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationS
         if again:
             inside = heads * (2 * what.nope + what.rope + what.value) + what.rope
             return norms + tokens * e * (rotated + inside + heads * what.value)
-        whole, sums = 3, scores
+        whole = 3
+        sums = scores
         if "attention" in settings.fused:
-            whole, sums = 4 if settings.attention_keeps_output else 3, heads * tokens * 4
+            whole = 4 if settings.attention_keeps_output else 3
+            sums = heads * tokens * 4
         return norms + tokens * e * (rotated + heads * (whole * what.width + what.value)) + sums
-    size, kv_heads = what.head_size, what.kv_heads / settings.tp
+    size = what.head_size
+    kv_heads = what.kv_heads / settings.tp
     if what.rotary and not what.biased and not what.normed:
         e = settings.head_bytes or e
     kept = 0.0 if again else float(settings.prefix * settings.prefix_network * e)  # what the network has inside
@@ -236,15 +247,18 @@ def attention_kept(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationS
 
 
 def _latent_norm(width: int, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Bytes the norm of a compressed query or key-value keeps: input, scaled input, output. Replicated over tp."""
+    """Bytes that the norm of a compressed query or key-value keeps: input, scaled input, output. It is replicated over
+    tp."""
     if "rms_norm" in settings.fused:
         return batch.tokens * (2 * width * settings.num_bytes + 4)
     return batch.tokens * (3 * width * settings.num_bytes + 4 + (4 * width if settings.num_bytes < 4 else 0))
 
 
-def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+def mlp_kept(layer: LayerSpec, hidden: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes kept between the input of the MLP and its output."""
-    what, e, tokens = layer.mlp, settings.num_bytes, batch.tokens
+    what = layer.mlp
+    e = settings.num_bytes
+    tokens = batch.tokens
     times = 3 if "swiglu" in settings.fused else 4  # gate, up, their product; unfused also the gate's activation
     inner = settings.inner_bytes or e
     if isinstance(what, GatedMLP):
@@ -267,7 +281,7 @@ def mlp_kept(layer: LayerAnatomy, hidden: int, batch: MicroBatch, settings: Acti
 
 
 def _expert_rows(what: MoE, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Rows of a rank's experts: with an even load, a tensor parallel group has tokens x chosen experts together."""
+    """Rows of a rank's experts: with an even load, a tensor parallel group has tokens x chosen experts in total."""
     if batch.expert_rows is not None:
         return batch.expert_rows
     if settings.every_expert_row:
@@ -275,7 +289,7 @@ def _expert_rows(what: MoE, batch: MicroBatch, settings: ActivationSettings) -> 
     return batch.tokens * what.chosen / settings.tp
 
 
-def _adapters(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+def _adapters(layer: LayerSpec, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     if settings.adapter_rank is None:
         return 0.0
     inside = [name for name in settings.adapted if f".{number}." in name]
@@ -290,7 +304,7 @@ _OWN_INPUT = frozenset(("o_proj", "down_proj", "q_b_proj", "kv_b_proj"))
 """Matrices whose input no other matrix reads."""
 
 
-def _rounded(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
+def _rounded(layer: LayerSpec, number: int, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that quantisation-aware training keeps in addition.
 
     A product keeps its rounded weight and its rounded input; the backward pass of the rounding keeps two more tensors
@@ -306,13 +320,13 @@ def _rounded(layer: LayerAnatomy, number: int, batch: MicroBatch, settings: Acti
         extra += 3.0 * batch.tokens * inputs * settings.num_bytes
         sharing.setdefault(name if word in _OWN_INPUT else owner, []).append(inputs)
     for name, widths in sharing.items():
-        if len(widths) == _num_readers(layer, name):
+        if len(widths) == _num_consumers(layer, name):
             extra -= batch.tokens * widths[0] * settings.num_bytes
     return extra
 
 
-def _num_readers(layer: LayerAnatomy, name: str) -> int:
-    """The number of matrices that read an input: the input of one matrix, or the shared input of a module."""
+def _num_consumers(layer: LayerSpec, name: str) -> int:
+    """Number of matrices that read an input: the input of one matrix, or the shared input of a module."""
     word = name.rpartition(".")[2]
     if word in _OWN_INPUT:
         return 1
@@ -323,30 +337,35 @@ def _num_readers(layer: LayerAnatomy, name: str) -> int:
     return 2 if isinstance(layer.mlp, GatedMLP) else 1
 
 
-def kept_in_front(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+def embedding_kept_bytes(shape_spec: ShapeSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes kept before the first layer: the token ids and the input of the layer.
 
-    When only adapters are trained, nothing here has a gradient: less is kept than `kept_by_layer` says, unless the
+    When only adapters are trained, nothing here has a gradient: less is kept than `kept_by_layer` counts, unless the
     layer is recomputed.
     """
     if settings.embedding_width is not None:
-        width = anatomy.hidden + settings.embedding_width
+        width = shape_spec.hidden + settings.embedding_width
         return batch.tokens * INDEX_BYTES + hidden_state_bytes(width, batch, settings)
     if settings.adapter_rank is not None and settings.recompute != "full":
-        return -norm_kept(anatomy.layers[0].norm, anatomy.hidden, batch, settings)
+        return -norm_kept(shape_spec.layers[0].norm, shape_spec.hidden, batch, settings)
     if settings.prefix and settings.recompute != "full":
-        return -_without_gradient(anatomy, batch, settings)
-    positions = INDEX_BYTES * batch.length if anatomy.learned_positions else 0
-    return batch.tokens * INDEX_BYTES + positions + hidden_state_bytes(anatomy.hidden, batch, settings)
+        return -_without_gradient(shape_spec, batch, settings)
+    positions = INDEX_BYTES * batch.length if shape_spec.learned_positions else 0
+    return batch.tokens * INDEX_BYTES + positions + hidden_state_bytes(shape_spec.hidden, batch, settings)
 
 
-def _without_gradient(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
-    """Bytes that the first layer does not keep in front of its attention where only prefixes are trained."""
-    layer, tokens, e = anatomy.layers[0], batch.tokens, settings.num_bytes
-    assert isinstance(layer.attention, GroupedQuery), "a rule refuses prefixes of others"
+def _without_gradient(shape_spec: ShapeSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
+    """Bytes that the first layer does not keep before its attention where only prefixes are trained."""
+    layer = shape_spec.layers[0]
+    tokens = batch.tokens
+    e = settings.num_bytes
+    assert isinstance(layer.attention, GroupedQuery), "a rule rejects prefixes for other attention"
     what = layer.attention
-    heads, kv_heads = what.heads / settings.tp, what.kv_heads / settings.tp
-    kept = norm_kept(layer.norm, anatomy.hidden, batch, settings) + _input(anatomy, 0, "self_attn", batch, settings)
+    heads = what.heads / settings.tp
+    kv_heads = what.kv_heads / settings.tp
+    kept = norm_kept(layer.norm, shape_spec.hidden, batch, settings) + _input(
+        shape_spec, 0, "self_attn", batch, settings
+    )
     if what.normed:
         for count in (heads, kv_heads):
             kept += _normed_heads(count * what.head_size, count, batch, settings)
@@ -355,11 +374,16 @@ def _without_gradient(anatomy: Anatomy, batch: MicroBatch, settings: ActivationS
     return kept
 
 
-def kept_for_all_layers(anatomy: Anatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes that all layers share: the rotary tables, and the attention mask where attention is recomputed."""
-    attention, outside = anatomy.layers[0].attention, dataclasses.replace(settings, fused=settings.fused_outside)
+    attention = shape_spec.layers[0].attention
+    outside = dataclasses.replace(settings, fused=settings.fused_outside)
     kept = mask_bytes(batch, outside) if settings.recompute != "none" else 0.0
-    if settings.recompute == "full" and batch.marked and any(isinstance(layer.mlp, MoE) for layer in anatomy.layers):
+    if (
+        settings.recompute == "full"
+        and batch.has_token_metadata
+        and any(isinstance(layer.mlp, MoE) for layer in shape_spec.layers)
+    ):
         kept += 4 * batch.tokens  # which tokens are real, for gates
     if batch.documents and "attention" in outside.fused:  # the bounds of each token's document
         extended = batch.tokens + batch.rows * settings.prefix
@@ -380,7 +404,7 @@ def mask_bytes(batch: MicroBatch, settings: ActivationSettings) -> float:
     return 0.0 if "attention" in settings.fused else rows * length**2 * settings.num_bytes
 
 
-def scores_bytes(layer: LayerAnatomy, batch: MicroBatch, settings: ActivationSettings) -> float:
+def scores_bytes(layer: LayerSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the attention scores of every pair of tokens."""
     heads = layer.attention.heads / settings.tp
     length = batch.length + settings.prefix

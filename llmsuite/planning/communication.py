@@ -9,22 +9,31 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from llmsuite.models.anatomy import Anatomy, MoE
-from llmsuite.models.prefix_shapes import is_in_every_part
-from llmsuite.models.shard_plan import BEHIND, BETWEEN, MIXER, SECOND_FACTOR, STRUCTURES
+from llmsuite.adapters.lora import SECOND_FACTOR
+from llmsuite.adapters.parameters import parameter_of
+from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
+from llmsuite.contract.specs import PrePass, StageProfile
+from llmsuite.models.shape_spec import MoE, ShapeSpec
 from llmsuite.parallel import edges, ledger_entries
-from llmsuite.parallel.gather_units import GatherUnit, gather_units
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.zero3_units import GatherUnit, gather_units
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 from llmsuite.planning.tp_traffic import TensorParallelTraffic
-from llmsuite.recipe.resolve import RunPlan
-from llmsuite.specs import PrePass
+from llmsuite.recipe.plans import DataPlan, TrainPlan
 
-TENSOR, DATA, SHARDING, DP, PIPELINE, EXPERT, RUN = "tp", "data", "sharding", "dp", "pp", "ep", "run"
+TENSOR = "tp"
+DATA = "data"
+SHARDING = "sharding"
+DP = "dp"
+PIPELINE = "pp"
+EXPERT = "ep"
+RUN = "run"
 MODEL = "model"
-READERS, TIED = "readers", "tied"
-"""Ranks that read data; the two that hold a tied embedding, on the first and the last pipeline stage."""
+LOADER_RANKS = "loaders"
+"""The ranks that load data."""
+TIED = "tied"
+"""The two ranks that hold a tied embedding, on the first and the last pipeline stage."""
 GROUP_AXES = {
     TENSOR: ("tp",),
     DATA: ("dp", "sharding"),
@@ -46,8 +55,8 @@ class Message:
     num_bytes: int
     """Bytes of an element."""
     why: str
-    of_experts: bool = False
-    """Whether the group belongs to the mesh of experts."""
+    is_expert: bool = False
+    """True where the group belongs to the expert mesh."""
     is_exact: bool = True
     """False for tokens sent to experts: their number depends on their values."""
 
@@ -57,14 +66,14 @@ class Message:
 
 
 Counts = dict[Message, int]
-"""How often each message is sent."""
+"""Number of times that each message is sent."""
 
 
 _WHY_SENT: dict[edges.Content, str] = {
-    "header": "the shapes and the dtype of what follows",
-    "document_starts": "where documents begin",
+    "header": "shapes and dtype of the next messages",
+    "document_starts": "document starts",
     "activations": "activations to the next part",
-    "gradients": "gradients to the part before",
+    "gradients": "gradients to the previous part",
 }
 
 
@@ -74,31 +83,41 @@ class Traffic:
     def __init__(
         self,
         layout: Layout,
-        anatomy: Anatomy,
+        train_plan: TrainPlan,
+        shape_spec: ShapeSpec,
         mesh: Mesh,
         batches: Sequence[MicroBatch],
+        prepasses: Sequence[Sequence[MicroBatch]],
         own_reduce_scatter: bool,
-        prepasses: Sequence[Sequence[MicroBatch]] | None = None,
     ):
         """
         Args:
             layout: of the run.
-            anatomy: of its model.
-            mesh: the rank's place.
+            train_plan: of the run.
+            shape_spec: of its model.
+            mesh: with the coordinates of the rank.
             batches: its micro-batches.
-            own_reduce_scatter: whether the collective library has one; over Gloo it is an all_reduce.
-            prepasses: the micro-batches of each of `model_prepasses`; None for full ones.
+            prepasses: the micro-batches of each of `model_prepasses`.
+            own_reduce_scatter: whether the collective library has a reduce-scatter; over Gloo it is an all-reduce.
         """
-        self._layout, self._anatomy, self._mesh, self._batches = layout, anatomy, mesh, batches
-        self._own, self._plan = own_reduce_scatter, layout.plan
+        self._layout = layout
+        self._shape_spec = shape_spec
+        self._mesh = mesh
+        self._batches = batches
+        self._own = own_reduce_scatter
+        self._train_plan = train_plan
+        self._engine = layout.parallel_plan.engine
         self._parameters = layout.parameters(mesh)
-        self._width = element_bytes(self._plan)
-        self._compiled = self._plan.recipe.engine.mode == "to_static"
-        self._sequence_parallel = self._plan.recipe.parallel.sequence_parallel
+        self._width = element_bytes(layout.parallel_plan)
+        self._compiled = self._engine.mode == "to_static"
+        self._sequence_parallel = layout.parallel_plan.section.sequence_parallel
         self.counts: Counts = {}
         self._times = 1
-        stage, degrees = mesh.coordinate["pp"], mesh.degrees
-        tensor = TensorParallelTraffic(layout, anatomy, mesh, own_reduce_scatter, functools.partial(self._add, TENSOR))
+        stage = mesh.coordinate["pp"]
+        degrees = mesh.degrees
+        tensor = TensorParallelTraffic(
+            layout, train_plan, shape_spec, mesh, own_reduce_scatter, functools.partial(self._add, TENSOR)
+        )
         for batch, self._times in collections.Counter(batches).items():
             for part in layout.parts_of(stage):
                 if degrees.tp > 1:
@@ -108,8 +127,7 @@ class Traffic:
                     self._experts(part, batch, with_backward=True)
                 if degrees.pp > 1:
                     self._edges(part, batch, with_backward=True)
-        passes_of = full_prepasses(self._plan, batches) if prepasses is None else prepasses
-        for prepass, passes in zip(model_prepasses(self._plan), passes_of, strict=True):
+        for prepass, passes in zip(model_prepasses(train_plan.profile), prepasses, strict=True):
             for batch, self._times in collections.Counter(passes).items():
                 for part in layout.parts_of(stage):
                     if degrees.tp > 1:
@@ -121,7 +139,7 @@ class Traffic:
         if layout.sharding == 3:
             self._times = len(batches)
             self._gathers(with_backward=True)
-            self._times = sum(map(len, passes_of))
+            self._times = sum(map(len, prepasses))
             self._gathers(with_backward=False)
         self._times = 1
         self._gradients()
@@ -144,17 +162,18 @@ class Traffic:
     # experts
 
     def _experts(self, part: int, batch: MicroBatch, with_backward: bool) -> None:
-        engine, mesh = self._plan.recipe.engine, self._mesh
+        mesh = self._mesh
         for number in self._layout.layers_of(part):
-            what = self._anatomy.layers[number].mlp
+            what = self._shape_spec.layers[number].mlp
             if not isinstance(what, MoE):
                 continue
-            again = with_backward and engine.computes_again(number)
+            again = with_backward and self._engine.recomputes_layer(number)
             times = 2 if again else 1
             slots = what.experts // mesh.degrees.tp
             self._add(EXPERT, "all_gather", (slots,), "rows of each rank for each expert", times, 8, True)
             # dispatch and combine, forward and backward, with an even load
-            ep, exchanges = mesh.degrees.ep, 2 * times + 2 * with_backward
+            ep = mesh.degrees.ep
+            exchanges = 2 * times + 2 * with_backward
             rows = round(batch.tokens * what.chosen / mesh.degrees.tp / ep)
             why = "tokens to the ranks of their experts, and back"
             if self._own:
@@ -169,47 +188,51 @@ class Traffic:
                     self._exchange("send", rows, why, times * (ep - 1), (1, 4))
 
     def _drops_rows(self, number: int) -> bool:
-        """Whether adapters of the routed experts of a layer drop some of their inputs."""
-        layout, inside = self._layout, f"{self._layout.shard_plan.layers}.{number}."
+        """True where adapters of the routed experts of a layer have dropout."""
+        layout = self._layout
+        inside = f"{self._layout.shard_plan.layers}.{number}."
         adapted = (f"{module}.weight" for module in layout.adapted if module.startswith(inside))
-        return self._plan.recipe.lora.dropout > 0 and any(layout.shard_plan.is_expert(name) for name in adapted)
+        return layout.model_plan.lora.dropout > 0 and any(layout.shard_plan.is_expert(name) for name in adapted)
 
     def _exchange(self, operation: str, rows: int, why: str, count: int, size: tuple[int, int] | None = None) -> None:
-        """Add an exchange of rows. `size`: their elements, and bytes of each; by default those of hidden states."""
-        width, num_bytes = size or (self._anatomy.hidden, self._width)
+        """Add an exchange of rows. `size` has the elements of a row, and their bytes; by default those of hidden
+        states."""
+        width, num_bytes = size or (self._shape_spec.hidden, self._width)
         message = Message(EXPERT, operation, (rows, width), num_bytes, why, True, False)
         self.counts[message] = self.counts.get(message, 0) + count * self._times
 
     # stage 3
 
     def _gathers(self, with_backward: bool) -> None:
-        why, layout = "parameters are gathered, forward and backward", self._layout
+        why = "parameters are gathered, forward and backward"
+        layout = self._layout
         for part in layout.parts_of(self._mesh.coordinate["pp"]):
             inside = {parameter.name: parameter for parameter in self._parameters if parameter.part == part}
             for unit in gather_units(layout.shard_plan, list(inside), layout.tied):
-                if not (times := self._runs(unit, part)):
+                times = self._runs(unit, part)
+                if not times:
                     continue
-                for held in (inside[name] for name in unit.parameters if inside[name].is_stored_in_parts):
-                    # no backward pass reaches a frozen module in front of the layers
-                    is_passed_back = with_backward and (held.is_trained or unit.place != "front")
+                for held in (inside[name] for name in unit.parameters if inside[name].is_stored_sharded):
+                    # no backward pass reaches a frozen module before the layers
+                    is_passed_back = with_backward and (held.is_trained or unit.position != "first")
                     count = 2 * times if is_passed_back and held.name in unit.in_backward else times
-                    self._add(SHARDING, "all_gather", (held.piece,), why, count, held.num_bytes, held.is_expert)
+                    self._add(SHARDING, "all_gather", (held.shard_size,), why, count, held.num_bytes, held.is_expert)
 
     def _runs(self, unit: GatherUnit, part: int) -> int:
-        """How often a forward pass through a part runs the module of a unit."""
+        """Number of times that a forward pass through a part runs the module of a unit."""
         last = len(self._layout.bounds) - 2
-        is_lookup = unit.place == "front" and unit.module == self._layout.shard_plan.embedding
-        further = self._layout.num_mtp_layers if is_lookup and part == last else 0
-        return unit.runs_in(part, last + 1) + further
+        is_lookup = unit.position == "first" and unit.module == self._layout.shard_plan.embedding
+        mtp_lookups = self._layout.num_mtp_layers if is_lookup and part == last else 0
+        return unit.runs_in(part, last + 1) + mtp_lookups
 
     # pipeline
 
     def _edges(self, part: int, batch: MicroBatch, with_backward: bool) -> None:
-        """Activations to the next part, gradients to the one before."""
+        """Activations to the next part, gradients to the previous one."""
         num_parts = len(self._layout.bounds) - 1
         length = batch.length // (self._mesh.degrees.tp if self._sequence_parallel else 1)
-        shape = (batch.rows, length, self._anatomy.hidden)
-        documents_length = batch.length if batch.documents or batch.marked else 0
+        shape = (batch.rows, length, self._shape_spec.hidden)
+        documents_length = batch.length if batch.documents or batch.has_token_metadata else 0
         for forward in (True, False) if with_backward else (True,):
             if edges.target(part, num_parts, forward) is None:
                 continue
@@ -225,14 +248,16 @@ class Traffic:
                 continue
             if parameter.has_gradient:
                 self._gradient(parameter)
-            if parameter.parts > 1 and not parameter.is_stored_in_parts:
-                why = "updated parameters, from the ranks that own the pieces"
-                self._add(SHARDING, "all_gather", (parameter.piece,), why, 1, parameter.num_bytes, parameter.is_expert)
+            if parameter.num_shards > 1 and not parameter.is_stored_sharded:
+                why = "updated parameters, from the ranks that own the shards"
+                self._add(
+                    SHARDING, "all_gather", (parameter.shard_size,), why, 1, parameter.num_bytes, parameter.is_expert
+                )
         for bucket in self._layout.buckets(self._mesh):
             self._bucket(bucket)
 
     def _gradient(self, parameter: LocalParameter) -> None:
-        """The reductions of one gradient on its own, outside of buckets."""
+        """The reductions of a single gradient, outside of buckets."""
         width = 4 if parameter.reduce_in_backward else parameter.num_bytes
         degrees = self._mesh.degrees
         if degrees.tp > 1 and self._is_partial(parameter):
@@ -243,13 +268,14 @@ class Traffic:
         if parameter.is_tied:
             why = "gradient of the embedding, of first and last stage"
             self._add(TIED, "all_reduce", parameter.owned_shape, why, 1, width)
-        if is_in_every_part(parameter.name) and parameter.num_owned and degrees.pp * degrees.tp > 1:
+        if is_shared_by_all_ranks(parameter.name) and parameter.num_owned and degrees.pp * degrees.tp > 1:
             why = "gradients of the prefix's network, of all layers and heads"
             self._add(MODEL, "all_reduce", parameter.owned_shape, why, 1, width)
 
     def _bucket(self, bucket: Sequence[LocalParameter]) -> None:
         """The reduction of a bucket of gradients over data ranks."""
-        first, together = bucket[0], len(bucket) > 1
+        first = bucket[0]
+        together = len(bucket) > 1
         width = 4 if first.reduce_in_backward else first.num_bytes
         whole = (sum(parameter.sum_size for parameter in bucket),)
         if not first.reduces_each_pass:
@@ -259,16 +285,16 @@ class Traffic:
         operation = "reduce_scatter" if self._own else "all_reduce"
         why = "gradients, in each backward pass"
         self._add(SHARDING, operation, whole, why, len(self._batches), width, first.is_expert)
-        if (self._mesh.of_experts if first.is_expert else self._mesh).degrees.dp > 1:
-            pieces = (sum(parameter.piece for parameter in bucket),)
+        if (self._mesh.expert_mesh if first.is_expert else self._mesh).degrees.dp > 1:
+            pieces = (sum(parameter.shard_size for parameter in bucket),)
             self._add(DP, "all_reduce", pieces, "gradients", 1, width, first.is_expert)
 
     def _is_compiled(self, parameter: LocalParameter) -> bool:
-        """Whether the module of a parameter is compiled."""
-        return parameter.layer is not None and self._anatomy.layers[parameter.layer].compiles(parameter.name)
+        """True where the module of a parameter is compiled."""
+        return parameter.layer is not None and self._shape_spec.layers[parameter.layer].compiles(parameter.name)
 
     def _is_partial(self, parameter: LocalParameter) -> bool:
-        """Whether each rank has the gradient of its own tokens or heads only, which Paddle leaves to be reduced."""
+        """True where each rank has the gradient of its own tokens or heads only, and Paddle leaves a partial sum."""
         module = parameter.name.rpartition(".")[0]
         of_heads = module.endswith((".q_norm", ".k_norm"))
         between = (
@@ -276,62 +302,69 @@ class Traffic:
             or self._layout.shard_plan.is_last_norm(module)
             or any(fnmatch.fnmatchcase(module, pattern) for pattern in self._layout.shard_plan.mtp_inputs)
         )
-        if parameter.name.endswith(tuple(f".{kind}" for kind in STRUCTURES)):
+        own = parameter_of(parameter.name)
+        if own is not None and own.partial_gradient == "shard":
             return self._layout.shard_plan.dim(f"{module}.weight") is not None or (self._sequence_parallel and between)
-        second = parameter.name.endswith(tuple(f".{kind}" for kind in (SECOND_FACTOR, MIXER, BETWEEN, BEHIND)))
+        second = own is not None and own.partial_gradient == "tokens"
         second = second and self._layout.shard_plan.dim(f"{module}.weight") == 0
-        second = second and self._layout.shard_plan.is_region(module.rpartition(".")[0])
+        second = second and self._layout.shard_plan.is_tp_region(module.rpartition(".")[0])
         second = second or parameter.name == f"{self._layout.shard_plan.embedding}.{SECOND_FACTOR}"
         return of_heads or (self._sequence_parallel and (between or second))
 
     def _small(self) -> None:
         """Messages of a few numbers: the loss ledger, the norm of the gradients, loads of experts."""
-        degrees, profile = self._mesh.degrees, self._plan.profile
+        degrees = self._mesh.degrees
+        profile = self._train_plan.profile
         if degrees.num_ranks == 1:
             return
         sums = 1 + len(profile.sums)  # the loss, and the stage's metrics
-        if self._mesh.reads_data:
-            axis = READERS if self._mesh.has_middle else RUN
-            self._add(axis, "all_reduce", (ledger_entries.num_of_readers(sums),), "ledger of the loss", width=8)
+        if self._mesh.loads_data:
+            axis = LOADER_RANKS if self._mesh.has_middle_stages else RUN
+            self._add(axis, "all_reduce", (ledger_entries.num_for_loader_ranks(sums),), "ledger of the loss", width=8)
             if known := sum(len(prepass.sums) for prepass in profile.prepasses):
                 self._add(axis, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)
-        if self._mesh.has_middle:
-            numbers = (ledger_entries.num_of_run(),)
-            self._add(RUN, "all_reduce", numbers, "ledger of the loss, for ranks without data", width=8)
+        if self._mesh.has_middle_stages:
+            numbers = (ledger_entries.num_for_all_ranks(),)
+            self._add(RUN, "all_reduce", numbers, "ledger of the loss, for ranks that load no data", width=8)
         self._add(RUN, "all_reduce", (1,), "norm of the gradients", width=8)
-        if self._layout.rounded and self._plan.recipe.qat.activation_bits is not None:
+        if self._layout.rounded and self._layout.model_plan.qat.activation_bits is not None:
             self._add(RUN, "all_reduce", (len(self._layout.rounded),), "largest inputs of quantised layers", width=8)
-        moe_layers = [layer.mlp for layer in self._anatomy.layers if isinstance(layer.mlp, MoE)]
+        moe_layers = [layer.mlp for layer in self._shape_spec.layers if isinstance(layer.mlp, MoE)]
         if not moe_layers:
             return
-        if self._plan.recipe.train.expert_bias_rate:
+        if self._train_plan.section.expert_bias_rate:
             for held in self._parameters:
-                if self._layout.shard_plan.is_gate_bias(held.name) and held.is_stored_in_parts:
+                if self._layout.shard_plan.is_gate_bias(held.name) and held.is_stored_sharded:
                     why = "biases of experts, which are moved"
-                    self._add(SHARDING, "all_gather", (held.piece,), why, 1, held.num_bytes, held.is_expert)
+                    self._add(SHARDING, "all_gather", (held.shard_size,), why, 1, held.num_bytes, held.is_expert)
         parts = self._layout.parts_of(self._mesh.coordinate["pp"])
-        here = sum(isinstance(self._anatomy.layers[i].mlp, MoE) for p in parts for i in self._layout.layers_of(p))
+        here = sum(isinstance(self._shape_spec.layers[i].mlp, MoE) for p in parts for i in self._layout.layers_of(p))
         if here and degrees.num_data_ranks > 1:
             self._add(DATA, "all_reduce", (here, moe_layers[0].experts), "loads of experts", width=4)
         self._add(RUN, "all_reduce", (3,), "loads of experts", width=8)
-        if self._plan.recipe.train.expert_balance_loss:
+        if self._train_plan.section.expert_balance_loss:
             self._add(RUN, "all_reduce", (2,), "weight of the balance loss", width=8)
 
 
-def model_prepasses(plan: RunPlan) -> list[PrePass]:
+def model_prepasses(profile: StageProfile) -> list[PrePass]:
     """The pre-passes that run the model."""
-    return [prepass for prepass in plan.profile.prepasses if prepass.kind != "batch"]
+    return [prepass for prepass in profile.prepasses if prepass.kind != "batch"]
 
 
-def full_prepasses(plan: RunPlan, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
+def full_prepasses(profile: StageProfile, data_plan: DataPlan, batches: Sequence[MicroBatch]) -> list[list[MicroBatch]]:
     """The micro-batches of each pre-pass, with rows as long as those of the step. Their padding is not marked."""
-    marked = plan.recipe.data.packing != "none"
-    return [
-        [
-            dataclasses.replace(
-                b, rows=prepass.rows * b.rows, supervised=prepass.rows * b.supervised, documents=marked, marked=False
-            )
-            for b in batches
-        ]
-        for prepass in model_prepasses(plan)
-    ]
+    has_documents = data_plan.section.packing != "none"
+
+    def full_batch(prepass: PrePass, batch: MicroBatch) -> MicroBatch:
+        return dataclasses.replace(
+            batch,
+            rows=prepass.rows * batch.rows,
+            supervised=prepass.rows * batch.supervised,
+            documents=has_documents,
+            has_token_metadata=False,
+        )
+
+    found = []
+    for prepass in model_prepasses(profile):
+        found.append([full_batch(prepass, batch) for batch in batches])
+    return found

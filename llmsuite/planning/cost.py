@@ -11,14 +11,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from llmsuite.errors import UserError
-from llmsuite.models.anatomy import Anatomy, GeluMLP, GroupedQuery, Latent, LayerAnatomy, MoE
-from llmsuite.models.prefix_shapes import INNER, NETWORK, OUTER
+from llmsuite.adapters.prefix_shapes import INNER, NETWORK, OUTER
+from llmsuite.base.errors import UserError
+from llmsuite.models.shape_spec import GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.communication import DP, EXPERT, GROUP_AXES, MODEL, PIPELINE, READERS, TENSOR, TIED, Message
-from llmsuite.planning.head import makes_logits_again
+from llmsuite.planning.communication import DP, EXPERT, GROUP_AXES, LOADER_RANKS, MODEL, PIPELINE, TENSOR, TIED, Message
+from llmsuite.planning.head import recomputes_logits
 from llmsuite.planning.layout import Layout
+from llmsuite.recipe.plans import TrainPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,11 +56,12 @@ class Efficiency:
     bandwidth: float
 
 
-FAST, SLOW = Efficiency(0.55, 0.8), Efficiency(0.3, 0.4)
+FAST = Efficiency(0.55, 0.8)
+SLOW = Efficiency(0.3, 0.4)
 
 
 def hardware(name: str | None, **given: float | None) -> Hardware | None:
-    """A device by name, with given figures in place of its own; None when too little is given to compute a time.
+    """A device by name, with `given` figures instead of its own; None when too little is given to compute a time.
 
     Raises:
         UserError: there is no such device.
@@ -76,11 +78,12 @@ def hardware(name: str | None, **given: float | None) -> Hardware | None:
     return Hardware(**{"memory": math.inf, "local": own["network"], **own})
 
 
-def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch, prefix: int = 0) -> float:
-    """FLOPs of a layer's forward pass, over all ranks: 2 for each weight a token is multiplied with, and attention,
-    of which a causal kernel computes half of the pairs of tokens. It computes with `prefix` further tokens (prefix
-    tuning), which no matrix is multiplied with."""
-    what, mlp = layer.attention, layer.mlp
+def layer_flops(layer: LayerSpec, hidden: int, batch: MicroBatch, prefix: int = 0) -> float:
+    """FLOPs of a layer's forward pass, over all ranks: 2 for each weight a token is multiplied with, plus attention, of
+    which a causal kernel computes half of the pairs of tokens. Attention also computes with `prefix` more tokens
+    (prefix tuning), which are not multiplied with matrices."""
+    what = layer.attention
+    mlp = layer.mlp
     if isinstance(what, Latent):
         queries = what.heads * (what.nope + what.rope)
         first = hidden * queries if what.q_rank is None else what.q_rank * (hidden + queries)
@@ -95,16 +98,18 @@ def layer_flops(layer: LayerAnatomy, hidden: int, batch: MicroBatch, prefix: int
         weights += hidden * (3 * (mlp.chosen * mlp.width + mlp.shared_width) + mlp.experts)
     else:
         weights += hidden * mlp.width * (2 if isinstance(mlp, GeluMLP) else 3)
-    if layer.predicts_further:
+    if layer.is_mtp:
         weights += 2 * hidden * hidden
     length = float(batch.length + prefix)
-    hidden_tokens = max(length - what.window, 0.0) if isinstance(what, GroupedQuery) and what.window else 0.0
+    hidden_tokens = 0.0
+    if isinstance(what, GroupedQuery) and what.window:
+        hidden_tokens = max(length - what.window, 0.0)
     return 2.0 * weights * batch.tokens + each * batch.rows * (length**2 - hidden_tokens**2)
 
 
-def head_flops(anatomy: Anatomy, batch: MicroBatch) -> float:
+def head_flops(shape_spec: ShapeSpec, batch: MicroBatch) -> float:
     """FLOPs of the logits."""
-    return 2.0 * anatomy.hidden * anatomy.vocabulary * batch.supervised
+    return 2.0 * shape_spec.hidden * shape_spec.vocabulary * batch.supervised
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,24 +120,26 @@ class PartCost:
     backward: float
 
 
-def part_costs(layout: Layout, anatomy: Anatomy, batch: MicroBatch) -> list[PartCost]:
-    """FLOPs of each part. A backward pass costs two forward passes (one if only adapters are trained), plus the
-    recomputed layers, and the logits of a trained head if its loss is computed in chunks."""
-    engine, last = layout.plan.recipe.engine, len(layout.bounds) - 2
-    prefix = layout.plan.recipe.prefix.tokens or 0
-    # what each layer has made of its prefix is a product for each of these parameters and tokens
+def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, batch: MicroBatch) -> list[PartCost]:
+    """FLOPs of each part. A backward pass costs two forward passes (one if only adapters are trained), plus recomputed
+    layers, plus the logits of a trained head if its loss is computed in chunks."""
+    engine = layout.parallel_plan.engine
+    model_plan = layout.model_plan
+    last = len(layout.bounds) - 2
+    prefix = model_plan.prefix.tokens or 0
+    # the network of a prefix multiplies each of these parameters with each token of the prefix
     shared, made = _prefix_network(layout)
-    times = 1 if layout.plan.recipe.freezes_model else 2
+    times = 1 if model_plan.is_frozen else 2
     costs = []
     for part in range(last + 1):
         each = {
-            i: layer_flops(anatomy.layers[i], anatomy.hidden, batch, prefix) + 2.0 * prefix * (shared + made)
+            i: layer_flops(shape_spec.layers[i], shape_spec.hidden, batch, prefix) + 2.0 * prefix * (shared + made)
             for i in layout.layers_of(part)
         }
-        again = sum(f for i, f in each.items() if engine.computes_again(i))
-        head = head_flops(anatomy, batch) if part == last and layout.plan.stage.head != "score" else 0.0
+        again = sum(f for i, f in each.items() if engine.recomputes_layer(i))
+        head = head_flops(shape_spec, batch) if part == last and not model_plan.is_scored else 0.0
         forward = sum(each.values()) + head
-        again += head if makes_logits_again(layout, batch) else 0.0
+        again += head if recomputes_logits(layout, batch, train_plan.profile.entropy) else 0.0
         costs.append(PartCost(forward, times * forward + again))
     return costs
 
@@ -145,7 +152,7 @@ def _prefix_network(layout: Layout) -> tuple[int, float]:
 
 
 def wire_bytes(message: Message, size: int) -> float:
-    """Bytes a rank sends for a message in a group of `size` ranks; collectives are taken to be rings."""
+    """Bytes that a rank sends for a message in a group of `size` ranks; collectives are assumed to be rings."""
     factor = {
         "all_reduce": 2 * (size - 1) / size,
         "reduce_scatter": (size - 1) / size,
@@ -186,19 +193,22 @@ def communication_time(
 
 def axis_size(layout: Layout, message: Message) -> int:
     """Number of ranks in a message's group."""
-    degrees = layout.plan.degrees
+    degrees = layout.parallel_plan.degrees
     if message.axis == EXPERT:
         return degrees.ep
     if message.axis in GROUP_AXES:
         mesh = Mesh(degrees, 0)
-        sizes = (mesh.of_experts if message.of_experts else mesh).degrees
+        sizes = (mesh.expert_mesh if message.is_expert else mesh).degrees
         return math.prod(getattr(sizes, axis) for axis in GROUP_AXES[message.axis])
-    return {PIPELINE: 2, TIED: 2, READERS: degrees.num_ranks // degrees.pp * 2}.get(message.axis, degrees.num_ranks)
+    return {PIPELINE: 2, TIED: 2, LOADER_RANKS: degrees.num_ranks // degrees.pp * 2}.get(
+        message.axis, degrees.num_ranks
+    )
 
 
 def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
-    """Bytes/s of the slowest link in a group: the network's as soon as its ranks are on two machines."""
-    degrees, per_machine = layout.plan.degrees, layout.plan.recipe.launch.num_devices
+    """Bytes/s of the slowest link in a group: that of the network if its ranks are on several machines."""
+    degrees = layout.parallel_plan.degrees
+    per_machine = layout.parallel_plan.devices_per_machine
     size = axis_size(layout, message)
     neighbours = 1 if message.axis == TENSOR else degrees.tp  # how far apart the group's ranks are
     if message.axis in (PIPELINE, TIED):

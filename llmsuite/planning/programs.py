@@ -1,8 +1,9 @@
-"""The part of `llmsuite plan` about `engine.program: step`: the memory of such steps, and how many programs are made.
+"""Plans for `engine.program: step`: the memory of step programs, and the number of programs.
 
-A program keeps what its backward pass needs, and the sums of gradients over micro-batches have memory of their own from
-step to step. Sharding cuts the state of the optimizer where the program computes with it: no rank has a piece of a
-parameter beside the parameter. Masters of parameters in 16 bits are what the program updates, so they are whole.
+A program keeps the tensors that its backward pass needs, and the sums of gradients over micro-batches have memory of
+their own from step to step. Sharding cuts the state of the optimizer where the program computes with it: no rank has a
+shard of a parameter in addition to the parameter. A program updates the masters of 16-bit parameters, so they are not
+sharded.
 """
 
 from __future__ import annotations
@@ -11,17 +12,22 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from llmsuite.models.mtp import is_embedding_shared
-from llmsuite.parallel.program.lengths import bucket, length_multiple, longest_row
+from llmsuite.parallel.program.lengths import padded_length
 from llmsuite.planning.layout import LocalParameter
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
 
 
-def lengths(plan: RunPlan) -> list[int]:
-    """The lengths that rows of a step may be padded to; a program is made for each of them that is met."""
-    longest, multiple = longest_row(plan), length_multiple(plan)
-    if plan.stage.fills_rows:
+def lengths(longest: int, multiple: int, train_plan: TrainPlan) -> list[int]:
+    """The lengths that rows of a step may be padded to; a program is built for each length that occurs.
+
+    Args:
+        longest: length of a full row, padded.
+        multiple: `length_multiple` of the run.
+        train_plan: of the run.
+    """
+    if "fixed_length" in train_plan.stage.capabilities:
         return [longest]
-    return sorted({bucket(length, longest, multiple) for length in range(multiple, longest + 1, multiple)})
+    return sorted({padded_length(length, longest, multiple) for length in range(multiple, longest + 1, multiple)})
 
 
 def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batches: int) -> dict[str, Any]:
@@ -32,9 +38,9 @@ def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batch
         held: the parameters of the rank.
         num_micro_batches: of a step.
     """
-    # stage 2 does as stage 1: a gradient is whole until it is summed over the data ranks; in stage 3 it is a slice
-    gradients = float(sum(4 * (h.num_owned if h.is_stored_in_parts else h.size) for h in held if h.has_gradient))
-    activations = kept + sum(h.size * h.num_bytes for h in held if h.is_stored_in_parts)
+    # stage 2 is as stage 1: a gradient is unsharded until it is summed over the data ranks; in stage 3 it is a slice
+    gradients = float(sum(4 * (h.num_owned if h.is_stored_sharded else h.size) for h in held if h.has_gradient))
+    activations = kept + sum(h.size * h.num_bytes for h in held if h.is_stored_sharded)
     with_masters = [h for h in held if h.has_master]
     activations += sum(h.size * h.num_bytes for h in with_masters)  # the copies that a program makes of them
     return {
@@ -47,11 +53,11 @@ def memory_of_steps(kept: float, held: Sequence[LocalParameter], num_micro_batch
     }
 
 
-def notes(plan: RunPlan) -> Iterator[str]:
-    """What of a plan for such programs is not exact."""
-    yield "programs of whole steps: what they keep is taken as what layers keep; messages as those of compiled layers"
-    if plan.degrees.ep > 1:
-        yield "programs of whole steps: experts get the tokens of all data ranks; counted is what is sent op by op"
-    is_copied = plan.degrees.pp > 1 and is_embedding_shared(plan.model_config)
-    if is_copied and plan.recipe.parallel.sharding == "stage3":
-        yield "programs of whole steps: a tied embedding of a pipeline is counted in slices, and stays whole"
+def notes(model_plan: ModelPlan, parallel_plan: ParallelPlan) -> Iterator[str]:
+    """The figures of a plan for step programs that are not exact."""
+    yield "step programs: they are assumed to keep what layers keep, and to send what compiled layers send"
+    if parallel_plan.degrees.ep > 1:
+        yield "step programs: experts get the tokens of all data ranks; the messages of eager mode are counted"
+    is_copied = parallel_plan.degrees.pp > 1 and is_embedding_shared(model_plan.config)
+    if is_copied and parallel_plan.section.sharding == "stage3":
+        yield "step programs: a tied embedding of a pipeline is counted as sliced, but is not sliced"

@@ -6,16 +6,19 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
 
-from llmsuite.models.anatomy import Anatomy
+from llmsuite.contract.schema.degrees import degrees_of
+from llmsuite.contract.schema.engine import EngineSection
+from llmsuite.contract.schema.parallel import ParallelSection
+from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.models.mtp import num_layers
+from llmsuite.models.shape_spec import ShapeSpec
 from llmsuite.planning.cost import Hardware
-from llmsuite.planning.estimate import Estimate, anatomy_of, busiest, estimate_of, memory_of
+from llmsuite.planning.estimate import Estimate, busiest, estimate_of, memory_of, shape_spec_of
 from llmsuite.planning.layout import Layout, ModelParameters
 from llmsuite.planning.memory import StageMemory
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan
+from llmsuite.recipe.resolve import RunPlan, parallel_plan_of
 from llmsuite.recipe.rules import RULES, RuleContext
-from llmsuite.schema.degrees import accumulate_steps, degrees_of
-from llmsuite.schema.parallel import ParallelSection
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Fitting:
     strategy: Strategy
     estimate: Estimate
     seconds: tuple[float, float]
-    """The shortest and the longest likely time of a step."""
+    """Shortest and longest likely time of a step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,9 +79,9 @@ def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting]
     """
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
-    model, anatomy = ModelParameters(plan), anatomy_of(plan)
-    for strategy in strategies(plan):
-        found = _try(plan, strategy, model, anatomy, limit, device)
+    candidates = Candidates(plan, ModelParameters(plan.model, plan.parallel), shape_spec_of(plan.model), limit, device)
+    for strategy in strategies(plan.model, plan.parallel):
+        found = candidates.try_strategy(strategy)
         if isinstance(found, Fitting):
             fitting.append(found)
         else:
@@ -86,37 +89,91 @@ def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting]
     return sorted(fitting, key=lambda f: f.seconds), rejected
 
 
-def _try(
-    plan: RunPlan, strategy: Strategy, model: ModelParameters, anatomy: Anatomy, limit: float, device: Hardware
-) -> Fitting | Rejected:
-    # a family that names no layers computes nothing again
-    for least in ("full", "none"):
-        smallest = dataclasses.replace(strategy, recompute=least)
-        first = with_strategy(plan, smallest)
-        if not (reasons := violations(first)):
-            break
-    else:
-        return Rejected(strategy, reasons[0])
-    layout, meshes = Layout(first, model), busiest(first)
-    # a strategy that does not fit where most is computed again does not fit at all
-    most = memory_of(first, layout, anatomy, meshes)
-    if reason := _too_much(most, limit):
-        return Rejected(smallest, reason)
-    for recompute in ("none", "selective") if least == "full" else ():
-        tried = dataclasses.replace(strategy, recompute=recompute)
-        layout.plan = with_strategy(plan, tried)
-        if not violations(layout.plan):
-            stages = memory_of(layout.plan, layout, anatomy, meshes)
-            if not _too_much(stages, limit):
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """The recipe, the model and the device that all strategies of a search have in common."""
+
+    plan: RunPlan
+    model: ModelParameters
+    shape_spec: ShapeSpec
+    limit: float
+    device: Hardware
+
+    def try_strategy(self, strategy: Strategy) -> Fitting | Rejected:
+        """Estimate the run with a strategy and the cheapest kind of recompute that fits."""
+        # a family that names no layers recomputes nothing
+        for least in ("full", "none"):
+            smallest = dataclasses.replace(strategy, recompute=least)
+            first = self.parallel_plan(smallest)
+            reasons = self.violations(first)
+            if not reasons:
                 break
-    else:
-        tried, layout.plan, stages = smallest, first, most
-    found = estimate_of(layout.plan, layout, anatomy, meshes, stages)
-    return Fitting(tried, found, found.step_seconds(device))
+        else:
+            return Rejected(strategy, reasons[0])
+        data_plan = self.plan.data
+        train_plan = self.plan.train
+        layout = Layout(self.plan.model, first, self.model)
+        meshes = busiest(first.degrees)
+        # a strategy that does not fit with the most recompute does not fit at all
+        most = memory_of(layout, data_plan, train_plan, self.shape_spec, meshes)
+        reason = _too_much(most, self.limit)
+        if reason:
+            return Rejected(smallest, reason)
+        for recompute in ("none", "selective") if least == "full" else ():
+            tried = dataclasses.replace(strategy, recompute=recompute)
+            layout.parallel_plan = self.parallel_plan(tried)
+            if not self.violations(layout.parallel_plan):
+                stages = memory_of(layout, data_plan, train_plan, self.shape_spec, meshes)
+                if not _too_much(stages, self.limit):
+                    break
+        else:
+            tried = smallest
+            layout.parallel_plan = first
+            stages = most
+        found = estimate_of(layout, data_plan, train_plan, self.shape_spec, meshes, stages)
+        return Fitting(tried, found, found.step_seconds(self.device))
+
+    def _recipe(self, parallel: ParallelSection, engine: EngineSection) -> Recipe:
+        return dataclasses.replace(self.plan.recipe, parallel=parallel, engine=engine)
+
+    def parallel_plan(self, strategy: Strategy) -> ParallelPlan:
+        """The plan of the same recipe with another strategy."""
+        parallel = ParallelSection(
+            tensor_parallel_degree=strategy.tp,
+            pipeline_parallel_degree=strategy.pp,
+            sharding=strategy.sharding,  # type: ignore[arg-type]
+            expert_parallel_degree=strategy.ep,
+            sequence_parallel=strategy.tp > 1,
+        )
+        engine = dataclasses.replace(
+            self.plan.parallel.engine,
+            recompute=strategy.recompute,  # type: ignore[arg-type]
+            recompute_every=1,
+        )
+        recipe = self._recipe(parallel, engine)
+        return parallel_plan_of(recipe, self.plan.train.stage, self.plan.parallel.device, degrees_of(recipe))
+
+    def violations(self, parallel_plan: ParallelPlan) -> list[str]:
+        """The violated rules, in the words of `llmsuite validate`."""
+        model_plan = self.plan.model
+        section = parallel_plan.section
+        engine = parallel_plan.engine
+        found = [f"parallel.{key}: {message}" for key, message in section.problems()]
+        found += [f"engine.{key}: {message}" for key, message in engine.problems()]
+        context = RuleContext(
+            self._recipe(section, engine),
+            parallel_plan.degrees,
+            model_plan.config,
+            self.plan.train.stage,
+            model_plan.family,
+            parallel_plan.device.factory(),
+            self.plan.loaded.given,
+        )
+        return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(context)]
 
 
 def _too_much(stages: Sequence[StageMemory], limit: float) -> str:
-    """Why these stages do not fit in `limit` bytes; empty when they do."""
+    """The reason why these stages do not fit in `limit` bytes; empty when they fit."""
     worst = max(stages, key=lambda stage: stage.peak)
     if worst.peak <= limit:
         return ""
@@ -124,48 +181,13 @@ def _too_much(stages: Sequence[StageMemory], limit: float) -> str:
     return f"takes {worst.peak / gib:.1f} GiB on pipeline stage {worst.stage}, more than {limit / gib:.1f} GiB"
 
 
-def violations(plan: RunPlan) -> list[str]:
-    """The violated rules, as `llmsuite validate` would report them."""
-    recipe = plan.recipe
-    found = [f"parallel.{key}: {message}" for key, message in recipe.parallel.problems()]
-    found += [f"engine.{key}: {message}" for key, message in recipe.engine.problems()]
-    backend = plan.device.factory()
-    context = RuleContext(recipe, plan.degrees, plan.model_config, plan.stage, plan.family, backend, plan.loaded.given)
-    return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(context)]
-
-
-def with_strategy(plan: RunPlan, strategy: Strategy) -> RunPlan:
-    """The plan of the same recipe with another strategy."""
-    parallel = ParallelSection(
-        tensor_parallel_degree=strategy.tp,
-        pipeline_parallel_degree=strategy.pp,
-        sharding=strategy.sharding,  # type: ignore[arg-type]
-        expert_parallel_degree=strategy.ep,
-        sequence_parallel=strategy.tp > 1,
-    )
-    engine = dataclasses.replace(
-        plan.recipe.engine,
-        recompute=strategy.recompute,  # type: ignore[arg-type]
-        recompute_every=1,
-    )
-    recipe = dataclasses.replace(plan.recipe, parallel=parallel, engine=engine)
-    degrees = degrees_of(recipe)
-    return dataclasses.replace(
-        plan,
-        loaded=dataclasses.replace(plan.loaded, recipe=recipe),
-        degrees=degrees,
-        schedule=parallel.pipeline_schedule,
-        num_chunks=parallel.num_chunks,
-        accumulate_steps=accumulate_steps(recipe.train, degrees),
-    )
-
-
-def strategies(plan: RunPlan) -> Iterator[Strategy]:
+def strategies(model_plan: ModelPlan, parallel_plan: ParallelPlan) -> Iterator[Strategy]:
     """Powers of two for each degree: tp within a machine, pp up to the number of layers; ep 1, 8 or 64."""
-    launch, layers = plan.recipe.launch, num_layers(plan.model_config)
-    devices = launch.num_devices * launch.nnodes
-    experts = bool(plan.family.shard_plan and plan.family.shard_plan.experts)
-    for tp, pp in itertools.product(_powers(min(launch.num_devices, 16)), _powers(min(devices, layers))):
+    layers = num_layers(model_plan.config)
+    per_machine = parallel_plan.devices_per_machine
+    devices = per_machine * parallel_plan.num_machines
+    experts = bool(model_plan.shard_plan.experts)
+    for tp, pp in itertools.product(_powers(min(per_machine, 16)), _powers(min(devices, layers))):
         if tp * pp > devices:
             continue
         data = devices // (tp * pp)

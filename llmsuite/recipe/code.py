@@ -1,8 +1,8 @@
-"""Python that a recipe names, and that a run imports: rewards, environments, collators.
+"""Python files that a recipe names and a run imports: rewards, environments and collators.
 
-A recipe may come from a stranger, and only these keys of it name code. So a run imports such a file where whoever
-starts it has named it on the command line or in a program, or keeps it with the recipe or in the working directory; all
-others need `--allow-code`.
+A recipe may be untrusted, and only these keys of it name code. A run imports such a file only if the user has named it
+on the command line or in a program, or if it is in the directory of the recipe or in the working directory; any other
+file needs `--allow-code`.
 """
 
 from __future__ import annotations
@@ -12,31 +12,36 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from llmsuite.python_files import ALLOW_CODE, python_function
+from llmsuite.base.python_files import ALLOW_CODE, python_function
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.rule import Violation
 from llmsuite.recipe.load import LoadedRecipe
-from llmsuite.schema.environment import EnvironmentSection
-from llmsuite.schema.recipe import Recipe
-from llmsuite.schema.reward import RewardSection
-from llmsuite.schema.rule import Violation
 
 
 def rewards_and_environments(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
-    """Kind, key and value of each reward and environment that a recipe names: of a plugin, or FILE.py:NAME."""
-    rewards, environment = getattr(recipe, "reward", None), getattr(recipe, "environment", None)
-    for name in rewards.functions if isinstance(rewards, RewardSection) else ():
+    """Yield (kind, key, value) of each reward and environment in a recipe; a value is a registered name or
+    FILE.py:NAME."""
+    rewards = getattr(recipe, "reward", None)
+    environment = getattr(recipe, "environment", None)
+    names = rewards.functions if isinstance(rewards, RewardSection) else ()
+    for name in names:
         yield "reward", "reward.functions", name
     if isinstance(environment, EnvironmentSection) and environment.name is not None:
         yield "environment", "environment.name", environment.name
 
 
 def code_files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
-    """Key and path of each Python file that a run of a recipe imports. Reads no key, as whoever trains has to."""
+    """Yield (key, path) of each Python file that a run of a recipe imports, without recording the keys as read."""
     for _, key, name in rewards_and_environments(recipe):
-        if (parsed := python_function(name)) is not None:
+        parsed = python_function(name)
+        if parsed is not None:
             yield key, Path(parsed[0])
     sections: Any = recipe.__dict__
     collator = getattr(sections["data"], "__dict__", {}).get("collator")
-    if isinstance(collator, str) and (parsed := python_function(collator)) is not None:
+    parsed = python_function(collator) if isinstance(collator, str) else None
+    if parsed is not None:
         yield "data.collator", Path(parsed[0])
     environment = getattr(sections.get("environment"), "__dict__", {})
     verifiers = getattr(environment.get("verifiers"), "__dict__", {}).get("id")
@@ -45,7 +50,7 @@ def code_files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
 
 
 def code_problems(loaded: LoadedRecipe) -> Iterator[Violation]:
-    """The files that a recipe names and that nobody has allowed."""
+    """Yield a violation for each Python file of a recipe that the user has not allowed."""
     if os.environ.get(ALLOW_CODE):
         return
     homes = [Path(os.path.realpath(home)) for home in (Path(loaded.name).parent, Path.cwd())]
@@ -54,6 +59,6 @@ def code_problems(loaded: LoadedRecipe) -> Iterator[Violation]:
         if not is_own and not any(Path(os.path.realpath(path)).is_relative_to(home) for home in homes):
             yield (
                 key,
-                f"names code in {path}, which would be run and lies neither beside the recipe nor in the working "
-                f"directory {homes[1]}; look at it, then allow it with --allow-code, or name it on the command line",
+                f"names code in {path}, which would be executed and is neither next to the recipe nor in the working "
+                f"directory {homes[1]}; review it, then allow it with --allow-code, or name it on the command line",
             )

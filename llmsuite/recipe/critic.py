@@ -1,57 +1,68 @@
-"""The critic of a run as a run of its own: the same strategy and steps, other weights, head and learning rate."""
+"""The plans of a run's critic: the same strategy and steps as the model; other weights, head and learning rate."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import functools
-from pathlib import Path
 from typing import Any
 
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.contract.schema.lora import LoraSection
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import PrePass, StageProfile, StageSpec
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
 from llmsuite.recipe.shape import local_weights
-from llmsuite.schema.lora import LoraSection
-from llmsuite.schema.section import Section
-from llmsuite.specs import PrePass, StageProfile
 
 
-def critic_weights(plan: RunPlan) -> Path | None:
-    """The directory of the weights that the critic begins with; None to initialise it from the seed."""
-    assert plan.profile.critic is not None
-    given = plan.profile.critic.weights
-    return plan.weights if given is None else local_weights(given)
+@dataclasses.dataclass(frozen=True)
+class CriticPlans:
+    """The plans by which a critic is built, trained and estimated. It has no adapters: all parameters are trained."""
+
+    model: ModelPlan
+    parallel: ParallelPlan
+    train: TrainPlan
 
 
-def critic_plan(plan: RunPlan) -> RunPlan:
-    """The plan by which the critic is built, trained and counted. It has no adapters: it is trained whole."""
-    critic, recipe = plan.profile.critic, plan.recipe
-    assert critic is not None
-    rate = recipe.train.learning_rate if critic.learning_rate is None else critic.learning_rate
-    named = recipe.model.weights if critic.weights is None else critic.weights
-    changed = _changed(
-        recipe,
-        model=_changed(recipe.model, weights=named),
-        train=_changed(recipe.train, learning_rate=rate),
-        lora=LoraSection(),
+def critic_plans(model_plan: ModelPlan, parallel_plan: ParallelPlan, train_plan: TrainPlan) -> CriticPlans | None:
+    """Derive the plans of the critic from those of the run; None without a critic."""
+    profile = train_plan.profile
+    critic = profile.critic
+    if critic is None:
+        return None
+    rate = train_plan.section.learning_rate if critic.learning_rate is None else critic.learning_rate
+    named = model_plan.section.weights if critic.weights is None else critic.weights
+    weights = model_plan.weights if critic.weights is None else local_weights(critic.weights)
+    assert isinstance(train_plan.stage, StageSpec), "only stages have a critic"
+    stage = dataclasses.replace(
+        train_plan.stage,
+        capabilities=train_plan.stage.capabilities | {"score_head"},
+        profile=functools.partial(_profile, profile),
     )
-    return dataclasses.replace(
-        plan,
-        loaded=dataclasses.replace(plan.loaded, recipe=changed),
-        stage=dataclasses.replace(plan.stage, head="score", profile=functools.partial(_profile, plan.profile)),
-        model_config=dataclasses.replace(plan.model_config, head="score"),
-        weights=critic_weights(plan),
+    engine = parallel_plan.engine
+    if engine.compiles_steps:  # of the model only; the critic is trained in eager mode
+        engine = _changed(engine, mode="dynamic", program="layers")
+    return CriticPlans(
+        model=dataclasses.replace(
+            model_plan,
+            section=_changed(model_plan.section, weights=named),
+            config=dataclasses.replace(model_plan.config, head="score"),
+            weights=weights,
+            lora=LoraSection(),
+        ),
+        parallel=dataclasses.replace(parallel_plan, engine=engine),
+        train=dataclasses.replace(train_plan, section=_changed(train_plan.section, learning_rate=rate), stage=stage),
     )
 
 
-def _profile(of_run: StageProfile, section: Any) -> StageProfile:
-    """What a critic sums up, and the one pre-pass in which it judges a rollout."""
-    assert of_run.critic is not None
+def _profile(run_profile: StageProfile, section: Any) -> StageProfile:
+    """Return the profile of the critic: its metrics, and the one pre-pass that computes the values of a rollout."""
+    assert run_profile.critic is not None
     prepasses = (PrePass(kind="model"),)
-    return StageProfile(sums=of_run.critic.sums, prepasses=prepasses, updates=of_run.updates)
+    return StageProfile(sums=run_profile.critic.sums, prepasses=prepasses, updates=run_profile.updates)
 
 
 def _changed(section: Any, **values: Any) -> Any:
-    """A section with other values. `dataclasses.replace` would read all its keys, which counts as using them."""
+    """Return a section with other values. `dataclasses.replace` would read all keys, which records them as used."""
     assert isinstance(section, Section)
     changed = copy.copy(section)
     changed.__dict__.update(values, _read=set())

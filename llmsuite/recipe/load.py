@@ -1,6 +1,6 @@
-"""From a recipe file and command-line overrides to typed sections. This is where a typo dies.
+"""Loading of recipes: from a file and command-line overrides to typed sections, with a check of every key and type.
 
-All problems are collected and raised together, each with the position of what caused it.
+All problems are collected and raised together, each with its position.
 """
 
 from __future__ import annotations
@@ -18,59 +18,69 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from llmsuite.errors import Problem, RecipeError
-from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.document import of_another_suite, read_document
-from llmsuite.recipe.problems import first_ones
+from llmsuite.adapters.methods import BUILT_IN
+from llmsuite.base.errors import Problem, RecipeError
+from llmsuite.base.redaction import SECRETS
+from llmsuite.contract.registry import Registry, left_out
+from llmsuite.contract.schema import keys as recipe_keys
+from llmsuite.contract.schema.lora import LoraSection
+from llmsuite.contract.schema.recipe import ModelSection, Recipe, device_numbers
+from llmsuite.contract.schema.section import Section, forget_reads, unread
+from llmsuite.recipe.document import other_suite_hint, read_document
+from llmsuite.recipe.inference_sections import SECTIONS
+from llmsuite.recipe.problems import first_problems
 from llmsuite.recipe.source import Key, parse_json
-from llmsuite.recipe.untrained import SECTIONS
-from llmsuite.schema import keys as recipe_keys
-from llmsuite.schema.recipe import ModelSection, Recipe, device_numbers
-from llmsuite.schema.section import Section, forget_reads, unread
-from llmsuite.shown import SECRETS
 
 _OVERRIDE = re.compile(r"--(?P<key>[A-Za-z_]\w*(?:\.[A-Za-z_][\w-]*)*)=(?P<value>.*)", re.DOTALL)
 _NUMBER = re.compile(r"-?\d+(\.\d+)?([eE][-+]?\d+)?")
-_MOST_HINTS, _MOST_OVERRIDES = 20, 1000
-_MOST_SHOWN = 200
-"""Characters of a wrong value that are shown."""
+_MAX_HINTS = 20
+_MAX_OVERRIDES = 1000
+_MAX_SHOWN = 200
+"""Characters of a wrong value in a message."""
 
 
 @dataclasses.dataclass
 class LoadedRecipe:
-    """A recipe whose keys and types are valid, and where each value came from."""
+    """A recipe with valid keys and types, and the origin of each value."""
 
     recipe: Recipe
     given: set[Key]
-    """Leaf keys that somebody wrote, in the file or on the command line."""
+    """Leaf keys that the file or the command line sets."""
     origins: dict[Key, str]
-    """Where each given key was written."""
+    """Position of each given key: `FILE:LINE:COLUMN`, or the override."""
     name: str
 
     def origin(self, key: Key) -> str:
-        """Position of a key, or of the nearest section around it."""
+        """Return the position of a key, or of the nearest section that contains it."""
         while key and key not in self.origins:
             key = key[:-1]
         return self.origins.get(key, self.name)
 
     def problem(self, key: str, message: str) -> Problem:
-        """Something wrong with a dotted key, at the place it was written."""
+        """Return a problem with a dotted key, at the position of the key."""
         return Problem(self.origin(tuple(key.split("."))), key, message)
 
     def unread(self) -> list[str]:
-        """Keys that were given and that nothing has read since the recipe was loaded: they have no effect.
+        """Return the given keys that nothing has read since the recipe was loaded: they have no effect.
 
-        A key that was given its default value is not listed: a resolved recipe writes out every default.
+        Keys with their default values are not included: a resolved recipe contains every default.
         """
         idle = {key for key in unread(self.recipe) if not self._is_default(key)}
-        return sorted(".".join(key) for key in self.given if any(key[:n] in idle for n in range(1, len(key) + 1)))
+        found = []
+        for key in self.given:
+            prefixes = {key[:length] for length in range(1, len(key) + 1)}
+            if prefixes & idle:
+                found.append(".".join(key))
+        return sorted(found)
 
     def _is_default(self, key: Key) -> bool:
         section: Any = self.recipe
         for part in key[:-1]:
             section = section.__dict__[part]
         field = next(f for f in dataclasses.fields(section) if f.name == key[-1])
-        default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
         return bool(section.__dict__[key[-1]] == default)
 
 
@@ -80,13 +90,13 @@ def load(
     registry: Registry,
     layers: Iterable[tuple[str, dict[str, Any]]] = (),
 ) -> LoadedRecipe:
-    """Read a recipe, apply `layers` and then the command line to it, and check all of it.
+    """Read a recipe, apply `layers` and then the command line, and check the result.
 
     Args:
-        path: the JSON, JSONC or YAML file.
-        overrides: `--a.b=c` words; values are JSON, or bare text where the key takes text.
-        registry: the known stages, model families, devices …
-        layers: (origin, {dotted key: value or REMOVE}), applied over the file and under the command line.
+        path: JSON, JSONC or YAML file.
+        overrides: `--a.b=c` words; values are JSON, or bare text where the type of the key allows text.
+        registry: registered stages, model families, devices …
+        layers: (origin, {dotted key: value or REMOVE}), applied after the file and before the command line.
 
     Raises:
         RecipeError: with every problem found.
@@ -94,8 +104,9 @@ def load(
     source = read_document(path)
     if not isinstance(source.value, dict):
         raise RecipeError([Problem(f"{path}:1:1", "", "a recipe is an object: {...}, or in YAML key: value")])
-    if (fault := of_another_suite(source.value)) is not None:
-        raise RecipeError([Problem(f"{path}:1:1", "", fault)])
+    hint = other_suite_hint(source.value)
+    if hint is not None:
+        raise RecipeError([Problem(f"{path}:1:1", "", hint)])
     origins = {**source.values, **source.keys}
     tree: dict[str, Any] = source.value
     for origin, layer in layers:
@@ -114,33 +125,37 @@ def load(
         loaded.recipe = recipe
         problems += [loaded.problem(key, message) for key, message in _section_rules(recipe)]
     if problems:
-        raise RecipeError(first_ones(problems))
+        raise RecipeError(first_problems(problems))
     forget_reads(loaded.recipe)
     return loaded
 
 
 def _count_devices(tree: dict[str, Any], origins: dict[Key, str]) -> None:
-    """Let num_devices follow from a list of devices: where it is not given, or only in a file whose devices the command
-    line chooses."""
-    launch, key = tree.get("launch"), ("launch", "num_devices")
+    """Set num_devices from a list of devices, unless it is given; a number in the file gives way to devices on the
+    command line."""
+    launch = tree.get("launch")
+    key = ("launch", "num_devices")
     if not isinstance(launch, dict):
         return
-    with contextlib.suppress(ValueError, TypeError):  # of another type: that is reported with all others
+    with contextlib.suppress(ValueError, TypeError):  # a wrong type is reported by the type check
         numbers = device_numbers(launch.get("devices"))
         origin = origins.get(("launch", "devices"), "")
-        chosen_later = origin.startswith("--") and not origins.get(key, "--").startswith("--")
-        if numbers is not None and ("num_devices" not in launch or chosen_later):
+        overridden = origin.startswith("--") and not origins.get(key, "--").startswith("--")
+        if numbers is not None and ("num_devices" not in launch or overridden):
             _put(tree, origins, key, len(numbers), origin or origins[("launch",)])
 
 
+EXTENSIONS = ("reward", "environment", "rollout engine")
+"""Kinds of specs that add keys to sections of a stage."""
 REMOVE = object()
-"""A value in a layer that removes the key."""
+"""Value in a layer that removes the key."""
 
 
 def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe], list[tuple[str, str]]]:
-    """The recipe class for the stage and family a document names, and what is wrong with those names."""
+    """Return the recipe class for the stage and family in a document, and (key, message) for each unknown name."""
     problems: list[tuple[str, str]] = []
-    stage, family = tree.get("stage"), None
+    stage = tree.get("stage")
+    family = None
     if isinstance(tree.get("model"), dict):
         family = tree["model"].get("family")
     if isinstance(stage, str) and stage not in registry.stages:
@@ -149,23 +164,21 @@ def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe],
     if isinstance(family, str) and family not in registry.models:
         problems.append(("model.family", registry.unknown("model", family)))
         family = None
-    return (
-        _typed_recipe(
-            registry.stages[stage] if isinstance(stage, str) else None,
-            registry.models[family] if isinstance(family, str) else None,
-            tuple(
-                (kind, spec)
-                for kind in ("reward", "environment", "rollout engine")
-                for spec in registry.specs(kind).values()
-            ),
-        ),
-        problems,
-    )
+    stage_spec = registry.stages[stage] if isinstance(stage, str) else None
+    family_spec = registry.models[family] if isinstance(family, str) else None
+    extensions = [(kind, spec) for kind in EXTENSIONS for spec in registry.specs(kind).values()]
+    added = tuple(name for name, method in registry.adapter_methods.items() if method not in BUILT_IN)
+    return _typed_recipe(stage_spec, family_spec, tuple(extensions), added), problems
 
 
 @functools.cache
-def _typed_recipe(stage: Any, family: Any, specs: tuple[tuple[str, Any], ...]) -> type[Recipe]:
+def _typed_recipe(
+    stage: Any, family: Any, specs: tuple[tuple[str, Any], ...], adapters: tuple[str, ...]
+) -> type[Recipe]:
     fields: list[Any] = []
+    if adapters and (stage is None or stage.trains):  # others have no adapters
+        lora = _lora_section(adapters)
+        fields.append(("lora", lora, dataclasses.field(default_factory=lora)))
     if family is not None:
         model = dataclasses.make_dataclass(
             "ModelSection",
@@ -175,18 +188,27 @@ def _typed_recipe(stage: Any, family: Any, specs: tuple[tuple[str, Any], ...]) -
         )
         fields.append(("model", model))
     if stage is not None:
-        default = _default_of(stage.config_cls)
-        fields.append((stage.section_name, stage.config_cls, default))
-        sections = {name: _extended(section, specs) for name, section in stage.sections.items()}
+        sections = {name: _extended(section, specs) for name, section in stage.all_sections.items()}
         fields += [(name, section, _default_of(section)) for name, section in sections.items()]
-        for name, section in () if stage.trains else SECTIONS.items():
+        replaced = {} if stage.trains else SECTIONS
+        for name, section in replaced.items():
             default = dataclasses.field(default_factory=section) if name != "data" else dataclasses.field()
             fields.append((name, section, default))
     return dataclasses.make_dataclass("Recipe", fields, bases=(Recipe,), kw_only=True)
 
 
+def _lora_section(adapters: tuple[str, ...]) -> type[LoraSection]:
+    """Return the section `lora` whose key `method` takes these methods of plugins too."""
+    names = (*typing.get_args(recipe_keys.type_hints(LoraSection)["method"]), *adapters)
+    literal: Any = typing.Literal  # type checkers accept only literal values
+    method = ("method", literal[names], dataclasses.field(default="lora"))
+    made = dataclasses.make_dataclass("LoraSection", [method], bases=(LoraSection,), kw_only=True)
+    made.__doc__ = LoraSection.__doc__
+    return made
+
+
 def _default_of(section: type[Section]) -> Any:
-    """A field for a section; one with a key that is required has no default."""
+    """Return the dataclass field for a section; it has no default if the section has a required key."""
     required = any(
         f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         for f in dataclasses.fields(section)
@@ -195,7 +217,8 @@ def _default_of(section: type[Section]) -> Any:
 
 
 def _extended(section: type[Section], specs: tuple[tuple[str, Any], ...]) -> type[Section]:
-    """A section such as `reward` with the keys of each registered reward below its name; most sections as they are."""
+    """Return a section with the keys of the specs that extend it, such as those of each reward below `reward`; other
+    sections unchanged."""
     own = [spec for kind, spec in specs if kind == section.extended_by and spec.config_cls]
     if not own:
         return section
@@ -208,15 +231,16 @@ def _extended(section: type[Section], specs: tuple[tuple[str, Any], ...]) -> typ
 def _apply_overrides(
     tree: dict[str, Any], origins: dict[Key, str], overrides: Iterable[str], registry: Registry
 ) -> list[Problem]:
-    """Write the overrides into the tree. The type of a key may depend on an override of stage or family."""
+    """Write the overrides into the tree. Those of stage and family come first: the types of other keys depend on
+    them."""
     problems: list[Problem] = []
     parsed: dict[Key, tuple[str, str]] = {}
     words = list(overrides)
-    if len(words) > _MOST_OVERRIDES:
-        return [Problem("", "", f"{len(words):,} overrides are more than {_MOST_OVERRIDES:,}; write a recipe")]
+    if len(words) > _MAX_OVERRIDES:
+        return [Problem("", "", f"{len(words):,} overrides are more than {_MAX_OVERRIDES:,}; write a recipe")]
     for word in words:
         readable = word.encode("utf-8", "backslashreplace").decode("utf-8")
-        if readable != word:  # bytes of another encoding
+        if readable != word:  # surrogate escapes: not UTF-8 on the command line
             problems.append(Problem(readable, "", "is not UTF-8"))
             continue
         match = _OVERRIDE.fullmatch(word)
@@ -237,7 +261,9 @@ def _apply_overrides(
         value, problem = _override_value(text, types.get(key), word, key)
         if problem:
             problems.append(problem)
-        elif blocked := _put(tree, origins, key, value, word):
+            continue
+        blocked = _put(tree, origins, key, value, word)
+        if blocked:
             problems.append(Problem(word, ".".join(key), f"{'.'.join(blocked)} is a value, not a section"))
     return problems
 
@@ -252,16 +278,16 @@ def _override_value(text: str, annotation: Any, word: str, key: Key) -> tuple[An
     try:
         return parse_json(text, word).value, None
     except RecipeError as error:
-        if annotation is None:  # an unknown key: that is the problem to report, not its value
+        if annotation is None:  # the key is unknown, which is reported instead of its value
             return text, None
         first = error.problems[0]
         where = f"{first.key}: " if first.key else ""
         note = "" if first.message.startswith("expected a value") else f" ({where}{first.message})"
-        return None, Problem(word, ".".join(key), f"expected {_wanted(annotation)}, found {text!r}{note}")
+        return None, Problem(word, ".".join(key), f"expected {_expected(annotation)}, found {text!r}{note}")
 
 
 def _put(tree: dict[str, Any], origins: dict[Key, str], key: Key, value: Any, origin: str) -> Key | None:
-    """Set a value in a nested tree; returns the prefix that is in the way, if one is."""
+    """Set a value in a nested tree. Return the prefix of the key that is a value instead of a section, if any."""
     node = tree
     for depth, part in enumerate(key[:-1]):
         if part not in node:
@@ -286,15 +312,16 @@ def _bind(
     cls: type[Recipe], tree: dict[str, Any], loaded: LoadedRecipe, registry: Registry
 ) -> tuple[Recipe | None, list[Problem]]:
     try:
-        typed = _adapter(cls)  # type: ignore[arg-type]  # a class has a hash, though its instances have none
+        typed = _adapter(cls)  # type: ignore[arg-type]  # classes are hashable, although their instances are not
         return typed.validate_json(json.dumps(tree)), []
     except ValidationError as error:
         problems = []
-        types, hints_left = _types(cls), _MOST_HINTS
+        types = _types(cls)
+        hints_left = _MAX_HINTS
         for item in error.errors(include_url=False):
             if item["type"] in _UNKNOWN_KEY:
                 hints_left -= 1
-                if hints_left < 0:  # each costs a comparison with all known keys
+                if hints_left < 0:  # a hint is slow: it compares the key with all known keys
                     key = tuple(map(str, item["loc"]))
                     problems.append(Problem(loaded.origin(key), ".".join(key), "unknown key"))
                     continue
@@ -320,7 +347,8 @@ _UNKNOWN_KEY = ("unexpected_keyword_argument", "extra_forbidden")
 
 
 def _without_alternatives(loc: tuple[int | str, ...], types: dict[Key, Any]) -> Key:
-    """The place of a wrong value as a key: below a leaf, pydantic also names the alternative of a union it tried."""
+    """Return the key of a wrong value. Below a leaf, pydantic's location also names the alternative of a union; drop
+    it."""
     key = tuple(map(str, loc))
     leaf = next((n for n in range(len(key), 0, -1) if key[:n] in types), len(key))
     if _of_kind(types.get(key[:leaf]), dict):
@@ -329,22 +357,23 @@ def _without_alternatives(loc: tuple[int | str, ...], types: dict[Key, Any]) -> 
 
 
 def _of_kind(annotation: Any, kind: type) -> list[Any]:
-    """The alternatives of a type that are such containers."""
+    """Return the alternatives of a type that are containers of a kind."""
     return [found for found in (annotation, *typing.get_args(annotation)) if typing.get_origin(found) is kind]
 
 
 def _explain(
     item: Any, key: Key, cls: type[Recipe], types: dict[Key, Any], tree: dict[str, Any], registry: Registry
 ) -> str | None:
-    """An error of the type check as a message about a recipe."""
-    kind, given = item["type"], item["input"]
+    """Return a message for an error of pydantic; None if another problem already reports its cause."""
+    kind = item["type"]
+    given = item["input"]
     if kind in _UNKNOWN_KEY:
         stage_is_known = isinstance(tree.get("stage"), str) and tree["stage"] in registry.stages
         if len(key) == 1 and not stage_is_known and (key[0] in registry.stages or key[0] == tree.get("stage")):
-            return None  # the stage's name is wrong and reported as such; its section may be right
+            return None  # the unknown stage is reported; this may be its section
         if len(key) == 1 and key[0] in registry.stages:
             return f"is the section of stage {key[0]!r}, which is not the stage of this recipe; remove it"
-        if len(key) > 1 and stage_is_known and not registry.stages[tree["stage"]].trains and key in _of_training():
+        if len(key) > 1 and stage_is_known and not registry.stages[tree["stage"]].trains and key in _training_keys():
             return f"has no meaning for stage {tree['stage']!r}, which does not train; remove it"
         return f"unknown key; {recipe_keys.did_you_mean(key, cls)}".rstrip("; ")
     if kind in ("missing", "missing_argument"):
@@ -352,30 +381,34 @@ def _explain(
     if kind == "dataclass_type":
         return f"expected a section: {{...}}, found {_shown(given)}"
     if key in types:
-        wanted = recipe_keys.describe(types[key])
+        expected = recipe_keys.describe(types[key])
     else:  # an item of a list or a mapping
-        items = [typing.get_args(found)[-1] for kind in (list, dict) for found in _of_kind(types.get(key[:-1]), kind)]
-        wanted = recipe_keys.describe(items[0]) if items else item["msg"]
+        containers = [found for kind in (list, dict) for found in _of_kind(types.get(key[:-1]), kind)]
+        expected = item["msg"]
+        if containers:
+            expected = recipe_keys.describe(typing.get_args(containers[0])[-1])
     hint = ""
+    if key == ("lora", "method") and isinstance(given, str) and given in left_out("adapter method"):
+        return registry.unknown("adapter method", given)
     if kind == "literal_error" and isinstance(given, str):
         options = [o.strip(" '") for o in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
         near = difflib.get_close_matches(given, options, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-    return f"expected {wanted}, found {_shown(given)}{hint}"
+    return f"expected {expected}, found {_shown(given)}{hint}"
 
 
 def _shown(given: Any) -> str:
     text = json.dumps(given)
-    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]} … ({len(text):,} characters)"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]} … ({len(text):,} characters)"
 
 
 @functools.cache
-def _of_training() -> set[Key]:
+def _training_keys() -> set[Key]:
     return {info.key for info in recipe_keys.walk(Recipe)}
 
 
-def _wanted(annotation: Any) -> str:
-    """A type in words; for types that the command line spells as JSON, with an example."""
+def _expected(annotation: Any) -> str:
+    """Return a type in words; with an example for types that are written as JSON on the command line."""
     if annotation is Section:
         return 'a section, such as {"key": 1}'
     example = ', such as ["a", "b"]' if annotation == list[str] else ""

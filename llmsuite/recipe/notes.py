@@ -1,5 +1,5 @@
-"""What a user should know about a recipe that is valid: rows that only show that it runs, rows to evaluate on that it
-trains on, a warm-up without an end, and what is fetched first."""
+"""Notes on valid recipes: training on sample data, training on evaluation data, a warm-up that never ends, and
+downloads."""
 
 from __future__ import annotations
 
@@ -7,91 +7,101 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.hub.listing import Want
+from llmsuite.base.hub.local_copies import cached
+from llmsuite.base.hub.names import hub_name
+from llmsuite.base.redaction import Url
+from llmsuite.base.resources import bundled, find
+from llmsuite.base.safe_files import is_dir, is_file
+from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.data.read import data_files
 from llmsuite.data.remote import is_remote
-from llmsuite.errors import UserError
-from llmsuite.hub.here import cached
-from llmsuite.hub.listing import Want
-from llmsuite.hub.names import hub_name
-from llmsuite.recipe.pins import hub_names, mixed_names
+from llmsuite.recipe.pins import hub_names
+from llmsuite.recipe.plans import DataPlan, TrainPlan
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.regular import is_dir, is_file
-from llmsuite.resources import bundled, find
-from llmsuite.shown import Url
 
 _HELD_OUT = ("validation", "valid", "val", "dev", "eval", "evaluation", "test")
-"""Words that the name of a file to evaluate on begins or ends with; the best ones for `data.eval` first."""
+"""Words that the names of files with evaluation data begin or end with, in the order of preference for `data.eval`."""
 
 
-def few_rows(plan: RunPlan) -> list[str]:
-    """A note where a model is to be trained on a real device with the small files that come with llmsuite."""
-    if isinstance(plan.train_file, Url):
+def all_notes(plan: RunPlan) -> list[str]:
+    """Return the notes of `llmsuite validate` on a plan: what a run would download, and what `llmsuite run` prints."""
+    return [*download_notes(plan.recipe), *run_notes(plan.data, plan.train, plan.parallel.device.name)]
+
+
+def run_notes(data_plan: DataPlan, train_plan: TrainPlan, device: str) -> list[str]:
+    """Return the notes that `llmsuite run` prints: what is probably not meant, although it is allowed."""
+    if not train_plan.stage.trains:
         return []
-    path = plan.train_file.resolve()
-    if not plan.stage.trains or plan.device.name == "cpu" or not path.is_relative_to(bundled("data").resolve()):
+    return [*sample_data_notes(data_plan, device), *held_out_notes(data_plan), *warmup_notes(train_plan)]
+
+
+def sample_data_notes(data_plan: DataPlan, device: str) -> list[str]:
+    """Return a note if a run on a real device trains on the small files bundled with llmsuite."""
+    if isinstance(data_plan.train_file, Url):
         return []
-    if not is_file(path):
+    path = data_plan.train_file.resolve()
+    if device == "cpu" or not path.is_relative_to(bundled("data").resolve()) or not is_file(path):
         return []
-    given, size = plan.recipe.__dict__["data"].__dict__["train"], path.stat().st_size / 1e3
+    given = data_plan.given("train")
+    size = path.stat().st_size / 1e3
     return [f"data.train: {given} is a sample of {size:.0f} kB; name your own data, or hf:ORG/NAME, before a real run"]
 
 
-def held_out(plan: RunPlan) -> list[str]:
-    """A note for each directory to train on that has files to evaluate on beside others, as all of it is read."""
-    if not plan.stage.trains:
-        return []
-    data = plan.recipe.__dict__["data"].__dict__
-    named = [("data.train", data["train"]), *(("data.mix", name) for name in mixed_names(plan.recipe))]
+def held_out_notes(data_plan: DataPlan) -> list[str]:
+    """Return a note for each directory of training data that also has files with evaluation data."""
     notes = []
-    for key, given in named:
+    for key, given in (("data.train", data_plan.given("train")), *data_plan.mixed):
         files = [] if is_remote(given) else _files_in(find(given))
-        held = sorted((file for file in files if _rank(file) is not None), key=lambda file: (_rank(file) or 0, file))
-        others = [file for file in files if file not in held]
-        if held and others:
-            names = " and ".join(file.name for file in held)
-            notes.append(
-                f"{key}: {given} is read whole, so that the run trains on {names} too; "
-                f"{_way(key, Path(given), held, others, data['eval'])}"
-            )
+        held_out = [file for file in files if _preference(file) is not None]
+        held_out.sort(key=lambda file: (_preference(file) or 0, file))
+        others = [file for file in files if file not in held_out]
+        if held_out and others:
+            names = " and ".join(file.name for file in held_out)
+            advice = _advice(key, Path(given), held_out, others, data_plan.given("eval"))
+            notes.append(f"{key}: all files of {given} are read, so the run also trains on {names}; {advice}")
     return notes
 
 
-def endless_warm_up(plan: RunPlan) -> list[str]:
-    """A note where the learning rate is still rising at the last step."""
-    if not plan.stage.trains:
-        return []
-    train = plan.recipe.__dict__["train"].__dict__
-    steps, warm = train["max_steps"], train["warmup_steps"]
+def warmup_notes(train_plan: TrainPlan) -> list[str]:
+    """Return a note if the learning rate is still rising at the last step."""
+    train = train_plan.section.__dict__
+    steps = train["max_steps"]
+    warm = train["warmup_steps"]
     if steps is None or warm is None or warm < steps:
         return []
-    return [f"train.warmup_steps: is {warm}, and train.max_steps {steps}, so that the learning rate rises to the end"]
+    return [f"train.warmup_steps: is {warm}, and train.max_steps {steps}, so the learning rate rises to the end"]
 
 
 def _files_in(directory: Path) -> list[Path]:
     try:
         return data_files(directory) if is_dir(directory) else []
-    except (UserError, OSError):  # a run tells
+    except (UserError, OSError):  # the run reports it
         return []
 
 
-def _rank(file: Path) -> int | None:
-    """The place in `_HELD_OUT` of what a name begins or ends with; None for others. Numbers of parts do not count."""
+def _preference(file: Path) -> int | None:
+    """Return the index in `_HELD_OUT` of the word that a file name begins or ends with, without shard numbers; None for
+    other names."""
     words = re.findall("[a-z]+", re.sub("[0-9]+-of-[0-9]+", "", file.name.partition(".")[0].lower()))
     return min((_HELD_OUT.index(word) for word in (*words[:1], *words[-1:]) if word in _HELD_OUT), default=None)
 
 
-def _way(key: str, directory: Path, held: Sequence[Path], others: Sequence[Path], evaluation: str | None) -> str:
+def _advice(key: str, directory: Path, held: Sequence[Path], others: Sequence[Path], evaluation: str | None) -> str:
     if len(others) > 1:
-        return "move what is not to train on to another directory"
+        return "move files that are not training data to another directory"
     train = f"name {directory / others[0].name} there"
-    return train if evaluation or key != "data.train" else f"{train}, and {directory / held[0].name} in data.eval"
+    if evaluation or key != "data.train":
+        return train
+    return f"{train}, and {directory / held[0].name} in data.eval"
 
 
-def not_fetched(plan: RunPlan) -> list[str]:
-    """A note for everything that `llmsuite run` would fetch first."""
+def download_notes(recipe: Recipe) -> list[str]:
+    """Return a note for everything that `llmsuite run` would download first."""
     notes = []
-    for named in hub_names(plan.recipe):
+    for named in hub_names(recipe):
         name = hub_name(named.name)
         if named.want is not Want.ROWS and name is not None and cached(name, named.want, named.kind) is None:
-            notes.append(f"{named.key}: {name} is not on this machine; `llmsuite run` fetches it first")
+            notes.append(f"{named.key}: {name} is not on this machine; `llmsuite run` downloads it first")
     return notes

@@ -1,4 +1,4 @@
-"""The keys of a recipe that may name something on a hub, and the commits it was pinned to."""
+"""Keys of a recipe that may name a model or data on a hub, and the commits that these names are pinned to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.hub.here import pinned
-from llmsuite.hub.listing import Kind, Want
-from llmsuite.hub.names import hub_name
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.hub.listing import Kind, Want
+from llmsuite.base.hub.local_copies import pinned
+from llmsuite.base.hub.names import hub_name
+from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.recipe.load import LoadedRecipe
-from llmsuite.schema.recipe import Recipe
 
 _KEYS: tuple[tuple[str, str, Want, Kind], ...] = (
     ("model", "weights", Want.MODEL, "model"),
@@ -22,23 +22,23 @@ _KEYS: tuple[tuple[str, str, Want, Kind], ...] = (
     ("data", "mix", Want.ROWS, "dataset"),
     ("pretrain", "mix", Want.ROWS, "dataset"),
 )
-"""The keys that may name something on a hub, and what a run needs of it. A mix has a name in each of its keys."""
+"""(section, key, files that a run needs, kind of repository). The keys of a mix are names themselves."""
 
 
 @dataclasses.dataclass
-class Named:
-    """Something that a recipe names on a hub."""
+class HubReference:
+    """A name on a hub in a recipe."""
 
     section: Any
     key: str
-    """Dotted, as in messages."""
+    """Dotted key, as in messages."""
     name: str
-    """What stands in the recipe; reading it here does not count as reading the key."""
+    """The name in the recipe. Reading this attribute does not record the key as read."""
     want: Want
     kind: Kind
 
     def recorded(self, value: Any) -> str | None:
-        """The name in the same place of another value of this key; None where there is none."""
+        """Return the name at the same position in another value of this key; None if there is none."""
         now = self.section.__dict__[self.key.partition(".")[2]]
         if isinstance(value, dict) and isinstance(now, dict) and len(value) == len(now):
             return str(list(value)[list(now).index(self.name)])
@@ -46,52 +46,59 @@ class Named:
 
 
 def apply_pins(loaded: LoadedRecipe) -> None:
-    """Write the commits that the launcher has found into the recipe of a rank.
+    """Write the commits that the launcher has resolved into the recipe of a rank.
 
     Raises:
-        RecipeError: two names of a mix are the same.
+        RecipeError: two names of a mix are pinned to the same name.
     """
     for named in hub_names(loaded.recipe):
         rename(loaded, named, pinned(named.name, named.kind))
 
 
-def rename(loaded: LoadedRecipe, named: Named, name: str) -> None:
-    """Write another name for it into the recipe, in the same place.
+def rename(loaded: LoadedRecipe, named: HubReference, name: str) -> None:
+    """Replace a name in the recipe, at the same position.
 
     Raises:
-        RecipeError: the name stands in the same mix already.
+        RecipeError: the new name is already in the same mix.
     """
     field = named.key.partition(".")[2]
     value = named.section.__dict__[field]
     if isinstance(value, str):
-        named.section.__dict__[field] = name
+        setattr(named.section, field, name)
     elif name != named.name:
         if name in value:
-            message = f"{named.name} is {name}, which is there already; name it once, with one weight"
+            message = f"{named.name} is {name}, which is already in the mix; name it once, with one weight"
             raise RecipeError([loaded.problem(named.key, message)])
-        named.section.__dict__[field] = {name if k == named.name else k: weight for k, weight in value.items()}
+        renamed = {named.name: name}
+        replaced = {renamed.get(key, key): weight for key, weight in value.items()}
+        setattr(named.section, field, replaced)
     named.name = name
 
 
-def hub_names(recipe: Recipe) -> list[Named]:
-    """What a recipe names on a hub. Raises UserError for a name that begins with a hub and goes on wrongly."""
+def hub_names(recipe: Recipe) -> list[HubReference]:
+    """Return the names on hubs in a recipe. Raises UserError for a name that has the prefix of a hub and is
+    malformed."""
     return list(_hub_names(recipe))
 
 
-def _hub_names(recipe: Recipe) -> Iterator[Named]:
+def _hub_names(recipe: Recipe) -> Iterator[HubReference]:
     for section_name, key, want, kind in _KEYS:
         section = recipe.__dict__.get(section_name)
         value = None if section is None else section.__dict__.get(key)
-        for name in [value] if isinstance(value, str) else value or ():
+        names = [value] if isinstance(value, str) else value or ()
+        for name in names:
             try:
                 is_one = hub_name(pinned(name, kind)) is not None
             except UserError as error:
                 raise UserError(f"{section_name}.{key}: {error}") from error
             if is_one:
-                yield Named(section, f"{section_name}.{key}", name, want, kind)
+                yield HubReference(section, f"{section_name}.{key}", name, want, kind)
 
 
-def mixed_names(recipe: Recipe) -> list[str]:
-    """The files of mixes, without counting as reading the keys."""
-    sections = (recipe.__dict__.get(name) for name in ("data", "pretrain"))
-    return [name for section in sections if section is not None for name in section.__dict__.get("mix") or ()]
+def mixed_data(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """Yield (key, name) of the data of the mixes, without recording the keys as read."""
+    for section_name in ("data", "pretrain"):
+        section = recipe.__dict__.get(section_name)
+        mix = None if section is None else section.__dict__.get("mix")
+        for name in mix or ():
+            yield f"{section_name}.mix", name

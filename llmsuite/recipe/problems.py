@@ -1,24 +1,24 @@
-"""The order in which problems of a recipe are told, and how many of them."""
+"""Order and number of the problems that are reported for a recipe."""
 
 from __future__ import annotations
 
 import re
 
-from llmsuite.errors import Problem
+from llmsuite.base.errors import Problem
 
-_MOST_PROBLEMS = 50
+_MAX_PROBLEMS = 50
 
 
-def first_ones(problems: list[Problem]) -> list[Problem]:
-    """The first problems, in order, and how many more there are."""
-    problems = in_order(problems)
-    if len(problems) <= _MOST_PROBLEMS:
+def first_problems(problems: list[Problem]) -> list[Problem]:
+    """Return the first problems in order, followed by the number of the others."""
+    problems = sorted_problems(problems)
+    if len(problems) <= _MAX_PROBLEMS:
         return problems
-    return [*problems[:_MOST_PROBLEMS], Problem("", "", f"and {len(problems) - _MOST_PROBLEMS:,} more problems")]
+    return [*problems[:_MAX_PROBLEMS], Problem("", "", f"and {len(problems) - _MAX_PROBLEMS:,} more problems")]
 
 
-def in_order(problems: list[Problem]) -> list[Problem]:
-    """Problems sorted by position in the file, command line last, without duplicates."""
+def sorted_problems(problems: list[Problem]) -> list[Problem]:
+    """Return problems sorted by position in the file, those of the command line last, without duplicates."""
 
     def position(problem: Problem) -> tuple[int, int, int]:
         match = re.search(r":(\d+):(\d+)$", problem.where)

@@ -1,6 +1,6 @@
-"""From a loaded recipe to the plan of a run: derived numbers, rules between sections, files.
+"""Resolution of a loaded recipe to the plan of a run: rules between sections, derived numbers and files.
 
-No code after this module checks whether a recipe makes sense.
+All checks of a recipe happen here or before; later code relies on a valid plan.
 """
 
 from __future__ import annotations
@@ -8,197 +8,121 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from llmsuite.base.errors import Problem, RecipeError, UserError
+from llmsuite.base.hub.names import hub_name
+from llmsuite.base.python_files import python_function, static_fault
+from llmsuite.base.safe_files import exists, is_dir, is_file, listed
+from llmsuite.contract.registry import BUILTIN, Registry
+from llmsuite.contract.schema.degrees import Degrees, accumulate_steps, degrees_of
+from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.rule import Violation
+from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, StageSpec
 from llmsuite.data.read import data_files
-from llmsuite.data.remote import fetch, is_remote
-from llmsuite.errors import Problem, RecipeError, UserError
-from llmsuite.hub.names import hub_name
+from llmsuite.data.remote import is_remote
+from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.plain import reads_tokens
-from llmsuite.models.shard_plan import WHOLE
-from llmsuite.plugins.manager import Registry
-from llmsuite.python_files import fault_of, python_function
+from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.recipe.code import code_problems, rewards_and_environments
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import LoadedRecipe, load
-from llmsuite.recipe.pins import apply_pins, mixed_names
-from llmsuite.recipe.problems import in_order
-from llmsuite.recipe.registered import backend_of, format_problems, names_problems
-from llmsuite.recipe.rules import RULES, UNTRAINED_RULES, RuleContext
+from llmsuite.recipe.pins import apply_pins, mixed_data
+from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan, data_file
+from llmsuite.recipe.problems import sorted_problems
+from llmsuite.recipe.rules import INFERENCE_RULES, RULES, RuleContext
 from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
 from llmsuite.recipe.smoke import SMOKE_LENGTH, smoke_layer
-from llmsuite.regular import exists, is_dir, is_file, listed
-from llmsuite.resources import find
-from llmsuite.schema.degrees import Degrees, accumulate_steps, degrees_of
-from llmsuite.schema.recipe import Recipe
-from llmsuite.schema.reward import RewardSection
-from llmsuite.schema.rule import Violation
-from llmsuite.shown import Url
-from llmsuite.specs import DeviceSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class RunPlan:
-    """A recipe with everything that can be derived from it without Paddle."""
+    """A valid recipe with everything that can be derived from it without Paddle, for whoever starts a run: components
+    get the plans they use."""
 
     loaded: LoadedRecipe
-    stage: StageSpec
-    family: ModelFamily
-    model_config: Any
-    device: DeviceSpec
-    degrees: Degrees
-    schedule: Literal["FThenB", "1F1B", "interleaved"]
-    """Order of the passes when pp > 1."""
-    num_chunks: int
-    """Parts of the model on one rank."""
-    accumulate_steps: int | None
-    """Micro-batches of one optimizer step on one rank; None where that depends on their lengths."""
-    weights: Path | None
-    """Directory of the initial weights; None to initialise from the seed. May not exist yet: see `check_files`."""
-    tokenizer: Path | None
-    train_file: Path | Url
-    """The training data; the prompts, for a stage that does not train. An address until it is `fetched`."""
-    eval_file: Path | Url | None
+    model: ModelPlan
+    data: DataPlan
+    parallel: ParallelPlan
+    train: TrainPlan
     output_dir: Path
-    rollout_engine: RolloutEngineSpec | None = None
-    """What draws completions; None for a stage without rollouts."""
     smoke_of: Degrees | None = None
-    """The degrees of the recipe itself, in a run made by `--smoke`."""
+    """Degrees of the original recipe in a `--smoke` run; None in other runs."""
 
     @property
     def recipe(self) -> Recipe:
         return self.loaded.recipe
 
-    @property
-    def train_path(self) -> Path:
-        """The `train_file` of a plan whose data is `fetched`."""
-        assert isinstance(self.train_file, Path), f"{self.train_file} is not fetched"
-        return self.train_file
+    def check_files(self, loads_data: bool = True, loads_model: bool = True) -> None:
+        """Raise RecipeError with every missing file that this process needs, and how to get it.
 
-    @property
-    def eval_path(self) -> Path | None:
-        """The `eval_file` of a plan whose data is `fetched`."""
-        assert not isinstance(self.eval_file, Url), f"{self.eval_file} is not fetched"
-        return self.eval_file
+        Names on hubs are not checked: `llmsuite.recipe.fetch` downloads them before a run.
 
-    @property
-    def section(self) -> Any:
-        """The stage's own part of the recipe."""
-        return getattr(self.recipe, self.stage.section_name)
-
-    @property
-    def profile(self) -> StageProfile:
-        """Metrics and pre-passes of the stage."""
-        profile = self.stage.profile(self.section)
-        if self.stage.trains and self.recipe.train.mtp_loss_weight:
-            return dataclasses.replace(profile, sums=(*profile.sums, "mtp_loss"))
-        return profile
-
-    @property
-    def rows_per_sample(self) -> int:
-        """Sequences that a sample has in a micro-batch: where there are rollouts, the completions of a prompt."""
-        rollout = getattr(self.recipe, "rollout", None) if self.stage.trains and self.profile.updates else None
-        if rollout is not None and self.profile.completions is not None:
-            return self.profile.completions
-        return self.stage.rows_per_sample * (rollout.num_generations if rollout is not None else 1)
-
-    @property
-    def gradient_bucket_bytes(self) -> int:
-        """The size of gradient buckets: from the recipe, else from the device."""
-        chosen = self.recipe.parallel.gradient_bucket_bytes
-        return self.device.factory().gradient_bucket_bytes if chosen is None else chosen
-
-    @property
-    def narrows_frozen(self) -> bool:
-        """Whether the frozen matrices of the decoder layers are kept in bfloat16 where parameters are float32, because
-        nothing but products reads them, which round them: beside low-rank adapters that begin at zero."""
-        lora, precision = self.recipe.lora, self.recipe.engine.precision
-        is_plain = lora.rank is not None and lora.method == "lora" and lora.init == "default"
-        is_wide = precision == "bf16" and self.device.factory().parameter_dtype(precision) == "float32"
-        return is_plain and is_wide and lora.base_dtype is None
-
-    def data_files(self) -> Iterator[tuple[str, str, Path | Url]]:
-        """The data that the recipe names: its key, the name, and the file or directory, for what is here. Looking at
-        it does not count as reading the keys."""
-        data = self.recipe.__dict__["data"].__dict__
-        first = "train" if self.stage.trains else "prompts"
-        yield f"data.{first}", data[first], self.train_file
-        if self.eval_file is not None:
-            yield "data.eval", data["eval"], self.eval_file
-        for section in ("data", "pretrain"):
-            of_section = getattr(self.recipe.__dict__.get(section), "__dict__", {})
-            for name in of_section.get("mix") or ():
-                yield f"{section}.mix", name, _data_file(name)
-
-    def check_files(self, reads_data: bool = True, loads_model: bool = True) -> None:
-        """Raises RecipeError naming every file this process needs that is not there, and how to get it.
-
-        What has a name on a hub is fetched before a run: see `llmsuite.recipe.fetch`.
+        Args:
+            loads_data: True on ranks that load data.
+            loads_model: True on ranks that load the weights.
         """
         problems = []
-        for key, given, path in self.data_files() if reads_data else ():
-            if isinstance(path, Path) and not is_remote(given) and (fault := data_fault(path)) is not None:
+        data = self.data.files() if loads_data else ()
+        for key, given, path in data:
+            fault = None
+            if isinstance(path, Path) and not is_remote(given):
+                fault = data_fault(path)
+            if fault is not None:
                 problems.append(self.loaded.problem(key, fault))
-        weights = self.weights if self.stage.trains or self.weights is None else base_of_adapter(self.weights)
+        weights = self.model.weights
+        if weights is not None and not self.train.stage.trains:
+            weights = base_of_adapter(weights)
         if loads_model and weights is not None and not is_file(weights / "config.json") and not _on_hub(weights):
             problems.append(self.loaded.problem("model.weights", missing_model(weights)))
         if loads_model:
             problems += self._missing_models()
         if (
-            self.tokenizer is not None
-            and reads_data
-            and not (loads_model and self.tokenizer == self.weights)
-            and not is_dir(self.tokenizer)
-            and not _on_hub(self.tokenizer)
+            self.model.tokenizer is not None
+            and loads_data
+            and not (loads_model and self.model.tokenizer == self.model.weights)
+            and not is_dir(self.model.tokenizer)
+            and not _on_hub(self.model.tokenizer)
         ):
-            key = "model.tokenizer" if self.recipe.model.tokenizer is not None else "model.weights"
-            problems.append(self.loaded.problem(key, missing_model(self.tokenizer, key)))
+            key = "model.tokenizer" if self.model.section.tokenizer is not None else "model.weights"
+            problems.append(self.loaded.problem(key, missing_model(self.model.tokenizer, key)))
         if problems:
             raise RecipeError(problems)
 
     def _missing_models(self) -> Iterator[Problem]:
-        """Models beside the one that is trained, which are not there."""
-        reference = self.profile.reference if self.stage.trains else None
-        named = {f"{self.stage.section_name}.reference": reference}
-        critic = self.profile.critic if self.stage.trains else None
+        """Yield a problem for each missing model directory of a reference, a critic or a reward model."""
+        profile = self.train.profile
+        named = {f"{self.train.stage.section_name}.reference": profile.reference}
+        critic = profile.critic
         if critic is not None:
             named[f"{critic.key}.weights"] = critic.weights
-        reward = getattr(self.recipe, "reward", None)
-        if isinstance(reward, RewardSection) and "model" in reward.functions:
-            section: Any = reward  # with the keys of its rewards
-            named["reward.model.weights"] = section.model.weights
+        reward: Any = self.train.reward  # has the keys of its rewards
+        if reward is not None and "model" in reward.functions:
+            named["reward.model.weights"] = reward.model.weights
         for key, given in named.items():
             if given is not None and not is_file(local_weights(given) / "config.json"):
                 message = f"{given} is not a directory with a model (working directory: {Path.cwd()})"
-                hint = f"; fetch one from a hub with `llmsuite import {given} -o DIR`"
+                hint = f"; download one from a hub with `llmsuite import {given} -o DIR`"
                 yield self.loaded.problem(key, message + hint)
 
     def fetched(self, report: Callable[[str], None]) -> RunPlan:
-        """The plan with remote data fetched to local files. Raises UserError when that fails."""
-        if not self.stage.trains:
-            prompts = self.recipe.data.prompts
-            return dataclasses.replace(self, train_file=fetch(prompts, report)) if is_remote(prompts) else self
-        train, evaluation = self.recipe.data.train, self.recipe.data.eval
-        for name in mixed_names(self.recipe):
-            if is_remote(name):
-                fetch(name, report)
-        return dataclasses.replace(
-            self,
-            train_file=fetch(train, report) if is_remote(train) else self.train_file,
-            eval_file=fetch(evaluation, report) if evaluation and is_remote(evaluation) else self.eval_file,
-        )
+        """Return the plan with remote data downloaded to local files. Raises UserError if a download fails."""
+        return dataclasses.replace(self, data=self.data.fetched(report))
 
     def check_trains(self, command: str) -> None:
-        """Raises UserError where a command is about training and the stage does not train."""
-        if not self.stage.trains:
+        """Raise UserError if the stage does not train; for commands about training."""
+        if not self.train.stage.trains:
             raise UserError(
-                f"{command}: {self.loaded.name} has stage {self.stage.name}, which does not train; name another recipe"
+                f"{command}: {self.loaded.name} has stage {self.train.stage.name}, which does not train; name another "
+                "recipe"
             )
 
     def check_output(self) -> None:
-        """Raises RecipeError when a new run would be mixed with the checkpoints of an old one."""
-        if self.stage.result and exists(self.output_dir / self.stage.result):
-            message = f"{self.output_dir} holds {self.stage.result}; add --resume to continue it, or choose another"
+        """Raise RecipeError if the output directory has results or checkpoints of an earlier run."""
+        result = self.train.stage.result if isinstance(self.train.stage, JobSpec) else ""
+        if result and exists(self.output_dir / result):
+            message = f"{self.output_dir} holds {result}; add --resume to continue it, or choose another"
             raise RecipeError([self.loaded.problem("output_dir", message)])
         if listed(self.output_dir / "checkpoints", "step-*"):
             message = (
@@ -212,7 +136,7 @@ def _on_hub(path: Path) -> bool:
 
 
 def data_fault(path: Path) -> str | None:
-    """Why there is no data at a path; None where there is a file, or a directory with some."""
+    """Return the reason why a path has no data; None for a file, or a directory with data files."""
     if is_dir(path):
         try:
             data_files(path)
@@ -226,7 +150,7 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     """Check the rules between sections and derive the plan of the run.
 
     Raises:
-        RecipeError: with every violated rule, at the position of the key that violates it.
+        RecipeError: with every violated rule, each with the position of the key.
     """
     recipe = loaded.recipe
     family = registry.models[recipe.model.family]
@@ -236,45 +160,91 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
         if weights is not None and not registry.stages[recipe.stage].trains:
             shaped = base_of_adapter(weights, fetches_config=recipe.model.preset is None)
     except UserError as error:
-        hint = (
-            "; or set model.preset to check the recipe without weights" if hub_name(str(recipe.model.weights)) else ""
-        )
+        hint = ""
+        if hub_name(str(recipe.model.weights)):
+            hint = "; or set model.preset to check the recipe without weights"
         raise RecipeError([loaded.problem("model.weights", f"{error}{hint}")]) from error
     stage = registry.stages[recipe.stage]
-    backend = backend_of(loaded, registry)
+    backend = _backend_of(loaded, registry)
     config, violations = model_config(recipe, family, shaped, stage)
     violations += [] if violations else _model_type(config, family, registry)
-    violations += names_problems(family, registry)
+    violations += _names_problems(family, registry)
     violations += _registered_names(recipe, registry)
     violations += code_problems(loaded)
-    degrees = degrees_of(recipe, (family.shard_plan or WHOLE).is_annotated)
+    degrees = degrees_of(recipe, (family.shard_plan or UNSHARDED).is_auto_parallel)
     context = RuleContext(recipe, degrees, config, stage, family, backend, loaded.given)
-    for rule in RULES if stage.trains else UNTRAINED_RULES:
+    rules = RULES if stage.trains else INFERENCE_RULES
+    for rule in rules:
         violations += rule.check(context)
     if violations:
-        raise RecipeError(in_order([loaded.problem(key, message) for key, message in violations]))
+        raise RecipeError(sorted_problems([loaded.problem(key, message) for key, message in violations]))
     return RunPlan(
         loaded=loaded,
-        stage=stage,
-        family=family,
-        model_config=config,
-        device=registry.devices[recipe.device],
+        model=ModelPlan(
+            section=recipe.model,
+            family=family,
+            config=config,
+            weights=weights,
+            tokenizer=tokenizer_of(recipe.model, weights) if reads_tokens(config) else None,
+            lora=recipe.lora,
+            reft=recipe.reft,
+            prefix=recipe.prefix,
+            qat=recipe.qat,
+            seed=recipe.seed,
+        ),
+        data=_data_plan(recipe, stage),
+        parallel=parallel_plan_of(recipe, stage, registry.devices[recipe.device], degrees),
+        train=_train_plan(recipe, stage, registry),
+        output_dir=Path(recipe.output_dir),
+    )
+
+
+def _data_plan(recipe: Recipe, stage: StageSpec | JobSpec) -> DataPlan:
+    data = recipe.data
+    return DataPlan(
+        section=data,
+        key="train" if stage.trains else "prompts",
+        train_file=data_file(data.train if stage.trains else data.prompts),
+        eval_file=data_file(data.eval) if stage.trains and data.eval else None,
+        mixed=tuple(mixed_data(recipe)),
+        seed=recipe.seed,
+    )
+
+
+def parallel_plan_of(recipe: Recipe, stage: StageSpec | JobSpec, device: DeviceSpec, degrees: Degrees) -> ParallelPlan:
+    """Derive the plan of the parallelism of a recipe whose rules hold."""
+    return ParallelPlan(
+        section=recipe.parallel,
+        engine=recipe.engine,
+        device=device,
         degrees=degrees,
         schedule=recipe.parallel.pipeline_schedule,
         num_chunks=recipe.parallel.num_chunks,
         accumulate_steps=accumulate_steps(recipe.train, degrees) if stage.trains else None,
-        weights=weights,
-        tokenizer=tokenizer_of(recipe.model, weights) if reads_tokens(config) else None,
-        train_file=_data_file(recipe.data.train if stage.trains else recipe.data.prompts),
-        eval_file=_data_file(recipe.data.eval) if stage.trains and recipe.data.eval else None,
-        output_dir=Path(recipe.output_dir),
-        rollout_engine=registry.rollout_engines.get(getattr(getattr(recipe, "rollout", None), "engine", "")),
+        devices_per_machine=recipe.launch.num_devices,
+        num_machines=recipe.launch.nnodes,
+    )
+
+
+def _train_plan(recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry) -> TrainPlan:
+    rollout = getattr(recipe, "rollout", None)
+    reward = getattr(recipe, "reward", None)
+    return TrainPlan(
+        section=recipe.train,
+        stage=stage,
+        stage_section=getattr(recipe, stage.section_name),
+        rollout=rollout,
+        rollout_engine=registry.rollout_engines.get(getattr(rollout, "engine", "")),
+        reward=reward if isinstance(reward, RewardSection) else None,
+        generation=recipe.generation,
+        checkpoint=recipe.checkpoint,
+        seed=recipe.seed,
     )
 
 
 def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterator[Violation]:
-    """What a checkpoint is called in config.json has to be read by its family, or the network of another one would give
-    other numbers. A family that reads the checkpoints of another says that they are alike."""
+    """Yield a violation if a family does not read the `model_type` that it writes to config.json: another family would
+    then load its checkpoints into another network. A family that reads `model_type` of another declares them equal."""
     kind = config.to_hf().get("model_type")
     if kind not in family.hf_model_types:
         found = next((other.name for other in registry.models.values() if kind in other.hf_model_types), None)
@@ -282,16 +252,8 @@ def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterato
         yield (
             "model.family",
             f"checkpoints of {family.name!r} would have the model_type {kind!r}, which {reader}; `to_hf` of its "
-            "config_cls has to give one of its own, which is in its hf_model_types",
+            "config_cls has to return a model_type that is in its hf_model_types",
         )
-
-
-def _data_file(given: str) -> Path | Url:
-    """A data file, or its address; the index, for a corpus that is named by its prefix."""
-    if "://" in given:
-        return Url(given)
-    path = find(given)
-    return index if not exists(path) and is_file(index := find(f"{given}.idx")) else path
 
 
 def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
@@ -300,16 +262,18 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
     elif recipe.launch.devices is not None and not registry.devices[recipe.device].factory().visible_devices:
         yield "launch.devices", f"{recipe.device} has no numbered devices; set launch.num_devices instead"
     elif recipe.engine.deterministic and registry.devices[recipe.device].factory().deterministic_flags is None:
-        message = f"nothing makes the sums of {recipe.device} repeat themselves to the last bit; set it to false"
+        message = f"{recipe.device} cannot be made deterministic to the last bit; set it to false"
         yield "engine.deterministic", message
-    yield from format_problems(recipe, registry)
-    yield from _collator_problems(getattr(recipe.data, "collator", None))  # stage infer has none
+    yield from _format_problems(recipe, registry)
+    yield from _collator_problems(getattr(recipe.data, "collator", None))  # stage infer has no collator
     for name in recipe.loggers:
         if name not in registry.loggers:
             yield "loggers", registry.unknown("logger", name)
     for kind, key, name in rewards_and_environments(recipe):
         if python_function(name) is not None:
-            if fault := fault_of(name, ("completions",) if kind == "reward" else ()):
+            parameters = ("completions",) if kind == "reward" else ()
+            fault = static_fault(name, parameters)
+            if fault:
                 yield key, fault
         elif name not in registry.specs(kind):
             what = "a function: FILE.py:FUNCTION" if kind == "reward" else "a class: FILE.py:CLASS"
@@ -317,34 +281,91 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
     yield from _engine_problems(recipe, registry)
 
 
+def _format_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
+    """Yield a violation for a data format whose rows are not of the stage's kind. A stage without `row_kind` checks the
+    format when it reads rows."""
+    stage = registry.stages[recipe.stage]
+    if not isinstance(stage, StageSpec):
+        return
+    name = recipe.data.format
+    fitting = [f.name for f in registry.data_formats.values() if f.kind == stage.row_kind]
+    if name != "auto" and name not in registry.data_formats:
+        yield "data.format", registry.unknown("data format", name)
+    elif stage.row_kind and not fitting:
+        kinds = ", ".join(sorted({f.kind for f in registry.data_formats.values()}))
+        yield (
+            "stage",
+            f"{stage.name} trains on {stage.row_kind} rows, but no data format has such rows; known kinds: {kinds}",
+        )
+    elif stage.row_kind and name != "auto" and name not in fitting:
+        kind = registry.data_formats[name].kind
+        message = f"{name} has {kind} rows, but stage {stage.name} trains on {stage.row_kind} rows"
+        yield "data.format", f"{message}; choose auto or one of: {', '.join(fitting)}"
+
+
+def _names_problems(family: ModelFamily, registry: Registry) -> Iterator[Violation]:
+    """Yield a violation if the module of parameter names lacks a required function. Modules of built-in families are
+    not imported for this check: tests cover them."""
+    if registry.owner("model", family.name).distribution == BUILTIN:
+        return
+    names = family.names()
+    required = ("parameter_names", "is_linear", "hf_tensors", "from_hf", "paddlenlp_prefix")
+    missing = [name for name in required if not callable(getattr(names, name, None))]
+    if missing:
+        yield (
+            "model.family",
+            f"`names` of {family.name!r} returned {names!r}, which has no function {', '.join(missing)}",
+        )
+
+
+def _backend_of(loaded: LoadedRecipe, registry: Registry) -> DeviceBackend | None:
+    """Return the backend of the device; None for an unknown device. Raises RecipeError if the factory returns another
+    type."""
+    device = registry.devices.get(loaded.recipe.device)
+    backend = None if device is None else device.factory()
+    if device is None or isinstance(backend, DeviceBackend):
+        return backend
+    base = f"{DeviceBackend.__module__}.{DeviceBackend.__name__}"
+    message = f"the factory of {device.name!r} returned {backend!r}; it has to return an object derived from {base}"
+    raise RecipeError([loaded.problem("device", message)])
+
+
 def _collator_problems(collator: str | None) -> Iterator[Violation]:
     if collator is None:
         return
     if python_function(collator) is None:
         yield "data.collator", f"is {collator!r}; name a function: FILE.py:FUNCTION"
-    elif fault := fault_of(collator, ("samples", "collate")):
+        return
+    fault = static_fault(collator, ("samples", "collate"))
+    if fault:
         yield "data.collator", fault
 
 
 def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
-    """What the rollout engine cannot do, or the stage not with it."""
+    """Yield the settings that the rollout engine does not support, or the stage not with this engine."""
     rollout: Any = getattr(recipe, "rollout", None)
-    name, stage = getattr(rollout, "engine", None), registry.stages[recipe.stage]
+    name = getattr(rollout, "engine", None)
+    stage = registry.stages[recipe.stage]
     if name is None:
         return
     if name not in registry.rollout_engines:
-        is_server = "; servers of vLLM are engine openai, with rollout.openai.dialect vllm" if name == "vllm" else ""
-        yield "rollout.engine", registry.unknown("rollout engine", name) + is_server
+        hint = ""
+        if name == "vllm":
+            hint = "; for a vLLM server use engine openai with rollout.openai.dialect vllm"
+        yield "rollout.engine", registry.unknown("rollout engine", name) + hint
         return
     if registry.rollout_engines[name].remote and getattr(getattr(recipe, "environment", None), "name", None):
-        message = f"is {name}, which draws whole completions, not the turns of an environment"
+        message = f"is {name}, which samples single-turn completions and does not support environments"
         yield "rollout.engine", f"{message}; set it to local, or environment.name to null"
     lag = rollout.max_staleness
     if lag and not registry.rollout_engines[name].remote:
-        message = f"is {lag}, but engine {name} draws in the process that trains, between two steps; set it to 0"
+        message = f"is {lag}, but engine {name} samples in the training process, between two steps; set it to 0"
         yield "rollout.max_staleness", message
-    elif lag and not stage.draws_ahead:
-        yield "rollout.max_staleness", f"is {lag}, but stage {stage.name} draws what it trains on at once; set it to 0"
+    elif lag and "async_rollout" not in stage.capabilities:
+        yield (
+            "rollout.max_staleness",
+            f"is {lag}, but stage {stage.name} does not support asynchronous rollouts; set it to 0",
+        )
 
 
 def plan_run(
@@ -357,23 +378,25 @@ def plan_run(
     """Load, check and resolve a recipe; with `smoke`, as a small run for a laptop.
 
     Args:
-        path: the JSON, JSONC or YAML file.
-        overrides: `--a.b=c` words.
-        registry: the known stages, model families, devices …
-        smoke: whether to make it small.
-        layers: as `load` takes them, over those of `smoke`.
+        path: JSON, JSONC or YAML file.
+        overrides: `--a.b=c` words of the command line.
+        registry: registered stages, model families, devices …
+        smoke: True for a small run, as with `--smoke`.
+        layers: as in `load`, applied after those of `smoke`.
 
     Raises:
-        UserError: with everything that is wrong.
+        UserError: with every problem found.
     """
     if not smoke:
         loaded = load(path, overrides, registry, layers)
         apply_pins(loaded)
         return resolve(loaded, registry)
-    # without this, --train.max_steps=3 would contradict a recipe with num_epochs before --smoke takes that away
+    # SMOKE_LENGTH is needed already for the first load: otherwise --train.max_steps=3 would contradict a recipe with
+    # num_epochs, which --smoke removes
     written = read_document(path).value
     trains = isinstance(written, dict) and written.get("train")
-    loaded = load(path, overrides, registry, layers=[*([("--smoke", SMOKE_LENGTH)] if trains else ()), *layers])
+    lengths = [("--smoke", SMOKE_LENGTH)] if trains else []
+    loaded = load(path, overrides, registry, layers=[*lengths, *layers])
     small = load(path, overrides, registry, layers=[("--smoke", smoke_layer(loaded, registry)), *layers])
     apply_pins(small)
     return dataclasses.replace(resolve(small, registry), smoke_of=degrees_of(loaded.recipe))

@@ -1,4 +1,4 @@
-"""The JSON Schema of recipes: one alternative for every pair of stage and model family."""
+"""The JSON Schema of recipes, with one alternative for each pair of stage and model family."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.json_schema import GenerateJsonSchema, JsonSchemaValue
 
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.keys import field_docs, section_doc, sections
 from llmsuite.recipe.load import recipe_type
-from llmsuite.schema.keys import field_docs, section_doc, sections
 
 
 def recipe_schema(registry: Registry, stage: str | None = None) -> dict[str, Any]:
-    """Schema (draft 2020-12) of the recipes of one stage, or of all."""
-    alternatives = [
-        _schema_of(registry, name, family)
-        for name in ([stage] if stage else registry.stages)
-        for family in registry.models
-    ]
+    """Return the schema (draft 2020-12) of the recipes of one stage, or of all stages."""
+    stages = [stage] if stage else registry.stages
+    alternatives = [_schema_of(registry, name, family) for name in stages for family in registry.models]
     schema = alternatives[0] if len(alternatives) == 1 else {"anyOf": alternatives}
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "llmsuite recipe", **schema}
 
@@ -31,7 +28,8 @@ def _schema_of(registry: Registry, stage: str, family: str) -> dict[str, Any]:
         node: dict[str, Any] = schema
         for part in key:
             node = node["properties"][part]
-        if doc := section_doc(section):
+        doc = section_doc(section)
+        if doc:
             node["description"] = doc
     schema["properties"]["stage"]["const"] = stage
     schema["properties"]["model"]["properties"]["family"]["const"] = family
@@ -40,8 +38,11 @@ def _schema_of(registry: Registry, stage: str, family: str) -> dict[str, Any]:
 
 
 class _WithDocstrings(GenerateJsonSchema):
-    """Describes each key by the docstring under its field. Pydantic's own `use_attribute_docstrings` reads the sources
-    whenever a recipe is checked, which takes longer than the check."""
+    """Generator that describes each key by the docstring under its field.
+
+    Pydantic's own `use_attribute_docstrings` parses the sources whenever a recipe is checked, which takes longer than
+    the check itself.
+    """
 
     def dataclass_schema(self, schema: Any) -> JsonSchemaValue:
         return _described(super().dataclass_schema(schema), schema["cls"])
@@ -59,7 +60,8 @@ def _described(schema: JsonSchemaValue, cls: type) -> JsonSchemaValue:
 
 
 def _inlined(node: Any, definitions: dict[str, Any]) -> Any:
-    """References resolved: descriptions differ from place to place, and sections do not recur."""
+    """Return a schema with its references replaced by their targets: the same type has different descriptions at
+    different keys, and types are not recursive."""
     if isinstance(node, list):
         return [_inlined(item, definitions) for item in node]
     if not isinstance(node, dict):

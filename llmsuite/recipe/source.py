@@ -1,7 +1,7 @@
-"""Strict JSON with positions: every value knows the line and column it was written at.
+"""A strict JSON parser that records the line and column of every key and value.
 
-`json.loads` keeps the last of two equal keys, accepts NaN, and loses positions. People want to know where their typo
-is, so recipes are parsed here, and every problem that does not stop the parser is collected rather than raised.
+`json.loads` keeps the last of two equal keys, accepts NaN, and loses positions. Error messages about recipes need
+positions, so recipes are parsed here; problems that do not stop the parser are collected and raised together.
 """
 
 from __future__ import annotations
@@ -13,38 +13,39 @@ from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-define
 from pathlib import Path
 from typing import Any
 
-from llmsuite.errors import Problem, RecipeError, UserError
-from llmsuite.resources import find
+from llmsuite.base.errors import Problem, RecipeError, UserError
+from llmsuite.base.resources import find
 
 MAX_BYTES = 200_000
 MAX_DEPTH = 64
-MIN_INT, MAX_INT = -(2**63), 2**63 - 1
+MIN_INT = -(2**63)
+MAX_INT = 2**63 - 1
 
 Key = tuple[str, ...]
 
 _SPACE = re.compile(r"[ \t\n\r]*")
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.DOTALL)
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
-_WORD = re.compile(r"[\w+\-.]+")  # what a reader takes for one word, JSON or not
+_WORD = re.compile(r"[\w+\-.]+")  # one word, valid JSON or not
 _LITERALS = {"true": True, "false": False, "null": None}
 _NEVER_JSON = {"NaN", "Infinity", "-Infinity", "nan", "inf", "-inf"}
 
 
 @dataclasses.dataclass
 class Source:
-    """A parsed document: its plain value and where each part of it was written."""
+    """A parsed document: its plain value and the position of each part."""
 
     name: str
     """File name as the user gave it."""
     value: Any
     keys: dict[Key, str]
-    """The position of each key (`file:line:col`)."""
+    """Position of each key (`file:line:col`)."""
     values: dict[Key, str]
-    """The position of each value."""
+    """Position of each value."""
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a recipe; a relative path is looked up among the bundled files too.
+    """Return the text of a recipe; a relative path is also looked up among the bundled files.
 
     Raises:
         UserError: the file cannot be read, or is too long.
@@ -55,7 +56,7 @@ def read_text(path: str | Path) -> str:
             raw = file.read(MAX_BYTES + 1)
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a directory; a recipe is a file, in a run recipe.json") from error
-    except (OSError, RuntimeError) as error:  # RuntimeError: ~somebody who has no home here
+    except (OSError, RuntimeError) as error:  # RuntimeError: `~USER` without a home directory
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path}: is too long; a recipe has at most {MAX_BYTES:,} bytes")
@@ -69,8 +70,11 @@ def read_text(path: str | Path) -> str:
 
 
 def parse_json(text: str, name: str, comments: bool = False) -> Source:
-    """Parse JSON text strictly; with `comments`, JSONC. Raises RecipeError with every problem found, each with line and
-    column."""
+    """Parse JSON text strictly; with `comments`, JSONC.
+
+    Raises:
+        RecipeError: with every problem found, each with line and column.
+    """
     reader = _Reader(text, name, comments)
     value = reader.document()
     if reader.problems:
@@ -79,14 +83,16 @@ def parse_json(text: str, name: str, comments: bool = False) -> Source:
 
 
 class _Fatal(Exception):
-    """The text cannot be parsed any further."""
+    """Parsing cannot continue after this problem."""
 
 
 class _Reader:
-    """Recursive descent; `_at` is the offset of the next unread character."""
+    """Recursive descent parser; `_at` is the offset of the next character."""
 
     def __init__(self, text: str, name: str, comments: bool):
-        self.text, self.name, self.comments = text, name, comments
+        self.text = text
+        self.name = name
+        self.comments = comments
         self.problems: list[Problem] = []
         self.keys: dict[Key, str] = {}
         self.values: dict[Key, str] = {}
@@ -128,8 +134,9 @@ class _Reader:
             self._note(f"{word[0]} is not a JSON number; write a finite one", key)
             self._at = word.end()
             return 0.0
-        found = "the end of the file" if not head else repr(word[0] if word else head)
-        self._fatal(f"expected a value, found {found}{_hint(word[0] if word else head)}", key)
+        start = word[0] if word else head
+        found = repr(start) if head else "the end of the file"
+        self._fatal(f"expected a value, found {found}{_hint(start)}", key)
 
     def _object(self, key: Key, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}
@@ -162,7 +169,7 @@ class _Reader:
         return result
 
     def _closes(self, bracket: str, what: str, some: bool, key: Key) -> bool:
-        """Skip the separator before the next item; True when the container ends instead."""
+        """Skip the separator before the next item; return True if the container ends instead."""
         self._skip()
         if self.text[self._at : self._at + 1] == bracket:
             self._at += 1
@@ -218,9 +225,10 @@ class _Reader:
             if not self.comments:
                 self._fatal("JSON has no comments; name the file .jsonc, or write YAML into a .yaml", ())
             found = self.text[self._at : self._at + 2]
-            self._fatal(
-                "begins a comment that does not end" if found == "/*" else "comments of JSONC are // and /* */", ()
-            )
+            message = "comments of JSONC are // and /* */"
+            if found == "/*":
+                message = "starts a comment that does not end"
+            self._fatal(message, ())
 
     def _where(self, at: int | None = None) -> str:
         at = self._at if at is None else at
@@ -236,7 +244,7 @@ class _Reader:
 
 
 def _hint(word: str) -> str:
-    """A hint about what was meant by a word that is not a JSON value."""
+    """Return a hint for a word that is not a JSON value."""
     meant = {"True": "true", "False": "false", "None": "null"}.get(word)
     if meant:
         return f"; write {meant}"

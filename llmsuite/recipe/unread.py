@@ -1,4 +1,4 @@
-"""What is wrong with keys of a recipe that nothing reads."""
+"""Problems for keys of a recipe that nothing reads."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ import shlex
 
 from typing_extensions import is_typeddict
 
-from llmsuite.errors import Problem
+from llmsuite.base.errors import Problem
+from llmsuite.contract.schema.keys import walk
 from llmsuite.recipe.load import LoadedRecipe
-from llmsuite.schema.keys import walk
 
 
 def unread_keys(loaded: LoadedRecipe) -> list[Problem]:
-    """A problem for each key that was given and that nothing has read. A command line can take away no key of a file,
-    but one with its default counts as not given."""
+    """Return a problem for each given key that nothing has read. The hint suggests the default value, because the
+    command line cannot remove a key of the file, and a key with its default counts as not given."""
     known = walk(type(loaded.recipe))
     defaults = {info.dotted: info.default for info in known if not is_typeddict(info.declared_in)}
     found = []
     for key in loaded.unread():
-        default, hint = defaults.get(key, dataclasses.MISSING), ""
+        default = defaults.get(key, dataclasses.MISSING)
+        hint = ""
         if default is not dataclasses.MISSING:
             text = default if isinstance(default, str) else json.dumps(default)
             hint = f", or set it to its default: {shlex.quote(f'--{key}={text}')}"

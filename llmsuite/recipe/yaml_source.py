@@ -1,8 +1,8 @@
-"""YAML with positions, of which a recipe takes what YAML 1.1 and 1.2 read alike, and numbers such as 1e-4.
+"""A YAML parser with positions. It accepts what YAML 1.1 and 1.2 read alike, and numbers such as 1e-4.
 
-PyYAML reads YAML 1.1: `no` is false there, `010` is 8, `1:30` is 90 and `1e-4` a text. YAML 1.2 reads them otherwise.
-So PyYAML finds the words and their places here, and what a word means is decided by the table below. Anchors, tags and
-several documents are refused: with them a line can stand for thousands of others.
+PyYAML reads YAML 1.1: `no` is false, `010` is 8, `1:30` is 90 and `1e-4` is text; YAML 1.2 reads them differently.
+Here PyYAML only finds words and their positions; the tables below define what a word means. Anchors, tags and several
+documents are rejected: with anchors, a short untrusted file can expand to gigabytes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from typing import Any
 
 import yaml
 
-from llmsuite.errors import Problem, RecipeError
+from llmsuite.base.errors import Problem, RecipeError
 from llmsuite.recipe.source import MAX_DEPTH, MAX_INT, MIN_INT, Key, Source
 
 _WORDS: dict[str, Any] = {"": None, "~": None}
 _WORDS |= dict.fromkeys(("null", "Null", "NULL")) | dict.fromkeys(("true", "True", "TRUE"), True)
 _WORDS |= dict.fromkeys(("false", "False", "FALSE"), False)
 _TRUTH = {"yes": True, "on": True, "no": False, "off": False}
-"""Words that are true or false in YAML 1.1 only; written yes, Yes or YES."""
+"""Words that are booleans in YAML 1.1 only; also written Yes or YES."""
 _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _FLOAT = re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?")
 _NOT_FINITE = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
@@ -35,11 +35,11 @@ def parse_yaml(text: str, name: str, yaml_1_1: bool = False) -> Source:
 
     Args:
         text: one document.
-        name: of the file, for positions.
-        yaml_1_1: take yes, no, on and off for true and false, as programs do that read YAML 1.1; else they are refused.
+        name: name of the file, for positions.
+        yaml_1_1: True to read yes, no, on and off as booleans, like programs that read YAML 1.1; else they are errors.
 
     Raises:
-        RecipeError: it is no YAML, or has what a recipe may not have; each problem with line and column.
+        RecipeError: the text is not YAML, or uses a rejected feature; each problem with line and column.
     """
     reader = _Reader(text, name, yaml_1_1)
     value = reader.document()
@@ -49,14 +49,15 @@ def parse_yaml(text: str, name: str, yaml_1_1: bool = False) -> Source:
 
 
 class _Fatal(Exception):
-    """The text cannot be parsed any further."""
+    """Parsing cannot continue after this problem."""
 
 
 class _Reader:
-    """Recursive descent over the events of PyYAML."""
+    """Recursive descent parser over the events of PyYAML."""
 
     def __init__(self, text: str, name: str, yaml_1_1: bool):
-        self.name, self.yaml_1_1 = name, yaml_1_1
+        self.name = name
+        self.yaml_1_1 = yaml_1_1
         self.has_mark = text.startswith("\ufeff")
         self.problems: list[Problem] = []
         self.keys: dict[Key, str] = {}
@@ -67,16 +68,17 @@ class _Reader:
         try:
             if self.has_mark:
                 self._fatal("starts with a byte order mark; save it as UTF-8 without one", (), None)
-            next(self._events)  # the beginning of the stream
+            next(self._events)  # start of the stream
             start = next(self._events)
             if isinstance(start, yaml.StreamEndEvent):
                 self._fatal("is empty", (), start)
             if start.version or start.tags:
-                self._fatal("directives such as %YAML are not for recipes; remove them", (), start)
+                self._fatal("directives such as %YAML are not supported in recipes; remove them", (), start)
             value = self._value(next(self._events), (), 1)
-            next(self._events)  # the end of the document
-            if not isinstance(end := next(self._events), yaml.StreamEndEvent):
-                self._fatal("begins a second document; a recipe is one", (), end)
+            next(self._events)  # end of the document
+            end = next(self._events)
+            if not isinstance(end, yaml.StreamEndEvent):
+                self._fatal("starts a second document; a recipe is one document", (), end)
             return value
         except yaml.MarkedYAMLError as error:
             self._report(error)
@@ -91,16 +93,17 @@ class _Reader:
         if "'\\t'" in message:
             message += "; indent with spaces, not with tabs"
         mark = error.problem_mark or error.context_mark
-        self.problems.append(Problem(self._position(mark) if mark else self.name, "", f"is not YAML: {message}"))
+        where = self._position(mark) if mark else self.name
+        self.problems.append(Problem(where, "", f"is not YAML: {message}"))
 
     def _value(self, event: Any, key: Key, depth: int) -> Any:
         self.values[key] = self._where(event)
         if depth > MAX_DEPTH:
             self._fatal(f"is nested deeper than {MAX_DEPTH} levels", key, event)
         if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-            self._fatal("anchors and aliases (&a, *a) are not for recipes; write the value out", key, event)
+            self._fatal("anchors and aliases (&a, *a) are not supported in recipes; write the value out", key, event)
         if event.tag is not None:
-            self._fatal(f"tags such as {event.tag} are not for recipes; remove it", key, event)
+            self._fatal(f"tags such as {event.tag} are not supported in recipes; remove it", key, event)
         if isinstance(event, yaml.MappingStartEvent):
             return self._mapping(key, depth)
         if isinstance(event, yaml.SequenceStartEvent):
@@ -114,10 +117,10 @@ class _Reader:
         result: dict[str, Any] = {}
         while not isinstance(event := next(self._events), yaml.MappingEndEvent):
             if not isinstance(event, yaml.ScalarEvent) or event.anchor is not None or event.tag is not None:
-                self._fatal("expected a key, which is a text", key, event)
+                self._fatal("expected a key, which has to be text", key, event)
             child = (*key, self._text(event, key))
             if event.value == "<<" and event.style is None:
-                self._fatal("merge keys (<<) are not for recipes; write the keys out", key, event)
+                self._fatal("merge keys (<<) are not supported in recipes; write the keys out", key, event)
             duplicate = child[-1] in result
             if duplicate:
                 self._note(f"is given twice; it was already set at {self.keys[child]}", child, event)
@@ -135,19 +138,21 @@ class _Reader:
         return text
 
     def _plain(self, event: Any, key: Key) -> Any:
-        """What a word without quotes means."""
+        """Return the value of a word without quotes."""
         word = event.value
         if word in _WORDS:
             return _WORDS[word]
-        truth = _TRUTH.get(word.lower()) if word in (word.lower(), word.capitalize(), word.upper()) else None
+        truth = None
+        if word in (word.lower(), word.capitalize(), word.upper()):
+            truth = _TRUTH.get(word.lower())
         if truth is not None:
             if not self.yaml_1_1:
                 plain = str(truth).lower()
-                self._note(f"{word} is {plain} in YAML 1.1 and a text in 1.2; write {plain}, or quote it", key, event)
+                self._note(f"{word} is {plain} in YAML 1.1 and text in 1.2; write {plain}, or quote it", key, event)
             return truth
         if _TWO_MEANINGS.fullmatch(word):
             message = (
-                f"{word} is one number in YAML 1.1 and another, or a text, in 1.2; write a decimal number, or quote it"
+                f"{word} is one number in YAML 1.1, and another or text in 1.2; write a decimal number, or quote it"
             )
             self._note(message, key, event)
             return 0
@@ -160,7 +165,7 @@ class _Reader:
         if _FLOAT.fullmatch(word) or _NOT_FINITE.fullmatch(word):
             value = float(word) if _FLOAT.fullmatch(word) else float("inf")
             if value in (float("inf"), float("-inf")):
-                self._note(f"{word} is no number of a recipe; write a finite one", key, event)
+                self._note(f"{word} is not a finite number; write a finite one", key, event)
             return value
         return self._text(event, key)
 

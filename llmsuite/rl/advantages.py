@@ -1,8 +1,7 @@
-"""Advantages of completions, over a whole global batch: the numbers that losses of online RL multiply with.
+"""Advantages of the completions of a global batch, by which the losses of online RL are multiplied.
 
-A reward that is missing is NaN. It takes no part in the mean and the standard deviation of its group, and its
-completion gets the advantage 0: nothing is learnt of it. C completions; all arrays are ragged, so that there is no
-padding whose values could leak.
+A missing reward is NaN. It is left out of the mean and the standard deviation of its group, and its completion gets the
+advantage 0, so it gives no gradient. C completions; arrays by token are ragged: there is no padding.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 EPSILON = 1e-4
-"""Added to standard deviations, as TRL does."""
+"""Added to standard deviations before dividing by them, as in TRL: a group of almost equal rewards stays finite."""
 Estimator = Literal["group", "rloo", "reinforce", "reinforce_baseline"]
 Scale = Literal["group", "batch", "none"]
 
 Tokens = list[np.ndarray]
-"""One float64 array for each completion, with a value for each token of it."""
+"""For each completion, a float64 array with a value for each of its tokens."""
 
 
 def advantages(
@@ -30,25 +29,25 @@ def advantages(
 
     Args:
         rewards: [C], NaN where missing.
-        groups: [C], the number of the prompt of each.
+        groups: [C], the index of the prompt of each.
         estimator: "group": reward minus the mean of the group (GRPO, Shao et al. 2024, arXiv 2402.03300, eq. in 4.1.2;
             with scale "none" Dr. GRPO, Liu et al. 2025, arXiv 2503.20783). "rloo": minus the mean of the others of its
             group (Ahmadian et al. 2024, arXiv 2402.14740). "reinforce": the reward itself; REINFORCE++ (Hu 2025,
-            arXiv 2501.03262) normalises its returns by token, see `whitened`. "reinforce_baseline": minus the mean of
+            arXiv 2501.03262) normalises its returns by token, see `whiten`. "reinforce_baseline": minus the mean of
             the group, as REINFORCE++-baseline does before it normalises over the batch.
-        scale: what the result is divided by, plus 1e-4: the standard deviation of the rewards of the group, that of all
-            rewards of the batch, or nothing. Both have n - 1 in the denominator. With "reinforce" and
-            "reinforce_baseline", "batch" normalises what is left after the baseline, mean and standard deviation.
+        scale: the divisor: the standard deviation (ddof 1, plus 1e-4) of the rewards of the group or of the batch, or
+            none. With "reinforce" and "reinforce_baseline", "batch" normalises mean and standard deviation of the
+            result after the baseline.
     """
-    values, numbers, inverse = _grouped(rewards, groups)
+    values, num_groups, inverse = _grouped(rewards, groups)
     known = ~np.isnan(values)
-    counts = np.bincount(inverse[known], minlength=numbers)
-    means = np.bincount(inverse[known], values[known], numbers) / np.maximum(counts, 1)
+    counts = np.bincount(inverse[known], minlength=num_groups)
+    means = np.bincount(inverse[known], values[known], num_groups) / np.maximum(counts, 1)
     centred = values.copy() if estimator == "reinforce" else values - means[inverse]
     if estimator == "rloo":
         centred *= (counts / np.maximum(counts - 1, 1))[inverse]
     if scale == "group":
-        squares = np.bincount(inverse[known], (values[known] - means[inverse[known]]) ** 2, numbers)
+        squares = np.bincount(inverse[known], (values[known] - means[inverse[known]]) ** 2, num_groups)
         centred /= np.sqrt(squares / np.maximum(counts - 1, 1))[inverse] + EPSILON
     elif scale == "batch" and estimator in ("reinforce", "reinforce_baseline"):
         centred = (centred - _mean(centred[known])) / (_std(centred[known]) + EPSILON)
@@ -57,26 +56,28 @@ def advantages(
     return np.where(known, centred, 0.0)
 
 
-def without_signal(rewards: ArrayLike, groups: ArrayLike) -> np.ndarray:
-    """For each group, in the order of their numbers, whether all rewards that are there are equal, or none is there:
-    [groups], bool. Advantages within such a group teach nothing; dynamic sampling draws other prompts instead (DAPO, Yu
-    et al. 2025, arXiv 2503.14476)."""
-    values, numbers, inverse = _grouped(rewards, groups)
+def zero_variance_groups(rewards: ArrayLike, groups: ArrayLike) -> np.ndarray:
+    """True for each group whose known rewards are all equal, or that has none: [groups], bool, in the order of their
+    indices. Such a group has advantages of 0 and no gradient; dynamic sampling replaces it (DAPO, Yu et al. 2025, arXiv
+    2503.14476)."""
+    values, num_groups, inverse = _grouped(rewards, groups)
     known = ~np.isnan(values)
-    low, high = np.full(numbers, np.inf), np.full(numbers, -np.inf)
+    low = np.full(num_groups, np.inf)
+    high = np.full(num_groups, -np.inf)
     np.minimum.at(low, inverse[known], values[known])
     np.maximum.at(high, inverse[known], values[known])
+    # rewards that differ only by rounding are equal; without a known reward high - low is -inf
     return ~(high - low > 1e-8)
 
 
 def overlong_penalty(lengths: ArrayLike, max_length: int, buffer: int) -> np.ndarray:
-    """Soft punishment of long completions, to add to their rewards, [C]: 0 up to max_length - buffer tokens, then down
-    in a straight line to -1 at max_length, and -1 beyond (DAPO, arXiv 2503.14476, eq. 13).
+    """Soft length penalty to add to the rewards, [C]: 0 up to max_length - buffer tokens, then linearly down to -1 at
+    max_length, and -1 above (DAPO, arXiv 2503.14476, eq. 13).
 
     Args:
         lengths: [C], tokens of each completion.
         max_length: the limit of tokens.
-        buffer: tokens before the limit in which the punishment grows; 0 for none below the limit.
+        buffer: tokens before the limit in which the penalty grows; 0 for no penalty below the limit.
     """
     assert 0 <= buffer <= max_length, (buffer, max_length)
     over = np.asarray(lengths, "float64") - (max_length - buffer)
@@ -84,28 +85,28 @@ def overlong_penalty(lengths: ArrayLike, max_length: int, buffer: int) -> np.nda
 
 
 def returns_to_go(rewards: Sequence[ArrayLike], gamma: float = 1.0) -> Tokens:
-    """Discounted sum of the rewards of each token and of those after it in its completion.
+    """Discounted returns: for each token, the sum of its reward and of the later ones of its completion.
 
     Args:
-        rewards: for each completion those of its tokens.
+        rewards: for each completion, the rewards of its tokens.
         gamma: the discount.
     """
-    found = []
+    returns = []
     for row in rewards:
         values = np.array(row, "float64")
         for t in range(len(values) - 2, -1, -1):
             values[t] += gamma * values[t + 1]
-        found.append(values)
-    return found
+        returns.append(values)
+    return returns
 
 
 def token_rewards(rewards: ArrayLike, kl: Sequence[ArrayLike], beta: float) -> Tokens:
-    """Rewards by token with the divergence from the reference in them: -beta x KL of each token, and the completion's
-    reward on its last one (Ouyang et al. 2022, arXiv 2203.02155, eq. 2 by token; REINFORCE++, arXiv 2501.03262).
+    """Rewards by token that include the KL penalty: -beta x KL for each token, plus the completion's reward on the last
+    token (Ouyang et al. 2022, arXiv 2203.02155, eq. 2 by token; REINFORCE++, arXiv 2501.03262).
 
     Args:
-        rewards: [C]. A missing one is taken as 0 here, with the KL of its tokens: leave such completions out before.
-        kl: for each completion the estimate of each token, k1 without gradient.
+        rewards: [C], none missing.
+        kl: for each completion, the k1 estimate of each token.
         beta: weight of the KL.
     """
     values = np.asarray(rewards, "float64")
@@ -117,80 +118,86 @@ def token_rewards(rewards: ArrayLike, kl: Sequence[ArrayLike], beta: float) -> T
     return found
 
 
-def whitened(
+def whiten(
     values: Sequence[ArrayLike],
-    counted: Sequence[bool] | None = None,
-    total: Callable[[Sequence[float]], list[float]] = list,
+    mask: Sequence[bool] | None = None,
+    sum_over_ranks: Callable[[Sequence[float]], list[float]] = list,
 ) -> Tokens:
-    """Values by token, less their mean over all tokens of the batch and divided by their standard deviation (ddof 1),
-    plus 1e-8: the normalisation of REINFORCE++ (arXiv 2501.03262) and of PPO's advantages.
+    """Values by token, normalised: minus the mean over all tokens of the batch, divided by the standard deviation (ddof
+    1) plus 1e-8. The normalisation of REINFORCE++ (arXiv 2501.03262) and of PPO's advantages.
 
     Args:
-        values: for each completion those of its tokens.
-        counted: which completions the mean and the deviation are of, None for all.
-        total: adds up numbers over the ranks that have a part of the batch each.
+        values: for each completion, the values of its tokens.
+        mask: True for completions that enter mean and deviation; None for all.
+        sum_over_ranks: sums numbers over the ranks, each of which has a part of the batch.
     """
     rows = [np.asarray(row, "float64") for row in values]
-    kept = rows if counted is None else [row for row, counts in zip(rows, counted, strict=True) if counts]
+    kept = rows
+    if mask is not None:
+        kept = [row for row, is_kept in zip(rows, mask, strict=True) if is_kept]
     every = np.concatenate(kept) if kept else np.zeros(0)
-    count, summed = total([float(every.size), float(every.sum())])
+    count, summed = sum_over_ranks([float(every.size), float(every.sum())])
     mean = summed / max(count, 1.0)
-    (squares,) = total([float(((every - mean) ** 2).sum())])
+    # a second pass over the ranks: the mean of squares minus the square of the mean would lose digits
+    (squares,) = sum_over_ranks([float(((every - mean) ** 2).sum())])
     scale = math.sqrt(squares / max(count - 1, 1.0)) + 1e-8
     return [(row - mean) / scale for row in rows]
 
 
-def generalised(
+def gae(
     rewards: Sequence[ArrayLike], values: Sequence[ArrayLike], gamma: float = 1.0, lambda_: float = 0.95
 ) -> tuple[Tokens, Tokens]:
-    """Generalised advantage estimation (Schulman et al. 2015, arXiv 1506.02438, eq. 16), of PPO.
+    """Generalised advantage estimation, GAE (Schulman et al. 2015, arXiv 1506.02438, eq. 16), as in PPO.
 
     delta_t = r_t + gamma V_{t+1} - V_t; A_t = delta_t + gamma lambda A_{t+1}; the value after the last token is 0. The
-    tokens are the model's own: those of an environment are left out of both arguments, so that they discount nothing.
+    tokens are those that the model sampled: without those of an environment, which therefore discount nothing.
 
     Args:
-        rewards: for each completion those of its tokens.
-        values: the critic's, before each of these tokens.
+        rewards: for each completion, the rewards of its tokens.
+        values: for each completion, the critic's value before each token.
         gamma: the discount.
-        lambda_: 0 for one step ahead, 1 for the whole return.
+        lambda_: 0 for one-step temporal differences, 1 for the full return.
 
     Returns:
-        Advantages, and returns: what the critic learns, advantages + values.
+        Advantages, and returns (advantages + values), which are the targets of the critic.
     """
-    found, returns = [], []
+    advantages_ = []
+    returns = []
     for row, critic in zip(rewards, values, strict=True):
-        reward, value = np.asarray(row, "float64"), np.asarray(critic, "float64")
+        reward = np.asarray(row, "float64")
+        value = np.asarray(critic, "float64")
         assert reward.shape == value.shape, (reward.shape, value.shape)
         result = np.zeros_like(reward)
-        after = carried = 0.0
+        next_value = advantage = 0.0
         for t in range(len(reward) - 1, -1, -1):
-            carried = reward[t] + gamma * after - value[t] + gamma * lambda_ * carried
-            result[t], after = carried, value[t]
-        found.append(result)
+            advantage = reward[t] + gamma * next_value - value[t] + gamma * lambda_ * advantage
+            result[t] = advantage
+            next_value = value[t]
+        advantages_.append(result)
         returns.append(result + value)
-    return found, returns
+    return advantages_, returns
 
 
-def pass_at(num_right: int, num_drawn: int, k: int) -> float:
+def pass_at(num_right: int, num_samples: int, k: int) -> float:
     """Probability that at least one of k completions is right: 1 - C(n - c, k) / C(n, k), the unbiased estimate of
     Chen et al. 2021, arXiv 2107.03374, eq. 1.
 
     Args:
-        num_right: c of those that were drawn.
-        num_drawn: n, at least k.
-        k: completions that one may try.
+        num_right: c, the number of right completions.
+        num_samples: n, the number of sampled completions, at least k.
+        k: the number of tries.
     """
-    assert 0 <= num_right <= num_drawn, (num_right, num_drawn)
-    assert 1 <= k <= num_drawn, (k, num_drawn)
-    return 1.0 - math.comb(num_drawn - num_right, k) / math.comb(num_drawn, k)
+    assert 0 <= num_right <= num_samples, (num_right, num_samples)
+    assert 1 <= k <= num_samples, (k, num_samples)
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
 def _grouped(rewards: ArrayLike, groups: ArrayLike) -> tuple[np.ndarray, int, np.ndarray]:
-    """Rewards as float64, how many groups there are, and for each completion the place of its group among them."""
+    """Rewards as float64 [C], the number of groups, and the index of each completion's group among them [C]."""
     values = np.array([np.nan if r is None else r for r in np.asarray(rewards, object).ravel()], "float64")
-    numbers, inverse = np.unique(np.asarray(groups), return_inverse=True)
+    indices, inverse = np.unique(np.asarray(groups), return_inverse=True)
     assert values.shape == inverse.shape, (values.shape, inverse.shape)
-    return values, len(numbers), inverse
+    return values, len(indices), inverse
 
 
 def _mean(values: np.ndarray) -> float:
@@ -198,5 +205,5 @@ def _mean(values: np.ndarray) -> float:
 
 
 def _std(values: np.ndarray) -> float:
-    """Standard deviation with n - 1; 0 of fewer than two values."""
+    """Standard deviation (ddof 1); 0 for fewer than two values."""
     return float(values.std(ddof=1)) if values.size > 1 else 0.0

@@ -1,4 +1,4 @@
-"""Arithmetic that a model has written: the value of an expression, exactly, and without running it."""
+"""Arithmetic expressions in completions: their exact value, without running code."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-_LONGEST = 200
-"""Characters of an expression, and digits of a number in it."""
+_MAX_LENGTH = 200
+"""Maximum number of characters of an expression."""
 _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -19,7 +19,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
 
 
 def value(expression: str) -> Fraction:
-    """The value of numbers with + - * / and brackets, exactly. Raises ValueError when it is none."""
+    """The exact value of an expression of numbers, + - * / and brackets. Raises ValueError for any other text."""
     try:
         return _value(_parsed(expression))
     except RecursionError:
@@ -29,8 +29,8 @@ def value(expression: str) -> Fraction:
 
 
 def numbers_in(expression: str) -> list[Fraction]:
-    """The numbers that stand in an expression, ascending; a sign in front of a number belongs to it. Raises ValueError
-    when it is none."""
+    """The numbers in an expression, ascending; a sign in front of a number belongs to it. Raises ValueError for a text
+    that is no expression."""
     try:
         return sorted(_numbers(_parsed(expression)))
     except RecursionError:
@@ -46,11 +46,11 @@ def _numbers(node: ast.expr) -> list[Fraction]:
 
 
 def _parsed(expression: str) -> ast.expr:
-    if len(expression) > _LONGEST:
+    if len(expression) > _MAX_LENGTH:
         raise ValueError("too long")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is nearly no expression, such as "2if"
+            warnings.simplefilter("ignore")  # Python warns about texts such as "2if"
             return ast.parse(expression.strip(), mode="eval").body
     except (SyntaxError, RecursionError, MemoryError):
         raise ValueError("no expression") from None
@@ -67,5 +67,5 @@ def _value(node: ast.expr) -> Fraction:
 
 
 def shown(number: Fraction) -> str:
-    """A number in decimals, to twelve digits if it has more."""
+    """A number as a decimal, rounded to twelve digits."""
     return str(number.numerator) if number.denominator == 1 else f"{float(number):.12g}"

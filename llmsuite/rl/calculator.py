@@ -7,10 +7,10 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from llmsuite.contract.specs import Reply, Turn
 from llmsuite.rl.arithmetic import shown, value
 from llmsuite.rl.columns import value_of
 from llmsuite.rl.environment_sections import CalculatorSection
-from llmsuite.specs import Reply, Turn
 
 TOOL_CALL = "<tool_call>(.*?)</tool_call>"
 CALCULATE: Mapping[str, Any] = {
@@ -25,14 +25,15 @@ CALCULATE: Mapping[str, Any] = {
         },
     },
 }
-"""The function that a chat template is given."""
+"""The function that the chat template offers to the model."""
 
 
 class Calculator:
-    """See `CalculatorSection`."""
+    """An episode with a calculator as a tool; `CalculatorSection` describes the rules."""
 
     def __init__(self, section: CalculatorSection):
-        self._pattern, self._column = TOOL_CALL if section.as_tool else section.pattern, section.column
+        self._pattern = TOOL_CALL if section.as_tool else section.pattern
+        self._column = section.column
         self._answer = ""
         self.tools = [CALCULATE] if section.as_tool else []
 
@@ -47,15 +48,18 @@ class Calculator:
         if call is None:
             right = turn.finish_reason == "stop" and turn.text.strip() == self._answer
             return Reply(done=True, reward={"score": float(right), "calls": 0.0})
+        expression = call[1]
         try:
-            content = shown(value(_expression(call[1]) if self.tools else call[1]))
-        except (ValueError, OverflowError) as error:  # of a quotient beyond the decimals that are shown
+            if self.tools:
+                expression = _expression(expression)
+            content = shown(value(expression))
+        except (ValueError, OverflowError) as error:  # OverflowError: the result is no float
             content = f"error: {error}"
         return Reply(messages=[{"role": "tool", "content": content}], reward={"score": 0.0, "calls": 1.0})
 
 
 def _expression(call: str) -> str:
-    """The argument of a call, written as JSON. Raises ValueError when it is none of `calculate`."""
+    """The expression of a call in JSON. Raises ValueError when it is no call of `calculate`."""
     try:
         found = json.loads(call)
     except (ValueError, RecursionError):

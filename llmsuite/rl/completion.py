@@ -1,4 +1,4 @@
-"""A completion that was drawn for a prompt: what rewards see, and what training learns from."""
+"""A sampled completion: the input of rewards and of the loss."""
 
 from __future__ import annotations
 
@@ -11,46 +11,53 @@ from llmsuite.data.rows import Message
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One completion of one prompt. Its ids are those that were drawn: they are never made of the text again."""
+    """One completion of one prompt. Its ids are the sampled ones: text is never tokenized again."""
 
     prompt_ids: Sequence[int]
     ids: Sequence[int]
-    """The tokens drawn, with the stop token that ended them. In an episode, those of all turns and of what the
-    environment said between them."""
+    """The sampled tokens, including the stop token. In an episode, the tokens of all turns, including the observations
+    from the environment between them."""
     logprobs: Sequence[float]
-    """Log-probabilities of the tokens that were drawn, under the distribution they were drawn from: the temperature is
-    applied. Those of an environment have none."""
+    """Log-probabilities of the sampled tokens, under the distribution they were sampled from: the temperature is
+    applied. Tokens of an environment have none."""
     finish_reason: Literal["stop", "length"]
-    """length: it reached the limit of tokens and has no stop token, or an episode ended before its environment said
-    so."""
+    """length: the completion reached the token limit and has no stop token, or an episode ended before its environment
+    ended it."""
     text: str
-    """The completion without its stop token; the last turn of an episode."""
+    """The completion without its stop token; for an episode, the last turn."""
     columns: Mapping[str, Any]
     """The other columns of the prompt's row, such as its answer."""
     group: int
-    """Number of the prompt in the global batch. The completions of a prompt are a group, which is never cut."""
+    """Index of the prompt in the global batch. The completions of a prompt form a group, which is never split."""
     number: int
-    """Number of the completion in its group."""
+    """Index of the completion in its group."""
     prompt: str = ""
     """The prompt as text, as the chat template renders it."""
-    is_own: Sequence[bool] = ()
-    """Whether the model has drawn each of `ids`, for an episode; empty where it has drawn all."""
+    sampled_mask: Sequence[bool] = ()
+    """For each of `ids` in an episode, True where the model sampled the token; empty where it sampled all of them."""
     turns: Sequence[Message] = ()
-    """The turns of an episode behind its prompt."""
+    """The turns of an episode after its prompt."""
     episode_scores: Mapping[str, float] | None = None
-    """What the environment gave for all turns together: its reward as "score", and its parts."""
+    """The environment's values summed over all turns: its reward as "score", and the parts of the reward."""
     failure: str = ""
-    """Why there is no reward of the environment."""
+    """The reason for which the environment has no reward; empty otherwise."""
 
     @property
-    def num_own(self) -> int:
-        """Tokens that the model has drawn."""
+    def num_sampled(self) -> int:
+        """The number of tokens that the model sampled."""
         return len(self.logprobs)
 
     @property
-    def own(self) -> list[int]:
-        """Places in `ids` of the tokens that the model has drawn."""
-        return [i for i, mine in enumerate(self.is_own) if mine] if self.is_own else list(range(len(self.ids)))
+    def sampled_positions(self) -> list[int]:
+        """Positions in `ids` of the tokens that the model sampled."""
+        if not self.sampled_mask:
+            return list(range(len(self.ids)))
+        return [i for i, is_sampled in enumerate(self.sampled_mask) if is_sampled]
+
+    @property
+    def num_turns(self) -> int:
+        """The number of turns of the model in an episode."""
+        return sum(turn.role == "assistant" for turn in self.turns)
 
     @property
     def truncated(self) -> bool:

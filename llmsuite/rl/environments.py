@@ -1,7 +1,7 @@
-"""Environments as a process without Paddle loads and calls them, see `llmsuite.rl.worker`.
+"""Environments in worker processes without Paddle (`llmsuite.rl.worker`): how they are loaded and called.
 
-An environment travels: each call gets it as bytes and gives it back so. A process that is killed takes no other
-episode with it, and any process can answer any turn.
+The state of an environment is sent with each call as bytes and returned with the result. So any process can answer any
+turn, and a process that is killed affects no other episode.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.python_files import from_file, python_function
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.specs import Environment, EnvironmentSpec, Reply, Turn
 from llmsuite.data.rows import Message
-from llmsuite.data.turns import tools_at, turn_at
-from llmsuite.errors import UserError
-from llmsuite.python_files import from_file, python_function
+from llmsuite.data.turns import parse_message, parse_tools
 from llmsuite.rl.checks import number_of, number_or_none, shown
 from llmsuite.rl.worker import describe, finished
-from llmsuite.schema.environment import EnvironmentSection
-from llmsuite.specs import Environment, EnvironmentSpec, Reply, Turn
 
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """The call that begins an episode."""
+    """The call that starts an episode."""
 
     row: Mapping[str, Any]
     seed: int
@@ -33,39 +33,41 @@ class Begin:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The call that answers a turn."""
+    """The call with a turn of the model."""
 
     state: bytes
+    """The environment, pickled."""
     turn: Turn
 
 
 @dataclasses.dataclass(frozen=True)
-class Answer:
+class StepResult:
     """The result of a call."""
 
     state: bytes
     """The environment, pickled; empty when the episode is done."""
     messages: tuple[Message, ...]
     tools: str = ""
-    """The functions that it offers when an episode begins, as in `llmsuite.data.rows.Conversation`."""
+    """The functions that the environment offers at the start of an episode, as in `llmsuite.data.rows.Conversation`."""
     done: bool = False
     scores: tuple[float, ...] = ()
-    """The reward of the turn, and its parts."""
+    """The reward of the turn, followed by its parts."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentSource:
-    """Where an environment comes from, such that another process can load it."""
+    """The source of an environment, in a form that another process can load."""
 
     key: str
-    """As in the recipe's `environment.name`."""
+    """The value of `environment.name` in the recipe."""
     factory: bytes = b""
     """The pickled factory and section of a registered environment; empty for a class in a file."""
     parts: tuple[str, ...] = ()
-    here: bool = False
+    in_main: bool = False
 
-    def serve(self) -> Callable[[Begin | Step], tuple[Answer | None, str]]:
-        """What a call does. Raises UserError when the environment cannot be loaded."""
+    def make_handler(self) -> Callable[[Begin | Step], tuple[StepResult | None, str]]:
+        """Load the environment and return the function that handles its calls. Raises UserError when it cannot be
+        loaded."""
         try:
             if self.factory:
                 factory, section = pickle.loads(self.factory)
@@ -75,19 +77,19 @@ class EnvironmentSource:
             made = make()
         except UserError:
             raise
-        except (Exception, SystemExit) as error:  # it is somebody else's code
+        except (Exception, SystemExit) as error:  # user code may raise anything
             raise UserError(f"environment {self.key}: cannot be loaded: {describe(error)}") from error
         missing = [name for name in ("begin", "step") if not callable(getattr(made, name, None))]
         if missing:
             raise UserError(f"environment {self.key}: has no method {' and no method '.join(missing)}")
-        return functools.partial(answered, make, self.parts)
+        return functools.partial(handle_call, make, self.parts)
 
-    def nothing(self, payload: Begin | Step) -> None:
-        """The result of a call that has failed."""
+    def failed_result(self, payload: Begin | Step) -> None:
+        """Return the result of a call that has failed, which is None."""
 
 
 def environment_source(section: EnvironmentSection, registered: Mapping[str, EnvironmentSpec]) -> EnvironmentSource:
-    """The environment of a recipe, which has one. The environment's own keys are read here.
+    """The source of the recipe's environment. Reads the environment's own keys.
 
     Raises:
         UserError: it cannot be sent to another process.
@@ -97,9 +99,11 @@ def environment_source(section: EnvironmentSection, registered: Mapping[str, Env
     if python_function(name) is not None:
         return EnvironmentSource(name)
     spec = registered[name]
-    options = getattr(section, name) if spec.config_cls is not None else None
-    for field in dataclasses.fields(options) if options is not None else ():
-        getattr(options, field.name)
+    options = None
+    if spec.config_cls is not None:
+        options = getattr(section, name)
+        for field in dataclasses.fields(options):
+            getattr(options, field.name)
     try:
         factory = pickle.dumps((spec.factory, options))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -110,26 +114,34 @@ def environment_source(section: EnvironmentSection, registered: Mapping[str, Env
     return EnvironmentSource(name, factory, spec.parts)
 
 
-def answered(make: Callable[[], Environment], parts: Sequence[str], call: Begin | Step) -> tuple[Answer | None, str]:
-    """The answer of an environment, None with the reason where there is none."""
+def handle_call(
+    make: Callable[[], Environment], parts: Sequence[str], call: Begin | Step
+) -> tuple[StepResult | None, str]:
+    """Call an environment. Returns its result and "", or None and the error message when it has failed.
+
+    Args:
+        make: makes a new environment.
+        parts: names of the parts of its reward.
+        call: the call.
+    """
     try:
         if isinstance(call, Begin):
             environment = make()
             messages = _messages(finished(environment.begin(call.row, call.seed)), "begin returned")
-            return Answer(_pickled(environment), messages, _tools(environment)), ""
+            return StepResult(_pickled(environment), messages, _tools(environment)), ""
         environment = pickle.loads(call.state)
-        return _answer(environment, finished(environment.step(call.turn)), parts), ""
-    except Exception as error:  # it is somebody else's code
+        return _step_result(environment, finished(environment.step(call.turn)), parts), ""
+    except Exception as error:  # user code may raise anything
         return None, describe(error)
 
 
-def _answer(environment: Environment, reply: Any, parts: Sequence[str]) -> Answer:
+def _step_result(environment: Environment, reply: Any, parts: Sequence[str]) -> StepResult:
     if not isinstance(reply, Reply):
-        raise TypeError(f"step returned {shown(reply)}, which is no llmsuite.plugins.hookspecs.Reply")
+        raise TypeError(f"step returned {shown(reply)}, not a llmsuite.contract.hookspecs.Reply")
     scores = _scores(reply.reward, parts)
     if reply.done:
-        return Answer(b"", (), done=True, scores=scores)
-    return Answer(_pickled(environment), _messages(reply.messages, "its messages are"), scores=scores)
+        return StepResult(b"", (), done=True, scores=scores)
+    return StepResult(_pickled(environment), _messages(reply.messages, "its messages are"), scores=scores)
 
 
 def _pickled(environment: Environment) -> bytes:
@@ -143,27 +155,29 @@ def _tools(environment: Environment) -> str:
     given = getattr(environment, "tools", ())
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
         raise TypeError(f"its tools are {shown(given)}, not a list of functions")
-    return tools_at({"tools": list(given)})
+    return parse_tools({"tools": list(given)})
 
 
 def _messages(given: Any, what: str) -> tuple[Message, ...]:
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence) or not given:
         raise TypeError(f"{what} {shown(given)}, not a list with at least one message")
-    found = []
+    turns = []
     for i, message in enumerate(given):
         try:
-            turn = turn_at(message, f"messages[{i}]")
+            turn = parse_message(message, f"messages[{i}]")
         except ValueError as error:
             raise ValueError(f"{what} {shown(message)}: {error}") from error
         if turn.role == "assistant" and i == len(given) - 1:
-            raise ValueError(f"messages[{i}] is {shown(message)}; the last one has to be of the user or a tool")
-        found.append(turn)
-    return tuple(found)
+            raise ValueError(f"messages[{i}] is {shown(message)}; the last one must have the role user or tool")
+        turns.append(turn)
+    return tuple(turns)
 
 
 def _scores(reward: Any, parts: Sequence[str]) -> tuple[float, ...]:
-    """The reward of a turn and its parts; parts that a plain number leaves out are 0."""
-    given = reward if isinstance(reward, Mapping) else {"score": reward, **dict.fromkeys(parts, 0.0)}
+    """The reward of a turn, followed by its parts; the parts are 0 where the reward is a plain number."""
+    given = reward
+    if not isinstance(reward, Mapping):
+        given = {"score": reward, **dict.fromkeys(parts, 0.0)}
     if given.keys() != {"score", *parts}:
         raise ValueError(f"its reward has the keys {sorted(map(str, given))}, not {sorted(['score', *parts])}")
     try:

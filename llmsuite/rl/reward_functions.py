@@ -1,4 +1,4 @@
-"""The rewards that come with llmsuite: each factory gets the section of its keys and returns what scores."""
+"""The built-in rewards: each factory gets the section of its keys and returns a function that scores completions."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from llmsuite.errors import UserError
-from llmsuite.extras import install_command
+from llmsuite.base.errors import UserError
+from llmsuite.base.extras import install_command
+from llmsuite.contract.specs import Score
 from llmsuite.rl.arithmetic import numbers_in, value
 from llmsuite.rl.columns import value_of
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import CountdownSection, ExactSection, FormatSection, LengthSection, MathSection
-from llmsuite.specs import Score
 
 
 def answer_of(completion: Completion, reward: str, column: str, key: str = "column") -> Any:
-    """What a row has in the column that `reward.REWARD.KEY` names. Raises ValueError without one."""
+    """The value of a row in the column that `reward.REWARD.KEY` names. Raises ValueError when the row has none."""
     return value_of(completion.columns, column, f"reward.{reward}.{key}")
 
 
 def exact(section: ExactSection) -> Score:
-    """1 where the text is the answer of the row."""
-    column, ended = section.column, section.ended
+    """1 for a text that equals the answer of the row."""
+    column = section.column
+    ended = section.ended
 
     def score_one(completion: Completion) -> float | ValueError:
         try:
             answer = str(answer_of(completion, "exact", column))
-        except ValueError as error:  # in its place: the other rows, of the same call, have theirs
+        except ValueError as error:  # returned, not raised: the other rows of the call keep their rewards
             return error
         return float(completion.text.strip() == answer.strip() and not (ended and completion.truncated))
 
@@ -38,7 +39,7 @@ def exact(section: ExactSection) -> Score:
 
 
 def form(section: FormatSection) -> Score:
-    """1 where the text has the form of a pattern."""
+    """1 for a text that matches the pattern."""
     if section.pattern is None:
         raise UserError("reward.format.pattern: is required with the reward format; set it to a regular expression")
     pattern = re.compile(section.pattern, re.DOTALL)
@@ -50,21 +51,24 @@ def form(section: FormatSection) -> Score:
 
 
 def length(section: LengthSection) -> Score:
-    """How far the number of tokens is from the target."""
-    target, only_longer = section.target, section.only_longer
+    """Minus the relative distance of the number of tokens from the target."""
+    target = section.target
+    only_longer = section.only_longer
     if target is None:
         raise UserError("reward.length.target: is required with the reward length; set it to a number of tokens")
 
     def score(completions: Sequence[Completion]) -> list[float]:
-        over = [len(c.ids) - target for c in completions]
-        return [-min(1.0, (max(o, 0) if only_longer else abs(o)) / target) for o in over]
+        distances = [len(c.ids) - target for c in completions]
+        distances = [max(d, 0) if only_longer else abs(d) for d in distances]
+        return [-min(1.0, d / target) for d in distances]
 
     return score
 
 
 def countdown(section: CountdownSection) -> Score:
-    """1 where the row's numbers are combined to its target."""
-    columns, pattern = (section.numbers, section.target), section.pattern
+    """1 for an expression of the row's numbers whose value is its target."""
+    columns = (section.numbers, section.target)
+    pattern = section.pattern
 
     def score_one(completion: Completion) -> float:
         numbers = answer_of(completion, "countdown", columns[0], "numbers")
@@ -72,7 +76,9 @@ def countdown(section: CountdownSection) -> Score:
         if not isinstance(numbers, list) or not numbers:
             raise ValueError(f"{columns[0]!r} is {numbers!r:.100}, not a list of numbers (reward.countdown.numbers)")
         given = sorted(Fraction(str(number)) for number in numbers)
-        found = [completion.text] if pattern is None else re.findall(pattern, completion.text, re.DOTALL)
+        found = [completion.text]
+        if pattern is not None:
+            found = re.findall(pattern, completion.text, re.DOTALL)
         if completion.truncated or not found:
             return 0.0
         try:
@@ -84,7 +90,7 @@ def countdown(section: CountdownSection) -> Score:
 
 
 def environment(section: None) -> Score:
-    """What the environment gave in all turns of the episode."""
+    """The reward of the environment, summed over all turns of the episode."""
 
     def score(completions: Sequence[Completion]) -> list[Mapping[str, float] | Exception]:
         return [RuntimeError(c.failure) if c.episode_scores is None else c.episode_scores for c in completions]
@@ -93,14 +99,14 @@ def environment(section: None) -> Score:
 
 
 def _is_bare(text: str) -> bool:
-    """Whether a text is one expression without what LaTeX puts around: no words, in one line."""
+    """Return True if a text is one expression without LaTeX delimiters: no words, in one line."""
     text = text.strip()
     is_marked = re.search(r"\$|\\boxed|\\\(|\\\[|\n", text)
     return bool(text) and not is_marked and not re.search(r"[^\W\d_]{2}", re.sub(r"\\[A-Za-z]+", "", text))
 
 
 def mathematical(section: MathSection) -> Score:
-    """1 where the last expression of the text equals the answer."""
+    """1 for a text whose last mathematical expression equals the answer."""
     column = section.column
     try:
         verifier = importlib.import_module("math_verify")
@@ -110,7 +116,7 @@ def mathematical(section: MathSection) -> Score:
             f"{install_command('math')}"
         ) from error
 
-    # it warns at every call that nothing limits its time here, which the pool does
+    # it warns at every call that its own time limit is off; the worker pool has one
     logging.getLogger("math_verify").setLevel(logging.ERROR)
 
     def parsed(text: str) -> list[Any]:
@@ -118,14 +124,20 @@ def mathematical(section: MathSection) -> Score:
         return found
 
     def readings(text: str) -> list[list[Any]]:
-        """A bare expression as such first: of plain text only the last number is taken, 2 of (1, 2) and of 2x."""
-        return [parsed(way) for way in ([f"${text}$", text] if _is_bare(text) else [text])]
+        """Parse a text. For a bare expression also as LaTeX, and that first: of plain text math-verify takes only the
+        last number, such as 2 of (1, 2)."""
+        ways = [f"${text}$", text] if _is_bare(text) else [text]
+        return [parsed(way) for way in ways]
 
     def score_one(completion: Completion) -> float | None:
         answer = str(answer_of(completion, "math", column))
-        gold = next(filter(None, readings(answer)), []) or (parsed(f"${answer}$") if "\\" in answer else [])
+        gold = next(filter(None, readings(answer)), [])
+        if not gold and "\\" in answer:
+            gold = parsed(f"${answer}$")
         if not gold:
-            raise ValueError(f"the answer {answer!r} is no mathematical expression; write it as LaTeX or as a number")
+            raise ValueError(
+                f"the answer {answer!r} is not a mathematical expression; write it as LaTeX or as a number"
+            )
         return float(any(verifier.verify(gold, found, timeout_seconds=None) for found in readings(completion.text)))
 
     return lambda completions: [score_one(c) for c in completions]

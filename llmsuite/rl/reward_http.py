@@ -1,4 +1,5 @@
-"""The reward `http`: completions are scored by a server, in the words of PaddleNLP's or OpenRLHF's reward servers."""
+"""The reward `http`: completions are scored by a server with the protocol of PaddleNLP's or OpenRLHF's reward
+servers."""
 
 from __future__ import annotations
 
@@ -7,22 +8,25 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from llmsuite.base.redaction import Url
+from llmsuite.base.web.client import HttpFailure, post_json, shortened
+from llmsuite.contract.specs import Score
 from llmsuite.rl.checks import number_of
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import HttpSection
-from llmsuite.shown import Url
-from llmsuite.specs import Score
-from llmsuite.web.client import HttpFailure, post_json, shortened
 
 _PAUSE = 0.5
-"""Seconds before the first further try; twice as long before each one after it."""
+"""Seconds before the first retry; twice as long before each later one."""
 
 
 def http(section: HttpSection) -> Score:
-    """Asks a server, one request for the completions of a prompt."""
-    url, dialect, column = section.url, section.dialect, section.column
-    timeout, retries = section.timeout, section.retries
+    """Scores by a server, with one request for the completions of a prompt."""
+    url = section.url
+    dialect = section.dialect
+    column = section.column
+    timeout = section.timeout
+    retries = section.retries
     if url is None:
         raise UserError("reward.http.url: is required with the reward http; set it to where the server listens")
     server = Url(url)
@@ -30,7 +34,7 @@ def http(section: HttpSection) -> Score:
     def score(completions: Sequence[Completion]) -> list[float | ValueError]:
         body = {"paddlenlp": _for_paddlenlp, "openrlhf": _for_openrlhf}[dialect](completions, column)
         answer = _post(server, body, timeout, retries)
-        key, scores = {"paddlenlp": _of_paddlenlp, "openrlhf": _of_openrlhf}[dialect](answer, server)
+        key, scores = {"paddlenlp": _from_paddlenlp, "openrlhf": _from_openrlhf}[dialect](answer, server)
         if not isinstance(scores, list) or len(scores) != len(completions):
             raise HttpFailure(server, f"answers with no list of {len(completions)} scores: {shortened(answer)}")
         return [_score(value, f"{server}: {key}[{i}]") for i, value in enumerate(scores)]
@@ -39,7 +43,7 @@ def http(section: HttpSection) -> Score:
 
 
 def _score(value: Any, where: str) -> float | ValueError:
-    """A score, or an error in its place: the others of the answer may be good."""
+    """A score, or the error instead of raising it: the other scores of the response may be valid."""
     try:
         return number_of(value)
     except (TypeError, ValueError) as error:
@@ -59,11 +63,13 @@ def _for_paddlenlp(completions: Sequence[Completion], column: str) -> dict[str, 
     }
 
 
-def _of_paddlenlp(answer: Any, server: Url) -> tuple[str, Any]:
-    """The scores, and where they are. The server gives zeros along with an error, which are none."""
+def _from_paddlenlp(answer: Any, server: Url) -> tuple[str, Any]:
+    """The key of the scores, and the scores. With an error the server sends zeros, which are no scores."""
     if isinstance(answer, dict) and answer.get("error_code", 0) != 0:
-        raise HttpFailure(server, f"the server says: {shortened(answer.get('error_msg') or answer)}")
-    return "score", answer.get("score") if isinstance(answer, dict) else None
+        raise HttpFailure(server, f"the server reports: {shortened(answer.get('error_msg') or answer)}")
+    if not isinstance(answer, dict):
+        return "score", None
+    return "score", answer.get("score")
 
 
 def _for_openrlhf(completions: Sequence[Completion], column: str) -> dict[str, list[str]]:
@@ -74,20 +80,22 @@ def _for_openrlhf(completions: Sequence[Completion], column: str) -> dict[str, l
     }
 
 
-def _of_openrlhf(answer: Any, server: Url) -> tuple[str, Any]:
-    """The scores, and where they are; some servers wrap the object into a list."""
+def _from_openrlhf(answer: Any, server: Url) -> tuple[str, Any]:
+    """The key of the scores, and the scores. Some servers wrap the object into a list."""
     if isinstance(answer, list) and len(answer) == 1:
         answer = answer[0]
-    return "rewards", answer.get("rewards") if isinstance(answer, dict) else None
+    if not isinstance(answer, dict):
+        return "rewards", None
+    return "rewards", answer.get("rewards")
 
 
 def _post(url: Url, body: Any, timeout: float, retries: int) -> Any:
-    """The server's answer, as JSON data. Raises HttpFailure after the last try, with what was wrong in it."""
+    """The server's response, as JSON data. Raises HttpFailure when the last try has failed."""
     for left in range(retries, -1, -1):
         try:
             return post_json(url, body, timeout)
         except HttpFailure as error:
-            if not left or not error.may_pass:
+            if not left or not error.is_transient:
                 raise
         time.sleep(_PAUSE * 2 ** (retries - left))
     raise AssertionError("the last try returns or raises")

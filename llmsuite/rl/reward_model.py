@@ -1,4 +1,5 @@
-"""Scores of completions by a reward model, as stage `rm` trains one: a whole model on each rank that draws."""
+"""The reward `model`: scores by a reward model of stage `rm`, with a full copy on each rank that samples
+completions."""
 
 from __future__ import annotations
 
@@ -8,36 +9,37 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import check_intact
 from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.contract.specs import Score
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from llmsuite.files import check_whole
 from llmsuite.inference.frozen import build_frozen
 from llmsuite.models.head import head_of
 from llmsuite.recipe.shape import local_weights
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_sections import ModelRewardSection
 from llmsuite.rl.reward_services import RewardServices
-from llmsuite.specs import Score
 
 _KEY = "reward.model.weights"
 
 
 def model(section: ModelRewardSection, services: RewardServices) -> Score:
-    """The score of the last token of each completion, given its prompt.
+    """The score of the last token of each completion, after its prompt.
 
     Raises:
-        UserError: there is no reward model, or it has another tokenizer than the one whose tokens it gets.
+        UserError: there is no reward model, or its tokenizer is not that of the trained model.
     """
     size = section.batch_size
     if section.weights is None:
         raise UserError(f"{_KEY}: is required with the reward model; set it to the directory of a run of stage rm")
     path = local_weights(section.weights)
-    check_whole(path)
+    check_intact(path)
     source = open_model(path, services.families)
     if head_of(source.config) != "score":
-        raise UserError(f"{_KEY}: {path} is a language model, which gives no scores; train one with stage rm")
-    scoring, tokenizer = build_frozen(source, services.device, services.precision), TextTokenizer(path)
+        raise UserError(f"{_KEY}: {path} is a language model, which has no score head; train one with stage rm")
+    scoring = build_frozen(source, services.device, services.precision)
+    tokenizer = TextTokenizer(path)
     checked = False
 
     @paddle.no_grad()
@@ -59,16 +61,16 @@ def model(section: ModelRewardSection, services: RewardServices) -> Score:
 
 
 def _check_tokens(completion: Completion, tokenizer: TextTokenizer) -> None:
-    """Raises UserError where the model would read the prompt as other tokens than it gets."""
+    """Raise UserError when the reward model's tokenizer encodes the prompt to other tokens than it is given."""
     if list(completion.prompt_ids) != tokenizer.encode(completion.prompt):
         raise UserError(
-            f"{_KEY}: {tokenizer.directory} has another tokenizer than the model that is trained; the tokens it would "
-            "get are not those that it knows"
+            f"{_KEY}: {tokenizer.directory} has another tokenizer than the trained model, whose token ids would have "
+            "another meaning for it"
         )
 
 
 def _scores(scoring: Any, rows: Sequence[Sequence[int]], pad_id: int) -> list[float]:
-    """Scores of the last tokens of rows, which are padded on the right, where no token sees it."""
+    """Scores of the last tokens of rows. They are padded on the right, which causal attention never sees."""
     longest = max(map(len, rows))
     ids = np.full([len(rows), longest], pad_id, "int64")
     for row, given in zip(ids, rows):

@@ -1,4 +1,4 @@
-"""The rewards of a recipe: scores of completions by one or several functions, and what is missing of them."""
+"""The rewards of a recipe: scores of completions by one or several functions, and the limit for missing ones."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from llmsuite.errors import AgreedError, UserError
-from llmsuite.python_files import python_function
+from llmsuite.base.errors import AgreedError, UserError
+from llmsuite.base.python_files import python_function
+from llmsuite.base.redaction import redacted
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import RewardSpec, Score
 from llmsuite.rl.checks import LARGEST
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.reward_worker import RewardSource, scored
 from llmsuite.rl.worker_pool import Call, Limits, Outcome, WorkerPool
-from llmsuite.schema.reward import RewardSection
-from llmsuite.schema.section import Section
-from llmsuite.shown import redacted
-from llmsuite.specs import RewardSpec, Score
 
 
 class Rewards:
-    """Scores completions as the section `reward` says. Every rank makes one."""
+    """Scores completions with the rewards of the section `reward`. Every rank makes one."""
 
     def __init__(
         self, section: RewardSection, registered: Mapping[str, RewardSpec], services: RewardServices | None = None
@@ -37,7 +37,8 @@ class Rewards:
             services: of the run, for rewards that need them.
         """
         self._services = services
-        self._max_failed, names = section.max_failed, section.names()
+        self._max_failed = section.max_failed
+        names = section.names()
         self._specs = [None if python_function(key) else registered[key] for key in section.functions]
         self._options = [_options(spec, section) for spec in self._specs]
         self._sources = [
@@ -45,12 +46,12 @@ class Rewards:
         ]
         sizes = [1 + len(source.parts) for source in self._sources]
         self._offsets = list(itertools.accumulate(sizes, initial=0))
-        self.names = tuple(
-            name
-            for source in self._sources
-            for name in (names[source.key], *(f"{names[source.key]}/{part}" for part in source.parts))
-        )
-        """Names of the components: each reward, followed by the parts it gives beside it."""
+        components: list[str] = []
+        for source in self._sources:
+            name = names[source.key]
+            components += [name, *(f"{name}/{part}" for part in source.parts)]
+        self.names = tuple(components)
+        """Names of the components: each reward, followed by its parts."""
         self._weights = np.zeros(len(self.names))
         self._weights[self._offsets[:-1]] = list(section.functions.values())
         self._loaded: dict[int, Score] = {}
@@ -58,10 +59,10 @@ class Rewards:
         self._pool = WorkerPool(self._sources, limits)
         weakref.finalize(self, self._pool.close)
         self.first_failure = ""
-        """Why the first reward was missing that was."""
+        """The reason for the first missing reward; empty when none is."""
 
     def load(self) -> None:
-        """Load what scores, but for what needs services of the run. Else that is done when it first scores.
+        """Load the rewards now instead of at the first call of `score`, except those that need services of the run.
 
         Raises:
             UserError: a reward cannot be loaded.
@@ -72,14 +73,14 @@ class Rewards:
         self._pool.load()
 
     def score(self, completions: Sequence[Completion], total: int | None = None) -> np.ndarray:
-        """The components of each completion, [C, components] float64, NaN where there is none.
+        """The components of each completion, [C, components] float64, NaN for a missing one.
 
         Args:
-            completions: of whole groups.
-            total: completions of the step on all ranks, if these are not all.
+            completions: of full groups.
+            total: the number of completions of the step on all ranks; None where these are all.
 
         Raises:
-            UserError: a reward cannot be loaded, or more are missing than `reward.max_failed` allows of the step.
+            UserError: a reward cannot be loaded, or more of the step's rewards are missing than `reward.max_failed`.
         """
         found = np.full([len(completions), len(self.names)], np.nan)
         total = len(completions) if total is None else total
@@ -95,12 +96,12 @@ class Rewards:
                 print(f"warning: a reward is missing: {self.first_failure}", file=sys.stderr, flush=True)
             if self._weights[first]:
                 failed.update(missing)
-                self._limit(len(failed), total)
+                self._check_missing(len(failed), total)
         return found
 
     def total(self, scores: np.ndarray) -> np.ndarray:
-        """Components [..., components] to rewards [...]: the weighted sum, NaN where a reward of it is missing or
-        float32 cannot hold it."""
+        """The weighted sum of the components: [..., components] to [...]. NaN where a reward with a weight is missing,
+        or the sum is too large for float32."""
         counted = self._weights != 0
         found: np.ndarray = scores[..., counted] @ self._weights[counted]
         too_large = np.abs(found) > LARGEST
@@ -111,42 +112,47 @@ class Rewards:
         return np.where(too_large, np.nan, found)
 
     def check(self, scores: np.ndarray) -> None:
-        """Raises AgreedError when more rewards are missing than `reward.max_failed` allows, of the scores
-        [..., components] of a whole step, which all ranks have."""
+        """Raise AgreedError when more rewards are missing than `reward.max_failed` allows.
+
+        Args:
+            scores: [..., components], of all completions of a step, the same on all ranks.
+        """
         missing = np.isnan(self.total(scores))
         try:
-            self._limit(int(missing.sum()), missing.size)
+            self._check_missing(int(missing.sum()), missing.size)
         except UserError as error:
             raise AgreedError(str(error)) from error
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         self._pool.close()
 
     def _outcomes(self, completions: Sequence[Completion]) -> Iterator[tuple[list[int], int, Outcome]]:
-        """Numbers of the completions of each call, number of the reward, and what it gives."""
-        calls, rows_of = list[Call](), list[list[int]]()
+        """For each call: the indices of its completions, the index of the reward, and its outcome."""
+        calls = list[Call]()
+        rows_by_call = list[list[int]]()
         for which, (source, spec) in enumerate(zip(self._sources, self._specs)):
             if spec is not None and spec.runs == "main":
                 values, why = scored(self._in_main(which, spec), source.parts, completions)
                 yield list(range(len(completions))), which, Outcome(values, why)
                 continue
-            parts = _groups(completions) if spec is not None and spec.level == "group" else [
-                [row] for row in range(len(completions))
-            ]  # fmt: skip
-            rows_of += parts
-            calls += [Call(which, [completions[row] for row in rows]) for rows in parts]
+            parts = [[row] for row in range(len(completions))]
+            if spec is not None and spec.level == "group":
+                parts = _groups(completions)
+            rows_by_call += parts
+            for rows in parts:
+                calls.append(Call(which, [completions[row] for row in rows]))
         for number, outcome in self._pool.run(calls):
-            yield rows_of[number], calls[number].which, outcome
+            yield rows_by_call[number], calls[number].which, outcome
 
     def _in_main(self, which: int, spec: RewardSpec) -> Score:
-        """What scores in this process; it is loaded once."""
+        """The function of a reward that is computed in this process; it is loaded once."""
         if which not in self._loaded:
             services = [self._services] if spec.needs_services else []
             self._loaded[which] = spec.factory(self._options[which], *services)
         return self._loaded[which]
 
-    def _limit(self, missing: int, total: int) -> None:
+    def _check_missing(self, missing: int, total: int) -> None:
         if missing > self._max_failed * total:
             why = self.first_failure or "see the warnings of the other ranks"
             raise UserError(
@@ -156,7 +162,7 @@ class Rewards:
 
 
 def _groups(completions: Sequence[Completion]) -> list[list[int]]:
-    """Numbers of the completions of each prompt, in the order in which they come."""
+    """Indices of the completions of each prompt, in the order of first appearance."""
     found: dict[int, list[int]] = {}
     for row, completion in enumerate(completions):
         found.setdefault(completion.group, []).append(row)
@@ -164,7 +170,7 @@ def _groups(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 def _options(spec: RewardSpec | None, section: RewardSection) -> Section | None:
-    """The section of a reward's own keys, which are read here."""
+    """The section of a reward's own keys; reading them here marks them as used."""
     if spec is None or spec.config_cls is None:
         return None
     options: Section = getattr(section, spec.name)
@@ -174,11 +180,11 @@ def _options(spec: RewardSpec | None, section: RewardSection) -> Section | None:
 
 
 def _source(key: str, spec: RewardSpec | None, options: Section | None) -> RewardSource:
-    """How another process loads a reward."""
+    """The source of a reward, from which another process can load it."""
     if spec is None:
         return RewardSource(key)
     if spec.runs == "main":
-        return RewardSource(key, parts=spec.parts, here=True)
+        return RewardSource(key, parts=spec.parts, in_main=True)
     try:
         factory = pickle.dumps((spec.factory, options))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

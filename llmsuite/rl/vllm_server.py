@@ -1,13 +1,13 @@
-"""vLLM as a server that draws completions for a trainer: `rollout.openai.dialect: vllm`.
+"""The client of a vLLM server that samples completions for a trainer: `rollout.openai.dialect: vllm`.
 
-Written for vLLM 0.32, started with `--enable-scale-out`, and with VLLM_SERVER_DEV_MODE=1, without which it takes no
-weights. Of the ways it has, this one goes through a directory, as with `llmsuite serve`: it is paused, reads the
-weights, and goes on.
+Written for vLLM 0.32, started with `--enable-scale-out` and with VLLM_SERVER_DEV_MODE=1, without which it accepts no
+weights. Weights are updated through a directory, as with `llmsuite serve`: the server is paused, reads the weights, and
+resumes.
 
-vLLM keeps a label of its weights, which whoever brings them sets, and `/inference/v1/generate` names for each
-completion the labels it was drawn with. The label here is the number and the digest of the version, and it is taken
-away before the weights are touched. So what half an update draws, or a server that was started anew, is recognised and
-never learnt from.
+vLLM keeps a version label of its weights, which the client sets, and `/inference/v1/generate` returns for each
+completion the labels of the weights that sampled it. Here the label is the number and the digest of the version, and it
+is replaced before the weights are changed. So completions of a partial update or of a restarted server are recognised,
+and never trained on.
 """
 
 from __future__ import annotations
@@ -15,60 +15,70 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from llmsuite.rl.choices import choices_of, completion_of, field, items
-from llmsuite.rl.drawing import Drawing, Drawn, Request
-from llmsuite.rl.rollout_server import Failed, RolloutServer, Version, most_bytes, seed_of
-from llmsuite.threads import run_all
+from llmsuite.base.threads import run_all
+from llmsuite.inference.group_sampling import SampledCompletion, SampleRequest, SamplingParams
+from llmsuite.rl.response_parsing import choices_of, completion_of, field, items
+from llmsuite.rl.rollout_server import RetryableError, RolloutServer, Version, max_response_bytes, seed_of
 
 _NOT_FOUND = 404
-_AT_ONCE = 64
-"""Prompts that are asked for at the same time: vLLM takes one in a request and makes batches itself."""
+_CONCURRENCY = 64
+"""Concurrent requests. vLLM takes one prompt in a request, and batches them itself."""
 
 
 class VllmServer(RolloutServer):
-    """One server."""
+    """One vLLM server."""
 
-    def _ask(
-        self, version: Version, requests: Sequence[Request], drawing: Drawing, stop_ids: Collection[int]
-    ) -> list[list[Drawn]] | None:
-        found: list[list[Drawn] | None] = [None] * len(requests)
+    def _request(
+        self,
+        version: Version,
+        requests: Sequence[SampleRequest],
+        sampling_params: SamplingParams,
+        stop_ids: Collection[int],
+    ) -> list[list[SampledCompletion]] | None:
+        found: list[list[SampledCompletion] | None] = [None] * len(requests)
 
         def task(number: int) -> Callable[[], None]:
             def work() -> None:
-                asked = requests[number]
-                body, most = _body(asked, drawing, stop_ids), most_bytes([asked], drawing)
-                answer = self._post("inference/v1/generate", body, most)
-                found[number] = self._group(answer, _label(version), drawing, stop_ids)
+                request = requests[number]
+                body = _body(request, sampling_params, stop_ids)
+                max_bytes = max_response_bytes([request], sampling_params)
+                answer = self._post("inference/v1/generate", body, max_bytes)
+                found[number] = self._group(answer, _label(version), sampling_params, stop_ids)
 
             return work
 
-        run_all((task(i) for i in range(len(requests))), min(len(requests), _AT_ONCE))
+        run_all((task(i) for i in range(len(requests))), min(len(requests), _CONCURRENCY))
         groups = [group for group in found if group is not None]
         return groups if len(groups) == len(requests) else None
 
-    def _bring(self, version: Version) -> None:
+    def _load(self, version: Version) -> None:
         self._post("pause?mode=wait", {})
+        # the label changes before the weights do: see the docstring of the module
         self._post("update_weight_version", {"new_version": f"taking {_label(version)}"})
         new = {"method": "reload_weights", "kwargs": {"weights_path": str(version.place)}}
         self._post("collective_rpc", new)
         self._post("update_weight_version", {"new_version": _label(version)})
         self._post("resume", {})
-        self._has = version
+        self._loaded = version
 
     def _hint(self, code: int | None) -> str:
-        return "; does it run with VLLM_SERVER_DEV_MODE=1, and is it 0.32 or newer?" if code == _NOT_FOUND else ""
+        if code != _NOT_FOUND:
+            return ""
+        return "; does it run with VLLM_SERVER_DEV_MODE=1, and is it 0.32 or newer?"
 
-    def _group(self, answer: Any, label: str, drawing: Drawing, stop_ids: Collection[int]) -> list[Drawn] | None:
-        """The completions of a prompt, or None if other weights have drawn a token. Raises Failed, or UserError if they
-        are not what was asked for."""
+    def _group(
+        self, answer: Any, label: str, sampling_params: SamplingParams, stop_ids: Collection[int]
+    ) -> list[SampledCompletion] | None:
+        """The completions of a prompt; None if other weights sampled a token. Raises RetryableError, or UserError if
+        they are not those of the request."""
         try:
-            rows = {f"choices[{i}]": row for i, row in enumerate(choices_of(answer, drawing.num_generations))}
+            rows = {f"choices[{i}]": row for i, row in enumerate(choices_of(answer, sampling_params.num_generations))}
             if any(field(row, "finish_reason", where) == "abort" for where, row in rows.items()):
-                raise Failed("it was paused by somebody else")
+                raise RetryableError("another client has paused it")
             if any(not _is_of(row, label, where) for where, row in rows.items()):
                 return None
             return [
-                completion_of(row, _logprobs(row, where), drawing, stop_ids, self._vocab_size, where)
+                completion_of(row, _logprobs(row, where), sampling_params, stop_ids, self._vocab_size, where)
                 for where, row in rows.items()
             ]
         except ValueError as error:
@@ -79,26 +89,26 @@ def _label(version: Version) -> str:
     return f"{version.number}-{version.digest}"
 
 
-def _body(request: Request, drawing: Drawing, stop_ids: Collection[int]) -> dict[str, Any]:
+def _body(request: SampleRequest, sampling_params: SamplingParams, stop_ids: Collection[int]) -> dict[str, Any]:
     return {
         "token_ids": list(request.prompt_ids),
         "sampling_params": {
-            "n": drawing.num_generations,
-            "max_tokens": drawing.max_completion_length,
-            "temperature": drawing.temperature,
+            "n": sampling_params.num_generations,
+            "max_tokens": sampling_params.max_completion_length,
+            "temperature": sampling_params.temperature,
             "top_p": 1.0,
             "top_k": 0,
             "min_p": 0.0,
             "seed": seed_of([list(request.key)]),
             "stop_token_ids": sorted(stop_ids),
-            "ignore_eos": True,  # stop_token_ids says it all, whatever the files of the model say
+            "ignore_eos": True,  # stop_token_ids alone decides, not the config of the model
             "logprobs": 0,
         },
     }
 
 
 def _is_of(row: Any, label: str, where: str) -> bool:
-    """Whether weights of this label alone have drawn a choice; one without labels is of none."""
+    """Return True if only weights with this label sampled a choice; False for a choice without labels."""
     if field(row, "weight_versions", where) is None:
         return False
     spans = items(row, "weight_versions", where)
@@ -107,9 +117,9 @@ def _is_of(row: Any, label: str, where: str) -> bool:
 
 
 def _logprobs(row: Any, where: str) -> list[Any]:
-    """That of each token. Raises ValueError if they belong to others."""
+    """The log-probability of each token of a choice. Raises ValueError when they are those of other tokens."""
     content = items(field(row, "logprobs", where), "content", f"{where}.logprobs")
-    places = [(item, f"{where}.logprobs.content[{i}]") for i, item in enumerate(content)]
-    if [field(item, "token_id", place) for item, place in places] != field(row, "token_ids", where):
+    located = [(item, f"{where}.logprobs.content[{i}]") for i, item in enumerate(content)]
+    if [field(item, "token_id", place) for item, place in located] != field(row, "token_ids", where):
         raise ValueError(f"{where} has log-probabilities of other tokens")
-    return [field(item, "logprob", place) for item, place in places]
+    return [field(item, "logprob", place) for item, place in located]

@@ -1,7 +1,7 @@
-"""A process that runs somebody else's code, without Paddle: started by `llmsuite.rl.worker_pool`.
+"""A worker process for user code, without Paddle, started by `llmsuite.rl.worker_pool`.
 
-Over a pipe it gets the sources it is to load, says which of them it could not, then gets calls, and sends the result of
-each as it has it.
+Over a pipe it receives the sources to load, and reports an error if one cannot be loaded. Then it receives calls, and
+sends each result when it is available.
 """
 
 from __future__ import annotations
@@ -15,41 +15,41 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 
 class Source(Protocol):
-    """Where a function comes from, such that another process can load it: it is pickled."""
+    """The source of a function, which is pickled so that another process can load it."""
 
     @property
     def key(self) -> str:
-        """As the recipe has it."""
+        """Its name in the recipe."""
 
     @property
-    def here(self) -> bool:
-        """Called in the process that trains: no other loads it."""
+    def in_main(self) -> bool:
+        """True for a function that runs in the training process; workers do not load it."""
 
-    def serve(self) -> Callable[[Any], tuple[Any, str]]:
-        """The function: it returns its result and why something of it is missing, and raises nothing. Raises UserError
-        when it cannot be loaded."""
+    def make_handler(self) -> Callable[[Any], tuple[Any, str]]:
+        """Load the function that handles calls. It returns its result, and an error message if a part of it is missing;
+        it never raises. Raises UserError when it cannot be loaded."""
 
-    def nothing(self, payload: Any) -> Any:
-        """The result of a call that has taken too long or has ended its process."""
+    def failed_result(self, payload: Any) -> Any:
+        """Return the result of a call that has timed out or has ended its process."""
 
 
 @functools.cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """One for the life of the process: what somebody's code has opened belongs to it."""
+    """One event loop for the life of the process: connections that user code opens belong to it."""
     return asyncio.new_event_loop()
 
 
 def finished(result: Any) -> Any:
-    """What a function of somebody's returns; an async one is run to its end first. Raises what it raises."""
+    """The result of a user function; a coroutine is run to completion first, and its errors are raised."""
     return _loop().run_until_complete(result) if inspect.iscoroutine(result) else result
 
 
 def describe(error: BaseException) -> str:
-    """An error in one line, with the line of code it comes from; one for the user says all by itself."""
+    """An error in one line, with the line of code that raised it; a UserError is its message alone."""
     if isinstance(error, UserError):
         return str(error)
     trace = error.__traceback__
@@ -62,11 +62,12 @@ def describe(error: BaseException) -> str:
 def main(pipe: int) -> None:
     """Serve calls until the other end closes. `pipe` is a file descriptor."""
     os.set_inheritable(pipe, False)
-    connection, own = Connection(pipe), os.getpid()
+    connection = Connection(pipe)
+    own = os.getpid()
     try:
         sources: Sequence[Source] = connection.recv()
         try:
-            functions = {i: source.serve() for i, source in enumerate(sources) if not source.here}
+            functions = {i: source.make_handler() for i, source in enumerate(sources) if not source.in_main}
         except UserError as error:
             connection.send(str(error))
             return
@@ -74,8 +75,8 @@ def main(pipe: int) -> None:
         while True:
             for number, which, payload in connection.recv():
                 result = functions[which](payload)
-                if os.getpid() != own:  # a fork that the function made has come back too
+                if os.getpid() != own:  # a fork made by the function has returned as well
                     os._exit(0)
                 connection.send((number, *result))
-    except (EOFError, ConnectionError, KeyboardInterrupt):  # ended, or killed with bytes on their way
+    except (EOFError, ConnectionError, KeyboardInterrupt):  # the other end has closed, maybe while data was on its way
         return

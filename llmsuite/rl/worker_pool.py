@@ -1,8 +1,8 @@
-"""Processes that run somebody else's code, each call within a time limit: what hangs is killed, and the others go on.
-Rewards and environments are such code.
+"""A pool of worker processes for user code, such as rewards and environments, with a time limit for each call: a
+process that hangs is killed, and the others continue.
 
-The processes are programs of their own, not forks: they begin without Paddle and its threads, and import nothing of the
-program that trains.
+The processes are started as new programs, not forked: they have neither Paddle nor its threads, and import nothing from
+the training program.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from llmsuite.errors import UserError
-from llmsuite.launch.keeper import Kept
+from llmsuite.base.errors import UserError
+from llmsuite.launch.supervisor import SupervisedProcess
 from llmsuite.rl.worker import Source
 
 _LOADING_SECONDS = 120.0
 _ENDING_SECONDS = 5.0
-"""To wait for the exit code of a process whose end of the pipe is closed."""
+"""Seconds to wait for the exit code of a process that has closed its end of the pipe."""
 MOST_PRINTED = 16 << 20
-"""Bytes that a process may print into the log of its rank."""
+"""Maximum number of bytes that a process may print into the log of its rank."""
 _GIB = 1 << 30
 _CHUNKS = 4
-"""Parts of its share that a process gets one after the other: enough that none is idle while another has much left."""
+"""Number of parts in which a process gets its share of the calls, so that none is idle while another has many left."""
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from llmsuite.rl.worker import main; main({pipe})"
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call."""
+    """One call of a function."""
 
     which: int
-    """Number of the source."""
+    """Index of the source."""
     payload: Any
-    """What its function gets."""
+    """The argument of the function."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,193 +48,200 @@ class Outcome:
     """The result of a call."""
 
     values: Any
-    """What the function returned."""
+    """The value that the function returned."""
     why: str = ""
-    """Why the first value is missing that is."""
+    """The reason for which the first missing value is missing; empty when none is."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a section of the recipe says of the processes that run its code."""
+    """The limits of worker processes, from a section of the recipe."""
 
     section: str
-    """Its name, for messages."""
+    """The name of the section, for messages."""
     workers: int
-    """Processes."""
+    """Number of processes."""
     time_limit: float
     """Seconds for a call."""
     memory_limit: float
-    """GiB of a process, with all that it has started."""
+    """GiB of a process together with its children."""
 
 
 class _Worker:
-    """One process, and the calls it has been given, in their order."""
+    """One process, and its outstanding calls in order."""
 
     def __init__(self, sources: Sequence[Source], limits: Limits):
         self._limits = limits
         self.connection, other = multiprocessing.Pipe()
         try:
             program = _PROGRAM.format(path=sys.path, pipe=other.fileno())
-            self._process = Kept(
+            self._process = SupervisedProcess(
                 [sys.executable, "-c", program],
                 [other.fileno()],
-                most_output=MOST_PRINTED,
-                most_memory=round(limits.memory_limit * _GIB),
+                max_output_bytes=MOST_PRINTED,
+                max_memory_bytes=round(limits.memory_limit * _GIB),
             )
         finally:
             other.close()
         self.connection.send(list(sources))
-        self.given: collections.deque[int] = collections.deque()
+        self.outstanding: collections.deque[int] = collections.deque()
         self.deadline = time.monotonic() + _LOADING_SECONDS
         self.is_ready = False
         self.fault = ""
-        """What is wrong with what it has sent."""
+        """The reason if it has sent an invalid message; else empty."""
 
-    def give(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
-        """Hand over calls. The time of the first begins now."""
-        assert not self.given
-        self.given.extend(numbers)
-        with contextlib.suppress(
-            ConnectionError
-        ):  # it has just ended, which is noticed when its results are waited for
+    def assign(self, numbers: Sequence[int], calls: Sequence[Call]) -> None:
+        """Send calls. The time of the first one starts now."""
+        assert not self.outstanding
+        self.outstanding.extend(numbers)
+        # a process that has just ended is handled when its results are read
+        with contextlib.suppress(ConnectionError):
             self.connection.send([(n, calls[n].which, calls[n].payload) for n in numbers])
         self.deadline = time.monotonic() + self._limits.time_limit
 
-    def is_gone(self) -> bool:
-        """Whether it has ended by itself, was ended for its memory, or sends what nobody has asked for. Asked while it
-        has no call."""
+    def is_unusable(self) -> bool:
+        """Return True if an idle process has ended, was killed for its memory, or has sent an unexpected message."""
         return self.connection.poll() or self._process.poll() is not None
 
     def end(self) -> str:
-        """Kill it, and what it has started; returns how it ended by itself, if it had."""
+        """Kill the process and its children. Returns the reason if it had ended before, else an empty text."""
         self.connection.close()
-        code = None if self.fault else self._process.wait(0.0 if self.deadline else _ENDING_SECONDS)
-        took_too_much = self._process.took_too_much()
+        code = None
+        if not self.fault:
+            # a deadline of 0 stands for a pipe that the process has closed: then it is about to exit
+            code = self._process.wait(0.0 if self.deadline else _ENDING_SECONDS)
+        exceeded_memory = self._process.exceeded_memory()
         self._process.end()
-        if took_too_much:
+        if exceeded_memory:
             limit = f"{self._limits.memory_limit:g} GiB ({self._limits.section}.memory_limit)"
             return f"its process took more than {limit}"
         if code is None:
             return self.fault
-        return f"its process was killed by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
+        if code < 0:
+            return f"its process was killed by signal {-code}"
+        return f"its process ended with exit code {code}"
 
 
-def _is_result(message: Any, given: Sequence[int]) -> bool:
-    """Whether this is what a process sends of the first of the calls it has."""
+def _is_result(message: Any, outstanding: Sequence[int]) -> bool:
+    """Return True if a message is a result of the first outstanding call."""
     return (
         isinstance(message, tuple)
         and len(message) == 3
-        and bool(given)
-        and message[0] == given[0]
+        and bool(outstanding)
+        and message[0] == outstanding[0]
         and isinstance(message[2], str)
     )
 
 
 class WorkerPool:
-    """Makes calls in processes. They are started when they are first needed, but for the one of `load`."""
+    """Makes calls in worker processes, which are started on first use; `load` starts one."""
 
     def __init__(self, sources: Sequence[Source], limits: Limits):
         """
         Args:
-            sources: of the functions; a call names one by its number here.
-            limits: of the section that all this is from.
+            sources: of the functions; a call refers to one by its index.
+            limits: of the processes.
         """
-        self._sources, self._limits = sources, limits
+        self._sources = sources
+        self._limits = limits
         self._workers: list[_Worker] = []
 
     def load(self) -> None:
-        """Start a process, if there is anything to load, and wait until it is ready.
+        """Start a process, if there is a source to load, and wait until it is ready.
 
         Raises:
             UserError: a source cannot be loaded.
         """
-        if self._workers or all(source.here for source in self._sources):
+        if self._workers or all(source.in_main for source in self._sources):
             return
         first = _Worker(self._sources, self._limits)
         self._workers.append(first)
         try:
             while not first.is_ready:
-                assert not [*self._news(), *self._late(collections.deque(), [])], "results without calls"
+                assert not [*self._receive(), *self._handle_timeouts(collections.deque(), [])], "results without calls"
         except BaseException:
             self.close()
             raise
 
     def run(self, calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
-        """Number and result of each call, in the order in which they come. What raises, takes too long or ends its
-        process has no values.
+        """Make calls. Yields the number and the result of each, in the order of completion. A call that raises, times
+        out or ends its process has the values of `Source.failed_result`.
 
         Raises:
             UserError: a source cannot be loaded.
         """
-        todo, left = collections.deque(range(len(calls))), len(calls)
+        queued = collections.deque(range(len(calls)))
+        left = len(calls)
         size = max(1, len(calls) // (self._limits.workers * _CHUNKS))
         try:
             while left:
-                self._hand_out(todo, calls, size)
-                for number, outcome in [*self._news(), *self._late(todo, calls)]:
+                self._assign(queued, calls, size)
+                for number, outcome in [*self._receive(), *self._handle_timeouts(queued, calls)]:
                     left -= 1
                     yield number, outcome
         except BaseException:
-            self.close()  # they are in the middle of something
+            self.close()  # the processes are still working on calls
             raise
 
     def close(self) -> None:
-        """End the processes."""
+        """Stop the processes."""
         for worker in self._workers:
             worker.end()
         self._workers = []
 
-    def _hand_out(self, todo: collections.deque[int], calls: Sequence[Call], size: int) -> None:
-        """Give calls to processes that have none, and start processes that are missing."""
-        for worker in [w for w in self._workers if w.is_ready and not w.given and w.is_gone()]:
-            self._workers.remove(worker)  # in its spare time, so no call is to blame
+    def _assign(self, queued: collections.deque[int], calls: Sequence[Call], size: int) -> None:
+        """Assign calls to idle processes, and start missing processes."""
+        for worker in [w for w in self._workers if w.is_ready and not w.outstanding and w.is_unusable()]:
+            self._workers.remove(worker)  # it was idle, so no call has failed
             worker.end()
         while len(self._workers) < self._limits.workers and len(self._workers) < len(calls):
             self._workers.append(_Worker(self._sources, self._limits))
         for worker in self._workers:
-            if worker.is_ready and not worker.given and todo:
-                worker.give([todo.popleft() for _ in range(min(size, len(todo)))], calls)
+            if worker.is_ready and not worker.outstanding and queued:
+                worker.assign([queued.popleft() for _ in range(min(size, len(queued)))], calls)
 
-    def _news(self) -> Iterator[tuple[int, Outcome]]:
-        """Results that have come; waits for the first, or for the next deadline."""
-        busy = {worker.connection: worker for worker in self._workers if worker.given or not worker.is_ready}
-        until = min((worker.deadline for worker in busy.values()), default=0.0)
-        for connection in multiprocessing.connection.wait(list(busy), max(0.0, until - time.monotonic())):
+    def _receive(self) -> Iterator[tuple[int, Outcome]]:
+        """Wait for the first result or the next deadline. Yields the results that have arrived."""
+        busy = {worker.connection: worker for worker in self._workers if worker.outstanding or not worker.is_ready}
+        deadline = min((worker.deadline for worker in busy.values()), default=0.0)
+        for connection in multiprocessing.connection.wait(list(busy), max(0.0, deadline - time.monotonic())):
             assert isinstance(connection, Connection)
             worker = busy[connection]
             try:
                 message = connection.recv()
             except (EOFError, ConnectionError):
-                worker.deadline = 0.0  # it is gone: see `_late`
+                worker.deadline = 0.0  # it has ended; `_handle_timeouts` removes it
                 continue
-            except Exception as error:  # somebody's code has written into the pipe: reading that fails in any way
-                worker.fault, worker.deadline = f"its process sent no result ({type(error).__name__})", 0.0
+            except Exception as error:  # user code has written into the pipe, so unpickling may fail in any way
+                worker.fault = f"its process sent no result ({type(error).__name__})"
+                worker.deadline = 0.0
                 continue
-            if worker.is_ready and not _is_result(message, worker.given):
-                worker.fault, worker.deadline = "its process sent no result", 0.0
+            if worker.is_ready and not _is_result(message, worker.outstanding):
+                worker.fault = "its process sent no result"
+                worker.deadline = 0.0
                 continue
             worker.deadline = time.monotonic() + self._limits.time_limit
             if worker.is_ready:
                 number, values, why = message
-                worker.given.popleft()
+                worker.outstanding.popleft()
                 yield number, Outcome(values, why)
             elif message is not None:
                 raise UserError(message)
             worker.is_ready = True
 
-    def _late(self, todo: collections.deque[int], calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
-        """End processes whose time is over or that are gone. The call each was at has failed; its others are done
-        again."""
+    def _handle_timeouts(self, queued: collections.deque[int], calls: Sequence[Call]) -> Iterator[tuple[int, Outcome]]:
+        """Kill processes that have passed their deadline or have ended. The current call of each has failed; its other
+        calls are queued again."""
         now = time.monotonic()
-        for worker in [w for w in self._workers if (w.given or not w.is_ready) and w.deadline <= now]:
+        for worker in [w for w in self._workers if (w.outstanding or not w.is_ready) and w.deadline <= now]:
             self._workers.remove(worker)
             how = worker.end()
             if not worker.is_ready:
                 names = ", ".join(source.key for source in self._sources)
                 how = how or f"it was not ready after {_LOADING_SECONDS:.0f} s"
                 raise UserError(f"{self._limits.section}: a process could not load {names}: {how}")
-            number = worker.given.popleft()
-            todo.extendleft(reversed(worker.given))
+            number = worker.outstanding.popleft()
+            queued.extendleft(reversed(worker.outstanding))
             call = calls[number]
             why = how or f"it took longer than {self._limits.time_limit:g} s ({self._limits.section}.time_limit)"
-            yield number, Outcome(self._sources[call.which].nothing(call.payload), why)
+            yield number, Outcome(self._sources[call.which].failed_result(call.payload), why)

@@ -1,4 +1,4 @@
-"""The web application: OpenAI's API over a scheduler, and a page to chat on."""
+"""The web application: OpenAI's API on top of a scheduler, and a chat page."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
 
-from llmsuite.inference.batch import Line
+from llmsuite.inference.batch import DecodingSequence
 from llmsuite.serving import embeddings, protocol, responses, tokens, training
 from llmsuite.serving.events import EventStream
-from llmsuite.serving.limits import BodyLimits, KnownHosts, Message, Receive, Send
+from llmsuite.serving.fair_queue import client_of
+from llmsuite.serving.limits import BodyLimits, Message, Receive, Send, TrustedHosts
 from llmsuite.serving.page import chat_page
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import R, Service
-from llmsuite.serving.turns import client_of
 from llmsuite.serving.weights import ServedWeights
 
 _PATHS = (
@@ -46,9 +46,9 @@ def make_app(
     """The application of a service.
 
     Args:
-        service: answers.
-        api_key: everything under /v1, the tokenizer and the metrics ask for it.
-        weights: can be replaced by a trainer, which is answered too.
+        service: answers the requests.
+        api_key: required for everything under /v1, the tokenizer and the metrics; None for no key.
+        weights: with it, a trainer can replace the weights and sample completions.
         hosts: names of this server; requests to any other name are refused. None for no check.
     """
 
@@ -62,7 +62,7 @@ def make_app(
     app.add_middleware(BodyLimits, limits=service.limits)
     app.add_middleware(_Guard, service=service, api_key=api_key)
     if hosts is not None:
-        app.add_middleware(KnownHosts, names=hosts)
+        app.add_middleware(TrustedHosts, names=hosts)
     app.add_exception_handler(HTTPException, _refuse)
     app.add_exception_handler(404, _refuse)
     app.add_exception_handler(405, _refuse)
@@ -77,13 +77,15 @@ def make_app(
 
 
 class _Guard:
-    """Asks for the key, and counts every request.
+    """Middleware that checks the key, and counts every request.
 
-    FastAPI's own kind of middleware would hide from the routes that a client has gone, whose answer ends then.
+    FastAPI's `middleware` decorator would hide disconnections of clients from the routes, which then end the answer.
     """
 
     def __init__(self, app: Any, service: Service, api_key: str | None):
-        self._app, self._requests, self._api_key = app, service.metrics.requests, api_key
+        self._app = app
+        self._requests = service.metrics.requests
+        self._api_key = api_key
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -97,122 +99,134 @@ class _Guard:
                 body = protocol.error("the API key is wrong or missing", "authentication_error", "invalid_api_key")
                 await JSONResponse(body, 401, headers={"WWW-Authenticate": "Bearer"})(scope, receive, send)
                 return
-        known = "/v1/models" if path.startswith(_MODEL) else path if path in _PATHS else "other"  # labels stay few
+        if path.startswith(_MODEL):
+            label = "/v1/models"
+        elif path in _PATHS:
+            label = path
+        else:
+            label = "other"  # so that the number of labels is bounded
 
         async def counted(message: Message) -> None:
             if message["type"] == "http.response.start":
-                self._requests.labels(known, str(message["status"])).inc()
+                self._requests.labels(label, str(message["status"])).inc()
             await send(message)
 
         await self._app(scope, receive, counted)
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
-    """An error in the form of OpenAI's API."""
+    """Respond with an error in the format of OpenAI's API."""
     assert hasattr(error, "status_code")
     status = error.status_code
-    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    if status >= 500:
+        kind = "server_error"
+    elif status == 429:
+        kind = "rate_limit_error"
+    else:
+        kind = "invalid_request_error"
     path = request.url.path
     code = "model_not_found" if status == 404 and (path in _PATHS or path.startswith(_MODEL)) else None
     headers = {"Retry-After": "1"} if status == 429 else None
     message = str(getattr(error, "detail", error))
-    if message in ("Not Found", "Method Not Allowed"):  # as the framework says it of an address
-        message = f"{message}: {request.method} {path[:200]} is not there"
+    if message in ("Not Found", "Method Not Allowed"):  # the messages of the framework
+        message = f"{message}: {request.method} {path[:200]} does not exist"
         if f"/v1{path}" in _PATHS:
-            message += f", but /v1{path} is: the address that clients are given ends with /v1"
+            message += f", but /v1{path} does: the base URL of clients ends with /v1"
     return JSONResponse(protocol.error(message, kind, code), status, headers)
 
 
 def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> None:
-    """The routes of OpenAI's API."""
+    """Add the routes of OpenAI's API."""
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        def choice(line: Line, asked: ChatRequest) -> dict[str, Any]:
-            said, calls = service.calls(asked, _text(line))
-            tokenizer = service.speaker(asked.model).generator.tokenizer
-            message: dict[str, Any] = {"role": "assistant", "content": said, "refusal": None}
+        def choice(sequence: DecodingSequence, body: ChatRequest) -> dict[str, Any]:
+            content, calls = service.parse_tool_calls(body, _text(sequence))
+            tokenizer = service.served_model(body.model).generator.tokenizer
+            message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
             if calls:
-                message |= {"content": said or None, "tool_calls": protocol.tool_calls(calls)}
+                message |= {"content": content or None, "tool_calls": protocol.tool_calls(calls)}
             return {
                 "message": message,
-                "finish_reason": "tool_calls" if calls else line.finished,
-                "logprobs": protocol.chat_logprobs(line.logprobs, tokenizer) if asked.logprobs else None,
+                "finish_reason": "tool_calls" if calls else sequence.finish_reason,
+                "logprobs": protocol.chat_logprobs(sequence.logprobs, tokenizer) if body.logprobs else None,
             }
 
-        asked = await service.body(request, ChatRequest)
-        return await _answer(service, request, asked, "chat.completion", choice)
+        body = await service.parse_body(request, ChatRequest)
+        return await _answer(service, request, body, "chat.completion", choice)
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
-        def kind(content: Any) -> type[CompletionRequest | training.IdsRequest]:
-            is_drawn = weights is not None and training.wants_ids(content)
-            return training.IdsRequest if is_drawn else CompletionRequest
+        def model_of(content: Any) -> type[CompletionRequest | training.TokenIdsRequest]:
+            is_from_trainer = weights is not None and training.wants_token_ids(content)
+            return training.TokenIdsRequest if is_from_trainer else CompletionRequest
 
-        asked = await service.body_of(request, kind)
-        if isinstance(asked, training.IdsRequest):
+        body = await service.parse_body_as(request, model_of)
+        if isinstance(body, training.TokenIdsRequest):
             assert weights is not None
-            return await training.draw(service, weights, request, asked)
+            return await training.sample(service, weights, request, body)
 
-        def choice(line: Line, asked: CompletionRequest) -> dict[str, Any]:
-            wants_logprobs, tokenizer = asked.logprobs is not None, service.speaker(asked.model).generator.tokenizer
+        def choice(sequence: DecodingSequence, body: CompletionRequest) -> dict[str, Any]:
+            wants_logprobs = body.logprobs is not None
+            tokenizer = service.served_model(body.model).generator.tokenizer
             return {
-                "text": _text(line),
-                "finish_reason": line.finished,
-                "logprobs": protocol.completion_logprobs(line.logprobs, tokenizer) if wants_logprobs else None,
+                "text": _text(sequence),
+                "finish_reason": sequence.finish_reason,
+                "logprobs": protocol.completion_logprobs(sequence.logprobs, tokenizer) if wants_logprobs else None,
             }
 
-        return await _answer(service, request, asked, "text_completion", choice)
+        return await _answer(service, request, body, "text_completion", choice)
 
-    def described(name: str) -> dict[str, Any]:
-        more = {"parent": service.name} if name in service.adapters else service.marks()
+    def describe(name: str) -> dict[str, Any]:
+        more = {"parent": service.name} if name in service.adapters else service.version_info()
         alias = {"root": service.name} if name in service.aliases else {}
         return {"id": name, "object": "model", "created": 0, "owned_by": "local", **alias, **more}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
         names = (service.name, *service.aliases, *service.adapters)
-        return {"object": "list", "data": [described(name) for name in names]}
+        return {"object": "list", "data": [describe(name) for name in names]}
 
     @app.get(_MODEL + "{name:path}")
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
-        return described(name)
+        return describe(name)
 
 
 async def _answer(
-    service: Service, request: Request, asked: R, name: str, choice: Callable[[Line, R], dict[str, Any]]
+    service: Service, request: Request, body: R, name: str, choice: Callable[[DecodingSequence, R], dict[str, Any]]
 ) -> Response:
-    """Answer a request: as a stream of events, or whole with a choice for each line."""
-    if asked.stream_options is not None and not asked.stream:
+    """Answer a request: as a stream of events, or in one response with a choice for each returned answer."""
+    if body.stream_options is not None and not body.stream:
         raise HTTPException(400, "stream_options: only with stream")
-    job, num_prompts = await service.start(asked, client_of(request))
-    marks = service.marks()  # those of when it was queued: weights are replaced when nothing is left in the queue
-    if asked.stream:
-        events = EventStream(service, asked, job, num_prompts).events(client_of(request))
+    job, num_prompts = await service.start(body, client_of(request))
+    version_info = service.version_info()  # of now: weights are only replaced while the queue is empty
+    if body.stream:
+        events = EventStream(service, body, job, num_prompts).events(client_of(request))
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-store"})
-    await service.whole(request, job)
-    of_prompts = await service.prompt_logprobs(request, asked, job, num_prompts)
+    await service.wait_for_answers(request, job)
+    prompt_logprobs = await service.prompt_logprobs(request, body, job, num_prompts)
 
     def answer() -> Response:
-        given = service.chosen(asked, job, num_prompts)
-        choices = [{"index": n, **choice(line, asked)} for n, line in enumerate(given)]
-        for one, text in zip(choices, service.echoed(asked)):
+        returned = service.best_answers(body, job, num_prompts)
+        choices = [{"index": n, **choice(sequence, body)} for n, sequence in enumerate(returned)]
+        for one, text in zip(choices, service.echoed_texts(body)):
             one["text"] = text + one["text"]
-        tokenizer = service.speaker(asked.model).generator.tokenizer
-        for one, line, of_prompt in zip(choices, given, of_prompts):
-            # with the token that ended the answer: harnesses take off one, of an answer of one token
-            ending = [line.ending] if line.ending is not None else []
-            both = of_prompt + line.logprobs + ending
-            one["logprobs"] = protocol.echoed_logprobs(line.prompt[0], both, tokenizer)
-        head = protocol.envelope(name, asked.model or service.name)
-        return JSONResponse({**head, **marks, "choices": choices, "usage": protocol.usage(job.lines, num_prompts)})
+        tokenizer = service.served_model(body.model).generator.tokenizer
+        for one, sequence, of_prompt in zip(choices, returned, prompt_logprobs):
+            # with the stop token: evaluation harnesses request one token and remove the last entry
+            stop = [sequence.stop_logprob] if sequence.stop_logprob is not None else []
+            logprobs = of_prompt + sequence.logprobs + stop
+            one["logprobs"] = protocol.echoed_logprobs(sequence.prompt[0], logprobs, tokenizer)
+        head = protocol.envelope(name, body.model or service.name)
+        usage = protocol.usage(job.sequences, num_prompts)
+        return JSONResponse({**head, **version_info, "choices": choices, "usage": usage})
 
     return await service.threads.run(client_of(request), answer)  # it may have very many log-probabilities
 
 
 def _add_pages(app: FastAPI, service: Service) -> None:
-    """Health, metrics for Prometheus, and the page to chat on."""
+    """Add the routes for health, metrics for Prometheus, and the chat page."""
 
     @app.get("/healthz")
     async def health() -> dict[str, str]:
@@ -228,6 +242,6 @@ def _add_pages(app: FastAPI, service: Service) -> None:
         return HTMLResponse(document.html, headers={"Content-Security-Policy": document.policy})
 
 
-def _text(line: Line) -> str:
-    assert line.text is not None
-    return line.text.text
+def _text(sequence: DecodingSequence) -> str:
+    assert sequence.text is not None
+    return sequence.text.text

@@ -1,4 +1,4 @@
-"""Connections of a server: how many, and how long one may be silent, whichever way."""
+"""Limits of connections: their number, and the time that one may be silent in either direction."""
 
 from __future__ import annotations
 
@@ -11,38 +11,39 @@ from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from llmsuite.serving.fair_queue import Client, client_at
 from llmsuite.serving.limits import Limits
-from llmsuite.serving.turns import Client, client_at
 
 BACKLOG = 64
-"""Connections that are taken at once; so many files may be opened before one is closed to make room."""
+"""Connections that may be accepted together; that many files may be opened before one is closed to make room."""
 _RESERVE = 64
-"""Files that are left for anything but connections."""
+"""File descriptors reserved for anything but connections."""
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b'content-length: 86\r\n\r\n{"error": {"message": "the server has no room for more connections; try again later"}}'
 )
 
 
-def room_for_connections(wanted: int) -> int:
-    """How many connections this process can hold of those that are wanted: each is a file."""
+def room_for_connections(requested: int) -> int:
+    """Number of connections that this process can have open, at most `requested`: each needs a file descriptor."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
-        return wanted
-    return max(1, min(wanted, soft - len(os.listdir("/proc/self/fd")) - BACKLOG - _RESERVE))
+        return requested
+    return max(1, min(requested, soft - len(os.listdir("/proc/self/fd")) - BACKLOG - _RESERVE))
 
 
 def connection_class(limits: Limits) -> type[asyncio.Protocol]:
-    """The protocol of connections with these limits, for `uvicorn.Config.http`."""
+    """The protocol class of connections with these limits, for `uvicorn.Config.http`."""
     room = room_for_connections(limits.max_connections)
 
     class Connection(H11Protocol):
-        """A connection that is closed when it is silent for too long, or when others need its place."""
+        """A connection that is closed when it is silent for too long, or when there is no room for it."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self._silent_since = self._stuck_since = time.monotonic()
-            self._last_cycle, self._unsent = self.cycle, 0
+            self._last_cycle = self.cycle
+            self._unsent = 0
             self._timer = self.loop.call_later(limits.header_timeout / 4, self._look)
             if len(self.connections) > room:
                 self._make_room()
@@ -53,7 +54,7 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
 
         @property
         def _is_idle(self) -> bool:
-            """Whether no request is being answered; its head may be on the way."""
+            """True while no request is being answered; the head of one may be arriving."""
             return self.cycle is None or self.cycle.response_complete
 
         @property
@@ -61,8 +62,9 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
             return client_at(self.client[0] if self.client else "")
 
         def _make_room(self) -> None:
-            """Close the connection that has been idle for longest. Where none is idle: one whose request is not whole
-            yet, of the client that has most of them and more than this one's; or this one."""
+            """Close the connection that has been idle for longest. If none is idle, close one whose request is still
+            incomplete, of the client with the most connections, if it has more than this client; else this
+            connection."""
             others = [c for c in self.connections if isinstance(c, Connection) and c is not self]
             idle = [c for c in others if c._is_idle]
             counts = collections.Counter(c._client for c in others)
@@ -76,13 +78,15 @@ def connection_class(limits: Limits) -> type[asyncio.Protocol]:
                 self.transport.close()
 
         def _look(self) -> None:
-            """Close the connection if its client sends no head, or takes nothing of what is sent."""
-            now, unsent = time.monotonic(), self.transport.get_write_buffer_size()
+            """Close the connection if its client sends no head, or receives nothing of what is sent."""
+            now = time.monotonic()
+            unsent = self.transport.get_write_buffer_size()
             if not self._is_idle or unsent or self.cycle is not self._last_cycle:
                 self._silent_since = now
             if not unsent or unsent < self._unsent:
                 self._stuck_since = now
-            self._last_cycle, self._unsent = self.cycle, unsent
+            self._last_cycle = self.cycle
+            self._unsent = unsent
             if now - min(self._silent_since, self._stuck_since) >= limits.header_timeout:
                 self.transport.abort()
                 return

@@ -1,4 +1,4 @@
-"""Answers as server-sent events, while they are being decoded."""
+"""Answers as server-sent events, while they are decoded."""
 
 from __future__ import annotations
 
@@ -11,51 +11,56 @@ from fastapi import HTTPException
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.serving import protocol
-from llmsuite.serving.jobs import Job, Piece
+from llmsuite.serving.fair_queue import Client
+from llmsuite.serving.jobs import Job, TextDelta
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.service import Service
-from llmsuite.serving.turns import Client
 
 
 class EventStream:
     """The answers to one request as server-sent events."""
 
-    def __init__(self, service: Service, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int):
-        self._service, self._asked, self._job, self._num_prompts = service, asked, job, num_prompts
-        self._is_chat = isinstance(asked, ChatRequest)
+    def __init__(self, service: Service, body: ChatRequest | CompletionRequest, job: Job, num_prompts: int):
+        self._service = service
+        self._body = body
+        self._job = job
+        self._num_prompts = num_prompts
+        self._is_chat = isinstance(body, ChatRequest)
         kind = "chat.completion.chunk" if self._is_chat else "text_completion"
-        self._head = {**protocol.envelope(kind, asked.model or service.name), **service.marks()}
-        self._num_sent = [0] * len(job.lines)
+        self._head = {**protocol.envelope(kind, body.model or service.name), **service.version_info()}
+        self._num_sent = [0] * len(job.sequences)
         """Tokens of each answer whose log-probabilities have been sent."""
-        self._reader = CallReader(service, asked, len(job.lines))
+        self._tool_calls = ToolCallReader(service, body, len(job.sequences))
 
     async def events(self, client: Client) -> AsyncIterator[str]:
-        """The events for a client, in the order the text becomes certain."""
-        begun, metrics, is_first = time.monotonic(), self._service.metrics, True
+        """Yield the events for a client, in the order in which text becomes certain."""
+        started = time.monotonic()
+        metrics = self._service.metrics
+        is_first = True
         try:
             if self._is_chat:
-                for number in range(len(self._job.lines)):
+                for number in range(len(self._job.sequences)):
                     yield self._event([self._choice(number, "", None, role="assistant")])
-            echoed = await self._service.threads.run(client, self._service.echoed, self._asked)
+            echoed = await self._service.threads.run(client, self._service.echoed_texts, self._body)
             for number, text in enumerate(echoed):
                 yield self._event([self._choice(number, text, None)])
-            async for piece in self._job.pieces():
-                if piece.text and is_first:
-                    metrics.first_token.observe(time.monotonic() - begun)
+            async for delta in self._job.deltas():
+                if delta.text and is_first:
+                    metrics.first_token.observe(time.monotonic() - started)
                     is_first = False
-                text, calls = self._reader.read(piece)
+                text, calls = self._tool_calls.read(delta)
                 if text:
-                    yield self._event([self._choice(piece.number, text, None, self._logprobs(piece))])
+                    yield self._event([self._choice(delta.number, text, None, self._logprobs(delta))])
                 if calls:
                     numbered = [{"index": i, **call} for i, call in enumerate(protocol.tool_calls(calls))]
-                    yield self._event([self._choice(piece.number, "", None, tool_calls=numbered)])
-                if piece.ended:  # tokens without a text of their own may be left
-                    last = self._logprobs(piece) if self._num_sent[piece.number] < piece.num_logprobs else None
-                    reason = "tool_calls" if calls else self._job.lines[piece.number].finished
-                    yield self._event([self._choice(piece.number, "", reason, last)])
-            if self._asked.stream_options is not None and self._asked.stream_options.include_usage:
-                yield self._event([], usage=protocol.usage(self._job.lines, self._num_prompts))
-            metrics.duration.observe(time.monotonic() - begun)
+                    yield self._event([self._choice(delta.number, "", None, tool_calls=numbered)])
+                if delta.has_ended:  # tokens without a text of their own may be left
+                    last = self._logprobs(delta) if self._num_sent[delta.number] < delta.num_logprobs else None
+                    reason = "tool_calls" if calls else self._job.sequences[delta.number].finish_reason
+                    yield self._event([self._choice(delta.number, "", reason, last)])
+            if self._body.stream_options is not None and self._body.stream_options.include_usage:
+                yield self._event([], usage=protocol.usage(self._job.sequences, self._num_prompts))
+            metrics.duration.observe(time.monotonic() - started)
         except HTTPException as error:  # the status has been sent; the client's library knows this form
             yield f"data: {json.dumps(protocol.error(error.detail, 'server_error'))}\n\n"
             return
@@ -65,43 +70,48 @@ class EventStream:
         return f"data: {json.dumps({**self._head, 'choices': choices, **more}, ensure_ascii=False)}\n\n"
 
     def _choice(self, number: int, text: str, reason: str | None, logprobs: Any = None, **more: Any) -> dict[str, Any]:
-        delta: dict[str, Any] = {"delta": {**more, **({"content": text} if text or "role" in more else {})}}
-        content = delta if self._is_chat else {"text": text}
-        return {"index": number, **content, "finish_reason": reason, "logprobs": logprobs}
+        if not self._is_chat:
+            return {"index": number, "text": text, "finish_reason": reason, "logprobs": logprobs}
+        delta = dict(more)
+        if text or "role" in more:
+            delta["content"] = text
+        return {"index": number, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any] | None:
-        """Log-probabilities of the tokens since the last event, where the request wants them."""
-        line, begin = self._job.lines[piece.number], self._num_sent[piece.number]
-        self._num_sent[piece.number] = piece.num_logprobs
-        if self._asked.logprobs in (None, False):
+    def _logprobs(self, delta: TextDelta) -> dict[str, Any] | None:
+        """Log-probabilities of the tokens since the last event, where they are requested."""
+        sequence = self._job.sequences[delta.number]
+        begin = self._num_sent[delta.number]
+        self._num_sent[delta.number] = delta.num_logprobs
+        if self._body.logprobs in (None, False):
             return None
-        tokenizer = self._service.speaker(self._asked.model).generator.tokenizer
+        tokenizer = self._service.served_model(self._body.model).generator.tokenizer
         form = protocol.chat_logprobs if self._is_chat else protocol.completion_logprobs
-        return form(line.logprobs[: piece.num_logprobs], tokenizer, begin)
+        return form(sequence.logprobs[: delta.num_logprobs], tokenizer, begin)
 
 
-class CallReader:
-    """Tells text from calls of tools while answers come."""
+class ToolCallReader:
+    """Separates text and tool calls while answers are decoded."""
 
-    def __init__(self, service: Service, asked: ChatRequest | CompletionRequest, count: int):
+    def __init__(self, service: Service, body: ChatRequest | CompletionRequest, count: int):
         """`count`: answers to the request."""
-        self._service, self._asked = service, asked
+        self._service = service
+        self._body = body
         self._held = [""] * count
-        """Text of each answer that may turn out to be a call of a tool."""
+        """Text of each answer that is held back, because it may become a tool call."""
         self._is_text = [False] * count
-        """Whether each answer is known to call none."""
-        self._may_call = isinstance(asked, ChatRequest) and bool(asked.tools_as_text)
+        """True for each answer that certainly has no calls."""
+        self._may_call = isinstance(body, ChatRequest) and bool(body.tools_as_text)
 
-    def read(self, piece: Piece) -> tuple[str, list[ToolCall]]:
-        """The text of a piece that can be sent, and at the end of an answer the tools that it calls."""
-        if not self._may_call or self._is_text[piece.number]:
-            return piece.text, []
-        assert isinstance(self._asked, ChatRequest)
-        calls = self._service.speaker(self._asked.model).prompter.calls
-        held = self._held[piece.number] + piece.text
-        if piece.ended:
-            return self._service.calls(self._asked, held)
-        free = calls.free(held)
-        self._held[piece.number] = held[free:]
-        self._is_text[piece.number] |= free > 0 and not calls.mark
-        return held[:free], []
+    def read(self, delta: TextDelta) -> tuple[str, list[ToolCall]]:
+        """The text that can be sent, and at the end of an answer its tool calls."""
+        if not self._may_call or self._is_text[delta.number]:
+            return delta.text, []
+        assert isinstance(self._body, ChatRequest)
+        call_format = self._service.served_model(self._body.model).prompter.tool_call_format
+        held = self._held[delta.number] + delta.text
+        if delta.has_ended:
+            return self._service.parse_tool_calls(self._body, held)
+        length = call_format.text_length(held)
+        self._held[delta.number] = held[length:]
+        self._is_text[delta.number] |= length > 0 and not call_format.start_marker
+        return held[:length], []

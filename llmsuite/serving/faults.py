@@ -1,4 +1,4 @@
-"""What is wrong with the body of a request, in the words of JSON: pydantic's name our classes and Python's types."""
+"""Error messages for the body of a request, in terms of JSON: pydantic's messages name Python classes and types."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from llmsuite.shown import kind_of_json
+from llmsuite.base.redaction import json_type_name
 
-_MOST = 5
-"""Faults that are told of one request."""
-_LONGEST = 64
-"""Characters of a key that are shown, and of one that is compared with known ones."""
+_MAX_FAULTS = 5
+"""Most faults in the message for one request."""
+_MAX_KEY_LENGTH = 64
+"""Most characters of a key that is shown, and of one that is compared with known keys."""
 _UNSUPPORTED = "is not supported here; leave it out"
 _KINDS = {
     "string_type": "a string",
@@ -31,46 +31,49 @@ _BOUNDS = {
 }
 
 
-def faults(kind: type[BaseModel], error: ValidationError) -> str:
-    """What is wrong with a request, by its keys.
+def faults(model: type[BaseModel], error: ValidationError) -> str:
+    """Format the faults of a request.
 
-    Where a key takes values of several types, pydantic tells what is wrong for each of them. Such a key has a
-    description of all, which is told in their place. Only what is told is put into words.
+    For a key with values of several types, pydantic reports a fault for each type. The field of such a key has a
+    description of all types, which replaces them in the message. At most `_MAX_FAULTS` faults are formatted, because a
+    body may have very many.
     """
-    told: dict[str, None] = {}
-    for fault in error.errors(include_url=False):
-        if len(told) == _MOST:
+    messages: dict[str, None] = {}
+    for detail in error.errors(include_url=False):
+        if len(messages) == _MAX_FAULTS:
             break
-        key = str(fault["loc"][0]) if fault["loc"] else ""
-        field = kind.model_fields.get(key)
-        if field is not None and field.description is not None and not _is_missing(fault, key):
-            told[f"{key}: has to be {field.description}"] = None
+        key = str(detail["loc"][0]) if detail["loc"] else ""
+        field = model.model_fields.get(key)
+        if field is not None and field.description is not None and not _is_missing(detail, key):
+            messages[f"{key}: has to be {field.description}"] = None
         else:
-            is_own = fault["type"] == "extra_forbidden" and len(fault["loc"]) == 1
-            is_own = is_own and len(key) <= _LONGEST
-            near = difflib.get_close_matches(key, kind.model_fields, n=1, cutoff=0.8) if is_own else []
+            is_own = detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1
+            is_own = is_own and len(key) <= _MAX_KEY_LENGTH
+            near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.8) if is_own else []
             meant = f"; did you mean {near[0]}?" if near else ""
-            told[f"{place(fault['loc'])}: {_words(fault)}{meant}"] = None
-    return "; ".join(told)
+            messages[f"{format_location(detail['loc'])}: {_describe(detail)}{meant}"] = None
+    return "; ".join(messages)
 
 
-def _is_missing(fault: Any, key: str) -> bool:
-    """Whether the key itself is not there, and not a part of its value."""
-    return fault["type"] == "missing" and fault["loc"] == (key,)
+def _is_missing(detail: Any, key: str) -> bool:
+    """True where the key itself is missing, not a part of its value."""
+    return detail["type"] == "missing" and detail["loc"] == (key,)
 
 
-def place(loc: tuple[int | str, ...]) -> str:
-    """Where a fault is, such as tools[0].function.name."""
+def format_location(loc: tuple[int | str, ...]) -> str:
+    """Format the location of a fault, e.g. tools[0].function.name."""
     found = "".join(f"[{step}]" if isinstance(step, int) else f".{_shown(step)}" for step in loc if step != "[key]")
     return found.removeprefix(".") or "the body"
 
 
 def _shown(key: str) -> str:
-    return key if len(key) <= _LONGEST else f"{key[:_LONGEST]}…"
+    return key if len(key) <= _MAX_KEY_LENGTH else f"{key[:_MAX_KEY_LENGTH]}…"
 
 
-def _words(fault: Any) -> str:
-    kind, given, context = fault["type"], fault["input"], fault.get("ctx", {})
+def _describe(detail: Any) -> str:
+    kind = detail["type"]
+    given = detail["input"]
+    context = detail.get("ctx", {})
     if kind == "missing":
         return "is missing"
     if kind == "extra_forbidden":
@@ -78,7 +81,7 @@ def _words(fault: Any) -> str:
     if kind == "none_required" or context.get("max_length") == 0 or context.get("expected") == "''":
         return _UNSUPPORTED
     if kind in _KINDS:
-        what = repr(given) if isinstance(given, float) else kind_of_json(given)
+        what = repr(given) if isinstance(given, float) else json_type_name(given)
         return f"has to be {_KINDS[kind]}, and is {what}"
     if kind in _BOUNDS:
         words, bound = _BOUNDS[kind]
@@ -94,4 +97,4 @@ def _words(fault: Any) -> str:
         return f"has {len(given)} entries; it has to have {words} {context[bound]}"
     if kind == "string_pattern_mismatch":
         return f"is {given[:100]!r}; it has to match {context['pattern']}"
-    return str(fault["msg"]).removeprefix("Value error, ")
+    return str(detail["msg"]).removeprefix("Value error, ")

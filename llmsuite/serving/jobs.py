@@ -1,4 +1,4 @@
-"""What is waited for from the scheduler: the answers to a request, and what else is made for one."""
+"""Waiting for the scheduler: the answers to a request, and the results of other work."""
 
 from __future__ import annotations
 
@@ -12,88 +12,95 @@ from typing import Any
 
 from fastapi import HTTPException, Request
 
-from llmsuite.errors import UserError
-from llmsuite.inference.batch import Line
+from llmsuite.base.errors import UserError
+from llmsuite.inference.batch import DecodingSequence
+from llmsuite.serving.fair_queue import Client
 from llmsuite.serving.scheduler import Busy, BusyClient, Closing, Paused, Scheduler
-from llmsuite.serving.turns import Client
 
-PATIENCE = 0.5
-"""Seconds between two looks whether a client is still there."""
+POLL_SECONDS = 0.5
+"""Seconds between two checks that a client is still connected."""
 _CLOSING = "the server is shutting down"
-_FAILED = "the model could not go on; see the server's log"
+_FAILED = "the model could not continue; see the server's log"
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """Some text of one answer to a request."""
+class TextDelta:
+    """New text of one answer to a request."""
 
     number: int
     text: str
-    ended: bool
+    has_ended: bool
     num_logprobs: int
-    """How many tokens of the answer have log-probabilities by now."""
+    """Tokens of the answer that have log-probabilities by now."""
 
 
 class Job:
-    """The answers to one request, as they come."""
+    """The answers to one request, as they are decoded."""
 
-    def __init__(self, lines: Sequence[Line], scheduler: Scheduler, deadline: float, client: Client):
-        """Submit the lines of a client; `deadline` is a time of `time.monotonic`. Raises Busy."""
-        self.lines = lines
-        self._scheduler, self._deadline = scheduler, deadline
-        self._pieces: asyncio.Queue[Piece | None] = asyncio.Queue()
+    def __init__(self, sequences: Sequence[DecodingSequence], scheduler: Scheduler, deadline: float, client: Client):
+        """Submit the sequences of a client; `deadline` is a time of `time.monotonic`. Raises Busy."""
+        self.sequences = sequences
+        self._scheduler = scheduler
+        self._deadline = deadline
+        self._deltas: asyncio.Queue[TextDelta | None] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
         def listener(number: int) -> Any:
-            def on_token(text: str, ended: bool) -> None:
-                piece = Piece(number, text, ended, len(lines[number].logprobs))
-                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
-                    loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+            def on_token(text: str, has_ended: bool) -> None:
+                delta = TextDelta(number, text, has_ended, len(sequences[number].logprobs))
+                with contextlib.suppress(RuntimeError):  # the loop is closed: the client no longer waits
+                    loop.call_soon_threadsafe(self._deltas.put_nowait, delta)
 
             return on_token
 
-        begun = [number for number, line in enumerate(lines) if line.finished is None]  # all, or none of no tokens
-        self._num_open = len(begun)
-        scheduler.submit([lines[number] for number in begun], [listener(number) for number in begun], client)
+        # all of them, or none where an answer may have no tokens
+        unfinished = [number for number, sequence in enumerate(sequences) if sequence.finish_reason is None]
+        self._num_open = len(unfinished)
+        listeners = [listener(number) for number in unfinished]
+        scheduler.submit([sequences[number] for number in unfinished], listeners, client)
 
-    async def pieces(self) -> AsyncIterator[Piece]:
-        """The pieces of all answers, until each has ended. Raises HTTPException when one cannot."""
-        num_open, left = self._num_open, max(0.0, self._deadline - time.monotonic())
-        # not by asyncio.wait_for, which before Python 3.12 loses a cancellation that comes together with a piece
-        alarm = asyncio.get_running_loop().call_later(left, self._pieces.put_nowait, None)
+    async def deltas(self) -> AsyncIterator[TextDelta]:
+        """Yield the deltas of all answers, until each has ended. Raises HTTPException when one fails."""
+        num_open = self._num_open
+        left = max(0.0, self._deadline - time.monotonic())
+        # not by asyncio.wait_for, which before Python 3.12 loses a cancellation that comes together with a delta
+        alarm = asyncio.get_running_loop().call_later(left, self._deltas.put_nowait, None)
         try:
             while num_open:
-                piece = await self._pieces.get()
-                if piece is None:
+                delta = await self._deltas.get()
+                if delta is None:
                     raise HTTPException(504, "the answer took longer than the server's request_timeout")
-                if piece.ended and self.lines[piece.number].finished is None:
-                    raise _failure(self.lines[piece.number].error)
-                num_open -= piece.ended
-                yield piece
+                if delta.has_ended and self.sequences[delta.number].finish_reason is None:
+                    raise _failure(self.sequences[delta.number].error)
+                num_open -= delta.has_ended
+                yield delta
         finally:
             alarm.cancel()
-            self._scheduler.cancel([line for line in self.lines if line.finished is None])
+            self._scheduler.cancel([sequence for sequence in self.sequences if sequence.finish_reason is None])
 
 
-async def waited(request: Request, future: concurrent.futures.Future[Any], deadline: float) -> Any:
-    """The result of what the scheduler was asked for; it is left out of the queue when the client goes.
+async def wait_for_result(request: Request, future: concurrent.futures.Future[Any], deadline: float) -> Any:
+    """Wait for a result of the scheduler; the work is cancelled when the client disconnects.
 
     Args:
         request: whose client waits.
         future: the result.
         deadline: a time of `time.monotonic`.
 
+    Returns:
+        The result.
+
     Raises:
-        HTTPException: it took too long, or the server ends.
+        HTTPException: it took too long, or the server shuts down.
     """
     waiting = asyncio.wrap_future(future)
     try:
         while not waiting.done():
-            await asyncio.wait([waiting], timeout=PATIENCE)
+            await asyncio.wait([waiting], timeout=POLL_SECONDS)
             if not waiting.done() and time.monotonic() > deadline:
                 raise HTTPException(504, "the answer took longer than the server's request_timeout")
             if not waiting.done() and await request.is_disconnected():
-                raise HTTPException(499, "the client has gone")
+                raise HTTPException(499, "the client has disconnected")
         if waiting.cancelled():
             raise Closing
         return waiting.result()
@@ -104,19 +111,20 @@ async def waited(request: Request, future: concurrent.futures.Future[Any], deadl
 
 
 def _failure(error: Exception | None) -> HTTPException:
-    """The answer to a request one of whose lines has failed."""
+    """The response to a request one of whose sequences has failed."""
     if isinstance(error, Closing):
         return HTTPException(503, _CLOSING)
     return HTTPException(500, str(error) if isinstance(error, UserError) else _FAILED)
 
 
 @contextlib.contextmanager
-def refusals() -> Iterator[None]:
-    """Turns what a scheduler raises into answers."""
+def as_http_errors() -> Iterator[None]:
+    """Turn the exceptions of a scheduler into HTTP errors."""
     try:
         yield
     except BusyClient:
-        raise HTTPException(429, "as many answers wait as one client may ask for at once; try again later") from None
+        message = "one client may not have more answers waiting at the same time; try again later"
+        raise HTTPException(429, message) from None
     except Busy:
         raise HTTPException(429, "the server has no room for more requests; try again later") from None
     except Closing:

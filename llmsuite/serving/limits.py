@@ -1,4 +1,4 @@
-"""Limits of a server: sizes of requests and answers, and timeouts."""
+"""Limits of a server: sizes of requests and answers, timeouts, and trusted hosts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[\w.-]+)(:\d{1,5})?")
-"""A host as its header has it, perhaps with a port."""
+"""A host in its header, with or without a port."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,47 +27,50 @@ class Limits:
     batch_size: int = 8
     """Answers decoded together."""
     max_waiting: int = 256
-    """Answers that may be queued; beyond it is 429."""
+    """Most answers in the queue; more get 429."""
     max_waiting_per_client: int | None = None
-    """Those of one client; None for three quarters of them, so that others find room."""
+    """Most queued answers of one client; None for three quarters of `max_waiting`, so that others find room."""
     prompt_piece: int = 256
-    """Tokens of prompts, at most, that are read between two passes over the answers."""
+    """Most prompt tokens that are read between two passes over the answers."""
     max_new_tokens: int = 1024
     """Most tokens of an answer."""
     prefix_cache_mb: int = 256
-    """Megabytes for keys and values of prompts, which later prompts that begin alike do not compute again; 0 for none.
-    Models with interventions or prefixes, and exported ones, have none."""
+    """Megabytes for keys and values of prompts, which later prompts with the same beginning do not compute again; 0 for
+    none. Models with interventions or prefixes, and exported ones, have no prefix cache."""
     max_body_bytes: int = 1_000_000
-    """Size of a request; beyond it is 413."""
+    """Largest body of a request; a larger one gets 413."""
     body_timeout: float = 10.0
-    """Seconds for a body to arrive; beyond it is 408."""
+    """Seconds for a body to arrive; a slower one gets 408."""
     request_timeout: float = 600.0
-    """Seconds for an answer; beyond it is 504."""
+    """Seconds for an answer; a slower one gets 504."""
     max_connections: int = 512
-    """Open at once; for one more the one is closed that has been idle for longest, and without any it gets 503."""
+    """Most open connections. For a new one the one is closed that has been idle for longest; if none is idle, the new
+    one gets 503."""
     header_timeout: float = 10.0
-    """Seconds in which a client has to send the head of a request, and in which it has to take something of what it is
-    sent; beyond it its connection is closed."""
+    """Seconds in which a client has to send the head of a request, and in which it has to receive some of the response;
+    else its connection is closed."""
 
     @property
     def share_of_client(self) -> int:
-        """Answers of one client that may be queued."""
+        """Most queued answers of one client."""
         return self.max_waiting_per_client or math.ceil(self.max_waiting * 3 / 4)
 
 
-class KnownHosts:
-    """Answers only requests that name this server as their host, and come from no other web page.
+class TrustedHosts:
+    """Middleware that only passes on requests that name this server as their host, and come from no other web page.
 
-    A page in a browser reaches servers on its user's machine, where a name of the page's own can lead to that address
-    (DNS rebinding). A server without a key therefore asks for one of its own names, or for an address.
+    A page in a browser can reach servers on its user's machine, also by a host name of the page that resolves to this
+    machine (DNS rebinding). A server without a key therefore requires one of its own names, or an IP address.
     """
 
     def __init__(self, app: Any, names: Collection[str]):
-        """`names`: in small letters; "localhost" and addresses are always known."""
-        self._app, self._names = app, {"localhost", *names}
+        """`names`: trusted hosts, in lower case; "localhost" and IP addresses are always trusted."""
+        self._app = app
+        self._names = {"localhost", *names}
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (fault := self._fault(dict(scope["headers"]))):
+        fault = self._fault(dict(scope["headers"])) if scope["type"] == "http" else None
+        if fault is not None:
             await _refuse(send, 403, fault)
             return
         await self._app(scope, receive, send)
@@ -79,12 +82,12 @@ class KnownHosts:
         if name not in self._names and not is_address(name):
             return f"host {host[:100]!r} is not a name of this server; start it with --allowed_host NAME, or an API key"
         if origin and origin.partition("://")[2] != host:
-            return f"the page {origin[:100]!r} may not ask this server, which has no API key"
+            return f"the page {origin[:100]!r} may not send requests to this server, which has no API key"
         return None
 
 
 def is_address(name: str) -> bool:
-    """Whether a host is written as an IP address."""
+    """True for a host that is an IP address."""
     try:
         ipaddress.ip_address(name)
     except ValueError:
@@ -93,10 +96,11 @@ def is_address(name: str) -> bool:
 
 
 class BodyLimits:
-    """Reads the body of a request before anything else does, and refuses it when it is too large or too slow."""
+    """Middleware that reads the body of a request first, and refuses one that is too large or too slow."""
 
     def __init__(self, app: Any, limits: Limits):
-        self._app, self._limits = app, limits
+        self._app = app
+        self._limits = limits
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
@@ -122,7 +126,8 @@ class BodyLimits:
         declared = dict(scope["headers"]).get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > self._limits.max_body_bytes:
             return None
-        parts, size = [], 0
+        parts = []
+        size = 0
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -138,7 +143,7 @@ class BodyLimits:
 async def _refuse(send: Send, status: int, message: str) -> None:
     body = json.dumps(error(message)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
-    # what is left of the request is not read
+    # the rest of the request is not read, so that the connection cannot be used again
     headers.append((b"connection", b"close"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})

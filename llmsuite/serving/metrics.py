@@ -1,4 +1,4 @@
-"""Counters of a server, for Prometheus."""
+"""Metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ class Metrics:
         registry = self._registry = CollectorRegistry()
         self.requests = Counter("llmsuite_requests", "Answered requests", ["path", "status"], registry=registry)
         self.prompt_tokens = Counter("llmsuite_prompt_tokens", "Tokens of prompts", registry=registry)
-        self.prefix_hits = Counter("llmsuite_prefix_hits", "Answers to prompts known in part", registry=registry)
+        self.prefix_hits = Counter(
+            "llmsuite_prefix_hits", "Answers to prompts that were cached in part", registry=registry
+        )
         self.prefix_tokens = Counter(
             "llmsuite_prefix_tokens", "Tokens of prompts that were not computed again", registry=registry
         )
-        self.prefix_bytes = Gauge("llmsuite_prefix_bytes", "Of keys and values that are kept", registry=registry)
+        self.prefix_bytes = Gauge("llmsuite_prefix_bytes", "Size of the prefix cache", registry=registry)
         self.generated_tokens = Counter("llmsuite_generated_tokens", "Tokens of answers", registry=registry)
         self.passes = Counter("llmsuite_passes", "Passes of the model", registry=registry)
         self.running = Gauge("llmsuite_answers_running", "Answers in the batch", registry=registry)
-        self.waiting = Gauge("llmsuite_answers_waiting", "Answers that wait for a place", registry=registry)
+        self.waiting = Gauge("llmsuite_answers_waiting", "Answers that wait in the queue", registry=registry)
         self.first_token = Histogram(
             "llmsuite_first_text_seconds", "From request to first text", buckets=_SECONDS, registry=registry
         )

@@ -26,7 +26,7 @@
     chat.gone = gone;
     stop();
     chat = next;
-    draw();
+    renderChat();
   }
 
   function list() {
@@ -63,7 +63,7 @@
 
   const isAnswer = (turn) => !turn.error || !!turn.content.trim();
 
-  function draw() {
+  function renderChat() {
     const all = rounds(chat.turns), last = all.at(-1);
     $("turns").replaceChildren(...all.flatMap((round) => {
       const items = round.answers.map((turn) => answer(turn, round, round === last));
@@ -71,7 +71,7 @@
     }));
     if (last && !last.answers.length)  // the page was closed before there was one
       $("turns").lastChild.querySelector(".acts").append(act("Try again", ask));
-    document.body.classList.toggle("beside", all.some((round) => round.answers.length > 1));
+    document.body.classList.toggle("side-by-side", all.some((round) => round.answers.length > 1));
     state();
   }
 
@@ -110,7 +110,7 @@
     return made;
   }
 
-  // an answer has ended: only its own place changes, those beside it go on
+  // an answer has ended: only its own element changes, the others of the round continue
   function ended(turn) {
     const {made, round, isLast} = places.get(turn), hadFocus = made.contains(document.activeElement);
     const whole = answer(turn, round, isLast);
@@ -127,10 +127,10 @@
       chat.turns.push({role: "user", content: area.value.trim()});
       ask();
     };
-    place.replaceChildren(area, element("div", {className: "acts"}, act("Send again", send), act("Cancel", draw)));
+    place.replaceChildren(area, element("div", {className: "acts"}, act("Send again", send), act("Cancel", renderChat)));
     area.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey) { event.preventDefault(); send(); }
-      if (event.key === "Escape") draw();
+      if (event.key === "Escape") renderChat();
     });
     area.focus();
   }
@@ -193,7 +193,7 @@
     begin(asked);
   }
 
-  // draw an answer again; what comes after it goes, what is beside it stays
+  // generate an answer again: later turns are removed, other answers of the round stay
   function replace(turn, round) {
     const stays = round.answers.length > 1 || ticked().includes(turn.model);
     const fresh = {role: "assistant", model: stays ? turn.model : ticked()[0], content: ""};
@@ -205,7 +205,7 @@
   function begin(turns) {
     for (const turn of turns) running.set(turn, new AbortController());
     chat.system = $("system").value;
-    draw();
+    renderChat();
     save(chat);
     follow(true);
     for (const turn of turns) give(chat, turn);
@@ -285,7 +285,7 @@
   }
   $("which").addEventListener("change", (event) => {
     if (!boxes().some((box) => box.checked)) event.target.checked = true;  // somebody has to answer
-    told();
+    showModels();
     keepSettings();
   });
 
@@ -303,10 +303,10 @@
     const served = names.filter((name) => wanted.includes(name)).slice(0, MOST_MODELS);
     if (!served.length) return;
     for (const box of boxes()) box.checked = served.includes(box.value);
-    told();
+    showModels();
   }
 
-  function told() {
+  function showModels() {
     const now = ticked();
     for (const box of boxes()) box.disabled = !box.checked && now.length === MOST_MODELS;
     $("models").querySelector("summary").textContent = `Model${now.length > 1 ? "s" : ""}: ${now.join(", ")}`;

@@ -1,6 +1,6 @@
-"""POST /v1/responses of OpenAI's API: the same answers as those of chats, in its words.
+"""POST /v1/responses of OpenAI's API: requests become chats, and answers have the format of responses.
 
-Nothing is kept of a response, so that a conversation is sent whole each time.
+Responses are not stored: each request has the full conversation.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from llmsuite.base.errors import UserError
 from llmsuite.data.rows import ROLES, ToolCall
-from llmsuite.data.turns import DEVELOPER, calls_at, joined
-from llmsuite.errors import UserError
-from llmsuite.inference.batch import Line, TokenLogprob
+from llmsuite.data.turns import DEVELOPER, join_text_parts, parse_tool_calls
+from llmsuite.inference.batch import DecodingSequence, TokenLogprob
 from llmsuite.inference.sampling import MAX_TEMPERATURE
 from llmsuite.inference.text import TextStream
-from llmsuite.serving.events import CallReader
+from llmsuite.serving.events import ToolCallReader
+from llmsuite.serving.fair_queue import client_of
 from llmsuite.serving.faults import faults
 from llmsuite.serving.jobs import Job
-from llmsuite.serving.protocol import FIRST_FAULT, MAX_TOOLS, ChatRequest, TopLogprobs, call_id, chat_logprobs
+from llmsuite.serving.protocol import FAIL_FAST, MAX_TOOLS, ChatRequest, TopLogprobs, call_id, chat_logprobs
 from llmsuite.serving.service import Service
-from llmsuite.serving.turns import client_of
 
 PATH = "/v1/responses"
 COUNT_PATH = "/v1/responses/input_tokens"
@@ -39,7 +39,7 @@ _OfTools = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""What can be included of calls that no answer has here."""
+"""Values of `include` for built-in tools, which no answer calls here."""
 _ROLES = (*ROLES, DEVELOPER)
 _ECHOED = (
     "instructions",
@@ -50,14 +50,14 @@ _ECHOED = (
     "user",
     "previous_response_id",
 )
-"""Parts of a request that its response repeats."""
-_OWN_WORDS = (
+"""Keys of a request that its response repeats."""
+_RENAMED_KEYS = (
     ("response_format.json_schema", "text.format"),
     ("response_format", "text.format"),
     ("max_completion_tokens", "max_output_tokens"),
     ("messages: ", "input: "),
 )
-"""What a chat calls its parts, and what they are called here."""
+"""Keys of a chat request, and those of a response request."""
 _Included = Literal["message.output_text.logprobs", _OfTools]
 
 
@@ -83,7 +83,7 @@ class NamedFunction(_Strict):
 
 
 class Format(_Strict):
-    """What kind of answer there has to be."""
+    """Format of the answer."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -93,14 +93,14 @@ class Format(_Strict):
 
     @model_validator(mode="after")
     def check(self) -> Format:
-        """Raises ValueError unless a schema is where the type is."""
+        """Check that name and schema are there exactly with type json_schema. Raises ValueError."""
         if (self.type == "json_schema") != (self.name is not None) or (self.name is None and self.answer_schema):
             raise ValueError("name and schema have to be given with type json_schema, and only then")
         return self
 
 
 class Text(_Strict):
-    """How the answer's text is."""
+    """Options of the answer's text."""
 
     format: Format | None = None
     verbosity: Literal["medium"] | None = None
@@ -110,7 +110,7 @@ class ResponseRequest(_Strict):
     """The body of a request."""
 
     model: str | None = None
-    input: str | Annotated[list[dict[str, Any]], FIRST_FAULT] = Field(
+    input: str | Annotated[list[dict[str, Any]], FAIL_FAST] = Field(
         description="a string, or a list of items, each an object"
     )
     instructions: str | None = None
@@ -119,14 +119,14 @@ class ResponseRequest(_Strict):
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     stream: bool | None = None
     text: Text | None = None
-    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), FIRST_FAULT] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS), FAIL_FAST] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = Field(
         None, description='"none", "auto", "required" or {"type": "function", "name": NAME}'
     )
     parallel_tool_calls: bool | None = None
-    include: Annotated[list[_Included], FIRST_FAULT] | None = None
+    include: Annotated[list[_Included], FAIL_FAST] | None = None
     top_logprobs: TopLogprobs | None = None
-    """At most so many of the most likely tokens, where log-probabilities are included."""
+    """Number of the most likely tokens at each position, where log-probabilities are included."""
     # these change no answer
     store: bool | None = None
     metadata: Annotated[dict[_Short, _Short], Field(max_length=64)] | None = None
@@ -138,9 +138,9 @@ class ResponseRequest(_Strict):
     prompt_cache_options: dict[str, Any] | None = None
     stream_options: dict[Literal["include_obfuscation"], bool] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    """An input without room is refused either way."""
+    """An input that does not fit the context is refused either way."""
     max_tool_calls: int | None = None
-    """Calls of built-in tools, of which there are none here."""
+    """Most calls of built-in tools, which do not exist here."""
     background: Literal[False] | None = None
     # these would change it; null does not
     previous_response_id: None = None
@@ -151,30 +151,32 @@ class ResponseRequest(_Strict):
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
 
     def as_chat(self) -> ChatRequest:
-        """The same as a chat. Raises HTTPException naming an item of the input that is not understood."""
+        """The request as a chat request. Raises HTTPException naming an unsupported item of the input."""
         given = self.model_dump(exclude_none=True, by_alias=True)
         keys = ("model", "temperature", "top_p", "seed", "stream", "parallel_tool_calls")
-        asked: dict[str, Any] = {key: given[key] for key in keys if key in given}
-        asked["messages"] = self._messages()
+        body: dict[str, Any] = {key: given[key] for key in keys if key in given}
+        body["messages"] = self._messages()
         if self.max_output_tokens is not None:
-            asked["max_completion_tokens"] = self.max_output_tokens
+            body["max_completion_tokens"] = self.max_output_tokens
         if "message.output_text.logprobs" in (self.include or ()):
-            asked |= {"logprobs": True, "top_logprobs": self.top_logprobs}
-        tools = [{key: value for key, value in tool.items() if key != "type"} for tool in given.get("tools", ())]
+            body |= {"logprobs": True, "top_logprobs": self.top_logprobs}
+        tools = [{"type": "function", "function": _without_type(tool)} for tool in given.get("tools", ())]
         if tools:
-            asked["tools"] = [{"type": "function", "function": tool} for tool in tools]
+            body["tools"] = tools
         choice = given.get("tool_choice")
+        if isinstance(choice, dict):
+            choice = {"type": "function", "function": {"name": choice["name"]}}
         if choice is not None:
-            named = isinstance(choice, dict)
-            asked["tool_choice"] = {"type": "function", "function": {"name": choice["name"]}} if named else choice
-        form = given.get("text", {}).get("format")
-        if form is not None:
-            schema = {key: value for key, value in form.items() if key != "type"}
-            asked["response_format"] = {"type": form["type"], **({"json_schema": schema} if schema else {})}
+            body["tool_choice"] = choice
+        answer_format = given.get("text", {}).get("format")
+        if answer_format is not None:
+            body["response_format"] = {"type": answer_format["type"]}
+            if schema := _without_type(answer_format):
+                body["response_format"]["json_schema"] = schema
         try:
-            return ChatRequest.model_validate(asked)
+            return ChatRequest.model_validate(body)
         except ValidationError as error:
-            raise HTTPException(400, _in_own_words(faults(ChatRequest, error))) from None
+            raise HTTPException(400, _with_own_keys(faults(ChatRequest, error))) from None
 
     def _messages(self) -> list[dict[str, Any]]:
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
@@ -184,7 +186,8 @@ class ResponseRequest(_Strict):
             raise HTTPException(400, "input: has to be a text or a list of items, at least one")
         messages: list[dict[str, Any]] = [*system]
         for number, item in enumerate(self.input):
-            where, kind = f"input[{number}]", item.get("type", "message")
+            where = f"input[{number}]"
+            kind = item.get("type", "message")
             if kind == "message":
                 if item.get("role") not in _ROLES:
                     raise HTTPException(400, f"{where}: needs role, one of {', '.join(_ROLES)}")
@@ -192,7 +195,7 @@ class ResponseRequest(_Strict):
             elif kind == "function_call":
                 call = {key: item.get(key) for key in ("name", "arguments")}
                 try:
-                    calls_at([call], where)
+                    parse_tool_calls([call], where)
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from None
                 last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
@@ -206,62 +209,66 @@ class ResponseRequest(_Strict):
                 messages.append({"role": "tool", **output})
             else:
                 known = "message, function_call and function_call_output"
-                raise HTTPException(400, f"{where}: type {str(kind)[:100]!r} is not understood here; {known} are")
+                raise HTTPException(400, f"{where}: type {str(kind)[:100]!r} is not supported here; {known} are")
         return messages
 
 
-def _in_own_words(message: str) -> str:
-    """What a chat says is wrong, in the words of a response."""
-    for theirs, ours in _OWN_WORDS:
-        message = message.replace(theirs, ours)
+def _without_type(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: item for key, item in value.items() if key != "type"}
+
+
+def _with_own_keys(message: str) -> str:
+    """An error message of a chat request, with the keys of a response request."""
+    for chat_key, own_key in _RENAMED_KEYS:
+        message = message.replace(chat_key, own_key)
     return message
 
 
 @contextlib.contextmanager
-def _own_words() -> Iterator[None]:
-    """Turns what a chat refuses into the words of a response."""
+def _own_keys() -> Iterator[None]:
+    """Turn errors of a chat request into those of a response request."""
     try:
         yield
     except HTTPException as error:
-        raise HTTPException(error.status_code, _in_own_words(error.detail)) from None
+        raise HTTPException(error.status_code, _with_own_keys(error.detail)) from None
 
 
 def _text(content: Any, where: str) -> str:
-    """The text of a turn. Raises HTTPException when there is something else in it."""
+    """The text of a turn. Raises HTTPException for parts of any other kind."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise HTTPException(400, f"{where}: a text is needed, or a list of parts")
     try:
-        return joined(content, where)
+        return join_text_parts(content, where)
     except ValueError as error:
         raise HTTPException(400, str(error)) from None
 
 
 def add_api(app: FastAPI, service: Service) -> None:
-    """The routes of responses, and of how many tokens one would read."""
+    """Add the routes of responses, and of the number of their input tokens."""
 
     @app.post(PATH)
     async def respond(request: Request) -> Response:
-        asked = await service.body(request, ResponseRequest)
+        body = await service.parse_body(request, ResponseRequest)
         client = client_of(request)
-        chat = await service.threads.run(client, asked.as_chat)
-        with _own_words():
+        chat = await service.threads.run(client, body.as_chat)
+        with _own_keys():
             job, _ = await service.start(chat, client)
-        made = _Response(asked, chat, service, job)
-        if asked.stream:
+        response = _Response(body, chat, service, job)
+        if body.stream:
             headers = {"Cache-Control": "no-store"}
-            return StreamingResponse(made.events(), media_type="text/event-stream", headers=headers)
-        await service.whole(request, job)
-        return await service.threads.run(client, made.answer)
+            return StreamingResponse(response.events(), media_type="text/event-stream", headers=headers)
+        await service.wait_for_answers(request, job)
+        return await service.threads.run(client, response.answer)
 
     @app.post(COUNT_PATH)
     async def count(request: Request) -> dict[str, Any]:
-        asked = await service.body(request, ResponseRequest)
+        body = await service.parse_body(request, ResponseRequest)
         try:
-            ids = await service.threads.run(client_of(request), lambda: service.conversation(asked.as_chat()))
+            ids = await service.threads.run(client_of(request), lambda: service.conversation(body.as_chat()))
         except UserError as error:
-            raise HTTPException(400, _in_own_words(str(error))) from None
+            raise HTTPException(400, _with_own_keys(str(error))) from None
         return {"object": "response.input_tokens", "input_tokens": len(ids)}
 
 
@@ -271,50 +278,59 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 class _Response:
-    """One response, as it is made."""
+    """One response, while it is decoded and when it is complete."""
 
-    def __init__(self, asked: ResponseRequest, chat: ChatRequest, service: Service, job: Job):
-        self._asked, self._chat, self._service, self._job = asked, chat, service, job
-        self._speaker = service.speaker(asked.model)
+    def __init__(self, body: ResponseRequest, chat: ChatRequest, service: Service, job: Job):
+        self._body = body
+        self._chat = chat
+        self._service = service
+        self._job = job
+        self._served_model = service.served_model(body.model)
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
             "created_at": int(time.time()),
-            "model": asked.model or service.name,
-            **service.marks(),
+            "model": body.model or service.name,
+            **service.version_info(),
         }
-        self._message_id, self._count = f"msg_{secrets.token_hex(12)}", 0
-        self._given = asked.model_dump(by_alias=True, exclude={"input"})
+        self._message_id = f"msg_{secrets.token_hex(12)}"
+        self._count = 0
+        self._given = body.model_dump(by_alias=True, exclude={"input"})
 
     def answer(self) -> Response:
-        """The whole response as it is sent."""
-        (line,) = self._job.lines
-        assert line.text is not None
-        said, calls = self._service.calls(self._chat, line.text.text)
-        output = [self.message(said, line, self.logprobs_of_text(bool(calls)))] if said or not calls else []
-        return JSONResponse(self.whole([*output, *map(_call, calls)], line))
+        """The HTTP response with the complete answer."""
+        (sequence,) = self._job.sequences
+        assert sequence.text is not None
+        content, calls = self._service.parse_tool_calls(self._chat, sequence.text.text)
+        output = []
+        if content or not calls:
+            output.append(self.message(content, sequence, self.logprobs_of_text(bool(calls))))
+        return JSONResponse(self.body([*output, *map(_call, calls)], sequence))
 
-    def whole(self, output: Sequence[dict[str, Any]], line: Line | None) -> dict[str, Any]:
-        """The response with its output; one that is not done without a line."""
+    def body(self, output: Sequence[dict[str, Any]], sequence: DecodingSequence | None) -> dict[str, Any]:
+        """The response as JSON, with its output; `sequence`: None while it is in progress."""
         usage = None
-        is_cut = line is not None and line.finished == "length"
-        if line is not None:
-            counts = {"input_tokens": len(line.prompt), "output_tokens": len(line.ids)}
+        is_cut = sequence is not None and sequence.finish_reason == "length"
+        if sequence is not None:
+            counts = {"input_tokens": len(sequence.prompt), "output_tokens": len(sequence.ids)}
             usage = {
                 **counts,
                 "total_tokens": sum(counts.values()),
-                "input_tokens_details": {"cached_tokens": line.num_known, "cache_write_tokens": line.num_kept},
+                "input_tokens_details": {
+                    "cached_tokens": sequence.num_cached_tokens,
+                    "cache_write_tokens": sequence.num_stored_tokens,
+                },
                 "output_tokens_details": {"reasoning_tokens": 0},
             }
         given = self._given
         return {
             **self._head,
             **{key: given[key] for key in _ECHOED},
-            "status": "in_progress" if line is None else "incomplete" if is_cut else "completed",
+            "status": _status(sequence),
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "output": list(output),
-            "parallel_tool_calls": self._asked.parallel_tool_calls is not False,
+            "parallel_tool_calls": self._body.parallel_tool_calls is not False,
             "top_logprobs": given["top_logprobs"] or 0,
             "text": {"format": (given["text"] or {}).get("format") or {"type": "text"}},
             "tool_choice": given["tool_choice"] or "auto",
@@ -325,68 +341,76 @@ class _Response:
         }
 
     def logprobs_of_text(self, has_calls: bool) -> list[dict[str, Any]]:
-        """Log-probabilities of the whole answer's tokens, of those in front of its calls if it has any; none where the
-        request does not include them."""
-        (line,) = self._job.lines
-        if not has_calls or not line.logprobs:
-            return self._logprobs(line.logprobs)
-        assert line.text is not None
-        left, count = self._speaker.prompter.calls.free(line.text.text), 0
-        text = TextStream(self._speaker.generator.tokenizer)
+        """Log-probabilities of the answer's tokens, without its calls if it has any; empty where they are not
+        requested."""
+        (sequence,) = self._job.sequences
+        if not has_calls or not sequence.logprobs:
+            return self._logprobs(sequence.logprobs)
+        assert sequence.text is not None
+        left = self._served_model.prompter.tool_call_format.text_length(sequence.text.text)
+        count = 0
+        text = TextStream(self._served_model.generator.tokenizer)
         while left > 0:
-            left -= len(text.push(line.ids[count]))
+            left -= len(text.push(sequence.ids[count]))
             count += 1
-        return self._logprobs(line.logprobs[:count])
+        return self._logprobs(sequence.logprobs[:count])
 
     def _logprobs(self, kept: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
-        return chat_logprobs(kept, self._speaker.generator.tokenizer)["content"]
+        return chat_logprobs(kept, self._served_model.generator.tokenizer)["content"]
 
-    def message(self, text: str | None, line: Line | None, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
-        """The turn of the assistant; one that has just begun without a text."""
-        status = "in_progress" if line is None else "incomplete" if line.finished == "length" else "completed"
+    def message(
+        self, text: str | None, sequence: DecodingSequence | None, logprobs: Sequence[dict[str, Any]] = ()
+    ) -> dict[str, Any]:
+        """The turn of the assistant; `text` and `sequence`: None at its start."""
         content = [] if text is None else [_part(text, logprobs)]
+        status = _status(sequence)
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
     async def events(self) -> AsyncIterator[str]:
-        """The response as it comes, in server-sent events."""
-        reader, begun, text = CallReader(self._service, self._chat, 1), time.monotonic(), ""
-        metrics, output = self._service.metrics, list[dict[str, Any]]()
-        (line,) = self._job.lines
-        place = {"output_index": 0, "content_index": 0, "item_id": self._message_id}
+        """Yield the response as server-sent events, while it is decoded."""
+        reader = ToolCallReader(self._service, self._chat, 1)
+        started = time.monotonic()
+        text = ""
+        metrics = self._service.metrics
+        output = list[dict[str, Any]]()
+        (sequence,) = self._job.sequences
+        indices = {"output_index": 0, "content_index": 0, "item_id": self._message_id}
         try:
-            yield self._event("response.created", response=self.whole([], None))
-            yield self._event("response.in_progress", response=self.whole([], None))
-            is_open, calls, num_told = False, list[ToolCall](), 0
-            async for piece in self._job.pieces():
-                more, calls = reader.read(piece)
-                if (more or (piece.ended and not calls)) and not is_open:
+            yield self._event("response.created", response=self.body([], None))
+            yield self._event("response.in_progress", response=self.body([], None))
+            is_open = False
+            calls = list[ToolCall]()
+            num_sent = 0
+            async for delta in self._job.deltas():
+                more, calls = reader.read(delta)
+                if (more or (delta.has_ended and not calls)) and not is_open:
                     is_open = True
-                    metrics.first_token.observe(time.monotonic() - begun)
+                    metrics.first_token.observe(time.monotonic() - started)
                     yield self._event("response.output_item.added", output_index=0, item=self.message(None, None))
-                    yield self._event("response.content_part.added", **place, part=_part("", ()))
+                    yield self._event("response.content_part.added", **indices, part=_part("", ()))
                 if more:
                     text += more
-                    new = [] if calls else self._logprobs(line.logprobs[num_told : piece.num_logprobs])
-                    num_told += len(new)
-                    yield self._event("response.output_text.delta", **place, delta=more, logprobs=new)
+                    new = [] if calls else self._logprobs(sequence.logprobs[num_sent : delta.num_logprobs])
+                    num_sent += len(new)
+                    yield self._event("response.output_text.delta", **indices, delta=more, logprobs=new)
             if is_open:
-                told = self.logprobs_of_text(bool(calls))
-                yield self._event("response.output_text.done", **place, text=text, logprobs=told)
-                yield self._event("response.content_part.done", **place, part=_part(text, told))
-                output.append(self.message(text, line, told))
+                logprobs = self.logprobs_of_text(bool(calls))
+                yield self._event("response.output_text.done", **indices, text=text, logprobs=logprobs)
+                yield self._event("response.content_part.done", **indices, part=_part(text, logprobs))
+                output.append(self.message(text, sequence, logprobs))
                 yield self._event("response.output_item.done", output_index=0, item=output[0])
             for call in map(_call, calls):
                 at = {"output_index": len(output), "item_id": call["id"]}
                 output.append(call)
-                begun_call = {**call, "arguments": "", "status": "in_progress"}
-                yield self._event("response.output_item.added", output_index=at["output_index"], item=begun_call)
+                started_call = {**call, "arguments": "", "status": "in_progress"}
+                yield self._event("response.output_item.added", output_index=at["output_index"], item=started_call)
                 yield self._event("response.function_call_arguments.delta", **at, delta=call["arguments"])
                 named = {"name": call["name"], "arguments": call["arguments"]}
                 yield self._event("response.function_call_arguments.done", **at, **named)
                 yield self._event("response.output_item.done", output_index=at["output_index"], item=call)
-            whole = self.whole(output, line)
-            metrics.duration.observe(time.monotonic() - begun)
-            yield self._event(f"response.{whole['status']}", response=whole)
+            body = self.body(output, sequence)
+            metrics.duration.observe(time.monotonic() - started)
+            yield self._event(f"response.{body['status']}", response=body)
         except HTTPException as error:  # the status has been sent
             yield self._event("error", code="server_error", message=error.detail, param=None)
 
@@ -394,6 +418,12 @@ class _Response:
         data = {"type": kind, "sequence_number": self._count, **more}
         self._count += 1
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+def _status(sequence: DecodingSequence | None) -> str:
+    if sequence is None:
+        return "in_progress"
+    return "incomplete" if sequence.finish_reason == "length" else "completed"
 
 
 def _part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The thread that decodes: requests of all clients share one batch, which they join and leave at any pass.
 
-Between two passes over the answers it reads at most one piece of the prompts, and makes at most one step of what else
-the model is asked for. So a stream stands still for two such passes at most, however long somebody's prompt is.
+Between two passes over the answers it reads at most one chunk of the prompts, and makes at most one step of other work
+with the model, such as embeddings. So a stream waits for two such passes at most, however long a prompt is.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from typing import Any
 
-from llmsuite.inference.batch import Batch, Line
+from llmsuite.inference.batch import Batch, BatchSequence, DecodingSequence
 from llmsuite.inference.decoder import Decoder
-from llmsuite.inference.shared_prefixes import SharedPrefixes
+from llmsuite.inference.prefix_cache import PrefixCache
+from llmsuite.serving.fair_queue import NOBODY, Client, FairQueue
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
-from llmsuite.serving.turns import NOBODY, Client, Turns
 
 Steps = Generator[None, None, Any]
-"""Something that is made step by step, and returns its result."""
+"""Work that is done step by step, and returns its result."""
 Listener = Callable[[str, bool], None]
-"""Called in the scheduler's thread with the text that became certain, and whether the line has ended."""
+"""Called in the scheduler's thread with the text that became certain, and True once the sequence has ended."""
 
 
 class Busy(Exception):
-    """As many requests wait as are allowed to."""
+    """The queue is full."""
 
 
 class BusyClient(Busy):
-    """As many requests of this client wait as one client may have."""
+    """The client has as many requests in the queue as one client may have."""
 
 
 class Paused(Exception):
-    """Nothing new is begun until `Scheduler.resume`."""
+    """New requests are not accepted before `Scheduler.resume`."""
 
 
 class Closing(Exception):
@@ -45,48 +45,49 @@ class Closing(Exception):
 
 
 @dataclasses.dataclass(eq=False)
-class _Heard:
-    """A line that somebody listens to."""
+class _OpenStream:
+    """The listener of a sequence."""
 
     listener: Listener
-    last: float | None = None
-    """When its last token came."""
-    longest: float = 0.0
+    last_token_time: float | None = None
+    longest_gap: float = 0.0
     """Seconds between two of its tokens, at most."""
 
 
 @dataclasses.dataclass(eq=False)
-class _Call:
-    """Something that the model is asked for beside answers."""
+class _Task:
+    """Work with the model other than decoding."""
 
     steps: Steps
     result: concurrent.futures.Future[Any]
-    has_begun: bool = False
+    has_started: bool = False
 
 
 class Scheduler:
-    """Decodes lines, and calls their listeners with the text. Between two passes it calls functions that use the model
-    otherwise."""
+    """Decodes sequences, and calls their listeners with the text. Between two passes it runs other work with the
+    model."""
 
-    def __init__(self, decoder: Decoder, metrics: Metrics, limits: Limits, prefixes: SharedPrefixes | None = None):
+    def __init__(self, decoder: Decoder, metrics: Metrics, limits: Limits, prefix_cache: PrefixCache | None = None):
         """
         Args:
-            decoder: the model; only the scheduler's thread uses it from here on.
+            decoder: the model; from here on only the scheduler's thread uses it.
             metrics: updated at every pass.
-            limits: of what is queued, of the batch, and of the pieces in which prompts are read.
-            prefixes: of prompts, which are not read again; used where the decoder `shares_prefixes`.
+            limits: of the queue, of the batch, and of the chunks in which prompts are read.
+            prefix_cache: keys and values of earlier prompts; used where the decoder `supports_prefix_cache`.
         """
-        self._decoder, self._metrics, self._limits = decoder, metrics, limits
-        self._prefixes = prefixes if getattr(decoder, "shares_prefixes", False) else None
+        self._decoder = decoder
+        self._metrics = metrics
+        self._limits = limits
+        self._prefix_cache = prefix_cache if decoder.traits.supports_prefix_cache else None
         self._batch = self._new_batch()
-        self._listeners: dict[Line, _Heard] = {}
-        self._waiting: Turns[Line] = Turns()
-        self._cancelled: list[Line] = []
-        self._calls: Turns[_Call] = Turns()
+        self._streams: dict[BatchSequence, _OpenStream] = {}
+        self._waiting: FairQueue[DecodingSequence] = FairQueue()
+        self._cancelled: list[DecodingSequence] = []
+        self._tasks: FairQueue[_Task] = FairQueue()
         self._changed = threading.Condition()
         self.is_paused = False
-        self._is_resting = False
-        """Whether the thread waits for something to do."""
+        self._is_idle = False
+        """True while the thread waits for work."""
         self._is_closing = self._stopping = False
         self._thread = threading.Thread(target=self._run, name="decoding", daemon=True)
 
@@ -94,220 +95,240 @@ class Scheduler:
         self._thread.start()
 
     def close(self) -> None:
-        """Begin nothing new: what waits fails with `Closing`, and what has begun goes on."""
+        """Start nothing new: queued requests fail with `Closing`, and started ones continue."""
         with self._changed:
             self._is_closing = True
-            waiting, calls = list(self._waiting), [call for call in self._calls if not call.has_begun]
+            waiting = list(self._waiting)
+            tasks = [task for task in self._tasks if not task.has_started]
             self._waiting.remove(waiting)
-            self._calls.remove(calls)
+            self._tasks.remove(tasks)
             self._changed.notify_all()
         self._fail(waiting, Closing())
-        for call in calls:
-            call.result.cancel()
+        for task in tasks:
+            task.result.cancel()
 
     def stop(self) -> None:
-        """End the thread after the pass it is in; lines that are open fail with `Closing`."""
+        """End the thread after its current pass; open sequences fail with `Closing`."""
         self.close()
-        self.give_up()
+        self.stop_soon()
         self._thread.join()
 
-    def give_up(self) -> None:
-        """Let the thread end after the pass it is in."""
+    def stop_soon(self) -> None:
+        """Let the thread end after its current pass, without waiting for it."""
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
 
-    def submit(self, lines: Sequence[Line], listeners: Sequence[Listener], client: Client = NOBODY) -> None:
-        """Queue lines of a client, all of them or none. Raises Busy, Closing or Paused."""
+    def submit(
+        self, sequences: Sequence[DecodingSequence], listeners: Sequence[Listener], client: Client = NOBODY
+    ) -> None:
+        """Queue sequences of a client, all of them or none. Raises Busy, Closing or Paused."""
         with self._changed:
             if self._is_closing:
                 raise Closing
             if self.is_paused:
                 raise Paused
-            self._check_room(self._waiting, client, len(lines))
-            for line, listener in zip(lines, listeners):
-                self._listeners[line] = _Heard(listener)
-                self._waiting.add(client, line)
+            self._check_queue_limits(self._waiting, client, len(sequences))
+            for sequence, listener in zip(sequences, listeners):
+                self._streams[sequence] = _OpenStream(listener)
+                self._waiting.add(client, sequence)
             self._changed.notify_all()
 
-    def _check_room(self, waiting: Turns[Any], client: Client, num_new: int) -> None:
+    def _check_queue_limits(self, waiting: FairQueue[Any], client: Client, num_new: int) -> None:
         if len(waiting) + num_new > self._limits.max_waiting:
             raise Busy
         if waiting.count(client) + num_new > self._limits.share_of_client:
             raise BusyClient
 
-    def cancel(self, lines: Sequence[Line]) -> None:
-        """Stop decoding lines that no client waits for any more."""
+    def cancel(self, sequences: Sequence[DecodingSequence]) -> None:
+        """Stop decoding sequences that no client waits for any more."""
         with self._changed:
-            self._cancelled += [line for line in lines if line in self._listeners]
+            self._cancelled += [sequence for sequence in sequences if sequence in self._streams]
             self._changed.notify_all()
 
-    def call(
+    def submit_call(
         self, work: Callable[[], Any], client: Client = NOBODY, while_paused: bool = False
     ) -> concurrent.futures.Future[Any]:
-        """Let the thread call a function between two passes; its result, or what it raises, is in the future.
+        """Queue a function that the thread calls between two passes; the future gets its result or its exception.
 
         Args:
-            work: has the model for itself while it runs.
-            client: whose it is.
-            while_paused: whether it is called in a pause too.
+            work: has exclusive use of the model while it runs.
+            client: who has requested it.
+            while_paused: accept it in a pause too.
 
         Raises:
-            Busy: too much waits.
-            Closing: nothing new is begun any more.
+            Busy: the queue is full.
+            Closing: the server is shutting down.
             Paused: there is a pause.
         """
 
-        def at_once() -> Steps:
+        def single_step() -> Steps:
             return work()
-            yield  # there is one step
+            yield  # makes it a generator, of one step
 
-        return self.make(at_once(), client, while_paused)
+        return self.submit_steps(single_step(), client, while_paused)
 
-    def make(self, steps: Steps, client: Client = NOBODY, while_paused: bool = False) -> concurrent.futures.Future[Any]:
-        """Let the thread make the steps of something between passes, one at a time; those of several clients take
-        turns. Its return value is the result; the rest as for `call`. Where the future is cancelled no further step is
-        made."""
-        call = _Call(steps, concurrent.futures.Future())
+    def submit_steps(
+        self, steps: Steps, client: Client = NOBODY, while_paused: bool = False
+    ) -> concurrent.futures.Future[Any]:
+        """Queue work in steps, of which the thread makes one between two passes; clients take turns. The future gets
+        the return value of the generator; arguments and errors are as for `submit_call`. When the future is cancelled,
+        no more steps are made."""
+        task = _Task(steps, concurrent.futures.Future())
         with self._changed:
             if self._is_closing:
                 raise Closing
             if self.is_paused and not while_paused:
                 raise Paused
-            self._check_room(self._calls, client, 1)
-            self._calls.add(client, call)
+            self._check_queue_limits(self._tasks, client, 1)
+            self._tasks.add(client, task)
             self._changed.notify_all()
-        return call.result
+        return task.result
 
     def pause(self, timeout: float) -> bool:
-        """Begin nothing new, and wait until what has begun is at its end; whether it came to that in so many
-        seconds."""
+        """Accept nothing new, and wait until all started work has ended.
+
+        Args:
+            timeout: seconds to wait.
+
+        Returns:
+            True if it has ended.
+        """
         with self._changed:
             self.is_paused = True
-            return self._changed.wait_for(lambda: self._is_resting and not (self._waiting or self._calls), timeout)
+            return self._changed.wait_for(lambda: self._is_idle and not (self._waiting or self._tasks), timeout)
 
     def resume(self) -> None:
-        """Begin new lines and calls again."""
+        """Accept new sequences and work again."""
         with self._changed:
             self.is_paused = False
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                while not (self._stopping or self._waiting or self._cancelled or self._calls or self._open_lines):
-                    self._is_resting = True
+                while not (self._stopping or self._waiting or self._cancelled or self._tasks or self._open_sequences):
+                    self._is_idle = True
                     self._changed.notify_all()
                     self._changed.wait()
-                self._is_resting = False
+                self._is_idle = False
                 if self._stopping:
                     break
-                next_call = self._calls.pop() if self._calls else None
-                cancelled, self._cancelled = self._cancelled, []
+                next_task = self._tasks.pop() if self._tasks else None
+                cancelled = self._cancelled
+                self._cancelled = []
                 if cancelled:
                     self._waiting.remove(cancelled)
-                for line in cancelled:
-                    self._listeners.pop(line, None)
-                free = self._limits.batch_size - sum(line not in cancelled for line in self._open_lines)
+                for sequence in cancelled:
+                    self._streams.pop(sequence, None)
+                free = self._limits.batch_size - sum(sequence not in cancelled for sequence in self._open_sequences)
                 new = [self._waiting.pop()[1] for _ in range(min(free, len(self._waiting)))]
                 self._metrics.waiting.set(len(self._waiting))
-            if next_call is not None:
-                self._step(*next_call)
-            self._batch.drop(cancelled)
-            self._batch.begin(new)
-            self._metrics.running.set(len(self._open_lines))
-            if self._batch.coming:
-                self._read()
-            if self._batch.lines:
+            if next_task is not None:
+                self._step(*next_task)
+            self._batch.remove(cancelled)
+            self._batch.add(new)
+            self._metrics.running.set(len(self._open_sequences))
+            if self._batch.prefilling:
+                self._prefill()
+            if self._batch.sequences:
                 self._advance()
-            self._metrics.running.set(len(self._open_lines))
-        self._fail(list(self._listeners), Closing())
-        for call in self._calls:
-            if call.result.set_running_or_notify_cancel():
-                call.result.set_exception(Closing())
+            self._metrics.running.set(len(self._open_sequences))
+        self._fail(list(self._streams), Closing())
+        for task in self._tasks:
+            if task.result.set_running_or_notify_cancel():
+                task.result.set_exception(Closing())
 
     @property
-    def _open_lines(self) -> list[Line]:
-        """The lines that have left the queue."""
-        return [*self._batch.lines, *self._batch.coming]
+    def _open_sequences(self) -> list[BatchSequence]:
+        """The sequences that have left the queue."""
+        return [*self._batch.sequences, *self._batch.prefilling]
 
-    def _step(self, client: Client, call: _Call) -> None:
-        """Make the next step of a call, unless nobody waits any more, and queue the others."""
-        if call.result.cancelled():
+    def _step(self, client: Client, task: _Task) -> None:
+        """Make the next step of a task, unless it was cancelled, and queue the rest."""
+        if task.result.cancelled():
             return
-        call.has_begun = True
+        task.has_started = True
         ended: Callable[[], None]
         try:
-            next(call.steps)
+            next(task.steps)
         except StopIteration as end:
-            ended = partial(call.result.set_result, end.value)
-        except Exception as error:  # whatever it is, it is for the one who waits, and the server goes on
-            ended = partial(call.result.set_exception, error)
+            ended = partial(task.result.set_result, end.value)
+        except Exception as error:  # any error belongs to the client that waits, and the server continues
+            ended = partial(task.result.set_exception, error)
         else:
             with self._changed:
-                self._calls.add(client, call, is_first=True)
+                self._tasks.add(client, task, is_first=True)
             return
-        if call.result.set_running_or_notify_cancel():
+        if task.result.set_running_or_notify_cancel():
             ended()
 
-    def _read(self) -> None:
-        """Read a piece of the prompts; those that are read to the end get their first tokens."""
-        steps = self._batch.read()
-        if self._prefixes is not None:
-            begun = [line for line, _ in steps if line.error is None]
-            self._metrics.prefix_hits.inc(sum(line.num_known > 0 for line in begun))
-            self._metrics.prefix_tokens.inc(sum(line.num_known for line in begun))
-            self._metrics.prefix_bytes.set(self._prefixes.num_bytes)
+    def _prefill(self) -> None:
+        """Read a chunk of the prompts; sequences whose prompts are read to the end get their first tokens."""
+        steps = self._batch.prefill()
+        if self._prefix_cache is not None:
+            started = [sequence for sequence, _ in steps if sequence.error is None]
+            self._metrics.prefix_hits.inc(sum(sequence.num_cached_tokens > 0 for sequence in started))
+            self._metrics.prefix_tokens.inc(sum(sequence.num_cached_tokens for sequence in started))
+            self._metrics.prefix_bytes.set(self._prefix_cache.num_bytes)
         self._notify(steps)
 
     def _advance(self) -> None:
-        """Make a pass over the answers. Where it fails, all of them do."""
+        """Make a pass over the answers. Where it fails, all of them fail."""
         try:
             steps = self._batch.advance()
-        except Exception as error:  # whatever it is, the clients get an error and the server goes on
+        except Exception as error:  # the clients get an error of any kind, and the server continues
             traceback.print_exception(error)
-            failed, coming, self._batch = self._batch.lines, self._batch.coming, self._new_batch()
-            self._batch.begin(coming)
+            failed = self._batch.sequences
+            prefilling = self._batch.prefilling
+            self._batch = self._new_batch()
+            self._batch.add(prefilling)
             self._fail(failed, error)
         else:
             self._notify(steps)
 
     def _new_batch(self) -> Batch:
-        return Batch(self._decoder, fails_alone=True, prefixes=self._prefixes, num_tokens=self._limits.prompt_piece)
+        return Batch(
+            self._decoder,
+            isolates_failures=True,
+            prefix_cache=self._prefix_cache,
+            chunk_size=self._limits.prompt_piece,
+        )
 
-    def forget_prefixes(self) -> None:
-        """The weights are others. In the scheduler's thread."""
-        if self._prefixes is not None:
-            self._prefixes.clear()
+    def clear_prefix_cache(self) -> None:
+        """Clear the prefix cache, because the weights have changed. Call it in the scheduler's thread."""
+        if self._prefix_cache is not None:
+            self._prefix_cache.clear()
 
-    def _notify(self, steps: Sequence[tuple[Line, str]]) -> None:
+    def _notify(self, steps: Sequence[tuple[BatchSequence, str]]) -> None:
         self._metrics.passes.inc()
-        self._metrics.generated_tokens.inc(sum(line.error is None for line, _ in steps))
-        for line, text in steps:
-            if line.error is not None:
-                traceback.print_exception(line.error)
-                self._fail([line], line.error)
+        self._metrics.generated_tokens.inc(sum(sequence.error is None for sequence, _ in steps))
+        for sequence, text in steps:
+            if sequence.error is not None:
+                traceback.print_exception(sequence.error)
+                self._fail([sequence], sequence.error)
                 continue
+            has_ended = sequence.finish_reason is not None
             with self._changed:
-                heard = self._listeners.get(line)
-                if line.finished:
-                    self._listeners.pop(line, None)
-            if heard is not None:
-                self._measure(heard, line.finished is not None)
-                heard.listener(text, line.finished is not None)
+                stream = self._streams.get(sequence)
+                if has_ended:
+                    self._streams.pop(sequence, None)
+            if stream is not None:
+                self._measure(stream, has_ended)
+                stream.listener(text, has_ended)
 
-    def _measure(self, heard: _Heard, has_ended: bool) -> None:
-        """Note how long a line has waited for a token."""
+    def _measure(self, stream: _OpenStream, has_ended: bool) -> None:
+        """Record how long a sequence has waited for a token."""
         now = time.monotonic()
-        if heard.last is not None:
-            heard.longest = max(heard.longest, now - heard.last)
+        if stream.last_token_time is not None:
+            stream.longest_gap = max(stream.longest_gap, now - stream.last_token_time)
             if has_ended:
-                self._metrics.longest_gap.observe(heard.longest)
-        heard.last = now
+                self._metrics.longest_gap.observe(stream.longest_gap)
+        stream.last_token_time = now
 
-    def _fail(self, lines: Sequence[Line], error: Exception) -> None:
-        for line in lines:
+    def _fail(self, sequences: Sequence[BatchSequence], error: Exception) -> None:
+        for sequence in sequences:
             with self._changed:
-                heard = self._listeners.pop(line, None)
-            if heard is not None:
-                line.error = error
-                heard.listener("", True)  # it has ended and is not finished
+                stream = self._streams.pop(sequence, None)
+            if stream is not None:
+                sequence.error = error
+                stream.listener("", True)  # it has ended without a finish reason

@@ -1,4 +1,4 @@
-"""The process of a server: where it listens, and how it ends."""
+"""The process of a server: listening and shutdown."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from fastapi import FastAPI
 from llmsuite.serving.connections import BACKLOG, connection_class
 from llmsuite.serving.service import Service
 
-_GRACE = 10
-"""Seconds that answers which have begun may go on after a signal."""
-_FAREWELL = 2
-"""The last seconds of those, in which the others are told that they end."""
+_GRACE_SECONDS = 10
+"""Seconds that running answers may continue after a signal."""
+_ABORT_SECONDS = 2
+"""The last of these seconds, in which the remaining answers are ended with an error."""
 
 
 class Server(uvicorn.Server):
-    """Prints where it listens, and shuts down cleanly on a signal."""
+    """A uvicorn server that prints its address, and shuts down cleanly on a signal."""
 
     def __init__(self, config: uvicorn.Config, service: Service):
         super().__init__(config)
@@ -36,10 +36,10 @@ class Server(uvicorn.Server):
                 print(f"{self._service.name} answers on http://{host}:{port}", flush=True)
 
     async def shutdown(self, sockets: Any = None) -> None:
-        """Refuse what waits at once, and what has not ended in time before the connections are closed."""
+        """Refuse queued requests immediately, and end running ones with an error before the connections are closed."""
         scheduler = self._service.scheduler
         await asyncio.to_thread(scheduler.close)
-        end = asyncio.get_running_loop().call_later(_GRACE - _FAREWELL, scheduler.give_up)
+        end = asyncio.get_running_loop().call_later(_GRACE_SECONDS - _ABORT_SECONDS, scheduler.stop_soon)
         try:
             await super().shutdown(sockets)
         finally:
@@ -47,7 +47,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn has it, without raising the signal again at the end."""
+        """Handle signals like uvicorn, without raising the signal again at the end."""
 
         def end(number: int, frame: FrameType | None) -> None:
             self.handle_exit(number, frame)
@@ -61,8 +61,8 @@ class Server(uvicorn.Server):
 
 
 def make_server(service: Service, app: FastAPI, host: str, port: int, proxies: Sequence[str] = ()) -> Server:
-    """A server of an application; call its `run`. `proxies` are addresses, or networks, that are believed whose
-    requests they pass on (`X-Forwarded-For`): who may say that of itself is as many clients as it likes."""
+    """A server of an application; call its `run`. `proxies` are trusted addresses or networks, whose `X-Forwarded-For`
+    names the client: an untrusted one could pretend to be any number of clients."""
     config = uvicorn.Config(
         app,
         host=host,
@@ -73,7 +73,7 @@ def make_server(service: Service, app: FastAPI, host: str, port: int, proxies: S
         log_level="warning",
         access_log=False,
         timeout_keep_alive=5,
-        timeout_graceful_shutdown=_GRACE,
+        timeout_graceful_shutdown=_GRACE_SECONDS,
         lifespan="on",
         server_header=False,
         proxy_headers=bool(proxies),

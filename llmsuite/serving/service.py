@@ -1,4 +1,4 @@
-"""From a request to its answers: what is asked is checked, queued, and followed until it is done."""
+"""From a request to its answers: requests are validated, queued, and tracked until they are done."""
 
 from __future__ import annotations
 
@@ -12,228 +12,248 @@ from typing import Any, TypeVar
 from fastapi import HTTPException, Request
 from pydantic import BaseModel
 
+from llmsuite.base.errors import UserError
 from llmsuite.data.rows import ToolCall
-from llmsuite.errors import UserError
-from llmsuite.inference.batch import Line, TokenLogprob, check_room, token_logprob
+from llmsuite.inference.batch import DecodingSequence, TokenLogprob, check_context_length, token_logprob
+from llmsuite.inference.decoder import PromptDecoder
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.guided import Guide
+from llmsuite.inference.prefix_cache import PrefixCache
 from llmsuite.inference.prompts import Prompter, read_messages, tool_names
 from llmsuite.inference.sampling import Sampling
-from llmsuite.inference.shared_prefixes import SharedPrefixes
 from llmsuite.serving import protocol
-from llmsuite.serving.bodies import AT_ONCE, Kinds, validated
-from llmsuite.serving.jobs import PATIENCE, Job, refusals, waited
+from llmsuite.serving.bodies import MAX_INLINE_BYTES, ModelOf, validate_body
+from llmsuite.serving.fair_queue import Client, client_of
+from llmsuite.serving.jobs import POLL_SECONDS, Job, as_http_errors, wait_for_result
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.scheduler import Scheduler, Steps
-from llmsuite.serving.threads import Threads
-from llmsuite.serving.turns import Client, client_of
+from llmsuite.serving.thread_pool import FairThreadPool
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 B = TypeVar("B", bound=BaseModel)
 
 
 @dataclasses.dataclass(frozen=True)
-class Speaker:
-    """How answers of a model, or of one of its adapters, are asked for and read: by its own tokenizer and template."""
+class ServedModel:
+    """The tokenizer and template of a model or of one of its adapters, with which prompts are made and answers read."""
 
     generator: Generator
     prompter: Prompter
 
 
 class Service:
-    """A model that is served: requests are checked here, and become lines of the scheduler."""
+    """A model that is served: requests are validated here, and become sequences of the scheduler."""
 
     def __init__(self, generator: Generator, prompter: Prompter, name: str, limits: Limits, metrics: Metrics):
-        """`prompter` has the model's chat template; `name` is what clients call the model, without an adapter of its
-        decoder: these have names of their own."""
-        self.generator, self.prompter, self.name, self.limits, self.metrics = generator, prompter, name, limits, metrics
-        prefixes = SharedPrefixes(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
-        self.scheduler = Scheduler(generator.decoder, metrics, limits, prefixes)
-        self.threads = Threads()
-        """Where it does what would keep the loop from answering others."""
+        """
+        Args:
+            generator: the model.
+            prompter: with the model's chat template.
+            name: the model's name in the API; adapters of its decoder have names of their own.
+            limits: of requests.
+            metrics: updated by the scheduler.
+        """
+        self.generator = generator
+        self.prompter = prompter
+        self.name = name
+        self.limits = limits
+        self.metrics = metrics
+        prefix_cache = PrefixCache(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
+        self.scheduler = Scheduler(generator.decoder, metrics, limits, prefix_cache)
+        self.threads = FairThreadPool()
+        """Threads for work that would block the event loop."""
         self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
-        self.speakers: Mapping[str, Speaker] = {}
-        """Speakers of adapters that bring a tokenizer or template, by their names."""
+        self.adapter_models: Mapping[str, ServedModel] = {}
+        """Adapters that have a tokenizer or template of their own, by their names."""
         self.aliases: tuple[str, ...] = ()
-        """Further names of the model."""
-        self.marks: Callable[[], dict[str, Any]] = dict
-        """What every answer names beside the model, such as the version of its weights."""
+        """Additional names of the model."""
+        self.version_info: Callable[[], dict[str, Any]] = dict
+        """Additional keys of every answer, such as the version of the weights."""
         self.defaults = Sampling(temperature=1.0)
-        """Parameters of sampling that a request does not set; the temperature is OpenAI's."""
+        """Sampling parameters that a request does not set; the temperature is OpenAI's default."""
         self.leaves_out_tools = False
-        """Whether chats are answered without the tools that they may call, as of a model that knows none."""
+        """Answer chats without their optional tools, for a model that supports none."""
 
-    def speaker(self, model: str | None) -> Speaker:
-        """That of the model a request names; None for the first."""
-        return self.speakers.get(model or self.name) or Speaker(self.generator, self.prompter)
+    def served_model(self, model: str | None) -> ServedModel:
+        """The model of a name in a request; None for the default."""
+        return self.adapter_models.get(model or self.name) or ServedModel(self.generator, self.prompter)
 
-    async def body(self, request: Request, kind: type[B]) -> B:
-        """The body of a request. Raises HTTPException saying what is wrong with it."""
-        return await self.body_of(request, lambda content: kind)
+    async def parse_body(self, request: Request, model: type[B]) -> B:
+        """Parse and validate the body of a request. Raises HTTPException with its fault."""
+        return await self.parse_body_as(request, lambda content: model)
 
-    async def body_of(self, request: Request, kinds: Kinds[B]) -> B:
-        """As `body`, where the model of a body depends on its content."""
+    async def parse_body_as(self, request: Request, model_of: ModelOf[B]) -> B:
+        """Parse and validate the body of a request, whose pydantic model depends on the content. Raises HTTPException
+        with its fault."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise HTTPException(415, "the body has to be application/json")
-        given = await request.body(), kinds, self.generator.decoder.max_length
-        if len(given[0]) <= AT_ONCE:
-            asked = validated(*given)
+        raw = await request.body()
+        max_length = self.generator.decoder.max_length
+        if len(raw) <= MAX_INLINE_BYTES:
+            body = validate_body(raw, model_of, max_length)
         else:
-            asked = await self.threads.run(client_of(request), validated, *given)
-        self.check_model(getattr(asked, "model", None))
-        return asked
+            body = await self.threads.run(client_of(request), validate_body, raw, model_of, max_length)
+        self.check_model(getattr(body, "model", None))
+        return body
 
     def check_model(self, name: str | None) -> None:
-        """Raises HTTPException for a name of no model that is served; None is the first."""
+        """Check the name of a model in a request; None is the default. Raises HTTPException if it is not served."""
         names = (self.name, *self.aliases, *self.adapters)
         if name is not None and name not in names:
-            raise HTTPException(
-                404, f"model {name[:100]!r} is not served here; this is {' and '.join(map(repr, names))}"
-            )
+            served = " and ".join(map(repr, names))
+            raise HTTPException(404, f"model {name[:100]!r} is not served here; this is {served}")
 
-    def lines(self, asked: ChatRequest | CompletionRequest) -> tuple[list[Line], int]:
-        """The answers to be made, and the number of prompts. Raises UserError."""
-        option, wanted, num_logprobs = "max_tokens", asked.max_tokens, None
-        if isinstance(asked, ChatRequest):
-            prompts = [self.conversation(asked)]
-            if asked.max_completion_tokens is not None:
-                option, wanted = "max_completion_tokens", asked.max_completion_tokens
-            if asked.max_tokens not in (None, wanted):
-                raise UserError(f"max_tokens: is {asked.max_tokens}, and {option} is {wanted}; give one of them")
-            if asked.logprobs:
-                num_logprobs = asked.top_logprobs or 0
-            elif asked.top_logprobs:
+    def make_sequences(self, body: ChatRequest | CompletionRequest) -> tuple[list[DecodingSequence], int]:
+        """Make the sequences of a request; returns them with the number of prompts. Raises UserError."""
+        option = "max_tokens"
+        requested = body.max_tokens
+        num_logprobs = None
+        if isinstance(body, ChatRequest):
+            prompts = [self.conversation(body)]
+            if body.max_completion_tokens is not None:
+                option = "max_completion_tokens"
+                requested = body.max_completion_tokens
+            if body.max_tokens not in (None, requested):
+                raise UserError(f"max_tokens: is {body.max_tokens}, and {option} is {requested}; give one of them")
+            if body.logprobs:
+                num_logprobs = body.top_logprobs or 0
+            elif body.top_logprobs:
                 raise UserError("top_logprobs: only with logprobs: true")
         else:
-            prompts, num_logprobs = self._prompts(asked), asked.logprobs
-            self._check_completion(asked)
-            wanted = 16 if wanted is None else wanted  # as OpenAI has it
-            if asked.num_drawn > (asked.n or 1):
+            prompts = self._prompts(body)
+            num_logprobs = body.logprobs
+            self._check_completion(body)
+            requested = 16 if requested is None else requested  # OpenAI's default
+            if body.num_sampled > (body.n or 1):
                 num_logprobs = num_logprobs or 0
-        count = asked.num_drawn
-        if len(prompts) * count > protocol.MAX_LINES:
-            raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_LINES} a request")
-        self._check_biases(asked)
-        guide, speaker = self._guide(asked), self.speaker(asked.model)
-        adapter = [asked.model] if asked.model in self.adapters else []
-        lines = []
-        if wanted is not None and wanted > self.limits.max_new_tokens:
-            raise UserError(f"{option}: is {wanted}; this server gives at most {self.limits.max_new_tokens}")
-        for prompt, what in zip(prompts, self._described(asked, len(prompts))):
+        count = body.num_sampled
+        if len(prompts) * count > protocol.MAX_SEQUENCES:
+            raise UserError(f"prompt: {len(prompts) * count} answers are more than {protocol.MAX_SEQUENCES} a request")
+        self._check_biases(body)
+        guide = self._guide(body)
+        served_model = self.served_model(body.model)
+        adapter = [body.model] if body.model in self.adapters else []
+        sequences = []
+        if requested is not None and requested > self.limits.max_new_tokens:
+            raise UserError(f"{option}: is {requested}; this server gives at most {self.limits.max_new_tokens}")
+        for prompt, what in zip(prompts, _prompt_names(body, len(prompts))):
             room = max(1, min(self.limits.max_new_tokens, self.generator.decoder.max_length - len(prompt)))
-            most = room if wanted is None else wanted
-            check_room(prompt, most, self.generator.decoder, what, option)
-            if asked.min_tokens > most:
-                raise UserError(f"min_tokens: is {asked.min_tokens}; an answer has at most {most} tokens ({option})")
-            sampling = asked.sampling(most, num_logprobs, self.defaults)
-            guides = [guide.copy() if guide is not None else None for _ in range(count)]
-            lines += [speaker.generator.line(prompt, sampling, n, own, *adapter) for n, own in enumerate(guides)]
-        return lines, len(prompts)
+            most = room if requested is None else requested
+            check_context_length(prompt, most, self.generator.decoder, what, option)
+            if body.min_tokens > most:
+                raise UserError(f"min_tokens: is {body.min_tokens}; an answer has at most {most} tokens ({option})")
+            sampling = body.sampling(most, num_logprobs, self.defaults)
+            for number in range(count):
+                own_guide = guide.copy() if guide is not None else None
+                sequence = served_model.generator.make_sequence(prompt, sampling, number, own_guide, *adapter)
+                sequences.append(sequence)
+        return sequences, len(prompts)
 
-    def _described(self, asked: ChatRequest | CompletionRequest, count: int) -> list[str]:
-        """What the prompts of a request are called, where one of them is wrong."""
-        if isinstance(asked, ChatRequest):
-            return ["messages: the prompt"]
-        return [f"prompt[{number}]: the prompt" for number in range(count)] if count > 1 else ["prompt: the prompt"]
-
-    def conversation(self, asked: ChatRequest) -> list[int]:
-        """The ids of a chat, with the beginning of its answer. Tools that are left out are taken from the request.
+    def conversation(self, body: ChatRequest) -> list[int]:
+        """The ids of a chat, with the beginning of its answer. Tools that are left out are removed from the request.
 
         Raises:
-            UserError: the template refuses the chat, or has no form for calls.
+            UserError: the template does not accept the chat, or does not support tool calls.
         """
-        if self.leaves_out_tools and not asked.has_to_call:
-            asked.tools = asked.tool_choice = None
-        tools, prompter = asked.tools_as_text, self.speaker(asked.model).prompter
-        ids = prompter.turns(read_messages(asked.messages), tools)
+        if self.leaves_out_tools and not body.has_to_call:
+            body.tools = body.tool_choice = None
+        tools = body.tools_as_text
+        prompter = self.served_model(body.model).prompter
+        ids = prompter.turns(read_messages(body.messages), tools)
         if tools:
-            prompter.calls  # noqa: B018  (the model has to have a form for them)
+            prompter.tool_call_format  # noqa: B018  (raises for a model without tool calls)
         return ids
 
-    def _check_completion(self, asked: CompletionRequest) -> None:
-        """Raises UserError for values that contradict each other, or that this model has no answer to."""
-        if asked.max_tokens == 0 and (asked.stream or not asked.echo):
+    def _check_completion(self, body: CompletionRequest) -> None:
+        """Check values that depend on each other or on the model. Raises UserError."""
+        if body.max_tokens == 0 and (body.stream or not body.echo):
             raise UserError("max_tokens: 0 is for prompts that are echoed, and not with stream")
-        if asked.logprobs is not None and asked.echo and asked.stream:
+        if body.logprobs is not None and body.echo and body.stream:
             raise UserError("echo: not with logprobs in a stream")
-        if asked.logprobs is not None and asked.echo and not hasattr(self.generator.decoder, "prompt_logits"):
+        if body.logprobs is not None and body.echo and not isinstance(self.generator.decoder, PromptDecoder):
             raise UserError("echo: not with logprobs and --engine static, whose programs give those of answers only")
-        if asked.stream and (asked.best_of or 1) > (asked.n or 1):
+        if body.stream and (body.best_of or 1) > (body.n or 1):
             raise UserError("best_of: not with stream, as the best answer is known at the end only")
-        if asked.best_of is not None and asked.best_of < (asked.n or 1):
-            raise UserError(f"best_of: is {asked.best_of}; it has to be at least n, {asked.n}")
+        if body.best_of is not None and body.best_of < (body.n or 1):
+            raise UserError(f"best_of: is {body.best_of}; it has to be at least n, {body.n}")
 
-    def _guide(self, asked: ChatRequest | CompletionRequest) -> Guide | None:
-        """The grammar that answers have to follow. Raises UserError."""
-        if isinstance(asked, CompletionRequest):
+    def _guide(self, body: ChatRequest | CompletionRequest) -> Guide | None:
+        """The grammar that answers have to follow; None for any text. Raises UserError."""
+        if isinstance(body, CompletionRequest):
             return None
-        speaker = self.speaker(asked.model)
-        schema = asked.response_format.schema_of_answer if asked.response_format is not None else None
-        if (schema is not None or asked.has_to_call) and asked.min_tokens:
+        served_model = self.served_model(body.model)
+        schema = body.response_format.schema_of_answer if body.response_format is not None else None
+        if (schema is not None or body.has_to_call) and body.min_tokens:
             raise UserError(
-                "min_tokens: not with response_format or a tool_choice that ends the answer where it is whole"
+                "min_tokens: not with response_format or a tool_choice that ends the answer where it is complete"
             )
-        if not asked.has_to_call:
-            if asked.tools_as_text and any(tool.function.strict for tool in asked.tools or ()):
-                calls = speaker.prompter.calls
-                return speaker.generator.grammars.of_text_or_calls(calls, asked.callable_tools, schema)
-            return None if schema is None else speaker.generator.grammars.of_schema(schema, "response_format")
+        if not body.has_to_call:
+            if body.tools_as_text and any(tool.function.strict for tool in body.tools or ()):
+                calls = served_model.prompter.tool_call_format
+                return served_model.generator.grammars.text_or_tool_calls(calls, body.callable_tools, schema)
+            return None if schema is None else served_model.generator.grammars.from_schema(schema, "response_format")
         if schema is not None:
             raise UserError("response_format: not with a tool_choice that asks for a call")
-        if not asked.callable_tools:
+        if not body.callable_tools:
             raise UserError("tool_choice: asks for a call of a tool that is not in tools")
-        several = asked.tool_choice == "required" and asked.parallel_tool_calls is not False
-        return speaker.generator.grammars.of_calls(speaker.prompter.calls, asked.callable_tools, several)
+        several = body.tool_choice == "required" and body.parallel_tool_calls is not False
+        call_format = served_model.prompter.tool_call_format
+        return served_model.generator.grammars.tool_calls(call_format, body.callable_tools, several)
 
-    def _check_biases(self, asked: ChatRequest | CompletionRequest) -> None:
+    def _check_biases(self, body: ChatRequest | CompletionRequest) -> None:
         size = self.generator.decoder.vocab_size
-        if wrong := [token for token in asked.logit_bias or () if int(token) >= size]:
-            raise UserError(f"logit_bias: has token {wrong[0]}; the model's end at {size - 1}")
+        if wrong := [token for token in body.logit_bias or () if int(token) >= size]:
+            raise UserError(f"logit_bias: has token {wrong[0]}; the model's vocabulary ends at {size - 1}")
 
-    def calls(self, asked: ChatRequest, text: str) -> tuple[str, list[ToolCall]]:
-        """What an answer says, and the tools it calls; one at most without `parallel_tool_calls`."""
-        tools = asked.tools_as_text
+    def parse_tool_calls(self, body: ChatRequest, text: str) -> tuple[str, list[ToolCall]]:
+        """Split an answer into its text and its tool calls; at most one call without `parallel_tool_calls`."""
+        tools = body.tools_as_text
         if not tools:
             return text, []
-        said, found = self.speaker(asked.model).prompter.calls.parse(text, tool_names(tools))
-        return said, found[:1] if asked.parallel_tool_calls is False else found
+        content, calls = self.served_model(body.model).prompter.tool_call_format.parse(text, tool_names(tools))
+        return content, calls[:1] if body.parallel_tool_calls is False else calls
 
-    def chosen(self, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int) -> list[Line]:
-        """The answers that are given, of those that were made: the `n` with the highest mean log-probability of a token
-        to each prompt."""
-        made, given = asked.num_drawn, asked.n or 1
-        if made == given:
-            return list(job.lines)
+    def best_answers(self, body: ChatRequest | CompletionRequest, job: Job, num_prompts: int) -> list[DecodingSequence]:
+        """The `n` answers to each prompt that are returned, of those that were sampled: those with the highest mean
+        log-probability of a token."""
+        sampled = body.num_sampled
+        returned = body.n or 1
+        if sampled == returned:
+            return list(job.sequences)
         found = []
         for i in range(num_prompts):
-            of_prompt = job.lines[i * made : (i + 1) * made]
-            found += sorted(of_prompt, key=_mean_logprob, reverse=True)[:given]
+            of_prompt = job.sequences[i * sampled : (i + 1) * sampled]
+            found += sorted(of_prompt, key=_mean_logprob, reverse=True)[:returned]
         return found
 
-    def echoed(self, asked: ChatRequest | CompletionRequest) -> list[str]:
-        """The text in front of each answer that is given."""
-        given = asked.n or 1
-        if isinstance(asked, ChatRequest) or not asked.echo:
+    def echoed_texts(self, body: ChatRequest | CompletionRequest) -> list[str]:
+        """The prompt's text in front of each returned answer; empty without `echo`."""
+        if isinstance(body, ChatRequest) or not body.echo:
             return []
-        prompts: Any = asked.prompt
+        prompts: Any = body.prompt
         if isinstance(prompts, str) or isinstance(prompts[0], int):
             prompts = [prompts]
-        tokenizer = self.speaker(asked.model).generator.tokenizer
-        texts = [p if isinstance(p, str) else tokenizer.decode(p) for p in prompts]
-        return [text for text in texts for _ in range(given)]
+        tokenizer = self.served_model(body.model).generator.tokenizer
+        texts: list[str] = []
+        for prompt in prompts:
+            text = prompt if isinstance(prompt, str) else tokenizer.decode(prompt)
+            texts += [text] * (body.n or 1)
+        return texts
 
     async def prompt_logprobs(
-        self, request: Request, asked: ChatRequest | CompletionRequest, job: Job, num_prompts: int
+        self, request: Request, body: ChatRequest | CompletionRequest, job: Job, num_prompts: int
     ) -> list[list[TokenLogprob]]:
-        """Log-probabilities of the tokens of each prompt but the first, for each answer that is given; none where they
-        are not asked for. Raises HTTPException."""
-        if isinstance(asked, ChatRequest) or not asked.echo or asked.logprobs is None:
+        """Log-probabilities of the tokens of each prompt but the first, for each returned answer; empty where they are
+        not requested. Raises HTTPException."""
+        if isinstance(body, ChatRequest) or not body.echo or body.logprobs is None:
             return []
         decoder: Any = self.generator.decoder
-        more = {"adapter": asked.model} if asked.model in self.adapters else {}
-        found, count, deadline = [], asked.logprobs, time.monotonic() + self.limits.request_timeout
+        more = {"adapter": body.model} if body.model in self.adapters else {}
+        found = []
+        count = body.logprobs
+        deadline = time.monotonic() + self.limits.request_timeout
 
         def steps(ids: Sequence[int]) -> Steps:
             kept: list[TokenLogprob] = []
@@ -242,19 +262,19 @@ class Service:
                 yield
             return kept
 
-        for line in job.lines[:: asked.num_drawn]:
-            with refusals():
-                made = self.scheduler.make(steps(line.prompt), client_of(request))
+        for sequence in job.sequences[:: body.num_sampled]:
+            with as_http_errors():
+                future = self.scheduler.submit_steps(steps(sequence.prompt), client_of(request))
             try:
-                found += [await waited(request, made, deadline)] * (asked.n or 1)
+                found += [await wait_for_result(request, future, deadline)] * (body.n or 1)
             except UserError as error:
                 raise HTTPException(400, str(error)) from None
-        assert len(found) == num_prompts * (asked.n or 1)
+        assert len(found) == num_prompts * (body.n or 1)
         return found
 
-    def _prompts(self, asked: CompletionRequest) -> list[list[int]]:
-        given: Any = asked.prompt
-        prompter = self.speaker(asked.model).prompter
+    def _prompts(self, body: CompletionRequest) -> list[list[int]]:
+        given: Any = body.prompt
+        prompter = self.served_model(body.model).prompter
         if isinstance(given, str):
             return [prompter.plain(given)]
         if not given:
@@ -263,40 +283,52 @@ class Service:
             return [given]
         return [prompter.plain(p) if isinstance(p, str) else p for p in given]
 
-    async def start(self, asked: ChatRequest | CompletionRequest, client: Client) -> tuple[Job, int]:
-        """Queue the answers to a client, and return them with the number of prompts. Raises HTTPException."""
-        begun = time.monotonic()
+    async def start(self, body: ChatRequest | CompletionRequest, client: Client) -> tuple[Job, int]:
+        """Queue the answers to a request; returns them with the number of prompts. Raises HTTPException."""
+        started = time.monotonic()
         try:
-            lines, num_prompts = await self.threads.run(client, self.lines, asked)
-            with refusals():
-                job = Job(lines, self.scheduler, begun + self.limits.request_timeout, client)
+            sequences, num_prompts = await self.threads.run(client, self.make_sequences, body)
+            with as_http_errors():
+                job = Job(sequences, self.scheduler, started + self.limits.request_timeout, client)
         except UserError as error:
             raise HTTPException(400, str(error)) from None
-        self.metrics.prompt_tokens.inc(sum(len(line.prompt) for line in lines[:: len(lines) // num_prompts]))
+        firsts = sequences[:: len(sequences) // num_prompts]
+        self.metrics.prompt_tokens.inc(sum(len(sequence.prompt) for sequence in firsts))
         return job, num_prompts
 
-    async def whole(self, request: Request, job: Job) -> None:
-        """Wait for the whole answers; give up when the client does."""
-        begun, task = time.monotonic(), asyncio.ensure_future(self._all(job))
+    async def wait_for_answers(self, request: Request, job: Job) -> None:
+        """Wait until all answers of a job have ended. Raises HTTPException, also when the client disconnects."""
+        started = time.monotonic()
+        task = asyncio.ensure_future(self._consume(job))
         try:
             while not task.done():
-                await asyncio.wait([task], timeout=PATIENCE)
+                await asyncio.wait([task], timeout=POLL_SECONDS)
                 if not task.done() and await request.is_disconnected():
                     task.cancel()
-                    raise HTTPException(499, "the client has gone")
+                    raise HTTPException(499, "the client has disconnected")
             task.result()
         finally:
             task.cancel()
-        self.metrics.duration.observe(time.monotonic() - begun)
+        self.metrics.duration.observe(time.monotonic() - started)
 
-    async def _all(self, job: Job) -> None:
-        begun, first = time.monotonic(), True
-        async for piece in job.pieces():
-            if first and piece.text:
-                self.metrics.first_token.observe(time.monotonic() - begun)
-                first = False
+    async def _consume(self, job: Job) -> None:
+        started = time.monotonic()
+        is_first = True
+        async for delta in job.deltas():
+            if is_first and delta.text:
+                self.metrics.first_token.observe(time.monotonic() - started)
+                is_first = False
 
 
-def _mean_logprob(line: Line) -> float:
-    """The mean over an answer's tokens; the least of all for one without any."""
-    return sum(kept.logprob for kept in line.logprobs) / len(line.logprobs) if line.logprobs else -math.inf
+def _prompt_names(body: ChatRequest | CompletionRequest, count: int) -> list[str]:
+    """Names of the prompts of a request, for messages."""
+    if isinstance(body, ChatRequest):
+        return ["messages: the prompt"]
+    return [f"prompt[{number}]: the prompt" for number in range(count)] if count > 1 else ["prompt: the prompt"]
+
+
+def _mean_logprob(sequence: DecodingSequence) -> float:
+    """Mean log-probability of an answer's tokens; minus infinity for an answer without tokens."""
+    if not sequence.logprobs:
+        return -math.inf
+    return sum(token.logprob for token in sequence.logprobs) / len(sequence.logprobs)

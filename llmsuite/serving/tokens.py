@@ -1,4 +1,4 @@
-"""The tokenizer of the model that is served, asked as that of vLLM's server: harnesses count tokens with it."""
+"""The tokenizer of the served model, with the routes of vLLM's server: harnesses count tokens with them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from llmsuite.serving.fair_queue import client_of
 from llmsuite.serving.protocol import Ids
 from llmsuite.serving.service import Service
-from llmsuite.serving.turns import client_of
 
 PATHS = ("/tokenize", "/detokenize", "/tokenizer_info")
 
@@ -23,8 +23,8 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str
     add_special_tokens: bool | None = None
-    """Whether the text gets what the tokenizer puts in front of prompts, as those of /v1/completions do; it does unless
-    this is false."""
+    """Add the tokenizer's special tokens in front of the text, as for prompts of /v1/completions; the default is
+    true."""
     return_token_strs: bool | None = None
 
 
@@ -37,37 +37,39 @@ class DetokenizeRequest(BaseModel):
 
 
 def add_api(app: FastAPI, service: Service) -> None:
-    """The routes. Control tokens that stand in a text become tokens, and none are left out of texts of ids."""
+    """Add the routes. Control tokens in a text become tokens, and detokenized texts include them."""
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        asked = await service.body(request, TokenizeRequest)
-        return await service.threads.run(client_of(request), _tokenized, service, asked)
+        body = await service.parse_body(request, TokenizeRequest)
+        return await service.threads.run(client_of(request), _tokenized, service, body)
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        asked = await service.body(request, DetokenizeRequest)
-        return await service.threads.run(client_of(request), _text, service, asked)
+        body = await service.parse_body(request, DetokenizeRequest)
+        return await service.threads.run(client_of(request), _text, service, body)
 
     @app.get("/tokenizer_info")
     async def info() -> dict[str, Any]:
         return {**service.generator.tokenizer.special_tokens, "chat_template": service.prompter.template_source}
 
 
-def _tokenized(service: Service, asked: TokenizeRequest) -> Response:
-    tokenizer = service.speaker(asked.model).generator.tokenizer
+def _tokenized(service: Service, body: TokenizeRequest) -> Response:
+    tokenizer = service.served_model(body.model).generator.tokenizer
     try:
-        ids = tokenizer.encode(asked.prompt)
-        ids = ids if asked.add_special_tokens is False else tokenizer.framed(ids)
+        ids = tokenizer.encode(body.prompt)
+        ids = ids if body.add_special_tokens is False else tokenizer.with_special_tokens(ids)
     except UserError as error:
         raise HTTPException(400, str(error)) from None
-    texts = tokenizer.pieces(ids) if asked.return_token_strs else None
+    texts = tokenizer.pieces(ids) if body.return_token_strs else None
     most = service.generator.decoder.max_length
     return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
 
 
-def _text(service: Service, asked: DetokenizeRequest) -> Response:
-    tokenizer = service.speaker(asked.model).generator.tokenizer
-    if wrong := [token for token in asked.tokens if token >= tokenizer.vocab_size]:
-        raise HTTPException(400, f"tokens: has {wrong[0]}; the tokenizer's end at {tokenizer.vocab_size - 1}")
-    return JSONResponse({"prompt": tokenizer.decode(asked.tokens, False)})
+def _text(service: Service, body: DetokenizeRequest) -> Response:
+    tokenizer = service.served_model(body.model).generator.tokenizer
+    if wrong := [token for token in body.tokens if token >= tokenizer.vocab_size]:
+        raise HTTPException(
+            400, f"tokens: has {wrong[0]}; the tokenizer's vocabulary ends at {tokenizer.vocab_size - 1}"
+        )
+    return JSONResponse({"prompt": tokenizer.decode(body.tokens, False)})

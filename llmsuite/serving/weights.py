@@ -1,4 +1,4 @@
-"""The weights of a server whose trainer replaces them while it runs."""
+"""The weights of a rollout server, which its trainer replaces while the server runs."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import MANIFEST, broken_file, sha256_of
+from llmsuite.base.safe_files import is_file
+from llmsuite.base.typing import Tensor
 from llmsuite.checkpoint.finite import first_nonfinite
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import check_shapes
-from llmsuite.errors import UserError
-from llmsuite.files import MANIFEST, broken_file, sha256_of
+from llmsuite.contract.specs import ModelFamily
 from llmsuite.inference.load import parameter_shapes
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.models.head import NO_KEYS
-from llmsuite.regular import is_file
-from llmsuite.specs import ModelFamily
-from llmsuite.typing import Tensor
 
-_UNSEEN = (*NO_KEYS, "num_nextn_predict_layers")
-"""Fields of a config that change nothing of what the model computes here."""
+_IGNORED_KEYS = (*NO_KEYS, "num_nextn_predict_layers")
+"""Fields of a config that do not change the outputs of the served model."""
 
 
 class ServedWeights:
-    """A model that is served, and which weights it has. Only one thread at a time uses it."""
+    """A served model with the version of its weights. Only one thread uses it at a time."""
 
     def __init__(self, model: RefreshableModel, families: Mapping[str, ModelFamily]):
         """
@@ -35,29 +35,33 @@ class ServedWeights:
             model: has the weights the server was started with.
             families: known model families.
         """
-        self._model, self._families = model, families
+        self._model = model
+        self._families = families
         self.version: int | None = None
-        """The version that the trainer gave; None for the weights the server was started with."""
+        """The version set by the trainer; None for the weights the server was started with."""
         self.digest: str | None = None
-        """sha256 of the manifest of the directory they came from."""
-        self.is_whole = True
+        """sha256 of the manifest of the directory of the weights."""
+        self.is_complete = True
         """False from the first tensor of an update until its last one."""
 
     @property
-    def marks(self) -> dict[str, Any]:
-        """What answers name."""
+    def version_info(self) -> dict[str, Any]:
+        """Keys of every answer that name the weights."""
         return {"weights_version": self.version, "weights_digest": self.digest}
 
-    def opened(self, directory: Path, digest: str) -> ModelDirectory:
-        """The model in a directory, which has been compared with this one and with its own manifest.
+    def open_checked(self, directory: Path, digest: str) -> ModelDirectory:
+        """Open the model in a directory, and check it against its manifest and the served model.
 
         Args:
-            directory: written as `llmsuite.files.committed_directory` does.
+            directory: written as `llmsuite.base.files.committed_directory` does.
             digest: sha256 of its manifest.json, which has those of all other files.
 
+        Returns:
+            The model.
+
         Raises:
-            UserError: it is not what the trainer means, is damaged, is of another model, or has a value that is not
-                finite. Nothing was changed.
+            UserError: the digest differs, a file is damaged, it is another model, or a value is not finite. Nothing was
+                changed.
         """
         if not is_file(directory / MANIFEST):
             raise UserError(f"{directory}: has no {MANIFEST}; give a directory that this server can read too")
@@ -66,11 +70,12 @@ class ServedWeights:
         if fault := broken_file(directory):
             raise UserError(fault)
         source = open_model(directory, self._families)
-        theirs, ours = _shape(source.config), _shape(self._model.model.config)
+        theirs = _shape_keys(source.config)
+        ours = _shape_keys(self._model.model.config)
         if type(source.config) is not type(self._model.model.config) or theirs != ours:
             differing = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
-            keys = ", ".join(f"{key} {theirs.get(key)} in place of {ours.get(key)}" for key in differing)
-            raise UserError(f"{directory}: is another model than the one that is served: {keys or 'of another family'}")
+            keys = ", ".join(f"{key} {theirs.get(key)} instead of {ours.get(key)}" for key in differing)
+            raise UserError(f"{directory}: is not the model that is served: {keys or 'of another family'}")
         shapes = parameter_shapes(source.family, source.config)
         check_shapes(source, shapes)
         if fault := first_nonfinite(source.files.paths):
@@ -79,19 +84,22 @@ class ServedWeights:
             raise UserError(f"{directory}: other parameters than those of the model that is served: {sorted(missing)}")
         return source
 
-    def take(self, source: ModelDirectory, version: int, digest: str) -> None:
-        """Replace the weights by those of `opened`. If this raises, they are a mixture: `is_whole` is False."""
-        self.is_whole = False
+    def update(self, source: ModelDirectory, version: int, digest: str) -> None:
+        """Replace the weights by those of `open_checked`. If this raises, they are a mixture, and `is_complete` is
+        False."""
+        self.is_complete = False
         self._model.refresh(_values(source, self._model.names))
-        self.version, self.digest, self.is_whole = version, digest, True
+        self.version = version
+        self.digest = digest
+        self.is_complete = True
 
 
-def _shape(config: Any) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(config).items() if key not in _UNSEEN}
+def _shape_keys(config: Any) -> dict[str, Any]:
+    return {key: value for key, value in dataclasses.asdict(config).items() if key not in _IGNORED_KEYS}
 
 
 def _values(source: ModelDirectory, names: set[str]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a model directory, one after the other."""
+    """Yield the parameters of a model directory."""
     for name in source.names:
         if name in names:
             yield name, paddle.to_tensor(np.ascontiguousarray(source.read(name), "float32"))

@@ -1,4 +1,4 @@
-"""One row of data as it is trained on: each token with its role, its document and its weight in the loss."""
+"""A row of data as the loss sees it: each token with its role, its document and its weight."""
 
 from __future__ import annotations
 
@@ -10,16 +10,19 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.columns import renamed
+from llmsuite.data.columns import rename_columns
 from llmsuite.data.read import raw_row
 from llmsuite.data.rows import Conversation, Preference, Unpaired, conversations_of
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.resolve import RunPlan
-from llmsuite.train.data import load_tokenizer, make_stage
-from llmsuite.train.stage import DropCounts, Stage
-from llmsuite.train.supervision import SupervisedSequence, supervised_sequences
+from llmsuite.engine.collator import collate_of
+from llmsuite.engine.data import load_tokenizer, make_stage
+from llmsuite.engine.row_reader import RowReader
+from llmsuite.engine.stage import DropCounts, Stage
+from llmsuite.engine.supervision import SupervisedSequence, supervised_sequences
+from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,39 +33,44 @@ class Explained:
     """Such as "chosen"; empty for the only one."""
     sequence: SupervisedSequence
     roles: list[str]
-    """For each token, the role whose turn it is in."""
+    """For each token, the role of its turn."""
     prompt_length: int | None
-    """Tokens of the prompt that generation would get for the first answer. None where there is no answer."""
+    """Length of the generation prompt for the first answer, in tokens; None where there is no answer."""
     prompt_matches: bool
-    """Whether those tokens precede the answer in training too."""
+    """True where the tokens of the generation prompt are those before the answer in training."""
     changed: str | None = None
-    """Where the tokens of the conversation say something else than its rendered text; None where they say the same."""
+    """The difference between the rendered conversation and its decoded tokens; None where they are equal."""
 
 
-def open_stage(plan: RunPlan, registry: Registry) -> Stage[Any]:
-    """The stage of a recipe with its tokenizer, without a model. It caches no tokens, as it may read a single row,
-    and reports nothing."""
-    stage = make_stage(plan, registry, lambda: "no model", load_tokenizer(plan))
-    stage.context = dataclasses.replace(stage.context, keeps_tokens=False, report=lambda text: None)
+def open_stage(
+    recipe: Recipe, model_plan: ModelPlan, parallel_plan: ParallelPlan, train_plan: TrainPlan, registry: Registry
+) -> Stage[Any]:
+    """The stage of a recipe with its tokenizer, but without a model. It does not cache tokens, as it may read a single
+    row, and reports nothing."""
+    tokenizer = load_tokenizer(model_plan)
+    stage = make_stage(recipe, parallel_plan, train_plan, registry, lambda: "no model", tokenizer)
+    stage.context = dataclasses.replace(stage.context, caches_tokens=False, report=lambda text: None)
     return stage
 
 
 def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None, list[Explained]]:
-    """Explain a row of a file, counted from 1; for a stage without rows, a sample.
+    """Explain a row of a file, numbered from 1; for a stage without rows, a sample.
 
     Returns:
-        Its place, the reason if it is dropped, and its sequences.
+        The location of the row, the reason if it is dropped, else None, and its sequences.
 
     Raises:
-        UserError: there is no such row, or the batches of the stage do not show their loss mask.
+        UserError: there is no such row, or the batches of the stage have no loss mask to show.
     """
-    if getattr(stage, "row_kind", None) is None:
-        samples = stage.read(path)
+    reader = stage.reader
+    if not isinstance(reader, RowReader):
+        samples = reader.read(path)
         _check_number(number, len(samples), f"{path}: samples")
         return f"{path}: sample {number}", None, list(_explained(stage, samples[number - 1], None))
-    rows = stage.read_rows(path)
+    rows = reader.read_rows(path)
     _check_number(number, len(rows), f"{path}: rows")
-    row, place = rows[number - 1], rows.places[number - 1]
+    row = rows[number - 1]
+    place = rows.places[number - 1]
     counts = DropCounts(path, 1, places=[place])
     samples = stage.make_samples([row], counts)
     if not samples:
@@ -71,11 +79,11 @@ def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None
 
 
 def made_of(stage: Stage[Any], path: Path, place: str) -> list[tuple[str, str, Any]]:
-    """The fields that `data.columns` makes of the row at a place: name, the column or template, and value."""
+    """The fields that `data.columns` makes from a row: name, column or template, and value of each."""
     columns = stage.context.recipe.data.columns
-    if not columns or getattr(stage, "row_kind", None) is None:
+    if not columns or not stage.row_kind:
         return []
-    row = renamed(raw_row(path, place), columns)
+    row = rename_columns(raw_row(path, place), columns)
     return [(field, source, row[field]) for field, source in columns.items()]
 
 
@@ -86,7 +94,8 @@ def _check_number(number: int, count: int, what: str) -> None:
 
 def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
     tokenizer = stage.context.tokenizer
-    sequences = supervised_sequences(stage.collate([sample]), tokenizer.eos_id if row is None else None)
+    document_end = tokenizer.eos_id if row is None else None
+    sequences = supervised_sequences(collate_of(stage)([sample]), document_end)
     if sequences is None:
         raise UserError(
             f"stage {stage.context.recipe.stage}: its batches have no 'input_ids' and 'targets', so it cannot be "
@@ -118,17 +127,18 @@ def _conversations(row: Any) -> list[tuple[str, Conversation]]:
 
 
 def _changed(text: str, tokenizer: Any) -> str | None:
-    """Where the tokens of a text say something else, as those of a tokenizer that normalises; None where they do not.
-    Space at the beginning does not count, which tokenizers put there and take away."""
-    text, told = text.lstrip(), tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False).lstrip()
-    if text == told:
+    """The first difference between a text and its decoded tokens, as with a tokenizer that normalises text; None where
+    they are equal. Leading space is ignored, as tokenizers add and remove it."""
+    decoded = tokenizer.decode(tokenizer.encode(text), skip_special_tokens=False).lstrip()
+    text = text.lstrip()
+    if text == decoded:
         return None
-    at = len(os.path.commonprefix([text, told]))
-    return f"{text[at : at + 20]!r} is {told[at : at + 20]!r} in tokens"
+    at = len(os.path.commonprefix([text, decoded]))
+    return f"{text[at : at + 20]!r} is {decoded[at : at + 20]!r} in tokens"
 
 
 def _generation_prompt(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -> list[int]:
-    """Token ids of the prompt that generation would get for the first supervised answer."""
+    """Token ids of the generation prompt for the first supervised answer."""
     first = conversation.supervised.index(True)
     text = template.render(conversation.messages[:first], add_generation_prompt=True, tools=conversation.tools)
     return list(tokenizer.encode(text))
@@ -137,13 +147,13 @@ def _generation_prompt(template: ChatTemplate, tokenizer: Any, conversation: Con
 def _roles(
     template: ChatTemplate, tokenizer: Any, conversation: Conversation, sequence: SupervisedSequence
 ) -> list[str]:
-    """The role of each token: of the first turn up to which the rendered conversation includes it."""
+    """The role of each token: that of the first turn at whose end the rendered conversation includes the token."""
     ids = sequence.ids.tolist()
     roles: list[str] = []
     for i, message in enumerate(conversation.messages):
         try:
             text = template.render(conversation.messages[: i + 1], tools=conversation.tools)
-        except UserError:  # the conversation cannot end here: these tokens count to the next turn
+        except UserError:  # the template cannot end here: these tokens belong to the next turn
             continue
         end = 0
         for mine, theirs in zip(tokenizer.encode(text), ids):

@@ -1,7 +1,7 @@
-"""What a run would say of the first rows of its data, told before it starts. Imports no Paddle.
+"""Checks of the first rows of the data before a run starts. Imports no Paddle.
 
-The rows are read, converted and rendered by the functions that read them in a run, so that both say the same. Of each
-file no more is read than the first row takes that can be read, of a directory each file.
+The rows are read, converted and rendered by the same functions as in a run, so errors and messages are the same. Each
+file of a directory is read up to its first valid row.
 """
 
 from __future__ import annotations
@@ -12,149 +12,171 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmsuite.base.errors import Problem, RecipeError, UserError
+from llmsuite.base.redaction import Url, redacted
+from llmsuite.base.safe_files import is_file
+from llmsuite.contract.registry import BUILTIN, Registry
+from llmsuite.contract.schema.columns import columns_of
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.specs import StageSpec
 from llmsuite.data.chat_template import ChatTemplate, load_template
-from llmsuite.data.columns import renamed
-from llmsuite.data.conversion import Conversion
+from llmsuite.data.columns import rename_columns
 from llmsuite.data.documents import check_has_columns, first_document, text_key
 from llmsuite.data.faults import Faults
-from llmsuite.data.kinds import answered, other_kinds
 from llmsuite.data.read import data_files, first_rows
 from llmsuite.data.remote import is_remote, saved_rows
-from llmsuite.data.rendered import check_rendered
+from llmsuite.data.render_checks import check_rendered
+from llmsuite.data.row_converter import RowConverter
+from llmsuite.data.row_kinds import is_accepted, other_kinds
 from llmsuite.data.rows import Message, Prompt
 from llmsuite.data.special_tokens import read_token_files
-from llmsuite.data.suggest import columns_word, corrected, fields_of, key_word, suggested_text
-from llmsuite.errors import Problem, RecipeError, UserError
-from llmsuite.inference.prompts import asked_at, prompt_columns
-from llmsuite.plugins.manager import BUILTIN, Registry
+from llmsuite.data.suggest import columns_option, correct_columns, fields_of, key_option, suggest_text_column
+from llmsuite.inference.prompts import guess_prompt_columns, parse_prompt_at
+from llmsuite.recipe.load import LoadedRecipe
+from llmsuite.recipe.plans import DataPlan, TrainPlan
 from llmsuite.recipe.resolve import RunPlan, data_fault
-from llmsuite.regular import is_file
 from llmsuite.rl.columns import missing_columns
-from llmsuite.schema.columns import columns_of
-from llmsuite.schema.reward import RewardSection
-from llmsuite.shown import Url, redacted
 
-_MOST_FAULTS = 10
-"""Rows without one that can be read: that is enough to tell."""
-_MOST_SKIPPED = 100
-"""The same, where faulty rows are left out."""
-_MOST_FILES = 64
-"""Files of a directory."""
-_FOR_REWARDS = 10
-"""Rows that are looked at for columns of rewards, which some rows may lack."""
+_MAX_FAULTS = 10
+"""Invalid rows after which a file without a valid row is given up."""
+_MAX_SKIPPED = 100
+"""The limit where invalid rows are skipped."""
+_MAX_FILES = 64
+"""Files of a directory that are checked."""
+_ROWS_FOR_REWARDS = 10
+"""Rows that are checked for the columns of rewards, which single rows may lack."""
 _CORPUS = (".idx", ".bin")
 
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """The columns of the first row of a file that a stage cannot read, and the fields it needs."""
+    """The columns of the first row of a file that a stage cannot read, and the fields that the stage needs."""
 
     of_file: tuple[str, ...]
     fields: Mapping[str, str]
-    """Each with the column that it probably is; "" where nothing is known."""
+    """Each needed field with the column that probably holds it; "" where no column was found."""
 
 
 def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
-    """Look at the data of a recipe as far as it is here.
+    """Check the data files of a recipe that are available locally.
 
     Returns:
-        Notes about what was not looked at.
+        Notes about files that were not checked.
 
     Raises:
-        RecipeError: with everything that a run would refuse of the first rows.
+        RecipeError: with all problems of the first rows for which a run would stop.
     """
     problems: list[Problem] = []
     notes: list[str] = []
-    look, seen = _Look(plan, registry), set[Path | Url]()
-    for key, given, path in plan.data_files():
-        if path in seen:  # with --smoke evaluations may be of the same rows
+    checker = _RowChecker(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
+    checked = set[Path | Url]()
+    for key, given, path in plan.data.files():
+        if path in checked:  # with --smoke, training and evaluation may use the same rows
             continue
-        seen.add(path)
+        checked.add(path)
         if isinstance(path, Url) or (is_remote(given) and saved_rows(given) is None):
             notes.append(f"{key}: not checked: {redacted(given)}, which `llmsuite run` fetches")
         else:
-            problems += look.problems(key, given, path)
+            problems += checker.problems(key, given, path)
     if problems:
         raise RecipeError(list(dict.fromkeys(problems)))
     return notes
 
 
 def unread_columns(plan: RunPlan, registry: Registry) -> Columns | None:
-    """The columns of the training data where these are what is wrong with it; None where it can be read, or something
-    else is wrong."""
-    look = _Look(plan, registry)
-    key, given, path = next(plan.data_files())
+    """The columns of the training data if the stage cannot read it because of them; None where it can be read, or has
+    another problem."""
+    checker = _RowChecker(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
+    key, given, path = next(plan.data.files())
     if (
         isinstance(path, Url)
         or is_remote(given)
         or data_fault(path) is not None
-        or not list(look.problems(key, given, path))
+        or not list(checker.problems(key, given, path))
     ):
         return None
-    row = look.first(given, path)
-    if row is None or look.is_read(row):
+    row = checker.first(given, path)
+    if row is None or checker.is_read(row):
         return None
-    fields = look.proposed(row)
-    if not fields and not look.fits_others(row):
-        fields = dict.fromkeys(look.fields, "")
+    fields = checker.proposed(row)
+    if not fields and not checker.fits_others(row):
+        fields = dict.fromkeys(checker.fields, "")
     return Columns(tuple(row), fields) if fields else None
 
 
-class _Look:
-    """Looks at files as the stage of a plan reads them. It reads no key of the recipe, as whoever trains has to."""
+class _RowChecker:
+    """Checks files as the stage of a plan reads them. Recipe keys are read through `__dict__`, which does not mark them
+    as
+    used: only the training stage may do that."""
 
-    def __init__(self, plan: RunPlan, registry: Registry):
-        self._plan, self._registry, self._stage = plan, registry, plan.stage
-        self._data = plan.recipe.__dict__["data"].__dict__
+    def __init__(
+        self,
+        loaded: LoadedRecipe,
+        data_plan: DataPlan,
+        train_plan: TrainPlan,
+        tokenizer: Path | None,
+        registry: Registry,
+    ):
+        self._loaded = loaded
+        self._tokenizer = tokenizer
+        self._registry = registry
+        stage = train_plan.stage
+        self._row_kind = stage.row_kind if isinstance(stage, StageSpec) else ""
+        self._data = data_plan.section.__dict__
         self._columns: Mapping[str, str] = self._data["columns"]
         self._skips = self._data.get("on_bad_row") == "skip"
-        self._section = plan.recipe.__dict__[plan.stage.section_name].__dict__
-        is_ours = registry.owner("stage", plan.stage.name).distribution == BUILTIN
-        self._reads_text = is_ours and plan.stage.name == "pretrain"
-        self._reads_prompts = is_ours and plan.stage.name == "infer"
+        self._section = train_plan.stage_section.__dict__
+        is_ours = registry.owner("stage", stage.name).distribution == BUILTIN
+        self._reads_text = is_ours and stage.name == "pretrain"
+        self._reads_prompts = is_ours and stage.name == "infer"
         self._renders = is_ours and not self._reads_text and not self._section.get("raw")
 
-    # what is wrong
+    # problems
 
     def problems(self, key: str, given: str, path: Path) -> Iterator[Problem]:
-        """What is wrong with the data of a key."""
+        """The problems of the data of a key."""
         try:
-            if not is_remote(given) and (fault := data_fault(path)) is not None:
+            fault = None if is_remote(given) else data_fault(path)
+            if fault is not None:
                 raise UserError(fault)
-            if self._stage.row_kind:
-                yield from self._of_rows(given, path)
+            if self._row_kind:
+                yield from self._row_problems(given, path)
             elif self._reads_text:
                 self._check_text(path)
             elif self._reads_prompts:
                 self._check_prompt(given, path)
         except UserError as error:
-            message, of_columns = str(error), "data.columns: "
+            message = str(error)
+            of_columns = "data.columns: "
             key = "data.columns" if message.startswith(of_columns) else key
-            problem = self._plan.loaded.problem(key, message.removeprefix(of_columns))
+            problem = self._loaded.problem(key, message.removeprefix(of_columns))
             yield dataclasses.replace(problem, remedy=self._remedy(given, path))
 
-    def _of_rows(self, given: str, path: Path) -> Iterator[Problem]:
-        rewards = self._plan.recipe.__dict__.get("reward")
-        wants = _FOR_REWARDS if isinstance(rewards, RewardSection) else 1
-        rows = self._converted(given, path, wants)
+    def _row_problems(self, given: str, path: Path) -> Iterator[Problem]:
+        rewards = self._loaded.recipe.__dict__.get("reward")
+        num_rows = _ROWS_FOR_REWARDS if isinstance(rewards, RewardSection) else 1
+        rows = self._converted(given, path, num_rows)
         template = self._template()
         if rows and template is not None and not self._skips:
             where, row = rows[0]
             _at(where, lambda: check_rendered(template, row))
         prompts = [(where, row) for where, row in rows if isinstance(row, Prompt)]
         if isinstance(rewards, RewardSection) and prompts:
-            for key, message in missing_columns(self._plan.recipe, prompts):
-                yield self._plan.loaded.problem(key, message)
+            for key, message in missing_columns(self._loaded.recipe, prompts):
+                yield self._loaded.problem(key, message)
 
-    def _converted(self, given: str, path: Path, wants: int) -> list[tuple[str, Any]]:
-        """The first rows of each file with their places. Raises UserError as a run does."""
-        conversion, faults = self._conversion(), Faults("skip" if self._skips else "error")
-        found, is_all = list[tuple[str, Any]](), True
-        most = _MOST_SKIPPED if self._skips else _MOST_FAULTS
+    def _converted(self, given: str, path: Path, num_rows: int) -> list[tuple[str, Any]]:
+        """The first rows of each file with their locations. Raises the UserError that a run would raise."""
+        conversion = self._conversion()
+        faults = Faults("skip" if self._skips else "error")
+        found = list[tuple[str, Any]]()
+        is_all = True
+        max_bad = _MAX_SKIPPED if self._skips else _MAX_FAULTS
         for rows in self._files(given, path):
-            good, bad = 0, 0
+            good = 0
+            bad = 0
             for where, raw, fault in rows:
-                if good == wants or bad == most:
+                if good == num_rows or bad == max_bad:
                     is_all = False
                     break
                 row = conversion.convert(where, raw, fault, faults)
@@ -165,43 +187,47 @@ class _Look:
                 found.append((where, row))
         faults.check()
         if not found and is_all:
-            raise UserError(f"{path}: has no rows{f': {faults.summary()}' if faults.total else ''}")
+            raise UserError(f"{path}: has no rows{_summary(faults)}")
         return found
 
     def _files(self, given: str, path: Path) -> Iterator[Iterator[tuple[str, Any, str | None]]]:
-        """The rows of each file."""
+        """The rows of each file, with location and error message."""
         saved = saved_rows(given)
         if saved is not None:
             yield saved
             return
-        for file in data_files(path)[:_MOST_FILES]:
+        for file in data_files(path)[:_MAX_FILES]:
             rows = first_rows(file)
-            yield _as_copied(rows, path, file) if self._renders and file.suffix != ".jsonl" else rows
+            if self._renders and file.suffix != ".jsonl":
+                rows = _as_copied(rows, path, file)
+            yield rows
 
     def _check_text(self, path: Path) -> None:
         key = text_key(self._columns, self._section["key"])
         check_has_columns(path, self._columns)
         if path.suffix in _CORPUS:
-            from llmsuite.data.indexed import IndexedCorpus, index_path  # which imports NumPy
+            from llmsuite.data.indexed_corpus import IndexedCorpus, index_path  # which imports NumPy
 
             IndexedCorpus(index_path(path))
             return
         faults = _FewFaults("skip" if self._skips else "error")
         try:
             text = first_document(path, key, faults)
-        except _Enough:
+        except _TooManyFaults:
             return
         if text is None:
-            raise UserError(f"{path}: no text to index{f': {faults.summary()}' if faults.total else ''}")
+            raise UserError(f"{path}: no text to index{_summary(faults)}")
 
     def _check_prompt(self, given: str, path: Path) -> None:
         rows = saved_rows(given) or first_rows(path)
         found = next(rows, None)
         if found is None:
             raise UserError(f"{path}: has no rows")
-        where, question = found[0], asked_at(*found, self._columns)
+        where = found[0]
+        question = parse_prompt_at(*found, self._columns)
         turns = question.turns
-        template, system = self._template(), self._section["system"]
+        template = self._template()
+        system = self._section["system"]
         if template is None:
             return
         messages = [Message("user", turns)] if isinstance(turns, str) else turns
@@ -210,103 +236,111 @@ class _Look:
         _at(where, lambda: template.prompt(messages, question.tools))
 
     def _template(self) -> ChatTemplate | None:
-        """The chat template, as far as it is known here. Raises UserError where there is none."""
-        directory = self._plan.tokenizer
+        """The chat template; None if the tokenizer is not available locally. Raises UserError where there is no
+        template."""
+        directory = self._tokenizer
         if not self._renders or directory is None or not is_file(directory / "tokenizer_config.json"):
             return None
         return load_template(self._data["chat_template"], directory, dict(read_token_files(directory).roles))
 
-    # what would be right
+    # suggestions
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """The fields that rows have at least."""
+        """The fields that every row needs."""
         if self._reads_text:
             return (self._section["key"],)
-        return ("prompt",) if self._reads_prompts else fields_of(self._stage.row_kind)
+        return ("prompt",) if self._reads_prompts else fields_of(self._row_kind)
 
     def first(self, given: str, path: Path) -> Mapping[str, Any] | None:
-        """The first row of the data, as the file has it; None where there is none."""
+        """The first readable row of the data, as it is in the file; None where there is none."""
         try:
             rows = saved_rows(given) or first_rows(data_files(path)[0])
-            raw = next((raw for _, raw, fault in itertools.islice(rows, _MOST_SKIPPED) if fault is None), None)
+            raw = next((raw for _, raw, fault in itertools.islice(rows, _MAX_SKIPPED) if fault is None), None)
         except UserError:
             return None
         return raw if isinstance(raw, Mapping) else None
 
     def is_read(self, row: Mapping[str, Any]) -> bool:
-        """Whether the stage has the fields it needs of a row, be they right or not."""
+        """Return True if a row has the fields that the stage needs, even with invalid values."""
         if self._reads_text:
             return all(name in row for name in columns_of(self._columns.get(self.fields[0], self.fields[0])))
         try:
-            fields = renamed(row, self._columns)
+            fields = rename_columns(row, self._columns)
         except ValueError:
             return False
         if self._reads_prompts:
             return "prompt" in fields or "messages" in fields
         name = self._data["format"]
-        formats = [f for f in self._registry.data_formats.values() if f.kind == self._stage.row_kind]
-        return any(name in ("auto", f.name) and answered(f.matches, fields) for f in formats)
+        formats = [f for f in self._registry.data_formats.values() if f.kind == self._row_kind]
+        return any(name in ("auto", f.name) and is_accepted(f.matches, fields) for f in formats)
 
     def proposed(self, row: Mapping[str, Any]) -> Mapping[str, str]:
-        """The column of each field, as far as it can be guessed."""
+        """The column of each field, for the fields whose column can be guessed."""
         if self._reads_text:
-            text = suggested_text(row) if not self._columns else None
-            return {self.fields[0]: text} if text else corrected(self._columns, row) or {}
+            text = suggest_text_column(row) if not self._columns else None
+            return {self.fields[0]: text} if text else correct_columns(self._columns, row) or {}
         if self._reads_prompts:
-            return prompt_columns(row, self._columns) or {}
-        return self._conversion().suggested(row) or {}
+            return guess_prompt_columns(row, self._columns) or {}
+        return self._conversion().suggest_columns(row) or {}
 
     def fits_others(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row is one for other stages."""
-        kind, formats = self._stage.row_kind, self._registry.data_formats
-        return bool(kind and other_kinds(row, kind, formats, self._registry.readers()))
+        """Return True if other stages can read a row."""
+        kind = self._row_kind
+        formats = self._registry.data_formats
+        return bool(kind and other_kinds(row, kind, formats, self._registry.stages_by_row_kind()))
 
     def _remedy(self, given: str, path: Path) -> str:
-        """The override that lets the stage read the first row; "" where that cannot be guessed."""
+        """The command-line override with which the stage can read the first row; "" where none can be guessed."""
         if not is_remote(given) and (data_fault(path) is not None or path.suffix in _CORPUS):
             return ""
         row = self.first(given, path)
         fields = {} if row is None or self.is_read(row) else self.proposed(row)
         if self._reads_text and fields and not self._columns:
-            return key_word("pretrain.key", *fields.values())
-        return columns_word(fields) if fields else ""
+            return key_option("pretrain.key", *fields.values())
+        return columns_option(fields) if fields else ""
 
-    def _conversion(self) -> Conversion:
-        formats, readers = self._registry.data_formats, self._registry.readers()
-        return Conversion(self._stage.row_kind, self._data["format"], formats, self._columns, readers)
+    def _conversion(self) -> RowConverter:
+        formats = self._registry.data_formats
+        readers = self._registry.stages_by_row_kind()
+        return RowConverter(self._row_kind, self._data["format"], formats, self._columns, readers)
 
 
-class _Enough(Exception):
-    """So many rows cannot be read that no more are looked at."""
+class _TooManyFaults(Exception):
+    """Too many rows are invalid to check more of them."""
 
 
 class _FewFaults(Faults):
-    """Faults of the first rows."""
+    """Faults of the first rows, which raises `_TooManyFaults` at a limit."""
 
     def add(self, where: str, reason: str, once: bool = False) -> None:
         super().add(where, reason, once)
-        if self.skips and self.total >= _MOST_SKIPPED:
-            raise _Enough
+        if self.skips and self.total >= _MAX_SKIPPED:
+            raise _TooManyFaults
+
+
+def _summary(faults: Faults) -> str:
+    """The summary of faults for the end of a message; "" without faults."""
+    return f": {faults.summary()}" if faults.total else ""
 
 
 def _as_copied(
     rows: Iterator[tuple[str, Any, str | None]], path: Path, file: Path
 ) -> Iterator[tuple[str, Any, str | None]]:
-    """Rows of a file, which is copied to JSON Lines before it is read if all of `path` is large. Raises UserError as
-    that does."""
-    from llmsuite.data.placed import as_line, is_large, is_lines  # which imports NumPy
+    """The rows of a file. If all of `path` is large, a run first copies it to JSON Lines: then raises the UserError of
+    that copy."""
+    from llmsuite.data.disk_rows import is_jsonl, is_large, to_jsonl_line  # which imports NumPy
 
-    is_copied = is_large(path) and not is_lines(file)
+    is_copied = is_large(path) and not is_jsonl(file)
     for where, raw, fault in rows:
         if fault is None and is_copied:
-            as_line(where, raw)
+            to_jsonl_line(where, raw)
         yield where, raw, fault
 
 
-def _at(where: str, does: Callable[[], object]) -> None:
-    """Do something with a row. Raises UserError with its place."""
+def _at(where: str, function: Callable[[], object]) -> None:
+    """Call a function for a row. Raises its UserError with the location of the row in front."""
     try:
-        does()
+        function()
     except UserError as error:
         raise UserError(f"{where}: {error}") from error

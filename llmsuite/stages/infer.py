@@ -1,65 +1,68 @@
-"""The stage `infer`: a model answers the prompts of a file, one line of `answers.jsonl` for each.
+"""The stage `infer`: a model answers the prompts of a file, with a line of `answers.jsonl` for each.
 
-prompts -> those without an answer yet -> model -> answers
+prompts -> prompts without an answer -> model -> answers
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.files import NO_ROOM, os_errors, read_json_object, write_text_atomic
+from llmsuite.base.locks import OpenDirectory, lock_directory
+from llmsuite.base.progress import report, track
+from llmsuite.base.redaction import redacted_data
+from llmsuite.base.safe_files import exists
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.section import as_plain
+from llmsuite.contract.specs import JobSpec
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.files import NO_ROOM, os_errors, read_json_object, write_text_atomic
-from llmsuite.inference.beam import Beams
+from llmsuite.engine.weights import random_values
+from llmsuite.inference.beam import BeamParams
 from llmsuite.inference.decoder import ModelDecoder
-from llmsuite.inference.defaults import NAMES, read_defaults
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import Answer, Generator
-from llmsuite.inference.load import as_first_rank, build_model, load_model, open_any
+from llmsuite.inference.load import broadcast_tokens, build_model, load_model, open_any
 from llmsuite.inference.prompts import Prompt, Prompter
 from llmsuite.inference.sampling import Sampling
-from llmsuite.locks import OpenDirectory, lock_directory
+from llmsuite.inference.sampling_defaults import NAMES, read_defaults
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.plugins.manager import Registry
-from llmsuite.progress import report, track
+from llmsuite.recipe.plans import ModelPlan
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.unread import unread_keys
-from llmsuite.regular import exists
-from llmsuite.schema.section import as_plain
-from llmsuite.shown import redacted_data
 from llmsuite.stages.sections import InferSection
-from llmsuite.train.weights import draw
 
-_DECIDING = ("model", "data", "infer", "seed")
-"""Sections of a recipe that decide the answers; precision and strategy change them by rounding only."""
+_DECISIVE = ("model", "data", "infer", "seed")
+"""Sections of a recipe that determine the answers; precision and parallelism change them by rounding only."""
 
 
 def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     """Answer the prompts of a plan, as one rank of a tensor parallel group. Returns the exit code.
 
     Raises:
-        UserError: the input is wrong; nothing that existed was changed.
+        UserError: the input is invalid. Existing files are not changed.
     """
     recipe = plan.recipe
-    section: InferSection = plan.section
-    backend = plan.device.factory()
+    section: InferSection = plan.train.stage_section
+    backend = plan.parallel.device.factory()
     backend.activate(collective.local_rank())
     is_first = collective.rank() == 0
     lock = lock_directory(plan.output_dir) if is_first else None
-    mesh = collective.start(plan.degrees)
+    mesh = collective.start(plan.parallel.degrees)
     plan.check_files()
     plan = plan.fetched(report)
     if recipe.source:
         report(f"numbers from {recipe.source}")
 
-    generator, configs = _generator(plan, registry, backend, mesh)
+    generator, configs = _generator(plan.model, recipe.engine.precision, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template
-    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.train_path, recipe.data.columns)
+    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.data.train_path, recipe.data.columns)
     given = {name: value for name in NAMES if (value := getattr(section, name)) is not None}
     sampling = Sampling(
         **given,
@@ -71,103 +74,120 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
         stop=tuple(section.stop),
         num_logprobs=section.logprobs,
     )
-    if section.num_beams == 1:  # beam search draws nothing
+    if section.num_beams == 1:  # beam search does not sample
         defaults = read_defaults(configs, section.generation_config)
         sampling = defaults.fill(sampling, given)
         if defaults.note:
             report(defaults.note)
-    beams = Beams(section.num_beams, section.length_penalty, section.max_new_tokens, section.min_new_tokens)
-    count, batch_size = section.num_return_sequences, section.batch_size
+    beams = BeamParams(section.num_beams, section.length_penalty, section.max_new_tokens, section.min_new_tokens)
+    count = section.num_return_sequences
+    batch_size = section.batch_size
     if unread := unread_keys(plan.loaded):
         raise RecipeError(unread)
 
-    target = plan.output_dir / plan.stage.result
-    done = _answered(plan, target, prompts) if is_first and resume else 0
-    done = int(collective.from_first_rank([float(done)])[0])
+    assert isinstance(plan.train.stage, JobSpec)
+    target = plan.output_dir / plan.train.stage.result
+    done = _answered(plan.output_dir, recipe, target, prompts) if is_first and resume else 0
+    # the file is on the first rank, and all ranks have to generate the same answers
+    done = int(collective.broadcast_from_rank0([float(done)])[0])
     if is_first:
         write_text_atomic(
             plan.output_dir / "recipe.json", json.dumps(redacted_data(as_plain(recipe)), indent=2, ensure_ascii=False)
         )
-    left = prompts[done:]
-    found: Iterator[list[Answer]]
+    remaining = prompts[done:]
+    results: Iterator[list[Answer]]
     if section.num_beams > 1:
-        found = (generator.beam_answers(prompt.ids, beams, count) for prompt in left)
+        results = (generator.beam_answers(prompt.ids, beams, count) for prompt in remaining)
     else:
-        found = generator.answers((prompt.ids for prompt in left), sampling, count, batch_size)
+        results = generator.answers((prompt.ids for prompt in remaining), sampling, count, batch_size)
     if is_first:
         with (
             contextlib.closing(OpenDirectory(plan.output_dir)) as directory,
             os_errors(target, NO_ROOM),
             open(target, "a", encoding="utf-8") as file,
         ):
-            for prompt, answers in zip(track(left, "answering"), found):
+            for prompt, answers in zip(track(remaining, "answering"), results):
                 row = {**prompt.row, "answers": [answer.row() for answer in answers]}
                 directory.check()
                 file.write(json.dumps(row, ensure_ascii=False) + "\n")
                 file.flush()
         report(f"wrote {target}: answers to {len(prompts)} prompts")
     else:
-        for _ in found:  # the other ranks compute, the first one writes
+        for _ in results:  # the other ranks take part in the forward passes; the first one writes
             pass
     if lock is not None:
         lock.close()
     return 0
 
 
-def _generator(plan: RunPlan, registry: Registry, backend: Any, mesh: Mesh) -> tuple[Generator, list[Path]]:
-    """The model of the recipe, from files or initialised from the seed; and the directories whose configs are about
-    it."""
-    precision = plan.recipe.engine.precision
-    tokenizer, models = plan.tokenizer, list[Path]()
-    if plan.weights is not None:
-        source = open_any(plan.weights, registry.models, runs=True)
-        report(f"loading {plan.weights} ({source.description})")
-        model, models = load_model(source, backend, precision, mesh), [source.path]
-        if plan.recipe.model.tokenizer is None:
+def _generator(
+    model_plan: ModelPlan, precision: str, registry: Registry, backend: Any, mesh: Mesh
+) -> tuple[Generator, list[Path]]:
+    """The model of the recipe, from files or initialised from the seed; and the directories with its configs."""
+    tokenizer = model_plan.tokenizer
+    models = list[Path]()
+    if model_plan.weights is not None:
+        source = open_any(model_plan.weights, registry.models, runs=True)
+        report(f"loading {model_plan.weights} ({source.description})")
+        model = load_model(source, backend, precision, mesh)
+        models = [source.path]
+        if model_plan.section.tokenizer is None:
             tokenizer = source.tokenizer_directory
     else:
-        seed, std = plan.recipe.seed, plan.model_config.initializer_range
-        report(f"no model.weights: parameters are drawn from seed {seed}")
+        seed = model_plan.seed
+        std = model_plan.config.initializer_range
+        report(f"no model.weights: parameters are initialised from seed {seed}")
         model = build_model(
-            plan.family, plan.model_config, backend, precision, mesh, lambda model: draw([model], seed, std)
+            model_plan.family,
+            model_plan.config,
+            backend,
+            precision,
+            mesh,
+            lambda model: random_values([model], seed, std),
         )
     if mesh.degrees.num_ranks == 1:
         fuse(model, backend.ops(precision))
-    assert tokenizer is not None  # a rule of recipes has seen to it
-    words = TextTokenizer(tokenizer)
-    if words.vocab_size > plan.model_config.vocab_size:
+    assert tokenizer is not None  # recipes without one are refused
+    text_tokenizer = TextTokenizer(tokenizer)
+    if text_tokenizer.vocab_size > model_plan.config.vocab_size:
         raise UserError(
-            f"model.tokenizer: {tokenizer} has {words.vocab_size} tokens, more than the "
-            f"{plan.model_config.vocab_size} of the model"
+            f"model.tokenizer: {tokenizer} has {text_tokenizer.vocab_size} tokens, more than the "
+            f"{model_plan.config.vocab_size} of the model"
         )
     decoder = ModelDecoder(model, mesh)
-    return Generator(decoder, words, words.ends(*models), as_first_rank), [tokenizer, *models]
+    return Generator(decoder, text_tokenizer, text_tokenizer.stop_token_ids(*models), broadcast_tokens), [
+        tokenizer,
+        *models,
+    ]
 
 
-def _answered(plan: RunPlan, target: Path, prompts: Sequence[Prompt]) -> int:
-    """Number of prompts that have answers in the file already; a line that is half written is removed.
+def _answered(output_dir: Path, recipe: Recipe, target: Path, prompts: Sequence[Prompt]) -> int:
+    """Number of prompts that already have answers in the file. A partial last line is removed.
 
     Raises:
         UserError: the file has answers to other prompts, or was written by another recipe.
     """
     if not exists(target):
         return 0
-    started, now = read_json_object(plan.output_dir / "recipe.json"), redacted_data(as_plain(plan.recipe))
-    if differing := [key for key in _DECIDING if started.get(key) != now[key]]:
+    started = read_json_object(output_dir / "recipe.json")
+    now = redacted_data(as_plain(recipe))
+    if differing := [key for key in _DECISIVE if started.get(key) != now[key]]:
         raise UserError(
-            f"{target}: was written by a recipe with another {', '.join(differing)}; go on with "
-            f"{plan.output_dir / 'recipe.json'}, or choose another --output_dir"
+            f"{target}: was written by a recipe with another {', '.join(differing)}; continue with "
+            f"{output_dir / 'recipe.json'}, or choose another --output_dir"
         )
-    whole = target.read_bytes()
-    whole = whole[: whole.rfind(b"\n") + 1]
-    rows = [json.loads(line) for line in whole.splitlines()]  # of bytes: U+2028 ends no line there
+    content = target.read_bytes()
+    content = content[: content.rfind(b"\n") + 1]
+    rows = [json.loads(line) for line in content.splitlines()]  # of bytes, where U+2028 ends no line
     if len(rows) > len(prompts) or any(
-        {key: value for key, value in row.items() if key != "answers"}
-        != {key: value for key, value in prompt.row.items() if key != "answers"}
-        for row, prompt in zip(rows, prompts)
+        _without_answers(row) != _without_answers(prompt.row) for row, prompt in zip(rows, prompts)
     ):
         raise UserError(f"{target}: has answers to other prompts; choose another --output_dir")
     with open(target, "r+b") as file:
-        file.truncate(len(whole))
+        file.truncate(len(content))
     report(f"{len(rows)} of {len(prompts)} prompts are answered")
     return len(rows)
+
+
+def _without_answers(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key != "answers"}

@@ -1,6 +1,6 @@
-"""Next-token prediction with a weight for every token: what pre-training and supervised fine-tuning share.
+"""Next-token prediction with a weight for every token, shared by pre-training and supervised fine-tuning.
 
-Shapes: B sequences, L length, D hidden, N tokens that have a weight.
+Shapes: B sequences, L length, D hidden, N tokens with a weight above 0.
 """
 
 from __future__ import annotations
@@ -8,38 +8,41 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 
-from llmsuite.train.stage import Batch, LossTerms
-from llmsuite.typing import Tensor
+from llmsuite.base.typing import Tensor
+from llmsuite.engine.batch import as_tokens, flat_targets, tensor, total
+from llmsuite.engine.stage import Batch, LossTerms
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightedTokens:
-    """One sequence, or several documents one after the other."""
+    """A sequence of one document, or of several that are concatenated."""
 
     ids: np.ndarray
     """[length], int32."""
     weights: np.ndarray
-    """[length], float32: weight of each token in the loss; 0 where it is masked, and where a document begins."""
+    """[length], float32: weight of each token in the loss; 0 for a masked token, and for the first one of a
+    document."""
     begins: tuple[int, ...] = (0,)
-    """Positions in `ids` where documents begin."""
+    """Start positions of the documents in `ids`."""
 
     @property
     def num_inputs(self) -> int:
-        """Positions it takes in a row: the last token of a document is only a target."""
+        """Number of positions in a row: the last token of a document is only a target."""
         return len(self.ids) - len(self.begins)
 
 
 def join(samples: Sequence[WeightedTokens]) -> WeightedTokens:
-    """One sequence with the documents of several."""
+    """Concatenate sequences to one with the documents of all."""
     starts = itertools.accumulate((len(sample.ids) for sample in samples[:-1]), initial=0)
     begins = tuple(start + begin for start, sample in zip(starts, samples) for begin in sample.begins)
-    ids, weights = np.concatenate([s.ids for s in samples]), np.concatenate([s.weights for s in samples])
+    ids = np.concatenate([s.ids for s in samples])
+    weights = np.concatenate([s.weights for s in samples])
     return WeightedTokens(ids, weights, begins)
 
 
@@ -47,14 +50,14 @@ def collate(
     samples: Sequence[WeightedTokens],
     pad_id: int,
     length_multiple: int,
-    predicts_further: bool = False,
-    tells_prompts: bool = False,
+    has_mtp: bool = False,
+    has_prompt_lengths: bool = False,
 ) -> Batch:
     """Sequences to arrays, padded on the right to a multiple; the last token of each document is only a target.
 
-    With several documents in a sequence the batch has "document_starts", which `CausalLM.hidden_states` takes. The
-    padding is a document of its own then. With `predicts_further` it has what `mtp_nll` takes, with `tells_prompts`
-    "prompt_lengths" [B, L]: of each token, how many tokens of its document come before the first supervised one.
+    With several documents in a sequence the batch has "document_starts" for `CausalLM.hidden_states`; the padding is
+    then a separate document. With `has_mtp` the batch has the inputs of `mtp_nll`. With `has_prompt_lengths` it has
+    "prompt_lengths" [B, L]: for each token, the number of tokens of its document before the first supervised one.
     """
     longest = max(sample.num_inputs for sample in samples)
     length = -(-longest // length_multiple) * length_multiple
@@ -62,11 +65,14 @@ def collate(
     starts = np.empty([len(samples), length], dtype="int64")
     next_ids = np.full_like(input_ids, pad_id)
     prompt_lengths = np.zeros_like(input_ids)
-    positions, targets, weights, depths = [], [], [], []
+    positions = []
+    targets = []
+    weights = []
+    depths = []
     for i, sample in enumerate(samples):
         begins = np.array(sample.begins)
         assert not sample.weights[begins].any(), "nothing predicts the first token of a document"
-        shift = np.arange(len(begins))  # the inputs lack the last token of each document before
+        shift = np.arange(len(begins))  # the inputs leave out the last token of each earlier document
         rows = np.diff([*(begins - shift), sample.num_inputs])
         starts[i, : sample.num_inputs] = np.repeat(begins - shift, rows)
         starts[i, sample.num_inputs :] = sample.num_inputs
@@ -81,19 +87,24 @@ def collate(
         prompt_lengths[i, : sample.num_inputs] = np.repeat(firsts - begins, rows)
         targets.append(sample.ids[supervised])
         weights.append(sample.weights[supervised])
-    batch: Batch = {"document_starts": starts} if any(len(sample.begins) > 1 for sample in samples) else {}
-    if predicts_further:
-        # two positions before its own: the first two tokens of a document are not predicted by two before them
+    batch: Batch = {}
+    if any(len(sample.begins) > 1 for sample in samples):
+        batch["document_starts"] = starts
+    if has_mtp:
+        # a token is predicted two positions before its own, so the first two tokens of a document are no targets
         (deep,) = np.nonzero(np.concatenate(depths) > 1)
-        batch |= further_targets(next_ids, *(np.concatenate(of)[deep] for of in (positions, targets, weights)))
-    if tells_prompts:
+        picked = [np.concatenate(rows)[deep] for rows in (positions, targets, weights)]
+        batch |= mtp_inputs(next_ids, *picked)
+    if has_prompt_lengths:
         batch["prompt_lengths"] = prompt_lengths
+    # the float32 weights of the loss, summed in float64, so that the sum hardly depends on the batch
+    weight = float(np.concatenate(weights).astype("float32").sum(dtype="float64"))
     return batch | {
         "input_ids": input_ids,
         "positions": np.concatenate(positions),
         "targets": np.concatenate(targets).astype("int64"),
         "weights": np.concatenate(weights).astype("float32"),
-        "weight": float(np.concatenate(weights).astype("float32").sum(dtype="float64")),
+        "weight": weight,
         "lengths": np.array([sample.num_inputs for sample in samples]),
         "num_tokens": sum(len(sample.ids) for sample in samples),
         "num_supervised": sum(map(len, targets)),
@@ -101,28 +112,37 @@ def collate(
 
 
 def hidden_at_positions(model: Any, batch: Batch) -> Tensor:
-    """[N, D]: hidden states at the "positions" of a batch, which count through its rows [B L]; see `hidden_states`."""
-    return hidden_states(model, batch).flatten(0, 1).index_select(paddle.to_tensor(batch["positions"]), 0)
+    """Hidden states of the model at the "positions" of a batch, which index its flattened rows [B L]: [N, D]. At all
+    positions where a batch has none, as in programs: [B L, D]."""
+    hidden = hidden_states(model, batch).flatten(0, 1)
+    if "positions" not in batch:
+        return hidden
+    return hidden.index_select(paddle.to_tensor(batch["positions"]), 0)
 
 
 def hidden_states(model: Any, batch: Batch) -> Tensor:
-    """[B, L, D]. With "document_starts" in the batch each token sees its own document only."""
-    starts = {"document_starts": paddle.to_tensor(batch["document_starts"])} if "document_starts" in batch else {}
-    hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **starts)
+    """Hidden states of the model for a batch, [B, L, D]. With "document_starts" each token attends only to its own
+    document."""
+    arguments = {}
+    if "document_starts" in batch:
+        arguments["document_starts"] = tensor(batch, "document_starts")
+    hidden, _ = model.hidden_states(tensor(batch, "input_ids"), **arguments)
     return hidden
 
 
-def further_targets(next_ids: np.ndarray, positions: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> Batch:
-    """The part of a batch that `mtp_nll` takes.
+def mtp_inputs(next_ids: np.ndarray, positions: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> Batch:
+    """The part of a batch for `mtp_nll`: targets of multi-token prediction (MTP).
 
     Args:
-        next_ids: the token behind each input, [B, L].
-        positions: where targets are predicted by the token before them, counted through the rows.
-        targets: ids of tokens that have two tokens of their document before them, [M].
+        next_ids: the token after each input, [B, L].
+        positions: positions of the tokens before the targets, as indices of the flattened rows [B L], [M].
+        targets: ids of tokens with at least two tokens of their document before them, [M].
         weights: of the targets, [M].
     """
-    if not len(targets):  # every rank runs the layer, for the sake of the others
-        positions, targets, weights = np.ones([1], "int64"), np.zeros([1], "int64"), np.zeros([1], "float32")
+    if not len(targets):  # every rank has to run the layer, whose collective calls the others make
+        positions = np.ones([1], "int64")
+        targets = np.zeros([1], "int64")
+        weights = np.zeros([1], "float32")
     return {
         "next_ids": next_ids,
         "mtp_positions": positions - 1,
@@ -131,93 +151,80 @@ def further_targets(next_ids: np.ndarray, positions: np.ndarray, targets: np.nda
     }
 
 
-def nll_and_first_choice(model: Any, hidden: Tensor, targets: np.ndarray) -> tuple[Tensor, Tensor | None]:
-    """Negative log-probabilities of targets [N]; in an evaluation also 1 where greedy decoding picks them, else 0.
-
-    Training does without, as the logits, which may be sharded, are needed once more for it.
+def nll_and_greedy_match(model: Any, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Negative log-probabilities of targets, [N]; in an evaluation also 1 where greedy decoding picks the target, else
+    0, [N]; in training None, as it takes another pass over the logits, which may be sharded.
     """
     if model.training:
-        return model.token_nll(hidden, paddle.to_tensor(targets)), None
-    nll, is_picked = model.token_nll_and_first_choice(hidden, paddle.to_tensor(targets))
+        return model.token_nll(hidden, targets), None
+    nll, is_picked = model.token_nll_and_greedy_match(hidden, targets)
     return nll, is_picked
 
 
-def mtp_nll(model: Any, hidden: Tensor, positions: np.ndarray, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What `nll_and_first_choice` tells of the targets of a batch, and between the two the sum over its further ones
-    (`further_targets`), times their weights.
+def mtp_nll(model: Any, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The MTP loss of a batch together with the results of `nll_and_greedy_match`.
 
     Args:
-        model: the one that is trained.
+        model: the trained model.
         hidden: its hidden states, [B, L, D].
-        positions: where they predict "targets", counted through the rows [B L].
-        batch: with "targets", "next_ids" and what else `further_targets` gives.
+        batch: with "targets" and the entries of `mtp_inputs`.
+
+    Returns:
+        Negative log-probabilities of the targets [N]; the weighted sum of those of the MTP targets; and 1 where greedy
+        decoding picks a target, else 0 [N], or None in training.
     """
-    further = model.mtp_hidden_states(hidden, paddle.to_tensor(batch["next_ids"]))  # [B, L, D]
-    # one product with the output projection for both; joined before they are picked, as the gradient of what is picked
-    # is a sum over tensor parallel ranks, which Paddle would take apart in the backward pass of a concatenation
-    both = paddle.concat([hidden.flatten(0, 1), further.flatten(0, 1)])
-    picked = np.concatenate([positions, batch["next_ids"].size + batch["mtp_positions"]])
-    targets = np.concatenate([batch["targets"], batch["mtp_targets"]])
-    nll, is_picked = nll_and_first_choice(model, both.index_select(paddle.to_tensor(picked), 0), targets)
-    count = len(positions)
-    further = (nll[count:] * paddle.to_tensor(batch["mtp_weights"])).sum()
-    return nll[:count], further, None if is_picked is None else is_picked[:count]
+    mtp_hidden = model.mtp_hidden_states(hidden, paddle.to_tensor(batch["next_ids"]))  # [B, L, D]
+    # one product with the output projection for both. They are concatenated before positions are picked: the
+    # gradient of the picked rows is a sum over tensor parallel ranks, which Paddle would split in the backward pass of
+    # a concatenation
+    both = paddle.concat([hidden.flatten(0, 1), mtp_hidden.flatten(0, 1)])
+    num_inputs = batch["next_ids"].size
+    positions = batch.get("positions", np.arange(num_inputs))
+    picked = np.concatenate([positions, num_inputs + batch["mtp_positions"]])
+    targets = paddle.to_tensor(np.concatenate([batch["targets"], batch["mtp_targets"]]))
+    nll, is_picked = nll_and_greedy_match(model, both.index_select(paddle.to_tensor(picked), 0), targets)
+    count = positions.size
+    mtp_loss = (nll[count:] * paddle.to_tensor(batch["mtp_weights"])).sum()
+    if is_picked is not None:
+        is_picked = is_picked[:count]
+    return nll[:count], mtp_loss, is_picked
 
 
-def with_mtp(terms: LossTerms, further: Tensor, mtp_weight: float) -> LossTerms:
-    """The loss with the term of the further tokens, their sum: divided by the same weight, as DeepSeek-V3 does (arXiv
+def add_mtp_loss(terms: LossTerms, mtp_loss: Tensor, mtp_weight: float) -> LossTerms:
+    """Add the MTP loss, which is a sum, to the loss. It is divided by the same weight, as in DeepSeek-V3 (arXiv
     2412.19437, eq. 24 and 25)."""
-    sums = {**terms.sums, "mtp_loss": (further, terms.weight)}
-    return LossTerms(terms.total + mtp_weight * further, terms.weight, sums)
+    sums = {**terms.sums, "mtp_loss": (mtp_loss, terms.weight)}
+    return LossTerms(terms.total + mtp_weight * mtp_loss, terms.weight, sums)
 
 
-def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0) -> LossTerms:
-    """Sum over the tokens of weight times negative log-probability. Logits are made for weighted positions only.
+def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0, has_shares: bool = True) -> LossTerms:
+    """Sum over the tokens of weight times negative log-probability. Logits are computed only at positions with a
+    target; in a program at all positions, as its shapes are static.
 
-    With `mtp_weight` there is the term of `with_mtp`; the batch has `further_targets`.
+    With `mtp_weight` the loss includes the MTP loss; then the batch has `mtp_inputs`.
 
-    The metric `tokens/likely` is the share of them that gets a probability above 1/2: greedy decoding picks them for
-    certain, so it is a lower bound of `tokens/accuracy`, the share that it picks, which evaluations have.
+    With `has_shares` the metric `tokens/likely` is the share of tokens with a probability above 1/2. Greedy decoding
+    certainly picks these, so it is a lower bound of `tokens/accuracy`, the share that greedy decoding picks, which only
+    evaluations compute.
     """
-    further = None
+    mtp_loss = is_picked = None
     if mtp_weight:
-        nll, further, is_picked = mtp_nll(model, hidden_states(model, batch), batch["positions"], batch)
+        nll, mtp_loss, is_picked = mtp_nll(model, hidden_states(model, batch), batch)
     else:
         picked = hidden_at_positions(model, batch)  # [N, D]
-        nll, is_picked = nll_and_first_choice(model, picked, batch["targets"])  # [N]
-    weights = paddle.to_tensor(batch["weights"])
-    weight = batch["weight"]
-    likely = (nll.detach() < math.log(2.0)).astype("float32")
-    shares = {"tokens/likely": likely} if is_picked is None else {"tokens/likely": likely, "tokens/accuracy": is_picked}
+        targets = flat_targets(batch)
+        if has_shares:
+            nll, is_picked = nll_and_greedy_match(model, picked, targets)
+        else:
+            nll = model.token_nll(picked, targets)
+    nll = as_tokens(nll, batch)
+    weights = tensor(batch, "weights")
+    weight = total(batch, "weight")
+    shares = {}
+    if has_shares:
+        shares["tokens/likely"] = (nll.detach() < math.log(2.0)).astype("float32")
+        if is_picked is not None:
+            shares["tokens/accuracy"] = is_picked
     sums = {name: ((share * weights).sum(), weight) for name, share in shares.items()}
     terms = LossTerms((nll * weights).sum(), weight, sums)
-    return terms if further is None else with_mtp(terms, further, mtp_weight)
-
-
-def program_inputs(batch: Batch, length: int, has_documents: bool) -> dict[str, np.ndarray]:
-    """A batch of `collate` as arrays [B, length]: of each position the id, the target behind it, and its weight; with
-    `has_documents`, where its document begins too, also for a batch in which each row is one document. And
-    "row_lengths", how many tokens of each row are no padding, [B]."""
-    ids = batch["input_ids"]
-    at, found = np.divmod(batch["positions"], ids.shape[1]), {"row_lengths": np.asarray(batch["lengths"], "int64")}
-    for name, dtype in (("targets", "int64"), ("weights", "float32")):
-        found[name] = np.zeros([len(ids), length], dtype)
-        found[name][at] = batch[name]
-    wider = [(0, 0), (0, length - ids.shape[1])]
-    found["input_ids"] = np.pad(ids, wider)  # nothing sees what is behind it
-    if has_documents:
-        found["document_starts"] = np.pad(batch.get("document_starts", np.zeros_like(ids)), wider, "edge")
-    return found
-
-
-def program_loss(model: Any, inputs: Mapping[str, Tensor], tells_likely: bool = True) -> dict[str, Tensor]:
-    """`weighted_loss` of `program_inputs`. Logits are made for all positions, as a program cannot pick some."""
-    starts = {"document_starts": inputs["document_starts"]} if "document_starts" in inputs else {}
-    hidden, _ = model.hidden_states(inputs["input_ids"], **starts)  # [B, L, D]
-    nll = model.token_nll(hidden.flatten(0, 1), inputs["targets"].flatten())  # [B L]
-    weights = inputs["weights"].flatten()
-    sums = {"loss": (nll * weights).sum()}
-    if tells_likely:
-        likely = (nll.detach() < math.log(2.0)).astype("float32")
-        sums["tokens/likely"] = (likely * weights).sum()
-    return sums
+    return terms if mtp_loss is None else add_mtp_loss(terms, mtp_loss, mtp_weight)

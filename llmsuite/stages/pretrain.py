@@ -1,10 +1,11 @@
-"""Pretraining: next-token prediction over samples of equal length, cut from documents joined together.
+"""Pretraining: next-token prediction over samples of equal length, cut from concatenated documents.
 
 corpus on disk -> windows of data.max_length + 1 tokens -> one forward pass -> negative log-likelihood of each token
 
-Documents stay in their order and a window may hold several, as in GPT-2 and Megatron-LM: attention sees all of it, or
-with `pretrain.document_mask` a token's own document; a document ends with the end-of-sequence token. Window i is tokens
-i L to (i + 1) L, so each token but the first is predicted once. `SampleOrder` shuffles the windows by the seed.
+Documents keep their order, each ends with the end-of-sequence token, and a window may hold several, as in GPT-2 and
+Megatron-LM. A token attends to all earlier ones of its window, or with `pretrain.document_mask` of its document. Window
+i is tokens i L to (i + 1) L, so each token but the first is predicted once. `SampleOrder` shuffles the windows by the
+seed.
 
 Shapes: B sequences, L length, D hidden.
 """
@@ -13,45 +14,47 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 
-from llmsuite.cache import cache_root
-from llmsuite.data.corpus import TokenWindows, split_bounds
+from llmsuite.base.cache import cache_root
+from llmsuite.base.errors import UserError
+from llmsuite.base.progress import track_bytes
+from llmsuite.data.corpus_builder import build_cached_corpus
 from llmsuite.data.documents import check_has_columns, text_key
-from llmsuite.data.index import cached_corpus
-from llmsuite.data.indexed import IndexedCorpus, index_path
-from llmsuite.data.mixture import Mixture, mixed_file
-from llmsuite.errors import UserError
-from llmsuite.progress import track_bytes
+from llmsuite.data.indexed_corpus import IndexedCorpus, index_path
+from llmsuite.data.mixture import Mixture, find_mixture_file
+from llmsuite.data.token_windows import TokenWindows, split_bounds
+from llmsuite.engine.row_reader import SampleReader
+from llmsuite.engine.stage import Batch, BatchLayout, DropCounts, EvalPrompt, GeneratingStage, LossTerms, StageContext
 from llmsuite.stages import language_model
 from llmsuite.stages.sections import PretrainSection
-from llmsuite.train.stage import Batch, DropCounts, LossTerms, Question, Stage, StageContext
-from llmsuite.typing import Tensor
 
 
-class PretrainStage(Stage[np.ndarray]):
-    """Every token is predicted from those before it in its sample; every token weighs 1."""
+class CorpusReader(SampleReader[np.ndarray]):
+    """Reads corpora: text that is indexed first, or indexed corpora. The samples are windows of their tokens."""
 
-    def __init__(self, section: PretrainSection, context: StageContext):
-        super().__init__(section, context)
-        self._length = context.recipe.data.max_length
-        self._padded = -(-self._length // context.length_multiple) * context.length_multiple
-        self._mix, self._split, self._max_eval_samples = section.mix, section.split, section.max_eval_samples
+    def __init__(self, stage: PretrainStage):
+        super().__init__()
+        self._stage = stage
+        section: PretrainSection = stage.section
+        recipe = stage.context.recipe
+        self._length = recipe.data.max_length
+        self._mix = section.mix
+        self._split = section.split
+        self._max_eval_samples = section.max_eval_samples
         self._division = section.documents
-        self._columns, self._max_samples = context.recipe.data.columns, context.recipe.data.max_samples
+        self._columns = recipe.data.columns
+        self._max_samples = recipe.data.max_samples
         self._key = text_key(self._columns, section.key)
-        self._is_masked, self._mtp_weight = section.document_mask, context.recipe.train.mtp_loss_weight
-        self._num_generated = context.recipe.generation.max_new_tokens or 0
-
-    # data
+        self._is_masked = section.document_mask
 
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
-        """Windows of the files; those that `pretrain.split` holds back are for evaluation."""
+        """Windows of the files for training and for evaluation; `pretrain.split` may hold back a part for
+        evaluation."""
         corpora: list[tuple[Path, float | None]] = [(train, 1.0)]
         corpora += [(self._mixed_file(name), weight) for name, weight in self._mix.items()]
         parts: list[TokenWindows] = []
@@ -75,7 +78,7 @@ class PretrainStage(Stage[np.ndarray]):
         return self._windows(self._corpus(path).tokens, str(path))
 
     def document_lengths(self, path: Path) -> np.ndarray:
-        """Tokens of each document of a file."""
+        """The number of tokens of each document of a file."""
         corpus = self._corpus(path)
         return np.diff([corpus.first_token(number) for number in range(corpus.num_documents + 1)])
 
@@ -84,7 +87,7 @@ class PretrainStage(Stage[np.ndarray]):
         digests = [self._corpus(found).digest() for found in (path, *map(self._mixed_file, self._mix))]
         return hashlib.sha256("".join(digests).encode()).hexdigest()
 
-    @functools.cache  # noqa: B019  (one stage a run)
+    @functools.cache  # noqa: B019  (one reader a run)
     def _corpus(self, path: Path) -> IndexedCorpus:
         check_has_columns(path, self._columns)
         if path.suffix in (".idx", ".bin"):
@@ -92,23 +95,23 @@ class PretrainStage(Stage[np.ndarray]):
             if self._is_masked:
                 self._check_ends(corpus)
             return corpus
-        corpus, faults = cached_corpus(
+        corpus, faults = build_cached_corpus(
             path,
             cache_root() / "corpora",
-            self.context.tokenizer,
+            self._stage.context.tokenizer,
             self._division,
             self._key,
             lambda size: track_bytes(size, f"indexing {path}"),
-            self.context.recipe.data.on_bad_row,
+            self._stage.context.recipe.data.on_bad_row,
         )
         if faults.total:
             self.counts[path] = DropCounts(path, corpus.num_documents, faults.total, faults=faults)
-            self.context.report(f"{path}: left out {faults.summary()}")
+            self._stage.context.report(f"{path}: left out {faults.summary()}")
         return corpus
 
     def _check_ends(self, corpus: IndexedCorpus) -> None:
-        """Raises UserError unless documents end with the end-of-sequence token, which is where the mask parts them."""
-        eos = self.context.tokenizer.eos_id
+        """Raise UserError unless documents end with the end-of-sequence token, by which the mask separates them."""
+        eos = self._stage.context.tokenizer.eos_id
         first = [corpus.document(i) for i in range(min(corpus.num_documents, 100))]
         if not any(len(document) and document[-1] == eos for document in first):
             raise UserError(
@@ -117,11 +120,11 @@ class PretrainStage(Stage[np.ndarray]):
             )
 
     def _mixed_file(self, name: str) -> Path:
-        return mixed_file(name, "pretrain.mix", self.context.report)
+        return find_mixture_file(name, "pretrain.mix", self._stage.context.report)
 
     def _windows(self, tokens: np.ndarray, what: str) -> TokenWindows:
         found = TokenWindows(tokens, self._length)[: self._max_samples]
-        self.context.report(f"{what}: {len(tokens):,} tokens, {len(found):,} samples of {self._length}")
+        self._stage.context.report(f"{what}: {len(tokens):,} tokens, {len(found):,} samples of {self._length}")
         if not found:
             raise UserError(
                 f"{what}: has {len(tokens)} tokens; one sample takes data.max_length {self._length} and one more"
@@ -129,7 +132,7 @@ class PretrainStage(Stage[np.ndarray]):
         return found
 
     def _evaluated(self, held_back: Sequence[TokenWindows]) -> Sequence[np.ndarray]:
-        """The samples to evaluate on: at most about `pretrain.max_eval_samples`, spread evenly."""
+        """The samples for evaluation: at most about `pretrain.max_eval_samples`, evenly spaced."""
         limit = self._max_eval_samples
         if len(held_back) == 1:
             return held_back[0].spread(limit) if limit else held_back[0]
@@ -137,9 +140,22 @@ class PretrainStage(Stage[np.ndarray]):
         count = min(total, limit or total)
         return [sample for part in held_back for sample in part.spread(max(1, count * len(part) // total))]
 
+
+class PretrainStage(GeneratingStage[np.ndarray]):
+    """Predicts every token from the earlier ones of its sample, with weight 1."""
+
+    def __init__(self, section: PretrainSection, context: StageContext):
+        super().__init__(section, context)
+        self._length = context.recipe.data.max_length
+        self._padded = -(-self._length // context.length_multiple) * context.length_multiple
+        self._is_masked = section.document_mask
+        self._mtp_weight = context.recipe.train.mtp_loss_weight
+        self._num_generated = context.recipe.generation.max_new_tokens or 0
+        self.reader = CorpusReader(self)
+
     def collate(self, samples: Sequence[np.ndarray]) -> Batch:
-        """Inputs and targets; padding on the right where lengths have to be a multiple."""
-        ids = np.stack(samples)  # [B, L + 1], as the corpus has them
+        """Inputs and targets, padded on the right to `length_multiple`."""
+        ids = np.stack(samples)  # [B, L + 1], in the integer type of the corpus
         vocab_size = self.context.tokenizer.vocab_size
         if (wrong := ids[(ids < 0) | (ids >= vocab_size)]).size:
             raise UserError(
@@ -154,81 +170,71 @@ class PretrainStage(Stage[np.ndarray]):
         batch = {
             "input_ids": input_ids,
             "targets": targets,
+            "weights": np.ones(targets.shape, "float32"),
             "weight": float(targets.size),
             "lengths": np.full(len(ids), self._length),
             "num_tokens": targets.size,
             "num_supervised": targets.size,
         }
-        if not self._is_masked:
-            return batch | self._further(input_ids, targets, np.ones(targets.shape, "float32"))
-        ends = ids[:, :-1] == self.context.tokenizer.eos_id
-        begins = np.where(np.roll(ends, 1, axis=1), np.arange(self._length), 0)  # the first one is 0 in any case
-        starts = np.full_like(input_ids, self._length)  # the padding is one too
+        if self._padded != self._length:  # else every position has a target
+            rows = np.arange(len(ids))[:, None] * self._padded
+            batch["positions"] = (rows + np.arange(self._length)).reshape(-1)
+        if self._is_masked:
+            batch |= self._mask_documents(ids[:, :-1], input_ids)
+        return batch | self._mtp_inputs(input_ids, targets, batch["weights"])
+
+    def _mask_documents(self, ids: np.ndarray, input_ids: np.ndarray) -> Batch:
+        """The entries of a batch that the document mask changes or adds. `ids` [B, L] are the inputs without
+        padding."""
+        ends = ids == self.context.tokenizer.eos_id
+        begins = np.where(
+            np.roll(ends, 1, axis=1), np.arange(self._length), 0
+        )  # the first position starts a document in any case
+        starts = np.full_like(input_ids, self._length)  # the padding is a document too
         starts[:, : self._length] = np.maximum.accumulate(begins, axis=1)
         weights = 1.0 - ends.reshape(-1).astype("float32")
         num_supervised = int(weights.sum())
-        return (
-            batch
-            | self._further(input_ids, targets, weights)
-            | {
-                "document_starts": starts,
-                "weights": weights,
-                "weight": float(num_supervised),
-                "num_supervised": num_supervised,
-            }
-        )
+        return {
+            "document_starts": starts,
+            "weights": weights,
+            "weight": float(num_supervised),
+            "num_supervised": num_supervised,
+        }
 
-    def _further(self, input_ids: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> Batch:
-        """What `language_model.mtp_nll` takes, where it is asked for; `targets` and `weights` are [B L]."""
+    def _mtp_inputs(self, input_ids: np.ndarray, targets: np.ndarray, weights: np.ndarray) -> Batch:
+        """`language_model.mtp_inputs` of a batch; empty without `train.mtp_loss_weight`. `targets` and `weights` are [B
+        L]."""
         if not self._mtp_weight:
             return {}
         next_ids = np.full_like(input_ids, self.context.tokenizer.pad_id)
         next_ids[:, : self._length] = targets.reshape(-1, self._length)
-        # a target whose predecessor begins a document has one token of its own before it
+        # a target needs two tokens of its document before it, so neither it nor its predecessor may start a document
         deep = np.zeros([len(input_ids), self._length], bool)
         deep[:, 1:] = (weights.reshape(-1, self._length)[:, 1:] * weights.reshape(-1, self._length)[:, :-1]) > 0
         (deep,) = np.nonzero(deep.reshape(-1))
         rows, columns = np.divmod(deep, self._length)
-        return language_model.further_targets(next_ids, rows * self._padded + columns, targets[deep], weights[deep])
+        return language_model.mtp_inputs(next_ids, rows * self._padded + columns, targets[deep], weights[deep])
 
-    def questions(self, sample: np.ndarray) -> Sequence[Question]:
-        """The last tokens of a sample, as many as are generated, behind all before them; of one document where that is
-        all that a token sees. A sample in which a document begins just there has none."""
-        eos, cut = self.context.tokenizer.eos_id, self._length - self._num_generated
-        prompt, answer = sample[:cut].tolist(), sample[cut : self._length].tolist()
+    def eval_prompts(self, sample: np.ndarray) -> Sequence[EvalPrompt]:
+        """The last tokens of a sample, as many as are generated, with all tokens before them as the prompt; with the
+        document mask only those of the same document. No prompt where a document starts at that position."""
+        eos = self.context.tokenizer.eos_id
+        cut = self._length - self._num_generated
+        prompt = sample[:cut].tolist()
+        answer = sample[cut : self._length].tolist()
         if self._is_masked and eos in prompt:
             prompt = prompt[len(prompt) - prompt[::-1].index(eos) :]
-        if eos in answer:  # where the model ends too
+        if eos in answer:  # where generation stops too
             answer = answer[: answer.index(eos)]
-        return [Question(tuple(prompt), tuple(answer))] if prompt else []
+        return [EvalPrompt(tuple(prompt), tuple(answer))] if prompt else []
 
     # loss
 
+    @property
+    def batch_layout(self) -> BatchLayout:
+        return BatchLayout(tokens=["weights"], has_documents=self._is_masked)
+
     def loss(self, model: Any, batch: Batch) -> LossTerms:
-        """Sum over the tokens; every one weighs 1. With the document mask the first token of a document weighs 0."""
-        starts = {"document_starts": paddle.to_tensor(batch["document_starts"])} if self._is_masked else {}
-        hidden, _ = model.hidden_states(paddle.to_tensor(batch["input_ids"]), **starts)  # [B, L, D]
-        at = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)
-        further = None
-        if self._mtp_weight:
-            nll, further, _ = language_model.mtp_nll(model, hidden, at.reshape(-1), batch)
-        else:
-            flat = hidden.flatten(0, 1)
-            if self._padded != self._length:
-                flat = flat.index_select(paddle.to_tensor(at.reshape(-1)), 0)
-            nll = model.token_nll(flat, paddle.to_tensor(batch["targets"]))  # [B L]
-        if self._is_masked:
-            nll = nll * paddle.to_tensor(batch["weights"])
-        terms = LossTerms(nll.sum(), batch["weight"])
-        return terms if further is None else language_model.with_mtp(terms, further, self._mtp_weight)
-
-    def program_inputs(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
-        """Ids, targets and weights, [B, length]; those of padding weigh 0."""
-        positions = np.arange(len(batch["input_ids"]))[:, None] * self._padded + np.arange(self._length)
-        ones = np.ones(batch["targets"].shape, "float32")
-        given = {"positions": positions.reshape(-1), "weights": batch.get("weights", ones)}
-        return language_model.program_inputs({**batch, **given}, length, self._is_masked)
-
-    def program_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Sum over the tokens."""
-        return language_model.program_loss(model, inputs, tells_likely=False)
+        """Sum over the tokens, each with weight 1. With the document mask the first token of a document has weight
+        0."""
+        return language_model.weighted_loss(model, batch, self._mtp_weight, has_shares=False)

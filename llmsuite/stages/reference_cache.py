@@ -1,7 +1,7 @@
-"""Log-probabilities of the reference model, computed once per answer and kept on disk for every later run.
+"""Log-probabilities of the reference model, computed once per answer and cached on disk for later runs.
 
-An entry is named by everything it depends on: the content of the weights, the shape, the precision, the tokens of the
-prompt and of the answer. The tokens cover tokenizer, chat template and row, so an entry cannot be stale.
+The key of an entry covers everything it depends on: the content of the weights, the shape, the precision, and the
+tokens of prompt and answer. The tokens depend on tokenizer, chat template and row, so an entry cannot be stale.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsuite.cache import cache_root
-from llmsuite.errors import UserError
+from llmsuite.base.cache import cache_root
+from llmsuite.base.errors import UserError
 from llmsuite.parallel import collective
 
 _TABLE = "logps64"
-"""The first table, `logps`, has values that were rounded to float32."""
-_MOST_ASKED = 500
-"""Keys in a query; SQLite may be built to take no more than 999."""
+"""An older table, `logps`, has values that were rounded to float32."""
+_QUERY_SIZE = 500
+"""Keys in a query; builds of SQLite may allow no more than 999 parameters."""
 
 
 def answer_key(prompt: Sequence[int], answer: Sequence[int]) -> str:
-    """Name of an answer to a prompt, both as token ids."""
+    """Key of an answer to a prompt, both as token ids."""
     digest = hashlib.sha256()
     for part in (prompt, answer):
         ids = np.asarray(part, dtype="<i8")
@@ -36,7 +36,7 @@ def answer_key(prompt: Sequence[int], answer: Sequence[int]) -> str:
 
 
 class ReferenceCache:
-    """Log-probabilities by answer, for one reference model. Safe for several runs at a time."""
+    """Log-probabilities by answer for one reference model. Several runs may use it concurrently."""
 
     def __init__(self, model_digest: str, root: Path | None = None):
         directory = (root or cache_root()) / "reference-logps"
@@ -47,17 +47,18 @@ class ReferenceCache:
         self.path = directory / f"{model_digest}.sqlite"
 
     def lookup(self, keys: Iterable[str]) -> dict[str, float]:
-        """The entries that are there."""
-        wanted, found = list(keys), dict[str, float]()
+        """The entries of those keys that are in the cache."""
+        queries = list(keys)
+        found = dict[str, float]()
         with self._connect() as db:
-            for first in range(0, len(wanted), _MOST_ASKED):
-                some = wanted[first : first + _MOST_ASKED]
-                marks = ", ".join("?" * len(some))
-                found.update(db.execute(f"SELECT key, logp FROM {_TABLE} WHERE key IN ({marks})", some))
+            for first in range(0, len(queries), _QUERY_SIZE):
+                some = queries[first : first + _QUERY_SIZE]
+                placeholders = ", ".join("?" * len(some))
+                found.update(db.execute(f"SELECT key, logp FROM {_TABLE} WHERE key IN ({placeholders})", some))
         return found
 
     def store(self, entries: Mapping[str, float]) -> None:
-        """Add entries; all of them or, after a crash, none."""
+        """Add entries in one transaction."""
         with self._connect() as db:
             db.executemany(f"INSERT OR REPLACE INTO {_TABLE} VALUES (?, ?)", entries.items())
 
@@ -75,41 +76,44 @@ class ReferenceCache:
 def complete(
     cache: ReferenceCache, keys: Sequence[str], compute: Callable[[list[list[int]], int], Mapping[str, float]]
 ) -> tuple[dict[str, float], int]:
-    """Look up every key and let the ranks compute the missing ones, each a part. Every rank that reads data calls it.
+    """Look up every key, and compute the missing ones, a part on each rank. A collective call: every data-loading rank
+    has to make it.
 
     Args:
-        cache: where to look and store.
-        keys: what is needed, the same on all of them.
-        compute: gets the positions in `keys` that each data rank is to compute, and which of them this one is; returns
-            the values of its part by key, and may return more. It has to make as many passes on every data rank, as
-            sharding stage 3 gathers parameters for each.
+        cache: for the lookup, and to store new values.
+        keys: of all entries, the same on all ranks.
+        compute: gets for each data rank the indices of the keys it has to compute, and the data rank of this process.
+            Returns the values of its part by key, and may return more. It has to make equally many forward passes on
+            every data rank, as sharding stage 3 gathers the parameters for each.
 
     Returns:
-        The value of every key, and how many were computed.
+        The value of every key, and the number of computed ones.
 
     Raises:
-        UserError: one is not finite; nothing is stored.
+        UserError: a value is not finite. Then nothing is stored.
     """
     mesh = collective.mesh()
-    rank, num_ranks = mesh.data_rank, mesh.degrees.num_data_ranks
+    rank = mesh.data_rank
+    num_ranks = mesh.degrees.num_data_ranks
     known = cache.lookup(keys)
-    # ranks may see different states of a cache that another run is filling: an entry is known if all of them have it
-    *have, num_readers = collective.sum_over_readers([*(float(key in known) for key in keys), 1.0])
-    missing = [i for i, count in enumerate(have) if count < num_readers]
+    # ranks may see different states of a cache that another run is writing: an entry counts only if all ranks have it
+    *counts, num_ranks_reading = collective.sum_over_loader_ranks([*(float(key in known) for key in keys), 1.0])
+    missing = [i for i, count in enumerate(counts) if count < num_ranks_reading]
     if missing:
-        # contiguous parts: the two answers of a pair are neighbours, and are computed together
+        # contiguous parts keep the two answers of a pair, which are neighbours, together
         bounds = [len(missing) * at // num_ranks for at in range(num_ranks + 1)]
         part = range(bounds[rank], bounds[rank + 1])
         mine = compute([missing[first:last] for first, last in itertools.pairwise(bounds)], rank)
-        # only its own part: what else `compute` has returned is in the sum by another rank
-        values = collective.sum_over_data([mine[keys[i]] if at in part else 0.0 for at, i in enumerate(missing)])
+        # each rank adds only its own part: other values that `compute` returned are those of another rank
+        own_values = [mine[keys[i]] if at in part else 0.0 for at, i in enumerate(missing)]
+        values = collective.sum_over_data(own_values)
         if not all(map(math.isfinite, values)):
             raise UserError(
-                "the initial model gives an answer a log-probability that is infinite or not a number; "
+                "the initial model computes a log-probability of an answer that is infinite or not a number; "
                 "look for a fault in its weights"
             )
-        fresh = {keys[i]: value for i, value in zip(missing, values)}
+        computed = {keys[i]: value for i, value in zip(missing, values)}
         if collective.rank() == 0:
-            cache.store(fresh)
-        known.update(fresh)
+            cache.store(computed)
+        known.update(computed)
     return {key: known[key] for key in keys}, len(missing)

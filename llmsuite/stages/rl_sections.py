@@ -1,4 +1,4 @@
-"""The recipe sections of stages that draw what they learn from. Imports no Paddle."""
+"""The recipe sections of stages with rollouts. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -8,62 +8,64 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
-from llmsuite.schema.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from llmsuite.schema.section import Section
-from llmsuite.specs import PrePass, StageProfile
+from llmsuite.contract.schema.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import PrePass, StageProfile
+from llmsuite.stages.eval_metrics import rollout_metrics
 
 
 @dataclasses.dataclass(kw_only=True)
 class RolloutSection(Section):
-    """How completions are drawn from the model that is trained. An engine has its own keys below `rollout.NAME`."""
+    """Sampling of completions from the trained model. An engine has its own keys under `rollout.NAME`."""
 
     extended_by: ClassVar[str] = "rollout engine"
 
     engine: str = "local"
-    """What draws: local, a model beside the one that is trained, in the same processes; openai, servers such as
-    `llmsuite serve --rl`; or the name of a plugin's. See `llmsuite list engines`."""
+    """The rollout engine: local, a second copy of the trained model, in the same processes; openai, servers such as
+    `llmsuite serve --rl`; or the engine of a plugin. `llmsuite list engines` shows all."""
     num_generations: PositiveInt = 8
-    """Completions of each prompt: its group, which is never cut. Batch sizes count prompts."""
+    """Completions of each prompt, its group, which is never split. Batch sizes count prompts."""
     max_completion_length: PositiveInt = 256
-    """Longest completion in tokens, the end-of-sequence token included. Longer ones are truncated. data.max_length
-    has to hold prompt and completion."""
+    """Maximum length of a completion in tokens, including the end-of-sequence token. Longer ones are truncated.
+    data.max_length has to hold prompt and completion."""
     temperature: PositiveFloat = 1.0
     """Logits are divided by it, in rollouts and in the loss."""
     batch_size: PositiveInt = 128
-    """Completions that a rank draws together; it decides memory and speed, not what is drawn."""
+    """Completions that a rank samples in one batch. It changes memory and speed, not the completions."""
     dynamic_sampling: bool = False
-    """Replace prompts without a signal, whose completions all have the same reward (before what overlong_buffer takes
-    off), by the prompts that come behind the global batch (DAPO, Yu et al. 2025, arXiv 2503.14476)."""
+    """Replace prompts without a signal, whose completions all have the same reward (before the penalty of
+    overlong_buffer), by the next prompts of the data (DAPO, Yu et al. 2025, arXiv 2503.14476)."""
     max_rounds: PositiveInt = 10
-    """With dynamic_sampling: draw so many times for a step at most, each time for a global batch of prompts at most.
-    Nothing is learnt from the places that are not filled then."""
+    """With dynamic_sampling: maximum number of rounds of sampling for a step, each for at most a global batch of
+    prompts. Prompts without a signal that are left after the last round give no gradient."""
     max_staleness: NonNegativeInt = 0
-    """Steps by which the weights that draw may be behind those that learn. 0: every step learns from completions of its
-    own weights. Above 0 the completions of later steps are drawn by a server while this one is trained."""
+    """Maximum number of optimizer steps by which the weights that sample may be older than those that are trained. 0:
+    every step trains on completions of its own weights. Above 0 a server samples the completions of later steps during
+    a step."""
     max_logprob_gap: PositiveFloat | None = 0.1
-    """Stop the run when the log-probabilities of tokens as they were drawn and those of the training pass differ by
-    more than this on average over a step. null: never."""
+    """Stop the run when the log-probabilities of tokens from the rollout and from the training pass differ by more than
+    this on average over a step. null: never."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if not self.dynamic_sampling and self.max_rounds != 10:
             yield "max_rounds", "has no effect without dynamic_sampling; set that, or remove it"
         if self.dynamic_sampling and self.num_generations == 1:
-            yield "dynamic_sampling", "compares the completions of a prompt, and num_generations is 1; set it to false"
+            yield "dynamic_sampling", "compares the completions of a prompt, but num_generations is 1; set it to false"
 
 
 @dataclasses.dataclass(kw_only=True)
 class EvalRolloutSection(Section):
-    """How completions are drawn in evaluations, with random numbers that are the same in each."""
+    """Sampling of completions in evaluations, with the same random numbers in each."""
 
     num_generations: PositiveInt = 1
     """Completions of each prompt."""
     temperature: NonNegativeFloat = 0.0
-    """0: the most likely tokens."""
+    """Logits are divided by it; 0 for greedy decoding."""
     pass_at: list[PositiveInt] = dataclasses.field(default_factory=lambda: [1])
-    """Report pass@k for these k: the probability that of k completions at least one is right (Chen et al. 2021, arXiv
-    2107.03374), which is one whose reward is pass_reward or more."""
+    """Report pass@k for these k: the probability that at least one of k completions is right (Chen et al. 2021, arXiv
+    2107.03374), which means that its reward is pass_reward or more."""
     pass_reward: float = 1.0
-    """The reward of a right completion."""
+    """The minimum reward of a right completion."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.pass_at and max(self.pass_at) > self.num_generations:
@@ -74,8 +76,10 @@ class EvalRolloutSection(Section):
 
 
 def directory_of(reference: str | None) -> str | None:
-    """The directory that a key `reference` names; None for other references."""
-    return None if reference in (None, "none", "adapter_off", "copy", "cache") else reference
+    """The directory in a key `reference`; None for a value that is not a directory."""
+    if reference in ("none", "adapter_off", "copy", "cache"):
+        return None
+    return reference
 
 
 Normaliser = Literal["sequence_mean", "token_mean", "constant"]
@@ -87,11 +91,11 @@ _NORMALISERS: Mapping[str, Normaliser] = {
     "sapo": "sequence_mean",
 }
 _CLIPS: Mapping[str, tuple[str, ...]] = {"cispo": ("clip_ratio/high",), "sapo": ()}
-"""Metrics of bounds that a loss has, where it is not those of a clip below and above 1."""
+"""Metrics of clipping, for losses without the two bounds of PPO's clip."""
 
 
 class ClippedPolicy:
-    """What sections have in common whose stage holds a policy to the one that has drawn, and to a reference."""
+    """Base of the sections of stages with a clipped policy loss and a KL penalty to a reference."""
 
     epsilon: float
     epsilon_high: float | None
@@ -104,8 +108,8 @@ class ClippedPolicy:
     correction_cap: float
 
     def policy_profile(self, kl_in: str, loss: str = "dapo") -> StageProfile:
-        """Pre-passes: log-probabilities before the first of several updates, or for the divergence in the reward where
-        others have drawn, and those of the reference. `kl_in` and `loss` are those of `GrpoSection`."""
+        """Pre-passes: log-probabilities before the first of several updates, or for a KL penalty in the reward with a
+        rollout correction; and those of the reference. `kl_in` and `loss` are those of `GrpoSection`."""
         sums = ["ratio", *_CLIPS.get(loss, ("clip_ratio/low", "clip_ratio/high")), "logprob_gap"]
         corrects = self.rollout_correction != "none"
         if corrects:
@@ -115,7 +119,10 @@ class ClippedPolicy:
             prepasses.append(PrePass(kind="model"))
         if self.reference != "none":
             sums.append("kl")
-            prepasses.append(PrePass(kind="adapters_off" if self.reference == "adapter_off" else "reference"))
+            kind: Literal["adapters_off", "reference"] = "reference"
+            if self.reference == "adapter_off":
+                kind = "adapters_off"
+            prepasses.append(PrePass(kind=kind))
         if self.entropy_coef:
             sums.append("entropy/exact")
         return StageProfile(
@@ -123,92 +130,96 @@ class ClippedPolicy:
             prepasses=tuple(prepasses),
             updates=self.updates,
             reference=directory_of(self.reference),
-            maxima=("logprob_gap/max",),
+            max_metrics=("logprob_gap/max",),
             entropy=self.entropy_coef > 0,
+            evaluates=rollout_metrics,
         )
 
     @property
     def upper(self) -> float:
-        """`epsilon_high`, with its default."""
+        """`epsilon_high` with its default applied."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def correction_problems(self) -> Iterator[tuple[str, str]]:
-        """Keys of a correction that there is not."""
-        for key in ("correction_level", "correction_cap") if self.rollout_correction == "none" else ():
+        """Keys of a correction while there is none."""
+        if self.rollout_correction != "none":
+            return
+        for key in ("correction_level", "correction_cap"):
             if getattr(self, key) != type(self).__dataclass_fields__[key].default:  # type: ignore[attr-defined]
                 yield key, "has no effect while rollout_correction is none; set that too, or remove it"
 
     def reference_problems(self) -> Iterator[tuple[str, str]]:
-        """A divergence without a reference, or the reverse."""
+        """A KL penalty without a reference, or a reference without a KL penalty."""
         if self.beta > 0 and self.reference == "none":
             yield "beta", f"is {self.beta}, but reference is none; set that to adapter_off or copy, or beta to 0"
         if self.beta == 0 and self.reference != "none":
-            yield "reference", f"is {self.reference}, but beta is 0, so nothing is held to it; set it to none"
+            yield "reference", f"is {self.reference}, but beta is 0, so it has no effect; set it to none"
 
 
 @dataclasses.dataclass(kw_only=True)
 class GrpoSection(ClippedPolicy, Section):
-    """Group relative policy optimisation and its relatives: completions with more reward than others become
-    likelier."""
+    """Group relative policy optimisation and its relatives: the advantage of a completion is its reward relative to the
+    others of its prompt."""
 
     loss: Literal["grpo", "dapo", "dr_grpo", "cispo", "sapo"] = "dapo"
-    """The objective, and how tokens are averaged. With PPO's clip, grpo: the mean over completions of the mean over
+    """The objective, and the averaging over tokens. With PPO's clip, grpo: the mean over completions of the mean over
     their tokens (Shao et al. 2024, arXiv 2402.03300); dapo: the mean over all tokens of the global batch (Yu et al.
     2025, arXiv 2503.14476); dr_grpo: the sum of the tokens, divided by the number of completions and
     rollout.max_completion_length (Liu et al. 2025, arXiv 2503.20783). cispo: no token loses its gradient, ratios are
-    bounded by 1 + epsilon_high (MiniMax 2025, arXiv 2506.13585), averaged as dapo. sapo: a soft gate in place of the
+    bounded by 1 + epsilon_high (MiniMax 2025, arXiv 2506.13585), averaged as dapo. sapo: a soft gate instead of the
     clip (Gao et al. 2025, arXiv 2511.20347), averaged as grpo."""
     advantage: Literal["group", "rloo", "reinforce", "reinforce_baseline"] = "group"
-    """What a reward is compared with. group: the mean of its group (GRPO); rloo: that of the others of its group
-    (Ahmadian et al. 2024, arXiv 2402.14740); reinforce: nothing, reinforce_baseline: the mean of its group
+    """The baseline of a reward. group: the mean of its group (GRPO); rloo: the mean of the others of its group
+    (Ahmadian et al. 2024, arXiv 2402.14740); reinforce: none, reinforce_baseline: the mean of its group
     (REINFORCE++, Hu 2025, arXiv 2501.03262: scale_rewards is batch)."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
-    """Divide advantages by the standard deviation of the rewards of the group, of those of the global batch, or by
-    nothing, as Dr. GRPO does."""
+    """Divide advantages by the standard deviation of the rewards of the group, of those of the global batch, or not
+    at all, as Dr. GRPO."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """sequence: the ratio of a completion is the geometric mean of those of its tokens (GSPO, Zheng et al. 2025, arXiv
     2507.18071)."""
     epsilon: NonNegativeFloat = 0.2
-    """How far below 1 the ratio to the model that has drawn a token counts."""
+    """Clip the ratio of a token's probability to that under the rollout weights below 1 - epsilon."""
     epsilon_high: NonNegativeFloat | None = None
-    """How far above 1. Default: as epsilon."""
+    """Clip the ratio above 1 + epsilon_high. Default: epsilon."""
     dual_clip: Annotated[float, Ge(1)] | None = None
-    """Bound the ratio of completions with a negative advantage too (Ye et al. 2020, arXiv 1912.09729). null: do not."""
+    """Bound the ratio of completions with a negative advantage too (Ye et al. 2020, arXiv 1912.09729). null: no
+    bound."""
     updates: PositiveInt = 1
-    """Optimizer steps for each rollout: so many global batches of prompts are drawn at once, and each step learns from
-    one. 1: every step draws with the weights it updates, and all ratios are 1."""
+    """Optimizer steps for each rollout, which samples this many global batches of prompts; each step trains on one. 1:
+    every step samples with the weights that it updates, and all ratios are 1."""
     rollout_correction: Literal["none", "tis", "mis"] = "none"
-    """Weigh each token by how likely it was for the model that is trained, over how likely it was for what has drawn
-    it: another engine or older weights. tis: at most correction_cap (truncated, Yao et al. 2025); mis: 0 outside of
+    """Weight each token by the ratio of its probability under the trained model to that under the engine or the older
+    weights that sampled it. tis: at most correction_cap (truncated, Yao et al. 2025); mis: 0 outside of
     [1 / correction_cap, correction_cap] (masked, Liu et al. 2025; IcePop, arXiv 2510.18855)."""
     correction_level: Literal["token", "sequence"] = "token"
     """sequence: the weight of a completion is the geometric mean of those of its tokens."""
     correction_cap: Annotated[float, Gt(1)] = 2.0
     """Bound of the weights of rollout_correction."""
     beta: NonNegativeFloat = 0.0
-    """Weight of the divergence from the reference model in the loss."""
+    """Coefficient of the KL divergence from the reference model in the loss."""
     kl: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
-    """How the divergence is estimated from a token (Schulman 2020). k1+ and k3+ have the gradient of k2, which is that
-    of the divergence."""
+    """The estimator of the KL divergence from a token (Schulman 2020). k1+ and k3+ have the gradient of k2, which is
+    that of the divergence."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """reward: take beta times the divergence off the reward of each token, estimated by k1 of the tokens as they were
-    drawn, or with `updates` or a rollout_correction of the weights before the first update; a token's advantage is the
-    sum of the rewards from it on (REINFORCE++, Hu 2025, arXiv 2501.03262). With advantage reinforce or
-    reinforce_baseline; scale_rewards batch normalises over all tokens of the rollout."""
+    """reward: subtract beta times the KL divergence from the reward of each token, estimated by k1 with the rollout's
+    log-probabilities, or with `updates` or a rollout_correction those of the weights before the first update; a token's
+    advantage is the sum of the rewards from that token on (REINFORCE++, Hu 2025, arXiv 2501.03262). With advantage
+    reinforce or reinforce_baseline; scale_rewards batch normalises over all tokens of the rollout."""
     reference: str = "none"
-    """The reference model: none; the initial one, as adapter_off (the model without its adapters, which takes
-    `lora.rank`) or as copy (a second copy of the weights, sharded as they are); or the directory of a run or of another
-    model of the same shape, whose weights are kept in the same way."""
+    """The reference model: none; the initial one, as adapter_off (the model without its adapters, which needs
+    `lora.rank`) or as copy (a second copy of the weights, sharded in the same way); or the directory of a run or of
+    another model of the same shape, whose weights are held like a copy."""
     entropy_coef: NonNegativeFloat = 0.0
-    """Weight of the entropy in the loss, which is kept high: the mean over the completions' tokens, of the whole
-    vocabulary at the temperature of the rollout (as in PPO, Schulman et al. 2017, arXiv 1707.06347, eq. 9)."""
+    """Coefficient of an entropy bonus: the mean over the tokens of completions, over the full vocabulary at the
+    temperature of the rollout (as in PPO, Schulman et al. 2017, arXiv 1707.06347, eq. 9)."""
     mask_truncated: bool = False
-    """Learn nothing from completions without an end."""
+    """Give truncated completions no gradient."""
     overlong_buffer: PositiveInt | None = None
-    """Take up to 1 off the reward of a completion, the more the closer it comes to rollout.max_completion_length, from
-    so many tokens before that on, or from its first token (DAPO). null: do not."""
+    """Length penalty of DAPO: in this many tokens before rollout.max_completion_length, or from the first token of a
+    completion, up to 1 is subtracted from its reward, linearly. null: no penalty."""
     patience: PositiveInt | None = 50
-    """Stop the run after so many rollouts in a row in which no group has completions of different rewards, so that
+    """Stop the run after this many consecutive rollouts in which no group has completions of different rewards, so that
     there is nothing to learn. null: never."""
 
     def profile(self) -> StageProfile:
@@ -216,7 +227,7 @@ class GrpoSection(ClippedPolicy, Section):
 
     @property
     def normaliser(self) -> Normaliser:
-        """How the losses of tokens are averaged, see `rl_losses.token_weights`."""
+        """The averaging of the losses of tokens, as in `rl_losses.token_weights`."""
         return _NORMALISERS[self.loss]
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -230,7 +241,7 @@ class GrpoSection(ClippedPolicy, Section):
         if self.kl_in == "reward" and self.beta == 0:
             yield "kl_in", "is reward, but beta is 0; set that too, or kl_in to loss"
         if self.kl_in == "reward" and not self.advantage.startswith("reinforce"):
-            yield "kl_in", f"is reward, but advantage {self.advantage} is one for a completion; choose reinforce"
+            yield "kl_in", f"is reward, but advantage {self.advantage} is computed by completion; choose reinforce"
         if self.kl_in == "reward" and self.kl not in ("k1", "k3"):
             yield "kl", f"is {self.kl}, which is for kl_in loss; in the reward it is k1"
         if self.loss == "sapo" and self.epsilon_high is not None:

@@ -1,4 +1,4 @@
-"""The recipe section of each built-in stage. Imports no Paddle, so that recipes are checked without it."""
+"""The recipe sections of the built-in stages. Imports no Paddle, so that recipes can be checked without it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from llmsuite.schema.numbers import Fraction, MixWeight, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from llmsuite.schema.section import Section
-from llmsuite.specs import PrePass, StageProfile
+from llmsuite.contract.schema.numbers import (
+    Fraction,
+    MixWeight,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import PrePass, StageProfile
+from llmsuite.stages.eval_metrics import loss_metrics
 
 PENALTIES = {"repetition_penalty": 1.0, "frequency_penalty": 0.0, "presence_penalty": 0.0}
 """Penalties of sampling, and the values that switch them off."""
@@ -22,7 +30,7 @@ _REFERENCE_FREE = ("simpo", "orpo")
 
 @dataclasses.dataclass(kw_only=True)
 class DpoSection(Section):
-    """Direct preference optimisation: chosen answers become likelier than rejected ones."""
+    """Direct preference optimisation: trains on pairs of a chosen and a rejected answer."""
 
     loss: Literal["sigmoid", "ipo", "ipo_mean", "hinge", "kto_pair", "simpo", "orpo"] = "sigmoid"
     """sigmoid: Rafailov et al. 2023 (arXiv 2305.18290); hinge: Zhao et al. 2023 (SLiC-HF, arXiv 2305.10425);
@@ -30,21 +38,21 @@ class DpoSection(Section):
     and PaddleNLP call ipo; kto_pair: KTO's on pairs; without a reference model, simpo: Meng et al. 2024 (arXiv
     2405.14734), and orpo: Hong et al. 2024 (arXiv 2403.07691)."""
     beta: PositiveFloat = 0.1
-    """How strongly the model is held to the reference; tau of ipo and ipo_mean, lambda of orpo."""
+    """Strength of the penalty for deviation from the reference; tau of ipo and ipo_mean, lambda of orpo."""
     label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0
     """Assumed share of pairs whose labels are swapped (conservative DPO); for the losses sigmoid and simpo."""
     gamma: NonNegativeFloat = 0.0
-    """Margin that simpo wants between the rewards of both answers."""
+    """Target margin of simpo between the rewards of both answers."""
     sft_weight: NonNegativeFloat = 0.0
-    """Weight of a second term: the mean negative log-probability of the tokens of chosen answers. For orpo it is 1."""
+    """Weight of an SFT term: the mean negative log-probability of the tokens of chosen answers. 1 with orpo."""
     reference: Literal["cache", "adapter_off", "none"] | None = None
-    """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
-    cached, or in each step from the model without its adapter, which takes `lora.rank`. Default: "none" for simpo
-    and orpo, else "cache"."""
+    """Source of the log-probabilities of the reference model, which is the initial model. cache: computed before the
+    first step and cached on disk; adapter_off: computed in each step by the model without its adapter, which needs
+    `lora.rank`; none: no reference. Default: "none" for simpo and orpo, else "cache"."""
 
     def profile(self) -> StageProfile:
-        """Pre-passes: the number of tokens for the term of `sft_weight`, then the reference, then the distance of the
-        model from it."""
+        """Pre-passes: the number of tokens for the term of `sft_weight`, then the reference, then the KL divergence of
+        the model from it."""
         sums = ["rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"]
         sums += ["logps/chosen", "logps/rejected"]
         prepasses: list[PrePass] = []
@@ -55,11 +63,11 @@ class DpoSection(Section):
             prepasses.append(PrePass(kind="adapters_off"))
         if self.loss == "kto_pair":
             prepasses.append(PrePass(kind="model", sums=("kl/chosen", "kl/rejected")))
-        return StageProfile(sums=tuple(sums), prepasses=tuple(prepasses))
+        return StageProfile(sums=tuple(sums), prepasses=tuple(prepasses), rows_per_sample=2, evaluates=loss_metrics())
 
     @property
     def reference_from(self) -> str:
-        """`reference`, with its default."""
+        """`reference` with its default applied."""
         return self.reference or ("none" if self.loss in _REFERENCE_FREE else "cache")
 
     @property
@@ -76,10 +84,10 @@ class DpoSection(Section):
         if self.sft_weight > 0 and self.loss == "orpo":
             yield "sft_weight", "has no effect with loss orpo, which has this term with weight 1; set it to 0"
         if self.reference in ("cache", "adapter_off") and self.loss in _REFERENCE_FREE:
-            yield "reference", f"is {self.reference}, but loss {self.loss} compares with no reference; remove it"
+            yield "reference", f"is {self.reference}, but loss {self.loss} uses no reference; remove it"
         if self.reference == "none" and self.loss not in _REFERENCE_FREE:
             free = " or ".join(_REFERENCE_FREE)
-            yield "reference", f"is none, but loss {self.loss} compares with one; set it to cache, or loss to {free}"
+            yield "reference", f"is none, but loss {self.loss} needs one; set it to cache, or loss to {free}"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -87,35 +95,38 @@ class RmSection(Section):
     """Reward model: a score for each answer, such that chosen answers score higher than rejected ones."""
 
     margin: NonNegativeFloat = 0.0
-    """How much higher a chosen answer should score (Touvron et al. 2023, arXiv 2307.09288, eq. 2)."""
+    """Margin by which a chosen answer should score higher (Touvron et al. 2023, arXiv 2307.09288, eq. 2)."""
     center_rewards: NonNegativeFloat = 0.0
-    """Weight of a second term: the square of the sum of both scores, which holds them around 0 (Eisenstein et al. 2023,
-    arXiv 2312.09244)."""
+    """Weight of a centering term: the square of the sum of both scores, which keeps them around 0 (Eisenstein et al.
+    2023, arXiv 2312.09244)."""
 
     def profile(self) -> StageProfile:
-        return StageProfile(sums=("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy"))
+        sums = ("rewards/chosen", "rewards/rejected", "rewards/margin", "rewards/accuracy")
+        return StageProfile(sums=sums, rows_per_sample=2, evaluates=loss_metrics())
 
 
 @dataclasses.dataclass(kw_only=True)
 class KtoSection(Section):
-    """Answers that are wanted become likelier, others less likely; no pairs are needed."""
+    """Kahneman-Tversky optimisation: trains on single answers that are desirable or undesirable, without pairs."""
 
     loss: Literal["kto", "apo_zero"] = "kto"
     """kto: Ethayarajh et al. 2024 (arXiv 2402.01306); apo_zero: D'Oosterlinck et al. 2024 (arXiv 2408.06266), without
     an estimate of the divergence from the reference."""
     beta: PositiveFloat = 0.1
-    """How strongly the model is held to the reference."""
+    """Strength of the penalty for deviation from the reference."""
     desirable_weight: PositiveFloat = 1.0
-    """Weight of a wanted answer in the loss. Where one kind of answers is more frequent, choose weights with which both
-    kinds count about the same in all."""
+    """Weight of a desirable answer in the loss. Where one kind of answers is more frequent, choose weights for which
+    both kinds have about the same total weight."""
     undesirable_weight: PositiveFloat = 1.0
-    """Weight of an unwanted answer in the loss."""
+    """Weight of an undesirable answer in the loss."""
     reference: Literal["cache", "adapter_off"] = "cache"
-    """Where log-probabilities of the reference model, the initial one, come from: computed before the first step and
-    cached, or in each step from the model without its adapter, which takes `lora.rank`."""
+    """Source of the log-probabilities of the reference model, which is the initial model. cache: computed before the
+    first step and cached on disk; adapter_off: computed in each step by the model without its adapter, which needs
+    `lora.rank`."""
 
     def profile(self) -> StageProfile:
-        """Pre-passes: the reference of all answers, then the distance of the model from it on the unrelated ones."""
+        """Pre-passes: the reference of all answers, then the KL divergence of the model from it on the unrelated
+        ones."""
         estimates_kl = self.loss == "kto"
         sums = ["rewards/desirable", "rewards/undesirable"]
         prepasses: list[PrePass] = []
@@ -124,42 +135,41 @@ class KtoSection(Section):
         if estimates_kl:
             sums.append("kl")
             prepasses.append(PrePass(kind="model", sums=("kl",)))
-        return StageProfile(sums=tuple(sums), prepasses=tuple(prepasses))
+        return StageProfile(sums=tuple(sums), prepasses=tuple(prepasses), evaluates=loss_metrics())
 
 
 @dataclasses.dataclass(kw_only=True)
 class SftSection(Section):
-    """Supervised fine-tuning on the assistant's turns of conversations, each with its end."""
+    """Supervised fine-tuning on the assistant's turns of conversations, including the token that ends each turn."""
 
     truncate: bool = False
-    """Cut conversations after data.max_length tokens and train on what is left; false to drop them. Both are counted
-    and reported."""
+    """Truncate conversations to data.max_length tokens instead of dropping them. Either is counted and reported."""
 
     def profile(self) -> StageProfile:
-        return StageProfile(sums=("tokens/likely",))
+        return StageProfile(sums=("tokens/likely",), evaluates=loss_metrics("tokens/accuracy"))
 
 
 @dataclasses.dataclass(kw_only=True)
 class InferSection(Section):
-    """A model answers prompts, and nothing is trained; see `llmsuite generate --help` too."""
+    """Generation of answers to prompts, without training; `llmsuite generate --help` has the same options."""
 
     max_new_tokens: PositiveInt = 128
     """Longest answer, in tokens."""
     min_new_tokens: NonNegativeInt = 0
     """Shortest answer, in tokens."""
     stop: list[str] = dataclasses.field(default_factory=list)
-    """Texts that end an answer; they are not part of it."""
+    """Texts that end an answer; the answer does not include them."""
     generation_config: Literal["auto", "ignore"] = "auto"
-    """auto: what is null of temperature, top_k, top_p, min_p and repetition_penalty is that of the model's
-    generation_config.json; ignore: it is not. Tokens that end an answer are taken from it in any case."""
+    """auto: those of temperature, top_k, top_p, min_p and repetition_penalty that are null are read from the model's
+    generation_config.json; ignore: they are not. Tokens that end an answer are always read from it."""
     temperature: NonNegativeFloat | None = None
-    """0 is greedy; so is null, where generation_config.json has none."""
+    """0 for greedy decoding; null also, if generation_config.json has none."""
     top_k: NonNegativeInt | None = None
-    """Choose among this many of the likeliest tokens; 0 for all."""
+    """Sample from this many of the most likely tokens; 0 for all."""
     top_p: Fraction | None = None
-    """Choose among the likeliest tokens that together reach this probability."""
+    """Sample from the most likely tokens that together reach this probability."""
     min_p: Fraction | None = None
-    """Choose among tokens with at least this share of the probability of the likeliest one."""
+    """Sample from tokens with at least this share of the probability of the most likely one."""
     repetition_penalty: PositiveFloat | None = None
     """Logits of tokens in prompt or answer are divided by it where positive, else multiplied."""
     frequency_penalty: float = 0.0
@@ -169,17 +179,17 @@ class InferSection(Section):
     num_return_sequences: PositiveInt = 1
     """Answers to each prompt."""
     num_beams: PositiveInt = 1
-    """Above 1: beam search, which draws nothing."""
+    """Above 1: beam search instead of sampling."""
     length_penalty: float = 1.0
-    """Beam search divides a score by the length to this power."""
+    """Beam search divides a score by the length raised to this power."""
     logprobs: NonNegativeInt | None = None
-    """Return log-probabilities of the tokens, and of this many of the likeliest at each step."""
+    """Return the log-probabilities of the tokens, and of this many of the most likely tokens at each step."""
     batch_size: PositiveInt = 8
-    """Number of answers that are decoded together."""
+    """Number of answers that are decoded in one batch."""
     raw: bool = False
-    """Continue prompts as plain text, without chat template."""
+    """Complete prompts as plain text, without a chat template."""
     system: str | None = None
-    """A system turn in front of conversations that have none."""
+    """A system turn for conversations without one."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.min_new_tokens > self.max_new_tokens:
@@ -190,7 +200,7 @@ class InferSection(Section):
             yield "length_penalty", "has no effect without num_beams; remove it"
         for key in ("temperature", "stop", "logprobs") if self.num_beams > 1 else ():
             if getattr(self, key) not in (0, [], None) or (key == "logprobs" and self.logprobs == 0):
-                yield key, "does not go with num_beams: beam search draws nothing; remove it"
+                yield key, "does not go with num_beams: beam search does not sample; remove it"
         for key, off in PENALTIES.items() if self.num_beams > 1 else ():
             if getattr(self, key) not in (None, off):
                 yield key, "does not go with num_beams: beam search has no penalties but length_penalty; remove it"
@@ -202,23 +212,26 @@ class InferSection(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class PretrainSection(Section):
-    """Next-token prediction over text: samples of data.max_length tokens, cut from the documents joined together."""
+    """Next-token prediction over text: samples of data.max_length tokens, cut from concatenated documents."""
 
     mix: dict[str, MixWeight] = dataclasses.field(default_factory=dict)
-    """More files to train on, named as in data.train, each with the number of its samples for one of data.train, or
-    with null for each of its samples once."""
+    """More files to train on, named as in data.train, each with its number of samples for each sample of data.train, or
+    null to use each of its samples once."""
     split: str | None = None
-    """Without data.eval: the parts of the documents to train on, to evaluate on and to leave out, such as
+    """Without data.eval: the proportions of the documents for training, for evaluation, and left out, such as
     "969,30,1"."""
     max_eval_samples: PositiveInt | None = None
-    """Evaluate on so many samples, spread evenly. Default: all."""
+    """Number of samples to evaluate on, evenly spaced. Default: all."""
     documents: Literal["blank_lines", "lines", "files"] = "blank_lines"
-    """The separator of documents in a .txt; an indexed corpus knows its own."""
+    """The separator of documents in a .txt file; an indexed corpus has its own boundaries."""
     key: str = "text"
     """The key of the text in rows of .jsonl, .csv, .tsv and .parquet."""
     document_mask: bool = False
-    """Where a sample holds several documents, let each token attend to its own only, begin the positions of each
-    at 0, and mask its first token in the loss, which nothing of it predicts."""
+    """In a sample with several documents, let each token attend only to its own document, start the positions of each
+    document at 0, and mask its first token in the loss, as no token of the document predicts it."""
+
+    def profile(self) -> StageProfile:
+        return StageProfile(evaluates=loss_metrics())
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.split is None:

@@ -1,4 +1,4 @@
-"""Statistics of a data file as a run will use it: lengths, supervised tokens, dropped rows, padding, packing."""
+"""Statistics of a data file in a run: lengths, supervised tokens, dropped rows, padding, packing."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from llmsuite.base.errors import UserError
+from llmsuite.data.lazy_sequences import lengths_of
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.packing import best_fit
-from llmsuite.data.sequences import lengths_of
-from llmsuite.errors import UserError
-from llmsuite.stages.pretrain import PretrainStage
-from llmsuite.train.stage import DropCounts, Stage
-from llmsuite.train.supervision import supervised_sequences
+from llmsuite.engine.collator import Collate, collate_of
+from llmsuite.engine.stage import DropCounts, Stage
+from llmsuite.engine.supervision import supervised_sequences
+from llmsuite.stages.pretrain import CorpusReader
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,11 +25,11 @@ class FileStats:
 
     path: Path
     counts: DropCounts | None
-    """Rows read and dropped; None for text of which nothing was skipped."""
+    """Rows read and dropped; None for text without skipped documents."""
     what: str
     """The unit of the lengths: "sequences", or "documents" of a corpus."""
     lengths: np.ndarray
-    """Tokens of each."""
+    """The number of tokens of each."""
     num_samples: int
     num_tokens: int
     num_supervised: int
@@ -37,31 +38,37 @@ class FileStats:
     padding: float | None
     """Share of padding among the positions of all micro-batches; None for a corpus."""
     packed: tuple[int, float] | None
-    """Number of samples when packed, and the share of them that is filled; None for stages that do not pack."""
+    """Number of packed samples, and the share of their positions that is filled; None for stages without packing."""
 
 
 def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> FileStats:
-    """Read a whole file and count.
+    """Read a file and count.
 
     Args:
-        stage: one whose context is not padding-free, so that each sequence has a row of its own.
+        stage: without a padding-free context, so that each sequence has its own row.
         path: of the file.
-        padding_free: whether the run puts the sequences of a micro-batch into one row, see `StageContext.padding_free`.
+        padding_free: True where the run packs the sequences of a micro-batch into one row, as
+        `StageContext.padding_free`.
 
     Raises:
-        UserError: a row is faulty, or the batches of the stage do not show their loss mask.
+        UserError: a row is invalid, or the batches of the stage have no loss mask to count.
     """
-    samples = stage.read(path)
-    if isinstance(stage, PretrainStage):
-        lengths = stage.document_lengths(path)
+    reader = stage.reader
+    samples = reader.read(path)
+    if isinstance(reader, CorpusReader):
+        lengths = reader.document_lengths(path)
         supervised = len(samples) * stage.context.recipe.data.max_length
-        counts = stage.counts.get(path)
+        counts = reader.counts.get(path)
         return FileStats(
             path, counts, "documents", lengths, len(samples), int(lengths.sum()), supervised, 0, None, None
         )
-    sizes, tokens, supervised, ends = [], [], 0, 0
+    collate = collate_of(stage)
+    sizes = []
+    tokens = []
+    supervised = 0
+    ends = 0
     for sample in samples:
-        rows = supervised_sequences(stage.collate([sample]))
+        rows = supervised_sequences(collate([sample]))
         if rows is None:
             raise UserError(f"stage {stage.context.recipe.stage}: its batches do not show which tokens are supervised")
         tokens += [len(row.ids) for row in rows]
@@ -69,27 +76,34 @@ def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> Fil
         supervised += sum(int((row.weights > 0).sum()) for row in rows)
         eos = stage.context.tokenizer.eos_id
         ends += all(((row.ids == eos) & (row.weights > 0)).any() for row in rows)
+    packed = None
+    if stage.row_kind in ("conversation", "preference"):
+        packed = _packing(stage, samples)
     return FileStats(
         path=path,
-        counts=stage.counts.get(path),
+        counts=reader.counts.get(path),
         what="sequences",
         lengths=np.array(tokens),
         num_samples=len(samples),
         num_tokens=sum(tokens),
         num_supervised=supervised,
         num_ends=ends,
-        padding=_padding(stage, samples, sizes, padding_free),
-        packed=_packing(stage, samples) if getattr(stage, "row_kind", "") in ("conversation", "preference") else None,
+        padding=_padding(stage, collate, samples, sizes, padding_free),
+        packed=packed,
     )
 
 
-def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence[int]], padding_free: bool) -> float:
-    """Share of padding over the whole steps of one epoch, with the micro-batches of the run."""
-    recipe, multiple = stage.context.recipe, stage.context.length_multiple
-    train, order = recipe.train, SampleOrder(len(sizes), recipe.seed, recipe.data.shuffle)
+def _padding(
+    stage: Stage[Any], collate: Collate, samples: Sequence[Any], sizes: Sequence[Sequence[int]], padding_free: bool
+) -> float:
+    """Share of padding in the full steps of one epoch, with the micro-batches of the run."""
+    recipe = stage.context.recipe
+    multiple = stage.context.length_multiple
+    train = recipe.train
+    order = SampleOrder(len(sizes), recipe.seed, recipe.data.shuffle)
     by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
     lengths = lengths_of(samples, stage.row_lengths) if by_length else None
-    # one data rank: the amount of padding hardly depends on their number
+    # one data rank: padding hardly depends on the number of data ranks
     sampler = BatchSampler(
         order,
         train.global_batch_size,
@@ -104,8 +118,10 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
     stage.context = dataclasses.replace(context, padding_free=padding_free)
     for step in range(max(1, len(sizes) // train.global_batch_size)):
         for picked in sampler.micro_batches(step * train.global_batch_size, 0):
-            batch = stage.collate([samples[at] for at in picked])
-            rows = batch["lengths"] if "lengths" in batch else [size for at in picked for size in sizes[at]]
+            batch = collate([samples[at] for at in picked])
+            rows = [size for at in picked for size in sizes[at]]
+            if "lengths" in batch:
+                rows = batch["lengths"]
             used += int(sum(rows))
             positions += int(np.size(batch["input_ids"]))
     stage.context = context
@@ -113,9 +129,10 @@ def _padding(stage: Stage[Any], samples: Sequence[Any], sizes: Sequence[Sequence
 
 
 def _packing(stage: Stage[Any], samples: Sequence[Any]) -> tuple[int, float] | None:
-    """Number of samples that `best_fit` makes, and how full they are; samples that are packed already count as they
-    are. None for a stage without `row_lengths`."""
-    data, lengths = stage.context.recipe.data, lengths_of(samples, stage.row_lengths)
+    """Number of samples that `best_fit` makes, and the share that is filled; samples that are already packed are
+    counted unchanged. None for a stage without `row_lengths`."""
+    data = stage.context.recipe.data
+    lengths = lengths_of(samples, stage.row_lengths)
     if lengths is None:
         return None
     is_packed = data.packing == "best_fit"
@@ -124,7 +141,7 @@ def _packing(stage: Stage[Any], samples: Sequence[Any]) -> tuple[int, float] | N
 
 
 def histogram(lengths: np.ndarray, width: int = 50, num_bins: int = 16) -> list[str]:
-    """A histogram as text, one line a bin."""
+    """A histogram as text, with a line for each bin."""
     counts, edges = np.histogram(lengths, bins=_edges(lengths, num_bins))
     most = max(int(counts.max()), 1)
     digits = len(str(int(edges[-1])))
@@ -135,14 +152,15 @@ def histogram(lengths: np.ndarray, width: int = 50, num_bins: int = 16) -> list[
 
 
 def _edges(lengths: np.ndarray, num_bins: int) -> np.ndarray:
-    low, high = int(lengths.min()), int(lengths.max()) + 1
+    low = int(lengths.min())
+    high = int(lengths.max()) + 1
     step = -(-(high - low) // num_bins)
     return np.arange(low, high + step, step)
 
 
 def plot_lengths(found: Sequence[FileStats], max_length: int, path: Path) -> None:
-    """Draw the histograms of several files into one that `extras.check_plot` knows. Raises UserError when it cannot be
-    written."""
+    """Plot the histograms of several files into an image, in a format of `extras.check_plot`. Raises UserError when it
+    cannot be written."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 3 * len(found)), layout="constrained")

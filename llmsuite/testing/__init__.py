@@ -1,4 +1,4 @@
-"""Functions for the tests of plugins."""
+"""Assertions for the tests of plugins."""
 
 from llmsuite.testing.family_contract import assert_family_contract
 from llmsuite.testing.stage_contract import assert_stage_contract

@@ -1,4 +1,4 @@
-"""Makes and records the forms of a family's model, in processes of its own, for `llmsuite.testing.family_contract`."""
+"""Execution paths of a model family, run and recorded in their own processes for `llmsuite.testing.family_contract`."""
 
 from __future__ import annotations
 
@@ -11,85 +11,90 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmsuite import builtin
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import exists
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli import commands
+from llmsuite.contract.given import add_files
+from llmsuite.contract.registry import load_plugins
+from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.contract.specs import ModelFamily
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.start import start_paddle
-from llmsuite.errors import UserError
 from llmsuite.launch.launch import launch
-from llmsuite.plugins.given import add_files
-from llmsuite.plugins.manager import load_plugins
-from llmsuite.regular import exists
-from llmsuite.schema.degrees import Degrees
-from llmsuite.specs import ModelFamily
 
 if TYPE_CHECKING:
-    from llmsuite.align.activations import Record
+    from llmsuite.observe.activations.recording import RankRecord
 
-LENGTH, STD, SEED = 14, 0.15, 3
+LENGTH = 14
+STD = 0.15
+SEED = 3
 LOGPROBS = "logprobs"
-"""Largest difference of the log-probabilities of drawn tokens, beside the records of rollouts."""
+"""Metric of rollouts: largest difference of the log-probabilities of sampled tokens."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Told:
-    """What a process does."""
+class Task:
+    """Task of a process, passed as JSON."""
 
     family: str
     shape: dict[str, Any]
     directory: str
-    """Where the model and the records are."""
+    """Directory of the model and the records."""
     tokenizer: str
     tp: int = 1
     pp: int = 1
 
 
 def main(path: str) -> int:
-    """Do what a JSON file with the fields of `Told` says; returns the exit code."""
-    told = Told(**json.loads(Path(path).read_text(encoding="utf-8")))
+    """Run the task of a JSON file with the fields of `Task`; returns the exit code."""
+    task = Task(**json.loads(Path(path).read_text(encoding="utf-8")))
     registry = add_files(load_plugins(builtin, commands))
-    family, backend = registry.models[told.family], registry.devices["cpu"].factory()
-    degrees = Degrees(told.pp, 1, 1, told.tp)
+    family = registry.models[task.family]
+    backend = registry.devices["cpu"].factory()
+    degrees = Degrees(task.pp, 1, 1, task.tp)
     if degrees.num_ranks == 1:
         start_paddle(backend, 1)
-        _Alone(told, family, backend).run()
+        _OnOneDevice(task, family, backend).run()
         return 0
     backend.prepare_ranks()
     start_paddle(backend, degrees.num_ranks, fork=True)
 
     def work() -> int:
         backend.after_paddle()
-        _in_rank(told, family, backend, degrees)
+        _in_rank(task, family, backend, degrees)
         return 0
 
-    logs = Path(told.directory) / f"logs-{told.tp}-{told.pp}"
+    logs = Path(task.directory) / f"logs-{task.tp}-{task.pp}"
     return launch(work, degrees.num_ranks, logs, lambda rank: backend.variables(degrees.num_ranks, rank), print)
 
 
-class _Alone:
-    """The forms on one device."""
+class _OnOneDevice:
+    """Execution paths on one device."""
 
-    def __init__(self, told: Told, family: ModelFamily, backend: DeviceBackend):
+    def __init__(self, task: Task, family: ModelFamily, backend: DeviceBackend):
         from llmsuite.checkpoint.model_dir import open_model
-        from llmsuite.inference.forms import Rows
+        from llmsuite.inference.parity import TokenRows
 
-        self._family, self._backend, self._directory = family, backend, Path(told.directory)
-        self._config = family.config_cls(**told.shape)
-        self._rows = Rows.random(self._config.vocab_size, LENGTH)
+        self._family = family
+        self._backend = backend
+        self._directory = Path(task.directory)
+        self._config = family.config_cls(**task.shape)
+        self._rows = TokenRows.random(self._config.vocab_size, LENGTH)
         model = self._directory / "model"
-        write_random_model(model, family, self._config, Path(told.tokenizer))
+        write_random_model(model, family, self._config, Path(task.tokenizer))
         self._source = open_model(model, {family.name: family})
 
     def run(self) -> None:
-        """Record each form, or why there is none."""
-        from llmsuite.inference.forms import as_trained
+        """Record each path, or the message that refuses it."""
+        from llmsuite.inference.parity import record_training
         from llmsuite.parallel.parallelize import parallelize_inference
 
         trained = _trained(self._source, self._backend, parallelize_inference)
         trained.train()
-        _write(self._directory / "training", [as_trained(trained, self._rows)])
+        _write(self._directory / "training", [record_training(trained, self._rows)])
         trained.eval()
-        self._try("evaluation", lambda where: _write(where, [as_trained(trained, self._rows)]))
+        self._try("evaluation", lambda where: _write(where, [record_training(trained, self._rows)]))
         self._try("the model as it is called", lambda where: _write(where, [self._called(trained)]))
         self._try("generation", self._generation)
         self._try("export", self._export)
@@ -103,104 +108,106 @@ class _Alone:
             where.mkdir(exist_ok=True)
             (where / "refused.txt").write_text(str(error), encoding="utf-8")
 
-    def _called(self, model: Any) -> Record:
-        """Logits of `model(ids)`."""
+    def _called(self, model: Any) -> RankRecord:
+        """Record the logits of `model(ids)`."""
         import paddle
 
-        from llmsuite.inference.forms import Watched
+        from llmsuite.inference.parity import ActivationRecorder
 
-        watched, names = Watched([model]), self._rows.to_left(self._rows.names)
-        watched.begin(names)
+        recorder = ActivationRecorder([model])
+        names = self._rows.to_left(self._rows.names)
+        recorder.begin(names)
         with paddle.no_grad():
             logits = model(paddle.to_tensor(self._rows.to_left(self._rows.ids)))
-        watched.logits(names, logits.astype("float32").numpy())
-        return watched.record()
+        recorder.logits(names, logits.astype("float32").numpy())
+        return recorder.record()
 
     def _generation(self, where: Path) -> None:
         from llmsuite.inference.decoder import ModelDecoder
-        from llmsuite.inference.forms import as_decoded
-        from llmsuite.inference.fused import fuse, layer_by_layer
+        from llmsuite.inference.fused import disable_decoder_kernels, fuse
         from llmsuite.inference.load import load_model
+        from llmsuite.inference.parity import record_decoding
 
         model = load_model(self._source, self._backend)
         fuse(model, self._backend.ops("fp32"))
-        _write(where, [as_decoded(model, ModelDecoder(model).forward, self._rows)])
-        layer_by_layer(model)
-        _write(_layers_of(where), [as_decoded(model, ModelDecoder(model).forward, self._rows)])
+        _write(where, [record_decoding(model, ModelDecoder(model).forward, self._rows)])
+        disable_decoder_kernels(model)
+        _write(_layers_of(where), [record_decoding(model, ModelDecoder(model).forward, self._rows)])
 
     def _export(self, where: Path) -> None:
-        from llmsuite.inference.export import export, recorded
-        from llmsuite.inference.forms import as_decoded
+        from llmsuite.inference.export import export, record_export
+        from llmsuite.inference.parity import record_decoding
         from llmsuite.inference.predictor import Predictor
 
         program = self._directory / "program"
         export(self._source, program, self._backend, self._source.path)
         predictor = Predictor(program)
-        _write(where, [as_decoded(_Nothing(), predictor.forward, self._rows)])
-        _write(_layers_of(where), [recorded(self._source, self._backend, "fp32", self._rows)])
+        _write(where, [record_decoding(_Opaque(), predictor.forward, self._rows)])
+        _write(_layers_of(where), [record_export(self._source, self._backend, "fp32", self._rows)])
 
     def _rollouts(self, where: Path, trained: Any) -> None:
         from llmsuite.inference.decoder import ModelDecoder
-        from llmsuite.inference.forms import as_decoded
-        from llmsuite.inference.fused import layer_by_layer
+        from llmsuite.inference.fused import disable_decoder_kernels
+        from llmsuite.inference.group_sampling import SampleRequest, SamplingParams, sample_groups
         from llmsuite.inference.load import AS_TRAINED, load_model
+        from llmsuite.inference.parity import record_decoding
         from llmsuite.inference.refresh import RefreshableModel
-        from llmsuite.rl.drawing import Drawing, Request, draw_groups
 
-        model = load_model(self._source, self._backend, stored=AS_TRAINED)
+        model = load_model(self._source, self._backend, packed=AS_TRAINED)
         refreshable = RefreshableModel(model, self._backend.ops("fp32"))
         refreshable.release()
         refreshable.refresh(trained.named_parameters())
         decoder = ModelDecoder(model)
-        _write(where, [as_decoded(model, decoder.forward, self._rows)])
-        prompts = [
-            tuple(int(i) for i in row[start : self._rows.prompt])
-            for row, start in zip(self._rows.ids, self._rows.padding)
-        ]
-        requests = [Request(prompt, (SEED, i)) for i, prompt in enumerate(prompts)]
-        groups = draw_groups(decoder, requests, Drawing(2, LENGTH - self._rows.prompt, 1.0, 4), ())
+        _write(where, [record_decoding(model, decoder.forward, self._rows)])
+        prompts = []
+        for row, start in zip(self._rows.ids, self._rows.padding):
+            prompts.append(tuple(int(i) for i in row[start : self._rows.prompt]))
+        requests = [SampleRequest(prompt, (SEED, i)) for i, prompt in enumerate(prompts)]
+        groups = sample_groups(decoder, requests, SamplingParams(2, LENGTH - self._rows.prompt, 1.0, 4), ())
         gap = 0.0
         for prompt, group in zip(prompts, groups):
-            for drawn in group:
-                expected = _logprobs(trained, [*prompt, *drawn.ids])[-len(drawn.ids) :]
-                gap = max(gap, float(np.abs(expected - np.asarray(drawn.logprobs)).max()))
+            for completion in group:
+                expected = _logprobs(trained, [*prompt, *completion.ids])[-len(completion.ids) :]
+                gap = max(gap, float(np.abs(expected - np.asarray(completion.logprobs)).max()))
         (where / "metrics.json").write_text(json.dumps({LOGPROBS: gap}), encoding="utf-8")
-        layer_by_layer(model)
-        _write(_layers_of(where), [as_decoded(model, ModelDecoder(model).forward, self._rows)])
+        disable_decoder_kernels(model)
+        _write(_layers_of(where), [record_decoding(model, ModelDecoder(model).forward, self._rows)])
 
 
-class _Nothing:
-    """A model whose modules cannot be seen: a program."""
+class _Opaque:
+    """Stand-in for the model of a program, whose modules are not accessible."""
 
     def named_sublayers(self) -> list[Any]:
         return []
 
 
-def _in_rank(told: Told, family: ModelFamily, backend: DeviceBackend, degrees: Degrees) -> None:
-    """Generation over the ranks of a mesh, in one of them; and, from there, the program of each."""
+def _in_rank(task: Task, family: ModelFamily, backend: DeviceBackend, degrees: Degrees) -> None:
+    """Record generation over the ranks of a mesh, in one of these ranks, and the exported program of this rank."""
     from llmsuite.checkpoint.model_dir import open_model
     from llmsuite.inference.decoder import ModelDecoder
     from llmsuite.inference.export import export
-    from llmsuite.inference.forms import Rows, as_decoded
     from llmsuite.inference.load import load_model
+    from llmsuite.inference.parity import TokenRows, record_decoding
     from llmsuite.inference.predictor import Predictor
     from llmsuite.parallel import collective
 
     backend.activate(collective.local_rank())
     mesh = collective.start(degrees)
-    directory = Path(told.directory)
+    directory = Path(task.directory)
     source = open_model(directory / "model", {family.name: family})
-    rows = Rows.random(source.config.vocab_size, LENGTH)
+    rows = TokenRows.random(source.config.vocab_size, LENGTH)
     path = "tensor parallel" if degrees.tp > 1 else "pipeline parallel"
 
     def generation(where: Path) -> None:
         model = load_model(source, backend, mesh=mesh)
-        _write(where, [as_decoded(model, ModelDecoder(model, mesh).forward, rows, mesh)])
+        _write(where, [record_decoding(model, ModelDecoder(model, mesh).forward, rows, mesh)])
 
     def programs(where: Path) -> None:
-        program = directory / f"program {path} {mesh.rank}"  # of its own: what refuses does so on all ranks
+        program = (
+            directory / f"program {path} {mesh.rank}"
+        )  # one per rank: each exports its part, and a refusal comes on all ranks
         export(source, program, backend, source.path, degrees=degrees)
-        _write(where, [as_decoded(_Nothing(), Predictor(program, mesh=mesh).forward, rows, mesh)])
+        _write(where, [record_decoding(_Opaque(), Predictor(program, mesh=mesh).forward, rows, mesh)])
 
     for name, make in ((f"{path} generation", generation), (f"{path} export", programs)):
         where = directory / name
@@ -215,11 +222,11 @@ def _in_rank(told: Told, family: ModelFamily, backend: DeviceBackend, degrees: D
 
 
 def _layers_of(where: Path) -> Path:
-    """Where the modules of a form are recorded that has a kernel, or is a program, in place of them."""
+    """Return the directory for the modules of a path that runs a kernel or a program instead of them."""
     return where.with_name(f"{where.name}, layer by layer")
 
 
-def _write(where: Path, records: Sequence[Record]) -> None:
+def _write(where: Path, records: Sequence[RankRecord]) -> None:
     where.mkdir(parents=True, exist_ok=True)
     for record in records:
         record.write(where)
@@ -229,10 +236,10 @@ def _write(where: Path, records: Sequence[Record]) -> None:
 
 
 def write_random_model(directory: Path, family: ModelFamily, config: Any, tokenizer: Path) -> None:
-    """A model with random values: of gains too, as those that are all alike hide what they are multiplied with."""
+    """Write a model with random values, also of gains: gains that are all 1 would hide errors in their use."""
     from llmsuite.checkpoint.model_writer import write_model
     from llmsuite.inference.load import parameter_shapes
-    from llmsuite.train.initial_values import initial_values
+    from llmsuite.models.initial_values import initial_values
 
     shapes = parameter_shapes(family, config)
 
@@ -245,24 +252,24 @@ def write_random_model(directory: Path, family: ModelFamily, config: Any, tokeni
 
 
 def _trained(source: Any, backend: DeviceBackend, fill: Any) -> Any:
-    """The model with the operations that train it."""
+    """Build the model with the operations of training."""
     import paddle
 
-    from llmsuite.inference.forms import ALONE
-    from llmsuite.models.shard_plan import WHOLE
+    from llmsuite.inference.parity import ALONE
+    from llmsuite.models.shard_plan import UNSHARDED
 
     with paddle.LazyGuard():
         model = source.family.factory()(source.config, backend.ops("fp32"))
-    plan = source.family.shard_plan or WHOLE
+    plan = source.family.shard_plan or UNSHARDED
     fill(model, plan, ALONE, lambda name, shape, index: source.read(name, index), backend.parameter_dtype("fp32"))
     return model
 
 
 def _logprobs(model: Any, ids: Sequence[int]) -> np.ndarray:
-    """The log-probability of each token but the first, as the training pass computes it."""
+    """Return the log-probability of each token but the first [L - 1], from the training pass."""
     import paddle
 
-    from llmsuite.inference.forms import ALONE
+    from llmsuite.inference.parity import ALONE
     from llmsuite.parallel.pipeline import PipelineStage
 
     stage = PipelineStage([model], ALONE, model.config.hidden_size, [], None)

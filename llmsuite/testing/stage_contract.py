@@ -1,7 +1,7 @@
-"""The contract of a stage as one assertion: its keys are documented and checked, its loss falls, a resumed run equals
-the run that was never stopped, and two ranks equal one.
+"""Contract of a stage as one assertion: its keys are documented and checked, its loss falls, a resumed run equals the
+run without interruption, and two ranks equal one.
 
-A tiny model is trained on the CPU by the command line, in processes of its own, as a user would.
+A tiny model is trained on the CPU with the command line, in its own processes, as a user would do it.
 """
 
 from __future__ import annotations
@@ -20,38 +20,42 @@ from typing import Any
 import numpy as np
 
 from llmsuite import builtin
-from llmsuite.cache import private_cache
+from llmsuite.base.cache import isolated_cache
+from llmsuite.base.errors import RecipeError
 from llmsuite.cli import commands
-from llmsuite.errors import RecipeError
-from llmsuite.plugins.manager import Registry, load_plugins
+from llmsuite.contract.registry import Registry, load_plugins
+from llmsuite.contract.schema.keys import field_docs
+from llmsuite.contract.specs import StageSpec
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.schema.keys import field_docs
-from llmsuite.specs import StageSpec
 
-STEPS, SAVED_STEP = 4, 2
+STEPS = 4
+SAVED_STEP = 2
 LIMIT = 1e-6
 """Largest relative difference between one rank and two, in float32."""
-_OF_THE_MACHINE = (
+_TIMING_METRICS = (
     "avg_reader_cost", "avg_rollout_cost", "avg_batch_cost", "speed", "ips_total", "ips", "peak_memory_bytes",
 )  # fmt: skip
 
 
 def assert_stage_contract(stage: str, directory: Path, keys: Mapping[str, Any] | None = None) -> None:
-    """Raise AssertionError with the broken rule unless a registered stage keeps the contract. Takes half a minute.
+    """Raise AssertionError with the broken rule unless a registered stage fulfils the contract. Takes half a minute.
 
     Args:
-        stage: its name.
-        directory: empty, for what the runs write, such as pytest's `tmp_path`.
-        keys: dotted keys of the recipe and their values, over a small recipe: at least "data.train", unless the stage
-            has it in its `smoke`. Its samples should be a few hundred at most, as all are evaluated.
+        stage: name of the stage.
+        directory: empty directory for the files of the runs, such as pytest's `tmp_path`.
+        keys: values by dotted key that override a small recipe: at least "data.train", unless `StageSpec.smoke` has it.
+            The file should have a few hundred samples at most, as all are evaluated.
     """
     registry = load_plugins(builtin, commands)
     assert stage in registry.stages, registry.unknown("stage", stage)
     spec = registry.stages[stage]
+    assert isinstance(spec, StageSpec), f"{stage} does not train"
     path = directory / "recipe.json"
     path.write_text(json.dumps(_recipe(spec, registry, keys or {}), indent=1), encoding="utf-8")
     _check_schema(spec, registry, path)
-    one, again, two = (directory / name for name in ("one", "again", "two"))
+    one = directory / "one"
+    again = directory / "again"
+    two = directory / "two"
     _run(path, one, ["--checkpoint.save_steps=2"])
     _check_learning(one, spec)
     _stop_at_saved_step(one, again)
@@ -62,7 +66,7 @@ def assert_stage_contract(stage: str, directory: Path, keys: Mapping[str, Any] |
 
 
 def _recipe(spec: StageSpec, registry: Registry, keys: Mapping[str, Any]) -> dict[str, Any]:
-    """A tiny run with SGD, which shows errors of scale, that is evaluated on its training data."""
+    """Build a tiny recipe that is evaluated on its training data, with SGD, as Adam hides errors of scale."""
     given = {**spec.smoke, **keys}
     assert "data.train" in given, f"stage {spec.name} brings no data; give keys={{'data.train': FILE}}"
     given["data.eval"] = given["data.train"]
@@ -81,7 +85,7 @@ def _recipe(spec: StageSpec, registry: Registry, keys: Mapping[str, Any]) -> dic
         },
         "output_dir": "one",
     }  # fmt: skip
-    if spec.adapters:
+    if "adapters_only" in spec.capabilities:
         recipe["lora"] = {"rank": 4}
     for dotted, value in given.items():
         *sections, key = dotted.split(".")
@@ -92,7 +96,7 @@ def _recipe(spec: StageSpec, registry: Registry, keys: Mapping[str, Any]) -> dic
     return recipe
 
 
-# what is checked
+# checks
 
 
 def _check_schema(spec: StageSpec, registry: Registry, path: Path) -> None:
@@ -116,17 +120,17 @@ sys.exit(main(["validate", sys.argv[1]]) or 3 * ("paddle" in sys.modules))
 """
 
 
-def _refused(path: Path, words: Sequence[str], registry: Registry) -> list[str]:
-    """The keys that are wrong in a recipe."""
+def _refused(path: Path, args: Sequence[str], registry: Registry) -> list[str]:
+    """Return the keys with errors in a recipe."""
     try:
-        plan_run(path, words, registry)
+        plan_run(path, args, registry)
     except RecipeError as error:
         return [problem.key for problem in error.problems]
     return []
 
 
 def _check_learning(one: Path, spec: StageSpec) -> None:
-    if spec.sections.get("rollout") is not None:  # what is learnt from differs in each step
+    if spec.sections.get("rollout") is not None:  # the samples differ in each step
         assert any(record.get("grad_norm", 0) > 0 for record in _metrics(one)), "no step has a gradient"
         return
     evaluated = [record["eval/loss"] for record in _metrics(one) if "eval/loss" in record]
@@ -138,22 +142,26 @@ def _check_learning(one: Path, spec: StageSpec) -> None:
 
 
 def _check_resumed(one: Path, again: Path) -> None:
-    whole, resumed = ([_of_the_model(record) for record in _metrics(run)] for run in (one, again))
-    assert resumed == whole, f"a resumed run differs:\n{resumed}\ninstead of\n{whole}"
-    expected, found = _tensors(one), _tensors(again)
+    uninterrupted = [_without_timing(record) for record in _metrics(one)]
+    resumed = [_without_timing(record) for record in _metrics(again)]
+    assert resumed == uninterrupted, f"a resumed run differs:\n{resumed}\ninstead of\n{uninterrupted}"
+    expected = _tensors(one)
+    found = _tensors(again)
     differing = [name for name, value in expected.items() if not np.array_equal(found[name], value)]
     assert not differing, f"after a resumed run these differ: {', '.join(differing)}"
 
 
 def _check_ranks(one: Path, two: Path) -> None:
-    alone, together = ([r for r in _metrics(run) if "loss" in r] for run in (one, two))
-    for a, b in zip(alone, together, strict=True):
+    on_one = [record for record in _metrics(one) if "loss" in record]
+    on_two = [record for record in _metrics(two) if "loss" in record]
+    for a, b in zip(on_one, on_two, strict=True):
         for key in ("tokens", "supervised_tokens", "loss", "grad_norm"):
             assert math.isclose(a[key], b[key], rel_tol=LIMIT, abs_tol=LIMIT * (key == "loss")), (
                 f"step {a['step']}: {key} is {b[key]} on two ranks and {a[key]} on one. The sums of `loss` may not be "
                 "divided in the stage, nor depend on what else is in the micro-batch"
             )
-    expected, found = _tensors(one), _tensors(two)
+    expected = _tensors(one)
+    found = _tensors(two)
     for name, value in expected.items():
         off = float(np.linalg.norm(found[name] - value)) / (float(np.linalg.norm(value)) or 1.0)
         assert off <= LIMIT, f"{name} differs by {off:.1e} between two ranks and one"
@@ -162,16 +170,16 @@ def _check_ranks(one: Path, two: Path) -> None:
 # runs
 
 
-def _run(recipe: Path, output: Path, words: Sequence[str]) -> None:
-    command = ["-m", "llmsuite", "run", str(recipe), f"--output_dir={output}", *words]
+def _run(recipe: Path, output: Path, args: Sequence[str]) -> None:
+    command = ["-m", "llmsuite", "run", str(recipe), f"--output_dir={output}", *args]
     done = _python(command, recipe.parent)
-    assert done.returncode == 0, f"llmsuite run {' '.join(words)}: exit code {done.returncode}\n{done.stdout}"
+    assert done.returncode == 0, f"llmsuite run {' '.join(args)}: exit code {done.returncode}\n{done.stdout}"
 
 
-def _python(words: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "LLMSUITE_CACHE": str(private_cache(directory / "cache"))}
+def _python(args: Sequence[str], directory: Path) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "LLMSUITE_CACHE": str(isolated_cache(directory / "cache"))}
     return subprocess.run(
-        [sys.executable, *words],
+        [sys.executable, *args],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -181,7 +189,7 @@ def _python(words: Sequence[str], directory: Path) -> subprocess.CompletedProces
 
 
 def _stop_at_saved_step(one: Path, again: Path) -> None:
-    """Make a run look as if it had been stopped after its first checkpoint."""
+    """Copy a run as if it had been stopped after its first checkpoint."""
     shutil.copytree(one, again)
     shutil.rmtree(again / "checkpoints" / f"step-{STEPS}")
     (again / "checkpoints" / "latest").write_text(f"step-{SAVED_STEP}\n")
@@ -191,15 +199,19 @@ def _metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def _of_the_model(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in record.items() if key not in _OF_THE_MACHINE}
+def _without_timing(record: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in record.items() if key not in _TIMING_METRICS}
 
 
 def _tensors(run: Path) -> dict[str, np.ndarray]:
-    """All tensors of the last checkpoint with the optimizer's state; their division into files depends on the ranks."""
+    """Load all tensors of the last checkpoint, with the optimizer state; their distribution over files depends on the
+    ranks."""
     import safetensors.numpy
 
     files = sorted((run / "checkpoints" / f"step-{STEPS}").glob("*.safetensors"))
-    return {
-        f"{file.name.partition('-')[0]}: {k}": v for file in files for k, v in safetensors.numpy.load_file(file).items()
-    }
+    tensors = {}
+    for file in files:
+        stem = file.name.partition("-")[0]
+        for name, value in safetensors.numpy.load_file(file).items():
+            tensors[f"{stem}: {name}"] = value
+    return tensors

@@ -8,7 +8,8 @@ from unittest import mock
 
 from tests.parity import worker
 
-NO_NUMBER, SPIKE = 2, 4
+NO_NUMBER = 2
+SPIKE = 4
 """The step in which the weight of a single token is no number, and that in which all are far too large."""
 LARGER = 1000.0
 
@@ -19,14 +20,17 @@ def main(file: str) -> int:
     from llmsuite.parallel import collective
     from llmsuite.stages.sft import SftStage
 
-    begin, collate, current = calls.step, SftStage.collate, [0, 0]
+    begin = calls.step
+    collate = SftStage.collate
+    current = [0, 0]
 
     def noted(step: int) -> None:
         current[:] = step, 0
         begin(step)
 
     def spoilt(self: Any, samples: Any) -> Any:
-        batch, (step, number) = collate(self, samples), current
+        batch = collate(self, samples)
+        (step, number) = current
         current[1] += 1
         weights = batch["weights"].copy()
         if step == NO_NUMBER and number == 1 and collective.mesh().data_rank == 0:  # its second micro-batch
@@ -36,6 +40,6 @@ def main(file: str) -> int:
     with (
         mock.patch.object(calls, "step", noted),
         mock.patch.object(SftStage, "collate", spoilt),
-        mock.patch("llmsuite.train.guard.LEAST", 2),
+        mock.patch("llmsuite.engine.guard.LEAST", 2),
     ):
         return worker.main(file)

@@ -15,11 +15,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from llmsuite.cache import private_cache
+from llmsuite.base.cache import isolated_cache
 from tests.conftest import PluginSite
-from tests.paths import ROOT
-from tests.tools.browser import chromium
-from tests.tools.chat import scripted_page
+from tests.support.browser import chromium
+from tests.support.chat import scripted_page
+from tests.support.paths import ROOT
 from tests.tools.warm import Started, warm
 
 RECIPE = "recipes/llama/dpo.json"
@@ -45,7 +45,7 @@ class Runner:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        cache = private_cache(directory / "cache")
+        cache = isolated_cache(directory / "cache")
         self.environment = {**os.environ, "LLMSUITE_CACHE": str(cache), "LLMSUITE_PLUGINS": ""}
         self._site = directory / "site"
 
@@ -81,7 +81,8 @@ class Runner:
         )
         self.wait_for_step(name, step, process)
         if saved is not None:
-            latest, deadline = self.directory / name / "checkpoints" / "latest", time.monotonic() + 60
+            latest = self.directory / name / "checkpoints" / "latest"
+            deadline = time.monotonic() + 60
             while not latest.exists() or latest.read_text() != f"step-{saved}\n":
                 assert time.monotonic() < deadline, f"step {saved} was not saved"
                 time.sleep(0.005)
@@ -93,7 +94,8 @@ class Runner:
 
     def wait_for_step(self, name: str, step: int, process: Process) -> None:
         """Return as soon as a step is recorded."""
-        metrics, deadline = self.directory / name / "metrics.jsonl", time.monotonic() + 120
+        metrics = self.directory / name / "metrics.jsonl"
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline and process.poll() is None:
             if metrics.exists() and f'"step": {step},' in metrics.read_text():
                 return

@@ -16,7 +16,8 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.launch.launch import is_worker, launch
 
-FAULT_STEP, STEPS = 3, 5
+FAULT_STEP = 3
+STEPS = 5
 FAULTS = ("none", "skips", "swaps", "swaps groups", "shape", "raises", "sleeps", "leaves", "impatient")
 """All but "raises" and "impatient" are those of rank 1."""
 
@@ -28,7 +29,7 @@ def main(fault: str, logs: Path, seconds: float) -> int:
     backend.prepare_ranks()
     command = [sys.executable, "-m", "tests.multi.faulty_rank", fault, str(logs), str(seconds)]
     # a rank that waits for 2 s only fails before anybody notices the other: so Gloo's limit is the one that was set
-    patience = {GLOO_TIMEOUT: "2"} if fault == "impatient" else backend.patience(seconds)
+    patience = {GLOO_TIMEOUT: "2"} if fault == "impatient" else backend.timeout_variables(seconds)
     environment = {**backend.environment(2), **patience}
     return launch(command, 2, logs, lambda rank: environment, print, stall_seconds=seconds)
 
@@ -40,12 +41,13 @@ def work(fault: str) -> int:
     start_paddle(CpuBackend(), 2, join=True)
     import paddle
 
+    from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.launch import calls
     from llmsuite.parallel import collective
-    from llmsuite.schema.degrees import Degrees
 
     mesh = collective.start(Degrees(1, 2, 1, 1))
-    long, short = paddle.ones([8]), paddle.ones([3])
+    long = paddle.ones([8])
+    short = paddle.ones([3])
 
     def add_long() -> None:
         collective.sum_in_group(long, mesh.data_group)

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "notes" / "upstream.md"
 
@@ -27,7 +27,8 @@ def main(heading: str, directory: str) -> int:
     import paddle.distributed as dist
 
     dist.init_parallel_env()
-    program, said = programs()[heading], "as it should be"
+    program = programs()[heading]
+    said = "as it should be"
     try:
         exec(compile(program, heading, "exec"), {"__name__": "__main__"})
     except AssertionError as error:

@@ -27,7 +27,7 @@ def main(directory: Path) -> None:
     from paddle.distributed.flex_checkpoint.dcp.sharded_weight import ShardedWeight
 
     from llmsuite.models.llama.shard_plan import PLAN
-    from tests.unit import tiny_llama
+    from tests.support import tiny_llama
 
     paddle.set_device("cpu")
     dist.init_parallel_env()
@@ -35,9 +35,13 @@ def main(directory: Path) -> None:
 
     line = dist.ProcessMesh([0, 1, 2, 3], dim_names=["tp"])
     square = dist.ProcessMesh([[0, 1], [2, 3]], dim_names=["dp", "tp"])
-    plain, model, optimizer, flat = {}, {}, {}, {}
+    plain = {}
+    model = {}
+    optimizer = {}
+    flat = {}
     for theirs, (name, value) in values.items():
-        tensor, dim = paddle.to_tensor(value), PLAN.dim(name)
+        tensor = paddle.to_tensor(value)
+        dim = PLAN.dim(name)
         # no multiple of 4, such as the 19 rows of the embedding: the last block is smaller
         plain[theirs] = dist.shard_tensor(tensor, line, [dist.Shard(value.ndim - 1)])
         cut = dist.Replicate() if dim is None else dist.Shard(dim)

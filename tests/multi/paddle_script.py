@@ -12,7 +12,8 @@ import paddle.distributed as dist
 import paddle.nn.functional as F
 from paddle.io import BatchSampler, DataLoader, Dataset
 
-WHOLE, CUT = dist.Replicate(), dist.Shard
+WHOLE = dist.Replicate()
+CUT = dist.Shard
 ALL = dist.ProcessMesh(list(range(8)), dim_names=["x"])
 HALVES = [dist.ProcessMesh(ranks, dim_names=["x"]) for ranks in ([0, 1, 2, 3], [4, 5, 6, 7])]
 SQUARES = [dist.ProcessMesh(ranks, dim_names=["x", "y"]) for ranks in ([[0, 1], [2, 3]], [[4, 5], [6, 7]])]
@@ -45,7 +46,8 @@ class Mlp(paddle.nn.Layer):
     def __init__(self, meshes, placements, hop):
         super().__init__()
         self.w0, self.w1 = self.create_parameter([16, 32]), self.create_parameter([32, 16])
-        self.meshes, self.hop = meshes, hop
+        self.meshes = meshes
+        self.hop = hop
         if meshes is not None:
             self.w0 = dist.shard_tensor(self.w0, meshes[0], placements[0])
             self.w1 = dist.shard_tensor(self.w1, meshes[-1], placements[1])
@@ -61,7 +63,9 @@ def train(case, optimizer, in_program, directory):
     """Losses of three steps, of the rows of this rank; None where it has none."""
     meshes, placements, hop, rows_are_cut, stage = CASES[case]
     paddle.seed(0)
-    model, rows, squares = Mlp(meshes, placements, hop), Rows(), paddle.nn.MSELoss()
+    model = Mlp(meshes, placements, hop)
+    rows = Rows()
+    squares = paddle.nn.MSELoss()
     loader = DataLoader(rows, batch_sampler=BatchSampler(rows, batch_size=8))
     optimizer = optimizer(model.parameters())
     if meshes is not None:

@@ -9,7 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-SIZE, LAYERS = 256, 3
+SIZE = 256
+LAYERS = 3
 BYTES = LAYERS * SIZE * SIZE * 4
 """Of the parameters of the whole model."""
 
@@ -22,14 +23,14 @@ def main(directory: str, num_frozen: str) -> int:
     from paddle import nn
     from paddle.base import core
 
+    from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.models.shard_plan import ShardPlan
     from llmsuite.parallel import collective
-    from llmsuite.parallel.gathering import Zero3Hooks, gather_in_programs
-    from llmsuite.parallel.program.optimizer import Owners, ProgramOptimizer
+    from llmsuite.parallel.program.optimizer import ProgramOptimizer, ZeroGroup
     from llmsuite.parallel.program.programs import StepPrograms
     from llmsuite.parallel.program.slices import SlicedShard
-    from llmsuite.schema.degrees import Degrees
-    from tests.unit.parallel.program.test_programs import ADAMW
+    from llmsuite.parallel.zero3 import Zero3Hooks, hook_program_gathering
+    from tests.support.step_programs import ADAMW
 
     def alive() -> int:
         """The least of a second: the executor's threads free what a step made after its end."""
@@ -53,15 +54,17 @@ def main(directory: str, num_frozen: str) -> int:
     def loss(model: Any, inputs: Any) -> dict[str, Any]:
         return {"loss": (model(inputs["x"]).square().sum(-1) * inputs["weights"]).sum()}
 
-    mesh, before = collective.start(Degrees(1, 1, 2, 1)), alive()
-    model, shards = Model(), []
+    mesh = collective.start(Degrees(1, 1, 2, 1))
+    before = alive()
+    model = Model()
+    shards = []
     for number, (name, parameter) in enumerate(model.named_parameters()):
         parameter.stop_gradient = number < int(num_frozen)
         shards.append(SlicedShard(name, parameter, mesh, None, is_frozen=parameter.stop_gradient))
     plan = ShardPlan(
-        cut=(),
+        shard_dims=(),
         embedding="none",
-        regions=(),
+        tp_regions=(),
         layers="layers",
         first=(),
         last=(),
@@ -69,11 +72,13 @@ def main(directory: str, num_frozen: str) -> int:
         problems=lambda config, tp: iter(()),
     )
     Zero3Hooks(model, plan, shards, is_tied=False)
-    gather_in_programs(model, plan, is_tied=False)
+    hook_program_gathering(model, plan, is_tied=False)
     trained = shards[int(num_frozen) :]
-    optimizer = ProgramOptimizer(trained, ADAMW, 4, Owners(2, mesh.data_rank, mesh.data_group))
-    ranks, slices = np.array([[0], [1]]), {shard.name: shard for shard in shards}
-    programs, kept = StepPrograms(model, optimizer, loss, ranks, slices), []
+    optimizer = ProgramOptimizer(trained, ADAMW, 4, ZeroGroup(2, mesh.data_rank, mesh.data_group))
+    ranks = np.array([[0], [1]])
+    slices = {shard.name: shard for shard in shards}
+    programs = StepPrograms(model, optimizer, loss, ranks, slices)
+    kept = []
     for step in (1, 2, 3):
         x = np.random.default_rng([step, mesh.rank]).standard_normal([2, SIZE]).astype("float32")
         programs.run(step, {"x": x, "weights": np.full([2], 0.25, "float32")}, 1)

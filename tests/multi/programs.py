@@ -18,8 +18,11 @@ WORDS = (
     "--model.config.num_hidden_layers=2", "--train.lr_schedule=linear",
 )  # fmt: skip
 SAVES = ("--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}")
-TP2, PP2 = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
-FTHENB, STAGE3, SP = {"pipeline_schedule": "FThenB"}, {"sharding": "stage3"}, {"sequence_parallel": True}
+TP2 = {"tensor_parallel_degree": 2}
+PP2 = {"pipeline_parallel_degree": 2}
+FTHENB = {"pipeline_schedule": "FThenB"}
+STAGE3 = {"sharding": "stage3"}
+SP = {"sequence_parallel": True}
 INTERLEAVED = {**PP2, "pipeline_schedule": "interleaved"}
 
 

@@ -9,6 +9,7 @@ import contextlib
 from pathlib import Path
 
 from llmsuite.checkpoint.model_dir import open_model
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.export import export
@@ -16,9 +17,8 @@ from llmsuite.inference.load import load_model
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.verify import compare, compare_loop
 from llmsuite.parallel import collective
-from llmsuite.schema.degrees import Degrees
-from tests.unit.families import FAMILIES
-from tests.unit.inference.test_export import write_family
+from tests.support.families import FAMILIES
+from tests.support.written_family import write_family
 
 VARIATIONS = {
     "llama-odd": ("llama", {"vocab_size": 515}),
@@ -29,12 +29,15 @@ VARIATIONS = {
 
 def main(place: str, tp: str, pp: str, *names: str) -> int:
     """Compare everything with the model on one process; ends with 0."""
-    degrees, directory, backend = Degrees(int(pp), 1, 1, int(tp)), Path(place), CpuBackend()
+    degrees = Degrees(int(pp), 1, 1, int(tp))
+    directory = Path(place)
+    backend = CpuBackend()
     mesh = collective.start(degrees)
     has_loop = degrees.pp == 1
     for name in names:
         family, shape = VARIATIONS.get(name, (name, {}))
-        model, static = directory / name, directory / f"{name} {degrees}"
+        model = directory / name
+        static = directory / f"{name} {degrees}"
         if mesh.rank == 0:
             with contextlib.suppress(FileExistsError):
                 write_family(model, family, **shape)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 RECIPE = "recipes/llama/dpo.json"
 WORDS = (

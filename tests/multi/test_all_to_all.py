@@ -30,7 +30,7 @@ def main() -> int:
         expected = [np.full([counts[origin, rank], 3], 10 * origin + rank, "float32") for origin in range(num_ranks)]
         assert np.array_equal(found.numpy(), np.concatenate(expected))
         told = [bytes([10 * rank + to]) * counts[rank, to] for to in range(num_ranks)]
-        heard = collective.exchange_bytes(b"".join(told), counts[rank].tolist(), counts[:, rank].tolist(), group)
+        heard = collective.all_to_all_bytes(b"".join(told), counts[rank].tolist(), counts[:, rank].tolist(), group)
         assert heard == b"".join(bytes([10 * of + rank]) * counts[of, rank] for of in range(num_ranks))
     return 0
 

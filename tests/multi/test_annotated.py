@@ -7,7 +7,6 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,46 +14,14 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.annotated_page import CLIPPED, FILES, LIMIT, OPTIMIZERS, PAGE, Page, assert_equal
+from tests.support.paths import ROOT
 
-PAGE = (ROOT / "docs" / "guide" / "auto-parallel.md").read_text("utf-8")
-FILES = dict(re.findall(r"```python\n# (\w+\.py)\n(.*?)```", PAGE, re.DOTALL))
-(RECIPE,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)
 ((*COMMANDS,),) = (
     [shlex.split(line) for line in found.splitlines()] for found in re.findall(r"```\n(python .*?)```", PAGE, re.DOTALL)
 )
 WHOLE = "2: ([[0]], [[1]])"
 """The line of the page with the meshes of two processes."""
-LIMIT = 1e-6
-
-
-class Page:
-    """A directory with the files of the page."""
-
-    def __init__(self, directory: Path, runner: Runner):
-        self.directory, self.runner = directory, runner
-        for name, text in FILES.items():
-            (directory / name).write_text(f"# {name}\n{text}")
-        subprocess.run([sys.executable, "make_vectors.py"], cwd=directory, check=True)
-        recipe = json.loads(RECIPE)
-        for key in ("train", "eval"):
-            recipe["data"][key] = str(directory / recipe["data"][key])
-        self.recipe = directory / "mlp.json"
-        self.recipe.write_text(json.dumps(recipe))
-
-    def plugin(self, name: str, **meshes: Any) -> Path:
-        """The plugin with other meshes, by the number of processes as a word."""
-        text, path = FILES["annotated_mlp.py"], self.directory / f"{name}.py"
-        for count, ranks in meshes.items():
-            text = re.sub(rf"^    {count[1:]}: .*$", f"    {count[1:]}: {ranks!r},", text, flags=re.MULTILINE)
-        path.write_text(text)
-        return path
-
-    def run(self, name: str, plugin: Path, *words: str, expect: int = 0) -> str:
-        return self.runner.run(
-            "run", str(self.recipe), "--plugin", str(plugin), f"--output_dir={self.runner.directory / name}",
-            *words, expect=expect,
-        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +39,6 @@ CASES: dict[str, tuple[str, Any]] = {
     "rows and matrices": ("_4", ([[3, 0], [1, 2]], [[3, 0], [1, 2]])),
     "rows and matrices, elsewhere behind the cut": ("_4", ([[0, 1], [2, 3]], [[3, 2], [0, 1]])),
 }
-OPTIMIZERS = {"adamw": (), "sgd": ("--train.optimizer=sgd", "--train.weight_decay=0", "--train.learning_rate=0.5")}
-CLIPPED = "--train.max_grad_norm=0.2"
 
 
 @pytest.fixture(scope="module")
@@ -86,17 +51,6 @@ def alone(page: Page) -> dict[str, Any]:
         assert found[name][-1]["loss"] < 0.9 * found[name][0]["loss"], "it learns"
         assert all(record["grad_norm"] > 0.2 for record in found[name][:2]), "it is clipped"
     return found
-
-
-def assert_equal(page: Page, name: str, other: str, records: Sequence[Any]) -> None:
-    for record, wanted in zip(page.runner.metrics(name), records, strict=True):
-        for key in ("loss", "grad_norm"):
-            assert record[key] == pytest.approx(wanted[key], rel=LIMIT), (record["step"], key)
-    for stem in ("model", "optimizer"):
-        values, expected = (page.runner.weights(run, 8, stem) for run in (name, other))
-        assert values.keys() == expected.keys()
-        for key, value in values.items():
-            np.testing.assert_allclose(value, expected[key], rtol=0, atol=LIMIT, err_msg=key)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -131,7 +85,8 @@ def test_a_run_goes_on_with_other_meshes(page: Page, alone: dict[str, Any]) -> N
 
 def test_it_begins_with_given_weights(page: Page, alone: dict[str, Any]) -> None:
     weights = page.runner.directory / "alone-adamw" / "checkpoints" / "step-8"
-    plugin, found = page.plugin("annotated_mlp"), []
+    plugin = page.plugin("annotated_mlp")
+    found = []
     for count in (1, 4):
         words = f"--launch.num_devices={count}", f"--model.weights={weights}", "--train.max_steps=1"
         page.run(f"from-weights-{count}", plugin, *words)
@@ -193,8 +148,8 @@ LANGUAGE_MODEL = '''
 import dataclasses
 import llmsuite
 from llmsuite.models.plain import PlainNames, PlainShape
-from llmsuite.models.shard_plan import ANNOTATED
-from llmsuite.plugins.hookspecs import ModelFamily
+from llmsuite.models.shard_plan import AUTO_PARALLEL
+from llmsuite.contract.hookspecs import ModelFamily
 
 MESHES = {1: ([[0]], [[0]]), 2: ([[0, 1]], [[0, 1]]), 4: ([[0, 1]], [[2, 3]])}
 
@@ -242,7 +197,7 @@ def network():
             logits = paddle.matmul(hidden, self.head)
             return F.cross_entropy(logits, targets.unsqueeze(-1), reduction="none").squeeze(-1)
 
-        def token_nll_and_first_choice(self, hidden, targets):
+        def token_nll_and_greedy_match(self, hidden, targets):
             is_first = paddle.matmul(hidden, self.head).argmax(-1) == targets
             return self.token_nll(hidden, targets), is_first.astype("float32")
 
@@ -255,7 +210,7 @@ def llmsuite_register_models():
     return [
         ModelFamily(
             name="annotated_lm", help="for tests", config_cls=Shape, presets={}, smoke={"vocab_size": 512},
-            factory=network, names=lambda: names, shard_plan=ANNOTATED, hf_model_types=("annotated_lm",),
+            factory=network, names=lambda: names, shard_plan=AUTO_PARALLEL, hf_model_types=("annotated_lm",),
         )
     ]
 '''
@@ -265,7 +220,8 @@ def llmsuite_register_models():
 def test_built_in_stages_train_a_language_model_with_meshes_of_its_own(
     runner: Runner, tmp_path: Path, stage: str
 ) -> None:
-    plugin, found = tmp_path / "annotated_lm.py", []
+    plugin = tmp_path / "annotated_lm.py"
+    found = []
     plugin.write_text(LANGUAGE_MODEL)
     program = "--engine.mode=to_static", "--engine.program=step"
     for number, (count, mode) in enumerate([(1, ()), (2, ()), (4, ()), (2, program), (4, program)]):

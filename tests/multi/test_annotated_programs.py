@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_annotated import CLIPPED, LIMIT, OPTIMIZERS, Page, assert_equal
-from tests.multi.test_annotated_styles import STYLES, alone, plugin
+from tests.support.annotated_page import CLIPPED, LIMIT, OPTIMIZERS, Page, assert_equal
+from tests.support.annotated_styles import STYLES, alone, plugin
 
 STEP = "--engine.mode=to_static", "--engine.program=step"
 
@@ -30,7 +30,8 @@ CASES: dict[str, tuple[str, Any]] = {
 def test_programs_equal_one_process_and_go_on_in_the_other_mode(page: Page, case: str, optimizer: str) -> None:
     """With accumulation and clipping. The second half of the run is op by op, on one process."""
     count, ranks = CASES[case]
-    name, words = re.sub(r"\W", "_", case), (CLIPPED, *OPTIMIZERS[optimizer])
+    name = re.sub(r"\W", "_", case)
+    words = (CLIPPED, *OPTIMIZERS[optimizer])
     whole = page.plugin("annotated_mlp")
     page.run(f"alone-{optimizer}", whole, "--launch.num_devices=1", *words)
     wanted = page.runner.metrics(f"alone-{optimizer}")

@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from markupsafe import escape
 
+from llmsuite.contract.registry import Registry
 from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.engine.generation import METRIC_NAMES
+from llmsuite.engine.text_scores import scores
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.load import load_model, open_any
@@ -20,14 +23,13 @@ from llmsuite.inference.prompts import Prompter
 from llmsuite.inference.sampling import Sampling
 from llmsuite.observe.report import content
 from llmsuite.observe.runs import read_run
-from llmsuite.plugins.manager import Registry
-from llmsuite.train.generation import NAMES
-from llmsuite.train.text_scores import scores
 from tests.multi.conftest import Runner, learnt
 from tests.parity.cases import few
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
-LONGEST, ROWS, STEPS = 6, 5, 2
+LONGEST = 6
+ROWS = 5
+STEPS = 2
 DRAWS = {"temperature": 1.0, "top_k": 40, "top_p": 0.9}
 """The most likely tokens of a model that has learnt so little are always the same."""
 TRAINS = (
@@ -105,7 +107,7 @@ def test_answers_are_those_of_the_checkpoint(runner: Runner, registry: Registry)
     checkpoint = directory / f"checkpoints/step-{STEPS}"
     tokenizer = TextTokenizer(checkpoint)
     model = load_model(open_any(checkpoint, registry.models), CpuBackend())
-    generator = Generator(ModelDecoder(model), tokenizer, tokenizer.ends(checkpoint))
+    generator = Generator(ModelDecoder(model), tokenizer, tokenizer.stop_token_ids(checkpoint))
     prompts = {tokenizer.decode(ids): ids for ids in all_prompts(tokenizer)}
     chosen = [prompts[row["prompt"]] for row in found]
     sampling = Sampling(max_new_tokens=LONGEST, seed=42, **DRAWS)  # type: ignore[arg-type]
@@ -113,7 +115,7 @@ def test_answers_are_those_of_the_checkpoint(runner: Runner, registry: Registry)
         assert row["output"] == answer.text
     wanted = scores([row["output"] for row in found], [row["tgt"] for row in found])
     metrics = evaluations(directory)[STEPS]
-    assert {name: metrics[f"eval/{name}"] for name in NAMES} == pytest.approx(wanted)
+    assert {name: metrics[f"eval/{name}"] for name in METRIC_NAMES} == pytest.approx(wanted)
 
 
 def test_the_best_checkpoint_is_that_with_the_best_answers(runner: Runner) -> None:
@@ -127,11 +129,12 @@ def test_the_best_checkpoint_is_that_with_the_best_answers(runner: Runner) -> No
 @pytest.mark.parametrize("name", AGAIN)
 def test_every_run_gives_the_answers_of_one_process(runner: Runner, name: str) -> None:
     stage, mesh, words = AGAIN[name]
-    one, many = run(runner, stage), run(runner, stage, mesh, *words)
+    one = run(runner, stage)
+    many = run(runner, stage, mesh, *words)
     assert evaluations(one).keys() == {1, STEPS}
     for step, metrics in evaluations(one).items():
         assert rows(one, step) == rows(many, step)
-        assert all(evaluations(many)[step][f"eval/{name}"] == metrics[f"eval/{name}"] for name in NAMES)
+        assert all(evaluations(many)[step][f"eval/{name}"] == metrics[f"eval/{name}"] for name in METRIC_NAMES)
 
 
 @pytest.mark.parametrize(("stage", "kept"), [("sft", ROWS), ("dpo", KEPT), ("pretrain", KEPT)])
@@ -154,7 +157,8 @@ def test_pairs_ask_for_the_chosen_answer(runner: Runner) -> None:
 
 @pytest.mark.parametrize(("stage", "mesh"), [("lora", "one"), ("dpo", "tp2"), ("pretrain", "one")])
 def test_answers_change_nothing_of_the_training(runner: Runner, stage: str, mesh: str) -> None:
-    given, without = run(runner, stage, mesh), run(runner, stage, mesh, answers=False)
+    given = run(runner, stage, mesh)
+    without = run(runner, stage, mesh, answers=False)
     assert not (without / "generations").exists()
     assert learnt(runner.metrics(given.name)) == learnt(runner.metrics(without.name))
     assert evaluations(given)[STEPS]["eval/loss"] == evaluations(without)[STEPS]["eval/loss"]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.files import broken_file
+from llmsuite.base.files import broken_file
 from tests.multi.conftest import Runner, learnt
-from tests.multi.test_interrupted import MESHES, SMALL
-from tests.paths import ROOT
+from tests.support.interrupted_runs import MESHES, SMALL
+from tests.support.paths import ROOT
 
 STEPS = 8
 COMMON = (f"--train.max_steps={STEPS}", *SMALL, "--checkpoint.save_steps=2", *MESHES[1])
@@ -25,7 +25,9 @@ def in_own_mounts(runner: Runner, script: str) -> str:
     """What a shell script prints where `mount` works for it alone. Skips where the kernel allows nobody that."""
     inside = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
     if subprocess.run([*inside, "mount -t tmpfs tmpfs /mnt"], capture_output=True, check=False).returncode != 0:
-        pytest.skip("needs user namespaces; tests/unit/test_committed_directory.py fails every system call instead")
+        pytest.skip(
+            "needs user namespaces; tests/unit/base/test_committed_directory.py fails every system call instead"
+        )
     done = subprocess.run(
         [*inside, script], cwd=ROOT, env=runner.environment, capture_output=True, text=True, timeout=300, check=False
     )
@@ -48,7 +50,8 @@ def test_a_full_disk_ends_the_run_and_keeps_what_is_there(
     runner: Runner, whole: Path, tmp_path: Path, in_background: str
 ) -> None:
     size = sum(path.stat().st_size for path in (whole / "checkpoints/step-2").iterdir())
-    disk, result = tmp_path / "disk", tmp_path / "result"
+    disk = tmp_path / "disk"
+    result = tmp_path / "result"
     disk.mkdir()
     run = command("run", "recipes/llama/dpo.json", "--smoke", f"--output_dir={disk / 'run'}", *COMMON, KEEP)
     run += f" --checkpoint.async_save={in_background}"
@@ -126,7 +129,7 @@ def test_when_no_checkpoint_is_whole_nothing_is_begun_anew(runner: Runner, whole
     output = runner.run(*words, "--resume", expect=2)
     for file, fault in zip(files, ("does not have the sha256", f"has {len(content) - 1:,} bytes", "is missing")):
         assert f"{file} {fault}" in output
-    assert "none of its checkpoints is whole; move them away to start at step 0" in output
+    assert "none of its checkpoints is complete; move them away to start at step 0" in output
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -89,7 +89,8 @@ def test_what_is_rounded_is_the_same_on_a_mesh(runner: Runner, failed: dict[str,
 
 @pytest.mark.parametrize("mesh", NAMES)
 def test_a_mesh_is_as_close_as_rounding_allows(runner: Runner, failed: dict[str, str], mesh: str) -> None:
-    one, many = "one, bf16", f"{mesh}, bf16"
+    one = "one, bf16"
+    many = f"{mesh}, bf16"
     assert not {one, many} & failed.keys(), failed
     _check_close(runner, one, many)
 

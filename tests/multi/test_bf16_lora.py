@@ -10,13 +10,15 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.programs import PROGRAM, SAVES, SP, STAGE3, TP2
-from tests.multi.test_bf16_programs import far_changes
 from tests.parity.cases import STEPS, Case, few, once, run_cases
 from tests.parity.condition import bf16_change_limits, bf16_metric_limits, check_bf16_metrics, nudged
 from tests.parity.lora import case
+from tests.support.far_changes import far_changes
 
 STEM = "adapter_model"
-BF16, LAYERS, AGAIN = "--engine.precision=bf16", ("--engine.mode=to_static",), "--engine.recompute=full"
+BF16 = "--engine.precision=bf16"
+LAYERS = ("--engine.mode=to_static",)
+AGAIN = "--engine.recompute=full"
 SOME = '--lora.target_modules=["q_proj", "up_proj", "layers.2.*"]'
 
 
@@ -37,7 +39,8 @@ RUNS: dict[str, Case] = few(
     "stage3", "tp2 program",
 )  # fmt: skip
 SOME_IN_FLOAT32 = _case("some, in float32", 1, {}, SOME)
-IN_FLOAT32, ONE = _case("in float32"), _case("one", 1, {}, BF16)
+IN_FLOAT32 = _case("in float32")
+ONE = _case("one", 1, {}, BF16)
 SOME_RUNS = {
     name: _case(f"some, {name}", ranks, mesh, BF16, SOME) for name, ranks, mesh in (("one", 1, {}), ("tp2", 2, TP2))
 }  # type: ignore[arg-type]

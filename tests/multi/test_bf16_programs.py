@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.programs import PP2, PROGRAM, SAVES, TP2, WORDS
-from tests.parity.cases import OPTIMIZERS, STEPS, Case, compare, few, norm, once, run_cases
+from tests.parity.cases import OPTIMIZERS, STEPS, Case, compare, few, once, run_cases
 from tests.parity.condition import bf16_change_limits, bf16_metric_limits, check_bf16_metrics, nudged
+from tests.support.far_changes import far_changes
 
-BF16, LAYERS, AGAIN = "--engine.precision=bf16", ("--engine.mode=to_static",), "--engine.recompute=full"
+BF16 = "--engine.precision=bf16"
+LAYERS = ("--engine.mode=to_static",)
+AGAIN = "--engine.recompute=full"
 SP = {"sequence_parallel": True}
 RUNS: dict[str, tuple[int, dict[str, Any], tuple[str, ...], str | None]] = few(
     {
@@ -84,19 +85,9 @@ def test_a_program_in_bf16_is_not_float32(runner: Runner, failed: dict[str, str]
     assert max(_far(runner, ONE.name, name).values()) > 1e-3
 
 
-Parameters = Sequence[Mapping[str, np.ndarray]]
-"""Of a run, after the first step and after the last one."""
-
-
 def _far(runner: Runner, one: str, many: str) -> dict[str, float]:
     """See `far_changes`."""
     return far_changes(*([runner.weights(name, step) for step in (1, STEPS)] for name in (one, many)))
-
-
-def far_changes(ours: Parameters, theirs: Parameters) -> dict[str, float]:
-    """By parameter, how far the changes of a run are from those of another one, as a part of them."""
-    changes = [{name: b.astype("float64") - a[name] for name, b in last.items()} for (a, last) in (ours, theirs)]
-    return {name: norm(changes[1][name] - change) / norm(change) for name, change in changes[0].items()}
 
 
 @pytest.mark.parametrize("name", IN_FLOAT32)

@@ -24,7 +24,8 @@ WORDS = (
     "--data.max_length=64", "--data.eval=null", "--checkpoint.save_steps=null", "--engine.recompute=none",
     "--engine.precision=bf16", "--model.config.num_hidden_layers=4", "--rollout.max_logprob_gap=null",
 )  # fmt: skip
-_TP, _PP = {"tensor_parallel_degree": 2, "sequence_parallel": True}, {"pipeline_parallel_degree": 2}
+_TP = {"tensor_parallel_degree": 2, "sequence_parallel": True}
+_PP = {"pipeline_parallel_degree": 2}
 RECIPES = {
     "grpo": "recipes/llama/grpo.json", "ppo": "recipes/llama/ppo.json", "online_dpo": "recipes/llama/online_dpo.json",
     "experts": "recipes/qwen_moe/grpo.json", "adapters": "recipes/llama/grpo.json",
@@ -69,9 +70,11 @@ def failed(runner: Runner) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", MESHES)
 def test_rollouts_compute_as_the_training_on_a_mesh(runner: Runner, failed: dict[str, str], name: str) -> None:
-    one, in_float32 = MESHES[name][0], f"{MESHES[name][0]} {FLOAT32}"
+    one = MESHES[name][0]
+    in_float32 = f"{MESHES[name][0]} {FLOAT32}"
     assert not {name, one, in_float32} & failed.keys(), failed
-    alone, records = runner.metrics(one), runner.metrics(name)
+    alone = runner.metrics(one)
+    records = runner.metrics(name)
     for key in ("tokens", "supervised_tokens", "reward", "completions/length"):
         assert alone[0][key] == records[0][key], "the first completions are the same"
     key = "logprob_gap"

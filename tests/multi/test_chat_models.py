@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.tools.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view
-from tests.tools.chat import MODELS, QUESTION, columns, press, say, talk, tick, wait
+from tests.support.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view
+from tests.support.chat import MODELS, QUESTION, columns, press, say, talk, tick, wait
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
 

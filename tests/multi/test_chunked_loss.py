@@ -14,7 +14,8 @@ from tests.parity.points import Point, point
 
 CHUNK = 7
 CHUNKED = (f"--engine.loss_chunk_tokens={CHUNK}",)
-TP, SP = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "sequence_parallel": True}
+TP = {"tensor_parallel_degree": 2}
+SP = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 ALONE = ("--train.micro_batch_size=8",)
 HEAD = {"run": ('--lora.target_modules=["lm_head", "layers.2.*"]',), "optimizer": "adamw"}
 POINTS: dict[str, Point] = {
@@ -57,7 +58,7 @@ def test_equal_to_one_process_at_once(runner: Runner, failed: dict[str, str], na
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_as_planned(runner: Runner, failed: dict[str, str], name: str) -> None:
+def test_runs_are_as_planned(runner: Runner, failed: dict[str, str], name: str) -> None:
     many = RUNS[name][1]
     assert many.name not in failed, failed[many.name]
     check_truth(runner.directory / many.name, plan_of(many))

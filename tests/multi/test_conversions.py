@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.paths import REFERENCE, ROOT
 from tests.reference.loss_by_hand import first_loss
 from tests.reference.make_suite_runs import FILES, MODEL, write_inputs
 from tests.reference.make_trl_runs import COUNT, ROWS
 from tests.reference.tiny_llama_files import write_model, write_rows
+from tests.support.paths import REFERENCE, ROOT
 
 FOUND: dict[str, Any] = json.loads((REFERENCE / "conversions/trl.json").read_text(encoding="utf-8"))
 
@@ -32,7 +32,8 @@ def test_losses_of_trl(command: str, runner: Runner, tmp_path: Path) -> None:
         "model_name_or_path": str(tmp_path / "tiny-llama"), "dataset_name": str(tmp_path / "rows"),
         "output_dir": str(runner.directory / command),
     }  # fmt: skip
-    file, recipe = tmp_path / f"{command}.yaml", tmp_path / "recipe.json"
+    file = tmp_path / f"{command}.yaml"
+    recipe = tmp_path / "recipe.json"
     file.write_text(json.dumps({**job["arguments"], **places}), encoding="utf-8")
     runner.run("recipe", "from-trl", str(file), "-o", str(recipe))
     runner.run("run", str(recipe))
@@ -51,7 +52,8 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
         text = text.replace(f'"{name}"', f'"{tmp_path / name}"')
     text = text.replace('"dataset_dir": "rows"', f'"dataset_dir": "{tmp_path / "rows"}"')
     text = text.replace('"out"', f'"{runner.directory / suite}"')
-    file, recipe = tmp_path / "job.yaml", tmp_path / "recipe.json"
+    file = tmp_path / "job.yaml"
+    recipe = tmp_path / "recipe.json"
     file.write_text(text, encoding="utf-8")
     runner.run("recipe", f"from-{suite}", str(file), "-o", str(recipe))
     runner.run("run", str(recipe), "--device=cpu")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "next_token_stage"
 
@@ -62,6 +62,7 @@ def test_is_listed_once_installed(runner: Runner, site: Path) -> None:
     assert "next_token" not in runner.run("list", "stages", PYTHONPATH=str(site))  # not on the allow-list
 
 
+@pytest.mark.further
 def test_it_keeps_the_contract(site: Path, recipe: Path, tmp_path: Path) -> None:
     """By the test that docs/guide/plugins.md gives its author."""
     page = (ROOT / "docs" / "guide" / "plugins.md").read_text(encoding="utf-8")

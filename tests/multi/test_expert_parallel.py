@@ -94,7 +94,8 @@ def test_biases_are_moved(runner: Runner, failed: dict[str, str]) -> None:
 def test_a_checkpoint_is_continued_on_another_mesh(runner: Runner, failed: dict[str, str], source: str) -> None:
     name = f"{source} then {CONTINUED[source]}"
     assert name not in failed, failed[name]
-    whole, found = runner.metrics("one")[1:], runner.metrics(name)
+    whole = runner.metrics("one")[1:]
+    found = runner.metrics(name)
     assert [record["step"] for record in found] == [record["step"] for record in whole] == [2, 3]
     for a, b in zip(whole, found):
         for key in ("loss", "grad_norm"):

@@ -9,10 +9,10 @@ import pytest
 
 from llmsuite.testing import assert_family_contract
 from llmsuite.testing.family_contract import PATHS
-from tests.paths import ROOT
-from tests.unit.families import FAMILIES
+from tests.support.families import FAMILIES
+from tests.support.paths import ROOT
 
-OWN = [ROOT / "tests" / "tools" / "own_layers.py"]
+OWN = [ROOT / "tests" / "support" / "own_layers.py"]
 MISTRAL: dict[str, Any] = {"model_type": "mistral", "sliding_window": 5}
 
 

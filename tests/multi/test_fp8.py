@@ -11,9 +11,9 @@ import pytest
 from llmsuite.checkpoint.model_dir import open_model
 from tests.multi.conftest import Runner
 from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, run_cases
+from tests.support.families import FAMILIES
+from tests.support.fp8_model import publish
 from tests.tools.fp8_memory import RECIPE
-from tests.tools.fp8_model import publish
-from tests.unit.families import FAMILIES
 
 BLOCK = (16, 24)
 """So small that tensor parallel cuts blocks."""
@@ -62,13 +62,15 @@ def test_a_run_is_merged_to_fp8_and_answers(runner: Runner, failed: dict[str, st
     for name in published.carried:  # what is not trained is as it was
         assert np.array_equal(published.read(name).astype("float32"), trained.read(name)), name
     for name in trained.names:
-        a, b = trained.read(name), stored.read(name).astype("float32")
+        a = trained.read(name)
+        b = stored.read(name).astype("float32")
         assert np.abs(a - b).max() <= np.abs(a).max() / 16, name
     runner.run("generate", str(merged), "--prompt", "one", "--max_new_tokens", "2")
 
 
 def test_loading_takes_little_more_than_the_slice(runner: Runner) -> None:
-    directory, family = runner.directory / "memory", FAMILIES["deepseek"]
+    directory = runner.directory / "memory"
+    family = FAMILIES["deepseek"]
     publish(directory / "small", family, family.config_cls(**family.smoke))
     shape = {"hidden_size": 512, "moe_intermediate_size": 256, "n_routed_experts": 32, "num_hidden_layers": 6}
     publish(directory / "model", family, family.config_cls(**{**family.smoke, **shape}))

@@ -27,7 +27,8 @@ def test_a_layer_sums_two_gradients_of_inputs_in_place_of_five(runner: Runner) -
         assert compare(runner, one.name, case.name).problems == []
         check_truth(runner.directory / case.name, plan_of(case))
     for rank in range(2):
-        sent, sizes = {}, {}
+        sent = {}
+        sizes = {}
         for case in (apart, fused):
             record = json.loads((runner.directory / case.name / f"traffic-{rank}.json").read_text())
             sent[case.name] = collections.Counter({(what, tuple(shape)): n for what, shape, n in record["sent"]})

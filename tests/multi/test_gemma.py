@@ -14,7 +14,7 @@ import pytest
 from llmsuite.testing import assert_family_contract
 from llmsuite.testing.family_contract import PATHS
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 EXAMPLE = ROOT / "examples" / "gemma" / "gemma.py"
 PAGE = (ROOT / "docs" / "guide" / "gallery.md").read_text(encoding="utf-8")

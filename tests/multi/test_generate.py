@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.unit.inference.test_export import write_family
+from tests.support.written_family import write_family
 
-FAMILIES = ("llama", "deepseek")
+FAMILIES = ("llama", pytest.param("deepseek", marks=pytest.mark.further))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -12,7 +12,7 @@ from llmsuite.launch.hang import STALLED
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner
 from tests.multi.faulty_rank import FAULTS
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 STALL_SECONDS = "10"
 SLEEPER = """
@@ -64,7 +64,7 @@ def test_a_rank_that_leaves_a_call_out(ended: Ended) -> None:
     assert "rank 1 makes all_reduce [3] float32 (call 5 of ranks 0, 1; step 3, faulty_rank.py" in output
 
 
-def test_another_order(ended: Ended) -> None:
+def test_calls_in_another_order_are_named(ended: Ended) -> None:
     code, output = ended["swaps"]
     assert code != 0
     assert "rank 0 makes all_reduce [8] float32 (call 5 of ranks 0, 1; step 3" in output
@@ -81,7 +81,7 @@ def test_another_order_over_two_groups(ended: Ended) -> None:
     assert "in add_everywhere" in output  # of the stack
 
 
-def test_another_shape(ended: Ended) -> None:
+def test_a_call_of_another_shape_is_named(ended: Ended) -> None:
     code, output = ended["shape"]
     assert code != 0
     assert "rank 0 makes all_reduce [8] float32 (call 5 of ranks 0, 1; step 3" in output

@@ -7,24 +7,17 @@ import os
 import re
 import signal
 import time
-from pathlib import Path
 
 import pytest
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
-from tests.paths import ROOT
+from tests.support.interrupted_runs import MESHES, SMALL, children_of, wait_until_gone
+from tests.support.paths import ROOT
 
 STEPS = 8
 ROWS = 38  # an epoch ends within step 5
-SMALL = ("--train.global_batch_size=8", "--train.micro_batch_size=2")
 COMMON = (f"--train.max_steps={STEPS}", "--checkpoint.save_steps=2", *SMALL)
-
-MESHES = {
-    1: ("--launch.num_devices=1", "--parallel={}"),
-    2: ("--launch.num_devices=2", '--parallel={"pipeline_parallel_degree":2}'),
-    4: ("--launch.num_devices=4", '--parallel={"pipeline_parallel_degree":4}'),
-}
 
 
 def _words(runner: Runner, name: str, ranks: int, *more: str) -> list[str]:
@@ -36,17 +29,6 @@ def ranks(request: pytest.FixtureRequest, runner: Runner) -> int:
     """Runs the uninterrupted run once, as `whole-N`."""
     runner.run(*_words(runner, f"whole-{request.param}", request.param))
     return int(request.param)
-
-
-def _children(pid: int) -> list[int]:
-    return [int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def _wait_until_gone(pids: list[int]) -> None:
-    deadline = time.monotonic() + 25
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
-        assert time.monotonic() < deadline, f"still there: {pids}"
-        time.sleep(0.05)
 
 
 def _assert_same_as_whole(runner: Runner, name: str, ranks: int) -> None:
@@ -62,10 +44,10 @@ def test_killed_run_resumes_bit_exactly(runner: Runner, ranks: int) -> None:
     name = f"killed-{ranks}"
     words = _words(runner, name, ranks)
     process = runner.start_and_hold(name, 3, *words, saved=2)
-    left = _children(process.pid)
+    left = children_of(process.pid)
     process.kill()
     process.wait()
-    _wait_until_gone(left)  # ranks do not outlive the process that started them
+    wait_until_gone(left)  # ranks do not outlive the process that started them
     assert runner.metrics(name)[-1]["step"] == 3
     output = runner.run(*words, expect=2)
     assert "--resume" in output  # a new run does not trample on the old one
@@ -96,7 +78,7 @@ def test_dead_rank_ends_the_run_and_is_named(runner: Runner, stages: int, victim
     """The neighbours of a pipeline stage wait for what it would have sent, the others for them."""
     name = f"dead-rank-{stages}-{victim}"
     process = runner.start_and_hold(name, 3, *_words(runner, name, stages))
-    children = _children(process.pid)
+    children = children_of(process.pid)
     assert len(children) == stages
     os.kill(children[victim], signal.SIGKILL)
     start = time.monotonic()

@@ -10,9 +10,9 @@ import pytest
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner
-from tests.multi.test_interrupted import MESHES, SMALL
 from tests.parity.cases import few
-from tests.paths import ROOT
+from tests.support.interrupted_runs import MESHES, SMALL
+from tests.support.paths import ROOT
 
 # In rank 0, from its first step on: at a call, by number, of functions with a name, the run is told to stop, and once
 # more when rank 0 knows that.
@@ -68,7 +68,7 @@ def test_a_second_signal_ends_a_run_at_once(runner: Runner, ranks: int, name: st
     process = runner.start(*words, **where)
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 130, said
-    assert said.count("once more to stop at once") == 1, said
+    assert said.count("once more to stop immediately") == 1, said
     assert not re.search("Traceback|Error|not ended|has failed", said), said
     events = _events(runner.directory / run)
     assert events[0] == "started"

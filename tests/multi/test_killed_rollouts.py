@@ -13,10 +13,12 @@ import pytest
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
-from tests.multi.test_interrupted import _children, _wait_until_gone
-from tests.paths import ROOT
+from tests.support.interrupted_runs import children_of, wait_until_gone
+from tests.support.paths import ROOT
 
-STEPS, SAVED, KILLED = 4, 2, 4
+STEPS = 4
+SAVED = 2
+KILLED = 4
 _REWARD = """
 import time
 from pathlib import Path
@@ -57,7 +59,8 @@ def _words(
 
 
 def test_a_rank_is_killed_in_the_middle_of_a_rollout(runner: Runner) -> None:
-    gate, reward = runner.directory / "gate", runner.directory / "reward.py"
+    gate = runner.directory / "gate"
+    reward = runner.directory / "reward.py"
     reward.write_text(_REWARD.format(gate=str(gate)))
     site = runner.directory / "site of heard"
     site.mkdir()
@@ -69,7 +72,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_rollout(runner: Runner) -> None:
     assert [json.loads(row) for row in heard.splitlines()] == written != []
     words = _words(runner, "killed", reward)
     process = runner.start_and_hold("killed", KILLED - 1, *words, saved=SAVED)
-    ranks = _children(process.pid)
+    ranks = children_of(process.pid)
     assert len(ranks) == 2
     gate.mkdir()
     runner.let_go("killed")
@@ -82,7 +85,7 @@ def test_a_rank_is_killed_in_the_middle_of_a_rollout(runner: Runner) -> None:
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert "rank 1 was killed by SIGKILL" in output
-    _wait_until_gone(ranks)
+    wait_until_gone(ranks)
     assert runner.metrics("killed")[-1]["step"] == KILLED - 1
     (gate / "waits").unlink()
     gate.rmdir()
@@ -121,7 +124,8 @@ MESHES = pytest.mark.parametrize(
 def test_what_was_learnt_before_a_failing_rollout_is_saved(
     runner: Runner, name: str, ranks: int, parallel: dict[str, Any]
 ) -> None:
-    down, reward = runner.directory / f"down {name}", runner.directory / f"judge of {name}.py".replace(" ", "_")
+    down = runner.directory / f"down {name}"
+    reward = runner.directory / f"judge of {name}.py".replace(" ", "_")
     reward.write_text(_JUDGE.format(down=str(down)))
 
     def words(run: str) -> list[str]:
@@ -156,7 +160,8 @@ def score(completions):
 def test_what_was_learnt_before_a_failing_evaluation_is_saved(
     runner: Runner, name: str, ranks: int, parallel: dict[str, Any]
 ) -> None:
-    reward, held_out = runner.directory / "judge_of_evaluations.py", runner.directory / "held_out.jsonl"
+    reward = runner.directory / "judge_of_evaluations.py"
+    held_out = runner.directory / "held_out.jsonl"
     reward.write_text(_JUDGE_OF_EVALUATIONS)
     rows = [{"prompt": f"Say {word}.", "answer": word, "held_out": True} for word in ("one", "two", "three", "four")]
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -11,8 +11,8 @@ import pytest
 from pydantic import BaseModel, ConfigDict, Field
 
 from tests.multi.conftest import Runner
-from tests.multi.test_serve import KEY, Server
-from tests.unit.inference.test_export import write_family
+from tests.support.server import KEY, Server
+from tests.support.written_family import write_family
 
 langchain_openai = pytest.importorskip("langchain_openai", reason="the extra test brings it")
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage, ToolMessage  # noqa: E402

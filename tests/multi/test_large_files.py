@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmsuite.data.placed import MOST_IN_MEMORY, is_large
+from llmsuite.data.disk_rows import MAX_IN_MEMORY_BYTES, is_large
 from tests.multi.conftest import Runner, learnt
 from tests.parity.cases import few
-from tests.paths import DATA
+from tests.support.paths import DATA
 
 STEPS = 4
 SAME = ("--data.num_workers=2", f"--train.max_steps={STEPS}", "--train.global_batch_size=8",
@@ -33,7 +33,7 @@ CASES = few(_CASES, "sft", "kto")
 def widened(source: Path, target: Path) -> Path:
     """The rows of a file, in one that is not held in memory."""
     lines = source.read_text(encoding="utf-8").splitlines()
-    width = MOST_IN_MEMORY // len(lines) + 1
+    width = MAX_IN_MEMORY_BYTES // len(lines) + 1
     with open(target, "w", encoding="utf-8") as file:
         for line in lines:
             file.write(json.dumps({**json.loads(line), "note": "x" * width}) + "\n")

@@ -20,7 +20,8 @@ def failed(runner: Runner) -> dict[str, str]:
 
 @pytest.mark.parametrize("point", short(), ids=str)
 def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], point: Point) -> None:
-    one, many = one_process(point).name, many_processes(point).name
+    one = one_process(point).name
+    many = many_processes(point).name
     assert one not in failed, failed[one]
     assert many not in failed, failed[many]
     assert compare(runner, one, many).problems == []

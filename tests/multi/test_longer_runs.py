@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from llmsuite.files import sha256_of
+from llmsuite.base.files import sha256_of
 from tests.multi.conftest import Runner
 
 COMMON = ("--launch.num_devices=1", "--parallel={}", "--engine.recompute=none", "--train.warmup_ratio=0")
@@ -32,7 +32,8 @@ def _weights(runner: Runner, name: str, step: int) -> list[str]:
 
 @pytest.mark.parametrize(("schedule", "steps"), [(CONSTANT, 3), (WSD, 4)], ids=["constant", "wsd before it falls"])
 def test_it_is_the_run_that_had_them_from_the_start(runner: Runner, schedule: Sequence[str], steps: int) -> None:
-    longer, whole = f"longer-{steps}", f"whole-{steps}"
+    longer = f"longer-{steps}"
+    whole = f"whole-{steps}"
     saved = f"--checkpoint.save_steps={steps - 1}"
     assert _run(runner, longer, steps, schedule, saved)[0] == 0
     code, said = _run(runner, longer, 8, schedule, "--resume")

@@ -12,35 +12,29 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.parity.cases import GRADIENT_LIMIT, STEPS, Case, compare, few, run_cases
 from tests.parity.lora import case
+from tests.support.lora_meshes import (
+    ADAMW,
+    DROPOUT,
+    ENDS,
+    EP,
+    EXPERTS,
+    INTERLEAVED,
+    NF4,
+    NF4_EXPERTS,
+    PP,
+    PREFERENCE,
+    RECOMPUTE,
+    SOME,
+    SP,
+    STATIC,
+    STEM,
+    TIED,
+    TP,
+)
 
-STEM = "adapter_model"
-TP, PP, SP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}, {"sequence_parallel": True}
-INTERLEAVED = {**PP, "pipeline_schedule": "interleaved"}
-STATIC, RECOMPUTE = "--engine.mode=to_static", "--engine.recompute=full"
-ADAMW = {"optimizer": "adamw"}
-TIED = {"run": ("--model.config.tie_word_embeddings=true",)}
-# of which the first part of a pipeline has none
-SOME = {"run": ('--lora.target_modules=["layers.2.*", "layers.3.mlp.up_proj"]', "--lora.rslora=true")}
 DORA = {"run": ("--lora.method=dora",)}
 # on a base that is quantised
 LOKR = {"run": ("--lora.method=lokr", "--lora.lora_plus_ratio=1", "--lora.base_dtype=nf4", "--lora.base_block=16")}
-# packed rows: which documents are in a row depends on nothing but the data, but where a row is in a batch does
-DROPOUT = {"run": ("--lora.dropout=0.25", "--data.packing=best_fit")}
-PREFERENCE = {"stage": "dpo"}
-EP = {"expert_parallel_degree": 2}
-# routed experts, and one matrix of shared and dense ones
-EXPERTS = {**ADAMW, "family": "deepseek", "run": ('--lora.target_modules=["experts.*", "o_proj", "down_proj"]',)}
-# all experts are quantised, and get adapters
-NF4_EXPERTS = {
-    **ADAMW,
-    "family": "deepseek",
-    "run": ("--lora.base_dtype=nf4", "--lora.base_block=8", *EXPERTS["run"]),  # type: ignore[misc]
-}
-ENDS = {**ADAMW, "run": ('--lora.target_modules=["embed_tokens", "lm_head", "layers.2.*"]',)}
-# matrices with adapters and without, of row- and column-parallel ones
-NF4 = {
-    "run": ("--lora.base_dtype=nf4", "--lora.base_block=16", '--lora.target_modules=["q_proj", "o_proj", "up_proj"]')
-}
 
 ONES = {
     "sft": case("sft", words=("--train.micro_batch_size=8",)),

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import ADAMW, EP, INTERLEAVED, PP, RECOMPUTE, SP, STATIC, STEM, TP
 from tests.parity.cases import GRADIENT_LIMIT, Case, compare, few
 from tests.parity.condition import change_limits, nudged
 from tests.parity.lora import case, check_continued, run_and_continue
+from tests.support.lora_meshes import ADAMW, EP, INTERLEAVED, PP, RECOMPUTE, SP, STATIC, STEM, TP
 
 EXPERTS = '--lora.target_modules=["experts.*", "o_proj", "down_proj"]'
 ENDS = '--lora.target_modules=["embed_tokens", "lm_head", "layers.2.*"]'
@@ -102,7 +102,8 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], name:
     one = f"one {MANY[name][0]}"
     assert one not in failed, failed[one]
     assert name not in failed, failed[name]
-    run, limit = MANY[name][0], GRADIENT_LIMIT
+    run = MANY[name][0]
+    limit = GRADIENT_LIMIT
     limits = change_limits(runner, _one(run), STEM, limit) if run in SENSITIVE else limit
     found = compare(runner, one, name, STEM, limits, falls=not run.endswith(SLOW))
     print(f"{name}: metrics {found.metrics:.1e}, gradients {found.gradients:.1e}, change {found.change:.1e}")

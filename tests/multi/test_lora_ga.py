@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from llmsuite.train.lora_ga import GradientStart, gradient_factors
+from llmsuite.engine.lora_ga import GradientInit, gradient_factors
 from tests.multi.conftest import Runner
 from tests.parity.cases import STEPS, first_gradients, run_cases
 from tests.parity.lora import case, compare_updates
 
 WORDS = ("--train.micro_batch_size=8",)
-INIT, TWO = "--lora.init=lora_ga", "--lora.init_batches=2"
+INIT = "--lora.init=lora_ga"
+TWO = "--lora.init_batches=2"
 MESH = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 ONES = {
     "begins": case("begins", words=WORDS, run=(INIT,)),
@@ -36,7 +37,7 @@ def test_factors_are_of_the_gradient_of_the_whole_model(runner: Runner, failed: 
     modules = [name.removesuffix(".lora_A0") for name in state if name.endswith(".lora_A0")]
     assert len(modules) == 4 * 7
     for module in modules:
-        factors = gradient_factors(module, gradients[f"{module}.weight"], GradientStart(4, 1, 1, 64.0))
+        factors = gradient_factors(module, gradients[f"{module}.weight"], GradientInit(4, 1, 1, 64.0))
         for kind, expected in zip(("lora_A0", "lora_B0"), factors):
             # off by the rounding of the gradient over the distance of its singular values
             np.testing.assert_allclose(

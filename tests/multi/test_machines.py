@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.multi.conftest import Process, Runner
-from tests.tools.ports import free_address
+from tests.support.ports import free_address
 
 STEPS = 4
 COMMON = (
@@ -56,7 +56,8 @@ def test_two_machines_equal_one_process(runner: Runner, master: str) -> None:
         assert code == 0, output
     logs = sorted(path.name for path in (runner.directory / "two" / "logs").iterdir())
     assert logs == [f"workerlog.{rank}" for rank in range(4)]
-    one, two = runner.metrics("one"), runner.metrics("two")
+    one = runner.metrics("one")
+    two = runner.metrics("two")
     assert len(one) == len(two) == STEPS
     for a, b in zip(one, two):
         for key in ("loss", "grad_norm"):
@@ -78,7 +79,7 @@ def test_a_failure_on_one_machine_ends_the_other(runner: Runner, master: str, ma
     assert code == 1
     rank = 2 * machine + 1
     expected = (
-        f"rank {rank} on machine {machine} was killed by SIGKILL" if what == "rank" else f"machine {machine} is gone"
+        f"rank {rank} on machine {machine} was killed by SIGKILL" if what == "rank" else f"machine {machine} is lost"
     )
     assert expected in output
     assert _end(machines[machine])[0] == (1 if what == "rank" else -signal.SIGKILL)

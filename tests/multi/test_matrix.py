@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
 from tests.multi.conftest import Runner
 from tests.tools.matrix import Entry, run
 

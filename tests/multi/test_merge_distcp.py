@@ -12,15 +12,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from llmsuite.base.files import broken_file
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.files import broken_file
 from llmsuite.launch.machines import free_ports
 from llmsuite.models.llama.shard_plan import PLAN
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
-from tests.unit import tiny_llama
-from tests.unit.tiny_llama import FAMILIES
+from tests.support import tiny_llama
+from tests.support.paths import ROOT
+from tests.support.tiny_llama import FAMILIES
 
 NUM_RANKS = 4
 
@@ -66,7 +66,8 @@ def test_the_merged_model_is_the_one_that_was_cut(
     assert len(files) == NUM_RANKS
     runner.run("merge", str(saved / name), "-o", str(tmp_path / "out"), "--layout", layout)
     assert broken_file(tmp_path / "out") is None
-    model, expected = open_model(tmp_path / "out", FAMILIES), np.load(saved / name / "expected.npz")
+    model = open_model(tmp_path / "out", FAMILIES)
+    expected = np.load(saved / name / "expected.npz")
     assert (model.layout, model.names) == (layout, list(expected))
     for parameter in model.names:
         value = model.read(parameter)
@@ -78,7 +79,8 @@ def test_the_merged_model_is_the_one_that_was_cut(
 def test_ranks_load_their_parts_of_what_is_written(saved: Path, rank: int) -> None:
     loaded = np.load(saved / f"loaded.{rank}.npz")
     for name, value in tiny_llama.values().items():
-        dim, part = PLAN.dim(name), value
+        dim = PLAN.dim(name)
+        part = value
         if dim is not None:
             half = -(-value.shape[dim] // 2)
             part = value[(slice(None),) * dim + (slice(0, half) if rank % 2 == 0 else slice(half, None),)]

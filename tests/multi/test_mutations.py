@@ -32,7 +32,8 @@ SEEN_IN = {
 def _cases() -> list[Case]:
     cases = []
     for name, (strategy, more) in POINTS.items():
-        one, many = one_process(strategy), many_processes(strategy)
+        one = one_process(strategy)
+        many = many_processes(strategy)
         cases.append(dataclasses.replace(one, name=f"{name}-one", words=[*one.words, *more]))
         for mutation in (None, *(m for m, seen in SEEN_IN.items() if seen == name)):
             words = [*many.words, *more]

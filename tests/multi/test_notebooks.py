@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 FEWER = {"STEPS": 4, "FEW": 2, "UPDATES": 2}

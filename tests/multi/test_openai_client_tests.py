@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_serve import Server
-from tests.paths import ROOT
-from tests.unit.inference.test_export import write_family
+from tests.support.paths import ROOT
+from tests.support.server import Server
+from tests.support.written_family import write_family
 
 LIST: dict[str, Any] = json.loads(Path(__file__).with_name("openai_client.json").read_text(encoding="utf-8"))
 
@@ -105,7 +105,8 @@ def sent(path: Path, method: str) -> dict[str, Any]:
 def fault(server: Server, path: str, asked: dict[str, Any]) -> str | None:
     """What the server says is wrong with a request; None for one that it answers, whole or as a stream."""
     try:
-        body, kind = json.dumps(asked).encode(), {"Content-Type": "application/json"}
+        body = json.dumps(asked).encode()
+        kind = {"Content-Type": "application/json"}
         with urllib.request.urlopen(urllib.request.Request(server.url + path, body, kind), timeout=60) as response:
             response.read()
     except urllib.error.HTTPError as error:

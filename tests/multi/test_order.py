@@ -9,14 +9,15 @@ import pytest
 
 from llmsuite import builtin
 from llmsuite.cli import commands
+from llmsuite.contract.registry import load_plugins
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.planning.call_order import calls_of_ranks
 from llmsuite.planning.layout import Layout
-from llmsuite.planning.order import calls_of_ranks
-from llmsuite.plugins.manager import load_plugins
+from llmsuite.planning.memory import full_micro_batch
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 STEP = 2
 # rank 0 is in its third step: what all ranks did in the second one is in their files
@@ -70,9 +71,10 @@ def logged(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
 def test_ranks_make_the_calls_that_are_written_down(logged: Runner, name: str) -> None:
     """Operation, ranks and, where it is told, shape; but for what is sent inside of a pass, one call there."""
     plan = plan_run(f"recipes/{RUNS[name][0]}.json", _words(name), load_plugins(builtin, commands), smoke=True)
-    planned = calls_of_ranks(plan, 8 // plan.degrees.num_data_ranks)
+    layout = Layout(plan.model, plan.parallel)
+    batch = full_micro_batch(plan.model, plan.data, plan.parallel, plan.train)
+    planned = calls_of_ranks(layout, plan.train, batch, 8 // plan.parallel.degrees.num_data_ranks)
     assert sorted(planned) == [0, 1, 2, 3]
-    layout = Layout(plan)
     for rank, calls in planned.items():
         end = next(i for i, call in enumerate(calls) if call.why.endswith("in an evaluation"))
         expected = [call for call in calls[:end] if call.what != "pass"]
@@ -87,6 +89,7 @@ def test_ranks_make_the_calls_that_are_written_down(logged: Runner, name: str) -
         for call, record in zip(expected, found):
             assert not call.size or record["shape"] == str(list(call.size)), (call, record)
         sums = [r["shape"] for r in inside if r["what"] == "all_reduce"]
-        together = [bucket for bucket in layout.buckets(Mesh(plan.degrees, rank)) if not bucket[0].reduces_each_pass]
+        buckets = layout.buckets(Mesh(plan.parallel.degrees, rank))
+        together = [bucket for bucket in buckets if not bucket[0].reduces_each_pass]
         shapes = [b[0].local_shape if len(b) == 1 else (sum(held.size for held in b),) for b in together]
         assert sorted(sums) == sorted(str(list(shape)) for shape in shapes)

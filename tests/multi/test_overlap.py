@@ -39,12 +39,12 @@ def _pretrained(family: str, is_one: bool) -> Case:
     name = f"{family}, all tokens, {'one process' if is_one else 'cut sequences'}"
     recipe = f"recipes/{family}/pretrain.json"
     return dataclasses.replace(
-        case, name=name, words=[*case.words, *sgd], recipe=recipe, beside_passes=True, trace=not is_one
+        case, name=name, words=[*case.words, *sgd], recipe=recipe, overlaps=True, trace=not is_one
     )
 
 
 def _case(name: str) -> Case:
-    return dataclasses.replace(many_processes(RUNS[name]), name=name, beside_passes=True, trace=True)
+    return dataclasses.replace(many_processes(RUNS[name]), name=name, overlaps=True, trace=True)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def runs(runner: Runner) -> Runner:
 @pytest.mark.parametrize("name", RUNS)
 def test_the_numbers_are_the_same(runs: Runner, name: str) -> None:
     assert compare(runs, one_process(RUNS[name]).name, name).problems == []
-    with mock.patch.object(CpuBackend, "sends_beside_passes", True):
+    with mock.patch.object(CpuBackend, "overlaps_communication", True):
         check_truth(runs.directory / name, plan_of(_case(name)))
 
 
@@ -67,5 +67,5 @@ def test_of_all_tokens_the_numbers_are_the_same(runs: Runner, family: str) -> No
     one, many = (_pretrained(family, is_one) for is_one in (True, False))
     problems = compare(runs, one.name, many.name).problems
     assert [problem for problem in problems if ROUNDING_ALONE not in problem] == []
-    with mock.patch.object(CpuBackend, "sends_beside_passes", True):
+    with mock.patch.object(CpuBackend, "overlaps_communication", True):
         check_truth(runs.directory / many.name, plan_of(many))

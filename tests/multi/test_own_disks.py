@@ -16,8 +16,8 @@ import pytest
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Process, Runner, learnt
-from tests.paths import ROOT
-from tests.tools.ports import free_address
+from tests.support.paths import ROOT
+from tests.support.ports import free_address
 
 STEPS = 6
 COMMON = (
@@ -29,9 +29,9 @@ OTHER_MESH = '--parallel={"sharding":"stage2"}'
 KILL = """
 import os, signal
 import llmsuite
-from llmsuite.checkpoint import own_disks
+from llmsuite.checkpoint import local_storage
 
-_real = own_disks._hear_of_all
+_real = local_storage._wait_for_all
 
 def _killed(disk):
     _real(disk)
@@ -40,7 +40,7 @@ def _killed(disk):
 @llmsuite.hookimpl
 def llmsuite_step_end(run, step, metrics):
     if step == 3:  # the other machine commits the checkpoint of step 4, and then this one is gone
-        own_disks._hear_of_all = _killed
+        local_storage._wait_for_all = _killed
 """
 
 
@@ -106,7 +106,7 @@ def test_killed_between_two_commits_it_goes_on_from_the_checkpoint_before(
     ends = _both(runner, names, MESH, "--resume")
     assert [code for code, _ in ends] == [0, 0], ends
     output = ends[0][1]
-    assert "step-4 is passed over: no machine has config.json; rank 0 wrote it on machine 0" in output
+    assert "step-4 is skipped: no machine has config.json; rank 0 wrote it on machine 0" in output
     fetched, lacking = _fetched(output)
     assert fetched < 0.8 * lacking, "each machine needs its stage of the pipeline"
     assert not list(torn.glob("same-?/checkpoints/*.fetched"))
@@ -129,7 +129,7 @@ def test_killed_between_two_commits_it_goes_on_from_the_checkpoint_before(
     assert {(place["machine"], place["rank"]) for place in elsewhere["files"].values()} == {(1, 2), (1, 3)}
 
     output = runner.run("merge", str(runs[0]), "-o", str(torn / "half"), expect=2)
-    assert "on machine 1; bring them together by `llmsuite merge`" in output
+    assert "on machine 1; combine them with `llmsuite merge`" in output
     runner.run("merge", str(runs[0]), str(runs[1]), "-o", str(torn / "merged"))
     runner.run("merge", str(whole), "-o", str(torn / "of one disk"))
     merged, of_one = ({p.name: p.read_bytes() for p in (torn / name).iterdir()} for name in ("merged", "of one disk"))
@@ -141,7 +141,8 @@ def test_it_goes_on_on_another_mesh(runner: Runner, whole: Path, torn: Path) -> 
     names = _copies(torn, "other")
     ends = _both(runner, names, OTHER_MESH, "--resume")
     assert [code for code, _ in ends] == [0, 0], ends
-    ours, theirs = runner.metrics("other-0"), runner.metrics("whole")
+    ours = runner.metrics("other-0")
+    theirs = runner.metrics("whole")
     assert len(ours) == len(theirs) == STEPS
     for a, b in zip(ours, theirs):
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
@@ -153,7 +154,7 @@ def test_without_the_other_part_it_says_which(runner: Runner, torn: Path) -> Non
     shutil.rmtree(torn / names[1])
     ends = _both(runner, names, MESH, "--resume")
     assert [code for code, _ in ends] == [2, 2], ends
-    assert "the machines have no whole checkpoint" in ends[0][1]
+    assert "the machines have no complete checkpoint" in ends[0][1]
     assert "rank 2 wrote it on machine 1" in ends[0][1]
     assert _files(torn / names[0], 2) == _files(torn / "torn-0", 2)
 
@@ -184,7 +185,7 @@ def test_three_machines_go_on_from_what_each_reads(runner: Runner) -> None:
             shutil.copytree(run, runner.directory / names[(k + moved) % 3])
         ends = _both(runner, names, *PIPELINE, "--resume", num_devices=1)
         assert [code for code, _ in ends] == [0, 0, 0], ends
-        assert "step-4 is passed over: no machine has config.json; rank 0 wrote it on machine 0" in ends[0][1]
+        assert "step-4 is skipped: no machine has config.json; rank 0 wrote it on machine 0" in ends[0][1]
         fetched, lacking = _fetched(ends[0][1])
         assert least * lacking <= fetched < most * lacking
         assert not list(runner.directory.glob("three-*/checkpoints/*.fetched"))

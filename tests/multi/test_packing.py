@@ -13,7 +13,8 @@ from tests.multi.conftest import Runner
 from tests.parity.cases import COMMON, OPTIMIZERS, STEPS, Case, compare, run_cases
 
 RECIPE = "recipes/llama/sft.json"
-ROWS, PACKS = 28, 8  # of data/sft/eval.jsonl, at 256 tokens
+ROWS = 28  # of data/sft/eval.jsonl, at 256 tokens
+PACKS = 8
 WORDS = (
     *(word for word in COMMON if "max_length" not in word and "global_batch" not in word), *OPTIMIZERS["sgd"],
     "--data.train=data/sft/eval.jsonl", "--data.max_length=256",
@@ -34,7 +35,8 @@ ONE = case(
     "one", 1, {}, 14, PLAIN, "--data.group_by_length=false", "--checkpoint.save_steps=1",
     f"--checkpoint.keep_last={STEPS}", packed=False,
 )  # fmt: skip
-TP, PP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}
+TP = {"tensor_parallel_degree": 2}
+PP = {"pipeline_parallel_degree": 2}
 NEVER = "--checkpoint.save_steps=null"
 MANY = [
     case("packed", 1, {}, 2, PLAIN, NEVER),

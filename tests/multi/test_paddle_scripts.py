@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 LIMIT = 1e-6
 NUM_RANKS = 8

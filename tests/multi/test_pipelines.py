@@ -16,7 +16,7 @@ from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
 from tests.parity.cases import Case as Run
 from tests.parity.cases import few, run_cases
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 STEPS = 3
 SGD = ("--train.optimizer=sgd", "--train.learning_rate=0.05", "--train.max_grad_norm=0.5")
@@ -131,7 +131,8 @@ def runs(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
 @pytest.mark.parametrize("name", CASES)
 def test_a_pipeline_equals_one_process(runs: Runner, name: str) -> None:
     case = CASES[name]
-    one, many = runs.metrics(_one(case.optimizer)), runs.metrics(name)
+    one = runs.metrics(_one(case.optimizer))
+    many = runs.metrics(name)
     assert len(one) == len(many) == STEPS
     for a, b in zip(one, many):
         assert (a["tokens"], a["supervised_tokens"]) == (b["tokens"], b["supervised_tokens"])
@@ -143,7 +144,8 @@ def test_a_pipeline_equals_one_process(runs: Runner, name: str) -> None:
     # Adam divides by the root of tiny second moments, which magnifies the last bit of a gradient
     tolerance = 1e-6 if SGD[0] in case.optimizer else 1e-5
     for stem in ("model", "optimizer"):
-        ours, theirs = runs.weights(_one(case.optimizer), STEPS, stem), runs.weights(name, STEPS, stem)
+        ours = runs.weights(_one(case.optimizer), STEPS, stem)
+        theirs = runs.weights(name, STEPS, stem)
         assert ours.keys() == theirs.keys()
         for key, value in ours.items():
             assert np.linalg.norm(theirs[key] - value) <= tolerance * np.linalg.norm(value), key
@@ -177,7 +179,8 @@ def test_a_checkpoint_of_an_interleaved_pipeline_goes_on_in_one_process(runs: Ru
 
 
 def test_a_run_with_ranks_in_the_middle_goes_on_bit_for_bit(runs: Runner) -> None:
-    name, again = "four, interleaved, tied", "four, resumed"
+    name = "four, interleaved, tied"
+    again = "four, resumed"
     shutil.copytree(runs.directory / name, runs.directory / again)
     shutil.rmtree(runs.directory / again / "checkpoints" / f"step-{STEPS}")
     evaluate = f"--data.eval={_resolved(runs, name)['data']['eval']}"

@@ -16,7 +16,7 @@ import pytest
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 TEXT = "\n".join((ROOT / "docs" / "guide" / f"{name}.md").read_text("utf-8") for name in ("plugin-examples", "stages"))
 COMMANDS = [

@@ -55,7 +55,8 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed:
     runner.run("run", whole.recipe, "--smoke", *whole.words, f"--output_dir={directory}", "--resume")
     assert _lasting(runner.metrics("again")) == _lasting(runner.metrics("adamw"))
     for stem in ("model", "optimizer", "critic"):
-        expected, found = runner.weights("adamw", STEPS, stem), runner.weights("again", STEPS, stem)
+        expected = runner.weights("adamw", STEPS, stem)
+        found = runner.weights("again", STEPS, stem)
         assert expected.keys() == found.keys()
         assert all(np.array_equal(expected[key], found[key]) for key in expected)
         before = runner.weights("adamw", SAVED, stem)

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner, learnt
-from tests.multi.test_rollout_engine import ALONE, PIPELINE, asking, completions, served
-from tests.multi.test_serve import Server
 from tests.parity.cases import LIMIT
+from tests.support.rollout_servers import ALONE, PIPELINE, asking, completions, served
+from tests.support.server import Server
 
-STEPS, SAVED = 4, 2
+STEPS = 4
+SAVED = 2
 WORDS = (
     "run", "recipes/llama/ppo.json", "--smoke", f"--train.max_steps={STEPS}", "--train.global_batch_size=8",
     "--train.lr_schedule=constant", "--train.warmup_ratio=0", "--train.optimizer=sgd", "--train.learning_rate=0.2",
@@ -96,10 +97,11 @@ def test_a_run_without_its_server_ends_and_is_resumed(runner: Runner, server: Se
         shutil.rmtree(again / "checkpoints" / f"step-{step}", ignore_errors=True)
     (again / "checkpoints" / "latest").write_text(f"step-{SAVED}\n")
     said = run(runner, "again", *ALONE, *STALE, *asking("http://127.0.0.1:9", 1), "--resume", expect=2)
-    assert "http://127.0.0.1:9 has drawn nothing in 2 tries" in said
+    assert "http://127.0.0.1:9 has sampled nothing in 2 tries" in said
     run(runner, "again", *ALONE, *STALE, *served(server), "--resume")
     assert learnt(runner.metrics("again")) == learnt(runner.metrics("stale"))
     for stem in ("model", "optimizer", "critic"):
-        expected, found = runner.weights("stale", STEPS, stem), runner.weights("again", STEPS, stem)
+        expected = runner.weights("stale", STEPS, stem)
+        found = runner.weights("again", STEPS, stem)
         assert expected.keys() == found.keys()
         assert all(np.array_equal(expected[key], found[key]) for key in expected), stem

@@ -55,7 +55,8 @@ def test_resuming_is_going_on(runner: Runner) -> None:
     def run(name: str, *more: str) -> str:
         return runner.run("run", RECIPE, "--smoke", f"--output_dir={runner.directory / name}", *words, *more)
 
-    whole, again = "whole", "again"
+    whole = "whole"
+    again = "again"
     run(whole)
     root = runner.directory / again / "checkpoints"
     shutil.copytree(runner.directory / whole, runner.directory / again)

@@ -8,10 +8,10 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.programs import FTHENB, INTERLEAVED, PP2, SAVES, SP, STAGE3, TP2, WORDS, on_mesh
-from tests.multi.test_program_experts import AGAIN, EP2, EXPERTS, SGD, TWO, check_equal, check_resumes
-from tests.multi.test_program_experts import JOBS as OTHER_JOBS
 from tests.parity.cases import Case, few, once, run_cases
 from tests.parity.lora import LORA
+from tests.support.program_experts import AGAIN, EP2, EXPERTS, SGD, TWO, check_equal, check_resumes
+from tests.support.program_experts import JOBS as OTHER_JOBS
 
 LAYERS = "--model.config.num_hidden_layers=4"
 FOUR_EXPERTS = tuple(f"--model.config.{key}" for key in ("n_routed_experts=4", "n_group=2", "topk_group=1"))
@@ -58,7 +58,7 @@ ON_RANKS: dict[str, tuple[str, int, dict[str, Any], tuple[str, ...]]] = {
 }
 KEPT = ("pp2", "interleaved lora", "ep2 pp2 stage1")
 MESHES = few(ON_RANKS, *(mesh for mesh in ON_RANKS if mesh not in KEPT))
-"""Of these `make test` runs the ones above."""
+"""Of these `make test-further` runs the ones above."""
 
 
 def _one(job: str) -> Case:

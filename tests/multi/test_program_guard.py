@@ -14,9 +14,9 @@ import pytest
 from tests.multi.bad_steps import NO_NUMBER, SPIKE
 from tests.multi.conftest import Runner
 from tests.multi.programs import FTHENB, PP2, PROGRAM, TP2, WORDS
-from tests.multi.test_programs import run_apart
-from tests.multi.test_standin import of
 from tests.parity.cases import LIMIT, OPTIMIZERS, ROUNDING, STATE_LIMIT, Case, few, norm, once
+from tests.support.program_jobs import run_apart
+from tests.support.standin_runs import of
 
 LAST = 5
 SKIPS = (
@@ -97,7 +97,8 @@ def _state(runner: Runner, name: str, step: int) -> dict[str, Any]:
 def test_judges_as_op_by_op(runner: Runner, failed: dict[str, str], mesh: str) -> None:
     one = f"{MESHES[mesh][0]}, dynamic"
     assert not {one, mesh} & failed.keys(), failed
-    ours, theirs = _records(runner, mesh), _records(runner, one)
+    ours = _records(runner, mesh)
+    theirs = _records(runner, one)
     assert [record["step"] for record in theirs if record.get("skipped")] == [NO_NUMBER, SPIKE]
     assert len(ours) == len(theirs) == LAST
     for a, b in zip(ours, theirs):
@@ -126,7 +127,8 @@ def test_the_scale_of_the_loss_is_that_of_steps_op_by_op(runner: Runner, failed:
     assert not {one, mesh} & failed.keys(), failed
     for name in (one, mesh):
         found = [(record["loss_scale"], record["skipped"], "grad_norm" in record) for record in _records(runner, name)]
-        good, bad = (0, True), (1, False)
+        good = (0, True)
+        bad = (1, False)
         assert found == [(1024, *good), (1024, *bad), (512, *good), (512, *bad), (256, *good)], name
         state = _state(runner, name, LAST)
         assert (state["loss_scale"], state["good_steps"], state["bad_steps"]) == (256, 1, 0)
@@ -150,7 +152,8 @@ def test_bad_steps_change_no_bit(runner: Runner, failed: dict[str, str], mesh: s
 def test_goes_on_behind_a_bad_step(runner: Runner, failed: dict[str, str], mesh: str, step: int) -> None:
     """Bit for bit, from the checkpoint of the bad step."""
     assert mesh not in failed, failed
-    again, checkpoint = f"{mesh}, from {step}", f"checkpoints/step-{step}"
+    again = f"{mesh}, from {step}"
+    checkpoint = f"checkpoints/step-{step}"
     shutil.copytree(runner.directory / mesh / checkpoint, runner.directory / again / checkpoint)
     case = dataclasses.replace(_case(again, *MESHES[mesh], *PROGRAM), resume=True)
     assert run_apart(runner, [case], "tests.multi.bad_steps") == {}

@@ -40,8 +40,12 @@ from tests.parity.qat import FLIPPED
 PASSES = (
     '--engine.fused_passes=["eliminate_transpose","common_subexpression_elimination_pass","dead_code_elimination_pass"]',
 )
-PACKED, SELECTIVE, FULL = "--data.packing=best_fit", ("--engine.recompute=selective",), ("--engine.recompute=full",)
-SGD, ADAMW, FOUR = OPTIMIZERS["sgd"], OPTIMIZERS["adamw"], ("--model.config.num_hidden_layers=4",)
+PACKED = "--data.packing=best_fit"
+SELECTIVE = ("--engine.recompute=selective",)
+FULL = ("--engine.recompute=full",)
+SGD = OPTIMIZERS["sgd"]
+ADAMW = OPTIMIZERS["adamw"]
+FOUR = ("--model.config.num_hidden_layers=4",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,7 +118,7 @@ KEPT = (
     "scores, tp2", "scores, pp2, passes", "scores of documents, stage3", "kernels, pp2", "qat, stage3", "qat sgd, tp2",
     "reft, tp2", "prefix, pp2", "network, stage3", "dpo, pp2", "rm, tp2",
 )  # fmt: skip
-"""Those that `make test` runs."""
+"""Those that `make test-further` runs."""
 RUNS = few(_RUNS, *(name for name in _RUNS if name not in KEPT))
 
 
@@ -142,7 +146,8 @@ def _compare(runner: Runner, job: str, one: str, many: str) -> Comparison:
     """A run beside another of its job, which is dynamic and in one process."""
     if not JOBS[job].rounds:
         return compare(runner, one, many, JOBS[job].stem, JOBS[job].limit, falls=False, has_gradients=False)
-    found, moments = Comparison(), [runner.weights(name, 1, "optimizer") for name in (one, many)]
+    found = Comparison()
+    moments = [runner.weights(name, 1, "optimizer") for name in (one, many)]
     # the first step's weights are equal to the bit, and with AdamW its gradients are in the first moments
     for name, value in moments[0].items():
         far = norm(moments[1][name] - value) / norm(value)
@@ -182,7 +187,8 @@ def test_runs_go_on_in_either_mode(runner: Runner, failed: dict[str, str]) -> No
     resume_from_first(runner, again)
     for name in again:
         job = RUNS[name.removesuffix(", from one").removesuffix(", dynamic")][0]
-        theirs, ours = runner.metrics(job)[1:], runner.metrics(name)
+        theirs = runner.metrics(job)[1:]
+        ours = runner.metrics(name)
         assert [record["step"] for record in ours] == [2, 3]
         for a, b in zip(theirs, ours):
             for key in ("loss", "grad_norm"):

@@ -20,8 +20,8 @@ from tests.multi.programs import (
     op_by_op,
     resume_from_first,
 )
-from tests.multi.test_programs import ADAPTERS, FURTHER, JOBS, STAGES, compare_job
 from tests.parity.cases import OPTIMIZERS, Case, few, once, run_cases
+from tests.support.program_jobs import ADAPTERS, FURTHER, JOBS, STAGES, compare_job
 
 LOSSES = {
     f"dpo {loss}": ("llama/dpo", (*OPTIMIZERS["sgd"], f"--dpo.loss={loss}", *more))
@@ -81,7 +81,7 @@ ON_RANKS: dict[str, tuple[str, int, int, dict[str, Any], tuple[str, ...]]] = {
     **{f"tp2 pp2 dp2 {job}": (job, 4, 8, {**TP2, **SP, **PP2, "sharding": "stage1"}, (FOUR,)) for job in ON_TP},
 }
 KEPT = ("interleaved dpo", "pp4 kto", "pp2 lora adamw, again", "dp2 pp2 stage3 adamw")
-"""Of stages that compare answers, of adapters, and with `stage3`, those that `make test` runs."""
+"""Of stages that compare answers, of adapters, and with `stage3`, those that `make test-further` runs."""
 MESHES = few(
     ON_RANKS,
     *("pp4 sgd, FThenB", "pp4, again", "pp4 interleaved", "three chunks", "interleaved gpt", "interleaved, again"),
@@ -127,7 +127,8 @@ def test_goes_on_in_either_mode(runner: Runner, failed: dict[str, str], mesh: st
     """A pipeline of programs from the first checkpoint of a dynamic process, and dynamic ranks from that of the
     pipeline."""
     job, layers, *_ = MESHES[mesh]
-    one, many = _one(job, layers), _many(mesh)
+    one = _one(job, layers)
+    many = _many(mesh)
     assert not failed.keys() & {one.name, mesh}, failed
     again = {f"{mesh}, from one": (one.name, many), f"dynamic, from {mesh}": (mesh, op_by_op(many))}
     resume_from_first(runner, again)

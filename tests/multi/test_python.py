@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 BLOCKS, OF_TRL = (
     re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "guide" / page).read_text(encoding="utf-8"), re.DOTALL)

@@ -9,10 +9,7 @@ import pytest
 from tests.multi.conftest import Runner, learnt
 from tests.parity.cases import STEPS, Case, run_cases
 from tests.parity.qat import BOTH, FLIPPED, WEIGHTS, case, problems, scales
-
-TP, PP, SP = {"tensor_parallel_degree": 2}, {"pipeline_parallel_degree": 2}, {"sequence_parallel": True}
-STATIC, RECOMPUTE = "--engine.mode=to_static", "--engine.recompute=full"
-ADAMW = {"optimizer": "adamw"}
+from tests.support.qat_words import ADAMW, PP, RECOMPUTE, SP, STATIC, TP
 
 ONES = {
     "both": case("both"),

@@ -21,7 +21,8 @@ def main() -> int:
     from llmsuite.parallel.tensor import local_value
 
     dist.init_parallel_env()
-    mesh, whole = dist.ProcessMesh([0, 1], dim_names=["tp"]), [dist.Replicate()]
+    mesh = dist.ProcessMesh([0, 1], dim_names=["tp"])
+    whole = [dist.Replicate()]
     random = np.random.default_rng(0)  # the same on both
     x, weight, upstream = (random.normal(size=size).astype("float32") for size in ([2, 6, 8], [8, 4], [2, 6, 4]))
     weight[5] *= 7.0  # the largest weights lie on the second rank where inputs are cut
@@ -37,7 +38,8 @@ def main() -> int:
             linear.weight = dist.shard_tensor(linear.weight, mesh, [of_weight])
         given.stop_gradient = False
         layer = FakeQuantLinear(linear, rounds_weight=True)
-        layer.input_scale, layer.local_part = scale, local_value
+        layer.input_scale = scale
+        layer.local_part = local_value
         with observing([layer]):
             y = layer(given)
         largest = collective.max_over_run([float(layer.largest)])

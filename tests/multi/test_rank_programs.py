@@ -21,8 +21,8 @@ from llmsuite.inference.sampling import Sampling
 from tests.multi.conftest import Runner
 from tests.multi.rank_programs import VARIATIONS
 from tests.parity.cases import few
-from tests.unit.families import FAMILIES
-from tests.unit.inference.test_export import write_family
+from tests.support.families import FAMILIES
+from tests.support.written_family import write_family
 
 ON_TWO = [*few(dict.fromkeys([*FAMILIES, *VARIATIONS]), *({*FAMILIES} - {"llama", "gpt", "deepseek", "qwen"}))]
 
@@ -56,7 +56,8 @@ def static(runner: Runner, model: Path) -> Path:
 
 def answers(runner: Runner, name: str, *words: str) -> list[Any]:
     """What `generate` writes."""
-    prompts, target = runner.directory / "prompts.jsonl", runner.directory / f"{name}.jsonl"
+    prompts = runner.directory / "prompts.jsonl"
+    target = runner.directory / f"{name}.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hello", "What is a cat?", "1 2 3 4")))
     runner.run("generate", *words, "--input", str(prompts), "--output", str(target), "--max_new_tokens", "10")
     return [json.loads(line)["answers"][0]["ids"] for line in target.read_text().splitlines()]
@@ -123,7 +124,8 @@ print(said)
 def test_programs_of_ranks_need_paddle_only(runner: Runner, model: Path, static: Path) -> None:
     """With Paddle's own launcher, and without what llmsuite adds to its CPU wheel."""
     shapes = json.loads((static / "manifest.json").read_text())["cache_shapes"]
-    script, logs = runner.directory / "plain.py", runner.directory / "plain logs"
+    script = runner.directory / "plain.py"
+    logs = runner.directory / "plain logs"
     script.write_text(_PLAIN.replace("SHAPES", repr(shapes)))
     launcher = [sys.executable, "-m", "paddle.distributed.launch", "--nproc_per_node", "2", "--log_dir", str(logs)]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PADDLE_TRAINER_ID")}

@@ -7,22 +7,11 @@ import shutil
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import PP, RECOMPUTE, SP, TP
 from tests.parity.cases import STEPS, Case, compare, run_cases
 from tests.parity.lora import case
+from tests.support.lora_meshes import PP, RECOMPUTE, SP, TP
+from tests.support.reft_runs import ALL, CHANGE_LIMIT, ONE_PASS, ONES, SOME, STEM
 
-STEM = "reft"
-REFT = ("--lora.rank=null", "--lora.lora_plus_ratio=1", "--reft.rank=4", "--data.packing=best_fit")
-# Adam, as clipped plain gradients move too little to see; but it magnifies the last bits of small ones
-ALL = {"stage": "sft", "optimizer": "adamw", "run": (*REFT, "--train.learning_rate=0.05")}
-# of which the first part of a pipeline has none
-SOME = {**ALL, "run": (*REFT, "--reft.layers=[2,3]", "--reft.positions=f5+l5", "--train.learning_rate=0.2")}
-CHANGE_LIMIT = 1e-5
-ONE_PASS = ("--train.micro_batch_size=8",)
-ONES = {
-    "all": case("all", words=ONE_PASS, **ALL),  # type: ignore[arg-type]
-    "some": case("some", words=ONE_PASS, **SOME),  # type: ignore[arg-type]
-}
 MANY: dict[str, tuple[str, Case]] = {
     "tp2, sequence parallel, recompute": ("all", case("tp-sp", 2, {**TP, **SP}, (RECOMPUTE,), **ALL)),  # type: ignore[arg-type]
     "pp2, some": ("some", case("pp-some", 2, PP, (RECOMPUTE,), **SOME)),  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Waits, casts and copies that a GPU needs are needed here: without any one of them a check on the stand-in fails.
 
-`tests.standin.table` has them all; `make test` takes a few away, `make parity` each.
+`tests.standin.table` has them all; `make test-further` takes a few away, `make parity` each.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.parity.cases import few
-from tests.paths import ROOT
 from tests.standin import alone as in_one
 from tests.standin import ranks as in_two
 from tests.standin.removals import Removal
 from tests.standin.table import ALONE, OF_RANKS
+from tests.support.paths import ROOT
 
 Found = dict[str, str | None]
 
@@ -30,7 +30,7 @@ def _some(removals: tuple[Removal, ...], *texts: str) -> dict[str, int]:
 
 
 _ALONE = _some(ALONE, "weights.astype(rows.dtype)", "return ends.astype", "nll_and_entropy(self.logits")
-_OF_RANKS = _some(OF_RANKS, "recv(value", "_arrival.wait()")
+_OF_RANKS = _some(OF_RANKS, "recv(value", "_pending.wait()")
 
 
 @pytest.fixture(scope="module")

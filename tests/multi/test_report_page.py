@@ -14,9 +14,9 @@ import pytest
 from llmsuite.observe.report import write_report
 from llmsuite.observe.runs import read_run
 from tests.multi.conftest import Runner
-from tests.tools.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view, waiting
-from tests.unit.observe.run_folder import PIPELINE, make_preferences, make_run, record
-from tests.unit.observe.test_report import CHARTS
+from tests.support.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view, waiting
+from tests.support.report_charts import CHARTS
+from tests.support.run_folder import PIPELINE, make_preferences, make_run, record
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
 

@@ -11,13 +11,13 @@ import pytest
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.launch.launch import launch
 from tests.conftest import PluginSite
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 PLUGIN = """
 import threading, time
 from pathlib import Path
 import llmsuite
-from llmsuite.plugins.hookspecs import Command
+from llmsuite.contract.hookspecs import Command
 
 def run(arguments, registry):
     from llmsuite.devices.start import start_paddle
@@ -27,7 +27,7 @@ def run(arguments, registry):
     import paddle.distributed as dist
     from paddle.distributed.auto_parallel.api import dtensor_from_local
     from llmsuite.parallel import collective
-    from llmsuite.schema.degrees import Degrees
+    from llmsuite.contract.schema.degrees import Degrees
 
     mesh, sign = collective.start(Degrees(1, 1, 1, 2)), Path(arguments.file)
     part = dtensor_from_local(paddle.ones([4]), mesh.tensor, [dist.Partial()])
@@ -59,7 +59,8 @@ def test_threads_go_on_while_a_rank_waits(tmp_path: Path, monkeypatch: pytest.Mo
     path = os.pathsep.join([str(tmp_path), str(ROOT), os.environ.get("PYTHONPATH", "")])
     monkeypatch.setenv("PYTHONPATH", path)
     monkeypatch.setenv("LLMSUITE_PLUGINS", "reshard_lock")
-    backend, said = CpuBackend(), list[str]()
+    backend = CpuBackend()
+    said = list[str]()
     backend.prepare_ranks()
 
     def environment(rank: int) -> dict[str, str]:

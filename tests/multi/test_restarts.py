@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Process, Runner, learnt
-from tests.tools.ports import free_address
+from tests.support.ports import free_address
 
 STEPS = 8
 COMMON = (f"--train.max_steps={STEPS}", "--train.eval_steps=4", "--train.micro_batch_size=2")
@@ -47,7 +47,8 @@ def _records(runner: Runner, name: str) -> list[dict[str, Any]]:
 
 def _assert_equal(runner: Runner, name: str, whole: str) -> None:
     """All records, those of evaluations too, and every byte of the last checkpoint."""
-    ours, theirs = _records(runner, name), _records(runner, whole)
+    ours = _records(runner, name)
+    theirs = _records(runner, whole)
     assert [sorted(record) for record in ours] == [sorted(record) for record in theirs]
     assert learnt(ours) == learnt(theirs)
     files = [
@@ -59,7 +60,8 @@ def _assert_equal(runner: Runner, name: str, whole: str) -> None:
 
 @pytest.mark.parametrize(("ranks", "victim"), [(1, 0), (2, 0), (2, 1)])
 def test_a_killed_rank_is_one_of_a_run_that_goes_on(runner: Runner, ranks: int, victim: int) -> None:
-    whole, name = f"whole-{ranks}", f"lost-{ranks}-{victim}"
+    whole = f"whole-{ranks}"
+    name = f"lost-{ranks}-{victim}"
     if not (runner.directory / whole).exists():
         runner.run(*_words(runner, whole, *MESHES[ranks]))
     process = runner.start_and_hold(name, 5, *_words(runner, name, *MESHES[ranks], "--launch.max_restarts=1"), saved=3)
@@ -111,7 +113,9 @@ def test_the_best_checkpoint_is_named_though_the_run_was_lost_before(runner: Run
 @pytest.mark.parametrize("what", ["rank", "launcher"])
 def test_machines_meet_again(runner: Runner, what: str) -> None:
     """A rank of machine 1 is lost; or the machine, in whose place the same command is started."""
-    master, whole, name = _master(), "whole-2", f"machines-{what}"
+    master = _master()
+    whole = "whole-2"
+    name = f"machines-{what}"
     if not (runner.directory / whole).exists():
         runner.run(*_words(runner, whole, *MESHES[2]))
     where = (*TWO_MACHINES, f"--launch.master={master}", "--launch.max_restarts=2")
@@ -129,7 +133,7 @@ def test_machines_meet_again(runner: Runner, what: str) -> None:
     runner.let_go(name)
     outputs = [process.communicate(timeout=120)[0] for process in (first, second)]
     assert [process.returncode for process in (first, second)] == [0, 0], "\n".join(outputs)
-    lost = "machine 1 is gone" if what == "launcher" else "rank 1 on machine 1 was killed by SIGKILL"
+    lost = "machine 1 is lost" if what == "launcher" else "rank 1 on machine 1 was killed by SIGKILL"
     assert f"restart 1 of 2, from step 3: {lost}" in outputs[0]
     assert (f"restart 1 of 2, from step 3: {lost}" in outputs[1]) == (what == "rank")
     _assert_equal(runner, name, whole)
@@ -149,7 +153,7 @@ def _lose_machine_1(runner: Runner, name: str, words: Sequence[str], count: int,
     runner.let_go(name)
     outputs = [process.communicate(timeout=180)[0] for process in (first, *others)]
     assert [process.returncode for process in (first, *others)] == [0] * len(outputs), "\n".join(outputs)
-    assert "restart 1 of 2, from step 3: machine 1 is gone" in outputs[0]
+    assert "restart 1 of 2, from step 3: machine 1 is lost" in outputs[0]
     return outputs
 
 
@@ -159,8 +163,8 @@ def test_a_spare_machine_takes_the_place_of_a_lost_one(runner: Runner) -> None:
     where = (f"--launch.master={_master()}", "--launch.max_restarts=2", "--launch.spares=1")
     first, spare = _lose_machine_1(runner, "spare", (*TWO_MACHINES, *where), 3)
     assert "machine 2 is a spare" in spare
-    assert "the run goes on with machines 0, 2" in first
-    assert "the run goes on with machines 0, 2" in spare
+    assert "the run continues with machines 0, 2" in first
+    assert "the run continues with machines 0, 2" in spare
     _assert_equal(runner, "spare", "whole-2")
 
 
@@ -171,8 +175,9 @@ def test_a_run_goes_on_with_fewer_machines(runner: Runner) -> None:
     where = ("--launch.nnodes=3", "--launch.num_devices=1", "--parallel={}", f"--launch.master={_master()}")
     fewer = ("--launch.max_restarts=2", "--launch.min_nnodes=2", "--launch.rejoin_seconds=1")
     for output in _lose_machine_1(runner, "fewer", (*where, *fewer, *more), 3, batch=12):
-        assert "the run goes on with 2 of 3 machines: 0, 2" in output
-    ours, theirs = _records(runner, "fewer"), _records(runner, "fewer-whole")
+        assert "the run continues with 2 of 3 machines: 0, 2" in output
+    ours = _records(runner, "fewer")
+    theirs = _records(runner, "fewer-whole")
     assert [record["step"] for record in ours] == [record["step"] for record in theirs]
     for a, b in zip(ours, theirs):
         for key in {"loss", "grad_norm", "eval/loss", "learning_rate"} & b.keys():

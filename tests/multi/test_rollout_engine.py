@@ -2,44 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner, learnt
-from tests.multi.test_serve import Server
 from tests.parity.cases import LIMIT
+from tests.support.rollout_servers import ALONE, PIPELINE, asking, completions, served
+from tests.support.server import Server
 
-STEPS, SAVED = 5, 2
+STEPS = 5
+SAVED = 2
 WORDS = (
     "run", "recipes/llama/grpo.json", "--smoke", f"--train.max_steps={STEPS}", "--train.global_batch_size=8",
     "--train.lr_schedule=constant", "--train.warmup_ratio=0", "--train.optimizer=sgd", "--train.learning_rate=0.1",
     "--data.max_length=64", "--data.eval=null", f"--checkpoint.save_steps={SAVED}", "--checkpoint.keep_last=9",
     "--rollout.batch_size=8",
 )  # fmt: skip
-ALONE = ("--parallel={}", "--launch.num_devices=1", "--train.micro_batch_size=8")
-PIPELINE = ('--parallel={"pipeline_parallel_degree": 2}', "--launch.num_devices=2", "--train.micro_batch_size=4")
 STALE = (
     "--rollout.max_staleness=1", "--rollout.max_logprob_gap=null", "--grpo.rollout_correction=tis",
     "--grpo.correction_cap=1.5",
 )  # fmt: skip
-
-
-def served(server: Server) -> tuple[str, ...]:
-    """The words of a run that a server draws for."""
-    return asking(server.url, 6)
-
-
-def asking(url: str, retries: int) -> tuple[str, ...]:
-    keys = f"--rollout.openai.urls={json.dumps([url])}", f"--rollout.openai.retries={retries}"
-    return ("--rollout.engine=openai", *keys)
 
 
 def run(runner: Runner, name: str, *words: str, expect: int = 0) -> str:
@@ -68,13 +56,10 @@ def stale(runner: Runner, server: list[Server]) -> Path:
     return runner.directory / "stale"
 
 
-def completions(place: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (place / "completions.jsonl").read_text().splitlines()]
-
-
 def test_a_server_draws_what_the_run_would_draw_itself(runner: Runner, server: list[Server], local: Path) -> None:
     run(runner, "remote", *ALONE, *served(server[-1]))
-    alone, found = runner.metrics("local"), runner.metrics("remote")
+    alone = runner.metrics("local")
+    found = runner.metrics("remote")
     assert len(alone) == len(found) == STEPS
     for a, b in zip(alone, found, strict=True):
         assert {key: a[key] for key in _EXACT} == {key: b[key] for key in _EXACT}
@@ -110,7 +95,8 @@ def test_staleness_is_the_same_in_a_pipeline(runner: Runner, server: list[Server
 
 def same_weights(runner: Runner, name: str) -> None:
     for stem in ("model", "optimizer"):
-        expected, found = runner.weights("stale", STEPS, stem), runner.weights(name, STEPS, stem)
+        expected = runner.weights("stale", STEPS, stem)
+        found = runner.weights(name, STEPS, stem)
         assert expected.keys() == found.keys()
         assert all(np.array_equal(expected[key], found[key]) for key in expected)
 
@@ -123,7 +109,7 @@ def test_a_run_without_its_server_ends_and_is_resumed(runner: Runner, server: li
     (again / "checkpoints" / "latest").write_text(f"step-{SAVED}\n")
     nobody = asking("http://127.0.0.1:9", 1)
     said = run(runner, "again", *ALONE, *STALE, *nobody, "--resume", expect=2)
-    assert "http://127.0.0.1:9 has drawn nothing in 2 tries" in said
+    assert "http://127.0.0.1:9 has sampled nothing in 2 tries" in said
     assert [path.name for path in (again / "checkpoints").glob("step-*")] == [f"step-{SAVED}"]
     run(runner, "again", *ALONE, *STALE, *served(server[-1]), "--resume")
     assert learnt(runner.metrics("again")) == learnt(runner.metrics("stale"))
@@ -131,7 +117,8 @@ def test_a_run_without_its_server_ends_and_is_resumed(runner: Runner, server: li
 
 
 def test_a_server_that_is_killed_and_started_anew_goes_on(runner: Runner, server: list[Server], stale: Path) -> None:
-    url, port = server[-1].url, server[-1].port
+    url = server[-1].url
+    port = server[-1].port
     words = [*WORDS, *ALONE, *STALE, *asking(url, 12), f"--output_dir={runner.directory / 'killed'}"]
     process = runner.start_and_hold("killed", 2, *words)
     server[-1].process.send_signal(signal.SIGKILL)

@@ -14,7 +14,8 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.parity.cases import LIMIT, Case, few, run_cases
 
-STEPS, SAVED = 4, 2
+STEPS = 4
+SAVED = 2
 WORDS = (
     f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.lr_schedule=constant",
     "--train.warmup_ratio=0", "--train.optimizer=sgd", "--train.learning_rate=0.2", "--data.max_length=64",
@@ -22,7 +23,8 @@ WORDS = (
 )  # fmt: skip
 ANOTHER = "DIRECTORY_OF_PLAIN"
 """The run of this name, which is done before those that take it as their reference."""
-_TP, _PP = {"tensor_parallel_degree": 2, "sequence_parallel": True}, {"pipeline_parallel_degree": 2}
+_TP = {"tensor_parallel_degree": 2, "sequence_parallel": True}
+_PP = {"pipeline_parallel_degree": 2}
 RUNS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "adapters": (
@@ -87,7 +89,8 @@ def test_rollouts_and_updates_equal_those_of_one_process(runner: Runner, failed:
     run = SPREADS[name][0]
     assert run not in failed, failed[run]
     assert name not in failed, failed[name]
-    alone, found = runner.metrics(run), runner.metrics(name)
+    alone = runner.metrics(run)
+    found = runner.metrics(name)
     assert len(alone) == len(found) == STEPS
     for a, b in zip(alone, found, strict=True):
         assert {key: a[key] for key in _EXACT} == {key: b[key] for key in _EXACT}  # the same completions
@@ -143,13 +146,15 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(runner: Runner, failed:
     runner.run("run", case.recipe, "--smoke", *case.words, f"--output_dir={directory}", "--resume")
     assert _lasting(runner.metrics(name)) == _lasting(runner.metrics(run))
     for stem in ("model", "optimizer"):
-        expected, found = runner.weights(run, STEPS, stem), runner.weights(name, STEPS, stem)
+        expected = runner.weights(run, STEPS, stem)
+        found = runner.weights(name, STEPS, stem)
         assert expected.keys() == found.keys()
         assert all(np.array_equal(expected[key], found[key]) for key in expected)
 
 
 def test_other_prompts_take_the_place_of_those_without_a_signal(runner: Runner, failed: dict[str, str]) -> None:
-    taken, records = 0, runner.metrics("dynamic")
+    taken = 0
+    records = runner.metrics("dynamic")
     epoch = records[0]["groups/drawn"] / records[0]["epoch"]
     for record in records:
         taken += record["groups/drawn"]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner, learnt
-from tests.multi.test_interrupted import MESHES, SMALL
+from tests.support.interrupted_runs import MESHES, SMALL
 
 COMMON = ("--train.max_steps=8", "--checkpoint.save_steps=2", *SMALL)
 
@@ -84,7 +84,8 @@ def test_a_run_starts_from_the_weights_of_another(runner: Runner, tmp_path: Path
         # --smoke draws its weights: what it changes is given on top of it
         output = runner.run(*plain, *MESHES[1], *step, *given)
         assert f"loading {weights / 'checkpoints/step-8'} (hf layout)" in output
-        then, now = runner.weights("first", 8), runner.weights(name, 1)
+        then = runner.weights("first", 8)
+        now = runner.weights(name, 1)
         assert then.keys() == now.keys()
         assert all(np.array_equal(then[key], now[key]) for key in then)
         assert not runner.weights(name, 1, "optimizer")  # sgd has none: nothing of the other run's came along

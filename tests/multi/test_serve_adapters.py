@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import concurrent.futures
-import dataclasses
 import itertools
 import re
 from collections.abc import Iterator
@@ -13,21 +12,21 @@ import openai
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_serve import KEY, Server
-from tests.unit import tiny_llama
-from tests.unit.serving import test_adapters
+from tests.support import served_adapters, tiny_llama
+from tests.support.server import KEY, Server
+from tests.support.several_adapters import CONFIG
 
-CLIENTS, REQUESTS = 16, 6
-CONFIG = dataclasses.replace(test_adapters.CONFIG, max_position_embeddings=256)
-MODELS = ("tiny", *test_adapters.TARGETS)
-ADAPTERS = tuple(test_adapters.TARGETS)
+CLIENTS = 16
+REQUESTS = 6
+MODELS = ("tiny", *served_adapters.TARGETS)
+ADAPTERS = tuple(served_adapters.TARGETS)
 
 
 @pytest.fixture(scope="module")
 def server(runner: Runner) -> Iterator[Server]:
     place = runner.directory / "adapters"
     tiny_llama.write(place / "base", CONFIG, tokenizer=tiny_llama.TOKENIZER)
-    named = [f"{name}={test_adapters.write_adapter(place / name, name)}" for name in ADAPTERS]
+    named = [f"{name}={served_adapters.write_adapter(place / name, name)}" for name in ADAPTERS]
     started = Server(runner, place / "base", "--adapters", *named, "--batch_size", "16", LLMSUITE_API_KEY=KEY)
     yield started
     assert started.stop() == 0

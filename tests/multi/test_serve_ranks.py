@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_serve import KEY, LIMITS, Server
-from tests.unit.inference.test_export import write_family
+from tests.support.server import KEY, LIMITS, Server
+from tests.support.written_family import write_family
 
 ASKED = [f"{i} and {i + 1}" * (1 + i % 3) for i in range(9)]
 

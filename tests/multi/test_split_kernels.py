@@ -38,10 +38,12 @@ def main() -> int:
         q, k, v = (whole(x) * 1.0 for x in (q, k, v))  # whose gradient is contiguous, as that of a kernel
         return ops.attention(q, k, v, ops.causal_mask(q.shape[1], k.shape[1], q.dtype)), None
 
-    F.rms_norm, F.flash_attention.flash_attention = norm, flash
+    F.rms_norm = norm
+    F.flash_attention.flash_attention = flash
     cpu.load()
     random = np.random.default_rng(0)  # the same on all
-    hidden, gain = random.standard_normal([2, 6, 8]), random.standard_normal([8])
+    hidden = random.standard_normal([2, 6, 8])
+    gain = random.standard_normal([8])
     heads = [random.standard_normal([2, 6, 4, 8]) for _ in range(3)]
     forms: dict[str, tuple[Any, Any]] = {
         "gpu": (ops.fused_rms_norm, ops.flash_attention),

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
-from typing import Any
 
 import numpy as np
 import pytest
@@ -21,47 +20,23 @@ import pytest
 from tests.multi.conftest import Runner
 from tests.parity.cases import (
     GRADIENT_LIMIT,
-    LIMIT,
     STEPS,
     Case,
     compare_gradients,
-    few,
     many_processes,
     norm,
     once,
     one_process,
     run_cases,
 )
-from tests.parity.condition import bf16_gradient_limits, bf16_metric_limits, nudged
+from tests.parity.condition import bf16_gradient_limits, nudged
 from tests.parity.mutations import OF_16_BITS
 from tests.parity.points import point
+from tests.support.standin_runs import MESHES, ONE, RUN, of, problems
 
-RUN: dict[str, Any] = {"stage": "tokens", "tied": False, "optimizer": "sgd", "micro_batch_size": 1}
-MESHES = few(
-    {
-        "pp2": point(pp=2, **RUN),
-        "stage1": point(sharding="stage1", data_ranks=2, offload=True, **RUN),
-        "stage3": point(sharding="stage3", data_ranks=2, recompute="full", **RUN),
-        "tp2 sp": point(tp=2, sequence_parallel=True, **RUN),
-        "tp2 pp2": point(tp=2, pp=2, recompute="full", **RUN),
-        "dp2": point(data_ranks=2, **RUN),
-        "stage2 pp2": point(pp=2, sharding="stage2", data_ranks=2, **RUN),
-        "pp4": point(pp=4, schedule="FThenB", **RUN),
-        "interleaved stage3": point(pp=2, schedule="interleaved", sharding="stage3", data_ranks=2, **RUN),
-        "tp2 selective": point(tp=2, recompute="selective", **RUN),
-    },
-    "dp2", "stage2 pp2", "pp4", "interleaved stage3", "tp2 selective",
-)  # fmt: skip
-FLIPPED = 2.0**-16
 FP16 = 2.0**-3
 """Largest error of a rounding to fp16 beside one to bf16."""
 TIED = point(pp=2, **{**RUN, "tied": True})
-
-
-def of(case: Case, name: str, mutation: str | None = None, precision: str = "bf16", **more: Any) -> Case:
-    """A case on the stand-in."""
-    words = [*case.words, "--device=standin", f"--engine.precision={precision}"]
-    return dataclasses.replace(case, name=name, words=words, mutation=mutation, **more)
 
 
 def small(case: Case) -> Case:
@@ -69,7 +44,6 @@ def small(case: Case) -> Case:
     return dataclasses.replace(case, words=once([*case.words, "--train.micro_batch_size=1"]))
 
 
-ONE = one_process(next(iter(MESHES.values())))
 SMALL = small(ONE)
 
 
@@ -87,27 +61,6 @@ def failed(runner: Runner) -> dict[str, str]:
     assert "one" not in failed, failed["one"]
     shutil.copytree(runner.directory / "one" / checkpoint, runner.directory / "again" / checkpoint)
     return failed | run_cases(runner, [of(SMALL, "again", resume=True)])
-
-
-def problems(
-    runner: Runner, one: str, many: str, cuts: bool = False, wide: Case = ONE, later: float = FLIPPED**0.5
-) -> list[str]:
-    """What is beyond the limits; `cuts`: sums are rounded in parts, or activations in one of the runs only. `wide`: the
-    run in float32, whose condition the limits are from. `later`: without cuts, the part of them that is for the steps
-    behind the first."""
-    close, found = bf16_metric_limits(runner, wide), []
-    for step, (ours, theirs) in enumerate(zip(runner.metrics(one), runner.metrics(many), strict=True), 1):
-        assert ours["tokens"] == theirs["tokens"]
-        for key, limit in close.items():
-            limit *= 2  # not only inputs of products are rounded, as there, but what comes out too
-            if not cuts:
-                limit = LIMIT if step == 1 else max(LIMIT, limit * later)
-            far = abs(theirs[key] / ours[key] - 1)
-            print(f"{many}, step {step}: {key} {far:.1e} of at most {limit:.1e}")
-            found += [f"step {step}: {key} differs by {far:.1e}"] if not far <= limit else []
-    gradients = compare_gradients(runner, one, many, *((0.0, bf16_gradient_limits(runner, wide)) if cuts else ()))
-    print(f"{many}: gradients {gradients.gradients:.1e}")
-    return found + gradients.problems
 
 
 def test_a_tied_embedding_on_two_stages(runner: Runner, failed: dict[str, str]) -> None:
@@ -157,7 +110,8 @@ def moved(runner: Runner, name: str) -> dict[str, np.ndarray]:
 
 
 def test_without_masters_it_goes_red(runner: Runner, failed: dict[str, str]) -> None:
-    right, wrong = moved(runner, "one"), moved(runner, "no_masters")
+    right = moved(runner, "one")
+    wrong = moved(runner, "no_masters")
     far = max(norm(wrong[name] - change) / norm(change) for name, change in right.items())
     print(f"changes are off by {far:.1e}")
     assert far > 0.1

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import INTERLEAVED, PP, RECOMPUTE, SP, STATIC, TP
-from tests.multi.test_standin import of, problems
 from tests.parity.cases import COMMON, OPTIMIZERS, Case, few, four_layers, once, run_cases
 from tests.parity.condition import nudged
 from tests.parity.lora import LORA
+from tests.support.lora_meshes import INTERLEAVED, PP, RECOMPUTE, SP, STATIC, TP
+from tests.support.standin_runs import of, problems
 
 PACKED = ("--data.packing=best_fit",)
 JOBS: dict[str, tuple[str, tuple[str, ...]]] = {

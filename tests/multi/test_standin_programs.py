@@ -17,14 +17,16 @@ import pytest
 
 from tests.multi.conftest import Runner
 from tests.multi.programs import PP2, PROGRAM, SAVES, TP2, WORDS
-from tests.multi.test_bf16_programs import far_changes
-from tests.multi.test_standin import of
 from tests.parity.cases import OPTIMIZERS, STEPS, Case, few, once, run_cases
 from tests.parity.condition import bf16_change_limits, bf16_metric_limits, nudged
 from tests.parity.lora import LORA
+from tests.support.far_changes import far_changes
+from tests.support.standin_runs import of
 
-LAYERS, SP = ("--engine.mode=to_static",), {"sequence_parallel": True}
-TIED, ADAMW = ("--model.config.tie_word_embeddings=true",), OPTIMIZERS["adamw"]
+LAYERS = ("--engine.mode=to_static",)
+SP = {"sequence_parallel": True}
+TIED = ("--model.config.tie_word_embeddings=true",)
+ADAMW = OPTIMIZERS["adamw"]
 JOBS: dict[str, tuple[str, tuple[str, ...]]] = {
     "sft": ("llama/sft", OPTIMIZERS["sgd"]),
     "tied": ("qwen/sft", (*ADAMW, *TIED)),
@@ -115,7 +117,8 @@ def failed(runner: Runner) -> dict[str, str]:
     again = []
     for begun in (*RESUMED, "sft, bf16"):
         assert begun not in failed, failed[begun]
-        name, (job, precision, *how, words) = f"{begun}, again", RUNS.get(begun, RUNS["step"])
+        name = f"{begun}, again"
+        (job, precision, *how, words) = RUNS.get(begun, RUNS["step"])
         shutil.copytree(runner.directory / begun / "checkpoints/step-1", runner.directory / name / "checkpoints/step-1")
         again.append(of(_case(job, *how, *words), name, precision=precision, resume=True))
     return failed | run_cases(runner, again)

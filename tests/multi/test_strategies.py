@@ -200,7 +200,8 @@ def test_what_a_rank_holds_between_steps_and_between_micro_batches(
 ) -> None:
     site = tmp_path_factory.mktemp("site")
     PluginSite(site).install("spy", MEMORY_SPY)
-    seen, sizes = {}, {}
+    seen = {}
+    sizes = {}
     for stage in ("none", "stage2", "stage3"):
         name = f"memory-{stage}"
         parallel = f'--parallel={{"sharding": "{stage}"}}'

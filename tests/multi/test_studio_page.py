@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.tools.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view, waiting
-from tests.unit.inference.test_export import write_family
+from tests.support.browser import IS_THERE, REASON, VIEWS, faults, screenshot, severe, view, waiting
+from tests.support.written_family import write_family
 
 pytestmark = pytest.mark.skipif(not IS_THERE, reason=REASON)
 
@@ -28,7 +28,7 @@ def address(runner: Runner) -> Iterator[str]:
     process.send_signal(signal.SIGINT)
     out, _ = process.communicate(timeout=60)
     assert "Traceback" not in out
-    assert "goes on" not in out
+    assert "continues" not in out
 
 
 def wait(browser: Any, seconds: int, done: Any) -> Any:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import types
-from typing import Any
 
 import numpy as np
 
 from tests.multi.conftest import Runner
 
-NUM_RANKS, VOCABULARY = 2, 7
+NUM_RANKS = 2
+VOCABULARY = 7
 """The vocabulary is padded to 8."""
 WORDS = (
     "--smoke", "--train.max_steps=6", "--train.eval_steps=2", "--train.learning_rate=0.01", "--train.warmup_ratio=0",
@@ -24,24 +23,21 @@ def main() -> int:
     """What each rank does: numbers with many equal ones, so that the first of the largest is on either rank."""
     import paddle
     import paddle.distributed as dist
-    from paddle import nn
 
-    from llmsuite.models.shard_plan import WHOLE
+    from llmsuite.contract.schema.degrees import Degrees
+    from llmsuite.devices.ops import Ops
     from llmsuite.parallel import collective
-    from llmsuite.parallel.tensor import apply_tensor_parallel
-    from llmsuite.schema.degrees import Degrees
+    from llmsuite.parallel.tensor import VocabularyParallelLogitOps
 
     mesh = collective.start(Degrees(pp=1, dp=1, sharding=1, tp=NUM_RANKS))
-    model: Any = nn.Layer()
-    model.config = types.SimpleNamespace(vocab_size=VOCABULARY)
-    apply_tensor_parallel(model, WHOLE, mesh, sequence_parallel=False)
+    logit_ops = VocabularyParallelLogitOps(Ops(), mesh, VOCABULARY)
     random = np.random.default_rng(0)  # the same on all
     logits = random.integers(-3, 0, [64, VOCABULARY]).astype("float32")
     targets = random.integers(0, VOCABULARY, [64])
     targets[:32] = logits.argmax(-1)[:32]
     padded = np.pad(logits, [(0, 0), (0, 1)])  # the padding has the largest numbers
     cut = dist.shard_tensor(paddle.to_tensor(padded), mesh.tensor, [dist.Shard(1)])
-    found = model.is_first_choice(cut, paddle.to_tensor(targets)).numpy()
+    found = logit_ops.is_greedy_match(cut, paddle.to_tensor(targets)).numpy()
     np.testing.assert_array_equal(found, logits.argmax(-1) == targets)
     assert 32 < found.sum() < 64
     return 0

@@ -19,10 +19,12 @@ from tests.multi.conftest import Runner
 from tests.parity.cases import Case, many_processes, once, run_cases
 from tests.parity.points import point
 from tests.parity.traffic import Traffic
-from tests.unit.families import tiny
+from tests.support.families import tiny
 
 BUDGET = json.loads(Path(__file__).with_name("traffic.json").read_text())
-LAYERS, HIDDEN, VOCABULARY = 4, 96, 512  # compiled batches are 64 tokens long, which is the tiny shape's width
+LAYERS = 4  # compiled batches are 64 tokens long, which is the tiny shape's width
+HIDDEN = 96
+VOCABULARY = 512
 RUNS = {
     "tensor parallel": (point(tp=2), ("tensor parallel",)),
     "sequence parallel": (point(tp=2, sequence_parallel=True), ("sequence parallel",)),
@@ -80,7 +82,8 @@ def test_a_step_sends_what_it_ought_to(runs: Runner, name: str) -> None:
     strategy, parts = RUNS[name]
     for rank in range(strategy.num_ranks):
         found, sizes = _sent(runs, name, rank)
-        stage, num_stages = rank // strategy["tp"], strategy["pp"]
+        stage = rank // strategy["tp"]
+        num_stages = strategy["pp"]
         expected: Traffic = collections.Counter()
         for part in ("anywhere", *parts):
             for what, shape, per_layer, besides, where, _ in BUDGET[part]:

@@ -18,9 +18,12 @@ PACKS = {"sft": 8, "dpo": 10}
 """Samples of the file, as they are and packed, at 256 tokens."""
 FILES = {"sft": "data/sft/eval.jsonl", "dpo": "data/preference/eval.jsonl"}
 WINDOW = ("--model.config.model_type=mistral", "--model.config.sliding_window=24")
-TP, SP = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "sequence_parallel": True}
+TP = {"tensor_parallel_degree": 2}
+SP = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 PP = {"pipeline_parallel_degree": 2}
-PACKED, KEPT, AGAIN = "--data.packing=best_fit", "--engine.recompute=none", "--engine.recompute=full"
+PACKED = "--data.packing=best_fit"
+KEPT = "--engine.recompute=none"
+AGAIN = "--engine.recompute=full"
 STATIC = "--engine.mode=to_static"
 # stage, ranks, what is parallel, micro-batch size, further words
 MESHES: dict[str, tuple[str, int, dict[str, Any], int, tuple[str, ...]]] = {

@@ -6,22 +6,22 @@ import dataclasses
 import itertools
 import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeVar
 
 import numpy as np
 
+from llmsuite.contract.registry import PluginInfo
 from llmsuite.launch.ends import INTERRUPTED
-from llmsuite.plugins.manager import PluginInfo
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests import standin
 from tests.conftest import registry_with
+from tests.further import RUNS_ALL
 from tests.multi.conftest import RECIPE, Runner
 from tests.parity import token_stage
 from tests.parity.points import Point
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 STEPS = 3
 WORKER = "tests.parity.worker"
@@ -58,10 +58,10 @@ T = TypeVar("T")
 
 
 def few(table: dict[str, T], *left: str) -> dict[str, T]:
-    """A table of cases without some that `make test` leaves to `make parity`, which sets LLMSUITE_TEST_MESHES=all."""
+    """A table of cases without some that `make test` and `make test-further` leave to `make parity`; see
+    `tests.further`."""
     assert table.keys() >= {*left}
-    is_all = os.environ.get("LLMSUITE_TEST_MESHES") == "all"
-    return {name: case for name, case in table.items() if is_all or name not in left}
+    return {name: case for name, case in table.items() if RUNS_ALL or name not in left}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Case:
     """Whether each rank writes down what it has sent in the last step, as `traffic-RANK.json`."""
     resume: bool = False
     """Whether it goes on from the checkpoints that are in its directory."""
-    beside_passes: bool = False
+    overlaps: bool = False
     """Whether the engine does as on a device that sends while it computes."""
     note_opened: bool = False
     """Whether each rank writes down which files it has opened, as `opened-RANK.json`."""
@@ -133,14 +133,16 @@ def run_cases(runner: Runner, cases: Iterable[Case], module: str = WORKER) -> di
     """
     failed: dict[str, str] = {}
     for num_ranks, same in itertools.groupby(sorted(cases, key=lambda c: c.num_ranks), key=lambda c: c.num_ranks):
-        left, idle = list(same), 0
+        left = list(same)
+        idle = 0
         while left:
             path = runner.directory / f"cases-{num_ranks}.json"
             path.write_text(json.dumps([dataclasses.asdict(case) for case in left]))
             code, printed = runner.launch(num_ranks, module, str(path), fresh=any(case.trace for case in left))
             if code == INTERRUPTED:
                 raise KeyboardInterrupt
-            before, left = left, [case for case in left if not (runner.directory / case.name / "done").exists()]
+            before = left
+            left = [case for case in left if not (runner.directory / case.name / "done").exists()]
             idle = idle + 1 if len(left) == len(before) else 0
             if left:  # go on behind the one that failed, unless three in a row have
                 count = 1 if idle < 3 else len(left)
@@ -192,7 +194,8 @@ def compare(
     outside of its programs. A metric may be off by LIMIT, or by its entry in `metric_limits` where that is more.
     """
     result = Comparison()
-    ours, theirs = runner.metrics(one), runner.metrics(many)
+    ours = runner.metrics(one)
+    theirs = runner.metrics(many)
     assert len(ours) == STEPS
     assert not falls or ours[-1]["loss"] < 0.98 * ours[0]["loss"], "nothing was learnt, so nothing is compared"
     if len(theirs) != STEPS:
@@ -215,12 +218,14 @@ def compare(
     first, last, found = (runner.weights(n, s, stem) for n, s in ((one, 1), (one, STEPS), (many, STEPS)))
     assert last.keys() == found.keys()
     for name, value in last.items():
-        rounding, change = STEPS * ROUNDING * norm(value), norm(value - first[name])
+        rounding = STEPS * ROUNDING * norm(value)
+        change = norm(value - first[name])
         difference = norm(found[name] - value) - rounding
         difference = difference / change if change else norm(found[name] - value)  # as it was: exactly
         allowed = limit[name] if isinstance(limit, Mapping) else limit
         result.change = max(result.change, result.check(name, difference, allowed))
-    slots, found = runner.weights(one, STEPS, "optimizer"), runner.weights(many, STEPS, "optimizer")
+    slots = runner.weights(one, STEPS, "optimizer")
+    found = runner.weights(many, STEPS, "optimizer")
     assert slots.keys() == found.keys()
     for name, value in slots.items():
         difference = _difference(found[name], value)

@@ -68,7 +68,7 @@ def bf16_change_limits(runner: Runner, one: Case, stem: str) -> dict[str, float]
 
 
 def _rounding(one: Case) -> float:
-    return 2 * math.sqrt(plan_of(one).model_config.hidden_size) * ROUNDING
+    return 2 * math.sqrt(plan_of(one).model.config.hidden_size) * ROUNDING
 
 
 def _bf16_scale(one: Case) -> float:
@@ -77,7 +77,8 @@ def _bf16_scale(one: Case) -> float:
 
 def metric_limits(runner: Runner, one: Case) -> dict[str, float]:
     """How far the loss and the gradient norm of a step may be off, relative."""
-    exact, moved = runner.metrics(one.name), [runner.metrics(run.name) for run in nudged(one)]
+    exact = runner.metrics(one.name)
+    moved = [runner.metrics(run.name) for run in nudged(one)]
     return {
         key: _rounding(one)
         / NUDGE

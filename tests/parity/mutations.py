@@ -37,7 +37,8 @@ def pipeline_gradients_not_averaged(patch: pytest.MonkeyPatch) -> None:
     from llmsuite.parallel import collective
     from llmsuite.parallel.loss_ledger import LossLedger
 
-    reduce, add = LossLedger.reduce, LossLedger.add
+    reduce = LossLedger.reduce
+    add = LossLedger.add
 
     def counted(self: Any, terms: Any) -> None:
         self.num_micro_batches = getattr(self, "num_micro_batches", 0) + 1
@@ -57,7 +58,8 @@ def positive_losses_counted(patch: pytest.MonkeyPatch) -> None:
     """What is supervised is told by `loss > 0`, and a loss of 0 falls out of the mean."""
     from llmsuite.stages import pair_loss
 
-    loss, compare = pair_loss.PairLoss.terms, pair_loss.PairLoss._compare
+    loss = pair_loss.PairLoss.terms
+    compare = pair_loss.PairLoss._pair_losses
     latest: list[Any] = []
 
     def noted(self: Any, logps: Any, batch: Any) -> Any:
@@ -68,7 +70,7 @@ def positive_losses_counted(patch: pytest.MonkeyPatch) -> None:
         terms = loss(self, model, batch)
         return pair_loss.LossTerms(terms.total, float((latest[0] > 0).sum()), terms.sums)
 
-    patch.setattr(pair_loss.PairLoss, "_compare", noted)
+    patch.setattr(pair_loss.PairLoss, "_pair_losses", noted)
     patch.setattr(pair_loss.PairLoss, "terms", counted)
 
 
@@ -99,10 +101,10 @@ def replicated_counted_twice(patch: pytest.MonkeyPatch) -> None:
 
 def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
     """Every rank starts with the first rank's part of an adapter's first factor that is cut over tp."""
-    from llmsuite.models.shard_plan import FIRST_FACTOR
-    from llmsuite.parallel import fill
+    from llmsuite.adapters.lora import FIRST_FACTOR
+    from llmsuite.parallel import materialize
 
-    local_slice = fill.local_slice
+    local_slice = materialize.local_slice
 
     def first_slice(name: str, *of_parameter: Any) -> list[slice]:
         index = local_slice(name, *of_parameter)
@@ -110,7 +112,7 @@ def factor_of_first_rank(patch: pytest.MonkeyPatch) -> None:
             return index
         return [slice(0, part.stop - part.start) for part in index]
 
-    patch.setattr(fill, "local_slice", first_slice)
+    patch.setattr(materialize, "local_slice", first_slice)
 
 
 def scale_of_own_rank(patch: pytest.MonkeyPatch) -> None:
@@ -145,10 +147,11 @@ def weights_nudged(patch: pytest.MonkeyPatch, number: int) -> None:
     model."""
     import paddle
 
+    from llmsuite.engine import weights
     from llmsuite.models import quantised
-    from llmsuite.train import weights
 
-    initial_values, dequantise = weights.initial_values, quantised.dequantise
+    initial_values = weights.initial_values
+    dequantise = quantised.dequantise
     quantise = weights.QuantisedReads._quantised
     quantises = False
 
@@ -183,7 +186,7 @@ def _between(bent: Callable[[Any], Any]) -> Callable[..., Any]:
     import paddle
     from paddle.autograd import PyLayer
 
-    from llmsuite.devices.local_parts import on_parts
+    from llmsuite.devices.local_parts import on_local_shards
 
     class Between(PyLayer):
         """The function comes in a tuple, which PyLayer does not look into."""
@@ -205,7 +208,7 @@ def _between(bent: Callable[[Any], Any]) -> Callable[..., Any]:
 
     def between(function: Any, *tensors: Any) -> Any:
         apply = lambda *local: Between.apply(*local, (function,))  # noqa: E731
-        return on_parts(apply, *tensors) if tensors[0].is_dist() else apply(*tensors)
+        return on_local_shards(apply, *tensors) if tensors[0].is_dist() else apply(*tensors)
 
     return between
 
@@ -219,30 +222,30 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     from llmsuite.devices import ops as plain
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.cpu.kernels import ops
-    from llmsuite.devices.local_parts import constant_part
+    from llmsuite.devices.local_parts import local_constant
 
     def bent(wide: Any) -> Any:
         return wide * (1 + 2.0**-5 * paddle.sin(3 * paddle.log(wide.abs() + 1e-30)))
 
-    def operand(x: Any) -> Any:
+    def round_activation(x: Any) -> Any:
         """In float64, which says that it is bent already."""
         return x if x.dtype == paddle.float64 else bent(x.astype("float64"))
 
     def product(x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False) -> Any:
-        return paddle.matmul(operand(x), operand(y), transpose_x, transpose_y)
+        return paddle.matmul(round_activation(x), round_activation(y), transpose_x, transpose_y)
 
     def matmul(*arguments: Any) -> Any:
         return product(*arguments).astype("float32")
 
-    def operand_matmul(pairs: Any, transpose_y: bool) -> Any:
+    def rounded_output_matmul(pairs: Any, transpose_y: bool) -> Any:
         return bent(sum(product(x, y, False, transpose_y) for x, y in pairs))
 
-    def operand_cross_entropy(logits: Any, targets: Any) -> Any:
+    def rounded_grad_cross_entropy(logits: Any, targets: Any) -> Any:
         given = logits.detach()
         given.stop_gradient = False
         with paddle.enable_grad():
             nll = plain.cross_entropy(given, targets)
-        return nll.detach(), lambda of_nll: operand(paddle.grad(nll, given, of_nll)[0])
+        return nll.detach(), lambda of_nll: round_activation(paddle.grad(nll, given, of_nll)[0])
 
     between = _between(bent)
 
@@ -250,14 +253,14 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
         return between(plain.swiglu, gate, up)
 
     def rotary(x: Any, cos: Any, sin: Any) -> Any:
-        turns = [constant_part(turn).astype("float64") for turn in (cos, sin)]
+        turns = [local_constant(turn).astype("float64") for turn in (cos, sin)]
         return between(lambda local: plain.rotary(local, *turns), x)
 
     def attention(q: Any, k: Any, v: Any, spans: Any) -> Any:
         if spans is None:
             mask = plain.causal_mask(q.shape[1], k.shape[1], q.dtype)
         else:
-            mask = plain.span_mask(constant_part(spans), q.dtype)
+            mask = plain.span_mask(local_constant(spans), q.dtype)
         return between(lambda *local: plain.attention(*local, mask), q, k, v)
 
     def of_either(of_float32: Any, of_bent: Any) -> Any:
@@ -265,12 +268,12 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
     patch.setattr(ops, "rounded_matmul", matmul)
-    patch.setattr(ops, "rounded_operand_matmul", operand_matmul)
-    patch.setattr(ops, "bf16_operand", operand)
-    patch.setattr(ops, "bf16_operand_cross_entropy", operand_cross_entropy)
+    patch.setattr(ops, "rounded_io_matmul", rounded_output_matmul)
+    patch.setattr(ops, "round_to_bf16", round_activation)
+    patch.setattr(ops, "bf16_grad_cross_entropy", rounded_grad_cross_entropy)
     for name, of_bent in {"swiglu": swiglu, "rotary": rotary, "attention": attention}.items():
         patch.setattr(ops, name, of_either(getattr(ops, name), of_bent))
-    patch.setattr(plain.Ops, "attends_operands", property(lambda self: self.operand_matmul is not None))
+    patch.setattr(plain.Ops, "rounds_attention", property(lambda self: self.rounded_output_matmul is not None))
 
 
 def products_by_rounding(patch: pytest.MonkeyPatch) -> None:
@@ -282,9 +285,9 @@ def products_by_rounding(patch: pytest.MonkeyPatch) -> None:
 
 def frozen_in_float32(patch: pytest.MonkeyPatch) -> None:
     """No error: frozen matrices as they are in the files, to be rounded whenever they are multiplied with."""
-    from llmsuite.recipe.resolve import RunPlan
+    from llmsuite.recipe.plans import ModelPlan
 
-    patch.setattr(RunPlan, "narrows_frozen", False)
+    patch.setattr(ModelPlan, "keeps_frozen_bf16", lambda self, parallel_plan: False)
 
 
 def plain_kernels(patch: pytest.MonkeyPatch) -> None:
@@ -313,7 +316,7 @@ def no_masters(patch: pytest.MonkeyPatch) -> None:
     def rounded(self: Any) -> None:
         write_back(self)
         if self.has_master and not self.is_empty:
-            master = self.master_or_shard.detach()
+            master = self.main_param.detach()
             master.copy_(master.astype(self.parameter.dtype).astype("float32"), True)
 
     patch.setattr(ParameterShard, "write_back", rounded)

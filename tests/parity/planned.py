@@ -11,12 +11,12 @@ from typing import Any
 
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import Action
+from llmsuite.parallel.timeline import orders, simulate
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import GROUP_AXES, PIPELINE, RUN, TENSOR, Message, Traffic, model_prepasses
-from llmsuite.planning.estimate import anatomy_of, estimate
+from llmsuite.planning.estimate import estimate, shape_spec_of
 from llmsuite.planning.layout import Layout
-from llmsuite.planning.memory import marks_padding, memory
-from llmsuite.planning.schedule import orders, simulate
+from llmsuite.planning.memory import memory, needs_token_metadata
 from llmsuite.recipe.resolve import RunPlan
 
 Sent = collections.Counter[tuple[Any, ...]]
@@ -50,19 +50,20 @@ _LIVE = "between_steps", "gradients", "between_passes"
 
 def truth_of(directory: Path, plan: RunPlan) -> Truth:
     """Comparison with its plan of the run in a directory, whose last step `tests.parity.worker` traced."""
-    num_ranks = plan.degrees.num_ranks
+    num_ranks = plan.parallel.degrees.num_ranks
     records = [json.loads((directory / f"traffic-{rank}.json").read_text()) for rank in range(num_ranks)]
-    meshes = [Mesh(plan.degrees, rank) for rank in range(num_ranks)]
+    meshes = [Mesh(plan.parallel.degrees, rank) for rank in range(num_ranks)]
     # what nobody reads in the middle of a pipeline is what others of the same data rank read
     by_data = {mesh.data_rank: record for mesh, record in zip(meshes, records) if record["micro_batches"]}
-    layout, anatomy = Layout(plan), anatomy_of(plan)
+    layout = Layout(plan.model, plan.parallel)
+    shape_spec = shape_spec_of(plan.model)
     found = Truth(memory=dict.fromkeys((*_LIVE, "peak"), 0.0))
     for mesh, record in zip(meshes, records):
         read = by_data[mesh.data_rank]
         batches = [_pass(plan, sizes) for sizes in read["micro_batches"]]
         sent = _sent(mesh, record)
         found.calls += sum(sent.values())
-        traffic = Traffic(layout, anatomy, mesh, batches, False, _looks(plan, read["looks"])).counts
+        traffic = Traffic(layout, plan.train, shape_spec, mesh, batches, _looks(plan, read["looks"]), False).counts
         expected: Sent = collections.Counter()
         for message, count in traffic.items():
             expected[_key(mesh, message)] += count
@@ -70,7 +71,9 @@ def truth_of(directory: Path, plan: RunPlan) -> Truth:
         for key in sorted({*sent, *expected}, key=repr):
             if sent[key] != expected[key]:
                 found.problems.append(f"rank {mesh.rank} has sent {sent[key]}, not {expected[key]}, times {key[1:]}")
-        (planned,) = memory(layout, anatomy, _dealt(batches, record), [mesh])
+        (planned,) = memory(
+            layout, plan.train, plan.data.section.max_length, shape_spec, _dealt(batches, record), [mesh]
+        )
         lives = {
             "between_steps": planned.between_steps,
             "gradients": planned.between_steps + planned.gradients,
@@ -98,8 +101,10 @@ def check_truth(directory: Path, plan: RunPlan) -> Truth:
 
 def _check_schedule(found: Truth, plan: RunPlan, meshes: Sequence[Mesh], records: Sequence[dict[str, Any]]) -> None:
     """The passes that ran, in their order, are those that the plan has played; so is how long they wait."""
-    planned, count = estimate(plan), sum(forward for forward, *_ in records[0]["actions"]) // plan.num_chunks
-    wanted = orders(plan.schedule, plan.degrees.pp, count, plan.num_chunks if plan.degrees.pp > 1 else 1)
+    planned = estimate(plan)
+    count = sum(forward for forward, *_ in records[0]["actions"]) // plan.parallel.num_chunks
+    pp = plan.parallel.degrees.pp
+    wanted = orders(plan.parallel.schedule, pp, count, plan.parallel.num_chunks if pp > 1 else 1)
     lines: dict[tuple[int, int], list[list[Action]]] = collections.defaultdict(list)
     for mesh, record in zip(meshes, records):
         lines[mesh.data_rank, mesh.coordinate["tp"]].append([Action(*action) for action in record["actions"]])
@@ -115,7 +120,7 @@ def _check_schedule(found: Truth, plan: RunPlan, meshes: Sequence[Mesh], records
 
 def _pass(plan: RunPlan, sizes: Sequence[int]) -> MicroBatch:
     rows, length, supervised, documents = sizes
-    return MicroBatch(rows, length, supervised, bool(documents), marks_padding(plan))
+    return MicroBatch(rows, length, supervised, bool(documents), needs_token_metadata(plan.model))
 
 
 def _dealt(batches: Sequence[MicroBatch], record: dict[str, Any]) -> list[MicroBatch]:
@@ -132,7 +137,7 @@ def _dealt(batches: Sequence[MicroBatch], record: dict[str, Any]) -> list[MicroB
 
 def _looks(plan: RunPlan, passes: Sequence[Sequence[int]]) -> list[list[MicroBatch]]:
     """The passes of each look, of which the first one comes first."""
-    count = len(model_prepasses(plan))
+    count = len(model_prepasses(plan.train.profile))
     if not count:
         assert not passes, "the plan knows of no look at the global batch"
         return []
@@ -166,12 +171,12 @@ def _group(mesh: Mesh, message: Message) -> tuple[int, ...] | None:
         return None
     if message.axis == RUN:
         return tuple(range(mesh.degrees.num_ranks))
-    if message.axis == "readers":
+    if message.axis == "loaders":
         return tuple(int(rank) for rank in mesh.grid[[0, -1]].flat)
     if message.axis == "tied":
-        (line,) = (line for line in mesh.pipeline_lines() if mesh.rank in line)
+        (line,) = (line for line in mesh.pipelines() if mesh.rank in line)
         return line[0], line[-1]
-    return _row(mesh.of_experts if message.of_experts else mesh, message.axis)
+    return _row(mesh.expert_mesh if message.is_expert else mesh, message.axis)
 
 
 def _row(mesh: Mesh, axis: str) -> tuple[int, ...]:

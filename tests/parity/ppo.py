@@ -10,7 +10,8 @@ from tests.parity.cases import LIMIT, OPTIMIZERS, Case
 
 _EXACT = ("tokens", "supervised_tokens", "reward", "completions/length")
 _CLOSE = ("grad_norm", "ratio", "critic/loss", "critic/grad_norm", "critic/error")
-STEPS, SAVED = 4, 2
+STEPS = 4
+SAVED = 2
 WORDS = (
     f"--train.max_steps={STEPS}", "--train.global_batch_size=8", "--train.lr_schedule=constant",
     "--train.warmup_ratio=0", "--data.max_length=64", "--train.optimizer=sgd", "--train.learning_rate=0.2",
@@ -18,7 +19,8 @@ WORDS = (
     "--ppo.updates=2", "--ppo.kl_target=0.01", "--ppo.critic.learning_rate=0.05", "--rollout.temperature=0.8",
 )  # fmt: skip
 SAVING = (f"--checkpoint.save_steps={SAVED}", "--checkpoint.keep_last=2")
-TP, PP = {"tensor_parallel_degree": 2, "sequence_parallel": True}, {"pipeline_parallel_degree": 2}
+TP = {"tensor_parallel_degree": 2, "sequence_parallel": True}
+PP = {"pipeline_parallel_degree": 2}
 RUNS: dict[str, tuple[str, ...]] = {
     "dense": (),
     "adapters": ("--lora.rank=4", "--ppo.reference=adapter_off"),
@@ -49,7 +51,8 @@ def case(name: str, run: str, ranks: int, parallel: dict[str, object], more: tup
 
 def compare(runner: Runner, run: str, name: str) -> None:
     """Assert that both models learnt the same in a case as in a run of one process."""
-    alone, found = runner.metrics(run), runner.metrics(name)
+    alone = runner.metrics(run)
+    found = runner.metrics(name)
     assert len(alone) == len(found) == STEPS
     for a, b in zip(alone, found, strict=True):
         assert {key: a[key] for key in _EXACT} == {key: b[key] for key in _EXACT}  # the same completions

@@ -83,7 +83,8 @@ def scales(runner: Runner, name: str, step: int) -> dict[str, list[float]]:
 
 def problems(runner: Runner, one: str, many: str) -> list[str]:
     """What of a run is beyond the limits."""
-    ours, theirs = runner.metrics(one), runner.metrics(many)
+    ours = runner.metrics(one)
+    theirs = runner.metrics(many)
     assert len(ours) == STEPS
     assert max(abs(a["loss"] / ours[0]["loss"] - 1) for a in ours) > 1e-3, "nothing was learnt, so nothing is compared"
     if len(theirs) != STEPS:
@@ -95,7 +96,8 @@ def problems(runner: Runner, one: str, many: str) -> list[str]:
             print(f"{many} step {step} {key} {difference:.1e}")
             if not difference <= (LIMIT if step == 1 else flipped):
                 found.append(f"step {step}: {key} differs by {difference:.1e}")
-        first, second = scales(runner, one, step), scales(runner, many, step)
+        first = scales(runner, one, step)
+        second = scales(runner, many, step)
         assert first.keys() == second.keys()
         for name, values in first.items():
             far = max((abs(y / x - 1) for x, y in zip(values, second[name], strict=True)), default=0.0)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import ADAMW, PP, RECOMPUTE, SP, STATIC, STEM, TP
 from tests.parity import page
 from tests.parity.cases import GRADIENT_LIMIT, Case, Comparison, compare
 from tests.parity.condition import change_limits, gradient_limits, nudged
 from tests.parity.lora import case, check_continued, compare_updates, run_and_continue
+from tests.support.lora_meshes import ADAMW, PP, RECOMPUTE, SP, STATIC, STEM, TP
 
 METHODS: dict[str, tuple[str, ...]] = {
     "lora": (),
@@ -107,7 +107,8 @@ def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], name:
     of_change: float | dict[str, float] = GRADIENT_LIMIT
     of_gradients: dict[str, float] = {}
     if one in [_one(*kind) for kind in SENSITIVE]:
-        of_change, of_gradients = change_limits(runner, one, STEM, GRADIENT_LIMIT), gradient_limits(runner, one)
+        of_change = change_limits(runner, one, STEM, GRADIENT_LIMIT)
+        of_gradients = gradient_limits(runner, one)
     # rates at which VeRA learns something of DeepSeek in three steps magnify the last bits; what changes is compared
     falls = name != "vera deepseek tp2 stage3"
     found = compare(runner, one.name, many.name, STEM, of_change, falls, gradient_limits=of_gradients)

@@ -12,7 +12,7 @@ import pytest
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.testing import assert_stage_contract
 from tests.conftest import TRAINING_STAGES, PluginSite, registry_with
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 # keys that make a short run of a stage whose embedded data are many
 SMALLER: Mapping[str, Mapping[str, Any]] = {"pretrain": {"pretrain.max_eval_samples": 64, "pretrain.mix": {}}}
@@ -39,8 +39,8 @@ def assert_best_metrics(runs: Path) -> None:
 BROKEN = '''
 import dataclasses
 import llmsuite
-from llmsuite.plugins.hookspecs import StageSpec
-from llmsuite.schema.section import Section
+from llmsuite.contract.hookspecs import StageSpec
+from llmsuite.contract.schema.section import Section
 
 @dataclasses.dataclass(kw_only=True)
 class BrokenSection(Section):
@@ -48,7 +48,7 @@ class BrokenSection(Section):
     """DOC"""
 
 def stage():
-    from llmsuite.train.stage import LossTerms
+    from llmsuite.engine.stage import LossTerms
     from llmsuite.stages.sft import SftStage
 
     class Broken(SftStage):

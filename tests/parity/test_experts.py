@@ -77,7 +77,8 @@ def test_equals_one_process(runner: Runner, failed: dict[str, str], run: str, me
     stem, limit = ("adapter_model", GRADIENT_LIMIT) if "adapters" in run else ("model", LIMIT)
     # the gradient of a gate is a difference: of what the answers of a pair pull at, and of what the experts give, which
     # at the start are much alike
-    limits, of_metrics = dict[str, float](), dict[str, float]()
+    limits = dict[str, float]()
+    of_metrics = dict[str, float]()
     if run == "rm":
         limits, of_metrics = (find(runner, _case(run, None)) for find in (gradient_limits, metric_limits))
     falls = run != "kto"

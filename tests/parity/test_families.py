@@ -74,7 +74,8 @@ POINTS = [
 def _cases(family: str) -> list[Case]:
     """In one process, and on every mesh."""
     package, more = FAMILIES[family]
-    recipe, words = f"recipes/{package}/dpo.json", [*COMMON, *more]
+    recipe = f"recipes/{package}/dpo.json"
+    words = [*COMMON, *more]
     one = Case(f"{family}-one", 1, ["--launch.num_devices=1", "--parallel={}", *words], recipe=recipe)
     meshes = [
         Case(
@@ -97,16 +98,19 @@ def failed(runner: Runner) -> dict[str, str]:
 
 @pytest.mark.parametrize(("family", "mesh"), POINTS)
 def test_a_mesh_equals_one_process(runner: Runner, failed: dict[str, str], family: str, mesh: str) -> None:
-    one, many = f"{family}-one", f"{family}-{mesh}"
+    one = f"{family}-one"
+    many = f"{family}-{mesh}"
     assert one not in failed, failed[one]
     assert many not in failed, failed[many]
-    expected, found = runner.metrics(one), runner.metrics(many)
+    expected = runner.metrics(one)
+    found = runner.metrics(many)
     assert len(expected) == len(found) == STEPS
     assert expected[-1]["loss"] < 0.99 * expected[0]["loss"], "nothing was learnt, so nothing was compared"
     for a, b in zip(expected, found):
         for key in ("loss", "grad_norm", "logps/chosen", "logps/rejected"):
             assert b[key] == pytest.approx(a[key], rel=1e-6), (a["step"], key)
-    ours, theirs = runner.weights(one, STEPS), runner.weights(many, STEPS)
+    ours = runner.weights(one, STEPS)
+    theirs = runner.weights(many, STEPS)
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         # biases start at zero, and some of their gradients are rounding alone: those of keys without rotation

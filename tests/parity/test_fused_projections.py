@@ -36,7 +36,7 @@ RUNS: dict[str, tuple[Point, bool]] = {
 def _case(name: str) -> Case:
     chosen, beside = RUNS[name]
     case = many_processes(chosen)
-    return dataclasses.replace(case, name=name, words=[*case.words, FUSED], beside_passes=beside, trace=True)
+    return dataclasses.replace(case, name=name, words=[*case.words, FUSED], overlaps=beside, trace=True)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def runs(runner: Runner) -> Runner:
 def test_the_numbers_are_those_of_one_process(runs: Runner, name: str) -> None:
     chosen, beside = RUNS[name]
     assert compare(runs, one_process(chosen).name, name).problems == []
-    with mock.patch.object(CpuBackend, "sends_beside_passes", beside):
+    with mock.patch.object(CpuBackend, "overlaps_communication", beside):
         check_truth(runs.directory / name, plan_of(_case(name)))
 
 
@@ -68,7 +68,8 @@ def test_a_run_goes_on_in_the_other_way(runs: Runner, begins_fused: bool) -> Non
     checkpoint = runs.directory / first.name / "checkpoints" / "step-1"
     shutil.copytree(checkpoint, runs.directory / then.name / "checkpoints" / "step-1")
     assert run_cases(runs, [then]) == {}
-    expected, found = runs.metrics(one_process(chosen).name)[1:], runs.metrics(then.name)
+    expected = runs.metrics(one_process(chosen).name)[1:]
+    found = runs.metrics(then.name)
     assert [record["step"] for record in found] == [record["step"] for record in expected]
     for a, b in zip(expected, found):
         assert (b["loss"], b["grad_norm"]) == pytest.approx((a["loss"], a["grad_norm"]), rel=1e-6)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from llmsuite.plugins.manager import PluginInfo
+from llmsuite.contract.registry import PluginInfo
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import registry_with
 from tests.multi.conftest import Runner
@@ -14,7 +14,7 @@ from tests.parity import page, token_stage
 from tests.parity.cases import Comparison, compare, many_processes, one_process, plan_of, run_points
 from tests.parity.planned import check_truth
 from tests.parity.points import DIMENSIONS, Point, covering, legal, short
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 results: dict[Point, Comparison] = {}
 
@@ -27,7 +27,8 @@ def failed(runner: Runner) -> dict[str, str]:
 
 @pytest.mark.parametrize("point", covering(), ids=str)
 def test_point(runner: Runner, failed: dict[str, str], point: Point) -> None:
-    one, many = one_process(point).name, many_processes(point).name
+    one = one_process(point).name
+    many = many_processes(point).name
     assert one not in failed, failed[one]
     assert many not in failed, failed[many]
     results[point] = compare(runner, one, many)
@@ -72,4 +73,4 @@ def test_points_cover_every_pair_and_are_legal() -> None:
     for point in {*points, *short()}:
         case = many_processes(point)
         plan = plan_run(ROOT / case.recipe, case.words, registry, smoke=True)
-        assert plan.degrees.num_data_ranks == point["data_ranks"]
+        assert plan.parallel.degrees.num_data_ranks == point["data_ranks"]

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import (
+from tests.parity.cases import GRADIENT_LIMIT, Case, compare, run_cases
+from tests.parity.condition import change_limits, nudged
+from tests.parity.lora import case
+from tests.support.lora_meshes import (
     ADAMW,
     DROPOUT,
     ENDS,
@@ -24,9 +27,6 @@ from tests.multi.test_lora import (
     TIED,
     TP,
 )
-from tests.parity.cases import GRADIENT_LIMIT, Case, compare, run_cases
-from tests.parity.condition import change_limits, nudged
-from tests.parity.lora import case
 
 OFF = {"stage": "dpo", "run": ("--dpo.reference=adapter_off",)}
 SCORE_LIMIT = 5e-6
@@ -37,7 +37,8 @@ SENSITIVE = {"nf4 experts"}
 """Runs whose limits of what has changed are from the condition of each number: a factor of one expert learns from few
 tokens, whose terms cancel out, and three steps of AdamW magnify what rounding leaves of them. With tp2 it is off by up
 to 3.0e-6 and in one process with micro-batches of 1 by 1.2e-6, where 7.8e-6 may be explained."""
-SELECTIVE, OFFLOAD = "--engine.recompute=selective", "--engine.offload_optimizer=true"
+SELECTIVE = "--engine.recompute=selective"
+OFFLOAD = "--engine.offload_optimizer=true"
 
 
 def _sharded(stage: int, degree: int = 1) -> dict[str, object]:
@@ -142,7 +143,8 @@ def failed(runner: Runner) -> dict[str, str]:
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], name: str) -> None:
     run = STRATEGIES[name][0]
-    one, many = _one(run).name, _many(name).name
+    one = _one(run).name
+    many = _many(name).name
     assert one not in failed, failed[one]
     assert many not in failed, failed[many]
     limit = SCORE_LIMIT if run == "rm" else GRADIENT_LIMIT

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_mtp import AGAIN, KEPT, PP, SP, TP, case_of, check_equal
 from tests.parity.cases import LIMIT, compare_gradients, plan_of, run_cases
 from tests.parity.planned import check_truth
+from tests.support.mtp_cases import AGAIN, KEPT, PP, SP, TP, case_of, check_equal
 
 STATIC = "--engine.mode=to_static"
 INTERLEAVED = {**PP, "pipeline_schedule": "interleaved"}

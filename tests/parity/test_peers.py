@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.cache import cache_root
-from tests.parity.test_real_data import real
-from tests.paths import ROOT
+from llmsuite.base.cache import cache_root
+from tests.support.paths import ROOT
+from tests.support.real_rows import real
 
 MODEL = Path(os.environ.get("LLMSUITE_TEST_MODEL", ROOT / "models" / "smollm2-135m-instruct"))
 STEPS = 5
@@ -49,7 +49,8 @@ def test_dpo_has_the_losses_of_trl(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["dpo"]
-    ours, theirs = found["llmsuite"]["losses"], found["trl"]["losses"]
+    ours = found["llmsuite"]["losses"]
+    theirs = found["trl"]["losses"]
     assert len(ours) == len(theirs) == STEPS
     assert ours == pytest.approx(theirs, abs=1e-3)
     # the reference is the initial model, and from there on they move

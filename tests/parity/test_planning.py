@@ -12,20 +12,20 @@ from tests.multi.conftest import Runner
 from tests.parity.cases import RECIPES, Case, plan_of, run_cases
 from tests.parity.planned import check_truth
 
-TP, SP = {"tensor_parallel_degree": 2}, {"tensor_parallel_degree": 2, "sequence_parallel": True}
+TP = {"tensor_parallel_degree": 2}
+SP = {"tensor_parallel_degree": 2, "sequence_parallel": True}
 PP = {"pipeline_parallel_degree": 2}
-KEPT, STATIC, TIED = (
-    ("--engine.recompute=none",),
-    ("--engine.mode=to_static",),
-    ("--model.config.tie_word_embeddings=true",),
-)
+KEPT = ("--engine.recompute=none",)
+STATIC = ("--engine.mode=to_static",)
+TIED = ("--model.config.tie_word_embeddings=true",)
 AGAIN = ("--engine.recompute=full",)
 BIASES = ("--model.config.attention_bias=true", "--model.config.mlp_bias=true")
 TWO = ("--train.micro_batch_size=2",)
 ROUTED = '--lora.target_modules=["experts.*", "self_attn.*"]'
 ENDS = '--lora.target_modules=["embed_tokens", "*_proj", "lm_head"]'
 BF16 = "--engine.precision=bf16"
-REFT, PREFIX = "--reft.rank=4", "--prefix.tokens=40"
+REFT = "--reft.rank=4"
+PREFIX = "--prefix.tokens=40"
 NETWORK = (PREFIX, "--prefix.projection=true", "--prefix.projection_hidden_size=200")
 RUNS: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "stage 2": ("llama/sft", {"sharding": "stage2"}, ()),
@@ -133,7 +133,8 @@ COMMON = (
 def _case(name: str) -> Case:
     if name in ALONE:
         recipe, more = ALONE[name]
-        parallel, num_ranks = {}, 1
+        parallel = {}
+        num_ranks = 1
     else:
         (recipe, parallel, more), num_ranks = RUNS[name], 2
     more = more if TWO[0] in more else (*more, "--train.micro_batch_size=1")

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_preferences import SPREADS, STAGES, check, run_points
+from tests.support.preference_runs import SPREADS, STAGES, check, run_points
 
 POINTS = list(itertools.product(STAGES, SPREADS))
 

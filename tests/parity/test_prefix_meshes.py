@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import INTERLEAVED, PP, RECOMPUTE, SP, STATIC, STEM, TP
-from tests.multi.test_prefix import CHANGE_LIMIT, NETWORK, NETWORK_STEM, ONE_PASS, PREFIX, RUN
 from tests.parity.cases import Case, compare, run_cases
 from tests.parity.lora import case
+from tests.support.lora_meshes import INTERLEAVED, PP, RECOMPUTE, SP, STATIC, STEM, TP
+from tests.support.prefix_runs import CHANGE_LIMIT, NETWORK, NETWORK_STEM, ONE_PASS, PREFIX, RUN
 
 STAGE3 = {"sharding": "stage3"}
 SELECTIVE = "--engine.recompute=selective"

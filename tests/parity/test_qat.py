@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_qat import ADAMW, PP, RECOMPUTE, SP, STATIC, TP
 from tests.parity.cases import Case, run_cases
 from tests.parity.qat import BOTH, WEIGHTS, case, problems
+from tests.support.qat_words import ADAMW, PP, RECOMPUTE, SP, STATIC, TP
 
 PACKED = ("--qat.weight_bits=8", "--qat.activation_bits=8", "--data.packing=best_fit")
 HEAD = ("--qat.weight_bits=8", "--qat.activation_bits=8", '--qat.target_modules=["lm_head", "o_proj", "down_proj"]')
@@ -73,7 +73,8 @@ def failed(runner: Runner) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_a_strategy_equals_one_process(runner: Runner, failed: dict[str, str], name: str) -> None:
-    one, many = _one(STRATEGIES[name][0]).name, _many(name).name
+    one = _one(STRATEGIES[name][0]).name
+    many = _many(name).name
     assert one not in failed, failed[one]
     assert many not in failed, failed[many]
     assert problems(runner, one, many) == []

@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
+from llmsuite.engine.stage import DropCounts
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.explain import open_stage
 from llmsuite.stages.stats import file_stats
-from llmsuite.train.stage import DropCounts
 from tests.multi.conftest import Runner
-from tests.paths import REAL, ROOT
+from tests.support.paths import REAL, ROOT
+from tests.support.real_rows import real
 
 _ROW = r"\| `(\w+\.(?:jsonl?|txt))` \| (\w+) \|" + r" ([^|]*)\|" * 5
 TABLE = [
@@ -40,13 +41,6 @@ def words(stage: str, path: Path) -> list[str]:
     return [*common, *STAGES[stage]]
 
 
-def real(name: str) -> Path:
-    path = REAL / name
-    if not path.is_file():
-        pytest.skip(f"{path} is not there; set LLMSUITE_TEST_DATA")
-    return path
-
-
 def test_the_table_has_every_file() -> None:
     if not REAL.is_dir():
         pytest.skip(f"{REAL} is not there; set LLMSUITE_TEST_DATA")
@@ -58,7 +52,8 @@ def test_the_table_has_every_file() -> None:
 def test_what_is_read_and_dropped(row: tuple[str, ...], registry: Registry) -> None:
     name, stage, read, used, dropped, tokens, learnt = row
     plan = plan_run(f"recipes/llama/{stage}.json", words(stage, real(name)), registry, smoke=True)
-    stats = file_stats(open_stage(plan, registry), plan.train_file)
+    stage = open_stage(plan.recipe, plan.model, plan.parallel, plan.train, registry)
+    stats = file_stats(stage, plan.data.train_file)
     expected = Counter({reason: int(count) for count, reason in re.findall(r"(\d+) ([^,]+)", dropped)})
     if stage == "pretrain":
         assert (f"{len(stats.lengths):,}", read, expected) == (read, used, {})

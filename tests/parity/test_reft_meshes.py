@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from tests.multi.conftest import Runner
-from tests.multi.test_lora import INTERLEAVED, PP, RECOMPUTE, TP
-from tests.multi.test_reft import ALL, CHANGE_LIMIT, ONES, SOME, STEM
 from tests.parity.cases import Case, compare, run_cases
 from tests.parity.lora import case
+from tests.support.lora_meshes import INTERLEAVED, PP, RECOMPUTE, TP
+from tests.support.reft_runs import ALL, CHANGE_LIMIT, ONES, SOME, STEM
 
 MANY: dict[str, tuple[str, Case]] = {
     "tp2": ("some", case("tp", 2, TP, **SOME)),  # type: ignore[arg-type]

@@ -90,7 +90,8 @@ def _check(runner: Runner, name: str, steps: range) -> None:
         assert {key: found[step][key] for key in _COUNTED} == {key: whole[step][key] for key in _COUNTED}
         for key in ("loss", "grad_norm"):
             assert found[step][key] == pytest.approx(whole[step][key], rel=LIMIT), f"step {step}: {key}"
-    theirs, ours = samples(runner, "one"), samples(runner, name)
+    theirs = samples(runner, "one")
+    ours = samples(runner, name)
     assert list(ours) == list(steps)
     assert [_digest(ours[step]) for step in steps] == [_digest(theirs[step]) for step in steps]
 
@@ -112,7 +113,8 @@ def test_a_checkpoint_is_continued(runner: Runner, failed: dict[str, str], sourc
     assert name not in failed, failed[name]
     _check(runner, name, range(MIDDLE + 1, STEPS + 1))
     for stem, limit in (("model", LIMIT), ("optimizer", STATE_LIMIT)):
-        expected, found = runner.weights("one", STEPS, stem), runner.weights(name, STEPS, stem)
+        expected = runner.weights("one", STEPS, stem)
+        found = runner.weights(name, STEPS, stem)
         assert expected.keys() == found.keys()
         for tensor, value in expected.items():
             assert np.linalg.norm(found[tensor] - value) <= limit * np.linalg.norm(value), tensor

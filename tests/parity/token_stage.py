@@ -13,10 +13,10 @@ import numpy as np
 import paddle
 
 import llmsuite
+from llmsuite.contract.hookspecs import StageSpec
+from llmsuite.contract.schema.section import Section
 from llmsuite.data.rows import conversations_of
-from llmsuite.plugins.hookspecs import StageSpec
-from llmsuite.schema.section import Section
-from llmsuite.train.stage import Batch, DropCounts, LossTerms, Stage
+from llmsuite.engine.stage import Batch, DropCounts, LossTerms, Stage
 
 RECIPE = "tests/parity/tokens.json"
 

@@ -1,10 +1,10 @@
-"""What a rank gives to collectives and sends to other ranks, by operation and shape; see `tests.tools.gloo_trace`."""
+"""What a rank gives to collectives and sends to other ranks, by operation and shape; see `tests.support.gloo_trace`."""
 
 from __future__ import annotations
 
 import collections
 
-from tests.tools.gloo_trace import Messages, install, traced
+from tests.support.gloo_trace import Messages, install, traced
 
 __all__ = ["Messages", "Traffic", "communicators", "install", "traced"]
 Traffic = collections.Counter[tuple[str, tuple[int, ...]]]
@@ -24,9 +24,10 @@ def communicators() -> dict[int, tuple[int, ...]]:
     mesh = collective.mesh()
     if mesh.degrees.num_ranks == 1:
         return {}
-    experts, every = mesh.of_experts, tuple(range(mesh.degrees.num_ranks))
+    experts = mesh.expert_mesh
+    every = tuple(range(mesh.degrees.num_ranks))
     groups = [mesh.tensor_group, mesh.data_group, mesh.dp_group, mesh.sharding_group, mesh.pipeline_group]
-    groups += [mesh.tied_group, mesh.reading_group, experts.expert_group, experts.data_group, experts.dp_group]
+    groups += [mesh.tied_group, mesh.loader_group, experts.expert_group, experts.data_group, experts.dp_group]
     groups += [experts.sharding_group]
     found: dict[int, tuple[int, ...]] = {}
     for group in [None, *(group for group in groups if group is not None)]:

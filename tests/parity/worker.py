@@ -22,14 +22,14 @@ from typing import Any
 from unittest import mock
 
 from llmsuite import builtin
-from llmsuite.cache import private_cache
+from llmsuite.base.cache import isolated_cache
 from llmsuite.cli import commands
+from llmsuite.contract.registry import PluginInfo, load_plugins
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.plugins.manager import PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
 from tests import standin
 from tests.parity import traffic
-from tests.tools.gloo_groups import reused
+from tests.support.gloo_groups import reused
 
 
 def before_paddle(file: str) -> None:
@@ -40,12 +40,14 @@ def before_paddle(file: str) -> None:
 
 def main(file: str) -> int:
     """Run the cases in a file; after each, rank 0 leaves a file `done` in its directory."""
-    path, rank = Path(file), int(os.environ["PADDLE_TRAINER_ID"])
-    cases, opened = json.loads(path.read_text()), list[str]()
+    path = Path(file)
+    rank = int(os.environ["PADDLE_TRAINER_ID"])
+    cases = json.loads(path.read_text())
+    opened = list[str]()
     sys.addaudithook(lambda event, given: opened.append(str(given[0])) if event == "open" else None)
     import paddle.distributed as dist
 
-    from llmsuite.train.trainer import run
+    from llmsuite.engine.trainer import run
     from tests.parity import token_stage
     from tests.parity.mutations import mutated
 
@@ -58,19 +60,19 @@ def main(file: str) -> int:
         print(f"== {case['name']}", flush=True)
         directory = path.parent / case["name"]
         os.environ["LLMSUITE_CACHE"] = str(
-            private_cache(directory / "cache")
+            isolated_cache(directory / "cache")
         )  # what is computed before the first step counts too
         plan = plan_run(case["recipe"], [*case["words"], f"--output_dir={directory}"], registry, smoke=True)
         dist.new_group = reused(new_group, groups)
         with contextlib.ExitStack() as during:
             during.enter_context(mutated(case["mutation"]))
-            during.enter_context(mock.patch.object(CpuBackend, "sends_beside_passes", case["beside_passes"]))
+            during.enter_context(mock.patch.object(CpuBackend, "overlaps_communication", case["overlaps"]))
             during.enter_context(_gradients_of_first_step(directory))
             during.enter_context(_samples_of_each_step(directory, rank))
             if case["trace"]:
-                during.enter_context(_traffic_of_last_step(directory, rank, plan.recipe.train.max_steps or 0))
+                during.enter_context(_traffic_of_last_step(directory, rank, plan.train.section.max_steps or 0))
             opened.clear()
-            work = run if plan.stage.trains else plan.stage.factory()
+            work = run if plan.train.stage.trains else plan.train.stage.factory()
             code = work(plan, registry, resume=case["resume"])
         if code != 0:  # interrupted
             return code
@@ -100,7 +102,7 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
             with paddle.no_grad():
                 for shard in self.shards:
                     gradient = finished.get(shard.name)
-                    part = paddle.zeros_like(shard.master_or_shard.detach()) if gradient is None else gradient
+                    part = paddle.zeros_like(shard.main_param.detach()) if gradient is None else gradient
                     whole[shard.name] = shard.gather_shard(part).numpy()
             if mesh.data_rank == 0 and mesh.coordinate["tp"] == 0:
                 np.savez(directory / f"gradients-{mesh.coordinate['pp']}.npz", **whole)
@@ -117,52 +119,53 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
 def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
     """While active, each training step adds a line to `samples-RANK.jsonl`: the step, the data rank, and of each
     micro-batch the sha256 of what its samples hold, None where nothing is read."""
+    from llmsuite.engine import step_runner
     from llmsuite.parallel import collective
-    from llmsuite.train import updater
 
-    train_step = updater.train_step
+    train_step = step_runner.train_step
 
-    def noted_step(step: int, micro_batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
+    def noted_step(step: int, batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
         told = None
         if passes.objective is not None and all(
-            isinstance(batch, list) for batch in micro_batches
+            isinstance(samples, list) for samples in batches.samples
         ):  # no thread reads them
-            told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in micro_batches]
+            told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in batches.samples]
         record = {"step": step, "data_rank": collective.mesh().data_rank, "micro_batches": told}
         with open(directory / f"samples-{rank}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        return train_step(step, micro_batches, passes, *args, **more)
+        return train_step(step, batches, passes, *args, **more)
 
-    updater.train_step = noted_step
+    step_runner.train_step = noted_step
     try:
         yield
     finally:
-        updater.train_step = train_step
+        step_runner.train_step = train_step
 
 
 @contextlib.contextmanager
 def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[None]:
     """While active, step `last` leaves what this rank has sent in it, the shape of its batch, the order of its passes,
     and the bytes of its tensors."""
-    from llmsuite.train import updater
+    from llmsuite.engine import step_runner
 
     under_way = _UnderWay()
-    train_step, before = updater.train_step, under_way.live_bytes()
+    train_step = step_runner.train_step
+    before = under_way.live_bytes()
 
-    def traced_step(step: int, micro_batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
+    def traced_step(step: int, batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
         if step != last:
-            return train_step(step, micro_batches, passes, *args, **more)
-        objective, ranks = passes.objective, traffic.communicators()
+            return train_step(step, batches, passes, *args, **more)
+        collated = batches.all_batches()  # before the step, which lets go of them
+        ranks = traffic.communicators()
         messages: traffic.Messages = collections.Counter()
         memory = _memory_of_a_step(before, under_way.live_bytes)
         with traffic.traced(messages), memory as held, _passes_of_a_step() as traced:
-            result = train_step(step, micro_batches, passes, *args, **more)
+            result = train_step(step, batches, passes, *args, **more)
         sent: traffic.Traffic = collections.Counter()
         for (_, name, shape, _), count in messages.items():
             sent[name, shape] += count
-        batches = [] if objective is None else [objective.collate(samples) for samples in micro_batches]
         record = {
-            "micro_batches": [[*b["input_ids"].shape, _num_logits(b), "document_starts" in b] for b in batches],
+            "micro_batches": [[*b["input_ids"].shape, _num_logits(b), "document_starts" in b] for b in collated],
             "memory": held,
             **traced,
             "sent": [[name, list(shape), count] for (name, shape), count in sorted(sent.items())],
@@ -174,12 +177,12 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
         (directory / f"traffic-{rank}.json").write_text(json.dumps(record))
         return result
 
-    updater.train_step = traced_step
+    step_runner.train_step = traced_step
     try:
         with under_way.counted():
             yield
     finally:
-        updater.train_step = train_step
+        step_runner.train_step = train_step
 
 
 def _num_logits(batch: dict[str, Any]) -> int:
@@ -191,17 +194,24 @@ class _UnderWay:
     """Bytes of the copies that wait for a neighbour in the pipeline to take them: how long they wait is chance."""
 
     def __init__(self) -> None:
-        self._lock, self._bytes = threading.Lock(), 0
+        self._lock = threading.Lock()
+        self._bytes = 0
 
     def live_bytes(self) -> int:
-        """Bytes of all tensors of this process but for these copies, by Paddle's own count: the least of some looks, as
-        programs free what they have used in a thread of their own (Paddle 3.3.1)."""
+        """Bytes of all tensors of this process but for these copies, by Paddle's own count.
+
+        Programs free what they have used in a thread of their own (Paddle 3.3.1), which a busy machine runs late: so
+        the count is read until it has not fallen for some readings.
+        """
         gc.collect()
-        looks = []
-        for _ in range(5):
-            looks.append(self._live_bytes())
+        least = self._live_bytes()
+        unchanged = 0
+        while unchanged < 8:
             time.sleep(0.005)
-        return min(looks)
+            found = self._live_bytes()
+            unchanged = unchanged + 1 if found >= least else 0
+            least = min(least, found)
+        return least
 
     def _live_bytes(self) -> int:
         from paddle.base import core
@@ -215,7 +225,8 @@ class _UnderWay:
         from llmsuite.parallel import p2p
         from llmsuite.parallel.p2p import P2PChannels
 
-        send, send_all = P2PChannels.send, p2p._send_all
+        send = P2PChannels.send
+        send_all = p2p._send_all
 
         def noted_send(edges: P2PChannels, value: Any, forward: bool) -> None:
             with self._lock:
@@ -233,11 +244,13 @@ class _UnderWay:
                     del job
                     self._bytes -= num_bytes
 
-        P2PChannels.send, p2p._send_all = noted_send, noted_send_all  # type: ignore[method-assign]
+        P2PChannels.send = noted_send  # type: ignore[method-assign]
+        p2p._send_all = noted_send_all
         try:
             yield
         finally:
-            P2PChannels.send, p2p._send_all = send, send_all  # type: ignore[method-assign]
+            P2PChannels.send = send  # type: ignore[method-assign]
+            p2p._send_all = send_all
 
 
 def _allocated(tensor: Any) -> int:
@@ -255,7 +268,9 @@ def _memory_of_a_step(before: int, live_bytes: Callable[[], int]) -> Iterator[di
     from llmsuite.parallel.pipeline import PipelineStage
 
     held = {"between_steps": live_bytes() - before, "gradients": 0, "between_passes": 0, "peak": 0}
-    forward, backward, finish = PipelineStage.forward, PipelineStage.backward, Optimizer.finish_gradients
+    forward = PipelineStage.forward
+    backward = PipelineStage.backward
+    finish = Optimizer.finish_gradients
 
     def noted_forward(self: PipelineStage, *args: Any) -> Any:
         result = forward(self, *args)
@@ -294,9 +309,12 @@ def _passes_of_a_step() -> Iterator[dict[str, list[Any]]]:
     from llmsuite.parallel.pipeline import PipelineStage
 
     found: dict[str, list[Any]] = {"actions": [], "looks": [], "rows": []}
-    rows, inside = Experts.rows, []
-    forward, backward = PipelineStage.forward, PipelineStage.backward
-    hidden_states, token_nll = PipelineStage.hidden_states, PipelineStage.token_nll
+    rows = Experts.rows
+    inside = []
+    forward = PipelineStage.forward
+    backward = PipelineStage.backward
+    hidden_states = PipelineStage.hidden_states
+    token_nll = PipelineStage.token_nll
 
     def noted_forward(self: PipelineStage, action: Any, *args: Any) -> Any:
         if paddle.is_grad_enabled():
@@ -326,11 +344,15 @@ def _passes_of_a_step() -> Iterator[dict[str, list[Any]]]:
         return rows(self, x, *args)
 
     Experts.rows = noted_rows  # type: ignore[method-assign]
-    PipelineStage.forward, PipelineStage.backward = noted_forward, noted_backward  # type: ignore[method-assign, assignment]
-    PipelineStage.hidden_states, PipelineStage.token_nll = noted_hidden, noted_nll  # type: ignore[method-assign]
+    PipelineStage.forward = noted_forward  # type: ignore[method-assign, assignment]
+    PipelineStage.backward = noted_backward
+    PipelineStage.hidden_states = noted_hidden  # type: ignore[method-assign]
+    PipelineStage.token_nll = noted_nll
     try:
         yield found
     finally:
         Experts.rows = rows  # type: ignore[method-assign]
-        PipelineStage.forward, PipelineStage.backward = forward, backward  # type: ignore[method-assign]
-        PipelineStage.hidden_states, PipelineStage.token_nll = hidden_states, token_nll  # type: ignore[method-assign]
+        PipelineStage.forward = forward  # type: ignore[method-assign]
+        PipelineStage.backward = backward
+        PipelineStage.hidden_states = hidden_states  # type: ignore[method-assign]
+        PipelineStage.token_nll = token_nll

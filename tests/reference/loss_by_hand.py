@@ -10,7 +10,8 @@ import numpy as np
 from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 
-_EPSILON, _BASE = 1e-5, 10000.0
+_EPSILON = 1e-5
+_BASE = 10000.0
 
 
 def first_loss(model: Path, rows: Path, apart: bool = False) -> float:
@@ -25,7 +26,8 @@ def first_loss(model: Path, rows: Path, apart: bool = False) -> float:
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     tensors = {name: value.astype("float64") for name, value in load_file(model / "model.safetensors").items()}
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for line in rows.read_text(encoding="utf-8").splitlines():
         ids, learnt = _tokens(tokenizer, json.loads(line)["messages"], apart)
         logits = _logits(config, tensors, np.array(ids[:-1]))
@@ -43,10 +45,12 @@ def _tokens(tokenizer: Tokenizer, messages: list[dict[str, str]], apart: bool) -
         parts.append((f"<|start_header_id|>{message['role']}<|end_header_id|>\n\n", False))
         parts.append((f"{message['content'].strip()}<|eot_id|>", message["role"] == "assistant"))
     if apart:
-        ids, learnt = list[int](), list[bool]()
+        ids = list[int]()
+        learnt = list[bool]()
         for is_learnt, group in itertools.groupby(parts, lambda part: part[1]):
             found = tokenizer.encode("".join(text for text, _ in group), add_special_tokens=False).ids
-            ids, learnt = ids + found, learnt + [is_learnt] * len(found)
+            ids = ids + found
+            learnt = learnt + [is_learnt] * len(found)
         return ids, learnt
     encoded = tokenizer.encode("".join(text for text, _ in parts), add_special_tokens=False)
     owner = [is_learnt for text, is_learnt in parts for _ in text]  # by character
@@ -55,7 +59,8 @@ def _tokens(tokenizer: Tokenizer, messages: list[dict[str, str]], apart: bool) -
 
 def _logits(config: dict[str, int], tensors: dict[str, np.ndarray], ids: np.ndarray) -> np.ndarray:
     """[tokens, vocabulary]."""
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    heads = config["num_attention_heads"]
+    kv_heads = config["num_key_value_heads"]
     x = tensors["model.embed_tokens.weight"][ids]
     size = x.shape[1] // heads
     angles = np.arange(len(ids))[:, None] / _BASE ** (np.arange(0, size, 2) / size)

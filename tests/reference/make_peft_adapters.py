@@ -20,7 +20,12 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 TARGET = Path(__file__).resolve().parent / "peft" / "adapters.json"
-INPUTS, OUTPUTS, RANK, ALPHA, RATE, DROPOUT = 12, 10, 3, 6.0, 0.05, 0.3
+INPUTS = 12
+OUTPUTS = 10
+RANK = 3
+ALPHA = 6.0
+RATE = 0.05
+DROPOUT = 0.3
 CASES: dict[str, dict[str, Any]] = {
     "dropout": {"lora_dropout": DROPOUT, "init_lora_weights": False},
     "dropout, rslora": {"lora_dropout": DROPOUT, "init_lora_weights": False, "use_rslora": True},
@@ -62,7 +67,8 @@ def case(options: dict[str, Any]) -> dict[str, Any]:
     layer = model.base_model.model.proj
     if "lora_dropout" in options:
         layer.lora_dropout["default"] = Recorded(DROPOUT)
-    first, second = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    first = layer.lora_A["default"].weight
+    second = layer.lora_B["default"].weight
     found |= {"A": numbers(first.T), "B": numbers(second.T)}
     x = torch.randn(2, 4, INPUTS, requires_grad=True)
     direction = torch.randn(2, 4, OUTPUTS)

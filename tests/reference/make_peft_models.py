@@ -24,7 +24,9 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 HERE = Path(__file__).resolve().parent
-RANK, ALPHA, SEED = 3, 5.0, 0
+RANK = 3
+ALPHA = 5.0
+SEED = 0
 OF_EXPERTS = ("deepseek/v3", "qwen_moe/qwen3", "ernie_moe/tied")
 CASES = (
     *((case, kind) for case in OF_EXPERTS for kind in ("pairs", "stacks")),
@@ -91,7 +93,10 @@ def write_as_llmsuite(target: Path, base: Any, attention: list[str], kind: str) 
     linears = {
         name: module.weight.shape for name, module in base.named_modules() if isinstance(module, torch.nn.Linear)
     }
-    names, shapes, rank, alpha = attention + MLP, {}, 2 * RANK, 2 * ALPHA
+    names = attention + MLP
+    shapes = {}
+    rank = 2 * RANK
+    alpha = 2 * ALPHA
     if kind == "pairs":
         stacks = {name: module for name, module in base.named_modules() if name.endswith(".experts")}
         for name, stack in stacks.items():
@@ -99,7 +104,9 @@ def write_as_llmsuite(target: Path, base: Any, attention: list[str], kind: str) 
             places = itertools.product(range(stack.num_experts), MLP)
             shapes |= {f"{name}.{i}.{m}": (hidden, inner) if m == "down_proj" else (inner, hidden) for i, m in places}
         each = [f"{expert}.{matrix}" for matrix in MLP for expert in range(stack.num_experts)]
-        names, rank, alpha = attention + each, RANK, ALPHA
+        names = attention + each
+        rank = RANK
+        alpha = ALPHA
     wanted = attention if kind == "pairs" else names
     shapes |= {name: shape for name, shape in linears.items() if name.rpartition(".")[2] in wanted}
     tensors = {}

@@ -30,7 +30,8 @@ def functions(path: Path, names: list[str], known: dict[str, Any]) -> types.Simp
     tree = ast.parse(path.read_text(encoding="utf-8"))
     found = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name in names]
     for node in found:
-        node.decorator_list, node.returns = [], None
+        node.decorator_list = []
+        node.returns = None
         for argument in (*node.args.args, *node.args.kwonlyargs):
             argument.annotation = None
     scope = dict(known)
@@ -62,7 +63,8 @@ def main(verl: Path) -> None:
     own = whole.clone()
     for row, places in OBSERVED.items():
         own[row, places] = 0
-    rewards, values = numbers(1), numbers(2)
+    rewards = numbers(1)
+    values = numbers(2)
     found: dict[str, Any] = {"gae": []}
     for gamma, lambda_ in ((1.0, 0.95), (0.9, 0.8), (1.0, 1.0), (0.99, 0.0)):
         advantages, returns = core.compute_gae_advantage_return(rewards * own, values, own, gamma, lambda_)

@@ -22,7 +22,9 @@ import torch
 from trl import GRPOConfig, GRPOTrainer
 
 TARGET = Path(__file__).resolve().parent / "rl" / "trl.json"
-GROUP, MAX_LENGTH, EOS = 4, 9, 1
+GROUP = 4
+MAX_LENGTH = 9
+EOS = 1
 LENGTHS = [5, 9, 1, 4, 7, 3, 3, 6, 2, 8, 4, 5]
 REWARDS = [
     [1.0, 0.0, 0.5, 0.0],
@@ -39,7 +41,10 @@ def numbers(seed: int, scale: float) -> torch.Tensor:
 
 
 class Accelerator:
-    device, process_index, num_processes, is_main_process = torch.device("cpu"), 0, 1, True
+    device = torch.device("cpu")
+    process_index = 0
+    num_processes = 1
+    is_main_process = True
 
     def gather(self, x: Any) -> Any:
         return x
@@ -69,17 +74,24 @@ class Trainer(GRPOTrainer):
             "top_entropy_quantile", "off_policy_mask_threshold", "use_vllm", "max_completion_length",
         ):  # fmt: skip
             setattr(self, name, getattr(args, name))
-        self.epsilon_low, self.epsilon_high = args.epsilon, args.epsilon_high or args.epsilon
+        self.epsilon_low = args.epsilon
+        self.epsilon_high = args.epsilon_high or args.epsilon
         self.model = types.SimpleNamespace(training=True, is_gradient_checkpointing=False)
-        self.num_iterations, self.ref_model, self.accelerator = 1, object(), Accelerator()
+        self.num_iterations = 1
+        self.ref_model = object()
+        self.accelerator = Accelerator()
         self.state = types.SimpleNamespace(global_step=0)
         self._tokenizer = types.SimpleNamespace(pad_token_id=0)
-        self.eos_token_ids, self.pad_to_multiple_of, self.log_multimodal = [EOS], None, False
+        self.eos_token_ids = [EOS]
+        self.pad_to_multiple_of = None
+        self.log_multimodal = False
         self.environment_factories = self.environments = self.tools = None
-        self.reward_weights, self.reward_func_names = torch.ones(1), ["given"]
+        self.reward_weights = torch.ones(1)
+        self.reward_func_names = ["given"]
         self._metrics = {"train": collections.defaultdict(list)}
         self._logs = collections.defaultdict(list, rewards=collections.defaultdict(list))
-        self._pending_extra_logs, self._pending_metrics = {}, {}
+        self._pending_extra_logs = {}
+        self._pending_metrics = {}
         self.current_gradient_accumulation_steps = 1
         self._entropy_bonus_enabled = self.aux_loss_enabled = False
         self.queue: list[torch.Tensor] = []

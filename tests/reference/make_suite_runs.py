@@ -22,7 +22,8 @@ from tests.reference.tiny_llama_files import write_model, write_rows
 
 ROOT = Path(__file__).resolve().parents[2]
 CONVERSIONS = Path(__file__).resolve().parent / "conversions"
-STEPS, COUNT = 8, 16
+STEPS = 8
+COUNT = 16
 MODEL = "Llama-3-8B-tiny"
 """A name by which ms-swift takes a model for Llama 3."""
 _TRAINER: dict[str, Any] = {

@@ -25,7 +25,11 @@ LLAMA3 = (
 _LLAMA3_TOKENS = {0: "<|end_of_text|>", 1: "<|begin_of_text|>", 2: "<|eot_id|>"}
 """What the tokens of the tokenizer that end and begin are called there."""
 _FURTHER = ("<|start_header_id|>", "<|end_header_id|>", "<|eom_id|>")
-_HIDDEN, _INNER, _LAYERS, _HEADS, _KV_HEADS = 32, 64, 2, 4, 2
+_HIDDEN = 32
+_INNER = 64
+_LAYERS = 2
+_HEADS = 4
+_KV_HEADS = 2
 
 
 def write_model(target: Path, tokenizer: Path, like_llama3: bool = False) -> None:
@@ -39,7 +43,8 @@ def write_model(target: Path, tokenizer: Path, like_llama3: bool = False) -> Non
     (target / "tokenizer.json").write_text(json.dumps(vocabulary), encoding="utf-8")
     (target / "tokenizer_config.json").write_text(json.dumps(words), encoding="utf-8")
     ids = [*vocabulary["model"]["vocab"].values(), *(token["id"] for token in vocabulary["added_tokens"])]
-    size, eos = max(ids) + 1, next(t["id"] for t in vocabulary["added_tokens"] if t["content"] == words["eos_token"])
+    size = max(ids) + 1
+    eos = next(t["id"] for t in vocabulary["added_tokens"] if t["content"] == words["eos_token"])
     config = {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": size, "hidden_size": _HIDDEN,
         "intermediate_size": _INNER, "num_hidden_layers": _LAYERS, "num_attention_heads": _HEADS,

@@ -12,11 +12,11 @@ import functools
 from pathlib import Path
 
 import llmsuite
+from llmsuite.contract.specs import DeviceSpec
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.build import Library, library
 from llmsuite.devices.gpu import GpuBackend
-from llmsuite.specs import DeviceSpec
 
 _LIBRARY = Library(
     name="standin",
@@ -34,17 +34,17 @@ class StandIn(CpuBackend):
     name = "standin"
     precisions = GpuBackend.precisions
     training_precisions = ()
-    stored_precisions = ()
+    weight_only_precisions = ()
     kernel_module = DeviceBackend.kernel_module
-    on_parts_only = DeviceBackend.on_parts_only
+    local_only_kernels = DeviceBackend.local_only_kernels
     document_mask_bytes = DeviceBackend.document_mask_bytes
     kernels_in_programs = True
-    sends_beside_passes = DeviceBackend.sends_beside_passes
+    overlaps_communication = DeviceBackend.overlaps_communication
 
     kernels = GpuBackend.kernels
     parameter_dtype = DeviceBackend.parameter_dtype
-    product_path = DeviceBackend.product_path
-    caution = DeviceBackend.caution
+    matmul_backend = DeviceBackend.matmul_backend
+    precision_warning = DeviceBackend.precision_warning
     ops = DeviceBackend.ops
 
     def padding_free(self, precision: str) -> bool:

@@ -17,7 +17,7 @@ import paddle
 from llmsuite.models import qat
 from llmsuite.models.dropout import TokenDropout
 from llmsuite.models.qat import FakeQuantLinear, fake_quantized, observing
-from llmsuite.models.token_values import tokens
+from llmsuite.models.token_context import tokens
 from tests.standin import StandIn, numbers, passes
 from tests.standin.numbers import BF16, near, random, wide
 from tests.standin.passes import STARTS, built, check, nll, plan
@@ -163,7 +163,8 @@ def fake_quantised() -> None:
     found = passes.dtypes(part.model)
     nll(part).mean().backward()
     assert all(given == {"bfloat16"} for given in found.values() if given), found
-    x, weight = random(4, 8), random(8, 6, seed=1)
+    x = random(4, 8)
+    weight = random(8, 6, seed=1)
     near(qat.weight_scale(weight), np.abs(wide(weight)).max(0) / 127, 1e-6, paddle.float32)
     s = np.float32(0.0123)
     near(qat.fake_quantize(x, float(s)), np.clip(np.round(wide(x) / s), -127, 127) * s, BF16, paddle.bfloat16)

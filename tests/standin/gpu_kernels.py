@@ -11,8 +11,8 @@ from typing import Any
 import paddle
 import paddle.nn.functional as F
 
+from llmsuite.base.typing import Tensor
 from llmsuite.devices import ops
-from llmsuite.typing import Tensor
 
 _SHORT = (paddle.bfloat16, paddle.float16)
 

@@ -19,8 +19,8 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.communication.group import Group
 
+from llmsuite.base.typing import Tensor
 from llmsuite.parallel import collective
-from llmsuite.typing import Tensor
 
 LATENESS = 0.002
 """Seconds that a call takes that nobody waits for at once."""
@@ -59,7 +59,10 @@ class Task:
     def __init__(self, name: str, outputs: Sequence[tuple[Tensor, Tensor]], sent: Tensor | None, is_late: bool):
         """`outputs`: what the call writes, each with the tensor that it gets its value from; `sent`: what it sends,
         where that is another tensor."""
-        self.name, self.is_late, self._outputs, self._done = name, is_late, outputs, threading.Event()
+        self.name = name
+        self.is_late = is_late
+        self._outputs = outputs
+        self._done = threading.Event()
         self.error: BaseException | None = None
         self.on_wait: Callable[[], None] = lambda: None
         self._sent = None if sent is None else weakref.ref(sent)
@@ -87,11 +90,13 @@ class Task:
         if self.error is not None:
             raise self.error
         if self._sent is not None:
-            sent, copy = self._sent(), self._copy
+            sent = self._sent()
+            copy = self._copy
             assert sent is not None, f"{self.name}: the memory that is sent was freed before the end"
             assert copy is not None
             assert same(sent, copy), f"{self.name}: what is sent was written to before the end"
-        outputs, self._outputs = self._outputs, ()
+        outputs = self._outputs
+        self._outputs = ()
         with paddle.no_grad():
             for output, value in outputs:
                 output.copy_(value, True)
@@ -101,7 +106,8 @@ class LateGroup:
     """As much of Paddle's `ProcessGroup` as the engine uses."""
 
     def __init__(self, group: Group):
-        self._group, self._gloo = group, group.process_group
+        self._group = group
+        self._gloo = group.process_group
         self.is_open = False
         """Whether both ranks of a pair have used it."""
         self.not_waited_for: set[Task] = set()
@@ -128,7 +134,9 @@ class LateGroup:
 
     def reduce_scatter_tensor(self, out: Tensor, tensor: Tensor, op: Any, sync_op: bool) -> Task:
         _check(out, tensor)
-        size, value, part = out.shape[0], tensor.detach().clone(), paddle.empty_like(out)
+        size = out.shape[0]
+        value = tensor.detach().clone()
+        part = paddle.empty_like(out)
         assert tensor.shape[0] == size * self._group.nranks
 
         def work() -> None:
@@ -139,7 +147,8 @@ class LateGroup:
 
     def all_gather(self, outs: list[Tensor], tensor: Tensor, sync_op: bool) -> Task:
         _check(tensor, *outs)
-        value, parts = tensor.detach().clone(), [paddle.empty_like(out) for out in outs]
+        value = tensor.detach().clone()
+        parts = [paddle.empty_like(out) for out in outs]
         return self._begin(
             "all_gather", sync_op, lambda: self._gloo.all_gather(parts, value, True).wait(), [*zip(outs, parts)], tensor
         )
@@ -155,7 +164,8 @@ class LateGroup:
     ) -> Task:
         _check(out, tensor)
         assert [sum(received), sum(sent)] == [out.shape[0], tensor.shape[0]]
-        value, rows = tensor.detach().clone(), paddle.empty_like(out)
+        value = tensor.detach().clone()
+        rows = paddle.empty_like(out)
         over_gloo = Group(self._group.rank, self._group.id, self._group.ranks, self._gloo, self._group.name)
 
         def work() -> None:

@@ -10,19 +10,19 @@ import numpy as np
 import paddle
 from paddle import nn
 
+from llmsuite.base.typing import Tensor
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices import ops
 from llmsuite.devices.gpu import GpuBackend
+from llmsuite.engine.full_weights import full_weights
 from llmsuite.models.blocks import rotation, rotation_at
 from llmsuite.models.moe import Gate
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossLedger, LossTerms
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
-from llmsuite.parallel.weight_gradients import WatchedGradient
-from llmsuite.schema.degrees import Degrees
+from llmsuite.parallel.weight_gradients import CapturedWeightGradient
 from llmsuite.stages.answers import log_ratios, logps_of_answers
-from llmsuite.train.whole_weights import whole_weights
-from llmsuite.typing import Tensor
 from tests.standin import passes
 from tests.standin.passes import STARTS, built, nll, plan
 
@@ -57,12 +57,13 @@ def of_tokens() -> None:
     part = built(plan("llama/sft", "--parallel={}")).part
     with paddle.no_grad():
         hidden, _ = part.hidden_states(paddle.to_tensor(passes.IDS))
-        flat, targets = hidden.flatten(0, 1), paddle.to_tensor(passes.TARGETS)
+        flat = hidden.flatten(0, 1)
+        targets = paddle.to_tensor(passes.TARGETS)
         logits = wide(part.model.logits(flat))
         logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         expected = -logps[np.arange(len(logps)), passes.TARGETS]
         near(part.token_nll(flat, targets), expected, 1e-5, paddle.float32)
-        near(part.model.token_nll_and_first_choice(flat, targets)[0], expected, 1e-5, paddle.float32)
+        near(part.model.token_nll_and_greedy_match(flat, targets)[0], expected, 1e-5, paddle.float32)
         found, entropies = part.token_nll_and_entropy(flat, targets)
     near(found, expected, 1e-5, paddle.float32)
     near(entropies, -(np.exp(logps) * logps).sum(-1), 1e-5, paddle.float32)
@@ -77,7 +78,8 @@ def scores() -> None:
 
 def plain_norm() -> None:
     """The plain form, for distributed tensors in programs."""
-    x, weight = random(5, 64, scale=30.0), random(64, seed=1)
+    x = random(5, 64, scale=30.0)
+    weight = random(64, seed=1)
     normed = wide(x) / np.sqrt(np.square(wide(x)).mean(-1, keepdims=True) + 1e-5)
     near(ops.rms_norm(x, weight, 1e-5), normed * wide(weight), 2 * BF16, paddle.bfloat16)
     half = (x * 100.0).astype("float16")  # whose squares fp16 has not
@@ -104,7 +106,8 @@ def rotations() -> None:
     ):
         assert cos.dtype == sin.dtype == x.dtype
         first, second = np.split(wide(x), 2, -1)
-        c, s = wide(cos), wide(sin)
+        c = wide(cos)
+        s = wide(sin)
         expected = np.concatenate([first * c - second * s, second * c + first * s], -1)
         assert np.abs(wide(table.rotary(x, cos, sin)) - expected).max() < 4 * BF16
 
@@ -137,8 +140,8 @@ def masters() -> None:
     """What an update changes is float32, and begins as the parameter; the parameter is its rounding."""
     run, model = _parameter()
     shards = model.shards
-    assert all(s.has_master and s.master_or_shard.dtype == paddle.float32 for s in shards)
-    optimizer = Optimizer(shards, run.recipe.train, 10)
+    assert all(s.has_master and s.main_param.dtype == paddle.float32 for s in shards)
+    optimizer = Optimizer(shards, run.train.section, 10)
     for is_last in (False, True):  # micro-batches
         optimizer.begin_backward(is_last)
         nll(model.part).sum().backward()
@@ -148,11 +151,12 @@ def masters() -> None:
     assert abs(norm / expected - 1) < 1e-6, norm / expected - 1
     optimizer.step(1)
     for shard in shards:
-        low, master = shard.parameter, shard.master_or_shard
+        low = shard.parameter
+        master = shard.main_param
         assert low.dtype == paddle.bfloat16, low.dtype
         assert master.dtype == paddle.float32
         assert np.array_equal(wide(low), wide(master.astype("bfloat16"))), shard.name
-    assert any((s.master_or_shard.numpy().view("uint32") & 0xFFFF).any() for s in shards)
+    assert any((s.main_param.numpy().view("uint32") & 0xFFFF).any() for s in shards)
 
 
 def loaded_values() -> None:
@@ -162,9 +166,9 @@ def loaded_values() -> None:
     values = np.random.default_rng(0).standard_normal(shard.local_shape).astype("float32")
     shard.load(values)
     assert shard.parameter.dtype == paddle.bfloat16
-    assert shard.master_or_shard.dtype == paddle.float32
+    assert shard.main_param.dtype == paddle.float32
     near(shard.parameter, values.astype("float64"), BF16)
-    assert np.array_equal(wide(shard.parameter), wide(shard.master_or_shard))
+    assert np.array_equal(wide(shard.parameter), wide(shard.main_param))
     held = shard.stored_form(values)
     assert held.dtype == paddle.bfloat16, held.dtype
     shard.swap_stored(held)
@@ -174,7 +178,8 @@ def swapped() -> None:
     """Two values of a parameter are exchanged."""
     _, model = _parameter()
     shard = model.shards[0]
-    old, other = wide(shard.copy_of_stored()), random(*shard.local_shape)
+    old = wide(shard.copy_of_stored())
+    other = random(*shard.local_shape)
     new = wide(other)
     shard.swap_stored(other)
     assert np.array_equal(wide(other), old)
@@ -185,8 +190,9 @@ def weight_gradients() -> None:
     """The gradient of a matrix that is looked at, in float32."""
     layer = nn.Linear(64, 32, bias_attr=False)
     layer.weight._set_impl(random(64, 32))
-    watching = WatchedGradient(layer, [64, 32], [64, 32], None, Mesh(Degrees(1, 1, 1, 1), 0))
-    x, upstream = random(1, 200, 64, seed=1), random(1, 200, 32, seed=2)
+    watching = CapturedWeightGradient(layer, [64, 32], [64, 32], None, Mesh(Degrees(1, 1, 1, 1), 0))
+    x = random(1, 200, 64, seed=1)
+    upstream = random(1, 200, 32, seed=2)
     layer(x).backward(upstream)
     near(watching.finish(), np.einsum("bni,bno->io", wide(x), wide(upstream)), 1e-2, paddle.float32)
 
@@ -203,7 +209,7 @@ def _merged(*words: str) -> None:
                 # magnitudes and the like are lengths
                 value = random(*parameter.shape, seed=number, scale=0.1).abs() + 0.5 * (".lora_" not in name)
                 parameter.set_value(value.astype(parameter.dtype))
-        found[dtype] = dict(whole_weights(run, model, dtype, Mesh(run.degrees, 0)))
+        found[dtype] = dict(full_weights(run.model, model, dtype, Mesh(run.parallel.degrees, 0)))
     adapted = {name for name in found["float32"] if name.endswith("q_proj.weight")}
     assert adapted
     for name in adapted:

@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.typing import Tensor
+from llmsuite.contract.registry import PluginInfo, Registry
+from llmsuite.engine.build import BuiltModel, build_model
 from llmsuite.models.moe import Gate
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.plugins.manager import PluginInfo, Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.train.build import BuiltModel, build_model
-from llmsuite.typing import Tensor
 from tests import standin
 from tests.conftest import registry_with
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 IDS = np.array([[1, 7, 11, 3, 2, 6, 9, 5], [4, 4, 9, 0, 5, 8, 3, 3]])
 TARGETS = np.roll(IDS, -1, 1).flatten()
@@ -44,9 +44,9 @@ def plan(recipe: str, *words: str, precision: str = "bf16", num_ranks: int = 1) 
 
 def built(run: RunPlan, mesh: Mesh | None = None) -> BuiltModel:
     """Its model, on this rank of a mesh; else in a process that is alone."""
-    backend = run.device.factory()
+    backend = run.parallel.device.factory()
     backend.activate(0)
-    model = build_model(run, registry(), backend, mesh or Mesh(run.degrees, 0))
+    model = build_model(run.model, run.parallel, run.train, registry(), backend, mesh or Mesh(run.parallel.degrees, 0))
     model.part.train()
     return model
 

@@ -18,17 +18,19 @@ import numpy as np
 from tests.standin.table import OF_RANKS
 
 NUM_RANKS = 2
-PATIENCE, LATENESS = 20.0, 0.1
+PATIENCE = 20.0
+LATENESS = 0.1
 
 
 def main(file: str, *numbers: str) -> int:
     """What each rank does."""
+    from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.parallel import collective
-    from llmsuite.schema.degrees import Degrees
     from tests.standin import StandIn, late
     from tests.standin.removals import tell
 
-    late.PATIENCE, late.LATENESS = PATIENCE, LATENESS
+    late.PATIENCE = PATIENCE
+    late.LATENESS = LATENESS
     StandIn().activate(collective.local_rank())
     collective.start(Degrees(1, 2, 1, 1))
     tell(Path(f"{file}.{collective.rank()}"), CHECKS, OF_RANKS, numbers, _on_any_rank)
@@ -43,10 +45,10 @@ def _on_any_rank(own: str | None) -> str | None:
 
 
 def _channels(ring: bool = False) -> Any:
+    from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.parallel import collective
     from llmsuite.parallel.mesh import Mesh
     from llmsuite.parallel.p2p import P2PChannels
-    from llmsuite.schema.degrees import Degrees
 
     return P2PChannels(Mesh(Degrees(2, 1, 1, 1), collective.rank()), ring)
 
@@ -86,9 +88,12 @@ def channels() -> None:
     from llmsuite.parallel import collective, edges
     from llmsuite.parallel.schedule import order
 
-    ring, rank, num_chunks = _channels(ring=True), collective.rank(), 2
+    ring = _channels(ring=True)
+    rank = collective.rank()
+    num_chunks = 2
     for action in order("interleaved", rank, 2, 5, num_chunks):
-        part, num_parts = action.chunk * 2 + rank, 2 * num_chunks
+        part = action.chunk * 2 + rank
+        num_parts = 2 * num_chunks
         if (source := edges.source(part, num_parts, action.forward)) is not None:
             found = ring.receive([1], "float32", action.forward).item()
             assert found == 100 * source + action.micro_batch
@@ -101,10 +106,10 @@ def _summed(dp: int, sharding: int, stage: int) -> None:
     import paddle
     from paddle.base.framework import EagerParamBase
 
+    from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.parallel import collective
     from llmsuite.parallel.buckets import assign_buckets
     from llmsuite.parallel.sharding import ParameterShard
-    from llmsuite.schema.degrees import Degrees
 
     mesh = collective.start(Degrees(1, dp, sharding, 1))
     random = np.random.default_rng(0)
@@ -119,7 +124,8 @@ def _summed(dp: int, sharding: int, stage: int) -> None:
         drawn = random.standard_normal([2, 2, 36]).astype("float32")  # micro-batch, rank
         rounded = paddle.to_tensor(drawn).astype("bfloat16").astype("float32").numpy()
         for number in range(2):
-            loss, at = paddle.zeros([]), 0
+            loss = paddle.zeros([])
+            at = 0
             for shard in shards.values():
                 shard.gather()
                 shard.is_last_pass = number == 1
@@ -130,7 +136,8 @@ def _summed(dp: int, sharding: int, stage: int) -> None:
             loss.backward()
         at = 0
         for name, shard in shards.items():
-            size, own = int(np.prod(shard.shape)), shard.finish_gradient()
+            size = int(np.prod(shard.shape))
+            own = shard.finish_gradient()
             assert own is not None
             assert own.dtype == paddle.float32, own.dtype
             expected = rounded[:, :, at : at + size].sum((0, 1))
@@ -157,17 +164,19 @@ def busy() -> None:
 
     import paddle
 
+    from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.launch import calls
     from llmsuite.parallel import collective
-    from llmsuite.schema.degrees import Degrees
 
     mesh = collective.start(Degrees(1, 2, 1, 1))
-    log, late = Path(os.environ[calls.ENVIRONMENT]) / f"{mesh.rank}.calls", 1.0
-    for begin, tensor in ((collective.begin_sum, paddle.ones([4])), (_begin_scatter, paddle.ones([4]))):
+    log = Path(os.environ[calls.ENVIRONMENT]) / f"{mesh.rank}.calls"
+    late = 1.0
+    for begin, tensor in ((collective.start_all_reduce, paddle.ones([4])), (_begin_scatter, paddle.ones([4]))):
         collective.barrier()
         if mesh.rank == 1:
             time.sleep(late)
-        waited, started = calls.waited(), time.perf_counter()
+        waited = calls.waited()
+        started = time.perf_counter()
         arrival = begin(tensor, mesh.data_group)
         begun = time.perf_counter() - started
         arrival.wait()
@@ -180,22 +189,22 @@ def busy() -> None:
 def _begin_scatter(tensor: Any, group: Any) -> Any:
     from llmsuite.parallel import collective
 
-    return collective.begin_reduce_scatter(tensor, group)[1]
+    return collective.start_reduce_scatter(tensor, group)[1]
 
 
 def transposed() -> None:
     """What is sent may lie in memory in another order."""
     import paddle
 
+    from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.parallel import collective
-    from llmsuite.schema.degrees import Degrees
 
     mesh = collective.start(Degrees(2, 1, 1, 1))
     # one for each: `contiguous` and `numpy` of Paddle 3.3.1 give the tensor itself other memory
     first, second = (paddle.arange(6, dtype="float32").reshape([2, 3]).t() for _ in range(2))
     for found in (
         collective.all_gather(first, mesh.pipeline_group)[3:],
-        collective.from_stage(second if mesh.rank == 0 else None, [3, 2], "float32", 0),
+        collective.broadcast_from_stage(second if mesh.rank == 0 else None, [3, 2], "float32", 0),
     ):
         assert np.array_equal(found.numpy(), np.arange(6).reshape(2, 3).T), found
 
@@ -206,8 +215,9 @@ def _as_one(recipe: str, parallel: str, *words: str, name: str | None = None, do
     from tests.standin.passes import STARTS, built, nll, plan
 
     both = plan(recipe, f"--parallel={parallel}", *words, num_ranks=2)
-    losses, norms = [], []
-    for run, mesh in ((plan(recipe, "--parallel={}", *words), None), (both, collective.start(both.degrees))):
+    losses = []
+    norms = []
+    for run, mesh in ((plan(recipe, "--parallel={}", *words), None), (both, collective.start(both.parallel.degrees))):
         model = built(run, mesh)
         for shard in model.shards:
             shard.is_last_pass = True
@@ -218,7 +228,7 @@ def _as_one(recipe: str, parallel: str, *words: str, name: str | None = None, do
         if name is not None:
             assert found[name] is not None
             # both data ranks have the same tokens
-            norms.append(found[name].numpy() / (run.degrees.num_data_ranks))
+            norms.append(found[name].numpy() / (run.parallel.degrees.num_data_ranks))
     error = np.abs(losses[1] - losses[0]).mean() / losses[0].mean()
     assert error < 20 * 2**-9, f"the loss is off by {error:.1e}"
     if norms:

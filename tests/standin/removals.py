@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 
 @dataclasses.dataclass(frozen=True)

@@ -33,7 +33,8 @@ def main(launches: int) -> int:
     with tempfile.TemporaryDirectory() as directory:
         runner = Runner(Path(directory))
         for number in range(1, launches + 1):
-            name, start = f"launch-{number}", time.monotonic()
+            name = f"launch-{number}"
+            start = time.monotonic()
             words = ("--launch.num_devices=8", f"--parallel={PARALLEL}", "--train.global_batch_size=8")
             more = (f"--train.max_steps={STEPS}", "--train.micro_batch_size=2", "--data.eval=null")
             process = runner.start(*runner.smoke(name, *words, *more))
@@ -63,7 +64,8 @@ def ranks_of(run: Path) -> list[int]:
 
 def marked(mark: str) -> list[int]:
     """Processes whose environment has a mark: those of a run, whatever they are."""
-    found, wanted = [], f"{MARK}={mark}".encode()
+    found = []
+    wanted = f"{MARK}={mark}".encode()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -85,7 +87,8 @@ def wait_for_all(process: subprocess.Popen[str], mark: str, most_seconds: float)
     Raises:
         Wrong: it does not end, or something that it has started does not end with it.
     """
-    begun, ended = time.monotonic(), None
+    begun = time.monotonic()
+    ended = None
     while True:
         try:
             output, _ = process.communicate(timeout=1)

@@ -16,7 +16,7 @@ import numpy as np
 
 from llmsuite import builtin
 from llmsuite.cli import commands
-from llmsuite.plugins.manager import load_plugins
+from llmsuite.contract.registry import load_plugins
 from llmsuite.recipe.resolve import plan_run
 
 RECIPE = "recipes/deepseek/sft.json"
@@ -24,22 +24,22 @@ RECIPE = "recipes/deepseek/sft.json"
 
 def main(directory: str, *words: str) -> int:
     """Load it twice: what is imported and cached the first time is no memory of the model."""
+    from llmsuite.engine.build import build_model
     from llmsuite.parallel import collective
     from llmsuite.parallel.tensor import local_value
-    from llmsuite.train.build import build_model
 
     registry = load_plugins(builtin, commands)
     rank = int(os.environ["PADDLE_TRAINER_ID"])
     for name in ("small", "model"):
         path = Path(directory) / name
         plan = plan_run(RECIPE, [f"--model.weights={path}", "--model.config={}", *words], registry, smoke=True)
-        backend = plan.device.factory()
+        backend = plan.parallel.device.factory()
         backend.activate(collective.local_rank())
-        mesh = collective.start(plan.degrees)
+        mesh = collective.start(plan.parallel.degrees)
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there now
         before = _kilobytes("VmRSS")
-        built = build_model(plan, registry, backend, mesh)
+        built = build_model(plan.model, plan.parallel, plan.train, registry, backend, mesh)
         peak = _kilobytes("VmHWM") - before
         parameters = [local_value(parameter) for _, parameter in built.part.named_parameters()]
         size = sum(int(np.prod(p.shape)) * p.element_size() for p in parameters)

@@ -31,10 +31,10 @@ from typing import Any
 import hypothesis
 from hypothesis import strategies as st
 
-from llmsuite.errors import UserError
-from llmsuite.resources import bundled
-from tests.paths import ROOT
-from tests.tools.damage import damaged, damages, values
+from llmsuite.base.errors import UserError
+from llmsuite.base.resources import bundled
+from tests.support.damage import damaged, damages, values
+from tests.support.paths import ROOT
 
 HANG_SECONDS = 2.0
 ASLEEP_SECONDS = 30.0
@@ -77,7 +77,7 @@ def recipes(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
     from llmsuite.cli import commands, validate
     from llmsuite.cli.exits import exit_code
     from llmsuite.cli.main import split_overrides
-    from llmsuite.plugins.manager import load_plugins
+    from llmsuite.contract.registry import load_plugins
 
     registry = load_plugins(builtin, commands)
     known = [path.read_text(encoding="utf-8") for path in sorted(bundled("recipes").glob("*/*.json"))]
@@ -114,7 +114,7 @@ def requests(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
     from llmsuite.serving.app import make_app
     from llmsuite.serving.limits import Limits
     from llmsuite.serving.protocol import ChatRequest, CompletionRequest
-    from tests.unit.serving.served import make_service
+    from tests.support.served import make_service
 
     client = TestClient(make_app(make_service(Limits(max_new_tokens=8))))
     client.__enter__()
@@ -180,7 +180,8 @@ def safetensors(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
 
     good = safetensors.numpy.save({f"t{n}": np.arange(n * 3, dtype="float32").reshape(n, 3) for n in range(1, 5)})
     head = int.from_bytes(good[:8], "little")
-    header, data = json.loads(good[8 : 8 + head]), good[8 + head :]
+    header = json.loads(good[8 : 8 + head])
+    data = good[8 + head :]
     file = place / "model.safetensors"
     changes = st.lists(
         st.tuples(st.sampled_from(sorted(header)), st.sampled_from(["dtype", "shape", "data_offsets"]), values),
@@ -203,14 +204,15 @@ def safetensors(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
 
 def gguf(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
     from llmsuite import builtin
+    from llmsuite.checkpoint.convert.gguf import import_gguf
     from llmsuite.cli import commands
-    from llmsuite.convert.gguf import import_gguf
-    from llmsuite.plugins.manager import load_plugins
-    from tests.unit.convert.test_gguf import write_gguf
+    from llmsuite.contract.registry import load_plugins
+    from tests.support.gguf_files import write_gguf
 
     good = write_gguf(place / "good.gguf").read_bytes()
     families = load_plugins(builtin, commands).models
-    file, target = place / "model.gguf", place / "model"
+    file = place / "model.gguf"
+    target = place / "model"
     # nearly all that is read is in the first part of the file
     early = damages.map(lambda damage: [(place / 8, what, bytes_) for place, what, bytes_ in damage])
 
@@ -227,7 +229,8 @@ def gguf(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
 def archives(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
     from llmsuite.data.prepare import _convert
 
-    goods, rows = [], b'{"text": "a row"}\n' * 200
+    goods = []
+    rows = b'{"text": "a row"}\n' * 200
     for name, mode in (("a.tar", "w"), ("a.tar.gz", "w:gz")):
         with tarfile.open(place / name, mode) as archive:  # type: ignore[call-overload]
             for member in ("train.jsonl", "eval.jsonl", "x" * 150 + ".jsonl"):
@@ -239,7 +242,8 @@ def archives(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
         zipped.writestr("train.jsonl", rows)
         zipped.writestr("eval.jsonl", rows)
     goods.append((place / "a.zip").read_bytes())
-    file, target = place / "archive", place / "rows"
+    file = place / "archive"
+    target = place / "rows"
 
     def check(drawn: Any) -> None:
         content, damage = drawn
@@ -285,7 +289,8 @@ def feed(name: str, examples: int, seed: int) -> None:
         strategy, check = make(Path(place))
         in_use = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (in_use + MOST_BYTES,) * 2)
-        count, longest = 0, 0.0
+        count = 0
+        longest = 0.0
 
         @hypothesis.seed(seed)
         @hypothesis.settings(
@@ -295,7 +300,8 @@ def feed(name: str, examples: int, seed: int) -> None:
         @hypothesis.given(strategy)
         def one(drawn: Any) -> None:
             nonlocal count, longest
-            count, began = count + 1, time.process_time()
+            count = count + 1
+            began = time.process_time()
             with limited():
                 check(drawn)
             longest = max(longest, time.process_time() - began)

@@ -187,9 +187,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.command == "GET" and self.hub.sent.get(path):
             content = self.hub.sent[path].pop(0)
         headers = {"ETag": f'"{repo.etag(path)}"', "X-Repo-Commit": repo.commit, "Accept-Ranges": "bytes"}
-        status, first = 200, 0
+        status = 200
+        first = 0
         if match := re.fullmatch(r"bytes=(\d+)-", self.headers.get("Range", "")):
-            status, first = 206, int(match[1])
+            status = 206
+            first = int(match[1])
             if first >= len(content):
                 self._send(416, b"", {"Content-Range": f"bytes */{len(content)}"})
                 return

@@ -24,15 +24,17 @@ import uuid
 from pathlib import Path
 
 from tests.multi.conftest import Runner
+from tests.support.moments import MESHES, STAGES, Case
 from tests.tools.faults import MARK, Wrong, wait_for_all
-from tests.tools.moments import MESHES, STAGES, Case
 
 INTERRUPTED = 130
 MOST_SECONDS = 120.0
 """From the last signal to the end: after a single one a run finishes its step and saves."""
 LONGEST_GAP = 0.5
 """Seconds between two signals."""
-COMMAND_SHARE, ONCE_SHARE, RESUMED_SHARE = 0.2, 0.3, 0.25
+COMMAND_SHARE = 0.2
+ONCE_SHARE = 0.3
+RESUMED_SHARE = 0.25
 _FAULT = re.compile(r"Traceback|Error\b|has failed|was killed by")
 _CATCHES_ALARM = 1 << (signal.SIGALRM - 1)
 """In the mask of signals that a process catches: `llmsuite.__main__` has begun to mind Ctrl-C."""
@@ -42,7 +44,9 @@ class Interrupts:
     """A series of interruptions."""
 
     def __init__(self, directory: Path, seed: int):
-        self.runner, self.chance, self.directory = Runner(directory), random.Random(seed), directory
+        self.runner = Runner(directory)
+        self.chance = random.Random(seed)
+        self.directory = directory
         self.seconds: dict[str, float] = {}
         """How long each run or command takes that is left alone."""
         self.seen: collections.Counter[str] = collections.Counter()
@@ -57,7 +61,8 @@ class Interrupts:
         place = self.directory / f"interrupted-{number}"
         if is_run:
             case = Case(self.chance.choice(list(STAGES)), self.chance.choice(list(MESHES)))
-            name, words = case.name, case.words(place)
+            name = case.name
+            words = case.words(place)
             self._learn(name, case.words(self.directory / f"whole-{name}"))
         else:
             name = self.chance.choice(["merge", "export", "generate", "validate"])

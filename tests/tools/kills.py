@@ -20,8 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from llmsuite.base.files import broken_file
 from llmsuite.checkpoint.directory import list_steps
-from llmsuite.files import broken_file
 from tests.multi.conftest import Runner, learnt
 from tests.tools.faults import ranks_of
 
@@ -43,7 +43,11 @@ class Wrong(Exception):
 
 def main(kills: int, seed: int) -> int:
     """Report each kill; returns how many rounds did not end as they should."""
-    chance, bad, done, rounds, where = random.Random(seed), 0, 0, 0, collections.Counter[str]()
+    chance = random.Random(seed)
+    bad = 0
+    done = 0
+    rounds = 0
+    where = collections.Counter[str]()
     with tempfile.TemporaryDirectory() as directory:
         runner = Runner(Path(directory))
         runner.run(*runner.smoke("whole", *WORDS))
@@ -65,7 +69,8 @@ def main(kills: int, seed: int) -> int:
 
 def _round(runner: Runner, name: str, most: int, chance: random.Random, where: collections.Counter[str]) -> int:
     """Kill one run until it gets to its end, or `most` times, and compare it; returns how often it was killed."""
-    run, kills = runner.directory / name, 0
+    run = runner.directory / name
+    kills = 0
     while True:
         words = runner.smoke(name, *WORDS) + (["--resume"] if run.exists() else [])
         process = runner.start(*words)
@@ -100,8 +105,10 @@ def _kill(run: Path, process: subprocess.Popen[str], chance: random.Random) -> s
     """Wait for a random moment, then kill a rank or the launcher; returns whom, None if the run was done before."""
     latest = run / "checkpoints" / "latest"
     before = latest.stat().st_mtime_ns if latest.exists() else 0
-    early, while_writing = chance.random() < 0.15, chance.random() < 0.5
-    seconds, victim = chance.uniform(0, MOST_SECONDS), chance.randrange(-1, RANKS)
+    early = chance.random() < 0.15
+    while_writing = chance.random() < 0.5
+    seconds = chance.uniform(0, MOST_SECONDS)
+    victim = chance.randrange(-1, RANKS)
     deadline = time.monotonic() + 300
     while not early and process.poll() is None:  # until this process has written a checkpoint
         if time.monotonic() > deadline:

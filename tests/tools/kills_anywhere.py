@@ -28,14 +28,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from llmsuite.base.files import broken_file
 from llmsuite.checkpoint.directory import list_steps
-from llmsuite.files import broken_file
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner, learnt
-from tests.paths import ROOT
+from tests.support.moments import MESHES, PLUGIN, STAGES, STEPS, Case, Kill, draw_kill
+from tests.support.paths import ROOT
 from tests.tools.faults import MARK, Wrong, wait_for_all
 from tests.tools.hub_server import HubServer
-from tests.tools.moments import MESHES, PLUGIN, STAGES, STEPS, Case, Kill, draw_kill
 
 MOST_SECONDS = 300.0
 KILLS_OF_A_RUN = 4
@@ -50,8 +50,11 @@ class Rounds:
     """The state of a series of kills."""
 
     def __init__(self, directory: Path, seed: int):
-        self.runner, self.chance, self.seed = Runner(directory), random.Random(seed), seed
-        self.directory, self.temporary = directory, directory / "tmp"
+        self.runner = Runner(directory)
+        self.chance = random.Random(seed)
+        self.seed = seed
+        self.directory = directory
+        self.temporary = directory / "tmp"
         self.temporary.mkdir()
         site = directory / "plugin"
         site.mkdir()
@@ -94,9 +97,11 @@ class Rounds:
     def run_round(self, number: int, most: int) -> int:
         """Kill one run until it gets to its end, or `most` times, and compare it."""
         case = Case(self.chance.choice(list(STAGES)), self.chance.choice(list(MESHES)))
-        whole, run = self.whole(case), self.directory / f"run-{number}"
+        whole = self.whole(case)
+        run = self.directory / f"run-{number}"
         restarts = ["--launch.max_restarts=3"] if self.chance.random() < 0.4 else []
-        kills, attempts = 0, 0
+        kills = 0
+        attempts = 0
         while True:
             attempts += 1
             kill = draw_kill(case, self.seconds[case.name], self.chance) if attempts <= most else None
@@ -158,7 +163,8 @@ class Rounds:
         return self.whole(Case("sft", "alone"))
 
     def indexed(self, number: int) -> tuple[str, list[str], Path, dict[str, str]]:
-        corpus, target = self.directory / "corpus.jsonl", self.directory / "indexed" / "corpus"
+        corpus = self.directory / "corpus.jsonl"
+        target = self.directory / "indexed" / "corpus"
         if not corpus.exists():
             rows = (
                 json.dumps({"text": f"row {n} of a corpus, which is long enough " * 8}) for n in range(_CORPUS_ROWS)
@@ -276,7 +282,10 @@ def _records(path: Path) -> list[dict[str, Any]]:
 
 def main(kills: int, seconds: float, seed: int) -> int:
     """Report each kill; returns how many rounds went wrong."""
-    bad, done, number, began = collections.Counter[str](), 0, 0, time.monotonic()
+    bad = collections.Counter[str]()
+    done = 0
+    number = 0
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         rounds = Rounds(Path(directory), seed)
         rounds.time_commands()

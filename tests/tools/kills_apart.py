@@ -19,12 +19,12 @@ import tempfile
 import time
 from pathlib import Path
 
+from llmsuite.base.files import ELSEWHERE, MANIFEST, broken_file
 from llmsuite.checkpoint.directory import list_steps
-from llmsuite.files import ELSEWHERE, MANIFEST, broken_file
 from tests.multi.conftest import Runner, learnt
+from tests.support.ports import free_address
 from tests.tools.faults import ranks_of
 from tests.tools.kills import Wrong
-from tests.tools.ports import free_address
 
 STEPS_OF_A_RUN = 24
 MOST_SECONDS = 3.0  # of training before a kill
@@ -38,7 +38,9 @@ WORDS = (
 
 def main(kills: int, seed: int) -> int:
     """Report each kill; returns how many runs did not end as they should."""
-    chance, done, rounds = random.Random(seed), 0, 0
+    chance = random.Random(seed)
+    done = 0
+    rounds = 0
     with tempfile.TemporaryDirectory() as directory:
         runner = Runner(Path(directory))
         runner.run(*runner.smoke("whole", *WORDS, "--launch.num_devices=4"))
@@ -55,7 +57,9 @@ def main(kills: int, seed: int) -> int:
 
 def _round(runner: Runner, name: str, most: int, chance: random.Random) -> int:
     """Kill one run `most` times, let it get to its end, and compare it; returns how often it was killed."""
-    runs, kills, expected = [runner.directory / f"{name}-{k}" for k in MACHINES], 0, ""
+    runs = [runner.directory / f"{name}-{k}" for k in MACHINES]
+    kills = 0
+    expected = ""
     while True:
         machines = _start(runner, runs)
         victim = _kill(runs, machines, chance) if kills < most else None
@@ -95,10 +99,14 @@ def _start(runner: Runner, runs: list[Path]) -> list[subprocess.Popen[str]]:
 
 def _kill(runs: list[Path], machines: list[subprocess.Popen[str]], chance: random.Random) -> str | None:
     """Wait for a random moment, then kill a rank or a launcher; returns whom, None if the run was done before."""
-    roots, deadline = [run / "checkpoints" for run in runs], time.monotonic() + 300
+    roots = [run / "checkpoints" for run in runs]
+    deadline = time.monotonic() + 300
     before = _latest(roots[0])
-    early, while_writing = chance.random() < 0.3, chance.random() < 0.8  # early: while parts are fetched
-    seconds, machine, victim = chance.uniform(0, MOST_SECONDS), chance.choice(MACHINES), chance.randrange(-1, 2)
+    early = chance.random() < 0.3  # early: while parts are fetched
+    while_writing = chance.random() < 0.8
+    seconds = chance.uniform(0, MOST_SECONDS)
+    machine = chance.choice(MACHINES)
+    victim = chance.randrange(-1, 2)
 
     def is_running() -> bool:
         if time.monotonic() > deadline:

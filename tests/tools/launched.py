@@ -20,8 +20,12 @@ from llmsuite.launch.ranks import can_fork
 
 def main() -> int:
     """Start the ranks that the command line asks for; ends as they do."""
-    num_ranks, logs, name, words = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], sys.argv[4:]
-    backend, module = CpuBackend(), importlib.import_module(name)
+    num_ranks = int(sys.argv[1])
+    logs = Path(sys.argv[2])
+    name = sys.argv[3]
+    words = sys.argv[4:]
+    backend = CpuBackend()
+    module = importlib.import_module(name)
     if hasattr(module, "before_paddle"):
         module.before_paddle(*words)
     if num_ranks > 1:

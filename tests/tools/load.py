@@ -168,8 +168,8 @@ def load(target: Target, clients: int, rounds: int, requests: int = 4) -> str:
 def main(words: list[str]) -> int:
     """Load a server of a tiny model."""
     from tests.multi.conftest import Runner
-    from tests.multi.test_serve import Server
-    from tests.unit.inference.test_export import write_family
+    from tests.support.server import Server
+    from tests.support.written_family import write_family
 
     clients, rounds = [*map(int, words), *(48, 6)[len(words) :]]
     with tempfile.TemporaryDirectory() as place:

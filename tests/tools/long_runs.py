@@ -25,9 +25,9 @@ from pathlib import Path
 import psutil
 
 from tests.multi.conftest import Runner
-from tests.multi.test_rollout_engine import asking
-from tests.multi.test_serve import Server
-from tests.paths import ROOT
+from tests.support.paths import ROOT
+from tests.support.rollout_servers import asking
+from tests.support.server import Server
 from tests.tools.faults import MARK, marked
 
 WARM = 0.3
@@ -61,7 +61,8 @@ class Growing(Exception):
 def check(samples: Sequence[Sample]) -> str:
     """A line on what was seen. Raises Growing where a run holds more of something at its end than in its middle."""
     settled = samples[round(WARM * len(samples)) :]
-    middle, end = settled[: len(settled) // 2], settled[len(settled) // 2 :]
+    middle = settled[: len(settled) // 2]
+    end = settled[len(settled) // 2 :]
     said = []
     for name, most, unit in (("memory", MOST_GROWTH, 2**20), ("files", MOST_MORE, 1), ("threads", MOST_MORE, 1)):
         before, after = (statistics.median(getattr(sample, name) for sample in part) for part in (middle, end))
@@ -84,8 +85,11 @@ def follow(runner: Runner, name: str, words: Sequence[str], steps: int) -> str:
     Raises:
         Growing: something grows, or the run fails.
     """
-    output, path = runner.directory / name, runner.directory / f"{name}.log"
-    samples, due, every = list[Sample](), 1, max(1, steps // _SAMPLES)
+    output = runner.directory / name
+    path = runner.directory / f"{name}.log"
+    samples = list[Sample]()
+    due = 1
+    every = max(1, steps // _SAMPLES)
     command = [sys.executable, "-m", "llmsuite", *words, f"--train.max_steps={steps}", f"--output_dir={output}"]
     with open(path, "wb") as log:
         process = subprocess.Popen(command, cwd=ROOT, env=runner.environment, stdout=log, stderr=log)

@@ -49,10 +49,8 @@ MORE_THREADS = min(32, (os.cpu_count() or 1) + 4)
 """Likewise: the pool of the event loop grows to so many as it happens to need them."""
 MORE_MEMORY = 8 * 2**20
 """Bytes: what the allocator holds moves by some megabytes, whatever is asked."""
-BYTES_A_REQUEST = 2560
-"""Beyond `MORE_MEMORY`. Paddle 3.3.1 keeps 104 bytes for each tensor that is made of an array: `tracemalloc` finds
-them in `Tensor.__init__`, and no reference to them. With about twenty such tensors it is 2.2 kB a request here; so with
-20,000 requests another kilobyte for each is seen."""
+BYTES_A_REQUEST = 512
+"""Beyond `MORE_MEMORY`: about 100 were measured, of which nobody knows the owner."""
 MORE_PASSES = 1.5
 """Times the passes of the first round: how many answers share one depends on when the clients ask."""
 _SECONDS_TO_REST = 10
@@ -207,7 +205,9 @@ class Series:
     """Rounds of requests to one server."""
 
     def __init__(self, target: Asked, seed: int):
-        self._target, self._chance, self._requests = target, random.Random(seed), requests()
+        self._target = target
+        self._chance = random.Random(seed)
+        self._requests = requests()
         self._clients = [Client(target) for _ in range(CLIENTS)]
         self._alone = [self._clients[0].ask(request) for request in self._requests]
         self.counts: collections.Counter[str] = collections.Counter()
@@ -228,7 +228,8 @@ class Series:
 
     def _ask(self, client: Client, numbers: Sequence[int]) -> None:
         for number in numbers:
-            request, alone = self._requests[number], self._alone[number]
+            request = self._requests[number]
+            alone = self._alone[number]
             found = client.ask(request)
             assert are_same(found, alone), f"{request}: alone it is answered {alone!r}, here {found!r}"
 
@@ -274,7 +275,8 @@ def long_serve(target: Asked, num_requests: int, seed: int = 0) -> str:
     states = [series.round(num_requests // size - times * ROUNDS)]
     for number in range(1, ROUNDS + 1):
         states.append(series.round(times))
-        count, state = series.counts.total(), states[-1]
+        count = series.counts.total()
+        state = states[-1]
         print(
             f"round {number} of {ROUNDS}: {count:,} requests, {count / (time.monotonic() - begun):.1f}/s, "
             f"{state.memory / 2**20:.0f} MiB, {state.files} files, {state.threads} threads, "
@@ -290,10 +292,10 @@ def long_serve(target: Asked, num_requests: int, seed: int = 0) -> str:
 def main(words: Sequence[str]) -> int:
     """Ask a server of a tiny model."""
     from tests.multi.conftest import Runner
-    from tests.multi.test_serve import Server
-    from tests.multi.test_serve_adapters import CONFIG
-    from tests.unit import tiny_llama
-    from tests.unit.serving.test_adapters import write_adapter
+    from tests.support import tiny_llama
+    from tests.support.served_adapters import write_adapter
+    from tests.support.server import Server
+    from tests.support.several_adapters import CONFIG
 
     parser = argparse.ArgumentParser(description="Ask a server very often.")
     parser.add_argument("--requests", type=int, default=20_000)

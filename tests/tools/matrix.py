@@ -22,9 +22,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.section import as_plain
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.schema.section import as_plain
 from llmsuite.stages.sections import DpoSection
 from tests.conftest import registry_with
 from tests.multi.conftest import Runner
@@ -32,7 +32,7 @@ from tests.parity import planned
 from tests.parity.cases import LIMIT, ROUNDING, Case, run_cases
 from tests.parity.planned import truth_of
 from tests.parity.qat import FLIPPED
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 REPORT = ROOT / "docs" / "notes" / "support.json"
 STEPS = 3
@@ -75,7 +75,7 @@ class Entry:
         stage = registry.stages[data["stage"]]
         # a rollout of several steps would need as many
         updates = [f"--{stage.name}.updates=1"] if data.get(stage.name, {}).get("updates", 1) > 1 else []
-        return [*_COMMON, _RATE[stage.adapters], *updates] if stage.trains else []
+        return [*_COMMON, _RATE["adapters_only" in stage.capabilities], *updates] if stage.trains else []
 
     def words(self, registry: Registry) -> list[str]:
         if not self.trains(registry):
@@ -95,7 +95,8 @@ class Entry:
 
     def many(self, registry: Registry) -> Case:
         """On its own mesh."""
-        num_ranks, words = self.plan(registry).degrees.num_ranks, self.words(registry)
+        num_ranks = self.plan(registry).parallel.degrees.num_ranks
+        words = self.words(registry)
         return Case(self.name, num_ranks, words, recipe=self.path, trace=self.trains(registry))
 
     def one(self, registry: Registry) -> Case:
@@ -104,7 +105,7 @@ class Entry:
         words = [
             *self.common(registry), *(("--train.micro_batch_size=8",) if self.trains(registry) else ()),
             "--launch.num_devices=1", "--parallel={}", "--engine={}",
-            f"--model.config={json.dumps(plan.recipe.model.config, sort_keys=True)}",
+            f"--model.config={json.dumps(plan.model.section.config, sort_keys=True)}",
         ]  # fmt: skip
         alone = plan_run(ROOT / self.path, words, registry, smoke=True).loaded.recipe
         learnt = {key: repr(value) for key, value in as_plain(alone).items() if key != "output_dir"}
@@ -134,11 +135,11 @@ def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dic
         record = {
             "recipe": entry.recipe,
             "mode": entry.mode,
-            "family": plan.family.name,
-            "stage": plan.stage.name,
+            "family": plan.model.family.name,
+            "stage": plan.train.stage.name,
             "digest": entry.digest(registry),
             "asked": str(plan.smoke_of),
-            "mesh": str(plan.degrees),
+            "mesh": str(plan.parallel.degrees),
         }
         printed = failed.get(ones[entry].name) or failed.get(entry.name)
         if printed is not None:
@@ -147,7 +148,7 @@ def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dic
             record |= _same_answers(runner, ones[entry].name, entry.name)
         else:
             record |= _compared(runner, ones[entry].name, entry.name, plan)
-            if record["passed"] and not plan.profile.updates:  # no plan has the messages of rollouts
+            if record["passed"] and not plan.train.profile.updates:  # no plan has the messages of rollouts
                 record |= _planned(runner, entry.name, plan)
         records.append(record)
     return records
@@ -156,11 +157,12 @@ def run(runner: Runner, chosen: Iterable[Entry], registry: Registry) -> list[dic
 def _compared(runner: Runner, one: str, many: str, plan: RunPlan) -> dict[str, Any]:
     """The largest relative difference of loss and gradient norm in any step. Where inputs are rounded, those of the
     steps behind the first may differ by what tests/parity/qat.py says."""
-    rounded = plan.recipe.qat.activation_bits is not None
-    expected, found = runner.metrics(one), runner.metrics(many)
+    rounded = plan.model.qat.activation_bits is not None
+    expected = runner.metrics(one)
+    found = runner.metrics(many)
     if [len(expected), len(found)] != [STEPS, STEPS]:
         return {"passed": False, "problem": f"{len(expected)} and {len(found)} steps were recorded"}
-    if plan.profile.updates:
+    if plan.train.profile.updates:
         return _same_rollouts(expected, found)
     if abs(expected[-1]["loss"] / expected[0]["loss"] - 1) < 1e-3:  # steps see other samples: it need not have fallen
         return {"passed": False, "problem": "the loss stays what it was, so nothing was compared"}
@@ -206,7 +208,7 @@ def margin_rounding(plan: RunPlan, record: Mapping[str, float]) -> float:
         plan: of the run.
         record: metrics of the step.
     """
-    section = plan.section
+    section = plan.train.stage_section
     if not isinstance(section, DpoSection) or section.loss != "sigmoid" or section.reference_from == "none":
         return 0.0
     sizes = abs(record["logps/chosen"]) + abs(record["logps/rejected"])

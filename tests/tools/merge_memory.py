@@ -16,16 +16,16 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 
+from llmsuite.base.files import broken_file
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
-from llmsuite.files import broken_file
 from llmsuite.models.llama.config import LlamaConfig
-from tests.paths import ROOT
-from tests.unit import tiny_llama
-from tests.unit.tiny_llama import FAMILIES, FAMILY, to_paddlenlp
+from tests.support import tiny_llama
+from tests.support.paths import ROOT
+from tests.support.tiny_llama import FAMILIES, FAMILY, to_paddlenlp
 
 CONSTANT = 16 << 20
 """What a merge takes besides tensors."""
@@ -37,8 +37,11 @@ def make(directory: Path, megabytes: int) -> tuple[int, int, str]:
     Returns:
         Bytes of all tensors and of the largest; digest of what it has to be in bfloat16 in PaddleNLP's layout.
     """
-    hidden, middle, vocabulary = 1024, 2816, 4000
-    layer, ends = 4 * (4 * hidden * hidden + 3 * hidden * middle), 8 * vocabulary * hidden
+    hidden = 1024
+    middle = 2816
+    vocabulary = 4000
+    layer = 4 * (4 * hidden * hidden + 3 * hidden * middle)
+    ends = 8 * vocabulary * hidden
     layers = max(1, round((megabytes * 1e6 - ends) / layer))
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=hidden, intermediate_size=middle, num_hidden_layers=layers,
@@ -49,7 +52,8 @@ def make(directory: Path, megabytes: int) -> tuple[int, int, str]:
     matrices |= {"embed_tokens": (vocabulary, hidden), "lm_head": (hidden, vocabulary)}
     names = FAMILY.names().parameter_names(config)
     specs = [TensorSpec(name, matrices.get(name.split(".")[-2], (hidden,)), "float32") for name in names]
-    by_name, digests = {spec.name: spec for spec in specs}, {}
+    by_name = {spec.name: spec for spec in specs}
+    digests = {}
 
     def value(name: str) -> np.ndarray:
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")

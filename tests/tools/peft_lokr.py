@@ -1,4 +1,4 @@
-"""Writes tests/unit/convert/peft_lokr.json: adapters of LoKr as HF PEFT makes them, and what it adds to the matrix.
+"""Writes tests/unit/checkpoint/convert/peft_lokr.json: LoKr adapters that HF PEFT makes and their updates.
 
 Run it where torch and peft (0.21) are: `python tests/tools/peft_lokr.py`.
 """
@@ -9,7 +9,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-TARGET = Path(__file__).parents[1] / "unit" / "convert" / "peft_lokr.json"
+TARGET = Path(__file__).parents[1] / "unit" / "checkpoint" / "convert" / "peft_lokr.json"
 SIZES = ((12, 20, 1, {}), (12, 20, 4, {}), (7, 6, 2, {}), (16, 36, 1, {"decompose_both": True, "decompose_factor": 4}))
 """Inputs, outputs, rank, and other keys of PEFT's configuration."""
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from llmsuite.plugins.manager import PluginInfo
+from llmsuite.contract.registry import PluginInfo
 from tests import standin
 from tests.conftest import registry_with
 from tests.multi.conftest import Runner

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.conftest import PluginSite
 from tests.multi.conftest import Runner
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 FAULTY = """
 import os, time
@@ -49,7 +49,7 @@ def faulty_reduce(self):
     if fault == "swaps" and is_due(1):
         collective.sum_over_run([1.0])
     if fault == "shape" and is_due(1):
-        self.vote(one_more=1)
+        self.add_requests(one_more=1)
     if fault == "sleeps" and is_due(1):
         oversleep()
     return reduce(self)
@@ -83,7 +83,8 @@ LIMIT_SECONDS = 10.0
 def _follow(process: subprocess.Popen[str], texts: Sequence[str]) -> tuple[str, float, float]:
     """What a run prints; when it had said all of some texts, infinite for never; when it had ended. Times are seconds
     since the epoch."""
-    output, said = "", math.inf
+    output = ""
+    said = math.inf
     assert process.stdout is not None
     for line in process.stdout:
         output += line
@@ -97,11 +98,13 @@ def main(faults: list[str]) -> int:
     """Report each run; returns how many were not explained."""
     bad = 0
     with tempfile.TemporaryDirectory() as directory:
-        runner, site = Runner(Path(directory)), Path(directory) / "site"
+        runner = Runner(Path(directory))
+        site = Path(directory) / "site"
         site.mkdir()
         PluginSite(site).install("faulty", FAULTY)
         for fault, mode in itertools.product(faults, ("dynamic", "to_static")):
-            name, moment = f"{fault} {mode}".replace(" ", "-"), Path(directory) / f"{fault} {mode}"
+            name = f"{fault} {mode}".replace(" ", "-")
+            moment = Path(directory) / f"{fault} {mode}"
             words = ("--launch.num_devices=2", '--parallel={"tensor_parallel_degree": 2}', f"--engine.mode={mode}")
             more = ("--train.max_steps=5", "--data.eval=null", "--launch.stall_seconds=5")
             process = runner.start(

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.rl.rewards import Rewards
-from llmsuite.schema.reward import RewardSection
+from tests.support.reward_case import completion
 from tests.tools.faults import MARK, ORPHAN_SECONDS, marked
-from tests.unit.reward_case import completion
 
 _CODE = """
 import os, signal, subprocess, sys, time
@@ -43,7 +43,8 @@ _ROUND = 50
 def main(calls: int) -> int:
     """Make calls; returns how many went wrong, or processes that are left."""
     mark = os.environ[MARK] = uuid.uuid4().hex  # what is started inherits it; this process began without
-    missing, begun = 0, time.monotonic()
+    missing = 0
+    begun = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         file = Path(directory) / "slow_reward.py"
         file.write_text(_CODE)

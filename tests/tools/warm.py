@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 _PR_SET_PDEATHSIG = 1
 
@@ -79,7 +79,9 @@ class Started:
     returncode: int | None = None
 
     def __init__(self, parent: Warm, pid: int, output: Path):
-        self.pid, self._parent, self._output = pid, parent, output
+        self.pid = pid
+        self._parent = parent
+        self._output = output
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal; None while it runs."""
@@ -121,10 +123,10 @@ def _import_ahead() -> None:
     """What commands import, but for what starts threads, which no fork has."""
     from llmsuite import builtin
     from llmsuite.cli import commands
+    from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.ranks import can_fork
-    from llmsuite.plugins.manager import load_plugins
 
     backend = CpuBackend()
     backend.prepare_ranks()
@@ -135,7 +137,7 @@ def _import_ahead() -> None:
         stage.factory()
     for family in registry.models.values():
         family.factory()
-    for module in ("tokenizers", "llmsuite.train.trainer", "llmsuite.inference.generate", "tests.parity.worker"):
+    for module in ("tokenizers", "llmsuite.engine.trainer", "llmsuite.inference.generate", "tests.parity.worker"):
         importlib.import_module(module)
     assert can_fork(), "a thread is running"
 
@@ -144,7 +146,8 @@ def _become(request: dict[str, str], words: list[str], environment: dict[str, st
     """Turn this fork into a process that was started for the command, and that ends when its parent does."""
     os.setsid()
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    nothing, output = os.open(os.devnull, os.O_RDONLY), os.open(request["output"], os.O_WRONLY | os.O_APPEND)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    output = os.open(request["output"], os.O_WRONLY | os.O_APPEND)
     for source, stream in ((nothing, 0), (output, 1), (output, 2)):
         os.dup2(source, stream)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
@@ -177,7 +180,8 @@ def serve() -> int:
             pid, status = os.waitpid(request["poll"], os.WNOHANG)
             answer = os.waitstatus_to_exitcode(status) if pid else None
         else:
-            words, environment = request.pop("words"), request.pop("environment")
+            words = request.pop("words")
+            environment = request.pop("environment")
             answer = os.fork()
             if answer == 0:
                 _become(request, words, environment)

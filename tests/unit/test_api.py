@@ -15,16 +15,16 @@ import pytest
 
 import llmsuite
 from llmsuite import builtin
-from llmsuite.cli.main import main, take_plugins
-from llmsuite.errors import UserError
-from llmsuite.plugins.given import FILES, load_file, plugin_files, plugin_of
-from llmsuite.plugins.manager import ALLOW_LIST
-from llmsuite.schema.section import as_plain
+from llmsuite.base.errors import UserError
+from llmsuite.cli.main import main, pop_plugin_files
+from llmsuite.contract.given import FILES, load_file, plugin_files, plugin_from_specs
+from llmsuite.contract.registry import ALLOW_LIST
+from llmsuite.contract.schema.section import as_plain
 from tests.conftest import VALID
 
 STAGE = """
 import dataclasses, llmsuite
-from llmsuite.plugins.hookspecs import Section, StageSpec
+from llmsuite.contract.hookspecs import Section, StageSpec
 
 @dataclasses.dataclass(kw_only=True)
 class SpinSection(Section):
@@ -65,7 +65,7 @@ def test_importing_it_imports_nothing_large() -> None:
 
 def test_all_that_is_promised_is_there() -> None:
     assert {name for name in llmsuite.__all__ if getattr(llmsuite, name) is None} == set()
-    assert callable(llmsuite.train), "though a package has this name"
+    assert callable(llmsuite.train)
     with pytest.raises(AttributeError, match="has no attribute 'tran'"):
         _ = llmsuite.tran  # type: ignore[attr-defined]
 
@@ -137,7 +137,7 @@ def test_objects_of_this_process_cannot_go_to_others() -> None:
     own = dataclasses.replace(family, name="mine")
     changes = {"model.family": "mine", "launch.num_devices": 2}
     assert llmsuite.load_recipe(VALID, changes, plugins=[own]).model.family == "mine"
-    with pytest.raises(llmsuite.UserError, match=r"mine lives in this process.*plugins=\['my_model.py'\]"):
+    with pytest.raises(llmsuite.UserError, match=r"mine exists in this process only.*plugins=\['my_model.py'\]"):
         llmsuite.train(VALID, changes, plugins=[own])
 
 
@@ -172,7 +172,7 @@ def test_a_file_may_hold_its_plugin_as_an_object(tmp_path: Path, monkeypatch: py
 
 def test_words_without_plugins() -> None:
     words = ["run", "a.json", "--plugin", "a.py", "--seed=1", "--plugin=b.py"]
-    assert take_plugins(words) == ["a.py", "b.py"]
+    assert pop_plugin_files(words) == ["a.py", "b.py"]
     assert words == ["run", "a.json", "--seed=1"]
 
 
@@ -192,10 +192,10 @@ def test_a_file_that_does_not_work(plugin: Path, text: str, message: str, capsys
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"absent\.py: is no Python file"):
+    with pytest.raises(UserError, match=r"absent\.py: is not a Python file"):
         load_file(tmp_path / "absent.py")
     (tmp_path / "json.py").write_text("")
-    with pytest.raises(UserError, match="a module 'json' is imported already"):
+    with pytest.raises(UserError, match="another module 'json' is already imported"):
         load_file(tmp_path / "json.py")
 
 
@@ -220,10 +220,10 @@ class Best:
 def test_an_object_with_hooks_may_be_a_dataclass() -> None:
     changes = {"launch.num_devices": 1}
     assert llmsuite.load_recipe(VALID, changes, plugins=[Best("a"), Best("b")])
-    with pytest.raises(llmsuite.UserError, match="Best is registered already, as plugin Best of this program"):
+    with pytest.raises(llmsuite.UserError, match="Best is already registered, as plugin Best of this program"):
         llmsuite.load_recipe(VALID, changes, plugins=[Best("a"), Best("a")])
 
 
 def test_only_specs_are_registered() -> None:
-    with pytest.raises(UserError, match="a int cannot be registered; give one of: StageSpec, ModelFamily"):
-        plugin_of([3])
+    with pytest.raises(UserError, match="a int cannot be registered; pass one of: StageSpec, JobSpec, ModelFamily"):
+        plugin_from_specs([3])

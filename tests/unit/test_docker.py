@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from llmsuite.contract.registry import Registry
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.xpu import XpuBackend
-from llmsuite.plugins.manager import Registry
-from tests.paths import ROOT
-from tests.unit.test_lock import tomllib
+from tests.support.paths import ROOT
+from tests.support.toml import tomllib
 
 FILES = sorted((ROOT / "docker").glob("*.Dockerfile"))
 KNOWN = {"FROM", "ARG", "RUN", "COPY", "WORKDIR", "ENV", "EXPOSE", "ENTRYPOINT", "CMD"}

@@ -6,90 +6,37 @@
 from __future__ import annotations
 
 import ast
-import functools
-from collections.abc import Iterator, Mapping
+import collections
+import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.support.house import Trees, house, imports, parse
+from tests.support.paths import ROOT
 
 LAYERS = (
-    (
-        "shown",
-        "errors",
-        "threads",
-        "locks",
-        "cache",
-        "extras",
-        "resources",
-        "regular",
-        "strict_json",
-        "files",
-        "python_files",
-        "progress",
-        "typing",
-    ),  # of the root
-    ("hub", "web"),
+    ("base",),
     ("devices",),
-    ("models",),
-    ("schema",),
-    ("specs",),
-    ("plugins",),
-    ("launch",),
-    ("checkpoint",),
-    ("convert",),
-    ("data",),
-    ("recipe",),
-    ("parallel",),
-    ("planning",),
-    ("observe",),
-    ("align",),
-    ("inference",),
-    ("rl",),
-    ("train",),
+    ("models", "launch"),
+    ("adapters",),
+    ("contract",),
+    ("checkpoint", "parallel"),
+    ("data", "observe"),
+    ("recipe", "inference"),
+    ("planning", "rl", "serving"),
+    ("engine",),
     ("stages",),
-    ("serving", "studio"),
-    ("builtin",),
-    ("cli",),
-    ("api",),
-    ("testing",),
+    ("builtin", "cli"),
+    ("api", "testing", "plugins"),
 )
 """Rooms, lowest first. A room imports itself, its own layer and the layers below, be it inside a function or for types
 only."""
-MAX_FILE, MAX_FUNCTION = 400, 80
+MAX_FILE = 800
+MAX_FUNCTION = 100
 SHORTER = {"train_step": 60}
 """Functions everybody reads, and how many lines they may have."""
-
-Trees = Mapping[str, ast.Module]
-"""Modules by their dotted names."""
-
-
-def parse(package: Path) -> Trees:
-    """Every module below a package."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        name = ".".join(path.relative_to(package.parent).with_suffix("").parts).removesuffix(".__init__")
-        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
-    return found
-
-
-@functools.cache
-def house() -> Trees:
-    return parse(ROOT / "llmsuite")
-
-
-def imports(trees: Trees) -> Iterator[tuple[str, str, int]]:
-    """Each import of one of these modules by another: both names, and the line."""
-    for name, tree in trees.items():
-        for node in ast.walk(tree):
-            targets: list[str] = []
-            if isinstance(node, ast.Import):
-                targets = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom) and node.module:
-                members = [f"{node.module}.{alias.name}" for alias in node.names]
-                targets = [member if member in trees else node.module for member in members]
-            yield from ((name, target, node.lineno) for target in targets if target in trees and target != name)
 
 
 def room_of(module: str) -> str | None:
@@ -103,7 +50,8 @@ def arrows_upward(trees: Trees) -> list[str]:
     layer = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
     found = []
     for module, target, line in imports(trees):
-        room, other = room_of(module), room_of(target)
+        room = room_of(module)
+        other = room_of(target)
         if room is not None and other is not None and layer[other] > layer[room]:
             found.append(f"{module}:{line} imports {target}")
     return found
@@ -163,6 +111,59 @@ def asked_by_methods(trees: Trees) -> list[str]:
     return found
 
 
+ALSO_DATA = {"base", "factors"}
+"""Names of methods of layers that other objects have for data."""
+
+
+def methods_of_layers(trees: Trees) -> set[str]:
+    """Names of the methods of all layers, and of the functions that their classes compute with."""
+    classes = [node for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    layers = {"Layer"}
+    found = {"forward"}
+    while True:
+        new = [c for c in classes if c.name not in layers and {ast.unparse(b).split(".")[-1] for b in c.bases} & layers]
+        if not new:
+            return found - ALSO_DATA
+        layers |= {c.name for c in new}
+        for member in (member for c in new for member in c.body):
+            if isinstance(member, ast.FunctionDef) and not member.decorator_list:
+                found.add(member.name)
+            elif isinstance(member, ast.Assign) and ast.unparse(member.value).startswith("staticmethod("):
+                found |= {ast.unparse(target) for target in member.targets}
+
+
+UPDATE_OF_DICT = re.compile(r"(vars\(.*\)|.*\.__dict__)\.update")
+
+
+def patches(trees: Trees) -> list[str]:
+    """Assignments of a method to an instance: by name, or past its class into its dict. A layer gets what it needs when
+    it is made, or owns a part that is exchanged as a whole."""
+    methods = methods_of_layers(trees)
+    found = []
+    for name, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Assign):
+                targets = node.targets
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "object.__setattr__"):
+                attribute = node.args[1]
+                is_method = isinstance(attribute, ast.Constant) and attribute.value in methods
+                found += [f"{name}:{node.lineno}"] if is_method or ast.unparse(node.func) != "setattr" else []
+                continue
+            elif isinstance(node, ast.Call) and UPDATE_OF_DICT.fullmatch(ast.unparse(node.func)):
+                names = {keyword.arg for keyword in node.keywords}
+                found += [f"{name}:{node.lineno}"] if names & methods else []
+                continue
+            else:
+                continue
+            for target in targets:
+                if isinstance(target, ast.Attribute) and target.attr in methods:
+                    found += [f"{name}:{node.lineno}"] if ast.unparse(target.value) != "self" else []
+                elif isinstance(target, ast.Subscript):
+                    of = ast.unparse(target.value)
+                    found += [f"{name}:{node.lineno}"] if of.endswith("__dict__") or of.startswith("vars(") else []
+    return found
+
+
 def too_long(trees: Trees) -> list[str]:
     """Functions with more lines than they may have."""
     found = []
@@ -190,12 +191,40 @@ def test_no_modules_import_each_other() -> None:
 
 HTTP = ("urllib.request", "http.client", "urllib3", "requests", "httpx", "aiohttp", "fsspec")
 """What asks other machines over HTTP."""
+WHOLE_RUN = {
+    "llmsuite.cli.run": 2,
+    "llmsuite.cli.show_data": 1,
+    "llmsuite.engine.activation_recording": 1,
+    "llmsuite.engine.trainer": 2,
+    "llmsuite.planning.call_order": 1,
+    "llmsuite.planning.estimate": 1,
+    "llmsuite.planning.search": 1,
+    "llmsuite.plugins.align.command": 1,
+    "llmsuite.plugins.studio.recipes": 1,
+    "llmsuite.recipe.fetch": 1,
+    "llmsuite.recipe.notes": 1,
+    "llmsuite.stages.first_rows": 2,
+    "llmsuite.stages.infer": 1,
+}
+"""Modules with functions that take a `RunPlan`, and how many: they start a run, check it or estimate it as a whole."""
+
+
+def run_plans(trees: Trees) -> dict[str, int]:
+    """Number of parameters annotated `RunPlan`, by module."""
+    found: collections.Counter[str] = collections.Counter()
+    for module, tree in trees.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.arg) and node.annotation is not None and "RunPlan" in ast.unparse(node.annotation):
+                found[module] += 1
+    return dict(found)
+
+
 MAY_ASK = {
-    "llmsuite.web.client": {"urllib.request", "http.client"},
-    "llmsuite.web.connection": {"urllib.request", "http.client"},
+    "llmsuite.base.web.client": {"urllib.request", "http.client"},
+    "llmsuite.base.web.connection": {"urllib.request", "http.client"},
     "llmsuite.data.remote": {"fsspec"},  # for what is not HTTP
-    "llmsuite.hub.huggingface": {"requests", "httpx"},  # for errors that the library of the hub raises
-    "llmsuite.hub.modelscope": {"requests"},
+    "llmsuite.base.hub.huggingface": {"requests", "httpx"},  # for errors that the library of the hub raises
+    "llmsuite.base.hub.modelscope": {"requests"},
 }
 
 
@@ -214,22 +243,19 @@ def test_one_client_asks_other_machines() -> None:
     assert {name: asks for name, asks in found.items() if asks} == MAY_ASK
 
 
-def test_conversions_of_suites_do_not_know_each_other() -> None:
-    """What they share is in llmsuite.recipe.conversion."""
-    rooms = ("llmsuite.recipe.paddlenlp", "llmsuite.recipe.suites", "llmsuite.recipe.conversion")
-    crossing = [
-        f"{module}:{line} imports {target}"
-        for module, target, line in imports(house())
-        if module.startswith(rooms) and target.startswith(rooms[:2])
-        if module.split(".")[2] != target.split(".")[2]
-    ]
-    assert crossing == []
-
-
 def test_docstrings_name_their_thing_first() -> None:
     assert [
         f"{module}:{line}: {text[:60]}" for module, line, text in docstrings(house()) if text.startswith("Of ")
     ] == []
+
+
+def test_layers_are_made_not_patched() -> None:
+    assert patches(house()) == []
+
+
+def test_only_who_handles_a_whole_run_gets_its_whole_plan() -> None:
+    """The others get the plans that they use: of the model, the data, the parallelism or the training."""
+    assert run_plans(house()) == WHOLE_RUN
 
 
 def test_functions_fit_on_a_screen() -> None:
@@ -237,8 +263,8 @@ def test_functions_fit_on_a_screen() -> None:
 
 
 def test_the_file_system_is_asked_in_one_place() -> None:
-    """In llmsuite.regular; but for members of an archive, and what is deleted."""
-    others = ("llmsuite.data.archives", "llmsuite.locks")
+    """In llmsuite.base.safe_files; but for members of an archive, and what is deleted."""
+    others = ("llmsuite.data.archives", "llmsuite.base.locks")
     assert [place for place in asked_by_methods(house()) if place.partition(":")[0] not in others] == []
 
 
@@ -251,14 +277,21 @@ def test_files_are_short() -> None:
 def crooked(tmp_path: Path) -> Trees:
     """A house that breaks each rule once."""
     files = {
-        "errors.py": "def deep():\n    from llmsuite.train import step\n",
-        "train/__init__.py": "",
-        "train/step.py": '"""Of a step."""\nfrom llmsuite.train.loop import fit\n'
+        "base/errors.py": "def deep():\n    from llmsuite.engine import step\n",
+        "engine/__init__.py": "",
+        "engine/step.py": '"""Of a step."""\nfrom llmsuite.engine.loop import fit\n'
         + "def train_step():\n"
         + "    pass\n" * 60,
-        "train/loop.py": (
-            "from typing import TYPE_CHECKING\nimport llmsuite.errors\n"
-            "if TYPE_CHECKING:\n    from llmsuite.train import step\nlimit = 1\n'''Of it.'''\nlimit.exists()\n"
+        "models/layers.py": (
+            "class Norm(nn.Layer):\n    scale = staticmethod(scale)\n    def forward(self): self.eps = 1\n"
+            "class Other(Norm):\n    def reset(self): pass\nnorm.forward = other\nnorm.scale = other\nnorm.eps = 2\n"
+            "vars(norm)['eps'] = norm.__dict__['eps'] = 2\nsetattr(norm, 'reset', other)\nsetattr(norm, 'eps', 2)\n"
+            "object.__setattr__(norm, 'eps', 2)\nvars(norm).update(forward=other)\nvars(norm).update(eps=2)\n"
+        ),
+        "engine/loop.py": (
+            "from typing import TYPE_CHECKING\nimport llmsuite.base.errors\n"
+            "if TYPE_CHECKING:\n    from llmsuite.engine import step\nlimit = 1\n'''Of it.'''\nlimit.exists()\n"
+            "def fit(plan: 'resolve.RunPlan', *, other: RunPlan | None): pass\n"
         ),
     }
     for name, text in files.items():
@@ -269,8 +302,10 @@ def crooked(tmp_path: Path) -> Trees:
 
 
 def test_what_breaks_a_rule_is_found(crooked: Trees) -> None:
-    assert arrows_upward(crooked) == ["llmsuite.errors:2 imports llmsuite.train.step"]
-    assert cycles(crooked) == [["llmsuite.errors", "llmsuite.train.loop", "llmsuite.train.step"]]
+    assert arrows_upward(crooked) == ["llmsuite.base.errors:2 imports llmsuite.engine.step"]
+    assert cycles(crooked) == [["llmsuite.base.errors", "llmsuite.engine.loop", "llmsuite.engine.step"]]
     assert [text for _, _, text in docstrings(crooked)] == ["Of it.", "Of a step."]
-    assert asked_by_methods(crooked) == ["llmsuite.train.loop:7"]
-    assert too_long(crooked) == ["llmsuite.train.step.train_step: 61 lines"]
+    assert asked_by_methods(crooked) == ["llmsuite.engine.loop:7"]
+    assert run_plans(crooked) == {"llmsuite.engine.loop": 2}
+    assert patches(crooked) == [f"llmsuite.models.layers:{line}" for line in (6, 7, 9, 9, 10, 12, 13)]
+    assert too_long(crooked) == ["llmsuite.engine.step.train_step: 61 lines"]

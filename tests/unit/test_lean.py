@@ -1,4 +1,4 @@
-"""What may be absent: nothing ends because of a package that it does not use."""
+"""Packages that may be missing: no command fails because of a package that it does not use."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.data.once import encode_once
+from llmsuite.adapters.paddlenlp_peft import import_alone
+from llmsuite.base.errors import UserError
+from llmsuite.data.token_cache import encode_cached
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from llmsuite.models.paddlenlp_peft import import_alone
-from tests.paths import DATA, ROOT
-from tests.unit.test_house import house
-from tests.unit.test_lock import tomllib
+from tests.support.house import house
+from tests.support.paths import DATA, ROOT
+from tests.support.toml import tomllib
 
 NAMES = {"pyyaml": "yaml", "paddlepaddle": "paddle"}
 """Packages whose module is called otherwise."""
@@ -70,7 +70,7 @@ def test_modules_import_what_every_installation_has() -> None:
 
 def test_paddlenlp_is_imported_in_two_places() -> None:
     places = {name for name, tree in house().items() if "paddlenlp" in {module for module, _ in imported(tree)}}
-    assert places == {"llmsuite.data.tokenizer", "llmsuite.data.trial"}
+    assert places == {"llmsuite.data.tokenizer", "llmsuite.data.tokenizer_probe"}
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def without_paddlenlp(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("without_paddlenlp")
 def test_rows_are_tokenised_without_paddlenlp(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(DATA / "tokenizer")
-    assert encode_once(["ab"], tokenizer, tmp_path) == tokenizer.encode_batch(["ab"])
+    assert encode_cached(["ab"], tokenizer, tmp_path) == tokenizer.encode_batch(["ab"])
 
 
 @pytest.mark.usefixtures("without_paddlenlp")

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from tests.paths import ROOT
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from tests.support.paths import ROOT
+from tests.support.toml import tomllib
 
 LOCK = ROOT / "requirements" / "cpu.lock"
 MOST_BYTES = 1_000_000

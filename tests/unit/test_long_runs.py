@@ -1,4 +1,4 @@
-"""What tells long runs that grow from those that do not."""
+"""The check that finds long runs whose memory grows."""
 
 from __future__ import annotations
 

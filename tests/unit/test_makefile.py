@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from tests.further import FURTHER_FILES
-from tests.paths import ROOT
+from tests.further import ALIKE_FILES, FURTHER_FILES, SAMPLED_FILES, files, sample
+from tests.support.paths import ROOT
 
 
 def test_parity_runs_the_cases_that_are_left_out() -> None:
@@ -17,12 +17,46 @@ def test_parity_runs_the_cases_that_are_left_out() -> None:
     assert {*listed[1].split()} >= cut
 
 
+def test_parity_runs_the_files_with_many_similar_cases() -> None:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    listed = re.search(r"^ALIKE = (.+)$", text, re.MULTILINE)
+    assert listed
+    assert {*listed[1].split()} == {*ALIKE_FILES}
+
+
 def test_what_make_test_leaves_out_is_there() -> None:
-    assert [path for path in FURTHER_FILES if not (ROOT / path).is_file()] == []
+    listed = [*files(), *ALIKE_FILES]
+    assert [path for path in listed if not (ROOT / path).is_file()] == []
+    assert [path for path in listed if path in FURTHER_FILES and path in SAMPLED_FILES] == []
+
+
+CASES = [
+    {"recipe": f"{family}/{stage}.json", "layout": layout}
+    for family in ("llama", "qwen", "gpt")
+    for stage in ("sft", "dpo", "rm", "kto")
+    for layout in ("hf", ["several", "files"])
+]
+
+
+def test_a_sample_has_every_value_that_many_cases_share() -> None:
+    for n in (1, 2, 3, 6):
+        chosen = [CASES[index] for index in sorted(sample(CASES, n))]
+        assert len(chosen) >= len(CASES) / n
+        assert {case["recipe"].partition("/")[0] for case in chosen} == {"llama", "qwen", "gpt"}
+        assert {case["recipe"].partition("/")[2] for case in chosen} == {"sft.json", "dpo.json", "rm.json", "kto.json"}
+        assert {str(case["layout"]) for case in chosen} == {"hf", "['several', 'files']"}
+    assert len(sample(CASES, 1)) == len(CASES)
+    assert len(sample(CASES, 6)) == 4, "one for each stage, which have every family and layout between them"
+
+
+def test_a_sample_of_cases_that_share_nothing_is_every_nth() -> None:
+    assert sample([{"words": [number]} for number in range(10)], 3) == {0, 3, 6, 9}
+    assert sample([{"words": [number]} for number in range(5)], 3) == {0, 1, 2, 3, 4}, "too few to leave any out"
+    assert sample([], 3) == set()
 
 
 def test_the_page_of_faults_names_what_is_run() -> None:
-    """With the same words, in the same order."""
+    """The page has the same words in the same order."""
     rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nfaults:")[2].partition("\n\n")[0]
     run = re.findall(r"-m tests\.tools\.(.+)$", rule, re.MULTILINE)
     page = (ROOT / "docs" / "notes" / "faults.md").read_text(encoding="utf-8")

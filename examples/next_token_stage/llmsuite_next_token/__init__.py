@@ -3,7 +3,7 @@
 import dataclasses
 
 import llmsuite
-from llmsuite.plugins.hookspecs import DataFormat, Section, StageSpec
+from llmsuite.contract.hookspecs import DataFormat, Section, StageSpec
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -20,8 +20,7 @@ def _stage():
 
 @llmsuite.hookimpl
 def llmsuite_register_stages():
-    spec = StageSpec(name="next_token", help="plain text", config_cls=NextTokenSection, factory=_stage, row_kind="text")
-    return [spec]
+    return [StageSpec(name="next_token", help="text", config_cls=NextTokenSection, factory=_stage, row_kind="text")]
 
 
 @llmsuite.hookimpl

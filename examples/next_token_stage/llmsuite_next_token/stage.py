@@ -4,7 +4,7 @@ import numpy as np
 import paddle
 import paddle.nn.functional as F
 
-from llmsuite.train.stage import LossTerms, Stage
+from llmsuite.engine.stage import LossTerms, Stage
 
 
 class NextTokenStage(Stage):
@@ -12,16 +12,17 @@ class NextTokenStage(Stage):
 
     def make_samples(self, rows, counts):
         samples = [[*ids, self.context.tokenizer.eos_id] for ids in self.context.encode(rows)]
-        shortest, longest = self.section.min_tokens, self.context.recipe.data.max_length
-        return [ids for ids in samples if shortest <= len(ids) <= longest or counts.drop("too short or too long")]
+        allowed = range(self.section.min_tokens, self.context.recipe.data.max_length + 1)
+        return [ids for ids in samples if len(ids) in allowed or counts.drop("too short or too long")]
 
     def collate(self, samples):
         ids = np.full([len(samples), max(map(len, samples))], self.context.tokenizer.pad_id, dtype="int64")
         weight = np.zeros(ids.shape, dtype="float32")
         for row, sample in enumerate(samples):
-            ids[row, : len(sample)], weight[row, : len(sample)] = sample, 1
-        supervised = int(weight[:, 1:].sum())
-        return {"ids": ids, "weight": weight[:, 1:], "num_tokens": int(weight.sum()), "num_supervised": supervised}
+            ids[row, : len(sample)] = sample
+            weight[row, : len(sample)] = 1
+        counts = {"num_tokens": int(weight.sum()), "num_supervised": int(weight[:, 1:].sum())}
+        return {"ids": ids, "weight": weight[:, 1:], **counts}
 
     def loss(self, model, batch):
         ids = paddle.to_tensor(batch["ids"])

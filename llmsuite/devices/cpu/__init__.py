@@ -1,13 +1,13 @@
 """CPU processes over Gloo: the laptop's way to run a recipe, and the test bed.
 
-All tensors that a run sends are float32. With `engine.precision: bf16` the inputs of products are rounded to bfloat16,
-where they are multiplied: those of linear layers, adapters, experts and heads, and those of their gradients; and those
-inside attention, where the processor has instructions for it. What lies between the products of a gated MLP, and its
-gradients, are bfloat16 from where they are made (`Ops.operand_matmul`), and where those inside attention are rounded so
-is what lies between the products around it (`Ops.attends_operands`). Sums are float32, and so is all else: parameters,
-other activations, messages, gradients of matrices and the optimizer. It is what PyTorch's autocast does to matrix
-products. What draws completions for such a model computes in the same way, from matrices that are kept in
-bfloat16.
+All tensors that a run sends are float32. With `engine.precision: bf16` the inputs of matrix products are rounded to
+bfloat16: those of linear layers, adapters, experts and heads, and those of their gradients; also those inside
+    attention,
+where the processor has instructions for it. Activations between the products of a gated MLP, and their gradients, are
+bfloat16 from where they are computed (`Ops.rounded_output_matmul`); where the inputs inside attention are rounded, so
+are activations between the products around it (`Ops.rounds_attention`). Sums are float32, and so is all else:
+parameters, other activations, messages, gradients of matrices and the optimizer. PyTorch's autocast does the same with
+matrix products. The rollout copy of such a model computes in the same way, from weights that are stored in bfloat16.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.base.errors import UserError
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, PROGRAM_FILES, build_kernels, can_be_built
 from llmsuite.devices.cpu.processor import has_amx, mkl_path, multiplies_bf16
-from llmsuite.errors import UserError
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
 
 
 SPLIT = "LLMSUITE_SPLIT_FLOAT32"
-"""Set to 0, products in float32 are MKL's where the processor has AMX too."""
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # constants of glibc's malloc.h
+"""Environment variable: if it is 0, float32 products are MKL's even where the processor has AMX."""
+_M_TRIM_THRESHOLD = -1  # constants of glibc's malloc.h
+_M_MMAP_MAX = -4
 _KERNELS = {
     "causal_mask": "no_mask",
     "document_mask": "spans",
@@ -48,44 +49,45 @@ _KERNELS = {
     "combine_rows": "combine_rows",
     "next_logits": "next_logits",
     "cached_attention": "cached_attention",
-    "stored_product": "stored_product",
-    "stored_grouped": "stored_grouped",
-    "stored_outputs": "stored_outputs",
-    "stored_write": "stored_write",
+    "packed_matmul": "packed_matmul",
+    "packed_grouped_matmul": "packed_grouped_matmul",
+    "packed_embedding": "packed_embedding",
+    "write_packed": "write_packed",
     "square_sum": "square_sum",
     "scale": "scale",
     "adamw": "adamw",
 }
 """Kernels of every precision: a field of `Ops` -> a function of `kernels.ops`."""
-_GLOO_SECONDS, _A_YEAR = 1800, 365 * 24 * 3600
-_BEYOND = 4  # at the start of a run the launcher watches for three times launch.stall_seconds
+_GLOO_SECONDS = 1800
+_A_YEAR = 365 * 24 * 3600
+_TIMEOUT_FACTOR = 4  # at the start of a run the launcher waits for three times launch.stall_seconds
 _BF16_BY_ROUNDING = {
     "matmul": "rounded_matmul",
-    "operand_matmul": "rounded_operand_matmul",
-    "operand": "bf16_operand",
-    "operand_cross_entropy": "bf16_operand_cross_entropy",
+    "rounded_output_matmul": "rounded_io_matmul",
+    "round_activation": "round_to_bf16",
+    "rounded_grad_cross_entropy": "bf16_grad_cross_entropy",
     "program_matmul": "rounded_linear",
     "grouped_matmul": "rounded_grouped_matmul",
     "joined_swiglu": "rounded_joined_swiglu",
     "next_logits": "rounded_next_logits",
 }
-"""bf16 without instructions for it: rounded inputs are multiplied in float32."""
+"""Kernels of bf16 without bfloat16 instructions: rounded inputs are multiplied in float32."""
 _BF16_PRODUCTS = {
     **_BF16_BY_ROUNDING,
     "matmul": "bf16_matmul",
     "sum_matmul": "bf16_sum_matmul",
-    "operand_matmul": "bf16_operand_matmul",
+    "rounded_output_matmul": "bf16_rounded_output_matmul",
     "program_matmul": "bf16_linear",
     "grouped_matmul": "bf16_grouped_matmul",
     "attention": "bf16_attention",
     "cached_attention": "bf16_cached_attention",
-    "attention_operand": "bf16_attention_operand",
+    "round_attention_input": "round_to_bf16_in_float32",
     "next_logits": "bf16_next_logits",
 }
-"""bf16 by the processor's instructions."""
+"""Kernels of bf16 by the processor's bfloat16 instructions."""
 _SPLIT_PRODUCTS = {"matmul": "split_matmul", "sum_matmul": "split_sum_matmul", "program_matmul": "split_linear"}
-"""fp32 as sums of products of bfloat16 parts."""
-_BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "operand": "plain_rounded_operand"}
+"""Kernels of fp32 by sums of products of bfloat16 parts."""
+_BF16_WITHOUT_COMPILER = {"matmul": "plain_rounded_matmul", "round_activation": "plain_round_to_bf16"}
 
 
 class CpuBackend(DeviceBackend):
@@ -94,29 +96,30 @@ class CpuBackend(DeviceBackend):
     deterministic_flags = {}  # noqa: RUF012  (none are needed)
     precisions = ("fp32",)
     training_precisions = ("bf16",)
-    stored_precisions = ("bf16", "int8", "nf4", "fp4", "int4")
+    weight_only_precisions = ("bf16", "int8", "nf4", "fp4", "int4")
     install = "pip install paddlepaddle==3.3.1"
     forks = True
     kernel_module = "llmsuite.devices.cpu.kernels.ops"
-    on_parts_only = frozenset(_KERNELS)
+    local_only_kernels = frozenset(_KERNELS)
     document_mask_bytes = 3 * 8
     attention_keeps_output = False
     kernels_in_programs = False
-    sends_beside_passes = False
-    adds_sparse_rows = True
-    interleaves = True
-    pipelines_in_programs = True  # without Paddle's events, see `gloo.shims`
-    moves_to_host = False
+    overlaps_communication = False
+    adds_sparse_gradients = True
+    supports_interleaving = True
+    supports_step_pipelines = True  # without Paddle's events, see `gloo.shims`
+    can_offload = False
 
     def __init__(self, multiplies_bf16: bool | None = None, splits: bool | None = None):
         """
         Args:
-            multiplies_bf16: whether to use the processor's instructions for products in bfloat16; None where it has
-                some, and the kernels for them can be built.
-            splits: whether to multiply float32 matrices by them, in parts; None where the processor has AMX, likewise,
-                unless `SPLIT` says no.
+            multiplies_bf16: use the processor's instructions for products in bfloat16; None: if it has fast ones, and
+                their kernels can be built.
+            splits: multiply float32 matrices by these instructions, split into parts; None: if the processor has AMX,
+                the kernels can be built, and `SPLIT` is not 0.
         """
-        self._multiplies_bf16, self._splits = multiplies_bf16, splits
+        self._multiplies_bf16 = multiplies_bf16
+        self._splits = splits
 
     def _has_bf16(self) -> bool:
         if self._multiplies_bf16 is not None:
@@ -128,23 +131,25 @@ class CpuBackend(DeviceBackend):
             return self._splits
         return _may_split() and has_amx() and can_be_built() and can_be_built(PRODUCTS)
 
-    def environment(self, local_ranks: int, answers: bool = False) -> dict[str, str]:
+    def environment(self, local_ranks: int, inference_only: bool = False) -> dict[str, str]:
         threads = max(1, (os.cpu_count() or 1) // local_ranks)
         variables = {
             "OMP_NUM_THREADS": str(threads),
             "MKL_NUM_THREADS": str(threads),
-            # milliseconds that a thread spins before it sleeps: a step has thousands of parallel loops, and waking a
-            # thread costs each of them some time; but threads that spin take the core another rank needs, and programs
-            # of Paddle Inference take longer by them
-            "KMP_BLOCKTIME": "1" if local_ranks == 1 and not answers else "0",
+            # milliseconds that a thread spins before it sleeps: a step has thousands of parallel loops, each of which
+            # would have to wake threads; but spinning threads take cores from other ranks, and slow down programs of
+            # Paddle Inference
+            "KMP_BLOCKTIME": "1" if local_ranks == 1 and not inference_only else "0",
             "PADDLE_DISTRI_BACKEND": self.collectives,
         }
         if path := mkl_path():
             variables["MKL_DEBUG_CPU_TYPE"] = path
         return variables
 
-    def patience(self, stall_seconds: float | None) -> dict[str, str]:
-        seconds = _A_YEAR if stall_seconds is None else max(_GLOO_SECONDS, math.ceil(_BEYOND * stall_seconds))
+    def timeout_variables(self, stall_seconds: float | None) -> dict[str, str]:
+        seconds = _A_YEAR
+        if stall_seconds is not None:
+            seconds = max(_GLOO_SECONDS, math.ceil(_TIMEOUT_FACTOR * stall_seconds))
         return {GLOO_TIMEOUT: os.environ.get(GLOO_TIMEOUT) or str(seconds)}
 
     def kernels(self, precision: str) -> Mapping[str, str]:
@@ -159,8 +164,9 @@ class CpuBackend(DeviceBackend):
         if can_be_built():
             from llmsuite.devices.cpu.kernels.ops import load
 
-            load()  # when that fails `can_be_built` says so from then on
-            if self._has_bf16() if precision == "bf16" else self._splits_float32():
+            load()  # if it fails, `can_be_built` returns False afterwards
+            needs_products = self._has_bf16() if precision == "bf16" else self._splits_float32()
+            if needs_products:
                 load(PRODUCTS)
         return super().ops(precision)
 
@@ -179,7 +185,7 @@ class CpuBackend(DeviceBackend):
     def parameter_dtype(self, precision: str) -> str:
         return "float32" if precision == "bf16" else super().parameter_dtype(precision)
 
-    def product_path(self, precision: str) -> str:
+    def matmul_backend(self, precision: str) -> str:
         if precision == "bf16" and self._has_bf16():
             return f"by the processor's instructions for bfloat16 ({'AMX' if has_amx() else 'AVX-512'})"
         if precision == "fp32" and self._splits_float32():
@@ -188,7 +194,7 @@ class CpuBackend(DeviceBackend):
         mkl = "MKL's" if path is None else f"MKL's, path {path} of MKL_DEBUG_CPU_TYPE"
         return mkl if precision == "fp32" else f"{mkl}, of rounded inputs"
 
-    def caution(self, precision: str) -> str | None:
+    def precision_warning(self, precision: str) -> str | None:
         if precision != "bf16" or self._has_bf16():
             return None
         return (

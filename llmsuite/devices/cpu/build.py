@@ -1,4 +1,4 @@
-"""Builds C++ that Paddle's CPU wheel lacks, once per Paddle version, into the user's cache."""
+"""Build of C++ code that Paddle's CPU wheel lacks, once per Paddle version, into the user's cache."""
 
 from __future__ import annotations
 
@@ -15,62 +15,62 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from llmsuite.cache import BUILT, cache_root, is_own_file, locked, own_directory
-from llmsuite.errors import UserError
-from llmsuite.extras import install_command
+from llmsuite.base.cache import BUILT, cache_root, is_private_file, locked, private_directory
+from llmsuite.base.errors import UserError
+from llmsuite.base.extras import install_command
 
 
 @dataclasses.dataclass(frozen=True)
 class Library:
-    """A shared library to be built from C++."""
+    """A shared library that is built from C++."""
 
     name: str
     """Name of its directory in the cache."""
     sources: tuple[Path, ...]
     """Source files and headers; the first one names the library."""
     options: tuple[str, ...]
-    """Compiler options beside those that all libraries have."""
+    """Compiler options in addition to those of all libraries."""
     links: tuple[str, ...]
-    """File names of those of Paddle's libraries that it is linked to."""
+    """File names of the libraries of Paddle that it is linked to."""
     is_for_this_cpu: bool
-    """Whether it uses all instructions of this machine's processor."""
+    """True where it is compiled for all instruction sets of this machine's processor."""
     without: tuple[str, str]
-    """For the error message without a compiler: what needs one, and how to do without."""
+    """Two parts of the error message where there is no compiler: the feature that needs one, and the alternative."""
     instructions: tuple[tuple[str, str], ...] = ()
-    """What the compiler has to know of this processor where it has it: each as /proc/cpuinfo names it, and the macro by
-    which the compiler says so."""
+    """Instruction sets that the compiler has to support if this processor has them: pairs of the name in /proc/cpuinfo
+    and the compiler's macro."""
 
 
 def library(what: Library) -> Path:
-    """The shared library for the installed Paddle; builds it (up to a minute) when it is not in the cache.
+    """Path of the shared library for the installed Paddle; builds it (up to a minute) if it is not in the cache.
 
     Raises:
-        UserError: there is no g++, or it cannot build the library, or there is no room for it.
+        UserError: there is no g++, or it cannot build the library, or the disk is full.
     """
     paddle = _paddle()
-    # the library is linked to this very installation, so its place is part of the name
+    # the library is linked to this very installation, so its path is part of the name
     content = b"".join(source.read_bytes() for source in what.sources)
     content += " ".join([str(paddle), *what.options, *what.links]).encode()
     content += _processor() if what.is_for_this_cpu else b""
-    directory = own_directory(cache_root() / BUILT / what.name)
+    directory = private_directory(cache_root() / BUILT / what.name)
     version = importlib.metadata.version("paddlepaddle")
     target = directory / f"{what.sources[0].stem}-{version}-{hashlib.sha256(content).hexdigest()[:16]}.so"
-    if is_own_file(target):
+    if is_private_file(target):
         return target
     try:
-        with locked(directory / "build.lock"):  # two runs may start at once
-            if not is_own_file(target):
+        with locked(directory / "build.lock"):  # two runs may start at the same time
+            if not is_private_file(target):
                 _build(what, target, paddle)
     except OSError as error:
         where = f"{directory}: {error.strerror or error}"
         raise UserError(
-            f"{where}; what Paddle's CPU wheel lacks is built there: set LLMSUITE_CACHE to another directory"
+            f"{where}; code that Paddle's CPU wheel lacks is built there: set LLMSUITE_CACHE to another directory"
         ) from error
     return target
 
 
 def _paddle() -> Path:
-    """Directory of the Paddle package, found without importing it: some libraries are loaded first."""
+    """Directory of the Paddle package, found without importing it: some libraries have to be loaded before it."""
     spec = importlib.util.find_spec("paddle")
     if spec is None or spec.origin is None:
         raise UserError(f"Paddle is not installed; install it with: {install_command('cpu')}")
@@ -87,12 +87,14 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         raise UserError(
-            f"{what.without[0]} a C++ compiler once, to build what Paddle's CPU wheel lacks; "
+            f"{what.without[0]} a C++ compiler once, to build code that Paddle's CPU wheel lacks; "
             f"install it with: apt-get install g++ (or your system's package), or {what.without[1]}"
         )
     if what.is_for_this_cpu and what.instructions:
         _check_knows(compiler, what)
-    print(f"building what Paddle's CPU wheel lacks ({what.name}), once: up to a minute", file=sys.stderr, flush=True)
+    print(
+        f"building code that Paddle's CPU wheel lacks ({what.name}), once: up to a minute", file=sys.stderr, flush=True
+    )
     build_options = [*what.options, *(["-march=native"] if what.is_for_this_cpu else []), "-fPIC", "-w"]
     includes = [f"-I{paddle / 'include'}", f"-I{paddle / 'include' / 'third_party'}"]
     macros = [f'-DLIBPADDLE="{paddle / "base" / "libpaddle.so"}"', "-DPADDLE_ON_INFERENCE=0"]
@@ -117,7 +119,8 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
 
 
 def _check_knows(compiler: str, what: Library) -> None:
-    """Raises UserError where the compiler is older than this processor: the library would do without what it is for."""
+    """Raise UserError if the compiler is too old for this processor: it would ignore the instructions that the library
+    is for."""
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]
     known = subprocess.run(command, capture_output=True, text=True, check=False).stdout.split()
     flags = _processor().decode().split()
@@ -129,10 +132,10 @@ def _check_knows(compiler: str, what: Library) -> None:
 
 
 def _run_all(commands: Sequence[list[str]], target: Path) -> None:
-    """Run commands of the compiler, some at once: each may take 400 MB.
+    """Run commands of the compiler, up to four in parallel: each may take 400 MB.
 
     Raises:
-        UserError: one fails; what it said is in a file beside the target.
+        UserError: one fails; its messages are in a log file next to the target.
     """
     with concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
         results = list(pool.map(lambda one: subprocess.run(one, capture_output=True, text=True, check=False), commands))

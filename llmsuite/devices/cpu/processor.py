@@ -1,20 +1,20 @@
-"""What the processor can do, as the operating system tells it."""
+"""Instruction sets of the processor, from /proc/cpuinfo."""
 
 from __future__ import annotations
 
 import platform
 
 _AVX512 = {"avx512f", "avx512cd", "avx512bw", "avx512dq", "avx512vl"}
-"""What MKL's path for AVX-512 computes with; it ends a process on a processor that lacks one of them."""
+"""Features that MKL's path for AVX-512 uses; it crashes on a processor that lacks one of them."""
 _AVX2 = {"avx2", "fma"}
-"""The same of its path for AVX2."""
+"""Features that MKL's path for AVX2 uses."""
 
 
 def mkl_path() -> str | None:
-    """The value of MKL_DEBUG_CPU_TYPE for this processor's fastest path, or None where MKL finds it by itself.
+    """Value of MKL_DEBUG_CPU_TYPE for this processor's fastest path; None where MKL selects it by default.
 
-    The MKL in the wheel of Paddle 3.3.1 takes its slowest path on AMD unless it is told that the processor has
-    AVX2 ("5") or AVX-512 ("7").
+    The MKL in the wheel of Paddle 3.3.1 takes its slowest path on AMD unless this variable selects AVX2 ("5") or
+    AVX-512 ("7").
     """
     facts = _facts()
     if facts is None:
@@ -27,18 +27,19 @@ def mkl_path() -> str | None:
 
 
 def has_amx() -> bool:
-    """Whether this processor has AMX for bfloat16, by which products of float32 matrices in parts of that type are
-    faster than its instructions for float32: on a Xeon 400 GFLOP/s on two cores, by MKL 150."""
+    """True if this processor has AMX for bfloat16, with which products of float32 matrices split into bfloat16 parts
+    are faster than with float32 instructions: on a Xeon 400 GFLOP/s on two cores, against 150 by MKL."""
     return "amx_bf16" in _flags() and _flags() >= _AVX512
 
 
 def multiplies_bf16() -> bool:
-    """Whether this processor has instructions for products in bfloat16 that are faster than those for float32.
+    """True if this processor has instructions for products in bfloat16 that are faster than those for float32.
 
-    On AMD those of avx512_bf16 are twice as fast, on Intel slower: a Xeon that has them and shows no AMX gave 134
-    GFLOP/s by oneDNN's products for 194 in float32, and by those of torch 2.13 150 for 260.
+    On AMD those of avx512_bf16 are twice as fast, on Intel slower: a Xeon with them but without AMX reached 134 GFLOP/s
+    with oneDNN against 194 in float32, and 150 with torch 2.13 against 260.
     """
-    flags, is_amd = _flags(), (_facts() or {}).get("vendor_id") == "AuthenticAMD"
+    flags = _flags()
+    is_amd = (_facts() or {}).get("vendor_id") == "AuthenticAMD"
     return has_amx() or (is_amd and flags >= _AVX512 | {"avx512_bf16"})
 
 
@@ -47,7 +48,7 @@ def _flags() -> set[str]:
 
 
 def _facts() -> dict[str, str] | None:
-    """The lines of the first processor in /proc/cpuinfo, or None where there is no such file."""
+    """The entries of the first processor in /proc/cpuinfo, or None where there is no such file."""
     try:
         with open("/proc/cpuinfo") as lines:
             facts: dict[str, str] = {}

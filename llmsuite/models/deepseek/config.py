@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.models.decoder_config import (
     NonNegativeInt,
     NumLayers,
@@ -23,7 +23,7 @@ from llmsuite.models.hf_config import check_keys
 from llmsuite.models.rope import yarn_mscale
 
 _FIXED = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "rope_interleave": True, "use_fp8": False}
-# derived from other keys; a loss that is not computed; how others train and serve the layers of speculative decoding
+# derived from other keys; a loss that is not computed; settings of other programs for speculative decoding
 _WITHOUT_EFFECT = (
     *("num_key_value_heads", "head_dim", "qk_head_dim", "scoring_func", "aux_loss_alpha", "seq_aux"),
     *("ep_size", "num_nextn_predict_lambda", "speculate_model_type"),
@@ -48,7 +48,7 @@ class DeepSeekConfig(RotaryConfig):
     """Width of an expert."""
     num_hidden_layers: NumLayers = 61
     first_k_dense_replace: NonNegativeInt = 3
-    """So many layers at the beginning have no experts."""
+    """Number of layers at the beginning that have no experts."""
     moe_layer_freq: PositiveInt = 1
     """Layers after the first ones have experts if their number is a multiple of this."""
     n_routed_experts: PositiveInt = 256
@@ -60,11 +60,11 @@ class DeepSeekConfig(RotaryConfig):
     n_group: PositiveInt = 8
     """Groups the routed experts are in."""
     topk_group: PositiveInt = 4
-    """Groups the experts of a token can be in."""
+    """Number of groups that the experts of a token can be in."""
     topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"] = "noaux_tc"
-    """How experts are chosen: noaux_tc with deepseek_v3, one of the others with deepseek_v2."""
+    """Method of choosing experts: noaux_tc with deepseek_v3, one of the others with deepseek_v2."""
     norm_topk_prob: bool = True
-    """Whether the weights of the chosen experts are made to add up to 1."""
+    """True where the weights of the chosen experts are made to add up to 1."""
     routed_scaling_factor: PositiveFloat = 2.5
     """Factor of the weights of the chosen experts."""
     num_attention_heads: PositiveInt = 128
@@ -81,10 +81,10 @@ class DeepSeekConfig(RotaryConfig):
     """Size of a value head."""
     max_position_embeddings: PositiveInt = 163840
     num_nextn_predict_layers: Annotated[int, Ge(0), Le(64)] = 0
-    """Layers behind the others that predict further tokens (DeepSeek-V3, arXiv 2412.19437, section 2.2). One is trained
-    with train.mtp_loss_weight; else they are kept as the weights have them."""
+    """Number of multi-token prediction layers after the others (DeepSeek-V3, arXiv 2412.19437, section 2.2). One is
+    trained with train.mtp_loss_weight; else they are copied unchanged from the source."""
     mtp: bool = False
-    """Whether these layers are a part of the model; see `llmsuite.models.mtp`."""
+    """True where these layers are a part of the model; see `llmsuite.models.mtp`."""
     rope_scaling: dict[str, Any] | None = None
     """Null, or {"rope_type": "yarn", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "mscale",
     "mscale_all_dim"}."""
@@ -103,23 +103,24 @@ class DeepSeekConfig(RotaryConfig):
 
     @property
     def has_gate_bias(self) -> bool:
-        """Whether experts are chosen with a bias."""
+        """True if experts are chosen with a bias."""
         return self.model_type == "deepseek_v3"
 
     @property
     def score_factor(self) -> float:
-        """Factor of attention scores, beside that of the size of a head."""
+        """Factor of attention scores, in addition to 1 / sqrt(head size)."""
         if not self.rope_scaling or not self.rope_scaling.get("mscale_all_dim"):
             return 1.0
         return yarn_mscale(self.rope_scaling["factor"], self.rope_scaling["mscale_all_dim"]) ** 2
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
+        """True if a layer, counted from 0, has experts."""
         return layer >= self.first_k_dense_replace and layer % self.moe_layer_freq == 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
         """Rules between the fields, as (field, message)."""
-        experts, groups = self.n_routed_experts, self.n_group
+        experts = self.n_routed_experts
+        groups = self.n_group
         methods = ("noaux_tc",) if self.model_type == "deepseek_v3" else ("greedy", "group_limited_greedy")
         if self.topk_method not in methods:
             yield "topk_method", f"is {self.topk_method}; {self.model_type} has {' and '.join(methods)}"
@@ -172,18 +173,21 @@ class DeepSeekConfig(RotaryConfig):
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that HF transformers and PaddleNLP read."""
-        is_v3, scaling = self.model_type == "deepseek_v3", self.rope_scaling
+        is_v3 = self.model_type == "deepseek_v3"
+        architecture = "DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"
+        scores = "sigmoid" if is_v3 else "softmax"
+        scaling = self.rope_scaling
         if scaling is not None:
             kind = scaling.get("rope_type", scaling.get("type"))
             scaling = {**scaling, "rope_type": kind, "type": kind}  # PaddleNLP looks for the older name
         return with_head(
             self,
             {
-                "architectures": ["DeepseekV3ForCausalLM" if is_v3 else "DeepseekV2ForCausalLM"],
+                "architectures": [architecture],
                 "hidden_act": "silu",
                 "attention_bias": False,
                 "num_key_value_heads": self.num_attention_heads,
-                "scoring_func": "sigmoid" if is_v3 else "softmax",
+                "scoring_func": scores,
                 **dataclasses.asdict(self),
                 "rope_scaling": scaling,
                 "torch_dtype": "float32",

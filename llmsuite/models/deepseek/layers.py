@@ -13,30 +13,34 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
-from llmsuite.devices.ops import Ops, attention_operand
-from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, dim_size, halves, linear
+from llmsuite.base.typing import Tensor
+from llmsuite.devices.ops import Ops, round_attention_input
+from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, WithCore, dim_size, halves, linear
 from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
 from llmsuite.models.deepseek.config import DeepSeekConfig
-from llmsuite.models.exact import has_hooks, is_plain
+from llmsuite.models.exact import has_hooks
 from llmsuite.models.experts import Experts
+from llmsuite.models.linear import is_matrix, is_plain_linear
 from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM, MTPLayer
 from llmsuite.models.mtp import num_layers
-from llmsuite.typing import Tensor
 
 _LATENT_EPS = 1e-6
 """Epsilon of the norms of compressed queries, keys and values, whatever rms_norm_eps is."""
 
 
-class Attention(nn.Layer):
+class Attention(nn.Layer, WithCore):
     """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): keys and values are kept compressed."""
 
-    unstored = ("kv_b_proj",)  # multiplied with queries and with what is attended to, see `_absorbed`
+    never_packed = ("kv_b_proj",)  # multiplied by queries and by the output of attention, see `_absorbed`
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         super().__init__()
-        self.ops, self.rotary, self.core = ops, ops.rotary, functools.partial(latent_attention, ops)
-        self.can_absorb = ops.heads_first and ops.attention_operand is attention_operand
-        self.score_factor, num_heads = config.score_factor, config.num_attention_heads
+        self.ops = ops
+        self.rotary = ops.rotary
+        self.core = functools.partial(latent_attention, ops)
+        self.can_absorb = ops.heads_first and ops.round_attention_input is round_attention_input
+        self.score_factor = config.score_factor
+        num_heads = config.num_attention_heads
         self.query_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]
         self.latent_sizes = [config.kv_lora_rank, config.qk_rope_head_dim]
         self.key_value_sizes = [config.qk_nope_head_dim, config.v_head_dim]
@@ -54,7 +58,7 @@ class Attention(nn.Layer):
         self.o_proj = linear(num_heads * config.v_head_dim, config.hidden_size)
         self.up_keys: Tensor | None
         self.up_values: Tensor | None
-        for name in ("up_keys", "up_values"):  # see `keep_up_matrices`; a program is saved with them
+        for name in ("up_keys", "up_values"):  # see `keep_up_matrices`; buffers, so that a program is saved with them
             self.register_buffer(name, None)
 
     def forward(
@@ -70,26 +74,28 @@ class Attention(nn.Layer):
         q_rope = self.rotary(halves(q_rope), cos, sin)
         k_rope = self.rotary(halves(k_rope.unsqueeze(2)), cos, sin).squeeze(2)
         if past is not None:
-            latent, k_rope = paddle.concat([past[0], latent], 1), paddle.concat([past[1], k_rope], 1)
+            latent = paddle.concat([past[0], latent], 1)
+            k_rope = paddle.concat([past[1], k_rope], 1)
         parts = q_nope, q_rope, latent, k_rope, mask
         absorbs = self._absorbs(dim_size(x, 1))
         if isinstance(absorbs, bool):
-            out = self._absorbed(*parts) if absorbs else self._whole(*parts)
-        else:  # a program that leaves open how many tokens are new
-            out = paddle.static.nn.cond(absorbs, lambda: self._absorbed(*parts), lambda: self._whole(*parts))
+            out = self._absorbed(*parts) if absorbs else self._expanded(*parts)
+        else:  # a program whose input leaves the number of new tokens open
+            out = paddle.static.nn.cond(absorbs, lambda: self._absorbed(*parts), lambda: self._expanded(*parts))
         return self.o_proj(out.reshape([0, 0, -1])), (latent, k_rope)
 
-    def _whole(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
-        """What heads attend to, [B, L, H, K], by whole keys and values of the cache."""
+    def _expanded(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
+        """Output of all heads, [B, L, H, K], by expanding the compressed cache to full keys and values."""
         size = sum(self.key_value_sizes)
-        num_heads = self.kv_b_proj.weight.shape[1] // size  # as a number, also where a program leaves lengths open
+        num_heads = self.kv_b_proj.weight.shape[1] // size  # an int, also in programs that leave lengths open
         heads = self.kv_b_proj(latent).reshape([0, 0, num_heads, size])
         k_nope, v = heads.split(self.key_value_sizes, -1)
         return self.core(q_nope, q_rope, k_nope, k_rope.unsqueeze(2), v, mask)
 
     def _absorbed(self, q_nope: Tensor, q_rope: Tensor, latent: Tensor, k_rope: Tensor, mask: Tensor | None) -> Tensor:
-        """The same by compressed ones."""
-        of_keys, of_values = self.up_keys, self.up_values
+        """Output of all heads, [B, L, H, K], directly on the compressed keys and values."""
+        of_keys = self.up_keys
+        of_values = self.up_values
         if of_keys is None or of_values is None:
             of_keys, of_values = self._up_matrices()
         return absorbed_attention(self.ops, q_nope, q_rope, latent, k_rope, of_keys, of_values, mask)
@@ -99,30 +105,35 @@ class Attention(nn.Layer):
 
     @paddle.no_grad()
     def keep_up_matrices(self) -> None:
-        """Keep the matrices that `_absorbed` multiplies with: to make them takes longer than to multiply one token.
-        For generation; to be called again when `kv_b_proj` has new values."""
-        if self.can_absorb and type(self.kv_b_proj) is nn.Linear and not self.kv_b_proj.weight.is_dist():
+        """Cache the matrices that `_absorbed` multiplies by: to compute them takes longer than to multiply one token.
+        For generation; call it again when `kv_b_proj` has new values."""
+        if self.can_absorb and is_matrix(self.kv_b_proj) and not self.kv_b_proj.weight.is_dist():
             self.up_keys, self.up_values = (matrix.contiguous() for matrix in self._up_matrices())
 
     def drop_up_matrices(self) -> None:
-        """Make them in each pass again."""
+        """Drop the cached matrices: they are computed in each pass again."""
         self.up_keys = self.up_values = None
 
-    def _is_whole_own(self) -> bool:
-        """Whether `_absorbed` computes what `_whole` does: nobody has changed this, nor the core of attention."""
+    def _has_own_core(self) -> bool:
+        """True if `_absorbed` is equivalent to `_expanded`: neither this method nor the core of attention is
+        replaced."""
         is_own_core = isinstance(self.core, functools.partial) and self.core.func is latent_attention
-        return is_own_core and type(self)._whole is Attention._whole
+        return is_own_core and type(self)._expanded is Attention._expanded
 
     def _absorbs(self, num_new: Any) -> Any:
-        """Whether so few tokens are new that attending to compressed keys and values is less work than making whole
-        ones for the cache: a bool, or a tensor if `num_new` is one, as in a program."""
-        matrix, learns = self.kv_b_proj, paddle.is_grad_enabled() if paddle.in_dynamic_mode() else self.training
-        if not self.can_absorb or learns or not self._is_whole_own():
+        """True if so few tokens are new that attention on the compressed keys and values is less work than expanding
+        the
+        cache: a bool, or a tensor where `num_new` is one, as in a program."""
+        matrix = self.kv_b_proj
+        is_training = paddle.is_grad_enabled() if paddle.in_dynamic_mode() else self.training
+        if not self.can_absorb or is_training or not self._has_own_core():
             return False
-        if not is_plain(matrix) or matrix.weight.is_dist() or has_hooks(matrix):
-            return False  # an adapter, a rank's part, products in a form of the device
-        wide, whole = 2 * self.latent_sizes[0], sum(self.key_value_sizes)  # of scores and sums, for each head
-        return wide <= whole or num_new < self.latent_sizes[0] * whole / (wide - whole)
+        if not is_plain_linear(matrix) or matrix.weight.is_dist() or has_hooks(matrix):
+            return False  # an adapter, a shard, or a device's own matrix products
+        # work per pair of tokens and head: on compressed keys and values, and on expanded ones
+        compressed = 2 * self.latent_sizes[0]
+        expanded = sum(self.key_value_sizes)
+        return compressed <= expanded or num_new < self.latent_sizes[0] * expanded / (compressed - expanded)
 
 
 class DeepSeekGate(Gate):
@@ -137,11 +148,12 @@ class DeepSeekGate(Gate):
             self.add_bias([self.num_experts])
 
     def scores(self, logits: Tensor) -> Tensor:
-        """As `Gate.scores`."""
+        """Logits [B, L, E] to scores [B, L, E]: softmax in V2, sigmoid in V3."""
         return super().scores(logits) if self.e_score_correction_bias is None else F.sigmoid(logits)
 
     def selection_scores(self, scores: Tensor) -> Tensor:
-        """As `Gate.selection_scores`: those of experts outside the best groups are far below all others."""
+        """Scores [B, L, E] whose top k are chosen: experts outside the best groups get far lower ones than all
+        others."""
         scores = super().selection_scores(scores)
         if self.num_groups == 1:
             return scores
@@ -152,7 +164,7 @@ class DeepSeekGate(Gate):
         return (groups - outside.unsqueeze(-1) * 1e9).reshape([0, 0, self.num_experts])
 
     def total(self, weights: Tensor) -> Tensor:
-        """As `Gate.total`."""
+        """Divisor [B, L, 1] of the weights; 1e-20 avoids a division by zero, as in the published code."""
         return super().total(weights) + 1e-20
 
 
@@ -175,7 +187,7 @@ def _layer(config: DeepSeekConfig, ops: Ops, number: int) -> DecoderLayer:
 
 
 class DeepSeek(MoELM):
-    """DeepSeek-V2 and V3; the layers that predict further tokens are a part of it where they are trained."""
+    """DeepSeek-V2 and V3; MTP layers are a part of the model where they are trained."""
 
     def __init__(self, config: DeepSeekConfig, ops: Ops):
         layers = [_layer(config, ops, i) for i in range(num_layers(config))]

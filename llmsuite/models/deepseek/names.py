@@ -31,19 +31,17 @@ def parameter_names(config: DeepSeekConfig) -> Iterator[str]:
 
 def parameter_shapes(config: DeepSeekConfig) -> Shapes:
     """Every parameter of the model, in the order of the layers, with its shape."""
-    hidden, heads, latent, rope = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.qk_rope_head_dim,
-    )
+    hidden = config.hidden_size
+    heads = config.num_attention_heads
+    latent = config.kv_lora_rank
+    rope = config.qk_rope_head_dim
     width = heads * (config.qk_nope_head_dim + rope)
     rank = config.q_lora_rank
-    attention: Shapes = (
-        {"q_proj": (hidden, width)}
-        if rank is None
-        else {"q_a_proj": (hidden, rank), "q_a_layernorm": (rank,), "q_b_proj": (rank, width)}
-    )
+    attention: Shapes
+    if rank is None:
+        attention = {"q_proj": (hidden, width)}
+    else:
+        attention = {"q_a_proj": (hidden, rank), "q_a_layernorm": (rank,), "q_b_proj": (rank, width)}
     attention |= {
         "kv_a_proj_with_mqa": (hidden, latent + rope),
         "kv_a_layernorm": (latent,),
@@ -52,7 +50,7 @@ def parameter_shapes(config: DeepSeekConfig) -> Shapes:
     }
     weights: Shapes = {f"{part}.weight": shape for part, shape in attention.items()}
 
-    def layer(number: int) -> Shapes:
+    def decoder_layer(number: int) -> Shapes:
         if not config.has_experts(number):
             return layer_shapes(hidden, weights, mlp_shapes(hidden, config.intermediate_size))
         gate: Shapes = {"gate.weight": (hidden, config.n_routed_experts)}
@@ -66,50 +64,54 @@ def parameter_shapes(config: DeepSeekConfig) -> Shapes:
     def mtp_layer(number: int) -> Shapes:
         norms: Shapes = {f"{part}.weight": (hidden,) for part in ("enorm", "hnorm")}
         joined: Shapes = {"eh_proj.weight": (2 * hidden, hidden), "shared_head.norm.weight": (hidden,)}
-        return layer(number) | norms | joined
+        return decoder_layer(number) | norms | joined
 
-    return decoder_shapes(config, lambda number: (layer if number < config.num_hidden_layers else mtp_layer)(number))
+    def layer(number: int) -> Shapes:
+        return decoder_layer(number) if number < config.num_hidden_layers else mtp_layer(number)
+
+    return decoder_shapes(config, layer)
 
 
 def is_linear(name: str) -> bool:
-    """Whether HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
+    """True if HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
     return name.endswith(("_proj.weight", "_proj_with_mqa.weight", ".mlp.gate.weight", "lm_head.weight", SCORE))
 
 
 def hf_tensors(name: str, config: DeepSeekConfig) -> HfTensors:
     """The tensor of an HF model that holds a parameter, or those that are stacked in it.
 
-    The published layers that predict further tokens have copies of the embedding and the output projection.
+    The published MTP layers have copies of the embedding and the output projection.
     """
     copies = tuple(_shared(config).get(name, ()))
     return expert_tensors(name, config.n_routed_experts) or HfTensors((name,), copies=copies)
 
 
 def _shared(config: DeepSeekConfig) -> dict[str, list[str]]:
-    """Parameters of which layers that predict further tokens have copies in a file, with the names of the copies."""
+    """Parameters of which the MTP layers of a file have copies, with the names of the copies."""
     layers = [f"model.layers.{config.num_hidden_layers + i}" for i in range(num_mtp_layers(config))]
-    embeddings, heads = (
-        [f"{layer}.{part}.weight" for layer in layers] for part in ("embed_tokens", "shared_head.head")
-    )
+    embeddings = [f"{layer}.embed_tokens.weight" for layer in layers]
+    heads = [f"{layer}.shared_head.head.weight" for layer in layers]
     if is_tied(config):
         return {"model.embed_tokens.weight": embeddings + heads}
     return {"model.embed_tokens.weight": embeddings, "lm_head.weight": heads}
 
 
 def from_hf(name: str, config: DeepSeekConfig) -> str | None:
-    """The full name of a tensor in an HF file; None for one that is computed, a copy, or of a layer behind the last."""
+    """The full name of a tensor in an HF file; None for one that is computed, a copy, or of a layer after the last."""
     if name.endswith("rotary_emb.inv_freq") or any(name in copies for copies in _shared(config).values()):
         return None
     match = _LAYER.fullmatch(name)
-    return None if match and int(match[1]) >= config.num_hidden_layers + config.num_nextn_predict_layers else name
+    if match and int(match[1]) >= config.num_hidden_layers + config.num_nextn_predict_layers:
+        return None
+    return name
 
 
 def is_carried(name: str, config: DeepSeekConfig) -> bool:
-    """Whether a tensor of an HF file belongs to a layer that predicts further tokens, and those are not trained."""
+    """True if a tensor of an HF file belongs to an MTP layer of a model that does not train them."""
     match = None if config.mtp else _LAYER.fullmatch(name)
     return match is not None and int(match[1]) >= config.num_hidden_layers
 
 
 def paddlenlp_prefix(config: DeepSeekConfig) -> str | None:
-    """The prefix that PaddleNLP writes in place of `model.`."""
+    """The prefix that PaddleNLP writes instead of `model.`."""
     return f"{config.model_type}."

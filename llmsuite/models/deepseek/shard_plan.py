@@ -1,7 +1,7 @@
-"""How a DeepSeek model is cut for tensor and sequence parallelism. Imports no Paddle.
+"""Shard plan of DeepSeek for tensor and sequence parallelism. Imports no Paddle.
 
-Heads are cut, compressed queries, keys and values are whole. Each rank has some of the routed experts; other MLPs are
-cut in width.
+Heads are sharded; compressed queries, keys and values are replicated. Each rank has some of the routed experts; other
+MLPs are sharded along their width.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _problems(config: DeepSeekConfig, tp: int) -> Iterator[str]:
 
 
 PLAN = ShardPlan(
-    cut=(
+    shard_dims=(
         ("model.embed_tokens.weight", 0),
         ("model.layers.*.self_attn.q_proj.weight", 1),
         ("model.layers.*.self_attn.q_b_proj.weight", 1),
@@ -39,7 +39,7 @@ PLAN = ShardPlan(
         ("lm_head.weight", 1),
     ),
     embedding="model.embed_tokens",
-    regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
+    tp_regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
     layers="model.layers",
     first=("model.embed_tokens",),
     last=("model.norm", "lm_head", "score"),

@@ -20,7 +20,7 @@ from llmsuite.models.decoder_config import (
 from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
 
-# how others train and serve it
+# settings of other programs for training and serving
 _WITHOUT_EFFECT = (
     *("use_flash_attention", "use_sparse_flash_attn", "use_recompute", "fuse_rope", "fuse_rms_norm", "fuse_swiglu"),
     *("fuse_linear", "fuse_attn_ffn", "compression_ratio", "ignored_index", "max_sequence_length"),
@@ -30,12 +30,12 @@ _WITHOUT_EFFECT = (
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ErnieShape(GroupedQueryConfig):
-    """What ERNIE-4.5's models have in common with and without experts. Names are those of HF's config.json."""
+    """Fields that ERNIE-4.5 models with and without experts share. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "ernie"
     architecture: ClassVar[str] = "Ernie4_5ForCausalLM"
     fixed: ClassVar[Mapping[str, Any]] = {"hidden_act": "silu", "use_rmsnorm": True, "rope_reorder": False}
-    """Keys of config.json that have one value only."""
+    """Keys of config.json that have only one supported value."""
     without_effect: ClassVar[tuple[str, ...]] = _WITHOUT_EFFECT
     """Keys of config.json that change no logit."""
 
@@ -103,7 +103,7 @@ class ErnieConfig(ErnieShape):
     head_dim: PositiveInt | None = 128
     """Size of a head; null for hidden_size / num_attention_heads."""
     use_bias: bool = False
-    """Whether the matrices of attention and MLP have biases."""
+    """True where the matrices of attention and MLP have biases."""
 
 
 # huggingface.co/baidu/ERNIE-4.5-0.3B-PT, config.json

@@ -8,7 +8,7 @@ from llmsuite.models.ernie.config import ErnieConfig
 
 
 class ErnieLayer(DecoderLayer):
-    """Grouped-query attention whose rotation takes neighbours, not halves of a head, and a gated MLP."""
+    """Grouped-query attention whose rotary pairs are neighbours, not halves of a head, and a gated MLP."""
 
     def __init__(self, config: ErnieConfig, ops: Ops):
         super().__init__(

@@ -24,7 +24,7 @@ def parameter_shapes(config: ErnieConfig) -> Shapes:
 
 
 def is_linear(name: str) -> bool:
-    """Whether HF stores this parameter transposed, as [outputs, inputs]."""
+    """True if HF stores this parameter transposed, as [outputs, inputs]."""
     return name.endswith(("_proj.weight", "lm_head.weight", SCORE))
 
 

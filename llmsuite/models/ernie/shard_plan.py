@@ -1,4 +1,4 @@
-"""How an ERNIE-4.5 model is cut for tensor and sequence parallelism: as Llama. Imports no Paddle."""
+"""Shard plan of ERNIE-4.5 for tensor and sequence parallelism: that of Llama. Imports no Paddle."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class ErnieMoeConfig(ErnieShape):
         "moe_norm_gate_logits": True,
         "moe_group_experts": False,
     }
-    # of training with a capacity or a loss that we do not have; layers for speculative decoding, which are left out
+    # settings of a capacity or of losses that do not exist here; MTP layers, which are not loaded
     without_effect: ClassVar[tuple[str, ...]] = (
         *ErnieShape.without_effect,
         *("moe_capacity", "moe_gate", "moe_use_aux_free", "moe_aux_loss_lambda", "moe_orthogonal_loss_lambda"),
@@ -47,7 +47,7 @@ class ErnieMoeConfig(ErnieShape):
     moe_layer_end_index: Annotated[int, Ge(-1), Le(1 << 30)] = -1
     """The last one; -1 for the last layer of all."""
     moe_layer_interval: PositiveInt = 1
-    """Every so many of these layers have experts: those whose number, counted from 1, is a multiple of it."""
+    """Layers in this range have experts if their number, counted from 1, is a multiple of this."""
     moe_num_experts: PositiveInt = 64
     """Experts a token can be sent to."""
     moe_num_shared_experts: NonNegativeInt = 2
@@ -60,7 +60,7 @@ class ErnieMoeConfig(ErnieShape):
     num_key_value_heads: PositiveInt = 4
 
     has_gate_bias: ClassVar[bool] = True
-    """Whether experts are chosen with a bias."""
+    """True where experts are chosen with a bias."""
 
     @property
     def shared_size(self) -> int:
@@ -68,7 +68,7 @@ class ErnieMoeConfig(ErnieShape):
         return self.moe_num_shared_experts * self.moe_intermediate_size
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
+        """True if a layer, counted from 0, has experts."""
         last = self.num_hidden_layers - 1 if self.moe_layer_end_index == -1 else self.moe_layer_end_index
         return self.moe_layer_start_index <= layer <= last and (layer + 1) % self.moe_layer_interval == 0
 
@@ -85,7 +85,7 @@ class ErnieMoeConfig(ErnieShape):
         yield from super().problems()
 
     def to_hf(self) -> dict[str, Any]:
-        """As `ErnieShape.to_hf`; HF takes a head_dim that is there, be it null."""
+        """The content of a config.json, without a null head_dim, which HF transformers would use."""
         data = super().to_hf()
         return {key: value for key, value in data.items() if key != "head_dim" or value is not None}
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
 from llmsuite.models.ernie_moe.config import ErnieMoeConfig
 from llmsuite.models.experts import Experts
 from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM
-from llmsuite.typing import Tensor
 
 
 class ErnieGate(Gate):
-    """The router: by softmax, with a bias that counts for the choice only."""
+    """The router: softmax scores, with a bias that affects only the choice of experts."""
 
     def __init__(self, config: ErnieMoeConfig):
         super().__init__(config.hidden_size, config.moe_num_experts, config.moe_k, is_normed=True)
@@ -19,7 +19,7 @@ class ErnieGate(Gate):
         self.add_bias([1, self.num_experts])  # HF's has two dims
 
     def total(self, weights: Tensor) -> Tensor:
-        """As `Gate.total`."""
+        """Divisor [B, L, 1] of the weights, at least `moe_norm_min`."""
         return super().total(weights).clip(min=self.least)
 
 

@@ -1,6 +1,6 @@
-"""How an ERNIE-4.5 model with experts is cut for tensor and sequence parallelism: as one without. Imports no Paddle.
+"""Shard plan of ERNIE-4.5 with experts for tensor and sequence parallelism: as without. Imports no Paddle.
 
-Each rank has some of the routed experts; the shared ones are cut in width.
+Each rank has some of the routed experts; the shared ones are sharded along their width.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _problems(config: ErnieMoeConfig, tp: int) -> Iterator[str]:
 
 PLAN = dataclasses.replace(
     DENSE,
-    cut=(
-        *(cut for cut in DENSE.cut if not cut[0].endswith(".bias")),
+    shard_dims=(
+        *(entry for entry in DENSE.shard_dims if not entry[0].endswith(".bias")),
         ("model.layers.*.mlp.experts.*_proj.weight", 0),
         ("model.layers.*.mlp.shared_experts.gate_proj.weight", 1),
         ("model.layers.*.mlp.shared_experts.up_proj.weight", 1),

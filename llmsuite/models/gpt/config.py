@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.models.decoder_config import (
     DecoderConfig,
     NumLayers,
@@ -31,7 +31,7 @@ _PADDLENLP_FIXED = {
     "normalize_before": True,
     "scale_qk_coeff": 1.0,
 }  # gelu is tanh's there
-# dropout; how it is computed; what PaddleNLP's code does not read: its epsilon is 1e-5 and its output tied, always
+# dropout; details of the computation; keys that PaddleNLP ignores: its epsilon is always 1e-5, and its output tied
 _PADDLENLP_WITHOUT_EFFECT = (
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "type_vocab_size", "num_partitions", "eol_token_id"),
     *("ignore_index", "use_fast_layer_norm", "fused_softmax_with_triangular", "use_dualpipev", "layer_norm_eps"),

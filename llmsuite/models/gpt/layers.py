@@ -11,20 +11,31 @@ import paddle
 import paddle.nn.functional as F
 from paddle import nn
 
+from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops
-from llmsuite.models.blocks import ZEROS, CausalLM, LayerCache, extend_cache, linear, products
+from llmsuite.models.blocks import (
+    ZEROS,
+    CausalLM,
+    DecoderLayer,
+    LayerCache,
+    WithCore,
+    apply_linears,
+    extend_cache,
+    linear,
+)
 from llmsuite.models.gpt.config import GPTConfig
 from llmsuite.models.rotation import positions
-from llmsuite.typing import Tensor
 
 
-class Attention(nn.Layer):
+class Attention(nn.Layer, WithCore):
     """Self-attention with biases and no rotation."""
 
     def __init__(self, config: GPTConfig, ops: Ops):
         super().__init__()
-        self.head_size, self.core, self.heads_first = config.head_size, ops.attention, ops.heads_first
-        self.products = products
+        self.head_size = config.head_size
+        self.core = ops.attention
+        self.heads_first = ops.heads_first
+        self.apply_linears = apply_linears
         self.q_proj = linear(config.hidden_size, config.hidden_size, bias=True)
         self.k_proj = linear(config.hidden_size, config.hidden_size, bias=True)
         self.v_proj = linear(config.hidden_size, config.hidden_size, bias=True)
@@ -33,7 +44,7 @@ class Attention(nn.Layer):
     def forward(self, x: Tensor, mask: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D]; the cache holds keys and values, each [B, S, H, K], or [B, H, S, K]."""
         heads = [0, 0, -1, self.head_size]
-        q, k, v = (part.reshape(heads) for part in self.products([self.q_proj, self.k_proj, self.v_proj], x))
+        q, k, v = (part.reshape(heads) for part in self.apply_linears([self.q_proj, self.k_proj, self.v_proj], x))
         k, v = extend_cache(k, v, past, self.heads_first)
         return self.o_proj(self.core(q, k, v, mask).reshape([0, 0, -1])), (k, v)
 
@@ -51,25 +62,19 @@ class MLP(nn.Layer):
         return self.down_proj(F.gelu(self.up_proj(x), approximate=True))
 
 
-class GPTLayer(nn.Layer):
+class GPTLayer(DecoderLayer):
     """Pre-norm attention and MLP, each around a residual."""
 
     def __init__(self, config: GPTConfig, ops: Ops):
-        super().__init__()
-        self.input_layernorm = _norm(config)
-        self.self_attn = Attention(config, ops)
-        self.post_attention_layernorm = _norm(config)
-        self.mlp = MLP(config)
+        super().__init__(_norm(config), Attention(config, ops), _norm(config), MLP(config))
 
-    def forward(self, x: Tensor, mask: Tensor | None, past: LayerCache | None = None) -> tuple[Tensor, LayerCache]:
+    def forward(  # type: ignore[override]
+        self, x: Tensor, mask: Tensor | None, past: LayerCache | None = None
+    ) -> tuple[Tensor, LayerCache]:
         """x [B, L, D] to [B, L, D] and the layer's cache."""
         attended, present = self.self_attn(self.input_layernorm(x), mask, past)
         x = x + attended
         return x + self.mlp(self.post_attention_layernorm(x)), present
-
-    def forward_train(self, x: Tensor, mask: Tensor | None) -> Tensor:
-        """`forward` without the cache, as training calls a layer: compiled, or recomputed."""
-        return self(x, mask)[0]
 
 
 class GPT(CausalLM):
@@ -91,7 +96,7 @@ class GPT(CausalLM):
         return self.model.embed_tokens(input_ids) + self.model.embed_positions(at)
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """As `embed`, at the positions [B, L]."""
+        """Input ids [B, L] at the positions [B, L] to the input of the first layer, [B, L, D]."""
         return self.model.embed_tokens(input_ids) + self.model.embed_positions(positions)
 
     def layer_inputs_at(self, positions: Tensor, mask: Tensor, dtype: Any) -> tuple[Tensor | None, ...]:
@@ -106,10 +111,10 @@ class GPT(CausalLM):
 
 
 class LayerNorm(nn.LayerNorm):
-    """`nn.LayerNorm` with the right gradient where its gain is frozen, as beside adapters.
+    """`nn.LayerNorm` with the right gradient where its gain is frozen, as with adapters.
 
-    A quirk of Paddle 3.3.1: on CPU the gradient of the input leaves out the gain if the gain itself needs no gradient.
-    So a frozen gain is multiplied outside.
+    Workaround for Paddle 3.3.1: on the CPU the gradient of the input omits the gain if the gain itself needs no
+    gradient. So a frozen gain is multiplied outside the operation.
     """
 
     def forward(self, x: Tensor) -> Tensor:

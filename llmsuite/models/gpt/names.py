@@ -41,7 +41,7 @@ _PADDLENLP_TOP = {
     "decoder.norm": "model.norm",
     "lm_head": "lm_head",
 }
-# what Fleet puts around a model that is trained in parallel, and the embedding of its pipelines
+# prefixes of Fleet's wrappers of a model that is trained in parallel, and of the embedding of its pipelines
 _WRAPPED = re.compile(r"(?:_layers?\.)*(?:gpt\.|shared_layers\.\w+\.(?=\w+_embeddings$))?")
 _IGNORED = re.compile(r".*\.attn\.(masked_)?bias")  # masks
 
@@ -53,20 +53,22 @@ def parameter_names(config: GPTConfig) -> Iterator[str]:
 
 def parameter_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     """Every parameter of the model, in the order it has them, with its shape."""
-    hidden, width = config.hidden_size, config.mlp_size
+    hidden = config.hidden_size
+    width = config.mlp_size
     special: dict[str, tuple[int, ...]] = {"mlp.up_proj": (hidden, width), "mlp.down_proj": (width, hidden)}
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for i in range(config.num_hidden_layers):
         for part in _HF_LAYER:
             shape = special.get(part, (hidden, hidden) if part.endswith("_proj") else (hidden,))
-            shapes[f"model.layers.{i}.{part}.weight"], shapes[f"model.layers.{i}.{part}.bias"] = shape, shape[-1:]
+            shapes[f"model.layers.{i}.{part}.weight"] = shape
+            shapes[f"model.layers.{i}.{part}.bias"] = shape[-1:]
     shapes |= {"model.norm.weight": (hidden,), "model.norm.bias": (hidden,)}
     shapes["model.embed_positions.weight"] = (config.max_position_embeddings, hidden)
     return {**shapes, **head_shapes(config)}
 
 
 def is_linear(name: str) -> bool:
-    """Whether HF stores this parameter transposed, as [outputs, inputs]."""
+    """True if HF stores this parameter transposed, as [outputs, inputs]."""
     return name in ("lm_head.weight", SCORE)
 
 
@@ -113,5 +115,5 @@ def from_paddlenlp(name: str, config: GPTConfig) -> str | None:
 
 
 def paddlenlp_prefix(config: GPTConfig) -> str | None:
-    """None: PaddleNLP's names are others altogether, see `from_paddlenlp`; they are not written."""
+    """None: PaddleNLP's names differ in more than a prefix (`from_paddlenlp`), and are not written."""
     return None

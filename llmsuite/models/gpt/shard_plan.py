@@ -1,6 +1,6 @@
-"""How a GPT model is cut for tensor and sequence parallelism, as Llama is. Imports no Paddle.
+"""Shard plan of GPT for tensor and sequence parallelism, as that of Llama. Imports no Paddle.
 
-The bias of a column-parallel matrix is cut with it; that of a row-parallel one is whole.
+The bias of a column-parallel matrix is sharded with it; that of a row-parallel one is replicated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _problems(config: GPTConfig, tp: int) -> Iterator[str]:
 
 
 PLAN = ShardPlan(
-    cut=(
+    shard_dims=(
         ("model.embed_tokens.weight", 0),
         ("model.layers.*.self_attn.[qkv]_proj.weight", 1),
         ("model.layers.*.self_attn.[qkv]_proj.bias", 0),
@@ -31,7 +31,7 @@ PLAN = ShardPlan(
         ("lm_head.weight", 1),
     ),
     embedding="model.embed_tokens",
-    regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
+    tp_regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
     layers="model.layers",
     first=("model.embed_tokens", "model.embed_positions"),
     last=("model.norm", "lm_head", "score"),

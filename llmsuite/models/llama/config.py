@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, Literal
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.models.decoder_config import (
     GroupedQueryConfig,
     NumLayers,
@@ -21,13 +21,13 @@ from llmsuite.models.head import with_head
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LlamaConfig(GroupedQueryConfig):
-    """Llama 1, 2, 3.x and what shares their code (SmolLM2, TinyLlama, Mistral …). Names are those of HF's
+    """Llama 1, 2, 3.x and models with the same architecture (SmolLM2, TinyLlama, Mistral …). Names are those of HF's
     config.json."""
 
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "llama3", "yarn")
 
     model_type: Literal["llama", "mistral"] = "llama"
-    """mistral: the same by another name, with or without a window of attention."""
+    """mistral: the same architecture, with or without sliding-window attention."""
     vocab_size: PositiveInt = 32000
     hidden_size: PositiveInt = 4096
     intermediate_size: PositiveInt = 11008
@@ -40,11 +40,11 @@ class LlamaConfig(GroupedQueryConfig):
     """Null, or {"rope_type": "llama3", "factor", "low_freq_factor", "high_freq_factor",
     "original_max_position_embeddings"} as in Llama 3.1, or one of type "linear" or "yarn"."""
     attention_bias: bool = False
-    """Whether queries, keys, values and the output of attention have biases."""
+    """True where queries, keys, values and the output of attention have biases."""
     mlp_bias: bool = False
-    """Whether the matrices of the MLP have biases."""
+    """True where the matrices of the MLP have biases."""
     sliding_window: PositiveInt | None = None
-    """With mistral: a token attends to so many tokens at most, itself and the last ones before it. Null: to all."""
+    """With mistral: size of the attention window, in tokens, with the token itself. Null: full causal attention."""
     bos_token_id: TokenId | None = 1
     eos_token_id: TokenId | list[TokenId] | None = 2
 
@@ -70,7 +70,7 @@ class LlamaConfig(GroupedQueryConfig):
         """From the content of a config.json, HF's or PaddleNLP's.
 
         Raises:
-            UserError: it switches something on that this family does not have.
+            UserError: it enables something that this family does not have.
         """
         activation = data.get("hidden_act", "silu")
         if activation != "silu":
@@ -101,7 +101,7 @@ class LlamaConfig(GroupedQueryConfig):
         )
 
 
-# of HF's MistralConfig, where they are not Llama's
+# defaults of HF's MistralConfig that differ from Llama's
 _OF_MISTRAL: dict[str, Any] = {
     "intermediate_size": 14336,
     "num_key_value_heads": 8,
@@ -112,7 +112,7 @@ _OF_MISTRAL: dict[str, Any] = {
 
 
 def _check_layers(data: Mapping[str, Any]) -> None:
-    """Layers are all alike, whatever others may make of a list of their kinds."""
+    """Raise UserError where the layers of a mistral do not all have the same kind of attention."""
     kind = "full_attention" if data["sliding_window"] is None else "sliding_attention"
     if set(data.get("layer_types") or ()) - {kind}:
         raise UserError(

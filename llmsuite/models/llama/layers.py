@@ -20,7 +20,7 @@ class LlamaLayer(DecoderLayer):
 
 
 class Llama(RotaryLM):
-    """Llama 1, 2, 3.x and what shares their code."""
+    """Llama 1, 2, 3.x and models with the same architecture."""
 
     def __init__(self, config: LlamaConfig, ops: Ops):
         layers = [LlamaLayer(config, ops) for _ in range(config.num_hidden_layers)]

@@ -16,7 +16,8 @@ from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.llama.config import LlamaConfig
 
-from_gguf, to_gguf = gguf_names.from_gguf, gguf_names.to_gguf
+from_gguf = gguf_names.from_gguf
+to_gguf = gguf_names.to_gguf
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
 
@@ -34,7 +35,7 @@ def parameter_shapes(config: LlamaConfig) -> Shapes:
 
 
 def is_linear(name: str) -> bool:
-    """Whether HF stores this parameter transposed, as [outputs, inputs]."""
+    """True if HF stores this parameter transposed, as [outputs, inputs]."""
     return name.endswith(("_proj.weight", "lm_head.weight", SCORE))
 
 
@@ -49,7 +50,7 @@ def from_hf(name: str, config: LlamaConfig) -> str | None:
 
 
 def paddlenlp_prefix(config: LlamaConfig) -> str | None:
-    """The prefix that PaddleNLP writes in place of `model.`; its Llama has no biases."""
+    """The prefix that PaddleNLP writes instead of `model.`; None with biases, which its Llama does not have."""
     return None if config.attention_bias or config.mlp_bias else f"{config.model_type}."
 
 

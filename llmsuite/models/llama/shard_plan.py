@@ -1,8 +1,8 @@
-"""How a Llama model is cut for tensor and sequence parallelism. Imports no Paddle.
+"""Shard plan of Llama for tensor and sequence parallelism. Imports no Paddle.
 
-Column-parallel matrices [inputs, outputs] are cut along their outputs, row-parallel ones along their inputs
+Column-parallel matrices [inputs, outputs] are sharded along their outputs, row-parallel ones along their inputs
 (Shoeybi et al. 2019, arXiv 1909.08053), the embedding along the vocabulary. The bias of a column-parallel matrix is
-cut with it; that of a row-parallel one is whole.
+sharded with it; that of a row-parallel one is replicated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def _problems(config: GroupedQueryConfig, tp: int) -> Iterator[str]:
 
 
 PLAN = ShardPlan(
-    cut=(
+    shard_dims=(
         ("model.embed_tokens.weight", 0),
         ("model.layers.*.self_attn.[qkv]_proj.weight", 1),
         ("model.layers.*.self_attn.[qkv]_proj.bias", 0),
@@ -36,7 +36,7 @@ PLAN = ShardPlan(
         ("lm_head.weight", 1),
     ),
     embedding="model.embed_tokens",
-    regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
+    tp_regions=("model.layers.*.self_attn", "model.layers.*.mlp"),
     layers="model.layers",
     first=("model.embed_tokens",),
     last=("model.norm", "lm_head", "score"),

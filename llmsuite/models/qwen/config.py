@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le
 from typing_extensions import Self
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.models.decoder_config import GroupedQueryConfig, NumLayers, PositiveInt, TokenId, in_written_order
 from llmsuite.models.head import with_head
 from llmsuite.models.hf_config import check_keys
@@ -22,7 +22,7 @@ _WINDOW = ("sliding_window", "max_window_layers", "layer_types")
 @in_written_order
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenShape(GroupedQueryConfig):
-    """What Qwen's models have in common with and without experts. Names are those of HF's config.json."""
+    """Fields that Qwen models with and without experts share. Names are those of HF's config.json."""
 
     family: ClassVar[str] = "qwen"
     rope_kinds: ClassVar[tuple[str, ...]] = ("default", "linear", "yarn")
@@ -45,12 +45,12 @@ class QwenShape(GroupedQueryConfig):
 
     @property
     def has_qkv_bias(self) -> bool:
-        """Whether queries, keys and values have biases."""
+        """True if queries, keys and values have biases."""
         return self.model_type.startswith("qwen2")
 
     @property
     def has_head_norms(self) -> bool:
-        """Whether each head of queries and keys is normed."""
+        """True if each head of queries and keys is normed."""
         return not self.has_qkv_bias
 
     @property

@@ -16,7 +16,8 @@ from llmsuite.models.head import SCORE
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.qwen.config import QwenConfig
 
-from_gguf, to_gguf = gguf_names.from_gguf, gguf_names.to_gguf
+from_gguf = gguf_names.from_gguf
+to_gguf = gguf_names.to_gguf
 _IGNORED = re.compile(r".*rotary_emb\.inv_freq")
 
 
@@ -34,7 +35,7 @@ def parameter_shapes(config: QwenConfig) -> Shapes:
 
 
 def is_linear(name: str) -> bool:
-    """Whether HF stores this parameter transposed, as [outputs, inputs]."""
+    """True if HF stores this parameter transposed, as [outputs, inputs]."""
     return name.endswith(("_proj.weight", "lm_head.weight", SCORE))
 
 
@@ -49,12 +50,12 @@ def from_hf(name: str, config: QwenConfig) -> str | None:
 
 
 def paddlenlp_prefix(config: QwenConfig) -> str | None:
-    """The prefix that PaddleNLP writes in place of `model.`; it has no Qwen3."""
+    """The prefix that PaddleNLP writes instead of `model.`; None for Qwen3, which it does not have."""
     return "qwen2." if config.model_type == "qwen2" else None
 
 
 def gguf_to_hf(name: str, value: np.ndarray, config: QwenConfig) -> np.ndarray:
-    """A GGUF matrix [outputs, inputs], or a bias, as HF has it: the same."""
+    """A GGUF matrix [outputs, inputs], or a bias, in the layout of HF: unchanged."""
     return value
 
 

@@ -1,5 +1,5 @@
-"""How a Qwen model is cut for tensor and sequence parallelism: as Llama, but that only queries, keys and values have
-biases. Imports no Paddle."""
+"""Shard plan of Qwen for tensor and sequence parallelism: that of Llama, with biases of queries, keys and values only.
+Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from llmsuite.models.llama.shard_plan import PLAN as LLAMA
 
 PLAN = dataclasses.replace(
     LLAMA,
-    cut=tuple(cut for cut in LLAMA.cut if not (".mlp." in cut[0] and cut[0].endswith(".bias"))),
+    shard_dims=tuple(entry for entry in LLAMA.shard_dims if not (".mlp." in entry[0] and entry[0].endswith(".bias"))),
 )

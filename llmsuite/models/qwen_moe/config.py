@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from typing_extensions import Self
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.models.decoder_config import NonNegativeInt, NumLayers, PositiveInt, in_written_order
 from llmsuite.models.qwen.config import QwenShape
 
@@ -35,17 +35,17 @@ class QwenMoeConfig(QwenShape):
     decoder_sparse_step: PositiveInt = 1
     """Layers whose number, counted from 1, is a multiple of this have experts."""
     mlp_only_layers: list[NonNegativeInt] = dataclasses.field(default_factory=list)
-    """Layers, counted from 0, that have no experts whatever decoder_sparse_step says."""
+    """Layers, counted from 0, that have no experts, whatever decoder_sparse_step is."""
     num_experts: PositiveInt = 128
     """Experts a token can be sent to."""
     num_experts_per_tok: PositiveInt = 8
     """Experts of a token."""
     norm_topk_prob: bool = True
-    """Whether the weights of the chosen experts are made to add up to 1."""
+    """True where the weights of the chosen experts are made to add up to 1."""
     num_key_value_heads: PositiveInt = 4
 
     has_gate_bias: ClassVar[bool] = False
-    """Whether experts are chosen with a bias."""
+    """True where experts are chosen with a bias."""
 
     @property
     def shared_size(self) -> int:
@@ -53,7 +53,7 @@ class QwenMoeConfig(QwenShape):
         return self.shared_expert_intermediate_size if self.has_qkv_bias else 0
 
     def has_experts(self, layer: int) -> bool:
-        """Whether a layer, counted from 0, has experts."""
+        """True if a layer, counted from 0, has experts."""
         return layer not in self.mlp_only_layers and (layer + 1) % self.decoder_sparse_step == 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
@@ -67,7 +67,7 @@ class QwenMoeConfig(QwenShape):
 
     @classmethod
     def from_hf(cls, data: Mapping[str, Any]) -> Self:
-        """As `QwenShape.from_hf`."""
+        """From the content of a config.json, HF's or PaddleNLP's; raises UserError as `QwenShape.from_hf`."""
         data = {**_OF_HF, **data}
         if "num_local_experts" in data:  # another name, which transformers 5 uses
             data = {"num_experts": data["num_local_experts"], **data}
@@ -86,7 +86,7 @@ class QwenMoeConfig(QwenShape):
 
 
 _OF_HF: dict[str, Any] = {"norm_topk_prob": False, "mlp_only_layers": []}
-"""What HF takes where config.json does not say it, as far as our defaults are others."""
+"""HF's defaults of keys that config.json may omit, where they differ from ours."""
 
 
 def _qwen2_moe(hidden: int, heads: int, kv_heads: int, experts: int, chosen: int) -> dict[str, Any]:

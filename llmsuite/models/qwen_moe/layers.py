@@ -5,27 +5,29 @@ from __future__ import annotations
 import paddle.nn.functional as F
 from paddle import nn
 
+from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm, linear
 from llmsuite.models.experts import Experts
 from llmsuite.models.moe import DenseLayer, Gate, MoE, MoELayer, MoELM
 from llmsuite.models.qwen_moe.config import QwenMoeConfig
-from llmsuite.typing import Tensor
 
 
 class GatedSharedMoE(nn.Layer):
-    """Routed experts, and one that every token goes through, with a weight of its own."""
+    """Routed experts, and a shared expert whose output has a weight for each token."""
 
-    unstored = ("shared_expert_gate",)
+    never_packed = ("shared_expert_gate",)
 
     def __init__(self, gate: Gate, experts: Experts, shared_expert: GatedMLP, hidden_size: int):
         super().__init__()
-        self.gate, self.experts, self.shared_expert = gate, experts, shared_expert
+        self.gate = gate
+        self.experts = experts
+        self.shared_expert = shared_expert
         self.shared_expert_gate = linear(hidden_size, 1)
 
-    def forward(self, x: Tensor, counted: Tensor | None = None) -> Tensor:
-        """[B, L, D] to [B, L, D]; `counted` as in `Gate.forward`."""
-        routed = self.experts(x, *self.gate(x, counted))
+    def forward(self, x: Tensor, token_mask: Tensor | None = None) -> Tensor:
+        """[B, L, D] to [B, L, D]; `token_mask` as in `Gate.forward`."""
+        routed = self.experts(x, *self.gate(x, token_mask))
         return routed + F.sigmoid(self.shared_expert_gate(x)) * self.shared_expert(x)
 
 

@@ -38,13 +38,16 @@ def parameter_shapes(config: QwenMoeConfig) -> Shapes:
         routed |= {f"shared_expert.{part}": shape for part, shape in mlp_shapes(hidden, config.shared_size).items()}
         routed["shared_expert_gate.weight"] = (hidden, 1)
     dense = mlp_shapes(hidden, config.intermediate_size)
-    return decoder_shapes(
-        config, lambda number: layer_shapes(hidden, attention, routed if config.has_experts(number) else dense)
-    )
+
+    def layer(number: int) -> Shapes:
+        mlp = routed if config.has_experts(number) else dense
+        return layer_shapes(hidden, attention, mlp)
+
+    return decoder_shapes(config, layer)
 
 
 def is_linear(name: str) -> bool:
-    """Whether HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
+    """True if HF stores this parameter transposed, as [outputs, inputs]; if it is a stack, each of its matrices."""
     return name.endswith(("_proj.weight", ".mlp.gate.weight", "_expert_gate.weight", "lm_head.weight", SCORE))
 
 
@@ -59,5 +62,5 @@ def from_hf(name: str, config: QwenMoeConfig) -> str | None:
 
 
 def paddlenlp_prefix(config: QwenMoeConfig) -> str | None:
-    """The prefix that PaddleNLP writes in place of `model.`; it has no Qwen3-MoE."""
+    """The prefix that PaddleNLP writes instead of `model.`; None for Qwen3-MoE, which it does not have."""
     return "qwen2_moe." if config.model_type == "qwen2_moe" else None

@@ -1,6 +1,6 @@
-"""How a Qwen model with experts is cut for tensor and sequence parallelism: as one without. Imports no Paddle.
+"""Shard plan of Qwen with experts for tensor and sequence parallelism: as without. Imports no Paddle.
 
-Each rank has some of the routed experts; the shared one is cut in width.
+Each rank has some of the routed experts; the shared one is sharded along its width.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def _problems(config: QwenMoeConfig, tp: int) -> Iterator[str]:
 
 PLAN = dataclasses.replace(
     DENSE,
-    cut=(
-        *DENSE.cut,
+    shard_dims=(
+        *DENSE.shard_dims,
         ("model.layers.*.mlp.experts.*_proj.weight", 0),
         ("model.layers.*.mlp.shared_expert.gate_proj.weight", 1),
         ("model.layers.*.mlp.shared_expert.up_proj.weight", 1),

@@ -1,8 +1,8 @@
-"""Which chunk of its stage an operation of an interleaved program belongs to.
+"""Assignment of the operations of an interleaved program to the chunks of their stage.
 
-By itself Paddle 3.3.1 cuts behind layers of one class, which begin with operations on their mesh and lie on the stages
-as evenly as can be; and of constants, local operations and their gradients it knows no chunk. Here operations know the
-part of the layers that they stem from, by name, and what has no name belongs with what it stands behind.
+Paddle 3.3.1 alone cuts after layers of one class, which must start with operations on their mesh and be split evenly
+over the stages; it knows no chunk of constants, local operations and their gradients. Here operations carry the name of
+the part that they belong to, and an operation without a name belongs to the chunk of the operation before it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from paddle.distributed.fleet.meta_optimizers.common import OpRole
 
 _NAME = "pipeline_part"
 _UNKNOWN = -1
-_SEND, _RECEIVE = "pd_op.send_v2", "pd_op.recv_v2"
+_SEND = "pd_op.send_v2"
+_RECEIVE = "pd_op.recv_v2"
 _SUM_OVER_RANKS = "pd_op.all_reduce"
 _COMBINE = "builtin.combine"
-"""Makes several values the one argument of the operation behind it, such as a sum."""
+"""Joins several values into one argument of the next operation, such as a sum."""
 
 
 def of_part(number: int) -> Any:
-    """A context: operations that are made meanwhile stem from a part of the layers."""
+    """Context in which new operations are named after a part of the layers."""
     return name_struct(f"{_NAME}{number}")
 
 
 @contextlib.contextmanager
-def by_parts(num_stages: int) -> Iterator[None]:
+def chunk_by_part(num_stages: int) -> Iterator[None]:
     """While active, interleaved programs have a chunk for each part on a stage."""
     before = engine.complete_chunk_id, engine.check_chunk_id, engine.pipeline_pass
 
@@ -41,10 +42,12 @@ def by_parts(num_stages: int) -> Iterator[None]:
 
     def complete_and_schedule(programs: Any, *others: Any) -> Any:
         for program in programs:
-            _complete(program)  # what is no distributed tensor has lost its chunk
+            _complete(program)  # operations on plain tensors have lost their chunks
         return before[2](programs, *others)
 
-    engine.complete_chunk_id, engine.check_chunk_id, engine.pipeline_pass = name, _complete, complete_and_schedule
+    engine.complete_chunk_id = name
+    engine.check_chunk_id = _complete
+    engine.pipeline_pass = complete_and_schedule
     try:
         yield
     finally:
@@ -52,8 +55,8 @@ def by_parts(num_stages: int) -> Iterator[None]:
 
 
 def _name(program: Any, num_stages: int) -> None:
-    """Set the chunks of a forward pass. What lies between two parts belongs to the one before, as embedding and loss do
-    to the first and the last."""
+    """Set the chunks of a forward pass. Operations between two parts belong to the earlier part, embedding and loss to
+    the first and the last."""
     chunk = 0
     for op in program.global_block().ops:
         found = re.search(rf"/{_NAME}(\d+)/", op.attrs().get("struct_name", ""))
@@ -63,10 +66,9 @@ def _name(program: Any, num_stages: int) -> None:
 
 
 def _complete(program: Any) -> None:
-    """Set the chunks that are missing in a forward and backward pass: those of the operation before, and of arguments
-    that of the operation which takes them. And those of messages, so that both stages send and receive in one order:
-    what is sent belongs with what stands before it, what is received, or received and summed, with what stands behind
-    it."""
+    """Set the missing chunks in a forward and backward pass: that of the previous operation, and for joined arguments
+    that of the operation that takes them. Also set the chunks of messages, so that both stages send and receive in the
+    same order: a send belongs to the operation before it, a receive (or a receive with a sum) to the one after it."""
     ops = [op for op in program.global_block().ops if op.op_role != int(OpRole.Optimize)]
     names = [op.name() for op in ops]
     known = [_UNKNOWN if name == _SEND else _chunk(op) for name, op in zip(names, ops)]

@@ -1,8 +1,8 @@
-"""Constants of programs, made once each.
+"""Deduplication of the constants of programs.
 
-An operation that is given a number or a shape gets a constant of its own, equal as they are: most operations of an
-update are those of its constants. When a program runs the first time, Paddle 3.3.1 copies the names of all its values
-for each of its operations (`InstructionBase::InitInputsOutputsIds`): time that grows with the square of their number.
+Each operation that takes a number or a shape gets a constant of its own, also where constants are equal: most
+operations of an update make constants. When a program first runs, Paddle 3.3.1 copies the names of all its values for
+each of its operations (`InstructionBase::InitInputsOutputsIds`), which takes time quadratic in their number.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _KINDS = {"pd_op.full": "shape", "pd_op.full_int_array": "value"}
 
 
 def share_constants(run: Any) -> None:
-    """Let a program make each small constant once. Call it before the program runs.
+    """Make each small constant of a program once. Call it before the program runs.
 
     Args:
-        run: of `dist.to_static`, whose program is made.
+        run: of `dist.to_static`, whose program is built.
     """
     engine = run._engine
     plan = engine._job_plan
@@ -33,7 +33,8 @@ def _share(block: Any) -> None:
     for operation in block.ops:
         if operation.name() not in _KINDS or not _is_small(operation):
             continue
-        value, attributes = operation.result(0), operation.attrs()
+        value = operation.result(0)
+        attributes = operation.attrs()
         if all(_only_reads(user, value) for user in value.all_used_ops()):
             kept = first.setdefault(
                 (operation.name(), *(str(attributes.get(name)) for name in ("shape", "value", "dtype", "place"))), value
@@ -44,13 +45,13 @@ def _share(block: Any) -> None:
 
 
 def _is_small(operation: Any) -> bool:
-    """Whether it is no matter how long the constant is kept."""
+    """True where the constant is so small that it can be kept for the full run of the program."""
     return operation.name() != "pd_op.full" or all(size == 1 for size in operation.attrs()["shape"])
 
 
 def _only_reads(operation: Any, value: Any) -> bool:
-    """Whether an operation leaves a value as it is, and makes no other name or list of it."""
+    """True where an operation does not change a value, and makes no other name or list of it."""
     if operation.name().startswith("builtin."):
         return False
     written = pir.get_op_inplace_info(operation).values()
-    return not any(operation.operand_source(place).is_same(value) for place in written)
+    return not any(operation.operand_source(index).is_same(value) for index in written)

@@ -1,8 +1,7 @@
-"""Parameters in 16 bits inside of whole-step programs: a program updates float32 masters, and the model computes with
-copies that it makes of them, of slices where these are brought together (`slices.whole_where_used`).
+"""16-bit parameters inside of step programs: a program updates float32 masters, and the model computes with 16-bit
+copies that the program casts from them. Slices are cast where they are gathered (`slices.gather_where_used`).
 
-So gradients become float32 where the copies were made, and their sum over micro-batches, the norm and the update are
-float32 without a further word.
+So gradients become float32 at the cast, and their sum over micro-batches, the norm and the update are in float32.
 """
 
 from __future__ import annotations
@@ -13,25 +12,26 @@ from typing import Any
 
 import paddle
 
-from llmsuite.typing import Tensor
+from llmsuite.base.typing import Tensor
 
 
 @contextlib.contextmanager
-def in_16_bits(model: Any, narrow: Mapping[str, Any]) -> Iterator[None]:
-    """While active, a program that is made has copies in 16 bits in the place of masters.
+def cast_masters(model: Any, compute_dtypes: Mapping[str, Any]) -> Iterator[None]:
+    """While active, a program that is being built has 16-bit copies instead of masters.
 
     Args:
-        model: whose parameters are masters, over [data, tp].
-        narrow: dtypes of the copies by the name of a parameter.
+        model: with masters as parameters, over [data, tp].
+        compute_dtypes: dtypes of the copies by the name of a parameter.
     """
-    modules, masters = dict(model.named_sublayers(include_self=True)), []
-    for name, dtype in narrow.items():
+    modules = dict(model.named_sublayers(include_self=True))
+    masters = []
+    for name, dtype in compute_dtypes.items():
         prefix, _, attribute = name.rpartition(".")
         module = modules[prefix]
         if module._parameters[attribute].placements[0].is_shard():
             continue
         masters.append((module._parameters, attribute, module._parameters[attribute]))
-        module._parameters[attribute] = getattr(module, attribute).astype(dtype)  # of the program's own value
+        module._parameters[attribute] = getattr(module, attribute).astype(dtype)  # casts the value in the program
     try:
         yield
     finally:
@@ -41,8 +41,8 @@ def in_16_bits(model: Any, narrow: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_shared_memory() -> Iterator[None]:
-    """While active, programs that are made copy a tensor in bfloat16 where another one would be in its memory, as where
-    one rank is all that cuts it: of `share_data_` Paddle 3.3.1 has no bfloat16 on CPUs."""
+    """While active, programs that are being built copy a bfloat16 tensor instead of sharing its memory, such as where
+    an axis that cuts it has one rank: Paddle 3.3.1 has no bfloat16 kernel of `share_data_` on CPUs."""
     before = paddle._C_ops.share_data_
 
     def share(x: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Paddle's own passes over a program, by its names: what `dist.Strategy` calls `fused_passes`."""
+"""Paddle's own passes over a program, by their names: the `fused_passes` of `dist.Strategy`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 import paddle
 from paddle.pir import PassManager
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 
 _OF_AUTO_PARALLEL = ("eliminate_transpose",)
-"""Passes that are functions of `dist.to_static`; the others are registered."""
+"""Passes that are functions of `dist.to_static`; all other passes are registered."""
 
 
 def check_passes(names: Sequence[str]) -> None:
-    """Raise UserError for a pass that this Paddle does not have: it would end the making of a program."""
+    """Raise UserError for a pass that this version of Paddle does not have: no program could be built with it."""
     for name in names:
         if name in _OF_AUTO_PARALLEL:
             continue
@@ -31,10 +31,10 @@ def check_passes(names: Sequence[str]) -> None:
 
 
 def use_passes(run: Any, names: Sequence[str]) -> None:
-    """Let passes change a program, in this order. Call it before the program is made.
+    """Apply passes to a program, in this order. Call it before the program is built.
 
     Args:
-        run: of `dist.to_static`, which by itself knows the names of two passes only (Paddle 3.3.1).
+        run: of `dist.to_static`, whose own options name two passes only (Paddle 3.3.1).
         names: of passes, see `check_passes`.
     """
     run._engine._strategy.fused_passes.fused_passes_list = [*names]
@@ -42,7 +42,7 @@ def use_passes(run: Any, names: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def kernels_of(names: Sequence[str]) -> Iterator[None]:
-    """While active, a program that passes have changed runs. Raises UserError where they have put an operation into it
+    """Context around the run of a program that passes have changed. Raises UserError where they have added an operation
     that this device cannot compute."""
     try:
         yield

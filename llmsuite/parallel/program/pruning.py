@@ -1,10 +1,10 @@
-"""Which operations of a program are left to a rank of a pipeline.
+"""Pruning of a program to the operations of one rank of a pipeline.
 
-Every rank makes the program of the whole model and takes out of it what other stages compute. Of an operation on plain
-tensors, between `dtensor_to_local` and `dtensor_from_local`, Paddle 3.3.1 knows no stage: it takes each
-`dtensor_from_local` of another stage out with all operations between it and the last `dtensor_to_local` in front of
-it, whatever they are. That fits one group of inputs and one output. The gates of experts have more of both, so some
-operations would stay without their inputs, and others go that belong here.
+Every rank builds the program of the full model and removes the operations of other stages. Paddle 3.3.1 knows no stage
+of operations on plain tensors, between `dtensor_to_local` and `dtensor_from_local`: it removes each
+`dtensor_from_local` of another stage with all operations between it and the last `dtensor_to_local` before it, whatever
+they are. That is right for one group of inputs and one output. The gates of experts have more of both, so some
+operations would stay without their inputs, and others would be removed that belong to this rank.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from llmsuite.parallel import collective
 
 
 @contextlib.contextmanager
-def by_use() -> Iterator[None]:
-    """While active, an operation on plain tensors is left to the ranks that use what it makes."""
+def prune_by_use() -> Iterator[None]:
+    """While active, an operation on plain tensors stays on the ranks that use its result."""
     before = RemovePasses.remove_other_rank_op_pass
 
     def remove(program: Any) -> None:
@@ -35,7 +35,8 @@ def by_use() -> Iterator[None]:
 
 
 def _remove(program: Any) -> None:
-    """Remove what other ranks compute, and what only they use, from behind: nothing is in use when it goes."""
+    """Remove the operations of other ranks, and those that only they use. It starts at the end of the program, so no
+    operation is in use when it is removed."""
     rank = collective.rank()
     for op in reversed(program.global_block().ops):
         if op.dist_attr:

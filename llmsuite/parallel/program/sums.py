@@ -1,4 +1,4 @@
-"""Sums over ranks inside of a whole-step program, of which each rank makes a part."""
+"""Sums over ranks inside of a step program, where each rank computes a partial sum."""
 
 from __future__ import annotations
 
@@ -9,29 +9,31 @@ import paddle
 import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
-from llmsuite.typing import Tensor
+from llmsuite.base.typing import Tensor
 
 
-def summed(part: Tensor, mesh: Any, of_parts: Sequence[Any], of_one: Sequence[Any], wanted: Sequence[Any]) -> Tensor:
-    """The sum of the parts of several ranks, in the placements that are wanted.
+def sum_partials(
+    part: Tensor, mesh: Any, partial: Sequence[Any], complete: Sequence[Any], result: Sequence[Any]
+) -> Tensor:
+    """All-reduce the partial sums of several ranks.
 
     Args:
-        part: this rank's, a plain tensor.
+        part: partial sum of this rank, a plain tensor.
         mesh: [data, tp].
-        of_parts: placements of the parts of the sum.
-        of_one: those that the tensor would have if one part were all of the sum.
-        wanted: those of the result.
+        partial: placements of the partial sums.
+        complete: placements of the tensor if the part of one rank were the total.
+        result: placements of the result.
     """
-    # The gradient of parts of a sum would be made parts of a sum too (Paddle 3.3.1), and each part needs all of it.
-    # So the sum has none, and what is added to it is zero and has the gradient.
-    total = dist.reshard(dtensor_from_local(_constant(part), mesh, of_parts), mesh, wanted)
-    own = dtensor_from_local(part, mesh, of_one)
-    own = own if own.placements == wanted else dist.reshard(own, mesh, wanted)
+    # Paddle 3.3.1 would make the gradient of partial sums partial too, but each part needs all of it. So the sum has no
+    # gradient, and a term is added that is zero and has the gradient.
+    total = dist.reshard(dtensor_from_local(_constant(part), mesh, partial), mesh, result)
+    own = dtensor_from_local(part, mesh, complete)
+    own = own if own.placements == result else dist.reshard(own, mesh, result)
     return total + (own - _constant(own))
 
 
 def _constant(x: Tensor) -> Tensor:
-    """The same without a gradient. For what `detach` makes in a program Paddle 3.3.1 has no bfloat16 on CPUs."""
+    """The tensor without a gradient. In a program on CPUs Paddle 3.3.1 has no bfloat16 kernel for `detach`."""
     if x.dtype != paddle.bfloat16:
         return x.detach()
     copy = paddle.assign(x)

@@ -1,6 +1,6 @@
-"""Lookup and cross-entropy of a vocabulary that is cut over tp, inside of a whole-step program.
+"""Lookup and cross-entropy of a vocabulary that is cut over tp, inside of a step program.
 
-What they are given lies on the mesh [data, tp] of such a program; `parallel.tensor` has the forms for running op by op.
+Their inputs lie on the mesh [data, tp] of such a program; `parallel.tensor` has the eager versions.
 
 Shapes: B sequences, L length, D hidden, N tokens, V vocabulary with its padding.
 """
@@ -11,18 +11,20 @@ import paddle
 import paddle.distributed as dist
 import paddle.nn.functional as F
 
-from llmsuite.typing import Tensor
+from llmsuite.base.typing import Tensor
 
-_ROWS, _WHOLE, _CUT = [dist.Shard(0), dist.Replicate()], [dist.Replicate()] * 2, [dist.Replicate(), dist.Shard(0)]
+_ROWS = [dist.Shard(0), dist.Replicate()]
+_REPLICATED = [dist.Replicate()] * 2
+_CUT = [dist.Replicate(), dist.Shard(0)]
 
 
 class ProgramLookup(dist.LocalLayer):
-    """Rows of a table: each rank looks up the ids it has, zeros elsewhere."""
+    """Embedding lookup where each rank looks up the ids it has; others get zeros."""
 
     def __init__(self, input_ids: Tensor, first: int):
         """
         Args:
-            input_ids: those of `look_up`.
+            input_ids: of the later call of `rows`.
             first: id of the first row that this rank has.
         """
         mesh = input_ids.process_mesh
@@ -32,7 +34,7 @@ class ProgramLookup(dist.LocalLayer):
         )
         self._first = first
 
-    def look_up(self, input_ids: Tensor, table: Tensor) -> Tensor:
+    def rows(self, input_ids: Tensor, table: Tensor) -> Tensor:
         """Ids [B, L] to the rows [B, L, D] of a table, in any placements over tp."""
         return self(input_ids, table).sum(0)  # of [tp, B, L, D], one part a rank
 
@@ -44,21 +46,22 @@ class ProgramLookup(dist.LocalLayer):
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, vocabulary: int | None) -> Tensor:
-    """`devices.ops.cross_entropy` of logits [N, V] that are cut along the vocabulary; those behind it are padding.
+    """`devices.ops.cross_entropy` of logits [N, V] that are cut along the vocabulary; logits after the vocabulary are
+    padding.
 
-    Sums are products with ones: before the gradient of a sum over a dim that is cut, Paddle 3.3.1 brings together what
-    was summed.
+    Sums are products with ones: for the gradient of a sum over a dim that is cut, Paddle 3.3.1 would gather the logits.
     """
     mesh = logits.process_mesh
     ids = paddle.arange(logits.shape[-1], dtype=targets.dtype)
-    # cut as the logits: else each rank would compare with the whole vocabulary; in two steps, as Paddle 3.3.1 cannot
-    # cut what an operation makes
-    ids = dist.reshard(dist.shard_tensor(ids, mesh, _WHOLE), mesh, _CUT)
+    # cut as the logits are: otherwise each rank would compare with the full vocabulary; in two steps, because Paddle
+    # 3.3.1 cannot directly cut the result of an operation
+    ids = dist.reshard(dist.shard_tensor(ids, mesh, _REPLICATED), mesh, _CUT)
     if vocabulary is not None and logits.shape[-1] > vocabulary:
         logits = logits + (ids >= vocabulary).astype(logits.dtype) * -1e30
     shifted = logits - logits.detach().max(-1, keepdim=True)
     is_target = (ids == targets.unsqueeze(-1)).astype(shifted.dtype)
     nll = _sum(shifted.exp()).log() - _sum(shifted * is_target)
+    # replicated over tp: each rank of it then has the losses of the rows of its data rank
     return dist.reshard(nll.squeeze(-1), mesh, _ROWS)
 
 

@@ -1,4 +1,4 @@
-"""The input of the rules between sections."""
+"""Input of the rules between sections."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.models.shard_plan import WHOLE, ShardPlan
-from llmsuite.schema.degrees import Degrees
-from llmsuite.schema.recipe import Recipe
-from llmsuite.specs import ModelFamily, StageSpec
+from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.specs import JobSpec, ModelFamily, StageProfile, StageSpec
+from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
 
 if TYPE_CHECKING:
     from llmsuite.devices.base import DeviceBackend
@@ -17,46 +17,59 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class RuleContext:
-    """A recipe with the model shape, device and stage that it names."""
+    """A recipe with its model config, device and stage."""
 
     recipe: Recipe
     degrees: Degrees
     config: Any
-    """The shape of the model; None if it has problems of its own."""
-    stage: StageSpec
+    """Config of the model; None if it could not be determined."""
+    stage: StageSpec | JobSpec
     family: ModelFamily
     backend: DeviceBackend | None
-    """The backend of the device; None when there is no such device."""
+    """Backend of the device; None for an unknown device."""
     given: Set[tuple[str, ...]]
-    """The keys that the recipe or the command line sets, by their parts."""
+    """Keys that the recipe or the command line sets."""
+
+    @property
+    def section(self) -> Any:
+        """Section of the stage."""
+        return getattr(self.recipe, self.stage.section_name)
+
+    @property
+    def profile(self) -> StageProfile:
+        """Profile of the stage for this recipe; without any entries for a job."""
+        return self.stage.profile(self.section) if isinstance(self.stage, StageSpec) else StageProfile()
 
     @property
     def shard_plan(self) -> ShardPlan:
-        return self.family.shard_plan or WHOLE
+        """Shard plan of the family; `UNSHARDED` if it has none."""
+        return self.family.shard_plan or UNSHARDED
 
     @property
     def precisions(self) -> Sequence[str] | None:
-        """The precisions of the device; None when there is no such device."""
+        """Precisions that the device supports for the stage; None for an unknown device."""
         return None if self.backend is None else self.backend.precisions_of(self.stage.trains)
 
     @property
-    def product_precisions(self) -> Sequence[str]:
-        """Those of them in which the device computes products, and nothing else."""
+    def matmul_precisions(self) -> Sequence[str]:
+        """Precisions that the device uses for matrix products only, with float32 parameters."""
         return () if self.backend is None else self.backend.training_precisions
 
     @property
     def num_devices(self) -> int:
+        """Number of devices of all machines."""
         return self.recipe.launch.num_devices * self.recipe.launch.nnodes
 
     @property
     def evaluates(self) -> bool:
-        """Whether there is anything to evaluate on."""
+        """True where the recipe has evaluation data."""
         # a stage with a key `split` takes its evaluation data from data.train
         split = getattr(getattr(self.recipe, self.recipe.stage, None), "split", None)
         return bool(self.recipe.data.eval or split)
 
     @property
-    def fixed(self) -> int:
-        """The product of the degrees that the recipe sets; the data parallel degree follows from it."""
+    def ranks_per_replica(self) -> int:
+        """Product of the degrees that the recipe sets; the data parallel degree is the number of devices divided by
+        it."""
         p = self.recipe.parallel
         return p.tensor_parallel_degree * p.pipeline_parallel_degree * p.sharding_parallel_degree

@@ -1,41 +1,43 @@
-"""The rule about the metric that decides which checkpoint is best."""
+"""The rule about the metric that selects the best checkpoint."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
 
+from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.recipe.rules.context import RuleContext
-from llmsuite.schema.rule import Rule, Violation
 
-OF_ANSWERS = ("bleu4", "rouge1", "rouge2", "rougel", "exact_match")
-"""The metrics of answers that an evaluation generates."""
+GENERATION_METRICS = ("bleu4", "rouge1", "rouge2", "rougel", "exact_match")
+"""Metrics of answers generated at evaluations."""
 
 
 def _evaluated(context: RuleContext) -> tuple[str, ...] | None:
-    """The metrics of the recipe's evaluations, as `StageSpec.evaluates` names them; None where it does not."""
-    recipe, stage = context.recipe, context.stage
-    if stage.evaluates is None:
+    """Return the names of the recipe's evaluation metrics; None if `StageProfile.evaluates` does not name them."""
+    recipe = context.recipe
+    profile = context.profile
+    if profile.evaluates is None:
         return None
-    names = stage.evaluates(stage.profile(getattr(recipe, stage.section_name)), recipe)
-    further = ("mtp_loss",) if stage.predicts_further and recipe.train.mtp_loss_weight else ()
-    answers = OF_ANSWERS if recipe.generation.max_new_tokens is not None else ()
-    return tuple(f"eval/{name}" for name in (*names, *further, *answers))
+    names = profile.evaluates(profile, recipe)
+    mtp = ("mtp_loss",) if "mtp" in context.stage.capabilities and recipe.train.mtp_loss_weight else ()
+    answers = GENERATION_METRICS if recipe.generation.max_new_tokens is not None else ()
+    return tuple(f"eval/{name}" for name in (*names, *mtp, *answers))
 
 
 def _no_such_metric(context: RuleContext) -> Iterator[Violation]:
-    given, known = context.recipe.checkpoint.best_metric, _evaluated(context)
+    given = context.recipe.checkpoint.best_metric
+    known = _evaluated(context)
     if not given or known is None:
         return
-    begins = tuple(name[:-1] for name in known if name.endswith("*"))
-    whole = [name for name in known if not name.endswith("*")]
-    if given in whole or given.startswith(begins):
+    prefixes = tuple(name[:-1] for name in known if name.endswith("*"))
+    exact = [name for name in known if not name.endswith("*")]
+    if given in exact or given.startswith(prefixes):
         return
-    near = difflib.get_close_matches(given, whole, n=1)
+    near = difflib.get_close_matches(given, exact, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     yield (
         "checkpoint.best_metric",
-        f"is {given!r}, which no evaluation of this recipe has; {hint}It has {', '.join(known)}",
+        f"is {given!r}, which is not an evaluation metric of this recipe; {hint}known: {', '.join(known)}",
     )
 
 

@@ -5,17 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from llmsuite.errors import UserError
-from llmsuite.models.targets import (
-    expert_modules,
-    factor_shapes,
-    has_own_head,
-    linear_modules,
-    matches,
-    quantised_modules,
-)
+from llmsuite.adapters.parameters import factor_shapes
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.rule import Rule, Violation
+from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
 from llmsuite.recipe.rules.context import RuleContext
-from llmsuite.schema.rule import Rule, Violation
 
 
 def _no_evaluation(context: RuleContext) -> Iterator[Violation]:
@@ -25,24 +19,25 @@ def _no_evaluation(context: RuleContext) -> Iterator[Violation]:
 
 def _nothing_to_evaluate(context: RuleContext) -> Iterator[Violation]:
     if ("data", "eval") in context.given:
-        return  # null, where it is nothing: that turns the evaluation off
-    if (steps := context.recipe.train.eval_steps) is not None and not context.evaluates:
-        yield "train.eval_steps", f"is {steps}, and there is nothing to evaluate on; set data.eval, or remove it"
+        return  # set to null: this turns the evaluation off
+    steps = context.recipe.train.eval_steps
+    if steps is not None and not context.evaluates:
+        yield "train.eval_steps", f"is {steps}, but there is no evaluation data; set data.eval, or remove it"
 
 
 def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:
-    if context.recipe.data.packing != "none" and context.stage.packs is False:
-        why = f"is {context.recipe.data.packing}; the samples of stage {context.recipe.stage} are not packed"
-        yield "data.packing", f"{why}; remove it"
+    if context.recipe.data.packing != "none" and "packing" not in context.stage.capabilities:
+        message = f"is {context.recipe.data.packing}; stage {context.recipe.stage} does not pack samples"
+        yield "data.packing", f"{message}; remove it"
 
 
 def _mixed_elsewhere(context: RuleContext) -> Iterator[Violation]:
     stage = context.recipe.stage
     if context.recipe.data.mix and hasattr(getattr(context.recipe, stage, None), "mix"):
-        yield "data.mix", f"has no effect in stage {stage}, whose files are mixed by {stage}.mix; name them there"
+        yield "data.mix", f"has no effect in stage {stage}, which uses {stage}.mix; set that instead"
 
 
-def _nothing_to_go_back_to(context: RuleContext) -> Iterator[Violation]:
+def _no_checkpoint_to_roll_back_to(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.train.may_roll_back and context.recipe.checkpoint.save_steps is None:
         key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
         yield f"train.{key}", "is roll_back, which needs checkpoints: set checkpoint.save_steps, or choose skip"
@@ -52,13 +47,13 @@ def _nothing_to_switch_off(context: RuleContext) -> Iterator[Violation]:
     stage = context.recipe.stage
     reference = getattr(getattr(context.recipe, stage, None), "reference", None)
     if reference == "adapter_off" and context.recipe.lora.rank is None:
-        other = "copy" if context.stage.profile(getattr(context.recipe, stage)).updates else "cache"
+        other = "copy" if context.profile.updates else "cache"
         yield f"{stage}.reference", f"is adapter_off, which needs adapters; set lora.rank, or set it to {other}"
 
 
 def _nothing_to_train(context: RuleContext) -> Iterator[Violation]:
-    if context.stage.adapters and not context.recipe.freezes_model:
-        yield "lora.rank", f"is null, but stage {context.recipe.stage} trains adapters only; set it to 8, for one"
+    if "adapters_only" in context.stage.capabilities and not context.recipe.freezes_model:
+        yield "lora.rank", f"is null, but stage {context.recipe.stage} trains adapters only; set it, for example to 8"
 
 
 def _quantised_adapters(context: RuleContext) -> Iterator[Violation]:
@@ -67,31 +62,36 @@ def _quantised_adapters(context: RuleContext) -> Iterator[Violation]:
         yield "qat.weight_bits", message
 
 
-def _no_further_tokens(context: RuleContext) -> Iterator[Violation]:
-    weight, key = context.recipe.train.mtp_loss_weight, "train.mtp_loss_weight"
+def _no_mtp(context: RuleContext) -> Iterator[Violation]:
+    weight = context.recipe.train.mtp_loss_weight
+    key = "train.mtp_loss_weight"
     if not weight:
         return
     layers = getattr(context.config, "num_nextn_predict_layers", 0)
-    if not context.stage.predicts_further:
-        yield key, f"is {weight}; the loss of stage {context.recipe.stage} predicts no further tokens; set it to 0"
+    if "mtp" not in context.stage.capabilities:
+        yield key, f"is {weight}; stage {context.recipe.stage} does not support multi-token prediction; set it to 0"
     elif context.config is not None and layers != 1:
-        has = (
-            f"num_nextn_predict_layers is {layers}" if layers else "the model has no layer that predicts further tokens"
-        )
-        yield key, f"is {weight}, but {has}; one such layer can be trained (DeepSeek-V3); set it to 0"
-    lora, embedding = context.recipe.lora, context.shard_plan.embedding
+        has = "the model has no multi-token prediction layer"
+        if layers:
+            has = f"num_nextn_predict_layers is {layers}"
+        yield key, f"is {weight}, but {has}; exactly one such layer can be trained (DeepSeek-V3); set it to 0"
+    lora = context.recipe.lora
+    embedding = context.shard_plan.embedding
     patterns = lora.target_modules or () if lora.rank is not None else ()
-    if found := [pattern for pattern in patterns if matches(embedding, pattern)]:
+    found = [pattern for pattern in patterns if matches(embedding, pattern)]
+    if found:
         yield (
             "lora.target_modules",
-            f"{found[0]!r} matches the embedding ({embedding}), which the layer that predicts further tokens reads at "
-            f"the other end of the model ({key} is {weight}); an adapter is for one end: name others, such as "
-            "self_attn.*, or set the weight to 0",
+            f"{found[0]!r} matches the embedding ({embedding}), which the multi-token prediction layer also reads "
+            f"({key} is {weight}); an adapter supports one place only: name other modules, such as self_attn.*, or set "
+            "the weight to 0",
         )
 
 
 def _not_quantised(context: RuleContext) -> Iterator[Violation]:
-    if context.recipe.qat.weight_bits is not None and not context.stage.quantises and not context.stage.adapters:
+    # adapters are reported by another rule
+    is_supported = not context.stage.capabilities.isdisjoint(("qat", "adapters_only"))
+    if context.recipe.qat.weight_bits is not None and not is_supported:
         message = f"is 8, which stage {context.recipe.stage} does not support; use pretrain or sft, or set it to null"
         yield "qat.weight_bits", message
 
@@ -100,7 +100,7 @@ def _observed_in_a_program(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.qat.activation_bits is not None and context.recipe.engine.mode == "to_static":
         yield (
             "qat.activation_bits",
-            "is 8, but programs compiled by to_static cannot record how large their inputs are; set it to null, or "
+            "is 8, but programs compiled by to_static cannot record the magnitudes of their inputs; set it to null, or "
             "engine.mode to dynamic",
         )
 
@@ -109,48 +109,55 @@ def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
     lora = context.recipe.lora
     if lora.base_format is None or lora.rank is None or context.config is None:
         return
-    key, block, tp = "lora.base_dtype", lora.base_block, context.recipe.parallel.tensor_parallel_degree
+    key = "lora.base_dtype"
+    block = lora.base_block
+    tp = context.recipe.parallel.tensor_parallel_degree
     if context.recipe.engine.mode == "to_static":
-        yield key, f"is {lora.base_dtype}, which programs compiled by to_static cannot read; set engine.mode to dynamic"
+        yield key, f"is {lora.base_dtype}, which to_static does not support; set engine.mode to dynamic"
     names = context.family.names()
     if not hasattr(names, "parameter_shapes"):
         yield (
             key,
-            f"is {lora.base_dtype}; family {context.family.name} does not say which matrices it has; set it to null",
+            f"is {lora.base_dtype}; family {context.family.name} has no parameter_shapes; set it to null",
         )
         return
     shapes = names.parameter_shapes(context.config)
     for module in quantised_modules(shapes, context.shard_plan):
         name = f"{module}.weight"
         cut = context.shard_plan.dim(name) == 0 and not context.shard_plan.is_expert(name)
-        parts, inputs = tp if cut else 1, shapes[name][-2]
+        parts = tp if cut else 1
+        inputs = shapes[name][-2]
         if inputs % (parts * block):
-            each = f"{inputs} inputs" + (f", {inputs // parts} on each of {tp} ranks" if parts > 1 else "")
+            per_rank = f", {inputs // parts} on each of {tp} ranks" if parts > 1 else ""
             divisor = math.gcd(block, inputs // parts)
-            yield "lora.base_block", f"is {block}; {module} has {each}, which are not whole blocks; use {divisor}"
+            message = f"is {block}, which does not divide the {inputs} inputs of {module}{per_rank}"
+            yield "lora.base_block", f"{message}; use {divisor}"
             return
 
 
 def _nothing_to_drop(context: RuleContext) -> Iterator[Violation]:
-    lora, key = context.recipe.lora, "lora.dropout"
+    lora = context.recipe.lora
+    key = "lora.dropout"
     if not lora.dropout or lora.rank is None:
         return
     if context.recipe.engine.mode == "to_static":
         yield (
             key,
-            f"is {lora.dropout}, but layers that are alike share one program of to_static, and each has a mask of its "
-            "own; set it to 0, or engine.mode to dynamic",
+            f"is {lora.dropout}, but with to_static equal layers share one program, and dropout masks differ between "
+            "layers; set it to 0, or engine.mode to dynamic",
         )
     names = context.family.names()
     if context.config is None or not hasattr(names, "parameter_shapes") or context.stage.head == "score":
         return
-    has_head = "lm_head.weight" in names.parameter_shapes(context.config)  # else it is the embedding
-    if found := [pattern for pattern in lora.target_modules or () if has_head and matches("lm_head", pattern)]:
+    if "lm_head.weight" not in names.parameter_shapes(context.config):  # tied to the embedding
+        return
+    found = [pattern for pattern in lora.target_modules or () if matches("lm_head", pattern)]
+    if found:
         yield (
             key,
-            f"is {lora.dropout}, and {found[0]!r} of lora.target_modules matches lm_head; dropout is for the decoder "
-            "layers, where it is known which tokens go in: a stage picks those that the head gets. Set it to 0, or "
-            "name others",
+            f"is {lora.dropout}, and {found[0]!r} of lora.target_modules matches lm_head; dropout supports the decoder "
+            "layers only, because its mask needs the position of each token and the head gets selected tokens. Set it "
+            "to 0, or name other modules",
         )
 
 
@@ -158,100 +165,99 @@ def _no_logits(context: RuleContext) -> Iterator[Violation]:
     chunk = context.recipe.engine.loss_chunk_tokens
     if chunk is not None and context.stage.head == "score":
         stage = context.recipe.stage
-        yield "engine.loss_chunk_tokens", f"is {chunk}, but stage {stage} has scores and no logits; set it to null"
+        yield "engine.loss_chunk_tokens", f"is {chunk}, but stage {stage} computes scores, not logits; set it to null"
 
 
-def _no_first_gradients(context: RuleContext) -> Iterator[Violation]:
-    recipe, stage, key = context.recipe, context.stage, "lora.init"
-    if recipe.lora.rank is None or recipe.lora.init != "lora_ga" or not stage.trains:
+def _no_initial_gradients(context: RuleContext) -> Iterator[Violation]:
+    recipe = context.recipe
+    stage = context.stage
+    key = "lora.init"
+    if recipe.lora.rank is None or not recipe.lora.adapter_method.needs_gradients or not stage.trains:
         return
     if recipe.engine.mode == "to_static":
         yield (
             key,
-            "is lora_ga, which takes gradients of frozen matrices, and programs compiled by to_static have none; set "
-            "it to pissa or default, or engine.mode to dynamic",
+            "is lora_ga, which needs gradients of frozen matrices; programs compiled by to_static do not compute them; "
+            "set it to pissa or default, or engine.mode to dynamic",
         )
     if recipe.engine.precision == "fp16":
         yield (
             key,
-            "is lora_ga, whose gradients may overflow while the scale of the loss is not found yet; set it to pissa or "
-            "default, or engine.precision to bf16",
+            "is lora_ga, whose gradients may overflow before the loss scale has adapted; set it to pissa or default, "
+            "or engine.precision to bf16",
         )
-    if stage.profile(getattr(recipe, stage.section_name)).updates:
-        message = f"is lora_ga, which takes gradients of data, and stage {recipe.stage} draws what it learns from"
+    if context.profile.updates:
+        message = f"is lora_ga, which needs gradients of training data, but stage {recipe.stage} trains on rollouts"
         yield key, f"{message}; set it to pissa or default"
 
 
-_NOT_ON_EXPERTS = {
-    "vera": "its two frozen factors are the same for all matrices, and each expert would keep its own copy of them",
-    "lora_ga": "an expert that few tokens reach has a gradient with fewer singular vectors than it takes",
-}
-_NOT_ON_EMBEDDINGS = {
-    "vera": "neither its paper nor PEFT has it for a table of rows",
-    "mora": "its update is a function of a vector of inputs, and an embedding has ids",
-    "lokr": "its update is a function of a vector of inputs, and an embedding has ids",
-    "lora_ga": "the gradient of a table has rows for the tokens of the first batches only",
-}
-"""Methods and beginnings of adapters that are refused there, and why."""
-
-
 def _no_such_target(context: RuleContext) -> Iterator[Violation]:
-    lora, plan = context.recipe.lora, context.shard_plan
+    lora = context.recipe.lora
+    plan = context.shard_plan
     if lora.rank is None or not lora.target_modules or context.config is None:
         return
     names = context.family.names()
     if not hasattr(names, "parameter_shapes"):
         return
-    key, shapes = "lora.target_modules", names.parameter_shapes(context.config)
-    linear, experts = linear_modules(shapes, plan), expert_modules(shapes, plan)
+    key = "lora.target_modules"
+    method = lora.adapter_method
+    name, usual = ("init", "default") if method.is_init else ("method", "lora")
+    shapes = names.parameter_shapes(context.config)
+    linear = linear_modules(shapes, plan)
+    experts = expert_modules(shapes, plan)
     embedding = [plan.embedding] if has_own_head(shapes) else []
     for pattern in lora.target_modules:
-        for of, kinds, what, others in (
-            (experts, _NOT_ON_EXPERTS, "routed experts", "shared_experts.* and "),
-            (embedding, _NOT_ON_EMBEDDINGS, "the embedding", ""),
+        for modules, reason, what, others in (
+            (experts, method.on_experts, "routed experts", "shared_experts.* and "),
+            (embedding, method.on_embedding, "the embedding", ""),
         ):
-            found = [name for name in of if matches(name, pattern)]
-            for name in (name for name in ("method", "init") if found and getattr(lora, name) in kinds):
-                value, usual = getattr(lora, name), "lora" if name == "method" else "default"
+            found = [name for name in modules if matches(name, pattern)]
+            if found and reason:
                 yield (
                     key,
-                    f"{pattern!r} matches {what} ({found[0]}), and lora.{name} is {value}: {kinds[value]}; set "
-                    f"lora.{name} to {usual}, or name others, such as {others}self_attn.*",
+                    f"{pattern!r} matches {what} ({found[0]}), and lora.{name} is {method.name}: {reason}; set "
+                    f"lora.{name} to {usual}, or name other modules, such as {others}self_attn.*",
                 )
         tied = not has_own_head(shapes) and any(matches(name, pattern) for name in (plan.embedding, "lm_head"))
         if tied and not any(matches(name, pattern) for name in (*linear, *experts)):
             yield (
                 key,
-                f"{pattern!r} is the embedding or the head, which are one matrix in this model (tie_word_embeddings), "
-                "and an adapter is for one of them; remove it",
+                f"{pattern!r} is the embedding or the head, which are one matrix in this model (tie_word_embeddings); "
+                "an adapter supports only one of them; remove it",
             )
 
 
 def _no_such_structure(context: RuleContext) -> Iterator[Violation]:
-    lora, plan = context.recipe.lora, context.shard_plan
-    if lora.rank is None or lora.num_pairs:
+    lora = context.recipe.lora
+    plan = context.shard_plan
+    method = lora.adapter_method
+    if lora.rank is None or method.is_init:
         return
-    if context.recipe.engine.mode == "to_static":
+    if context.recipe.engine.mode == "to_static" and not method.supports_programs:
         yield (
             "lora.method",
-            f"is {lora.method}, which is computed again in the backward pass, as no program compiled by to_static is; "
-            "set engine.mode to dynamic",
+            f"is {lora.method}, which is recomputed in the backward pass; programs compiled by to_static do not "
+            "support this; set engine.mode to dynamic",
         )
+    if method.supports_padding and method.fits_any_rank:
+        return
     names = context.family.names()
     if context.config is None or not hasattr(names, "parameter_shapes"):
         return
-    shapes, patterns = names.parameter_shapes(context.config), lora.target_modules
-    if patterns is not None and (found := [pattern for pattern in patterns if matches("lm_head", pattern)]):
+    shapes = names.parameter_shapes(context.config)
+    patterns = lora.target_modules
+    found = [pattern for pattern in patterns or () if matches("lm_head", pattern)]
+    if found and not method.supports_padding:
         yield (
             "lora.target_modules",
-            f"{found[0]!r} matches lm_head, whose outputs may be padded, which {lora.method} would see; name others, "
-            "such as self_attn.*, or set lora.method to lora",
+            f"{found[0]!r} matches lm_head, whose outputs may be padded, which {lora.method} does not support; name "
+            "other modules, such as self_attn.*, or set lora.method to lora",
         )
     experts = [] if patterns is None else expert_modules(shapes, plan)
     for module in [*linear_modules(shapes, plan), *experts]:
         if module != "lm_head" and (patterns is None or any(matches(module, pattern) for pattern in patterns)):
             try:
-                factor_shapes(lora.method, lora.rank, shapes[f"{module}.weight"])
+                factor_shapes(method, lora.rank, shapes[f"{module}.weight"])
             except UserError as error:
                 key, _, message = str(error).partition(": ")
                 yield key, message
@@ -259,12 +265,11 @@ def _no_such_structure(context: RuleContext) -> Iterator[Violation]:
 
 
 def _not_one_group(context: RuleContext) -> Iterator[Violation]:
-    degree, stage = context.recipe.parallel.tensor_parallel_degree, context.recipe.stage
+    degree = context.recipe.parallel.tensor_parallel_degree
+    stage = context.recipe.stage
     if not context.stage.trains and context.num_devices != degree:
-        message = (
-            f"{context.num_devices} devices, but stage {stage} runs on tensor parallel degree = {degree}; use {degree}"
-        )
-        yield "launch.num_devices", message
+        message = f"{context.num_devices} devices, but stage {stage} runs on tensor parallel degree = {degree}"
+        yield "launch.num_devices", f"{message}; use {degree}"
 
 
 def _no_metrics(context: RuleContext) -> Iterator[Violation]:
@@ -277,7 +282,7 @@ STAGE_RULES = (
         "`roll_back` without `save_steps`",
         "there is no checkpoint to return to",
         ("--train.on_nonfinite=roll_back", "--checkpoint.save_steps=null"),
-        _nothing_to_go_back_to,
+        _no_checkpoint_to_roll_back_to,
     ),
     Rule(
         "`best_metric` without evaluation",
@@ -287,14 +292,14 @@ STAGE_RULES = (
     ),
     Rule(
         "`eval_steps` without `data.eval`",
-        "there is nothing to evaluate on; `data.eval: null` turns the evaluation of a recipe off",
+        "there is no evaluation data; `data.eval: null` turns the evaluation of a recipe off",
         (),
         _nothing_to_evaluate,
     ),
     Rule("`packing` with a stage that does not pack", "it would have no effect", (), _nothing_to_pack),
     Rule("`data.mix` with a stage that has a `mix` of its own", "it would have no effect", (), _mixed_elsewhere),
     Rule(
-        "a reference by `adapter_off` without an adapter",
+        "a reference `adapter_off` without adapters",
         "the reference would be the trained model itself",
         ("--dpo.reference=adapter_off",),
         _nothing_to_switch_off,
@@ -307,40 +312,40 @@ STAGE_RULES = (
     ),
     Rule(
         "`qat` with adapters",
-        "the quantised weights are not the ones that are trained",
+        "the quantised weights are frozen",
         (),
         _quantised_adapters,
     ),
     Rule(
         "`lora.base_dtype` with `to_static`, or blocks that do not divide the inputs of a matrix on every rank",
-        "a quantised matrix is a table of whole blocks, made whole where it is multiplied",
+        "a quantised matrix consists of full blocks, and is dequantised where it is multiplied",
         ("--lora.rank=8", "--lora.base_dtype=nf4", "--lora.base_block=48"),
         _no_quantised_base,
     ),
     Rule(
         "`lora.dropout` with `to_static`, or with an adapter on `lm_head`",
-        "the mask is a function of the layer's name, and compiled layers share their programs; and of the tokens, of "
-        "which the head gets some",
+        "the dropout mask is a function of the layer, but compiled layers share a program; and of the token positions, "
+        "but the head gets selected tokens",
         ("--lora.rank=8", "--lora.dropout=0.1", "--engine.mode=to_static"),
         _nothing_to_drop,
     ),
     Rule(
         "`lora.init` `lora_ga` with `to_static`, `fp16`, or a stage with rollouts",
-        "it takes gradients of frozen matrices in the first global batches",
+        "it needs gradients of frozen matrices in the first global batches",
         ("--lora.rank=8", "--lora.init=lora_ga", "--engine.mode=to_static"),
-        _no_first_gradients,
+        _no_initial_gradients,
     ),
     Rule(
         "`lora.target_modules` that match routed experts, with `lora.method` `vera` or `lora.init` `lora_ga`; or the "
         "embedding, with these, `mora` or `lokr`; or that name the embedding or the head where they are tied",
-        "frozen factors would be copied for each expert, gradients have too few singular vectors, a table has no "
-        "inputs; two matrices that are one cannot get different updates",
+        "frozen factors would be copied for each expert, gradients have too few singular vectors, an embedding has no "
+        "input vectors, and tied matrices cannot get different updates",
         (),
         _no_such_target,
     ),
     Rule(
         "`lora.method` `mora` or `lokr` with `to_static`, on `lm_head`, or with a rank that is too high for a matrix",
-        "its update of a matrix is a function of all inputs and outputs, computed again in the backward pass",
+        "its update of a matrix is a function of all inputs and outputs, recomputed in the backward pass",
         ("--lora.rank=8", "--lora.method=mora", "--engine.mode=to_static"),
         _no_such_structure,
     ),
@@ -351,28 +356,28 @@ STAGE_RULES = (
         _not_quantised,
     ),
     Rule(
-        "`mtp_loss_weight` with a model that has not one layer to predict further tokens, with another stage than "
-        "`pretrain`, `sft` and `lora`, or an adapter of the embedding",
+        "`mtp_loss_weight` with a model without exactly one multi-token prediction layer, with another stage than "
+        "`pretrain`, `sft` and `lora`, or with an adapter of the embedding",
         "there is no such layer, or it is not trained",
         ("--train.mtp_loss_weight=0.3",),
-        _no_further_tokens,
+        _no_mtp,
     ),
     Rule(
         "`loss_chunk_tokens` with `rm`, or another stage with scores",
-        "it makes no logits",
+        "there are no logits",
         (),
         _no_logits,
     ),
     Rule(
         "`qat.activation_bits` with `to_static`",
-        "inputs are observed between operations",
+        "compiled programs cannot record the magnitudes of inputs",
         (),
         _observed_in_a_program,
     ),
 )
 """Rules between sections and the stage."""
 
-UNTRAINED_STAGE_RULES = (
+INFERENCE_STAGE_RULES = (
     Rule(
         "more or fewer devices than the tensor parallel degree, with a stage that does not train",
         "it runs on one tensor parallel group",
@@ -381,4 +386,4 @@ UNTRAINED_STAGE_RULES = (
     ),
     Rule("loggers with a stage that does not train", "there are no metrics", (), _no_metrics),
 )
-"""Rules for a stage that does not train."""
+"""Rules for stages that do not train."""

@@ -1,22 +1,22 @@
-"""Rules about the strategy: devices, degrees, the model's shape, batches and precision."""
+"""Rules about the strategy: devices, degrees, model shape, batches and precision."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.models.mtp import num_layers
 from llmsuite.recipe.rules.context import RuleContext
-from llmsuite.schema.rule import Rule, Violation
 
 
 def _no_grid(context: RuleContext) -> Iterator[Violation]:
     p = context.recipe.parallel
-    if context.num_devices % context.fixed:
+    if context.num_devices % context.ranks_per_replica:
         yield (
             "launch.num_devices",
             f"{context.num_devices} devices cannot hold tensor {p.tensor_parallel_degree} x pipeline "
-            f"{p.pipeline_parallel_degree} x sharding {p.sharding_parallel_degree} = {context.fixed} ranks; "
-            f"use a multiple of {context.fixed}",
+            f"{p.pipeline_parallel_degree} x sharding {p.sharding_parallel_degree} = {context.ranks_per_replica} "
+            f"ranks; use a multiple of {context.ranks_per_replica}",
         )
 
 
@@ -28,9 +28,10 @@ def _uneven_shards(context: RuleContext) -> Iterator[Violation]:
 
 def _no_shard_plan(context: RuleContext) -> Iterator[Violation]:
     parallel = context.recipe.parallel
-    if context.shard_plan.layers or context.shard_plan.is_annotated:
+    if context.shard_plan.layers or context.shard_plan.is_auto_parallel:
         return
-    if (pp := parallel.pipeline_parallel_degree) > 1:
+    pp = parallel.pipeline_parallel_degree
+    if pp > 1:
         yield (
             "parallel.pipeline_parallel_degree",
             f"is {pp}; the shard plan of this family names no layers to split; set it to 1",
@@ -39,14 +40,16 @@ def _no_shard_plan(context: RuleContext) -> Iterator[Violation]:
         yield "parallel.sharding", "is stage3; the shard plan of this family names no modules to gather; use stage2"
     if context.recipe.engine.mode == "to_static":
         yield "engine.mode", "is to_static; the shard plan of this family names no layers to compile; use dynamic"
-    if (kind := context.recipe.engine.recompute) != "none":
+    kind = context.recipe.engine.recompute
+    if kind != "none":
         yield "engine.recompute", f"is {kind}; the shard plan of this family names no layers to recompute; use none"
 
 
 def _empty_part(context: RuleContext) -> Iterator[Violation]:
     if context.config is None or not context.shard_plan.layers:
         return
-    pp, chunks = context.recipe.parallel.pipeline_parallel_degree, context.recipe.parallel.num_chunks
+    pp = context.recipe.parallel.pipeline_parallel_degree
+    chunks = context.recipe.parallel.num_chunks
     layers = num_layers(context.config)
     if pp > layers:
         yield "parallel.pipeline_parallel_degree", f"is {pp}; the model has {layers} layers; use at most {layers}"
@@ -57,7 +60,9 @@ def _empty_part(context: RuleContext) -> Iterator[Violation]:
 
 def _wrong_cut(context: RuleContext) -> Iterator[Violation]:
     parallel = context.recipe.parallel
-    pp, chunks, cut = parallel.pipeline_parallel_degree, parallel.num_chunks, parallel.pipeline_cut
+    pp = parallel.pipeline_parallel_degree
+    chunks = parallel.num_chunks
+    cut = parallel.pipeline_cut
     if context.config is None or isinstance(cut, str) or pp * chunks > num_layers(context.config):
         return
     if len(cut) != pp * chunks - 1:
@@ -71,41 +76,52 @@ def _wrong_cut(context: RuleContext) -> Iterator[Violation]:
 
 def _nothing_to_shard(context: RuleContext) -> Iterator[Violation]:
     sharding = context.recipe.parallel.sharding
-    if context.shard_plan.is_annotated:  # which is said by its own rule
+    if context.shard_plan.is_auto_parallel:  # another rule reports it
         return
-    if sharding != "none" and context.degrees.num_data_ranks == 1 and context.num_devices % context.fixed == 0:
+    if (
+        sharding != "none"
+        and context.degrees.num_data_ranks == 1
+        and context.num_devices % context.ranks_per_replica == 0
+    ):
         message = f"is {sharding}, but there is one data rank ({context.degrees}); set it to none"
         yield "parallel.sharding", message
 
 
 def _not_to_be_fused(context: RuleContext) -> Iterator[Violation]:
-    recipe, key = context.recipe, "parallel.fuse_projections"
+    recipe = context.recipe
+    key = "parallel.fuse_projections"
     if not recipe.parallel.fuse_projections:
         return
     if recipe.engine.mode == "to_static":
-        yield key, "is true, but compiled layers sum these gradients once in any case; set it to false"
+        yield key, "is true, but compiled layers reduce these gradients in one all-reduce in any case; set it to false"
     if recipe.freezes_model:
-        yield key, "is true; it is for training all parameters, without adapters or interventions; set it to false"
+        yield (
+            key,
+            "is true; it supports training all parameters only, without adapters or interventions; set it to false",
+        )
     if recipe.qat.weight_bits is not None:
-        yield key, "is true, but layers of qat round their weights one by one; set it to false"
+        yield key, "is true, but qat rounds the weights of each layer separately; set it to false"
 
 
 def _no_experts(context: RuleContext) -> Iterator[Violation]:
-    if (ep := context.recipe.parallel.expert_parallel_degree) > 1 and not context.shard_plan.experts:
+    ep = context.recipe.parallel.expert_parallel_degree
+    if ep > 1 and not context.shard_plan.experts:
         yield "parallel.expert_parallel_degree", f"is {ep}, but this family has no routed experts; remove it"
 
 
 def _uneven_experts(context: RuleContext) -> Iterator[Violation]:
-    d, key = context.degrees, "parallel.expert_parallel_degree"
-    if d.ep == 1 or not context.shard_plan.experts or context.num_devices % context.fixed:
+    d = context.degrees
+    key = "parallel.expert_parallel_degree"
+    if d.ep == 1 or not context.shard_plan.experts or context.num_devices % context.ranks_per_replica:
         return
     if d.num_data_ranks % d.ep:
         yield key, f"is {d.ep}, which does not divide the data ranks = {d.num_data_ranks}"
     elif d.sharding % d.ep and d.ep % d.sharding:
         yield key, f"is {d.ep}, which neither divides the sharding degree {d.sharding} nor is a multiple of it"
-    if context.config is not None and (count := getattr(context.config, context.shard_plan.num_experts)) % (
-        d.ep * d.tp
-    ):
+    if context.config is None:
+        return
+    count = getattr(context.config, context.shard_plan.num_experts)
+    if count % (d.ep * d.tp):
         of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}" if d.tp > 1 else ""
         yield key, f"is {d.ep}{of_tp}, which does not divide {context.shard_plan.num_experts} = {count}"
 
@@ -118,13 +134,14 @@ def _no_balance(context: RuleContext) -> Iterator[Violation]:
     if not train.expert_bias_rate or not context.shard_plan.gates or context.config is None:
         return
     if not context.config.has_gate_bias:
-        yield "train.expert_bias_rate", "has no effect: experts of this shape are chosen without a bias; set it to 0"
+        yield "train.expert_bias_rate", "has no effect: the router of this shape has no bias; set it to 0"
     elif context.recipe.lora.rank is not None:
-        yield "train.expert_bias_rate", "changes a bias of the model, which adapters leave frozen; set it to 0"
+        yield "train.expert_bias_rate", "changes a bias of the model, which is frozen with adapters; set it to 0"
 
 
 def _uneven_batch(context: RuleContext) -> Iterator[Violation]:
-    train, ranks = context.recipe.train, context.degrees.num_data_ranks
+    train = context.recipe.train
+    ranks = context.degrees.num_data_ranks
     if train.micro_batch_tokens is not None:
         if train.global_batch_size % ranks:
             yield (
@@ -133,7 +150,7 @@ def _uneven_batch(context: RuleContext) -> Iterator[Violation]:
             )
         return
     per_pass = train.micro_batch_size * ranks
-    if train.global_batch_size % per_pass and context.num_devices % context.fixed == 0:
+    if train.global_batch_size % per_pass and context.num_devices % context.ranks_per_replica == 0:
         yield (
             "train.global_batch_size",
             f"is {train.global_batch_size}; it has to be a multiple of micro_batch_size {train.micro_batch_size} x "
@@ -142,7 +159,8 @@ def _uneven_batch(context: RuleContext) -> Iterator[Violation]:
 
 
 def _too_long(context: RuleContext) -> Iterator[Violation]:
-    longest, positions = context.recipe.data.max_length, getattr(context.config, "max_position_embeddings", None)
+    longest = context.recipe.data.max_length
+    positions = getattr(context.config, "max_position_embeddings", None)
     if positions is not None and longest > positions:
         yield "data.max_length", f"is {longest}; the model has at most {positions} positions (max_position_embeddings)"
 
@@ -151,41 +169,45 @@ def _no_such_precision(context: RuleContext) -> Iterator[Violation]:
     precision = context.recipe.engine.precision
     if context.precisions is not None and precision not in context.precisions:
         known = ", ".join(context.precisions)
-        is_stored = context.backend is not None and precision in context.backend.stored_precisions
+        is_stored = context.backend is not None and precision in context.backend.weight_only_precisions
         hint = ""
         if is_stored and not context.stage.trains:
             hint = f", or `llmsuite generate MODEL --input FILE --precision {precision}`, on one device"
-        yield "engine.precision", f"{precision} does not work on {context.recipe.device}; use {known}{hint}"
+        yield "engine.precision", f"is {precision}, which {context.recipe.device} does not support; use {known}{hint}"
 
 
 def _not_in_programs(context: RuleContext) -> Iterator[Violation]:
-    engine, device = context.recipe.engine, context.recipe.device
-    is_own_product = engine.precision in context.product_precisions
+    engine = context.recipe.engine
+    device = context.recipe.device
+    is_own_product = engine.precision in context.matmul_precisions
     if is_own_product and engine.compiles_layers and context.recipe.parallel.tensor_parallel_degree > 1:
         yield (
             "engine.precision",
-            f"is {engine.precision}, whose products on {device} are computed by each rank on its part, and with tensor "
-            "parallel programs of layers have no parts; set engine.program to step, engine.mode to dynamic, or "
+            f"is {engine.precision}, whose matrix products on {device} run on the shard of each rank, which compiled "
+            "layers with tensor parallelism do not support; set engine.program to step, engine.mode to dynamic, or "
             "engine.precision to fp32",
         )
 
 
 def _would_hang(context: RuleContext) -> Iterator[Violation]:
-    parallel, backend = context.recipe.parallel, context.backend
+    parallel = context.recipe.parallel
+    backend = context.backend
     if backend is None or parallel.pipeline_parallel_degree == 1:
         return
-    if parallel.pipeline_schedule == "interleaved" and not backend.interleaves:
-        also = "" if parallel.virtual_pipeline_degree is None else " and leave virtual_pipeline_degree out"
+    if parallel.pipeline_schedule == "interleaved" and not backend.supports_interleaving:
+        also = ""
+        if parallel.virtual_pipeline_degree is not None:
+            also = " and remove virtual_pipeline_degree"
         yield (
             "parallel.pipeline_schedule",
-            f"is interleaved, which {backend.name} does not run: where a copy to or from the host waits for messages "
-            f"under way, ranks wait for each other for ever; set it to 1F1B{also}",
+            f"is interleaved, which deadlocks on {backend.name}: a copy to or from the host waits for messages in "
+            f"flight, and the ranks wait for each other; set it to 1F1B{also}",
         )
-    if context.recipe.engine.compiles_steps and not backend.pipelines_in_programs:
+    if context.recipe.engine.compiles_steps and not backend.supports_step_pipelines:
         yield (
             "engine.program",
-            f"is step, and {backend.name} runs no pipeline of such programs: their operations wait for events that "
-            "Paddle 3.3.1 records in other programs, where they are not found; set it to layers, or "
+            f"is step, but {backend.name} does not support it with a pipeline: operations wait for events that Paddle "
+            "3.3.1 records in other programs and does not find; set it to layers, or "
             "parallel.pipeline_parallel_degree to 1",
         )
 
@@ -205,19 +227,19 @@ STRATEGY_RULES = (
     ),
     Rule(
         "a pipeline, stage 3, recompute or `to_static` with a family without a shard plan",
-        "its layers are not known",
+        "its layers are not named",
         (),
         _no_shard_plan,
     ),
     Rule(
-        "more pipeline stages, or chunks of all of them, than layers",
+        "more pipeline stages, or chunks in total, than layers",
         "a part would be empty",
         ("--parallel.pipeline_parallel_degree=64", "--launch.num_devices=256"),
         _empty_part,
     ),
     Rule(
         "a list in `pipeline_cut` that does not fit the number of parts, or names a layer the model does not have",
-        "each part but the first has one first layer",
+        "the list names the first layer of each part but the first",
         ("--parallel.pipeline_cut=[8,16]",),
         _wrong_cut,
     ),
@@ -229,7 +251,7 @@ STRATEGY_RULES = (
     ),
     Rule(
         "`fuse_projections` with `to_static`, adapters, interventions or `qat`",
-        "compiled layers do so in any case; the others do not multiply by their matrices alone",
+        "compiled layers do this in any case; the others compute more than a plain matrix product",
         ("--parallel.fuse_projections=true", "--engine.mode=to_static"),
         _not_to_be_fused,
     ),
@@ -241,7 +263,7 @@ STRATEGY_RULES = (
     ),
     Rule(
         "an expert parallel degree that does not divide the data ranks, or, with tensor parallel, the experts",
-        "ranks would have different numbers of experts, or share them with nobody",
+        "ranks would have different numbers of experts, or no ranks to distribute them over",
         (
             "--model.family=deepseek",
             "--model.preset=deepseek-v2-lite",
@@ -268,28 +290,27 @@ STRATEGY_RULES = (
         _too_long,
     ),
     Rule(
-        "a precision that the device does not have",
-        "on cpu there is no fp16, and bf16 is for training",
+        "a precision that the device does not support",
+        "the cpu has no fp16, and bf16 only for training",
         ("--device=cpu", "--engine.precision=fp16"),
         _no_such_precision,
     ),
     Rule(
         "`to_static` of layers with bf16 on cpu and tensor parallel",
-        "its products are no operations of Paddle: a rank computes them on its part, and in a program of "
-        "`paddle.jit.to_static` that has no gradient (Paddle 3.3.1)",
+        "its matrix products are custom operations on the shard of a rank, which have no gradient in a program of "
+        "`paddle.jit.to_static` (Paddle 3.3.1)",
         ("--device=cpu", "--engine.precision=bf16", "--engine.mode=to_static"),
         _not_in_programs,
     ),
     Rule(
-        "`pipeline_schedule: interleaved`, or `program: step` with a pipeline, on gpu, xpu, and devices of plugins "
-        "that do not say that they run them",
-        "ranks of a pipeline would wait for each other, or for events of Paddle's, for ever; 1F1B, FThenB and programs "
-        "of layers have the same numbers",
+        "`pipeline_schedule: interleaved`, or `program: step` with a pipeline, on gpu, xpu, and plugin devices that do "
+        "not declare support",
+        "the ranks of a pipeline would deadlock; 1F1B, FThenB and compiled layers give the same numbers",
         ("--parallel.pipeline_schedule=interleaved",),
         _would_hang,
     ),
 )
-"""Rules between sections, the model's shape and the device."""
+"""Rules between sections, the model shape and the device."""
 
 GENERAL_RULES = tuple(rule for rule in STRATEGY_RULES if rule.check in (_no_grid, _uneven_shards, _no_such_precision))
-"""The rules that also hold for a stage that does not train."""
+"""Rules that also apply to stages that do not train."""

@@ -1,29 +1,31 @@
-"""The rule about the matrices that adapters and rounding are for."""
+"""The rule about `target_modules`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.models.targets import adaptable_modules, linear_modules, pick_modules
 from llmsuite.recipe.rules.context import RuleContext
-from llmsuite.schema.rule import Rule, Violation
 
 
 def _no_such_matrix(context: RuleContext) -> Iterator[Violation]:
-    lora, qat = context.recipe.lora, context.recipe.qat
-    asked = []
+    lora = context.recipe.lora
+    qat = context.recipe.qat
+    requested = []
     if lora.rank is not None and lora.target_modules:
-        asked.append(("lora.target_modules", lora.target_modules, adaptable_modules))
+        requested.append(("lora.target_modules", lora.target_modules, adaptable_modules))
     if qat.weight_bits is not None and qat.target_modules:
-        asked.append(("qat.target_modules", qat.target_modules, linear_modules))
-    names = context.family.names() if asked and context.config is not None else None
+        requested.append(("qat.target_modules", qat.target_modules, linear_modules))
+    names = context.family.names() if requested and context.config is not None else None
     if names is None or not hasattr(names, "parameter_shapes"):
         return
-    shapes, plan = names.parameter_shapes(context.config), context.shard_plan
-    for key, patterns, modules in asked:
+    shapes = names.parameter_shapes(context.config)
+    plan = context.shard_plan
+    for key, patterns, modules in requested:
         try:
-            # a head that is the embedding is another rule's
+            # a head tied to the embedding is reported by another rule
             pick_modules([*modules(shapes, plan), plan.embedding, "lm_head"], plan, patterns, key)
         except UserError as error:
             yield key, str(error).removeprefix(f"{key}: ")
@@ -32,7 +34,7 @@ def _no_such_matrix(context: RuleContext) -> Iterator[Violation]:
 TARGET_RULES = (
     Rule(
         "`target_modules` of `lora` or `qat` that match no matrix of the model",
-        "nothing would be trained or rounded there",
+        "nothing would be trained or quantised",
         ("--lora.rank=8", '--lora.target_modules=["q_pro"]'),
         _no_such_matrix,
     ),

@@ -23,11 +23,11 @@ from pathlib import Path
 import hypothesis
 from hypothesis import strategies as st
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from tests.support import tiny_llama
 from tests.tools.fuzz import MOST_BYTES, limited
 from tests.tools.lies import files, rows, tensors
 from tests.tools.lies.base import Layout, Lie, lie_in_bytes, lie_in_json
-from tests.unit import tiny_llama
 
 LAYOUTS: Mapping[str, Layout] = {**tensors.LAYOUTS, **files.LAYOUTS, **rows.LAYOUTS}
 LIES: Mapping[str, Lie] = {".json": lie_in_json, ".safetensors": tensors.lie_in_tensors, **files.LIES, **rows.LIES}
@@ -84,7 +84,8 @@ def feed(count: int, seed: int, names: Sequence[str]) -> None:
         )  # fmt: skip
         @hypothesis.given(st.sampled_from(chosen), st.data())
         def one(name: str, data: st.DataObject) -> None:
-            directory, began = made[name], time.monotonic()
+            directory = made[name]
+            began = time.monotonic()
             path = data.draw(st.sampled_from(sorted(file for file in directory.rglob("*") if file.is_file())))
             before = path.read_bytes()
             try:

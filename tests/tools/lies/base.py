@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.tools.damage import damaged, damages, values
+from tests.support.damage import damaged, damages, values
 
 MANY = 100_000
 """Items of a list, keys of an object, columns of a table: what takes time by their square takes minutes."""

@@ -14,15 +14,15 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
-from llmsuite.convert.gguf import import_gguf
-from llmsuite.convert.paddle_save import write_pickle
-from llmsuite.files import committed_directory, remove_directory
-from tests.tools.damage import damaged, damages, values
+from llmsuite.base.files import committed_directory, remove_directory
+from llmsuite.checkpoint.convert.gguf import import_gguf
+from llmsuite.checkpoint.convert.paddle_save import write_pickle
+from tests.support import tiny_llama
+from tests.support.damage import damaged, damages, values
+from tests.support.gguf_files import write_gguf
+from tests.support.tiny_llama import CONFIG, FAMILIES
 from tests.tools.lies.base import MANY, NAMES, Layout, lie_in_bytes
 from tests.tools.lies.tensors import other_arrays, read_source
-from tests.unit import tiny_llama
-from tests.unit.convert.test_gguf import write_gguf
-from tests.unit.tiny_llama import CONFIG, FAMILIES
 
 # GGUF
 
@@ -50,7 +50,8 @@ class _Parts:
     """A GGUF file, taken apart and put together."""
 
     def __init__(self, content: bytes):
-        self._content, self._at = content, 24
+        self._content = content
+        self._at = 24
         self.counts = list(struct.unpack_from("<QQ", content, 8))
         self.fields = [self._field() for _ in range(self.counts[1])]
         self.tensors = [self._tensor() for _ in range(self.counts[0])]
@@ -70,14 +71,16 @@ class _Parts:
         if kind == 8:
             self._text()
         elif kind == 9:
-            inner, count = self._number("I"), self._number("Q")
+            inner = self._number("I")
+            count = self._number("Q")
             for _ in range(count):
                 self._skip(inner)
         else:
             self._at += {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}[kind]
 
     def _field(self) -> _Entry:
-        name, kind = self._text(), self._number("I")
+        name = self._text()
+        kind = self._number("I")
         start = self._at
         self._skip(kind)
         return _Entry(name, kind, self._content[start : self._at])
@@ -116,7 +119,8 @@ _VALUES = {
 def lie_in_gguf(path: Path, data: st.DataObject) -> None:
     """Tell a lie in a GGUF file: a count, a name, a type, a value, a size, a place."""
     if data.draw(st.integers(0, 5)) == 0:
-        content, damage = path.read_bytes(), data.draw(damages)
+        content = path.read_bytes()
+        damage = data.draw(damages)
         path.write_bytes(damaged(content, [(place / 4, what, bytes_) for place, what, bytes_ in damage]))
         return
     parts = _Parts(path.read_bytes())
@@ -166,7 +170,7 @@ def make_blocks(directory: Path, base: Path) -> None:
 
     directory.mkdir()
     config = dataclasses.replace(CONFIG, hidden_size=32, intermediate_size=64, head_dim=16)
-    from tests.unit.convert.test_gguf import TOKENS
+    from tests.support.gguf_files import TOKENS
 
     config = dataclasses.replace(config, vocab_size=len(TOKENS), num_attention_heads=2, num_key_value_heads=2)
     write_gguf(directory / "model.gguf", config, kind=gguf.GGMLQuantizationType.Q8_0)

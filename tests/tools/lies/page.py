@@ -7,34 +7,35 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from llmsuite.convert import blocks, pickled
-from llmsuite.convert.gguf_header import MOST_ITEMS
-from llmsuite.data import bounds, compressed
-from llmsuite.regular import MOST_JSON
-from llmsuite.strict_json import MAX_DEPTH
-from tests.paths import ROOT
+from llmsuite.base.safe_files import MAX_JSON_BYTES
+from llmsuite.base.strict_json import MAX_DEPTH
+from llmsuite.checkpoint.convert import blocks, pickled
+from llmsuite.checkpoint.convert.gguf_header import MAX_ITEMS
+from llmsuite.data import compressed, row_limits
+from tests.support.paths import ROOT
 
 PAGE = ROOT / "docs" / "notes" / "layouts.md"
-_BEGIN, _END = "<!-- begin: table -->", "<!-- end: table -->"
+_BEGIN = "<!-- begin: table -->"
+_END = "<!-- end: table -->"
 _ROW = (
-    f"a fault is named with file and row; strict JSON; at most {bounds.MOST_COLUMNS:,} columns, {bounds.MOST_TURNS:,} "
-    f"turns, {bounds.MOST_TOOLS:,} tools, as many calls in a turn, and {bounds.MOST_RENDERED:,} characters times "
-    "supervised turns"
+    f"a fault is named with file and row; strict JSON; at most {row_limits.MAX_COLUMNS:,} columns, "
+    f"{row_limits.MAX_TURNS:,} turns, {row_limits.MAX_TOOLS:,} tools, as many calls in a turn, and "
+    f"{row_limits.MAX_RENDERED_CHARS:,} characters times supervised turns"
 )
 _PACKED = (
-    f"unpacks to at most 100 times its size, or {compressed._ALWAYS_FINE >> 20} MiB, where a row or value counts for "
-    f"{compressed._ITEM} bytes at least; then as .jsonl"
+    f"unpacks to at most 100 times its size, or {compressed._MIN_BUDGET_BYTES >> 20} MiB, where a row or value counts "
+    f"for {compressed._MIN_ITEM_BYTES} bytes at least; then as .jsonl"
 )
 _PICKLE = (
     "nothing is run and nothing imported but words of a list; lengths against the file; dtype, dims (at most "
-    f"{pickled._MOST_DIMS}) and size of each array; nested at most {pickled._MOST_DEPTH} deep; values named again are "
-    f"at most {pickled._MOST_REPEATED} for each byte of the file"
+    f"{pickled._MAX_DIMS}) and size of each array; nested at most {pickled._MAX_DEPTH} deep; values named again are "
+    f"at most {pickled._MAX_REPEATED} for each byte of the file"
 )
 CHECKS = {
     "plain": (
         "a model in safetensors, one file or several with an index",
-        f"JSON of at most {MOST_JSON >> 20} MiB, strict and at most {MAX_DEPTH} deep; plain names of files; dtype, at "
-        "most 8 dims, offsets and size of each tensor, which lie one behind the other to the end of the file; every "
+        f"JSON of at most {MAX_JSON_BYTES >> 20} MiB, strict and at most {MAX_DEPTH} deep; plain names of files; "
+        "dtype, at most 8 dims, offsets and size of each tensor, which follow each other to the end of the file; every "
         "tensor of the config and no other, in its shape",
     ),
     "committed": (
@@ -64,20 +65,20 @@ CHECKS = {
     ),
     "gguf": (
         "GGUF",
-        f"counts, lengths and types against the file before anything is read, at most {MOST_ITEMS:,} items; fields of "
+        f"counts, lengths and types against the file before anything is read, at most {MAX_ITEMS:,} items; fields of "
         "the shape in range; names, and dims by the fields; the tokenizer is whole",
     ),
     "gguf-blocks": ("GGUF with matrices in blocks", "as above; what blocks stand for is finite when it is written"),
     "distcp": (
         "`dist.save_state_dict`",
         f"{_PICKLE}; kinds of all fields; plain names of files; blocks cover each tensor once, at most "
-        f"{blocks._MOST_BLOCKS:,} of them",
+        f"{blocks._MAX_BLOCKS:,} of them",
     ),
     "pdparams": (
         "`.pdparams` of PaddleNLP",
         f"{_PICKLE}; names are texts; numbers in names of files are those of files that are there",
     ),
-    "jsonl": (".jsonl", f"lines of at most {compressed.MOST_LINE >> 20} MiB, in UTF-8; {_ROW}"),
+    "jsonl": (".jsonl", f"lines of at most {compressed.MAX_LINE_BYTES >> 20} MiB, in UTF-8; {_ROW}"),
     "json": (".json, a list of rows or one a line", "as .jsonl; the list ends, and nothing is behind it"),
     "gz": (".gz", _PACKED),
     "zst": (".zst", _PACKED),

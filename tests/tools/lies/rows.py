@@ -21,20 +21,20 @@ import zstandard
 from hypothesis import strategies as st
 
 from llmsuite import builtin
+from llmsuite.base.errors import UserError
 from llmsuite.cli import commands
+from llmsuite.contract.registry import load_plugins
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.documents import read_documents
-from llmsuite.data.indexed import CorpusWriter, IndexedCorpus
+from llmsuite.data.indexed_corpus import CorpusWriter, IndexedCorpus
 from llmsuite.data.read import data_files, read_rows
-from llmsuite.data.rendered import check_rendered
+from llmsuite.data.render_checks import check_rendered
 from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import load_plugins
-from tests.tools.damage import damaged, damages
+from tests.support.damage import damaged, damages
+from tests.support.tiny_llama import TOKENIZER
+from tests.support.tool_turns import CALL, ROWS, TOOLS
 from tests.tools.lies.base import MANY, Layout, lie_in_bytes, lie_in_tree
-from tests.unit.data.test_turns import CALL, ROWS, TOOLS
-from tests.unit.tiny_llama import TOKENIZER
 
 _KINDS = ("conversation", "preference", "unpaired", "prompt")
 _TALK = {
@@ -218,7 +218,8 @@ def lie_in_csv(path: Path, data: st.DataObject) -> None:
 def lie_in_parquet(path: Path, data: st.DataObject) -> None:
     """Tell a lie in a Parquet file: in its bytes, or in what a column is."""
     if data.draw(st.booleans()):
-        content, damage = path.read_bytes(), data.draw(damages)
+        content = path.read_bytes()
+        damage = data.draw(damages)
         if data.draw(st.booleans()):  # the footer, which says what there is
             damage = [(0.5 + place / 2, what, bytes_) for place, what, bytes_ in damage]
         path.write_bytes(damaged(content, damage))

@@ -13,33 +13,32 @@ import numpy as np
 import safetensors.numpy
 from hypothesis import strategies as st
 
+from llmsuite.adapters.prefix_shapes import PREFIX_KEY, PREFIX_VALUE
+from llmsuite.base.files import broken_file, committed_directory, read_manifest
 from llmsuite.checkpoint.adapter_base import Base
-from llmsuite.checkpoint.beside import open_beside
-from llmsuite.checkpoint.int8 import quantised
+from llmsuite.checkpoint.convert.adapter import add_adapter
+from llmsuite.checkpoint.convert.paddle_save import write_pickle
+from llmsuite.checkpoint.convert.rewrite import FORMAT, OutputFormat, Rewrite
+from llmsuite.checkpoint.convert.sources import open_source
+from llmsuite.checkpoint.int8 import quantise_model
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.model_writer import write_model
 from llmsuite.checkpoint.prefix_dir import Prefixes, SavedPrefixes, write_prefixes
 from llmsuite.checkpoint.reft_dir import Interventions, write_interventions
+from llmsuite.checkpoint.side_adapters import open_side_adapter
 from llmsuite.checkpoint.stored import CODES, read_header
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.convert import vera
-from llmsuite.convert.adapter import add_adapter
-from llmsuite.convert.paddle_save import write_pickle
-from llmsuite.convert.rewrite import FORMAT, OutputFormat, Rewrite
-from llmsuite.convert.sources import open_source
 from llmsuite.data.chat_template import tokenizer_template
-from llmsuite.data.special_tokens import ids_of_roles
-from llmsuite.files import broken_file, committed_directory, read_manifest
-from llmsuite.inference.defaults import read_defaults
+from llmsuite.data.special_tokens import role_ids
 from llmsuite.inference.load import parameter_shapes
-from llmsuite.models.prefix_shapes import PREFIX_KEY, PREFIX_VALUE
-from tests.tools import fp8_model
+from llmsuite.inference.sampling_defaults import read_defaults
+from tests.support import fp8_model, tiny_llama
+from tests.support.gptq_files import publish
+from tests.support.tiny_llama import CONFIG, FAMILIES
 from tests.tools.lies.base import Layout, Read, lie_in_bytes, lie_in_tree
-from tests.unit import tiny_llama
-from tests.unit.checkpoint.test_gptq import publish
-from tests.unit.tiny_llama import CONFIG, FAMILIES
 
-_RANK, _MODULE = 4, "base_model.model.model.layers.0.mlp.up_proj"
+_RANK = 4
+_MODULE = "base_model.model.model.layers.0.mlp.up_proj"
 _DTYPES = ["float32", "float16", "bfloat16", "int32", "int64", "int8", "uint8", "bool", "float8_e4m3fn"]
 _FILLS = [0, 1, -1, 1e38, float("nan"), float("inf")]
 
@@ -64,7 +63,7 @@ def read_adapter(directory: Path) -> None:
 
 def read_beside(directory: Path) -> None:
     """Read all of what runs beside a model."""
-    found = open_beside(directory)
+    found = open_side_adapter(directory)
     if isinstance(found, SavedPrefixes):
         for name in found.files.names:
             found.files.read(f"model.layers.{name}")
@@ -87,7 +86,7 @@ def _read_all(model: ModelDirectory) -> None:
             model.read(name, half)
 
 
-BESIDE: tuple[Read, ...] = (tokenizer_template, ids_of_roles, lambda path: read_defaults([path]))
+BESIDE: tuple[Read, ...] = (tokenizer_template, role_ids, lambda path: read_defaults([path]))
 """What else reads a model directory."""
 
 
@@ -128,7 +127,7 @@ def make_gptq(directory: Path, base: Path) -> None:
 def make_int8(directory: Path, base: Path) -> None:
     """A model after training with a grid of int8."""
     rounded = {"model.layers.0.mlp.up_proj": [3.0, 2.0], "model.layers.1.mlp.down_proj": list[float]()}
-    model = quantised(open_model(base, FAMILIES), rounded)
+    model = quantise_model(open_model(base, FAMILIES), rounded)
     Rewrite(model, OutputFormat("hf")).write(directory)
 
 
@@ -163,10 +162,11 @@ def make_lokr(directory: Path, base: Path) -> None:
 def make_vera(directory: Path, base: Path) -> None:
     """As PaddleNLP pickles it."""
     directory.mkdir()
-    module, sizes = "llama.layers.0.mlp.up_proj", (CONFIG.hidden_size, CONFIG.intermediate_size)
+    module = "llama.layers.0.mlp.up_proj"
+    sizes = (CONFIG.hidden_size, CONFIG.intermediate_size)
     parts = {"A": (sizes[0], _RANK), "B": (_RANK, sizes[1]), "d": (_RANK,), "b": (sizes[1],)}
     values = {f"{module}.vera_{kind}": np.ones(shape, "float32") for kind, shape in parts.items()}
-    write_pickle(directory / vera.PICKLE, values)
+    write_pickle(directory / "vera_model_state.pdparams", values)
     (directory / "vera_config.json").write_text(json.dumps({"r": _RANK, "vera_alpha": 4}))
 
 
@@ -231,7 +231,8 @@ def other_arrays(arrays: Mapping[str, np.ndarray], name: str, kind: str, data: s
 def packed_safetensors(arrays: Mapping[str, np.ndarray]) -> bytes:
     """Arrays as a safetensors file, whatever their dtype."""
     codes = {**CODES, "uint8": "U8", "bool": "BOOL"}
-    header, at = {}, 0
+    header = {}
+    at = 0
     for name, value in arrays.items():
         offsets = [at, at + value.nbytes]
         header[name] = {"dtype": codes[value.dtype.name], "shape": list(value.shape), "data_offsets": offsets}

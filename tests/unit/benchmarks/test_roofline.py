@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.resolve import plan_run
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 RECIPE = ROOT / "recipes" / "llama" / "pretrain.json"
 WORDS = ("--parallel={}", "--launch.num_devices=1", "--engine.recompute=none", "--model.config.vocab_size=1009")
@@ -106,15 +106,19 @@ def test_steps_of_a_run_are_told(
     assert (step["parts"][parts.ROUNDING] > 0) == (precision == "bf16")
 
     plan = plan_run(RECIPE, words, registry, smoke=True)
-    config, train, data = plan.model_config, plan.recipe.train, plan.recipe.data
-    rows, wide = train.global_batch_size * data.max_length, config.hidden_size
-    of_layers = wide * config.head_size * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    of_layers += 3 * wide * config.intermediate_size
-    expected = {parts.LAYERS: of_layers * config.num_hidden_layers, parts.HEAD: wide * config.vocab_size}
+    config = plan.model.config
+    train = plan.train.section
+    data = plan.data.section
+    rows = train.global_batch_size * data.max_length
+    wide = config.hidden_size
+    apply_layers = wide * config.head_size * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    apply_layers += 3 * wide * config.intermediate_size
+    expected = {parts.LAYERS: apply_layers * config.num_hidden_layers, parts.HEAD: wide * config.vocab_size}
     for part, parameters in expected.items():
         assert step["products"][part]["flops"] == 3 * 2 * rows * parameters
         assert step["products"][part]["alone"] > 0
-    length, micro_batches = data.max_length, train.global_batch_size  # of a row each, causal
+    length = data.max_length  # of a row each, causal
+    micro_batches = train.global_batch_size
     pairs = micro_batches * length * (length + 1) // 2
     forward = 2 * 2 * pairs * config.num_attention_heads * config.head_size
     assert step["attention"] == 3 * forward * config.num_hidden_layers

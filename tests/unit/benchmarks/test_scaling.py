@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.resolve import plan_run
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ def test_what_is_as_planned_is_told(scaling: ModuleType, registry: Registry) -> 
     assert scaling.not_divided(runs) == []
     assert runs[2, "data parallel"].seconds == 2.0, "the slower rank's"
     assert runs[2, "data parallel"].cpu_seconds == 1.5, "both ranks'"
-    one, table = scaling.table_of_steps(runs)[2], scaling.table_of_memory(runs)
+    one = scaling.table_of_steps(runs)[2]
+    table = scaling.table_of_memory(runs)
     assert one == "| 1 | one rank | 1.00 | 1.00 | 0.50 | 1.00 | 0.000 | 0.000 |"
     assert len({line.count("|") for line in scaling.table_of_steps(runs)}) == 1
     parts = {name: line.split("|")[-2].strip() for (_, name), line in zip(runs, table[2:])}

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.adapter_base import read_base
 from llmsuite.checkpoint.adapter_config import KINDS, read_adapter_config, value_for
-from llmsuite.errors import UserError
-from tests.tools.damage import values
+from tests.support.damage import values
 
 MODULE = "model.layers.1.self_attn.q_proj"
 WHERE = Path("adapter_config.json")
@@ -46,7 +46,7 @@ def found(pattern: str) -> bool:
         *(r".*\.q_proj", ".*proj", ".*q_proj", r".*\.proj", "q_proj$", "k_proj", f".*{MODULE}", rf".*\.{MODULE}"),
     ],
 )
-def test_names_match_as_in_peft(pattern: str) -> None:
+def test_patterns_of_names_match_as_in_peft(pattern: str) -> None:
     assert found(pattern) == of_peft(pattern)
 
 
@@ -54,7 +54,7 @@ parts = st.lists(st.sampled_from(["model", "layers", "1", "11", "self_attn", "q_
 
 
 @given(parts, st.sampled_from(["", "^", r".*\.", ".*"]), st.booleans())
-def test_any_name_matches_as_in_peft(words: list[str], before: str, escaped: bool) -> None:
+def test_any_module_name_matches_as_in_peft(words: list[str], before: str, escaped: bool) -> None:
     name = ".".join(words)
     pattern = before + (re.escape(name) if escaped else name)
     assert found(pattern) == of_peft(pattern)
@@ -63,14 +63,14 @@ def test_any_name_matches_as_in_peft(words: list[str], before: str, escaped: boo
 @pytest.mark.parametrize(
     "pattern", ["([a-z0-9_.]+)+!", "(.*)*(.*)*x!", "(", "q_proj|k_proj", r"layers\.\d+\.q_proj", ""]
 )
-def test_other_expressions_are_refused_by_name(pattern: str) -> None:
+def test_other_regular_expressions_are_refused_by_name(pattern: str) -> None:
     began = time.process_time()
-    with pytest.raises(UserError, match=rf"rank_pattern has {re.escape(repr(pattern))}, which is no name"):
+    with pytest.raises(UserError, match=rf"rank_pattern has {re.escape(repr(pattern))}, which is not a name"):
         found(pattern)
     assert time.process_time() - began < 1
 
 
-def test_a_long_pattern_takes_no_time() -> None:
+def test_a_long_pattern_matches_fast() -> None:
     began = time.process_time()
     assert not found("a." * 100_000 + "a")
     assert not found("\\." * 100_000)
@@ -105,7 +105,7 @@ def test_a_key_of_another_kind_is_refused(data: Any, said: str, tmp_path: Path) 
 
 
 @given(st.sampled_from(sorted(KINDS)), values)
-def test_no_value_is_met_further_on(tmp_path_factory: pytest.TempPathFactory, key: str, value: Any) -> None:
+def test_wrong_types_are_refused_on_reading(tmp_path_factory: pytest.TempPathFactory, key: str, value: Any) -> None:
     path = write(tmp_path_factory.getbasetemp(), {key: value})
     try:
         config = read_adapter_config(path)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.background import Writer
-from llmsuite.errors import UserError
 
 
 def _fail() -> None:
     raise UserError("the disk is full")
 
 
-def test_what_follows_a_task_that_has_failed_is_dropped() -> None:
-    writer, done = Writer(in_background=True), list[str]()
+def test_tasks_after_a_failed_one_are_dropped() -> None:
+    writer = Writer(in_background=True)
+    done = list[str]()
     writer.start(_fail)
     assert writer._thread is not None
     writer._thread.join()  # it has failed before anybody asks

@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from llmsuite.checkpoint.finite import NonFiniteError, count_nonfinite, first_nonfinite, refuse_of
+from llmsuite.checkpoint.finite import NonFiniteError, count_nonfinite, first_nonfinite, raise_on_nonfinite
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.tensor_writer import WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
 from tests.conftest import PluginSite
-from tests.unit import tiny_llama
-from tests.unit.serving.test_adapters import write_adapter
-from tests.unit.tiny_llama import FAMILIES
+from tests.support import tiny_llama
+from tests.support.served_adapters import write_adapter
+from tests.support.tiny_llama import FAMILIES
 
 CONFIG = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512, hidden_size=64, intermediate_size=64, head_dim=16)
 WHERE = "model.layers.1.mlp.down_proj.weight"
@@ -35,7 +35,7 @@ WHERE = "model.layers.1.mlp.down_proj.weight"
     bits=arrays.arrays("uint64", st.integers(0, 40), elements=st.integers(0, 2**64 - 1)),
     turned=st.booleans(),
 )
-def test_the_count_is_that_of_the_values(dtype: str, bits: np.ndarray, turned: bool) -> None:
+def test_nonfinite_values_are_counted_exactly(dtype: str, bits: np.ndarray, turned: bool) -> None:
     """Whatever the bits are: of each dtype all patterns, and none of integers."""
     values = bits.view("uint8").view(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     values = values.reshape(2, -1).T if turned and values.size % 2 == 0 else values
@@ -43,7 +43,7 @@ def test_the_count_is_that_of_the_values(dtype: str, bits: np.ndarray, turned: b
     assert count_nonfinite(values) == expected
 
 
-def test_large_arrays_and_scalars_are_counted_whole() -> None:
+def test_all_values_of_large_arrays_and_scalars_are_counted() -> None:
     values = np.zeros((1 << 20) + 3, "f4")
     values[[0, 1 << 20, (1 << 20) + 2]] = np.nan, np.inf, -np.inf
     assert count_nonfinite(values) == 3
@@ -54,14 +54,15 @@ def test_large_arrays_and_scalars_are_counted_whole() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_writer_counts_all_parts_of_a_tensor(tmp_path: Path, dtype: str) -> None:
     value = np.zeros([4, 3], dtype)
-    value[0, 1], value[3, 2] = np.nan, -np.inf
+    value[0, 1] = np.nan
+    value[3, 2] = -np.inf
     specs = [TensorSpec("a", (2,), "float32"), TensorSpec("b", (4, 3), dtype)]
 
     def read(name: str) -> Any:
         return np.ones(2, "f4") if name == "a" else iter([value[:2], value[2:]])
 
     with pytest.raises(NonFiniteError, match="'b' has 2 of 12 values that are not finite"):
-        write_tensors(tmp_path, "model", specs, read, {}, WriteOptions(on_nonfinite=refuse_of(tmp_path)))
+        write_tensors(tmp_path, "model", specs, read, {}, WriteOptions(on_nonfinite=raise_on_nonfinite(tmp_path)))
     write_tensors(tmp_path, "model", specs, read, {})
     path = next(tmp_path.glob("*.safetensors"))
     assert "'b' has 2 of 12" in str(first_nonfinite([path]))
@@ -124,7 +125,7 @@ def run(place: Path, target: Path, source: str, *words: str) -> int:
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_what_is_not_finite_is_refused_by_name(
+def test_nonfinite_tensors_are_refused_by_name(
     command: str, place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(place, tmp_path / "out", "model", *COMMANDS[command]) == 2
@@ -148,7 +149,7 @@ def test_an_adapter_that_is_not_finite_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_adapter_in_another_layout_is_looked_at(
+def test_nonfinite_adapters_in_another_layout_are_refused(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(place, tmp_path / "out", "adapter", "convert", "--layout", "paddlenlp") == 2
@@ -166,14 +167,14 @@ def test_an_adapter_in_another_layout_is_looked_at(
         ("import",),
     ],
 )
-def test_they_are_written_where_that_is_wanted(words: tuple[str, ...], place: Path, tmp_path: Path) -> None:
+def test_nonfinite_values_are_written_if_allowed(words: tuple[str, ...], place: Path, tmp_path: Path) -> None:
     assert run(place, tmp_path / "out", "model", *words, "--allow-nonfinite") == 0
     found = open_model(tmp_path / "out", FAMILIES).read(WHERE).astype("float32")
     np.testing.assert_array_equal(np.isfinite(found), np.isfinite(open_model(place / "model", FAMILIES).read(WHERE)))
 
 
 @pytest.mark.parametrize("layout", ["distcp", "gguf"])
-def test_other_layouts_have_them_too_where_that_is_wanted(layout: str, place: Path, tmp_path: Path) -> None:
+def test_allowed_nonfinite_values_are_written_in_other_layouts(layout: str, place: Path, tmp_path: Path) -> None:
     assert run(place, tmp_path / "out", "model", "merge", "--layout", layout, "--allow-nonfinite") == 0
     assert any((tmp_path / "out").iterdir())
 
@@ -190,7 +191,7 @@ def test_a_matrix_that_overflows_its_new_dtype_is_refused(tmp_path: Path, capsys
     assert "1 of 4,096 values" in capsys.readouterr().err
 
 
-def test_a_gguf_file_is_imported_without_them_only(
+def test_a_gguf_file_with_nonfinite_values_is_refused(
     place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("merge", "--layout", "gguf", "--dtype", "fp32", "--allow-nonfinite")
@@ -202,7 +203,9 @@ def test_a_gguf_file_is_imported_without_them_only(
     assert main(["import", file, "-o", str(tmp_path / "out"), "--allow-nonfinite"]) == 0
 
 
-def test_told_of_quantised_files(place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_nonfinite_scales_of_quantised_files_are_reported(
+    place: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Scales of a GPTQ checkpoint that are not finite make its matrices so."""
     assert run(place, tmp_path / "gptq", "base", *COMMANDS["calibrate int4"]) == 0
     path = next((tmp_path / "gptq").glob("*.safetensors"))
@@ -241,7 +244,7 @@ import shutil
 import numpy as np
 
 from llmsuite import hookimpl
-from llmsuite.specs import Exporter
+from llmsuite.contract.specs import Exporter
 
 
 def write(model, directory):
@@ -255,7 +258,7 @@ def llmsuite_register_exporters():
 
 
 @pytest.mark.parametrize(("body", "source"), [(READS, "model"), (COPIES, "model"), (MAKES, "base")])
-def test_what_an_exporter_of_a_plugin_writes_is_looked_at(
+def test_output_of_a_plugin_exporter_is_checked(
     body: str, source: str, place: Path, tmp_path: Path, site: PluginSite, capsys: pytest.CaptureFixture[str]
 ) -> None:
     site.install("other-layout", EXPORTER.format(body=body))

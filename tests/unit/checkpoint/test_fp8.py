@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint import fp8
 from llmsuite.checkpoint.fp8 import Fp8Format, block_scales, quantise
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.stored import read_header
 from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.cli.main import main
-from llmsuite.errors import UserError
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
-from llmsuite.schema.degrees import Degrees
-from tests.tools.fp8_model import dequantise, publish, random_blocks
-from tests.unit.families import FAMILIES
+from tests.support.families import FAMILIES
+from tests.support.fp8_model import dequantise, publish, random_blocks
 
 BLOCK = (16, 24)
 """Cut by slices of tensor parallel ranks, and by the edges of matrices."""
@@ -52,9 +52,10 @@ def wanted(family: str, expected: dict[str, np.ndarray], name: str) -> np.ndarra
 
 
 @pytest.mark.parametrize("family", QUANTISED)
-def test_values_and_slices_are_those_of_a_plain_dequantisation(tmp_path: Path, family: str) -> None:
+def test_values_and_slices_match_a_plain_dequantisation(tmp_path: Path, family: str) -> None:
     expected = publish(tmp_path / "a", FAMILIES[family], shape(family), BLOCK)
-    model, plan = open_model(tmp_path / "a", FAMILIES), FAMILIES[family].shard_plan
+    model = open_model(tmp_path / "a", FAMILIES)
+    plan = FAMILIES[family].shard_plan
     assert model.is_fp8
     assert plan is not None
     degrees = Degrees(pp=1, dp=2, sharding=1, tp=2, ep=2)
@@ -76,13 +77,14 @@ def test_values_and_slices_are_those_of_a_plain_dequantisation(tmp_path: Path, f
 
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 60), columns=st.integers(1, 60), seed=st.integers(0, 1 << 30), data=st.data())
-def test_what_came_from_fp8_becomes_the_same_bytes_again(rows: int, columns: int, seed: int, data: Any) -> None:
+def test_dequantised_values_become_the_same_bytes_again(rows: int, columns: int, seed: int, data: Any) -> None:
     block = data.draw(st.tuples(st.integers(1, 32), st.integers(1, 32)))
-    form, rng = Fp8Format(*block), np.random.default_rng(seed)
+    form = Fp8Format(*block)
+    rng = np.random.default_rng(seed)
     codes, scales = random_blocks(rng, (rows, columns), block, 0.02)
     value = dequantise(codes, scales, block)
     again = block_scales(value, form)
-    numbers = form.numbers(0, 0, rows), form.numbers(1, 0, columns)
+    numbers = form.block_numbers(0, 0, rows), form.block_numbers(1, 0, columns)
     requantised = quantise(value, again, *numbers)
     assert np.array_equal(dequantise(requantised, again, block), value)
     assert np.array_equal(requantised.astype("float32"), codes.astype("float32"))
@@ -93,15 +95,15 @@ def test_what_came_from_fp8_becomes_the_same_bytes_again(rows: int, columns: int
 
 @settings(max_examples=20, deadline=None)
 @given(st.integers(0, 1 << 30), st.floats(1e-6, 1e3))
-def test_other_values_are_as_near_as_the_format_allows(seed: int, std: float) -> None:
+def test_other_values_are_rounded_to_nearest(seed: int, std: float) -> None:
     value = np.random.default_rng(seed).standard_normal((40, 50), dtype="float32") * np.float32(std)
     value[:16, :24] = 0
     form = Fp8Format(*BLOCK)
     scales = block_scales(value, form)
-    codes = quantise(value, scales, form.numbers(0, 0, 40), form.numbers(1, 0, 50))
+    codes = quantise(value, scales, form.block_numbers(0, 0, 40), form.block_numbers(1, 0, 50))
     error = np.abs(dequantise(codes, scales, BLOCK) - value)
     spread = np.repeat(np.repeat(scales, BLOCK[0], 0), BLOCK[1], 1)[:40, :50]
-    # 3 bits behind the point of a normal number; steps of 2**-9 below 2**-6
+    # 3 bits after the point of a normal number; steps of 2**-9 below 2**-6
     assert (error <= np.maximum(np.abs(value) / 16, spread * 2**-10) * 1.001).all()
 
 
@@ -147,7 +149,7 @@ def test_import_writes_bfloat16(tmp_path: Path, layout: str) -> None:
         assert np.array_equal(after.read(name), before.read(name).astype(after.spec(name).dtype))
 
 
-def test_a_family_or_layout_without_it_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_family_or_layout_without_fp8_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     publish(tmp_path / "a", FAMILIES["deepseek"], shape("deepseek"), BLOCK)
     words = ["--dtype", "fp8", "--layout", "paddlenlp"]
     assert main(["merge", str(tmp_path / "a"), "-o", str(tmp_path / "b"), *words]) == 2
@@ -164,7 +166,7 @@ def test_a_family_or_layout_without_it_is_refused(tmp_path: Path, capsys: pytest
         (None, "is in FP8, and config.json has no quantization_config of it"),
     ],
 )
-def test_what_cannot_be_read_is_refused(tmp_path: Path, change: dict[str, Any] | None, message: str) -> None:
+def test_unsupported_fp8_formats_are_refused(tmp_path: Path, change: dict[str, Any] | None, message: str) -> None:
     publish(tmp_path / "a", FAMILIES["deepseek"], shape("deepseek"), BLOCK)
     path = tmp_path / "a" / "config.json"
     config = json.loads(path.read_text())
@@ -187,9 +189,11 @@ def test_a_matrix_without_scales_is_named(tmp_path: Path) -> None:
         open_model(tmp_path / "a", FAMILIES)
 
 
-def test_no_more_than_the_slice_is_ever_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_slice_is_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(tmp_path / "a", FAMILIES["deepseek"], shape("deepseek"), BLOCK)
-    model, sizes, plain = open_model(tmp_path / "a", FAMILIES), list[int](), fp8.dequantise
+    model = open_model(tmp_path / "a", FAMILIES)
+    sizes = list[int]()
+    plain = fp8.dequantise
 
     def counted(codes: np.ndarray, *blocks: np.ndarray) -> np.ndarray:
         sizes.append(codes.size)
@@ -201,7 +205,7 @@ def test_no_more_than_the_slice_is_ever_float32(tmp_path: Path, monkeypatch: pyt
     assert sizes == [40, 40]
 
 
-def test_layers_that_predict_further_tokens_go_along(tmp_path: Path) -> None:
+def test_mtp_layers_are_carried_along(tmp_path: Path) -> None:
     publish(tmp_path / "a", FAMILIES["deepseek"], shape("deepseek"), BLOCK)
     assert main(["merge", str(tmp_path / "a"), "-o", str(tmp_path / "b")]) == 0
     before, after = (open_model(tmp_path / which, FAMILIES) for which in "ab")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.gptq import GptqFormat
 from llmsuite.checkpoint.gptq_writer import codes_of
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.checkpoint.model_writer import Arrangement
-from llmsuite.checkpoint.tensor_writer import write_tensors
-from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.errors import UserError
 from llmsuite.models.block_quant import BlockFormat
-from tests.unit import tiny_llama
-from tests.unit.tiny_llama import FAMILIES, FAMILY
+from tests.support.gptq_files import CONFIG, of_bytes, publish
+from tests.support.tiny_llama import FAMILIES
 
-CONFIG = dataclasses.replace(tiny_llama.CONFIG, hidden_size=64, intermediate_size=96, head_dim=16)
 KINDS: dict[str, dict[str, Any]] = {
     "4 bit": {"group_size": 32},
     "8 bit": {"group_size": 32, "bits": 8},
@@ -32,50 +27,8 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-def of_bytes(words: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [n, m * 32 / bits] that lie in numbers [n, m] with the first one in the lowest bits."""
-    found = np.ascontiguousarray(words).view("uint8")
-    return found if bits == 8 else np.stack([found & 15, found >> 4], 2).reshape(len(found), -1)
-
-
-def publish(
-    directory: Path, bits: int = 4, g_idx: bool = True, lacking: str = "", **config: Any
-) -> dict[str, np.ndarray]:
-    """Write a model with random codes; returns the values of its matrices by our names."""
-    directory.mkdir()
-    rng, files, expected = np.random.default_rng(0), dict[str, np.ndarray](), dict[str, np.ndarray]()
-    parameters = tiny_llama.values(CONFIG)
-    specs = [TensorSpec(name, value.shape, "float32") for name, value in parameters.items()]
-    arrangement = Arrangement(FAMILY, CONFIG, specs)
-    for name in arrangement.names:
-        if not name.endswith("proj.weight"):
-            files[name] = arrangement.read(name, lambda ours, _: parameters[ours])
-            continue
-        (num_outputs, num_inputs), layer = arrangement.spec(name).shape, name.removesuffix(".weight")
-        size = config["group_size"] if config["group_size"] > 0 else num_inputs
-        groups = np.arange(num_inputs) // size
-        groups = rng.permutation(groups) if config.get("desc_act") else groups
-        count = groups.max() + 1
-        words = rng.integers(0, 2**32, (num_outputs, num_inputs * bits // 32), dtype="uint32").view("int32")
-        zeros = rng.integers(0, 2**32, (count, num_outputs * bits // 32), dtype="uint32").view("int32")
-        scales = rng.standard_normal((count, num_outputs)).astype("float16")
-        parts = {"qweight": words.T, "qzeros": zeros, "scales": scales}
-        if g_idx:
-            parts["g_idx"] = groups.astype("int32")
-        files |= {f"{layer}.{part}": np.ascontiguousarray(value) for part, value in parts.items()}
-        zero = of_bytes(zeros, bits).astype(int) + (config.get("checkpoint_format") != "gptq_v2")
-        codes = of_bytes(words, bits).astype(int).T
-        expected[name] = (codes - zero[groups] % 2**bits) * scales[groups].astype("float32")
-    files.pop(lacking, None)
-    stored = [TensorSpec(name, value.shape, value.dtype.name) for name, value in files.items()]
-    write_tensors(directory, "model", stored, files.__getitem__, {"format": "pt"})
-    told = {**CONFIG.to_hf(), "quantization_config": {"quant_method": "gptq", "bits": bits, **config}}
-    (directory / "config.json").write_text(json.dumps(told))
-    return expected
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_values_and_slices(tmp_path: Path, kind: str) -> None:
+def test_values_and_slices_match_a_plain_dequantisation(tmp_path: Path, kind: str) -> None:
     expected = publish(tmp_path / "a", **KINDS[kind])
     model = open_model(tmp_path / "a", FAMILIES)
     assert len(expected) == 7 * CONFIG.num_hidden_layers
@@ -87,9 +40,11 @@ def test_values_and_slices(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("group", [32, 64])
-def test_what_is_written_is_read_as_it_was(group: int) -> None:
-    form, values = GptqFormat(4, group), np.random.default_rng(1).standard_normal((128, 24)).astype("float32")
-    parts, blocks = codes_of(values, form), BlockFormat("int4", group)
+def test_written_codes_are_read_back(group: int) -> None:
+    form = GptqFormat(4, group)
+    values = np.random.default_rng(1).standard_normal((128, 24)).astype("float32")
+    parts = codes_of(values, form)
+    blocks = BlockFormat("int4", group)
     codes = of_bytes(parts["qweight"].T, 4).astype(int).T
     assert (of_bytes(parts["qzeros"], 4) == 7).all(), "8, less 1: what kernels for symmetric codes suppose"
     found = (codes - 8) * parts["scales"][parts["g_idx"]].astype("float32")
@@ -100,7 +55,7 @@ def test_what_is_written_is_read_as_it_was(group: int) -> None:
     assert np.abs(found - blocks.rounded(values)).max() < 2e-3, "but for the scales' float16"
 
 
-def test_what_is_refused(tmp_path: Path) -> None:
+def test_unsupported_or_damaged_gptq_is_refused(tmp_path: Path) -> None:
     layer = "model.layers.0.mlp.up_proj"
     for number, (words, message) in enumerate(
         (
@@ -111,9 +66,9 @@ def test_what_is_refused(tmp_path: Path) -> None:
         )
     ):
         publish(tmp_path / str(number), group_size=32)
-        told = json.loads((tmp_path / str(number) / "config.json").read_text())
-        told["quantization_config"] |= words
-        (tmp_path / str(number) / "config.json").write_text(json.dumps(told))
+        hf_config = json.loads((tmp_path / str(number) / "config.json").read_text())
+        hf_config["quantization_config"] |= words
+        (tmp_path / str(number) / "config.json").write_text(json.dumps(hf_config))
         with pytest.raises(UserError, match=message):
             open_model(tmp_path / str(number), FAMILIES)
     publish(tmp_path / "lacking", group_size=32, lacking=f"{layer}.scales")

@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_paddlenlp
 from llmsuite.checkpoint.shapes import skipped_tensors
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
-from llmsuite.errors import UserError
-from tests.unit import tiny_llama
-from tests.unit.fill import fill_parameters
-from tests.unit.tiny_llama import CONFIG, FAMILIES, TOKENIZER
+from tests.support import tiny_llama
+from tests.support.fill import fill_parameters
+from tests.support.tiny_llama import CONFIG, FAMILIES, TOKENIZER
 
 
 def contents(directory: Path) -> dict[str, np.ndarray]:
@@ -39,7 +39,7 @@ def assert_same(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("config", [CONFIG, tiny_llama.tied()], ids=["untied", "tied"])
-def test_what_is_written_is_read_back(tmp_path: Path, layout: Any, dtype: str, config: Any) -> None:
+def test_a_written_model_is_read_back(tmp_path: Path, layout: Any, dtype: str, config: Any) -> None:
     parameters = tiny_llama.write(tmp_path, config, layout, dtype=dtype)
     model = open_model(tmp_path, FAMILIES)
     assert (model.layout, model.config, model.family.name) == (layout, config, "llama")
@@ -51,9 +51,10 @@ def test_what_is_written_is_read_back(tmp_path: Path, layout: Any, dtype: str, c
 
 @pytest.mark.parametrize("layout", ["hf", "paddlenlp"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_slice_lies_as_in_memory(tmp_path: Path, layout: Any, dtype: str) -> None:
+def test_a_slice_is_oriented_as_in_memory(tmp_path: Path, layout: Any, dtype: str) -> None:
     parameters = tiny_llama.write(tmp_path, layout=layout, dtype=dtype)
-    model, rng = open_model(tmp_path, FAMILIES), np.random.default_rng(0)
+    model = open_model(tmp_path, FAMILIES)
+    rng = np.random.default_rng(0)
     for name, value in parameters.items():
         halves = [[slice(0, n // 2), slice(n // 2, n)] for n in value.shape]
         anywhere = [[slice(start := rng.integers(n), rng.integers(start + 1, n + 1))] for n in value.shape]
@@ -66,7 +67,8 @@ def test_a_slice_lies_as_in_memory(tmp_path: Path, layout: Any, dtype: str) -> N
 def test_names_and_orientation_are_those_of_each_layout(tmp_path: Path) -> None:
     parameters = tiny_llama.write(tmp_path / "hf")
     tiny_llama.write(tmp_path / "paddlenlp", layout="paddlenlp")
-    hf, paddlenlp = contents(tmp_path / "hf"), contents(tmp_path / "paddlenlp")
+    hf = contents(tmp_path / "hf")
+    paddlenlp = contents(tmp_path / "paddlenlp")
     kv = "layers.1.self_attn.k_proj.weight"
     assert parameters[f"model.{kv}"].shape == (24, 8)
     assert hf[f"model.{kv}"].shape == (8, 24)  # [outputs, inputs]
@@ -92,7 +94,7 @@ def test_hf_to_paddlenlp_to_hf_is_bit_equal(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["sentencepiece.bpe.model", "tokenizer.model", "merges.txt", "chat_template.jinja"])
-def test_a_tokenizer_goes_along_whatever_it_is_made_of(tmp_path: Path, name: str) -> None:
+def test_tokenizer_files_of_all_kinds_are_copied(tmp_path: Path, name: str) -> None:
     tiny_llama.write(tmp_path / "a")
     (tmp_path / "a" / name).write_bytes(b"part of a tokenizer")
     (tmp_path / "a" / "README.md").write_text("not part of it")
@@ -135,27 +137,28 @@ def test_many_missing_tensors_are_counted(tmp_path: Path, hf: dict[str, np.ndarr
         open_model(rewrite(tmp_path / "model", kept), FAMILIES)
 
 
-def test_who_bears_with_other_tensors_learns_their_names(tmp_path: Path, hf: dict[str, np.ndarray]) -> None:
+def test_tolerated_tensors_are_reported(tmp_path: Path, hf: dict[str, np.ndarray]) -> None:
     hf["model.layers.2.mlp.up_proj.weight"] = np.zeros(1, "float32")
     path = rewrite(tmp_path / "model", hf)
-    told: list[str] = []
+    reports: list[str] = []
     model = open_model(path, FAMILIES, load="known")
     shapes = {name: model.spec(name).shape for name in model.names}
-    assert skipped_tensors(model, shapes, "known", told.append) == set()
-    assert told == [f"{path}: left out, as the model has no such tensors: model.layers.2.mlp.up_proj.weight"]
-    gone, other = hf.pop("model.norm.weight"), "model.layers.0.mlp.up_proj.weight"
+    assert skipped_tensors(model, shapes, "known", reports.append) == set()
+    assert reports == [f"{path}: left out, as the model has no such tensors: model.layers.2.mlp.up_proj.weight"]
+    gone = hf.pop("model.norm.weight")
+    other = "model.layers.0.mlp.up_proj.weight"
     assert gone is not None
     hf[other] = hf[other][:-1]
     path = rewrite(tmp_path / "model", hf)
     with pytest.raises(UserError, match=r"missing 1: model\.norm\.weight; unexpected 1: model\.layers\.2"):
         open_model(path, FAMILIES, load="known")
     model = open_model(path, FAMILIES, load="any")
-    told.clear()
-    assert skipped_tensors(model, shapes, "any", told.append) == {"model.norm.weight", other}
-    assert "as they are missing: model.norm.weight" in told[2]
-    assert f"as the shape is another one: {other} is [24, 19], config.json makes it [24, 20]" in told[1]
+    reports.clear()
+    assert skipped_tensors(model, shapes, "any", reports.append) == {"model.norm.weight", other}
+    assert "as they are missing: model.norm.weight" in reports[2]
+    assert f"as the shape differs: {other} is [24, 19], config.json makes it [24, 20]" in reports[1]
     with pytest.raises(UserError, match=r"1 tensors have another shape"):
-        skipped_tensors(model, shapes, "exact", told.append)
+        skipped_tensors(model, shapes, "exact", reports.append)
 
 
 def test_derived_tensors_are_ignored(tmp_path: Path, hf: dict[str, np.ndarray]) -> None:
@@ -204,7 +207,7 @@ def test_a_config_of_no_known_model(tmp_path: Path, text: str, words: list[str])
         assert word in str(caught.value)
 
 
-def test_no_config_at_all(tmp_path: Path) -> None:
+def test_a_missing_config_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"config\.json: cannot be read: No such file"):
         open_model(tmp_path, FAMILIES)
 

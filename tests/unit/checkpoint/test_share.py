@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 import threading
@@ -13,18 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import broken_file
 from llmsuite.checkpoint import save as save_module
 from llmsuite.checkpoint.directory import find_latest, remove_unfinished
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.checkpoint.save import CheckpointJob, GatheredTensor, assign_writers, begin, save
-from llmsuite.errors import UserError
-from llmsuite.files import broken_file
-from tests.unit import alone, tiny_llama
-from tests.unit.checkpoint.test_train_state import STATE, Bits, load_slots, names
-from tests.unit.os_steps import OsSteps
-from tests.unit.tiny_llama import CONFIG, FAMILIES, FAMILY, TOKENIZER
-
-RANKS = 3
+from llmsuite.checkpoint.save import assign_writers, begin
+from tests.support import tiny_llama
+from tests.support.os_steps import OsSteps
+from tests.support.saves_together import RANKS, job_of, save_all, save_rank
+from tests.support.tiny_llama import FAMILIES
+from tests.support.train_states import load_slots, names
 
 
 @given(
@@ -32,8 +30,9 @@ RANKS = 3
     num_ranks=st.integers(1, 9),
     marks=st.lists(st.integers(0, 20), min_size=40, max_size=40),
 )
-def test_all_tensors_are_shared_out_evenly(sizes: list[int], num_ranks: int, marks: list[int]) -> None:
-    by_name, ranks = {f"t{i}": size for i, size in enumerate(sizes)}, list(range(10, 10 + num_ranks))
+def test_writers_get_about_equal_bytes(sizes: list[int], num_ranks: int, marks: list[int]) -> None:
+    by_name = {f"t{i}": size for i, size in enumerate(sizes)}
+    ranks = list(range(10, 10 + num_ranks))
     writers = assign_writers(by_name, ranks, {})
     assert writers.keys() == by_name.keys()
     assert list(writers.values()) == sorted(writers.values())  # neighbours the same
@@ -46,49 +45,7 @@ def test_all_tensors_are_shared_out_evenly(sizes: list[int], num_ranks: int, mar
         assert {writers[other] for other in by_name if together[other] == together[name]} == {writers[name]}
 
 
-def tensors(step: int, calls: dict[int, list[str]] | None = None, rank: int = 0) -> list[list[GatheredTensor]]:
-    """Parameters and slots as one rank has them; `calls` notes what each rank is asked for."""
-    values = tiny_llama.values(seed=step)
-    slots = {f"{name}/moment1": value.astype("float32") for name, value in values.items()}
-    result = []
-    for group in (values, slots):
-        whole = alone.whole({name: Bits(value) for name, value in group.items()})
-        writers = assign_writers({t.name: t.num_bytes for t in whole}, range(RANKS), {})
-
-        def noted(tensor: GatheredTensor, writer: int) -> GatheredTensor:
-            gather = tensor.gather
-            assert gather is not None
-
-            def gather_and_note() -> object:
-                if calls is not None:
-                    calls.setdefault(rank, []).append(tensor.name)
-                return gather()
-
-            return dataclasses.replace(tensor, writer=writer, gather=gather_and_note)
-
-        result.append([noted(tensor, writers[tensor.name]) for tensor in whole])
-    return result
-
-
-def job_of(root: Path, step: int, rank: int, calls: dict[int, list[str]] | None = None) -> CheckpointJob:
-    state = dataclasses.replace(STATE, step=step, samples=8 * step)
-    parameters, slots = tensors(step, calls, rank)
-    return CheckpointJob(
-        root, state, FAMILY, CONFIG, parameters, slots, TOKENIZER, keep_last=2, rank=rank, num_ranks=RANKS
-    )
-
-
-def save_rank(root: Path, step: int, rank: int, calls: dict[int, list[str]] | None = None) -> Path | None:
-    return save(job_of(root, step, rank, calls))
-
-
-def save_all(root: Path, step: int, calls: dict[int, list[str]] | None = None) -> None:
-    begin(job_of(root, step, 0))
-    for rank in (2, 1, 0):
-        save_rank(root, step, rank, calls)
-
-
-def test_together_they_write_what_one_would(tmp_path: Path) -> None:
+def test_several_ranks_write_the_checkpoint_of_one(tmp_path: Path) -> None:
     calls: dict[int, list[str]] = {}
     save_all(tmp_path, 3, calls)
     assert calls[0] == calls[1] == calls[2]  # all take part in bringing each tensor together, in one order
@@ -107,7 +64,7 @@ def test_together_they_write_what_one_would(tmp_path: Path) -> None:
     assert {key.split(":")[1] for key in manifest["tensors"]} == {*model.files.names, *load_slots(path)}
 
 
-def test_the_first_waits_for_the_others(tmp_path: Path) -> None:
+def test_the_lead_rank_waits_for_the_others(tmp_path: Path) -> None:
     begin(job_of(tmp_path, 1, 0))
     save_rank(tmp_path, 1, 1)
     first = threading.Thread(target=save_rank, args=(tmp_path, 1, 0))
@@ -120,7 +77,7 @@ def test_the_first_waits_for_the_others(tmp_path: Path) -> None:
     assert broken_file(tmp_path / "step-1") is None
 
 
-def test_an_error_of_one_is_that_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_one_rank_is_raised_on_the_lead_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_all(tmp_path, 1)
     begin(job_of(tmp_path, 2, 0))
     (tmp_path / "step-2.tmp/model-00002-of-00003.safetensors").mkdir()  # in the way
@@ -134,8 +91,8 @@ def test_an_error_of_one_is_that_of_the_first(tmp_path: Path, monkeypatch: pytes
     assert names(tmp_path) == {"step-1", "latest"}
 
 
-def test_one_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(save_module, "PATIENCE_SECONDS", 0.2)
+def test_a_rank_that_never_writes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(save_module, "STALL_TIMEOUT_SECONDS", 0.2)
     save_all(tmp_path, 1)
     begin(job_of(tmp_path, 2, 0))
     save_rank(tmp_path, 2, 1)
@@ -144,7 +101,8 @@ def test_one_that_never_comes_is_named(tmp_path: Path, monkeypatch: pytest.Monke
     assert names(tmp_path) == {"step-1", "latest"}
 
 
-def test_a_save_of_several_stopped_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.further
+def test_a_save_of_several_ranks_stopped_at_any_step_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass
 
@@ -155,7 +113,8 @@ def test_a_save_of_several_stopped_at_any_step_leaves_a_whole_checkpoint(tmp_pat
     save_all(tmp_path / "all", 1)
     with steps.below(tmp_path / "all"):
         save_all(tmp_path / "all", 2)
-    total, seen = len(steps.seen), set()
+    total = len(steps.seen)
+    seen = set()
     assert sum("rank-0000" in step for step in steps.seen) > 2 * (RANKS - 1)
     save_all(tmp_path / "before", 1)
     for at in range(1, total + 1):

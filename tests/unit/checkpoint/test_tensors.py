@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import committed_directory
 from llmsuite.checkpoint.tensor_writer import WriteOptions, write_tensors
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
-from llmsuite.errors import UserError
-from llmsuite.files import committed_directory
 
 DTYPES = ["float32", "float16", "bfloat16", "int64", "int32", "float64"]
 SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
@@ -29,7 +29,8 @@ SHAPES = hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4)
 @st.composite
 def tensors(draw: st.DrawFn) -> np.ndarray:
     """Any bits, so that NaN payloads, infinities and subnormals occur too."""
-    shape, dtype = draw(SHAPES), np.dtype(draw(st.sampled_from(DTYPES)))
+    shape = draw(SHAPES)
+    dtype = np.dtype(draw(st.sampled_from(DTYPES)))
     size = int(np.prod(shape)) * dtype.itemsize
     return np.frombuffer(draw(st.binary(min_size=size, max_size=size)), dtype).reshape(shape)
 
@@ -68,7 +69,7 @@ def tensors_and_slices(draw: st.DrawFn) -> tuple[np.ndarray, list[slice]]:
 
 @settings(max_examples=100)
 @given(tensors_and_slices())
-def test_a_slice_is_that_of_the_whole(case: tuple[np.ndarray, list[slice]]) -> None:
+def test_a_slice_equals_that_of_the_full_tensor(case: tuple[np.ndarray, list[slice]]) -> None:
     value, index = case
     with tempfile.TemporaryDirectory() as name:
         write(Path(name), {"t": value})
@@ -78,7 +79,7 @@ def test_a_slice_is_that_of_the_whole(case: tuple[np.ndarray, list[slice]]) -> N
         assert read.tobytes() == expected.tobytes()
 
 
-def test_a_transposed_view_is_stored_as_it_looks(tmp_path: Path) -> None:
+def test_a_transposed_view_is_stored_in_its_own_order(tmp_path: Path) -> None:
     value = np.arange(6, dtype="float32").reshape(2, 3).T
     write(tmp_path, {"x": value})
     assert np.array_equal(TensorFiles(tmp_path, "model").read("x"), value)
@@ -107,7 +108,7 @@ def test_a_file_is_closed_before_it_grows_too_large(tmp_path: Path, limit: int, 
     assert index["weight_map"] == {tensor: name for name, group in zip(names, groups) for tensor in group}
 
 
-def test_the_form_with_one_file_and_no_index(tmp_path: Path) -> None:
+def test_a_single_file_without_index_is_read(tmp_path: Path) -> None:
     safetensors.numpy.save_file(numbers(2, 3), tmp_path / "model.safetensors")
     files = TensorFiles(tmp_path, "model")
     assert sorted(files.names) == ["t0", "t1"]
@@ -115,13 +116,13 @@ def test_the_form_with_one_file_and_no_index(tmp_path: Path) -> None:
     assert files.paths == [tmp_path / "model.safetensors"]
 
 
-def test_the_index_goes_before_a_single_file(tmp_path: Path) -> None:
+def test_the_index_takes_precedence_over_a_single_file(tmp_path: Path) -> None:
     safetensors.numpy.save_file({"old": np.zeros(1)}, tmp_path / "model.safetensors")
     write(tmp_path, numbers(2))
     assert TensorFiles(tmp_path, "model").names == ["t0"]
 
 
-def test_neither_form_is_there(tmp_path: Path) -> None:
+def test_a_directory_without_tensors_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither model\.safetensors\.index\.json nor model\.safetensors"):
         TensorFiles(tmp_path, "model")
 
@@ -141,7 +142,7 @@ def refuses(directory: Path, file: str, *words: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["../model-00001-of-00001.safetensors", "/etc/passwd", "a/b", "..", ".", "", "a\0b"])
-def test_an_index_that_leads_elsewhere(tmp_path: Path, name: str) -> None:
+def test_an_index_with_paths_outside_is_refused(tmp_path: Path, name: str) -> None:
     inside = tmp_path / "model"
     inside.mkdir()
     write(tmp_path, numbers(2))  # a readable file lies where "../" would find it
@@ -150,25 +151,25 @@ def test_an_index_that_leads_elsewhere(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}'])
-def test_an_index_that_is_none(tmp_path: Path, text: str) -> None:
+def test_an_invalid_index_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     refuses(tmp_path, "model.safetensors.index.json")
 
 
-def test_a_tensor_that_only_the_index_knows(tmp_path: Path) -> None:
+def test_a_tensor_missing_in_its_file_is_named(tmp_path: Path) -> None:
     write(tmp_path, numbers(2))
     index = tmp_path / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("t0", "t7"))
-    refuses(tmp_path, "model-00001-of-00001.safetensors", "'t7'", "not there")
+    refuses(tmp_path, "model-00001-of-00001.safetensors", "'t7'", "does not have it")
 
 
-def test_a_file_that_only_the_index_knows(tmp_path: Path) -> None:
+def test_a_file_missing_on_disk_is_named(tmp_path: Path) -> None:
     write(tmp_path, numbers(2))
     (tmp_path / "model-00001-of-00001.safetensors").unlink()
     refuses(tmp_path, "model-00001-of-00001.safetensors")
 
 
-def test_a_file_cut_off_anywhere(tmp_path: Path) -> None:
+def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
     write(tmp_path, numbers(4))
     path = tmp_path / "model-00001-of-00001.safetensors"
     content = path.read_bytes()
@@ -187,32 +188,32 @@ def with_header(path: Path, header: bytes, data: bytes, length: int | None = Non
     ("shape", "offsets"),
     [([4], [0, 12]), ([4], [4, 20]), ([4], [0, 20]), ([5], [0, 16]), ([4], [16, 0]), ([2**62, 8], [0, 16]), ([4], [0])],
 )
-def test_a_header_that_lies_about_offsets(tmp_path: Path, shape: list[int], offsets: list[int]) -> None:
+def test_wrong_offsets_in_a_header_are_refused(tmp_path: Path, shape: list[int], offsets: list[int]) -> None:
     header = {"t": {"dtype": "F32", "shape": shape, "data_offsets": offsets}}
     with_header(tmp_path / "model.safetensors", json.dumps(header).encode(), bytes(16))
     refuses(tmp_path, "model.safetensors")
 
 
-def test_two_tensors_in_the_same_bytes(tmp_path: Path) -> None:
+def test_overlapping_tensors_are_refused(tmp_path: Path) -> None:
     tensor = {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}
     with_header(tmp_path / "model.safetensors", json.dumps({"a": tensor, "b": tensor}).encode(), bytes(16))
     refuses(tmp_path, "model.safetensors")
 
 
 @pytest.mark.parametrize("length", [2**63, 2**40, 101 << 20, 17])
-def test_a_header_that_says_it_is_huge(tmp_path: Path, length: int) -> None:
+def test_a_header_of_huge_size_is_refused(tmp_path: Path, length: int) -> None:
     with_header(tmp_path / "model.safetensors", b"{}", bytes(14), length)
     refuses(tmp_path, "model.safetensors")
 
 
 @pytest.mark.parametrize("header", [b"", b"[]", b"{", b'{"t": 1}', b"\xff" * 8])
-def test_a_header_that_is_none(tmp_path: Path, header: bytes) -> None:
+def test_an_invalid_header_is_refused(tmp_path: Path, header: bytes) -> None:
     with_header(tmp_path / "model.safetensors", header, bytes(16))
     refuses(tmp_path, "model.safetensors")
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("F8_E5M2", 1), ("U8", 1), ("BOOL", 1), ("C64", 8)])
-def test_a_dtype_no_parameter_has(tmp_path: Path, dtype: str, size: int) -> None:
+def test_a_dtype_that_no_parameter_has_is_refused(tmp_path: Path, dtype: str, size: int) -> None:
     header = {"t": {"dtype": dtype, "shape": [2], "data_offsets": [0, 2 * size]}}
     with_header(tmp_path / "model.safetensors", json.dumps(header).encode(), bytes(2 * size))
     refuses(tmp_path, "model.safetensors", dtype, "'t'")
@@ -229,7 +230,7 @@ def test_a_disk_that_fills_up_is_a_user_error(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def test_a_tensor_other_than_announced_is_our_bug(tmp_path: Path) -> None:
+def test_a_tensor_that_differs_from_its_spec_is_a_bug(tmp_path: Path) -> None:
     specs = [TensorSpec("x", (2,), "float32")]
     for value in (np.zeros(3, "float32"), np.zeros(2, "float64"), np.zeros((2, 1), "float32")):
         with pytest.raises(AssertionError, match="announced"):

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.tokenizer_files import TOKENIZER_FILES, copy_tokenizer, tokenizer_of_adapter
 from llmsuite.data.chat_template import tokenizer_template
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from tests.unit.tiny_llama import TOKENIZER
+from tests.support.tiny_llama import TOKENIZER
 
 OTHERS = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
 OTHERS += ("generation_config.json",)
@@ -49,7 +49,9 @@ def whose(path: Path) -> str | None:
     own_template=st.booleans(),
     base_template=st.booleans(),
 )
-def test_each_part_is_of_one_of_the_two(own: set[str], base: set[str], own_template: bool, base_template: bool) -> None:
+def test_each_part_comes_from_adapter_or_base(
+    own: set[str], base: set[str], own_template: bool, base_template: bool
+) -> None:
     with tempfile.TemporaryDirectory() as place:
         adapter = write(Path(place) / "adapter", own, "adapter", own_template)
         model = write(Path(place) / "base", base, "base", base_template)
@@ -96,7 +98,7 @@ def test_settings_that_name_tokens_beyond_the_vocabulary_are_refused(tmp_path: P
         tokenizer_of_adapter(tmp_path, TOKENIZER)
 
 
-def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
+def test_an_invalid_tokenizer_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").write_text("[]")
     with pytest.raises(UserError, match="is a list, not an object"):
         tokenizer_of_adapter(tmp_path, TOKENIZER)

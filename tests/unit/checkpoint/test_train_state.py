@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import shutil
@@ -14,22 +13,20 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import broken_file
 from llmsuite.checkpoint.directory import find_latest, list_steps, remove_unfinished
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.save import CheckpointJob
 from llmsuite.checkpoint.save import save as save_job
-from llmsuite.checkpoint.tensors import TensorFiles
 from llmsuite.checkpoint.train_state import TrainState, load_state
-from llmsuite.errors import UserError
-from llmsuite.files import broken_file
+from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.parallel.optimizer import Optimizer
-from llmsuite.schema.recipe import TrainSection
-from tests.unit import alone, tiny_llama
-from tests.unit.fill import fill_parameters
-from tests.unit.os_steps import OsSteps
-from tests.unit.tiny_llama import CONFIG, FAMILIES, FAMILY, TOKENIZER
-
-STATE = TrainState(step=2, samples=16, seed=7, recipe_sha256="ab" * 32, loss_scale=512.0, good_steps=3)
+from tests.support import alone, tiny_llama
+from tests.support.fill import fill_parameters
+from tests.support.os_steps import OsSteps
+from tests.support.tiny_llama import CONFIG, FAMILIES, FAMILY, TOKENIZER
+from tests.support.train_states import STATE, damage, load_slots, names, quick_save
 
 
 def optimizer_of(model: Any, name: str, total_steps: int = 4) -> Optimizer:
@@ -72,13 +69,9 @@ def slots_of(optimizer: Optimizer) -> dict[str, tuple[Any, bytes]]:
     return snapshot(alone.state(optimizer))
 
 
-def load_slots(path: Path) -> dict[str, np.ndarray]:
-    files = TensorFiles(path, "optimizer")
-    return {name: files.read(name) for name in files.names}
-
-
 def save(root: Path, model: Any, optimizer: Optimizer, state: TrainState = STATE, keep_last: int = 2) -> Path:
-    parameters, slots = alone.whole(dict(model.named_parameters())), alone.whole_state(optimizer)
+    parameters = alone.whole(dict(model.named_parameters()))
+    slots = alone.whole_state(optimizer)
     path = save_job(CheckpointJob(root, state, FAMILY, CONFIG, parameters, slots, TOKENIZER, keep_last))
     assert path is not None
     return path
@@ -90,9 +83,11 @@ def test_steps_after_loading_are_those_of_the_uninterrupted_run(name: str, tmp_p
     optimizer = optimizer_of(model, name)
     train(model, optimizer, 1, 2)
     path = save(tmp_path, model, optimizer)
-    at_save, slots_at_save = values_of(model), slots_of(optimizer)
+    at_save = values_of(model)
+    slots_at_save = slots_of(optimizer)
     losses = train(model, optimizer, 3, 4)
-    expected, expected_slots = values_of(model), slots_of(optimizer)
+    expected = values_of(model)
+    expected_slots = slots_of(optimizer)
     assert at_save != expected
 
     fresh = tiny_llama.model(seed=1)
@@ -119,31 +114,7 @@ def test_forgetting_the_optimizer_would_be_noticed(tmp_path: Path) -> None:
     assert train(fresh, optimizer_of(fresh, "adamw"), 3, 4) != losses
 
 
-class Bits:
-    """A tensor as far as saving is concerned: values of any dtype, handed out as Paddle does."""
-
-    def __init__(self, values: np.ndarray):
-        self.shape, self.dtype, self.values = list(values.shape), f"paddle.{values.dtype.name}", values
-
-    def numpy(self) -> np.ndarray:
-        return self.values.view("uint16") if self.dtype == "paddle.bfloat16" else self.values
-
-
-def quick_save(root: Path, step: int, keep_last: int = 2, seed: int = 0, dtype: str = "float32") -> Path:
-    parameters = {name: Bits(value) for name, value in tiny_llama.values(seed=seed, dtype=dtype).items()}
-    slots = {f"{name}/moment1": Bits(value.values.astype("float32")) for name, value in parameters.items()}
-    state = dataclasses.replace(STATE, step=step, samples=8 * step)
-    tensors = alone.whole(parameters), alone.whole(slots)
-    path = save_job(CheckpointJob(root, state, FAMILY, CONFIG, *tensors, TOKENIZER, keep_last))
-    assert path is not None
-    return path
-
-
-def names(root: Path) -> set[str]:
-    return {path.name for path in root.iterdir()}
-
-
-def test_a_checkpoint_is_a_model_directory_with_everything_beside_it(tmp_path: Path) -> None:
+def test_a_checkpoint_is_a_model_directory_with_training_state(tmp_path: Path) -> None:
     path = quick_save(tmp_path, 3, dtype="bfloat16")
     assert path == tmp_path / "step-3"
     model = open_model(path, FAMILIES)
@@ -156,7 +127,7 @@ def test_a_checkpoint_is_a_model_directory_with_everything_beside_it(tmp_path: P
     assert set(json.loads((path / "manifest.json").read_text())["files"]) == names(path) - {"manifest.json"}
 
 
-def test_the_last_ones_stay_and_latest_names_the_newest(tmp_path: Path) -> None:
+def test_the_last_checkpoints_are_kept_and_latest_names_the_newest(tmp_path: Path) -> None:
     for step in (2, 4, 10, 100):  # as numbers, not as texts: "10" < "2"
         quick_save(tmp_path, step, keep_last=3)
         assert (tmp_path / "latest").read_text() == f"step-{step}\n"
@@ -171,14 +142,7 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     assert np.array_equal(norm, tiny_llama.values(seed=1)["model.norm.weight"])
 
 
-def damage(path: Path) -> None:
-    file = next(path.glob("optimizer-*.safetensors"))
-    content = bytearray(file.read_bytes())
-    content[-3] ^= 1
-    file.write_bytes(content)
-
-
-def test_a_damaged_newest_one_is_reported_and_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_reported_and_skipped(tmp_path: Path) -> None:
     reported: list[str] = []
     assert find_latest(tmp_path / "absent", reported.append) is None
     for step in (1, 2, 3):
@@ -198,7 +162,7 @@ def test_a_damaged_newest_one_is_reported_and_passed_over(tmp_path: Path) -> Non
     assert find_latest(tmp_path, reported.append) is None
 
 
-def test_damaged_later_ones_do_not_push_out_what_is_saved_now(tmp_path: Path) -> None:
+def test_damaged_later_checkpoints_do_not_displace_the_new_one(tmp_path: Path) -> None:
     for step in (5, 10, 15):
         quick_save(tmp_path, step, keep_last=3)
     damage(tmp_path / "step-10")
@@ -209,7 +173,7 @@ def test_damaged_later_ones_do_not_push_out_what_is_saved_now(tmp_path: Path) ->
     assert find_latest(tmp_path, lambda text: None) == tmp_path / "step-6"
 
 
-def test_remove_unfinished_deletes_halves_and_brings_back_what_was_being_replaced(tmp_path: Path) -> None:
+def test_remove_unfinished_deletes_partial_and_restores_replaced_checkpoints(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         quick_save(tmp_path, step, keep_last=3)
     (tmp_path / "step-2").rename(tmp_path / "step-2.old")  # killed between the two renames
@@ -232,7 +196,8 @@ def test_a_newer_format_is_refused(tmp_path: Path) -> None:
         load_state(path)
 
 
-def test_a_save_stopped_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.further
+def test_a_save_stopped_at_any_step_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     class Killed(BaseException):
         pass
 
@@ -247,7 +212,8 @@ def test_a_save_stopped_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path) ->
     start(tmp_path / "all")
     with steps.below(tmp_path / "all"):
         quick_save(tmp_path / "all", 3)
-    total, seen = len(steps.seen), set()
+    total = len(steps.seen)
+    seen = set()
     assert total > 40
     for at in range(1, total + 1):
         root = tmp_path / str(at)
@@ -258,7 +224,8 @@ def test_a_save_stopped_at_any_step_leaves_a_whole_checkpoint(tmp_path: Path) ->
         assert torn == []  # also of what was being deleted
         remove_unfinished(root)
         assert not list(root.glob("step-*.*"))
-        found, latest = find_latest(root, pytest.fail), (root / "latest").read_text().strip()
+        found = find_latest(root, pytest.fail)
+        latest = (root / "latest").read_text().strip()
         assert found is not None
         assert broken_file(root / latest) is None
         seen.add((found.name, latest))

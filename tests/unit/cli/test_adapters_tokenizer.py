@@ -1,4 +1,4 @@
-"""Whatever is written of an adapter, and whoever answers with it, has the adapter's own tokenizer and chat template."""
+"""Every model written from an adapter, and every answer with it, uses the adapter's own tokenizer and chat template."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
+from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_paddlenlp
 from llmsuite.cli.main import main
-from llmsuite.convert.adapter import add_adapter
 from llmsuite.data.chat_template import tokenizer_template
-from tests.unit import tiny_llama
-from tests.unit.serving.test_adapters import write_adapter
-from tests.unit.tiny_llama import FAMILIES
+from tests.support import tiny_llama
+from tests.support.served_adapters import write_adapter
+from tests.support.tiny_llama import FAMILIES
 
 CONFIG = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512, hidden_size=64, intermediate_size=64, head_dim=16)
 """A shape whose matrices are stored in groups of 64."""
@@ -50,7 +50,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def exported(write: Callable[[Any, Path], None]) -> Callable[[Path, Path], Path]:
-    """What an exporter writes of the base with its adapter."""
+    """The files that an exporter writes of the base with its adapter."""
 
     def work(place: Path, target: Path) -> Path:
         target.mkdir()
@@ -61,7 +61,7 @@ def exported(write: Callable[[Any, Path], None]) -> Callable[[Path, Path], Path]
 
 
 def commanded(*words: str, inside: str = ".") -> Callable[[Path, Path], Path]:
-    """What a command writes."""
+    """The files that a command writes."""
 
     def work(place: Path, target: Path) -> Path:
         given = [word.format(texts=place / "texts.txt") for word in words]
@@ -88,7 +88,7 @@ WRITERS = {
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_what_is_written_has_the_template_of_the_adapter(writer: str, place: Path, tmp_path: Path) -> None:
+def test_written_models_have_the_template_of_the_adapter(writer: str, place: Path, tmp_path: Path) -> None:
     written = WRITERS[writer](place, tmp_path / "out")
     assert tokenizer_template(written) == OWN
     assert json.loads((written / "generation_config.json").read_text()) == ENDS
@@ -115,7 +115,7 @@ ANSWERERS = {
 
 
 @pytest.mark.parametrize("answerer", ANSWERERS)
-def test_who_answers_asks_by_the_template_of_the_adapter(
+def test_requests_use_the_template_of_the_adapter(
     answerer: str, place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if answerer == "program" and not (place / "program").exists():
@@ -124,7 +124,7 @@ def test_who_answers_asks_by_the_template_of_the_adapter(
     assert "the template of the adapter" in capsys.readouterr().err
 
 
-def test_a_whole_tokenizer_of_an_adapter_is_used_alone(place: Path, tmp_path: Path) -> None:
+def test_a_complete_tokenizer_of_an_adapter_is_used_alone(place: Path, tmp_path: Path) -> None:
     adapter = tmp_path / "adapter"
     shutil.copytree(place / "adapter", adapter)
     (adapter / "chat_template.jinja").unlink()

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.locks import lock_directory
 from llmsuite.checkpoint.directory import Best, find_latest, find_model, load_best, save_best
 from llmsuite.cli.main import main
-from llmsuite.errors import UserError
-from llmsuite.locks import lock_directory
-from tests.unit.checkpoint.test_train_state import damage, names, quick_save
+from tests.support.train_states import damage, names, quick_save
 
 Capsys = pytest.CaptureFixture[str]
 
@@ -28,11 +28,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_list_tells_size_state_and_role(run: Path, capsys: Capsys) -> None:
+def test_list_shows_size_state_and_role(run: Path, capsys: Capsys) -> None:
     assert main(["checkpoints", "list", str(run)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [line[1] for line in lines] == ["1", "2", "3", "4", "5"]
-    assert [line[4] for line in lines] == ["whole", "whole", "torn:", "whole", "whole"]  # no hashes: 4 passes
+    assert [line[4] for line in lines] == [
+        "complete",
+        "complete",
+        "torn:",
+        "complete",
+        "complete",
+    ]  # no hashes: 4 passes
     assert lines[1][5:] == ["best", "(eval/loss", "0.25)"]
     assert lines[2][5:] == [str(run / "checkpoints/step-3/state.json"), "is", "missing"]
     assert lines[4][5:] == ["latest"]
@@ -41,7 +47,7 @@ def test_list_tells_size_state_and_role(run: Path, capsys: Capsys) -> None:
 def test_verify_finds_the_byte_and_names_the_tensor(run: Path, capsys: Capsys) -> None:
     assert main(["checkpoints", "verify", str(run)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("whole") for line in lines if "step-" in line] == [True, True, False, False, True]
+    assert [line.endswith("complete") for line in lines if "step-" in line] == [True, True, False, False, True]
     (tensor,) = [line for line in lines if "damaged:" in line]
     assert tensor.strip() == "damaged: optimizer-00001-of-00001.safetensors:lm_head.weight/moment1"
     assert main(["checkpoints", "verify", str(run / "checkpoints/step-5")]) == 0
@@ -50,10 +56,10 @@ def test_verify_finds_the_byte_and_names_the_tensor(run: Path, capsys: Capsys) -
     assert main(["checkpoints", "verify", str(run)]) == 0
 
 
-def test_prune_keeps_whole_ones_the_best_and_the_latest(run: Path, capsys: Capsys) -> None:
+def test_prune_keeps_intact_checkpoints_the_best_and_the_latest(run: Path, capsys: Capsys) -> None:
     root = run / "checkpoints"
     assert main(["checkpoints", "prune", str(run), "--keep", "2"]) == 0
-    # 5 and 2 are whole; 3 and 4 are not, and 1 is older
+    # 5 and 2 are intact; 3 and 4 are not, and 1 is older
     assert names(root) == {"step-2", "step-5", "latest", "best"}
     out = capsys.readouterr().out
     assert "step-4 is damaged" in out
@@ -98,7 +104,7 @@ def test_the_best_one_stays_until_another_is(tmp_path: Path) -> None:
     assert load_best(tmp_path) is None
 
 
-def test_a_run_stands_for_its_newest_whole_checkpoint(run: Path) -> None:
+def test_a_run_stands_for_its_newest_intact_checkpoint(run: Path) -> None:
     root = run / "checkpoints"
     assert find_model(run) == root / "step-5"
     (root / "step-5/state.json").unlink()
@@ -106,5 +112,5 @@ def test_a_run_stands_for_its_newest_whole_checkpoint(run: Path) -> None:
     assert find_model(root / "step-3") == root / "step-3"
     for step in (1, 2, 4):
         (root / f"step-{step}/manifest.json").unlink()
-    with pytest.raises(UserError, match="none of its checkpoints is whole"):
+    with pytest.raises(UserError, match="none of its checkpoints is complete"):
         find_model(run)

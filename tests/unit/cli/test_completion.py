@@ -1,4 +1,4 @@
-"""What a shell is told when Tab is pressed."""
+"""Completions of a shell when Tab is pressed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from llmsuite.cli.main import main
-from llmsuite.plugins.manager import ALLOW_LIST, Registry
-from tests.paths import ROOT
+from llmsuite.contract.registry import ALLOW_LIST, Registry
+from tests.support.paths import ROOT
 
 _ASK = """
 import json, os, sys
@@ -36,10 +36,10 @@ ENVIRONMENT = {
 
 
 def complete(*lines: str, cwd: Path = ROOT) -> list[list[str]]:
-    """The words that bash is given behind each line."""
-    asked = {"_ARGCOMPLETE": "1", "COMP_TYPE": "9", "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
+    """The words that bash gets for each line."""
+    variables = {"_ARGCOMPLETE": "1", "COMP_TYPE": "9", "_ARGCOMPLETE_COMP_WORDBREAKS": " \t\n\"'><=;|&(:"}
     process = subprocess.run(
-        [sys.executable, "-c", _ASK], input=json.dumps(lines), cwd=cwd, env={**ENVIRONMENT, **asked},
+        [sys.executable, "-c", _ASK], input=json.dumps(lines), cwd=cwd, env={**ENVIRONMENT, **variables},
         capture_output=True, text=True, check=False, timeout=120,
     )  # fmt: skip
     assert process.returncode == 0, process.stderr
@@ -63,7 +63,7 @@ def test_options_and_files(tmp_path: Path) -> None:
 
 def test_keys_of_the_recipe_and_their_values() -> None:
     line = "llmsuite run recipes/llama/dpo.json --seed=1 "
-    wanted = {
+    expected = {
         f"{line}--train.learning_r": ["--train.learning_rate"],
         f"{line}--dpo.be": ["--dpo.beta"],
         "llmsuite run recipes/llama/sft.json --dpo.be": [],
@@ -74,8 +74,9 @@ def test_keys_of_the_recipe_and_their_values() -> None:
         "llmsuite list stages --train.log_": [],  # it takes no overrides
         "llmsuite list st": ["stages"],
         "llmsuite recipe new --method ": ["full", "lora", "qlora"],
+        "llmsuite recipe from-t": ["from-trl"],
     }
-    assert dict(zip(wanted, complete(*wanted))) == wanted
+    assert dict(zip(expected, complete(*expected))) == expected
 
 
 def test_a_recipe_that_cannot_be_read(tmp_path: Path) -> None:
@@ -95,11 +96,11 @@ def test_the_script_is_one_of_the_shell(shell: str, capsys: pytest.CaptureFixtur
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="there is no bash")
 def test_bash_completes(tmp_path: Path) -> None:
-    """The whole way: the script in a bash, and what it makes of a line."""
+    """The complete path: the script in a bash, and its completions of a line."""
     executable = tmp_path / "llmsuite"
     executable.write_text(f"#!{sys.executable}\nimport sys\nfrom llmsuite.__main__ import main\nsys.exit(main())\n")
     executable.chmod(0o755)
-    asked = """
+    variables = """
 eval "$(llmsuite completion bash)"
 COMP_LINE="llmsuite run recipes/llama/dpo.json --train.learning_r"
 COMP_POINT=${#COMP_LINE}; COMP_TYPE=9
@@ -110,6 +111,6 @@ echo "${COMPREPLY[@]}"
 """
     environment = {**ENVIRONMENT, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     found = subprocess.run(
-        ["bash", "--norc", "-c", asked], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        ["bash", "--norc", "-c", variables], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
     )
     assert found.stdout.strip() == "--train.learning_rate", found.stderr

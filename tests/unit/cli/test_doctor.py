@@ -1,4 +1,4 @@
-"""What the doctor finds, and what it says mends it."""
+"""Findings of the doctor, and the fixes that it names."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import pytest
 
 from llmsuite.cli import doctor
 from llmsuite.cli.main import main
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
 
 Patch = pytest.MonkeyPatch
 
 
-def told(findings: Any) -> dict[str, tuple[str, str]]:
+def findings_by_name(findings: Any) -> dict[str, tuple[str, str]]:
     return {what: (level, text) for level, what, text in findings}
 
 
-def test_a_machine_that_will_do() -> None:
-    assert {level for level, _ in told(doctor._machine()).values()} <= {"ok", "warn"}
+def test_a_machine_that_meets_all_requirements() -> None:
+    assert {level for level, _ in findings_by_name(doctor._machine()).values()} <= {"ok", "warn"}
 
 
 @pytest.mark.parametrize(
-    ("what", "patch", "mend"),
+    ("what", "patch", "fix"),
     [
         ("free disk", lambda p: p.setattr(shutil, "disk_usage", lambda path: usage(1e9)), "free some"),
         ("shared memory", lambda p: p.setattr(shutil, "disk_usage", lambda path: usage(6e7)), "--shm-size=2g"),
@@ -36,11 +36,11 @@ def test_a_machine_that_will_do() -> None:
         ("memory", lambda p: p.setattr(doctor, "_available_memory", lambda: 10**9), "end other programs"),
     ],
 )
-def test_what_is_short_is_told_with_its_mend(monkeypatch: Patch, what: str, patch: Any, mend: str) -> None:
+def test_a_shortage_is_reported_with_its_fix(monkeypatch: Patch, what: str, patch: Any, fix: str) -> None:
     patch(monkeypatch)
-    level, text = told(doctor._machine())[what]
+    level, text = findings_by_name(doctor._machine())[what]
     assert level == "warn"
-    assert mend in text
+    assert fix in text
 
 
 def usage(size: float) -> Any:
@@ -49,7 +49,7 @@ def usage(size: float) -> Any:
 
 def test_another_python_is_refused(monkeypatch: Patch) -> None:
     monkeypatch.setattr(doctor.sys, "version_info", (3, 13, 1))
-    level, text = told(doctor._machine())["python"]
+    level, text = findings_by_name(doctor._machine())["python"]
     assert (level, "install Python 3.10, 3.11 or 3.12" in text) == ("BAD", True)
 
 
@@ -67,7 +67,7 @@ def test_packages_outside_of_their_pins(monkeypatch: Patch) -> None:
 
 def test_two_paddles_overwrite_each_other(monkeypatch: Patch) -> None:
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "3.3.1")
-    assert told(doctor._packages())["paddle"][0] == "BAD"
+    assert findings_by_name(doctor._packages())["paddle"][0] == "BAD"
 
 
 def test_variables_of_a_rank_in_a_shell_make_it_none(
@@ -84,7 +84,8 @@ def test_variables_of_a_rank_in_a_shell_make_it_none(
 
 
 def test_the_speed_of_a_product_is_of_the_fastest_of_five(monkeypatch: Patch) -> None:
-    seconds, dtypes = iter([0, 3, 3, 5, 5, 5.5, 6, 7, 7, 8]), list[Any]()
+    seconds = iter([0, 3, 3, 5, 5, 5.5, 6, 7, 7, 8])
+    dtypes = list[Any]()
     monkeypatch.setattr(doctor, "time", types.SimpleNamespace(perf_counter=lambda: next(seconds)))
 
     def product(x: Any, y: Any, *transposed: bool) -> Any:
@@ -98,16 +99,16 @@ def test_the_speed_of_a_product_is_of_the_fastest_of_five(monkeypatch: Patch) ->
 def test_the_wrong_path_of_mkl(monkeypatch: Patch, registry: Registry) -> None:
     monkeypatch.setattr("llmsuite.devices.cpu.mkl_path", lambda: "5")
     monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "4")
-    level, text = told(doctor._device("cpu", registry))["MKL path"]
+    level, text = findings_by_name(doctor._device("cpu", registry))["MKL path"]
     assert (level, text.endswith("unset MKL_DEBUG_CPU_TYPE")) == ("warn", True)
     monkeypatch.setenv("MKL_DEBUG_CPU_TYPE", "5")
-    found = told(doctor._device("cpu", registry))
+    found = findings_by_name(doctor._device("cpu", registry))
     assert "MKL path" not in found
     assert float(found["matrix product"][1].split()[0]) > 0
 
 
 def test_a_device_that_is_not_there(registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(doctor._device("gpux", registry))["device"][0] == "BAD"
+    assert findings_by_name(doctor._device("gpux", registry))["device"][0] == "BAD"
     assert main(["doctor", "--device=gpu", "--num_devices=2"]) == 2
     out = capsys.readouterr().out
     assert "BAD   device gpu" in out
@@ -144,47 +145,49 @@ def test_a_check_that_hangs(monkeypatch: Patch) -> None:
 
 def test_a_slow_pair_is_named() -> None:
     found = {"right": True, "call_seconds": 3e-4, "bandwidth": 1e9, "pairs": {"0-1": 9e8, "1-2": 1e8, "2-3": 1e9}}
-    told_ = told(doctor.judge_network(found, 4))
-    assert told_["network"] == ("ok", "all-reduce over 4 ranks: 1.00 GB/s a rank at 16 MiB, 0.30 ms at 4 KiB")
-    assert {what: level for what, (level, _) in told_.items() if what.startswith("ranks")} == {
+    by_name = findings_by_name(doctor.network_findings(found, 4))
+    assert by_name["network"] == ("ok", "all-reduce over 4 ranks: 1.00 GB/s a rank at 16 MiB, 0.30 ms at 4 KiB")
+    assert {what: level for what, (level, _) in by_name.items() if what.startswith("ranks")} == {
         "ranks 0-1": "ok",
         "ranks 1-2": "warn",
         "ranks 2-3": "ok",
     }
-    assert "others 0.90" in told_["ranks 1-2"][1]
+    assert "others 0.90" in by_name["ranks 1-2"][1]
 
 
 def test_wrong_sums_are_bad() -> None:
     found = {"right": False, "call_seconds": 1.0, "bandwidth": 1.0, "pairs": {}}
-    assert next(iter(doctor.judge_network(found, 2)))[0] == "BAD"
+    assert next(iter(doctor.network_findings(found, 2)))[0] == "BAD"
 
 
-def test_several_machines_need_a_place_to_meet(capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_machines_need_a_master_address(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--nnodes=2"]) == 2
     assert "--master: is required with several machines" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "output"),
     [
         (["--nnodes=2", "--master=localhost"], "--master: is 'localhost'; it has to be host:port"),
         (["--nnodes=2", "--master=localhost:1", "--node_rank=2"], "--node_rank: is 2; with nnodes 2 it is at most 1"),
         (["--num_devices=0"], "--num_devices: expected a whole number above 0, found '0'"),
     ],
 )
-def test_a_place_that_cannot_be(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_address_is_refused(words: list[str], output: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", *words]) == 2
-    assert said in capsys.readouterr().err
+    assert output in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["cpu", "gpu", "xpu"])
 def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pytest.CaptureFixture[str]) -> None:
     """Also of devices that are not here."""
     assert main(["doctor", "--ops", f"--device={name}"]) == 0
-    backend, fused, precision = registry.devices[name].factory(), dict[str, set[str]](), ""
-    said, _, rest = capsys.readouterr().out.partition(f"{name}, sums of gradients over data ranks ")
-    assert "partial(" not in said, "each is described by its own words"
-    for line in said.splitlines():
+    backend = registry.devices[name].factory()
+    fused = dict[str, set[str]]()
+    precision = ""
+    output, _, rest = capsys.readouterr().out.partition(f"{name}, sums of gradients over data ranks ")
+    assert "partial(" not in output, "each is described by its own words"
+    for line in output.splitlines():
         words = line.split()
         if not line.startswith(" "):
             assert words[0] == f"{name},"
@@ -203,11 +206,11 @@ def test_the_kernel_of_each_operation(name: str, registry: Registry, capsys: pyt
     assert [" ".join(line.split()) for line in rest.splitlines()] == SUMS[name]
 
 
-UNLESS = "unless parallel.gradient_bucket_bytes says"
+UNLESS = "unless parallel.gradient_bucket_bytes is set"
 
 
 def sums(name: str, library: str, meanwhile: str) -> list[str]:
-    """What is said of sums of gradients."""
+    """The lines about sums of gradients."""
     over_tensor_ranks = [
         f"{name}, sums of gradients over tensor parallel ranks",
         f"products of a weight's gradient {meanwhile}",
@@ -217,8 +220,8 @@ def sums(name: str, library: str, meanwhile: str) -> list[str]:
 
 SUMS = {
     "cpu": sums("cpu", "gloo", "wait for each call"),
-    "gpu": sums("gpu", "nccl", "go on meanwhile"),
-    "xpu": sums("xpu", "bkcl", "go on meanwhile"),
+    "gpu": sums("gpu", "nccl", "continue during a call"),
+    "xpu": sums("xpu", "bkcl", "continue during a call"),
 }
 
 

@@ -1,4 +1,4 @@
-"""What the command line tells about stages, recipes, keys and plugins, and what plugins can do to it."""
+"""Lists of stages, recipes, keys and plugins on the command line, and commands of plugins."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.resources import bundled
 from llmsuite.cli.main import main
-from llmsuite.plugins.manager import ALLOW_LIST, Registry
+from llmsuite.contract.registry import ALLOW_LIST, BUNDLED_PLUGINS, NO_PLUGINS, Registry
+from llmsuite.contract.schema.keys import walk
 from llmsuite.recipe.load import recipe_type
-from llmsuite.resources import bundled
-from llmsuite.schema.keys import walk
 from tests.conftest import STAGE_PLUGIN, STAGES, PluginSite
 
 Run = Callable[..., tuple[int, str, str]]
 
 COMMAND_PLUGIN = """
 import llmsuite
-from llmsuite.plugins.hookspecs import Command
+from llmsuite.contract.hookspecs import Command
 
 def add_arguments(parser):
     parser.add_argument("who", type=str)
@@ -122,6 +122,7 @@ def test_plugins_list_and_info(run: Run, registry: Registry) -> None:
     assert [line.split("  ")[:3] for line in out.splitlines() if not line.startswith(" ")] == [
         ["builtin", "llmsuite (built in)", "ok"],
         ["commands", "llmsuite (built in)", "ok"],
+        *([name, "llmsuite (bundled)", "ok"] for name in BUNDLED_PLUGINS),
     ]
     assert max(map(len, out.splitlines())) <= 100
     assert f"ok  {len(registry.stages)} stages, {len(registry.models)} models, " in out
@@ -134,8 +135,9 @@ def test_plugins_list_and_info(run: Run, registry: Registry) -> None:
     assert f"provides      {stages}, {models}, device cpu" in out
     assert "llmsuite_register_stages" in out
     assert out.endswith("status        ok\n")
-    assert run("plugins", "info", "x") == (2, "", "no plugin is called 'x'; there are: builtin, commands\n")
-    assert run("plugins", "info") == (2, "", "plugins info: name one of builtin, commands\n")
+    names = ", ".join(["builtin", "commands", *BUNDLED_PLUGINS])
+    assert run("plugins", "info", "x") == (2, "", f"no plugin is called 'x'; there are: {names}\n")
+    assert run("plugins", "info") == (2, "", f"plugins info: name one of {names}\n")
 
 
 def test_third_party_stage(run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path]) -> None:
@@ -146,22 +148,22 @@ def test_third_party_stage(run_with_plugins: Run, site: PluginSite, write_recipe
     assert "third_party  third-party 1.0  ok  stage spin\n" in run_with_plugins("plugins", "list")[1]
     assert run_with_plugins("validate", path)[0] == 0
     assert "spin.beta" in run_with_plugins("list", "keys", "--stage", "spin")[1]
-    assert len(json.loads(run_with_plugins("schema")[1])["anyOf"]) >= 2
+    assert len(json.loads(run_with_plugins("schema", "--stage", "spin")[1])["anyOf"]) >= 2
 
 
 def test_no_plugins(
     run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     site.install("third-party")
-    monkeypatch.setenv(ALLOW_LIST, "third_party")  # restored after the test: the option sets it for child processes
+    monkeypatch.setenv(ALLOW_LIST, "third_party")
     path = str(write_recipe({"stage": "spin"}))
     assert run_with_plugins("validate", path)[0] == 0
     for words in (["--no-plugins", "validate", path], ["validate", path, "--no-plugins"]):
-        monkeypatch.setenv(ALLOW_LIST, "third_party")
+        monkeypatch.delenv(NO_PLUGINS, raising=False)
         code, out, err = run_with_plugins(*words)
         assert (code, out) == (2, "")
         registered = ", ".join(STAGES)
-        assert f"stage: no stage is called 'spin'; registered: {registered}. {ALLOW_LIST} allows no plugins" in err
+        assert f"stage: no stage is called 'spin'; registered: {registered}. --no-plugins leaves out all plugins" in err
 
 
 def test_broken_plugin(run_with_plugins: Run, site: PluginSite, write_recipe: Callable[..., Path]) -> None:
@@ -174,7 +176,7 @@ def test_broken_plugin(run_with_plugins: Run, site: PluginSite, write_recipe: Ca
     assert run_with_plugins("validate", str(write_recipe()))[0] == 0
     code, _, err = run_with_plugins("validate", str(write_recipe({"stage": "spin"})))
     assert code == 2
-    assert "Plugins that failed to load may bring it: broken_package (RuntimeError: no licence)" in err
+    assert "It may be in a plugin that failed to load: broken_package (RuntimeError: no licence)" in err
 
 
 def test_two_plugins_of_one_name(run_with_plugins: Run, site: PluginSite) -> None:

@@ -14,11 +14,11 @@ import jsonschema
 import pytest
 
 from llmsuite import __version__
+from llmsuite.base.resources import bundled
 from llmsuite.cli.main import main, split_overrides
-from llmsuite.plugins.manager import ALLOW_LIST, Registry
+from llmsuite.contract.registry import ALLOW_LIST, Registry
+from llmsuite.contract.schema.section import as_plain
 from llmsuite.recipe.load import REMOVE
-from llmsuite.resources import bundled
-from llmsuite.schema.section import as_plain
 from tests.conftest import STAGES, position
 
 Run = Callable[..., tuple[int, str, str]]
@@ -73,7 +73,7 @@ def test_validate(run: Run, write_recipe: Callable[..., Path]) -> None:
     assert (code, err) == (0, "")
     assert out == (
         f"{path}: ok (dpo, llama, pp1 dp2 sharding1 tp1 on cpu; "
-        "8 samples a step = 2 x 2 micro-batches x 2 data ranks)\n"
+        "8 samples per step = 2 x 2 micro-batches x 2 data ranks)\n"
     )
     _, out, _ = run("validate", path, "--device=gpu")
     note = "  note: data.train: data/preference/train.jsonl is a sample of 85 kB; name your own data, or hf:ORG/NAME"
@@ -101,7 +101,7 @@ def test_validate_notes_a_warm_up_without_an_end(run: Run, write_recipe: Callabl
     steps = {"train.max_steps": 20, "train.warmup_ratio": 0.0}
     for warm, many in ((20, 1), (19, 0)):
         _, out, _ = run("validate", write_recipe({**steps, "train.warmup_steps": warm}))
-        note = "  note: train.warmup_steps: is 20, and train.max_steps 20, so that the learning rate rises to the end"
+        note = "  note: train.warmup_steps: is 20, and train.max_steps 20, so the learning rate rises to the end"
         assert out.splitlines()[1:] == [note] * many
 
 
@@ -120,17 +120,18 @@ def test_validate_notes_a_directory_with_rows_to_evaluate_on(
         assert code == 0
         return out.splitlines()[1:]
 
-    note = f"is read whole, so that the run trains on validation.jsonl.gz and test.jsonl too; name {rows}/train.jsonl"
-    assert notes() == [f"  note: data.train: {rows} {note} there, and {rows}/validation.jsonl.gz in data.eval"]
-    assert notes(f"--data.eval={rows}/test.jsonl") == [f"  note: data.train: {rows} {note} there"]
+    note = f"are read, so the run also trains on validation.jsonl.gz and test.jsonl; name {rows}/train.jsonl"
+    found = f"data.train: all files of {rows} {note} there, and {rows}/validation.jsonl.gz in data.eval"
+    assert notes() == [f"  note: {found}"]
+    assert notes(f"--data.eval={rows}/test.jsonl") == [f"  note: data.train: all files of {rows} {note} there"]
     assert notes(f"--data.train={rows}/train.jsonl") == []
     assert notes(f"--data.train={rows}/train.jsonl", f'--data.mix={{"{rows}": 1.0}}') == [
-        f"  note: data.mix: {rows} {note} there"
+        f"  note: data.mix: all files of {rows} {note} there"
     ]
     (rows / "train.jsonl").rename(rows / "train-00000-of-00002.jsonl")
     (rows / "latest-00001-of-00002.jsonl").write_bytes(row)
     (found,) = notes()
-    assert found.endswith("test.jsonl too; move what is not to train on to another directory")
+    assert found.endswith("test.jsonl; move files that are not training data to another directory")
     for name in ("train-00000-of-00002.jsonl", "latest-00001-of-00002.jsonl"):
         (rows / name).unlink()
     assert notes() == [], "there is nothing else"
@@ -156,9 +157,9 @@ def test_validate_with_overrides(run: Run, write_recipe: Callable[..., Path]) ->
     path = write_recipe()
     for words in (["--train.global_batch_size=4"], ["--train.global_batch_size", "4"]):
         code, out, _ = run("validate", path, *words)
-        assert (code, "; 4 samples a step" in out) == (0, True)
+        assert (code, "; 4 samples per step" in out) == (0, True)
         code, out, _ = run("validate", *words, path)  # where they stand does not matter
-        assert (code, "; 4 samples a step" in out) == (0, True)
+        assert (code, "; 4 samples per step" in out) == (0, True)
     code, out, err = run("validate", path, "--train.max_steps", "-1", "--sed=1")
     assert (code, out) == (2, "")
     assert err.splitlines() == [
@@ -187,7 +188,9 @@ def test_validate_shipped_recipes_from_anywhere(
         (["--smoek", "x"], "--smoek: this command has no such option; did you mean --smoke?"),
     ],
 )
-def test_words_that_are_neither(run: Run, write_recipe: Callable[..., Path], words: list[str], message: str) -> None:
+def test_words_that_are_neither_options_nor_overrides(
+    run: Run, write_recipe: Callable[..., Path], words: list[str], message: str
+) -> None:
     assert run("validate", write_recipe(), *words) == (2, "", f"{message}\n")
 
 
@@ -202,10 +205,10 @@ def test_commands_without_recipe_take_no_overrides(run: Run) -> None:
     for words in (["list", "stages", "--seed=1"], ["schema", "--seed", "1"], ["plugins", "list", "-x"], ["list", "x"]):
         code, out, err = run(*words)
         assert (code, out) == (2, "")
-        assert err.splitlines()[0].endswith("--help tells more")
+        assert err.splitlines()[0].endswith("--help")
 
 
-def test_show(run: Run, write_recipe: Callable[..., Path]) -> None:
+def test_show_names_the_origin_of_each_value(run: Run, write_recipe: Callable[..., Path]) -> None:
     path = write_recipe({"model.config": {"rope_theta": 5}, "launch.num_devices": 2})
     words = ["--seed=7", '--checkpoint={"keep_last": 3}', "--model.config.num_hidden_layers=4"]
     code, out, err = run("show", path, *words)
@@ -241,7 +244,7 @@ def test_show_json(run: Run, write_recipe: Callable[..., Path], plan: Callable[.
     assert json.loads(out) == as_plain(plan(None, "--seed=7").recipe)
 
 
-def test_schema(run: Run, write_recipe: Callable[..., Path]) -> None:
+def test_schema_accepts_a_recipe(run: Run, write_recipe: Callable[..., Path]) -> None:
     for words in (["schema"], ["schema", "--stage", "dpo"]):
         code, out, _ = run(*words)
         assert code == 0
@@ -266,8 +269,8 @@ def test_run_stops_before_anything_starts(run: Run, write_recipe: Callable[..., 
 def test_where_to_listen_is_looked_at_before_the_model(run: Run) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        told = f"--host 127.0.0.1 --port {port}: cannot listen there: Address already in use\n"
-        assert run("serve", "no-model", "--port", port) == (2, "", told)
+        expected = f"--host 127.0.0.1 --port {port}: cannot listen there: Address already in use\n"
+        assert run("serve", "no-model", "--port", port) == (2, "", expected)
     assert "cannot listen there: Name or service" in run("serve", "x", "--host", "no-such-host.invalid", "--port", 0)[2]
     for host in ("::", "localhost"):
         assert "no-model" in run("serve", "no-model", "--host", host, "--port", 0)[2]
@@ -280,8 +283,8 @@ def test_no_code_of_a_package_runs_when_a_file_in_it_is_imported(
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "__init__.py").write_text("raise RuntimeError\n")
     monkeypatch.syspath_prepend(tmp_path)
-    told = f"package:{name}: no Python package {name!r} is installed\n"
-    assert run("import", f"package:{name}", "-o", tmp_path / "model") == (2, "", told)
+    expected = f"package:{name}: no Python package {name!r} is installed\n"
+    assert run("import", f"package:{name}", "-o", tmp_path / "model") == (2, "", expected)
     assert run("import", "package:broken", "-o", tmp_path / "model")[2].endswith("ships 0 .gguf files; one is needed\n")
 
 
@@ -296,11 +299,11 @@ def test_no_code_of_a_package_runs_when_a_file_in_it_is_imported(
 )
 def test_files_are_looked_for_before_the_model(words: tuple[str, ...], option: str, run: Run, tmp_path: Path) -> None:
     missing = tmp_path / "none.jsonl"
-    assert run(*words, missing) == (2, "", f"{option}: {missing} is not here (working directory: {Path.cwd()})\n")
+    assert run(*words, missing) == (2, "", f"{option}: {missing} does not exist (working directory: {Path.cwd()})\n")
     results = tmp_path / "none" / "results.json"
     missing.write_text("")
-    told = f"--output: {results.parent} is no directory\n"
-    assert run(*words, missing, "--output", results) == (2, "", told)
+    expected = f"--output: {results.parent} is no directory\n"
+    assert run(*words, missing, "--output", results) == (2, "", expected)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +313,10 @@ def test_files_are_looked_for_before_the_model(words: tuple[str, ...], option: s
             ("generate", "--prompt", "Hi", "--num_beams=2", "--presence_penalty=1"),
             "--num_beams: beam search has no penalty but --length_penalty; leave out --presence_penalty",
         ),
-        (("generate", "--prompt", "Hi", "--length_penalty=2"), "--length_penalty: is of beam search; add --num_beams"),
+        (
+            ("generate", "--prompt", "Hi", "--length_penalty=2"),
+            "--length_penalty: belongs to beam search; add --num_beams",
+        ),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, tuple) else "",
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 LIGHT = """
 import sys
@@ -37,7 +37,8 @@ def llmsuite(*words: str, cwd: Path, **changes: str) -> subprocess.CompletedProc
 
 
 def test_looking_needs_no_paddle(write_recipe: Callable[..., Path], tmp_path: Path) -> None:
-    good, bad = write_recipe(), write_recipe({"seed": -1}, name="bad.json")
+    good = write_recipe()
+    bad = write_recipe({"seed": -1}, name="bad.json")
     expected = {
         "--help": 0,
         "--version": 0,
@@ -92,8 +93,8 @@ def test_words_that_are_no_utf8(write_recipe: Callable[..., Path], tmp_path: Pat
 
 
 @pytest.mark.parametrize("words", [["list", "stages"], ["list", "keys"], ["schema"], ["--help"]])
-def test_reader_that_goes_away(words: list[str]) -> None:
-    """As with `llmsuite list keys | head -1`: no traceback, no noise."""
+def test_a_closed_pipe_is_no_error(words: list[str]) -> None:
+    """`llmsuite list keys | head -1` gives no traceback and no other output."""
     environment = {k: v for k, v in ENVIRONMENT.items() if k != "PYTHONUNBUFFERED"}
     process = subprocess.Popen(
         [sys.executable, "-m", "llmsuite", *words], env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -120,11 +121,12 @@ class Finder:
 from llmsuite.__main__ import main
 sys.meta_path.insert(0, Finder())
 code = main()
-assert Finder.left <= 0, "there are not so many imports"
+assert Finder.left <= 0, "there are fewer imports"
 sys.exit(code)
 """
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("number", [1, 10, 100, 300, 600, 1000, 1500])
 def test_ctrl_c_while_it_imports(number: int, tmp_path: Path) -> None:
     """In front of the import with this number, until some way into Paddle."""
@@ -152,9 +154,10 @@ CONVERTED = INTERRUPTED.replace(
 )
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("number", [10, 300, 1000, 1500])
 def test_ctrl_c_that_an_import_makes_another_error_of(number: int, tmp_path: Path) -> None:
-    """As the initialisation of a C++ module does, such as that of Paddle."""
+    """The initialisation of a C++ module such as Paddle does so."""
     words = ["run", "recipes/llama/sft.json", "--smoke", "--launch.num_devices=1", "--parallel={}"]
     done = subprocess.run(
         [sys.executable, "-c", CONVERTED.format(number=number), *words, "--train.max_steps=1"],
@@ -188,16 +191,16 @@ time.sleep(100)
 def test_ctrl_c_that_an_import_forgets(tmp_path: Path) -> None:
     """Modules that Cython made ask for `backports_abc` when they are imported, and clear any error of that."""
     (tmp_path / "late.py").write_text(FORGETS)
-    begun = time.monotonic()
+    start = time.monotonic()
     done = llmsuite("--plugin", "late.py", "list", "stages", cwd=tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (130, "forgotten\n", "")
-    assert time.monotonic() - begun < 90
+    assert time.monotonic() - start < 90
 
 
 def test_ctrl_c_is_not_repeated_to_what_cleans_up(tmp_path: Path) -> None:
     words = """
-from llmsuite.__main__ import _insist
-_insist()
+from llmsuite.__main__ import _install_interrupt_handler
+_install_interrupt_handler()
 try:
     import late
 except KeyboardInterrupt:
@@ -215,14 +218,15 @@ except KeyboardInterrupt:
     assert (found.returncode, found.stdout, found.stderr) == (0, "cleaned\ncleaned\n", "")
 
 
+@pytest.mark.further
 @pytest.mark.parametrize("moment", ["atexit.register(late)", "threading._register_atexit(late)", "object = Late()"])
 def test_ctrl_c_while_python_ends(moment: str, tmp_path: Path) -> None:
-    """What a command was asked for is done, and its exit code says so."""
+    """The work of the command is done, and its exit code says so."""
     late = """
 import atexit, os, signal, sys, threading
 def late(): os.kill(os.getpid(), signal.SIGINT)
 class Late:
-    kill, pid, number = os.kill, os.getpid(), signal.SIGINT  # a module may be gone by then
+    kill, pid, number = os.kill, os.getpid(), signal.SIGINT  # a module may be deleted by then
     def __del__(self): self.kill(self.pid, self.number)
 """
     program = f"{late}{moment}\nfrom llmsuite.__main__ import main\nsys.exit(main())"
@@ -233,7 +237,7 @@ class Late:
 
 
 def test_ctrl_c_within_code_that_is_text(tmp_path: Path) -> None:
-    """As dataclasses and named tuples make theirs while they are imported: CPython remembers it as unhandled."""
+    """Dataclasses and named tuples are made from text on import: CPython remembers the interrupt as unhandled."""
     (tmp_path / "late.py").write_text("exec('raise KeyboardInterrupt')\n")
     done = llmsuite("--plugin", "late.py", "list", "stages", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (130, "")

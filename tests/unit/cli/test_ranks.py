@@ -1,4 +1,4 @@
-"""How many ranks a command line asks for."""
+"""The number of ranks of a command line."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.ranks import launch_ranks, settle_degrees
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import UserError
-from llmsuite.schema.degrees import Degrees
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,9 @@ from llmsuite.schema.degrees import Degrees
         (1, 2, 2, (2, 2)),
     ],
 )
-def test_what_is_left_open_follows(num_devices: int, tp: int | None, pp: int, expected: tuple[int, int]) -> None:
+def test_degrees_that_are_not_given_follow_from_the_others(
+    num_devices: int, tp: int | None, pp: int, expected: tuple[int, int]
+) -> None:
     args = types.SimpleNamespace(num_devices=num_devices, tensor_parallel_degree=tp, pipeline_parallel_degree=pp)
     for _ in range(2):  # a rank has the same command line
         assert settle_degrees(args) == Degrees(expected[0], 1, 1, expected[1])
@@ -41,7 +43,7 @@ def test_contradictions_are_refused(num_devices: int, tp: int | None, pp: int) -
         settle_degrees(args)
 
 
-def test_logs_that_are_gone_are_not_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_deleted_logs_are_not_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def launch(command: Any, count: int, logs: Path, environment: Any, write: Callable[[str], None]) -> int:
         write(f"too many heads\nrank 1 ended with exit code 2; its log: {logs}/workerlog.1\n")
         return 2

@@ -1,4 +1,4 @@
-"""What `llmsuite run` sets before Paddle is imported, and what it records of an end."""
+"""Settings of `llmsuite run` before Paddle is imported, and its records of the end of a run."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
+from llmsuite.base.errors import Problem
+from llmsuite.base.locks import lock_directory
 from llmsuite.cli import run as run_command
 from llmsuite.cli.main import main
+from llmsuite.contract.registry import Registry
 from llmsuite.devices import start
 from llmsuite.devices.gpu import GpuBackend
-from llmsuite.errors import Problem
 from llmsuite.launch.ends import INTERRUPTED, REFUSED
 from llmsuite.launch.hang import STALLED
-from llmsuite.locks import lock_directory
 from llmsuite.observe.events import add_event, read_events
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan
 
 FLAGS = GpuBackend.deterministic_flags
@@ -33,7 +33,7 @@ class Started(Exception):
     [
         ("false", False, {"FLAGS_cudnn_deterministic": "0", "FLAGS_embedding_deterministic": None}),
         ("true", False, FLAGS),
-        ("true", True, FLAGS),  # whoever has started the rank
+        ("true", True, FLAGS),  # also where another launcher has started the rank
     ],
 )
 def test_deterministic_kernels_are_chosen_before_paddle_reads_its_flags(
@@ -71,7 +71,7 @@ def test_a_device_that_cannot_repeat_itself_is_refused(
         assert plan({"device": device, "engine.deterministic": True}).recipe.engine.deterministic
     (found,) = problems({"device": "xpu", "engine.deterministic": True})
     assert found.key == "engine.deterministic"
-    assert found.message == "nothing makes the sums of xpu repeat themselves to the last bit; set it to false"
+    assert found.message == "xpu cannot be made deterministic to the last bit; set it to false"
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_device_that_cannot_repeat_itself_is_refused(
         ([], ["started"], REFUSED, ["failed"]),
         ([], ["started", "failed"], 1, []),
         ([], ["started", "ended"], 1, ["failed"]),
-        ([], ["started"], INTERRUPTED, ["stopped"]),  # a second signal ends it at once
+        ([], ["started"], INTERRUPTED, ["stopped"]),  # a second signal ends it immediately
         ([], ["started", "saved"], INTERRUPTED, ["stopped"]),
         ([], ["started", "stopped"], INTERRUPTED, []),
         ([], ["started", "ended"], INTERRUPTED, []),
@@ -106,7 +106,8 @@ def test_an_end_is_noted_of_an_attempt_that_began(
 ) -> None:
     for name in [*before, *during]:
         add_event(tmp_path, name)
-    run_command._note_end(tmp_path, code, len(before), has_rank_0=True)
+    is_ended = [*during][-1:] == ["ended"] and code == INTERRUPTED
+    assert run_command._note_end(tmp_path, code, len(before), has_rank_0=True) == (0 if is_ended else code)
     assert [event["event"] for event in read_events(tmp_path)] == [*before, *during, *noted]
 
 
@@ -127,7 +128,7 @@ def test_the_run_of_another_process_is_not_called_failed(tmp_path: Path) -> None
 def test_a_run_for_one_machine_is_not_started_on_several(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def said_by(words: list[str]) -> str:
+    def error_of(words: list[str]) -> str:
         assert main(words) == 2
         return capsys.readouterr().err
 
@@ -135,8 +136,8 @@ def test_a_run_for_one_machine_is_not_started_on_several(
     srun = {"SLURM_STEP_NUM_NODES": "2", "SLURM_NODEID": "1", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}
     for name, value in srun.items():
         monkeypatch.setenv(name, value)
-    told = "is 1, and Slurm has started this on 2 machines; set --launch.nnodes=2, or say --launch.node_rank=0"
-    assert told in said_by(words)
-    assert "nowhere.jsonl is not a file" in said_by([*words, "--launch.node_rank=0"]), "it goes on to the next check"
+    error = "is 1, and Slurm has started this on 2 machines; set --launch.nnodes=2, or set --launch.node_rank=0"
+    assert error in error_of(words)
+    assert "nowhere.jsonl is not a file" in error_of([*words, "--launch.node_rank=0"]), "the next check runs"
     monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "4(x2)")
-    assert "has started 4 processes on this machine; start one" in said_by(words)
+    assert "has started 4 processes on this machine; start one" in error_of(words)

@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from llmsuite.data.conversations import BUILTIN
+from llmsuite.base.errors import UserError
+from llmsuite.data.conversation_formats import BUILTIN
 from llmsuite.data.documents import read_documents
-from llmsuite.data.kinds import _needed
 from llmsuite.data.read import raw_rows
-from llmsuite.errors import UserError
+from llmsuite.data.row_kinds import _needed
 
 MANY = 50_000
 
@@ -30,7 +30,7 @@ def rows_of(path: Path) -> list[Any]:
     return [row for _, row, _ in raw_rows(path)]
 
 
-def test_a_text_that_is_named_often_is_not_made_often(tmp_path: Path) -> None:
+def test_a_repeated_dictionary_value_counts_each_time(tmp_path: Path) -> None:
     text = pa.DictionaryArray.from_arrays(pa.array([0] * 1024, "int32"), pa.array(["x" * (8 << 20)]))
     path = write(tmp_path / "a.parquet", {"text": text}, compression="zstd")
     assert path.stat().st_size < 10_000
@@ -45,7 +45,7 @@ def test_a_text_that_is_named_often_is_not_made_often(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nested", [False, True])
-def test_one_row_has_the_limit_of_a_line(tmp_path: Path, nested: bool) -> None:
+def test_a_row_has_the_size_limit_of_a_line(tmp_path: Path, nested: bool) -> None:
     numbers = pa.array([0] * 100, "int32")
     texts: Any = pa.DictionaryArray.from_arrays(numbers, pa.array(["x" * (1 << 20)])).cast("string")
     if nested:
@@ -82,9 +82,9 @@ def test_every_kind_of_column_is_read_as_before(tmp_path: Path) -> None:
     assert rows_of(path) == pyarrow.parquet.read_table(path).to_pylist()
 
 
-def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
+def test_invalid_utf8_is_refused(tmp_path: Path) -> None:
     broken = pa.array([b"a", b"\xff\xfe"]).view("string")
-    with pytest.raises(UserError, match=r"a\.parquet: row 1 or one behind it cannot be read"):
+    with pytest.raises(UserError, match=r"a\.parquet: row 1 or a later one cannot be read"):
         rows_of(write(tmp_path / "a.parquet", {"text": broken}))
 
 

@@ -13,11 +13,11 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import Registry
 from llmsuite.data import compressed
 from llmsuite.data.read import read_rows
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
-from tests.unit.stages.test_sft_samples import make_stage
+from tests.support.sft_case import make_stage
 
 GOOD = {"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]}
 LINE = json.dumps(GOOD).encode()
@@ -87,7 +87,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         "'messages[1].content' is an integer, not text",
     ),
     "weight of another type": (said({**ANSWER, "weight": "1"}), "'messages[1].weight' is '1'; 0 or 1 is needed"),
-    "a user to learn": (messages({**USER, "weight": 1}, ANSWER), "said by 'user'; only the assistant's turns"),
+    "a user to learn": (messages({**USER, "weight": 1}, ANSWER), "is of 'user'; only the assistant's turns"),
     "call without name": (said({**ANSWER, "tool_calls": [{}]}), "has a call without a name"),
     "broken arguments": (
         said({**ANSWER, "tool_calls": [{"name": "add", "arguments": "{"}]}),
@@ -104,12 +104,12 @@ BROKEN: dict[str, tuple[bytes, str]] = {
 def refusal(path: Path, on_bad_row: str = "error") -> str:
     stage = make_stage(on_bad_row=on_bad_row)
     with pytest.raises(UserError) as caught:
-        stage.read(path)
+        stage.reader.read(path)
     return str(caught.value)
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_broken_row(name: str, tmp_path: Path) -> None:
+def test_a_broken_row_is_refused_by_place(name: str, tmp_path: Path) -> None:
     content, reason = BROKEN[name]
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
@@ -117,22 +117,22 @@ def test_a_broken_row(name: str, tmp_path: Path) -> None:
     assert message.startswith(f"{path}:2: ")
     assert reason in message
 
-    told: list[str] = []
-    assert len(make_stage(report=told.append, on_bad_row="skip").read(path)) == 2
-    assert told[0].startswith(f"{path}: 2 of 3 rows are used; dropped: 1 that cannot be read: ")
-    assert told[0].endswith(f" (1, first at {path}:2)")
+    reports: list[str] = []
+    assert len(make_stage(report=reports.append, on_bad_row="skip").reader.read(path)) == 2
+    assert reports[0].startswith(f"{path}: 2 of 3 rows are used; dropped: 1 that cannot be read: ")
+    assert reports[0].endswith(f" (1, first at {path}:2)")
 
 
-def test_all_of_them_in_one_file(tmp_path: Path) -> None:
+def test_broken_rows_of_all_kinds_are_counted(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(LINE + b"\n" + b"".join(content.splitlines()[1] + b"\n" for content, _ in BROKEN.values()))
-    told: list[str] = []
-    assert len(make_stage(report=told.append, on_bad_row="skip").read(path)) == 1
-    assert told[0].startswith(f"{path}: 1 of {len(BROKEN) + 1} rows are used; dropped: {len(BROKEN)} that cannot be")
-    assert "is not UTF-8 (3, first at" in told[0], told
+    reports: list[str] = []
+    assert len(make_stage(report=reports.append, on_bad_row="skip").reader.read(path)) == 1
+    assert reports[0].startswith(f"{path}: 1 of {len(BROKEN) + 1} rows are used; dropped: {len(BROKEN)} that cannot be")
+    assert "is not UTF-8 (3, first at" in reports[0], reports
 
 
-def test_when_no_row_is_left(tmp_path: Path) -> None:
+def test_a_file_without_usable_rows_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"{\n[\n")
     assert refusal(path, "skip").startswith(f"{path}: has no rows: 2 that cannot be read: is not a JSON line (2, first")
@@ -160,13 +160,13 @@ FILES: dict[str, tuple[str, bytes, str]] = {
     "empty": ("a.jsonl", b"", "has no rows"),
     "blank": ("a.jsonl", b"\n\n \n", "has no rows"),
     "half a list": ("a.json", b"[%b,\n%b" % (LINE, LINE[:-5]), ":2: is not JSON: "),
-    "list without end": ("a.json", b"[%b,\n%b\n" % (LINE, LINE), ":3: is not JSON: ',' or ']' is missing behind row 2"),
+    "list without end": ("a.json", b"[%b,\n%b\n" % (LINE, LINE), ":3: is not JSON: ',' or ']' is missing after row 2"),
     "rows of one line": (
         "a.json",
         b"%b %b" % (LINE, LINE),
-        ":1: is not JSON: there is more behind it; one row a line is called",
+        ":1: is not JSON: there is more after it; a file with one row per line is called",
     ),
-    "list as lines": ("a.jsonl", b"[\n%b,\n%b\n]" % (LINE, LINE), ":1: begins a list of rows over several lines; its"),
+    "list as lines": ("a.jsonl", b"[\n%b,\n%b\n]" % (LINE, LINE), ":1: begins a list of rows over several lines; give"),
     "an object": ("a.json", LINE, "is a dict, not a list of rows"),
     "bad utf-8 in a list": ("a.json", b"[%b,\n\xff]" % LINE, ":2: is not UTF-8"),
     "another shape": ("a.jsonl", b'{"question": 1}\n', ":1: keys ['question'] fit no format with conversation rows"),
@@ -175,8 +175,10 @@ FILES: dict[str, tuple[str, bytes, str]] = {
 
 @pytest.mark.parametrize("on_bad_row", ["error", "skip"])
 @pytest.mark.parametrize("name", FILES)
-def test_a_broken_file(name: str, on_bad_row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "_ALWAYS_FINE", 1 << 20)
+def test_a_broken_file_is_refused_by_name(
+    name: str, on_bad_row: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compressed, "_MIN_BUDGET_BYTES", 1 << 20)
     file, content, reason = FILES[name]
     (tmp_path / file).write_bytes(content)
     message = refusal(tmp_path / file, on_bad_row)
@@ -184,22 +186,22 @@ def test_a_broken_file(name: str, on_bad_row: str, tmp_path: Path, monkeypatch: 
     assert reason in message
 
 
-def test_a_line_that_never_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compressed, "MOST_LINE", 1 << 20)
+def test_a_line_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compressed, "MAX_LINE_BYTES", 1 << 20)
     path = tmp_path / "rows.jsonl"
     path.write_bytes(second(b" " * (1 << 20)))
     assert refusal(path) == f"{path}:2: is longer than 1 MiB, so it is no row of data"
 
 
-def test_a_long_line_is_a_long_row(tmp_path: Path) -> None:
+def test_a_long_line_is_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(second(LINE.replace(b"Hello.", b"word " * 200_000)))
-    told: list[str] = []
-    assert len(make_stage(report=told.append).read(path)) == 2
-    assert "2 of 3 rows are used; dropped: 1 longer than data.max_length 512" in told[0]
+    reports: list[str] = []
+    assert len(make_stage(report=reports.append).reader.read(path)) == 2
+    assert "2 of 3 rows are used; dropped: 1 longer than data.max_length 512" in reports[0]
 
 
-def test_what_only_looks_broken(tmp_path: Path, registry: Registry) -> None:
+def test_rows_that_only_look_broken_are_read(tmp_path: Path, registry: Registry) -> None:
     for name, content in {
         "a.jsonl": b"\xef\xbb\xbf" + second(LINE),
         "b.jsonl": second(LINE).replace(b"\n", b"\r\n\r\n"),
@@ -236,7 +238,7 @@ def test_every_row_of_a_list_has_its_line(tmp_path: Path, registry: Registry) ->
         ("{{ raise_exception('no') }}", "refuses the turns"),
         (
             "{% for m in messages %}{{ m.role }}{{ eos_token }}{% endfor %}",
-            "leaves out a part of what messages[1] says",
+            "leaves out a part of the content of messages[1]",
         ),
     ],
 )
@@ -244,8 +246,8 @@ def test_a_template_that_does_not_fit_is_refused_with_the_line(template: str, re
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b"\n" + json.dumps({"messages": [USER, ANSWER, USER, ANSWER]}).encode())
     with pytest.raises(UserError) as caught:
-        make_stage(template=template).read(path)
+        make_stage(template=template).reader.read(path)
     assert str(caught.value).startswith(f"{path}:2: chat template of a stranger ")
     assert reason in str(caught.value)
     with pytest.raises(UserError, match=r"none of its 1 rows can train anything: 1 that cannot be read: chat template"):
-        make_stage(template=template, on_bad_row="skip").read(path)
+        make_stage(template=template, on_bad_row="skip").reader.read(path)

@@ -9,7 +9,7 @@ import pytest
 
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
 from llmsuite.data.rows import Message
-from llmsuite.data.turns import turn_at
+from llmsuite.data.turns import parse_message
 
 ARGUMENTS = {"city": "Rome", "days": 2}
 AS_TEXT = '{"city":"Rome",  "days":2}'
@@ -51,30 +51,30 @@ def talk(content: str | None, arguments: Any) -> list[Message]:
         {"role": "user", "content": "Rome?"},
         {"role": "assistant", "content": content, "tool_calls": [call]},
     ]
-    return [turn_at(turn, f"messages[{number}]") for number, turn in enumerate(turns)]
+    return [parse_message(turn, f"messages[{number}]") for number, turn in enumerate(turns)]
 
 
 @pytest.mark.parametrize("content", [None, ""])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_each_template_gets_the_form_that_it_takes(name: str, content: str | None) -> None:
+def test_each_template_gets_a_form_that_it_accepts(name: str, content: str | None) -> None:
     template = ChatTemplate(TEMPLATES[name], {}, name)
     for arguments, wanted in zip((AS_TEXT, ARGUMENTS), WANTED[name], strict=True):
         assert template.render(talk(content, arguments)) == f"[user]Rome?[assistant]<weather>{wanted}"
 
 
-def test_what_is_said_beside_a_call_is_kept() -> None:
+def test_content_next_to_a_call_is_kept() -> None:
     template = ChatTemplate(TEMPLATES["text"], {}, "text")
     assert "I look.<weather>```json" in template.render(talk("I look.", ARGUMENTS))
 
 
-def test_a_template_that_takes_no_form_says_why() -> None:
+def test_a_template_that_accepts_no_form_has_its_own_error() -> None:
     refuses = "{% if messages[-1].tool_calls %}{{ raise_exception('no tools here') }}{% endif %}x"
     with pytest.raises(Exception, match="no tools here"):
         ChatTemplate(refuses, {}, "refusing").render(talk(None, ARGUMENTS))
 
 
 @pytest.mark.parametrize("content", [None, ""])
-def test_the_built_in_one_writes_no_null(content: str | None) -> None:
+def test_the_builtin_template_writes_no_null(content: str | None) -> None:
     text = ChatTemplate(BUILTIN["chatml"], {}, "chatml").render(talk(content, json.dumps(ARGUMENTS)))
     assert "None" not in text
     assert '{"name": "weather", "arguments": {"city": "Rome", "days": 2}}' in text

@@ -1,4 +1,4 @@
-"""Chat templates: what they render, and that those of strangers can do nothing else."""
+"""Chat templates: rendered texts, and limits of untrusted templates."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.data import chat_template
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
-from llmsuite.data.rows import Conversation, Message, answered
-from llmsuite.data.turns import turn_at
-from llmsuite.errors import UserError
-from llmsuite.schema.recipe import DataSection
-from tests.paths import DATA
+from llmsuite.data.rows import Conversation, Message, with_answer
+from llmsuite.data.turns import parse_message
+from tests.support.paths import DATA
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 ASK = [Message("system", " Be brief. "), Message("user", "Hi?")]
 
 
 def named(role: str, text: str, name: str) -> Message:
-    return turn_at({"role": role, "content": text, "name": name}, "turn")
+    return parse_message({"role": role, "content": text, "name": name}, "turn")
 
 
 def built_in(name: str) -> ChatTemplate:
@@ -54,22 +54,22 @@ def template(source: str) -> ChatTemplate:
         ("plain", " Be brief. \nHi?\n", "Hello.</s>"),
     ],
 )
-def test_the_built_in_ones(name: str, prompt: str, answer: str) -> None:
+def test_builtin_templates_render_as_expected(name: str, prompt: str, answer: str) -> None:
     assert built_in(name).render(ASK, add_generation_prompt=True) == prompt
     assert built_in(name).render([*ASK, Message("assistant", "Hello.")]) == prompt + answer
-    assert built_in(name).split(answered(ASK, Message("assistant", "Hello."))) == (prompt, prompt + answer)
+    assert built_in(name).split(with_answer(ASK, Message("assistant", "Hello."))) == (prompt, prompt + answer)
 
 
 @given(name=st.sampled_from(sorted(BUILTIN)), texts=st.lists(st.text(), min_size=1, max_size=4), answer=st.text())
-def test_split_cuts_the_whole_conversation(name: str, texts: list[str], answer: str) -> None:
+def test_split_cuts_the_full_conversation(name: str, texts: list[str], answer: str) -> None:
     roles = ["user", "assistant"] * 2
     prompt = [Message(role, text) for role, text in zip(roles, texts)]
-    before, whole = built_in(name).split(answered(prompt, Message("assistant", answer)))
+    before, whole = built_in(name).split(with_answer(prompt, Message("assistant", answer)))
     assert before == built_in(name).render(prompt, add_generation_prompt=True)
     assert whole == built_in(name).render([*prompt, Message("assistant", answer)])
 
 
-def test_the_schema_names_the_built_in_ones() -> None:
+def test_the_schema_names_the_builtin_templates() -> None:
     choices = typing.get_args(typing.get_type_hints(DataSection)["chat_template"])
     assert set(choices) == {*BUILTIN, "tokenizer"}
     assert len(choices) == len(BUILTIN) + 1
@@ -125,7 +125,7 @@ def test_a_template_that_does_more_than_render_is_refused(source: str) -> None:
 
 
 @pytest.mark.parametrize("source", ["{{ ''.__class__ }}", "{{ messages | attr('__class__') }}", "{{ messages._x }}"])
-def test_a_private_attribute_is_nothing(source: str) -> None:
+def test_a_private_attribute_is_undefined(source: str) -> None:
     assert template(source).render(ASK) == ""
 
 
@@ -135,14 +135,14 @@ def test_broken_jinja_is_refused_before_any_row_is_read(source: str) -> None:
         template(source)
 
 
-def test_raise_exception_is_the_reason() -> None:
+def test_raise_exception_is_in_the_message() -> None:
     source = "{% if messages[0].role != 'user' %}{{ raise_exception('user first') }}{% endif %}ok"
     with pytest.raises(UserError, match=r"stranger refuses the turns \(system, user\): user first"):
         template(source).render(ASK)
     assert template(source).render(ASK[1:]) == "ok"
 
 
-def test_what_templates_of_the_hub_use() -> None:
+def test_features_of_hub_templates_work() -> None:
     source = (
         "{%- set ns = namespace(n=0) -%}\n"
         "{% for m in messages %}\n"
@@ -187,7 +187,7 @@ MARKED = (
 TALK = [Message("user", "Hi?"), Message("assistant", "Hello."), Message("user", "And?"), Message("assistant", "Bye.")]
 
 
-def test_blocks_of_generation_are_what_is_supervised() -> None:
+def test_generation_blocks_are_supervised() -> None:
     before = "<user>Hi?\n<assistant>"
     later = before + "Hello.</s>\n<user>And?\n<assistant>"
     assert template(MARKED).render(TALK[:2]) == before + "Hello.</s>\n"
@@ -211,7 +211,7 @@ PICKY = (
 )
 
 
-def _told(what: Any, *arguments: Any) -> Any:
+def _result_or_error(what: Any, *arguments: Any) -> Any:
     try:
         return what(*arguments)
     except UserError as error:
@@ -219,7 +219,7 @@ def _told(what: Any, *arguments: Any) -> Any:
 
 
 @pytest.mark.parametrize("source", [BLOCKS, PICKY], ids=["marked", "picky"])
-def test_what_is_rendered_ahead_is_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prerendered_texts_are_the_same(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     says = ["Hi?", "no", "Hello.", "x\ud800", ""]
     talks = [
         Conversation(tuple(Message(role, text) for role, text in zip(["user", "assistant"] * 2, texts)), supervised)
@@ -227,16 +227,16 @@ def test_what_is_rendered_ahead_is_the_same(source: str, monkeypatch: pytest.Mon
         for supervised in [(False, True, False, True), (False, False, False, True)]
     ]
     alone = template(source)
-    turns = [_told(alone.supervised_turns, talk) for talk in talks[:300]]
-    splits = [_told(alone.split, talk) for talk in talks[:300]]
-    prompts = [_told(alone.prompt, talk.messages[:3]) for talk in talks[:300]]
+    turns = [_result_or_error(alone.supervised_turns, talk) for talk in talks[:300]]
+    splits = [_result_or_error(alone.split, talk) for talk in talks[:300]]
+    prompts = [_result_or_error(alone.prompt, talk.messages[:3]) for talk in talks[:300]]
     assert {type(found) for found in (*turns, *splits)} == {list, tuple, str}
-    ahead = alone.ahead_of_turns(talks[:300]), alone.ahead_of_splits(talks[:300])
-    of_prompts = alone.ahead_of_prompts((talk.messages[:3], "") for talk in talks[:300])
+    ahead = alone.prerender_turns(talks[:300]), alone.prerender_splits(talks[:300])
+    of_prompts = alone.prerender_prompts((talk.messages[:3], "") for talk in talks[:300])
     monkeypatch.setattr(chat_template, "render", None)  # all is known
-    assert [_told(ahead[0].supervised_turns, talk) for talk in talks[:300]] == turns
-    assert [_told(ahead[1].split, talk) for talk in talks[:300]] == splits
-    assert [_told(of_prompts.prompt, talk.messages[:3]) for talk in talks[:300]] == prompts
+    assert [_result_or_error(ahead[0].supervised_turns, talk) for talk in talks[:300]] == turns
+    assert [_result_or_error(ahead[1].split, talk) for talk in talks[:300]] == splits
+    assert [_result_or_error(of_prompts.prompt, talk.messages[:3]) for talk in talks[:300]] == prompts
 
 
 def test_a_turn_without_a_block_is_not_supervised() -> None:
@@ -249,9 +249,9 @@ def test_a_turn_without_a_block_is_not_supervised() -> None:
     first = Conversation(tuple(TALK), (False, True, False, False))
     with pytest.raises(UserError, match="around no turn of it"):
         template(final).supervised_turns(first)
-    with pytest.raises(UserError, match="a character that marks it"):
+    with pytest.raises(UserError, match="a character that is reserved to mark"):
         template(final).render([Message("user", "a\ufdd0b")])
-    with pytest.raises(UserError, match="a character that marks it"):
+    with pytest.raises(UserError, match="a character that is reserved to mark"):
         template(final).render([named("user", "ab", "\ufdd1")])
     assert template("{{ messages[0].content }}").render([Message("user", "a\ufdd0b")]) == "a\ufdd0b"
 
@@ -265,7 +265,7 @@ def test_names_are_there_where_turns_have_them() -> None:
     )
     assert source.render(turns) == expected
     # what was rendered ahead is that of the same names
-    ahead = source.ahead_of_prompts([(turns, "")])
+    ahead = source.prerender_prompts([(turns, "")])
     other = [named("user", "Hi?", "Bob"), *turns[1:]]
     assert [ahead.render(each, True) for each in (turns, other)] == [expected, expected.replace("Ann", "Bob")]
 
@@ -302,9 +302,9 @@ def test_nothing_is_escaped_as_html_and_no_text_is_run() -> None:
         "{{ messages[-1].content }}",
     ],
 )
-def test_an_answer_that_cannot_be_told_from_its_prompt(source: str) -> None:
+def test_an_answer_that_cannot_be_separated_from_its_prompt(source: str) -> None:
     with pytest.raises(UserError, match=r"renders a prompt differently when an answer follows.*chatml, llama3, plain"):
-        template(source).split(answered(ASK, Message("assistant", "Hello.")))
+        template(source).split(with_answer(ASK, Message("assistant", "Hello.")))
 
 
 def directory(path: Path, config: Any = None, separate: str | None = None) -> Path:
@@ -330,7 +330,7 @@ NAMED = [{"name": "tool_use", "template": "tools"}, {"name": "default", "templat
         (None, "file", "file"),
     ],
 )
-def test_where_the_template_of_a_tokenizer_lies(tmp_path: Path, config: Any, separate: str | None, text: str) -> None:
+def test_template_files_are_found_in_their_order(tmp_path: Path, config: Any, separate: str | None, text: str) -> None:
     found = load_template("tokenizer", directory(tmp_path, config, separate), TOKENS)
     assert found.render(ASK) == text
     # a built-in one goes before what the tokenizer brings
@@ -354,7 +354,7 @@ def test_a_tokenizer_config_that_is_no_object(tmp_path: Path) -> None:
         load_template("tokenizer", directory(tmp_path, []), TOKENS)
 
 
-def test_a_template_that_nobody_knows(tmp_path: Path) -> None:
+def test_an_unknown_template_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"'chatmll': is none of tokenizer, chatml, llama3, .*chat_template\.jinja in "):
         load_template("chatmll", directory(tmp_path, None), TOKENS)
 
@@ -370,7 +370,7 @@ def test_the_embedded_tokenizer_speaks_chatml() -> None:
         assert own.render(ASK, generation) == built_in("chatml").render(ASK, generation)
 
 
-def test_a_template_of_its_own_for_tools(tmp_path: Path) -> None:
+def test_a_separate_template_for_tools_is_used(tmp_path: Path) -> None:
     sources = {
         "tool_use": "\n  {{ tools | length }} tools{% for m in messages %} {{ m.content }}{% endfor %}\n",
         "default": "\nplainly  \n\n",

@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.cli.main import main
-from llmsuite.data.columns import renamed
-from llmsuite.data.conversations import BUILTIN
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.section import as_plain
+from llmsuite.data.columns import rename_columns
+from llmsuite.data.conversation_formats import BUILTIN
 from llmsuite.data.documents import read_documents
 from llmsuite.data.mixture import Mixture
-from llmsuite.data.prompts import alpaca_unpaired
+from llmsuite.data.prompt_formats import alpaca_unpaired
 from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Conversation, Message
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.engine.resume import file_digests, run_digest, training_keys
+from llmsuite.engine.stage import Stage
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.stages.explain import open_stage
-from llmsuite.train.resume import run_digest
-from llmsuite.train.stage import Stage
 from tests.conftest import position
 
 FORMATS = {f.name: f for f in BUILTIN}
@@ -87,13 +88,13 @@ def test_faulty_rows_of_a_table_can_be_left_out(tmp_path: Path) -> None:
 def test_templates_take_names_and_nothing_else() -> None:
     row = {"a": "{b}", "b": 3, "c": None, "d": [1], "e.f": "dot", "": "index", "g": True}
     fields = {"x": "{{{a}}} {b}{c}|{e.f}", "y": "d", "z": ""}
-    assert renamed(row, fields) == {"x": "{{b}} 3|dot", "y": [1], "z": "index"}
+    assert rename_columns(row, fields) == {"x": "{{b}} 3|dot", "y": [1], "z": "index"}
     for source in ("{a.__class__}", "{a!r}", "{a:>9}", "{a[0]}", "A"):
         with pytest.raises(ValueError, match=r"has no column .* which data\.columns\.x takes: it has 'a', 'b'"):
-            renamed(row, {"x": source})
+            rename_columns(row, {"x": source})
     for source in ("{d}", "{g}"):
         with pytest.raises(ValueError, match=r"the template of data\.columns\.x takes texts and numbers"):
-            renamed(row, {"x": source})
+            rename_columns(row, {"x": source})
 
 
 def test_a_missing_column_is_named_with_line_and_columns(tmp_path: Path) -> None:
@@ -109,7 +110,7 @@ def test_a_missing_column_is_named_with_line_and_columns(tmp_path: Path) -> None
         read(path)
 
 
-def test_a_wrong_name_is_said_once(tmp_path: Path) -> None:
+def test_a_wrong_column_is_reported_once(tmp_path: Path) -> None:
     rows = ['{"q": "Hi?", "a": "Hello."}'] * 12
     path = write(tmp_path, "\n".join([*rows, "{", *rows]), "rows.jsonl")
     with pytest.raises(UserError) as caught:
@@ -145,7 +146,8 @@ def test_a_template_is_checked_with_the_recipe(
 def opened(plan: Callable[..., RunPlan], registry: Registry) -> Callable[..., Stage[Any]]:
     def make(stage: str = "sft", **data: Any) -> Stage[Any]:
         keys = {f"data.{key}": value for key, value in data.items()}
-        return open_stage(plan({"stage": stage, "model.tokenizer": "data/tokenizer", **keys}), registry)
+        made = plan({"stage": stage, "model.tokenizer": "data/tokenizer", **keys})
+        return open_stage(made.recipe, made.model, made.parallel, made.train, registry)
 
     return make
 
@@ -154,7 +156,7 @@ def test_columns_train_the_same_as_the_fields(tmp_path: Path, opened: Callable[.
     fields = [{"instruction": "What?", "input": "This.", "output": "That. (7)"}]
     named = write(tmp_path, "\n".join(map(json.dumps, fields)), "rows.jsonl")
     table = write(tmp_path, "id,question,context,answer\n7,What?,This.,That.\n")
-    (expected,), (found,) = opened().read(named), opened(columns=COLUMNS).read(table)
+    (expected,), (found,) = opened().reader.read(named), opened(columns=COLUMNS).reader.read(table)
     assert found.ids.tolist() == expected.ids.tolist()
     assert found.weights.tolist() == expected.weights.tolist()
 
@@ -165,28 +167,30 @@ def test_several_files_have_weights(tmp_path: Path, opened: Callable[..., Stage[
         for name, count in (("a", 4), ("b", 3))
     )
     stage = opened(mix={str(second): 1.5})
-    samples, evaluation = stage.read_all(first, second)
+    samples, evaluation = stage.reader.read_all(first, second)
     assert isinstance(samples, Mixture)
     assert (len(samples), len(evaluation)) == (4 + 6, 3)  # 6 of the second for 4 of the first: each of its 3 twice
     texts = [stage.context.tokenizer.decode(sample.ids.tolist()) for sample in samples]
     assert sum("a" in text.split("?")[0] for text in texts) >= 4
     assert len(set(texts)) == 7
-    assert len(opened(mix={str(second): 1.5}, max_samples=2).read_all(first, second)[0]) == 2 + 3
-    together = opened(mix={str(second): None}).read_all(first, second)[0]
+    assert len(opened(mix={str(second): 1.5}, max_samples=2).reader.read_all(first, second)[0]) == 2 + 3
+    together = opened(mix={str(second): None}).reader.read_all(first, second)[0]
     assert len(together) == 4 + 3  # the rows of both, each once
     assert len({tuple(sample.ids.tolist()) for sample in together}) == 7
     with pytest.raises(UserError, match=r"data\.mix: nowhere\.csv is not a file"):
-        opened(mix={"nowhere.csv": 1.0}).read_all(first, None)
+        opened(mix={"nowhere.csv": 1.0}).reader.read_all(first, None)
 
 
-def test_a_run_goes_on_with_the_same_columns_and_files_only(
+def test_a_run_resumes_only_with_the_same_columns_and_files(
     tmp_path: Path, opened: Callable[..., Stage[Any]], plan: Callable[..., RunPlan]
 ) -> None:
-    train, other = write(tmp_path, "a,b\nx,y\n"), write(tmp_path, "a,b\n1,2\n", "other.csv")
+    train = write(tmp_path, "a,b\nx,y\n")
+    other = write(tmp_path, "a,b\n1,2\n", "other.csv")
 
     def digest(**data: Any) -> str:
         keys = {"stage": "sft", "data.train": str(train), **{f"data.{key}": value for key, value in data.items()}}
-        return run_digest(plan({"data.eval": None, **keys}), "model", opened(**data))
+        made = plan({"data.eval": None, **keys})
+        return run_digest(training_keys(as_plain(made.recipe)), "model", file_digests(made.data, opened(**data)))
 
     columns = {"instruction": "a", "output": "b"}
     digests = [digest(columns=columns), digest(columns={**columns, "output": "{b}"}), digest(max_samples=1)]
@@ -208,12 +212,12 @@ def test_text_of_pretraining_is_made_of_columns(tmp_path: Path, opened: Callable
     with pytest.raises(UserError, match="the one field of pretraining is 'text'"):
         opened("pretrain", columns={"body": "title"})
     with pytest.raises(UserError, match=r"text\.txt has no columns"):
-        opened("pretrain", columns={"text": "title"}).read(write(tmp_path, "a\n", "text.txt"))
+        opened("pretrain", columns={"text": "title"}).reader.read(write(tmp_path, "a\n", "text.txt"))
     stage = opened("pretrain", columns={"text": "{title}: {body}"}, max_length=4, max_samples=2)
-    assert len(stage.read(table)) == 2
+    assert len(stage.reader.read(table)) == 2
 
 
-def test_explain_shows_what_fields_are_made_of(
+def test_explain_shows_the_sources_of_fields(
     tmp_path: Path, write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     table = write(tmp_path, TABLE)

@@ -1,4 +1,4 @@
-"""Tokens of answers behind their prompts, and texts of single tokens, with tokenizers of every kind."""
+"""Tokens of answers after their prompts, and texts of single tokens, with tokenizers of every kind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from llmsuite.data.encoding import encode_answers, encode_continuations
 from llmsuite.data.tokenizer import TextTokenizer
-from tests.unit.data import tokenizers
+from tests.support import tokenizers
 
 KINDS = sorted(tokenizers.kinds())
 PUT_IN_FRONT = {"sentencepiece-normalizer", "sentencepiece-always", "sentencepiece-first", "bytes-space"}
@@ -29,14 +29,14 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> dict[str, TextTokenizer]
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_anchors_are_needed_where_something_is_put_in_front(opened: dict[str, TextTokenizer], kind: str) -> None:
+def test_anchors_are_needed_if_a_prefix_is_added(opened: dict[str, TextTokenizer], kind: str) -> None:
     assert bool(opened[kind].anchors) == (kind in PUT_IN_FRONT)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=60)
 @given(prompt=PARTS.filter(bool), answer=PARTS)
-def test_an_answer_has_the_tokens_it_has_behind_its_prompt(
+def test_an_answer_has_its_tokens_after_the_prompt(
     opened: dict[str, TextTokenizer], kind: str, prompt: str, answer: str
 ) -> None:
     tokenizer = opened[kind]
@@ -57,7 +57,7 @@ def test_a_continuation_is_nothing_but_its_text(
 ) -> None:
     tokenizer = opened[kind]
     (ids,) = encode_continuations([text], tokenizer)
-    if not before.endswith("</s>") and "</s>" not in text:  # behind which some put a space, in whole texts too
+    if not before.endswith("</s>") and "</s>" not in text:  # some add a space after it, in full texts too
         assert (
             tokenizer.decode([*tokenizer.encode(before), *ids], False)
             == tokenizer.decode(tokenizer.encode(before), False) + text
@@ -69,18 +69,18 @@ def test_a_continuation_is_nothing_but_its_text(
 @pytest.mark.parametrize("kind", KINDS)
 @settings(deadline=None, max_examples=60)
 @given(text=PARTS)
-def test_texts_of_tokens_are_the_text_of_all(opened: dict[str, TextTokenizer], kind: str, text: str) -> None:
+def test_texts_of_tokens_join_to_the_full_text(opened: dict[str, TextTokenizer], kind: str, text: str) -> None:
     tokenizer = opened[kind]
     ids = tokenizer.encode(text)
-    first = tokenizer.begin(ids)
+    first = tokenizer.first_visible_token(ids)
     found = [tokenizer.token_text(token, number == first) for number, token in enumerate(ids)]
     if all("\ufffd" not in each for each in found):
         assert "".join(found) == tokenizer.decode(ids)
-    known = [tokenizer.bytes_of(token, number == first) for number, token in enumerate(ids)]
+    known = [tokenizer.token_bytes(token, number == first) for number, token in enumerate(ids)]
     assert b"".join(each or b"" for each in known).decode() == tokenizer.decode(ids)
 
 
-def test_nothing_is_put_in_front_of_the_answers_of_llama_2(opened: dict[str, TextTokenizer]) -> None:
+def test_no_prefix_is_added_to_answers_of_llama_2(opened: dict[str, TextTokenizer]) -> None:
     tokenizer = opened["sentencepiece-normalizer"]
     prompt = "<s>[INST] capital of France [/INST]"
     ((_, ids),) = encode_answers([(prompt, prompt + " Paris</s>")], tokenizer)

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import numpy as np
 
-from llmsuite.data.corpus import TokenWindows
-from llmsuite.data.indexed import CorpusWriter, IndexedCorpus
+from llmsuite.data.indexed_corpus import CorpusWriter, IndexedCorpus
 from llmsuite.data.loader import SampleOrder
+from llmsuite.data.token_windows import TokenWindows
+from tests.support.own_memory import own_memory
 
-TOKENS, LENGTH = 1 << 32, 64
+TOKENS = 1 << 32
+LENGTH = 64
 MOST = 16 << 20
 """Bytes of memory for a corpus of 8 GiB."""
-
-
-def own_memory() -> int:
-    """Bytes of this process that are no pages of files, which the kernel takes back when it wants to."""
-    found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="ascii"))
-    assert found is not None
-    return int(found[1]) << 10
 
 
 def write(prefix: Path) -> Path:

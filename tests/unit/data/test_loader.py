@@ -32,10 +32,13 @@ def test_without_shuffling_the_order_is_that_of_the_file(num_samples: int, seed:
 
 
 @given(data=st.data(), num_samples=st.integers(1, 60), seed=SEEDS, shuffle=st.booleans())
-def test_last_samples_are_left_out(data: st.DataObject, num_samples: int, seed: int, shuffle: bool) -> None:
+def test_the_last_incomplete_samples_are_dropped(
+    data: st.DataObject, num_samples: int, seed: int, shuffle: bool
+) -> None:
     """Every epoch is whole batches, without a repetition, and begins like one of which nothing is left out."""
     size = data.draw(st.integers(1, num_samples))
-    order, whole = SampleOrder(num_samples, seed, shuffle, size), SampleOrder(num_samples, seed, shuffle)
+    order = SampleOrder(num_samples, seed, shuffle, size)
+    whole = SampleOrder(num_samples, seed, shuffle)
     length = order.epoch_length
     assert length % size == 0
     assert num_samples - size < length <= num_samples
@@ -46,12 +49,13 @@ def test_last_samples_are_left_out(data: st.DataObject, num_samples: int, seed: 
 
 
 @given(data=st.data(), num_samples=st.integers(1, 40), seed=SEEDS, shuffle=st.booleans(), count=st.integers(0, 130))
-def test_no_sample_of_the_first_ones_is_missing(
+def test_first_yields_every_sample_of_the_first_positions(
     data: st.DataObject, num_samples: int, seed: int, shuffle: bool, count: int
 ) -> None:
     """Nor twice: what is computed of each before the first step is there in every epoch."""
     order = SampleOrder(num_samples, seed, shuffle, data.draw(st.integers(1, num_samples)))
-    found, taken = list(order.first(count)), [order.at(position) for position in range(count)]
+    found = list(order.first(count))
+    taken = [order.at(position) for position in range(count)]
     assert len(found) == len(set(found))
     assert {*taken} <= {*found}
     if count <= order.epoch_length:
@@ -65,7 +69,7 @@ def factorisations(size: int) -> list[tuple[int, int, int]]:
 
 
 @given(data=st.data(), num_samples=st.integers(1, 50), seed=SEEDS, position=st.integers(0, 150))
-def test_however_a_global_batch_is_cut_it_is_the_same(
+def test_a_global_batch_does_not_depend_on_its_micro_batches(
     data: st.DataObject, num_samples: int, seed: int, position: int
 ) -> None:
     size = data.draw(st.sampled_from([1, 2, 6, 8, 12, 30]))
@@ -85,7 +89,7 @@ def test_different_seeds_and_epochs_differ() -> None:
     assert len(orders) == 100
 
 
-def test_every_place_is_taken_by_every_sample_about_as_often() -> None:
+def test_every_position_has_every_sample_about_equally_often() -> None:
     counts = [[0] * 5 for _ in range(5)]
     for epoch in range(2000):
         for place, sample in enumerate(stream(5, 3, 5 * epoch, 5)):

@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.data.loader import BatchSampler, ReadAhead, SampleOrder
-from llmsuite.data.packing import packed as joined
+from llmsuite.base.errors import UserError
+from llmsuite.data.loader import BatchSampler, Prefetcher, SampleOrder
+from llmsuite.data.packing import pack_samples as joined
 from llmsuite.data.rows import Unpaired
-from llmsuite.errors import UserError
+from llmsuite.engine.stage import DropCounts
 from llmsuite.stages.kto import KtoStage
 from llmsuite.stages.language_model import WeightedTokens, collate, join
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import KtoSection, RmSection
-from llmsuite.train.stage import DropCounts
-from tests.unit import dpo_case
+from tests.support import dpo_case
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=40)
 
@@ -56,7 +56,8 @@ def test_micro_batches_by_tokens(
     rows: int,
 ) -> None:
     lengths = np.array(list(zip(one, other)))[:, :rows]
-    order, size = SampleOrder(len(lengths), 3), num_ranks * times
+    order = SampleOrder(len(lengths), 3)
+    size = num_ranks * times
     limit = max(padded([i], lengths, multiple) for i in range(len(lengths))) + room
     dealer = BatchSampler(order, size, 99, num_ranks, lengths, limit, multiple)
     parts = [dealer.micro_batches(position, rank) for rank in range(num_ranks)]
@@ -66,7 +67,8 @@ def test_micro_batches_by_tokens(
     assert all(padded(batch, lengths, multiple) <= limit for batch in dealt)
     assert sorted(i for b in dealt for i in b) == sorted(order.at(position + i) for i in range(size))
     # fewer would not do: each but the last was filled as long as the next sample fitted
-    fewest, at = 0, 0
+    fewest = 0
+    at = 0
     longest_first = [i for batch in dealt for i in batch]
     while at < size:
         fewest += 1
@@ -75,8 +77,9 @@ def test_micro_batches_by_tokens(
 
 
 @given(lengths=LENGTHS, position=st.integers(0, 100), times=st.integers(1, 6))
-def test_the_order_of_a_global_batch_knows_nothing_of_ranks(lengths: list[int], position: int, times: int) -> None:
-    order, of_rows = SampleOrder(len(lengths), 3), np.array(lengths)[:, None]
+def test_the_order_of_a_global_batch_does_not_depend_on_ranks(lengths: list[int], position: int, times: int) -> None:
+    order = SampleOrder(len(lengths), 3)
+    of_rows = np.array(lengths)[:, None]
     dealt = set()
     for num_ranks, micro, limit in itertools.product((1, 2, 4), (1, 2), (None, 30, 120)):
         dealer = BatchSampler(order, 8 * times, micro, num_ranks, of_rows, limit)
@@ -96,7 +99,7 @@ def test_micro_batches_are_of_like_size() -> None:
     assert sizes == [[200], [60]]  # what is longest fits together: two micro-batches, one a rank
 
 
-def test_a_sample_that_no_micro_batch_can_hold() -> None:
+def test_a_sample_larger_than_a_micro_batch_is_refused() -> None:
     lengths = np.array([[7, 9], [3, 3]])
     BatchSampler(SampleOrder(2, 0), 2, 1, 1, lengths, 20, 10)
     with pytest.raises(UserError, match=r"train\.micro_batch_tokens: is 19, and the longest sample takes 20 with its"):
@@ -124,7 +127,7 @@ def consumed(
     by_rank = []
     for rank in range(num_ranks):
         picked = (dealer.micro_batches(step * size, rank) for step in steps)
-        with ReadAhead(samples, picked, lambda s: collate(s, 0, 1), num_workers) as reader:
+        with Prefetcher(samples, picked, lambda s: collate(s, 0, 1), num_workers) as reader:
             by_rank.append([[b.result() if num_workers else collate(b, 0, 1) for b in made] for made in reader])
     for at in range(len(steps)):
         for turn in zip(*(batches[at] for batches in by_rank), strict=True):
@@ -139,14 +142,15 @@ def rows_of(batch: dict[str, Any]) -> list[str]:
     length = batch["input_ids"].shape[1]
     for row, ids in enumerate(batch["input_ids"]):
         supervised = batch["positions"] // length == row
-        told = [ids[ids != 0], batch["targets"][supervised], batch["weights"][supervised]]
-        told += [
+        reports = [ids[ids != 0], batch["targets"][supervised], batch["weights"][supervised]]
+        reports += [
             np.unique(batch["document_starts"][row][ids != 0]) if "document_starts" in batch else np.zeros(1, "int64")
         ]
-        found.append(hashlib.sha256(b"|".join(part.tobytes() for part in told)).hexdigest())
+        found.append(hashlib.sha256(b"|".join(part.tobytes() for part in reports)).hexdigest())
     return found
 
 
+@pytest.mark.further
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=3, max_size=25),
     packed=st.booleans(),
@@ -184,19 +188,19 @@ def singles(count: int) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize("num_workers", [1, 4])
-def test_a_bounded_number_is_made_ahead(num_workers: int) -> None:
+def test_a_bounded_number_is_prefetched(num_workers: int) -> None:
     made: list[int] = []
-    with ReadAhead(range(100), singles(100), lambda s: made.append(s[0]) or s[0], num_workers) as reader:
+    with Prefetcher(range(100), singles(100), lambda s: made.append(s[0]) or s[0], num_workers) as reader:
         for step in range(20):
             (future,) = next(reader)
             assert future.result() == step
-            reader._begun[-1][-1].result()  # the last one that was begun
+            reader._in_flight[-1][-1].result()  # the last one that was submitted
             assert len(made) <= step + 1 + 2 * num_workers
     assert not alive()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_error_comes_where_its_batch_is_asked_for(num_workers: int) -> None:
+def test_an_error_is_raised_for_its_batch(num_workers: int) -> None:
     def make(samples: Sequence[int]) -> int:
         if samples[0] == 3:
             raise UserError("row 3 is bad")
@@ -205,7 +209,7 @@ def test_an_error_comes_where_its_batch_is_asked_for(num_workers: int) -> None:
     done: list[int] = []
 
     def read() -> None:
-        with ReadAhead(range(9), singles(9), make, num_workers) as reader:
+        with Prefetcher(range(9), singles(9), make, num_workers) as reader:
             for (got,) in reader:
                 done.append(got.result() if num_workers else make(got))
 
@@ -224,7 +228,7 @@ def test_leaving_early_ends_the_threads_and_makes_no_more() -> None:
         return samples[0]
 
     def interrupted() -> None:
-        with ReadAhead(range(99), singles(99), slow, 2) as reader:
+        with Prefetcher(range(99), singles(99), slow, 2) as reader:
             next(reader)
             raise KeyboardInterrupt
 
@@ -237,26 +241,26 @@ def test_leaving_early_ends_the_threads_and_makes_no_more() -> None:
     assert len(made) == count
 
 
-def test_steps_end() -> None:
+def test_the_prefetcher_ends_with_its_steps() -> None:
     for num_workers in (0, 3):
-        with ReadAhead(range(9), singles(4), sum, num_workers) as reader:
+        with Prefetcher(range(9), singles(4), sum, num_workers) as reader:
             assert len(list(reader)) == 4
 
 
 # the stages tell what their batches hold
 
 
-def test_the_lengths_that_a_stage_tells_are_those_of_its_rows() -> None:
+def test_row_lengths_of_a_stage_match_its_batches() -> None:
     made = dpo_case.stage()
     pairs, _ = dpo_case.pairs(made, dpo_case.rows(12))
-    tells: list[tuple[Any, Any, list[str]]] = [(made, pairs, ["input_ids"])]
-    tells += [(RmStage(RmSection(), made.context), pairs, ["input_ids"])]
+    cases: list[tuple[Any, Any, list[str]]] = [(made, pairs, ["input_ids"])]
+    cases += [(RmStage(RmSection(), made.context), pairs, ["input_ids"])]
     judged = [Unpaired(row.prompt, row.chosen, True) for row in dpo_case.rows(12)]
     for loss in ("kto", "apo_zero"):
         kto = KtoStage(KtoSection(loss=loss), made.context)
         found = kto.make_samples(judged, DropCounts(Path("rows"), read=12))
-        tells.append((kto, found, ["input_ids", "unrelated"] if loss == "kto" else ["input_ids"]))
-    for stage, samples, parts in tells:
+        cases.append((kto, found, ["input_ids", "unrelated"] if loss == "kto" else ["input_ids"]))
+    for stage, samples, parts in cases:
         lengths = stage.row_lengths(samples)
         for one, rows in zip(samples, lengths.tolist()):
             batch = stage.collate([one])

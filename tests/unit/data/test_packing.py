@@ -11,24 +11,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.data.packing import best_fit, packed
+from llmsuite.data.packing import best_fit, pack_samples
 from llmsuite.data.read import read_rows
 from llmsuite.devices.ops import Ops
 from llmsuite.stages.language_model import WeightedTokens, collate, join, weighted_loss
-from tests.paths import REAL
-from tests.unit import dpo_case
-from tests.unit.families import FAMILIES
-from tests.unit.stages import test_sft_samples
+from tests.support import dpo_case, sft_case
+from tests.support.families import FAMILIES
+from tests.support.paths import REAL
 
 PAD = 0
 
 
 def pack(samples: Sequence[WeightedTokens], max_length: int) -> Sequence[WeightedTokens]:
-    return packed(samples, lambda some: np.array([[s.num_inputs] for s in some]), max_length, join)[0]
+    return pack_samples(samples, lambda some: np.array([[s.num_inputs] for s in some]), max_length, join)[0]
 
 
 @given(st.lists(st.integers(1, 40), max_size=60))
-def test_every_sample_is_in_one_pack_and_no_pack_could_take_in_another(lengths: list[int]) -> None:
+def test_every_sample_is_in_one_pack_and_no_two_packs_fit_together(lengths: list[int]) -> None:
     packs = best_fit(lengths, 40)
     assert sorted(i for picked in packs for i in picked) == list(range(len(lengths)))
     filled = [sum(lengths[i] for i in picked) for picked in packs]
@@ -37,7 +36,7 @@ def test_every_sample_is_in_one_pack_and_no_pack_could_take_in_another(lengths: 
     assert all(picked.tolist() == sorted(picked) for picked in packs)
 
 
-def test_each_goes_where_it_leaves_the_least_room() -> None:
+def test_best_fit_leaves_the_least_room() -> None:
     # 6 leaves 4, 5 leaves 5; of these 4 fits best to the first, 3 and 2 into the second
     assert [pack.tolist() for pack in best_fit([3, 6, 2, 5, 4], 10)] == [[1, 4], [0, 2, 3]]
     assert list(best_fit([], 10)) == []
@@ -58,7 +57,7 @@ def documents(sample: WeightedTokens) -> list[tuple[list[int], list[float]]]:
 
 
 @given(several, st.integers(13, 40))
-def test_a_pack_is_its_documents(samples: list[WeightedTokens], max_length: int) -> None:
+def test_a_pack_has_the_loss_of_its_documents(samples: list[WeightedTokens], max_length: int) -> None:
     packs = pack(samples, max_length)
     found = sorted(document for sample in packs for document in documents(sample))
     assert found == sorted((sample.ids.tolist(), sample.weights.tolist()) for sample in samples)
@@ -71,7 +70,8 @@ def test_every_target_is_predicted_from_its_own_document(
 ) -> None:
     packs = pack(samples, max_length)
     batch = collate(packs, PAD, multiple)
-    input_ids, length = batch["input_ids"], batch["input_ids"].shape[1]
+    input_ids = batch["input_ids"]
+    length = batch["input_ids"].shape[1]
     assert ("document_starts" in batch) == any(len(sample.begins) > 1 for sample in packs)
     begins = batch.get("document_starts", np.zeros_like(input_ids))
     supervised = []
@@ -101,15 +101,18 @@ def gradients(batches: Sequence[Sequence[WeightedTokens]]) -> tuple[float, float
     for samples in batches:
         terms = weighted_loss(model, collate(samples, PAD, 1))
         terms.total.backward()
-        loss, weight = loss + float(terms.total), weight + terms.weight
+        loss = loss + float(terms.total)
+        weight = weight + terms.weight
     return loss, weight, {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
 @settings(max_examples=8)
 @given(several, st.integers(13, 40))
-def test_packed_or_not_is_the_same_loss_and_the_same_gradients(samples: list[WeightedTokens], max_length: int) -> None:
+def test_packing_does_not_change_loss_and_gradients(samples: list[WeightedTokens], max_length: int) -> None:
     packs = pack(samples, max_length)
-    one_by_one, padded, packed = gradients([[s] for s in samples]), gradients([samples]), gradients([packs])
+    one_by_one = gradients([[s] for s in samples])
+    padded = gradients([samples])
+    packed = gradients([packs])
     for loss, weight, found in (padded, packed):
         assert loss == pytest.approx(one_by_one[0], rel=1e-6)
         assert weight == one_by_one[1]
@@ -122,7 +125,8 @@ def test_learned_positions_reach_through_a_row_that_is_longer_than_they_are() ->
     spec = FAMILIES["gpt"]
     model = spec.factory()(spec.config_cls(**{**spec.smoke, "max_position_embeddings": 5}), Ops())
     model.model.embed_positions.weight.set_value(np.random.default_rng(0).normal(size=(5, 64)).astype("float32"))
-    ids, begins = np.arange(12).reshape(1, 12), np.array([[0] * 4 + [4] * 5 + [9] * 3])
+    ids = np.arange(12).reshape(1, 12)
+    begins = np.array([[0] * 4 + [4] * 5 + [9] * 3])
     joined = model.embed(paddle.to_tensor(ids), document_starts=paddle.to_tensor(begins)).numpy()
     alone = [model.embed(paddle.to_tensor(ids[:, a:b])).numpy() for a, b in ((0, 4), (4, 9), (9, 12))]
     assert (joined == np.concatenate(alone, axis=1)).all()
@@ -132,11 +136,12 @@ def test_learned_positions_reach_through_a_row_that_is_longer_than_they_are() ->
 
 def test_the_stage_packs_the_rows_of_a_file() -> None:
     said: list[str] = []
-    plain = test_sft_samples.make_stage(max_length=256)
-    stage = test_sft_samples.make_stage(max_length=256, packing="best_fit", report=said.append)
-    path = test_sft_samples.DATA / "sft" / "train.jsonl"
-    assert len(read_rows(path, "conversation", "auto", test_sft_samples.FORMATS)) == 160
-    rows, packs = plain.read(path), stage.read(path)
+    plain = sft_case.make_stage(max_length=256)
+    stage = sft_case.make_stage(max_length=256, packing="best_fit", report=said.append)
+    path = sft_case.DATA / "sft" / "train.jsonl"
+    assert len(read_rows(path, "conversation", "auto", sft_case.FORMATS)) == 160
+    rows = plain.reader.read(path)
+    packs = stage.reader.read(path)
     assert len(packs) < len(rows) / 2
     found = sorted(document for sample in packs for document in documents(sample))
     assert found == sorted((sample.ids.tolist(), sample.weights.tolist()) for sample in rows)
@@ -151,12 +156,12 @@ def test_the_stage_packs_the_rows_of_a_file() -> None:
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_real_rows_fill_their_packs(language: str) -> None:
+def test_packs_of_real_rows_are_nearly_full(language: str) -> None:
     path = REAL / f"alpaca_{language}_demo.json"
     if not path.is_file():
         pytest.skip("the real data is not there")
-    stage = test_sft_samples.make_stage(max_length=2048, packing="best_fit")
-    packs = stage.read(path)
+    stage = sft_case.make_stage(max_length=2048, packing="best_fit")
+    packs = stage.reader.read(path)
     full = sum(sample.num_inputs for sample in packs) / (len(packs) * 2048)
     print(f"{len(packs)} packs, {full:.2%} full")
     assert full >= 0.97

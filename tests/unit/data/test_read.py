@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from llmsuite.data.formats import BUILTIN
+from llmsuite.base.errors import UserError
+from llmsuite.contract.hookspecs import DataFormat
+from llmsuite.data.preference_formats import BUILTIN
 from llmsuite.data.read import raw_rows, read_rows
 from llmsuite.data.rows import Message, Preference
-from llmsuite.errors import UserError
-from llmsuite.plugins.hookspecs import DataFormat
-from tests.paths import DATA, REAL
+from tests.support.paths import DATA, REAL
 
 FORMATS = {data_format.name: data_format for data_format in BUILTIN}
 
@@ -49,7 +49,7 @@ def refusal(path: Path, name: str = "auto") -> str:
         f"\ufeff{LINE}\n{LINE}\n",
     ],
 )
-def test_json_lines(tmp_path: Path, content: str) -> None:
+def test_rows_of_json_lines_are_read(tmp_path: Path, content: str) -> None:
     assert (
         read(write(tmp_path, content))
         == [Preference((Message("user", "Hi?"),), Message("assistant", "Good."), Message("assistant", "Bad."))] * 2
@@ -57,7 +57,7 @@ def test_json_lines(tmp_path: Path, content: str) -> None:
 
 
 @pytest.mark.parametrize("content", [f"[{LINE}, {LINE}]", f"\ufeff[\n{LINE},\n{LINE}\n]\n"])
-def test_json(tmp_path: Path, content: str) -> None:
+def test_a_json_list_is_read(tmp_path: Path, content: str) -> None:
     assert len(read(write(tmp_path, content, "rows.json"))) == 2
 
 
@@ -120,20 +120,20 @@ def test_one_row_a_line_may_be_called_json(tmp_path: Path) -> None:
     assert refusal(write(tmp_path, f"{LINE}\n{LINE[:-3]}\n", "half.json")).startswith(
         f"{tmp_path}/half.json:2: is not a"
     )
-    assert "there is more behind it" in refusal(write(tmp_path, "{\n}\n{\n}\n", "spread.json"))
+    assert "there is more after it" in refusal(write(tmp_path, "{\n}\n{\n}\n", "spread.json"))
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
     [
         ("", ["is not JSON", "line 1 column 1"]),
-        (f"[{LINE} {LINE}]", ["is not JSON: ',' or ']' is missing behind row 1"]),
-        (f"[{LINE}] 1", ["is not JSON: there is more behind the list: '1'"]),
+        (f"[{LINE} {LINE}]", ["is not JSON: ',' or ']' is missing after row 1"]),
+        (f"[{LINE}] 1", ["is not JSON: there is more after the list: '1'"]),
         ("[]", ["has no rows"]),
         ("{}", ["is a dict, not a list of rows"]),
         ('"text"', ["is a str, not a list of rows"]),
         (f"[{LINE},", ["is not JSON", "line 1 column"]),
-        (f"{LINE} {LINE}", ["is not JSON: there is more behind it; one row a line is called .jsonl"]),
+        (f"{LINE} {LINE}", ["is not JSON: there is more after it; a file with one row per line is called .jsonl"]),
         ("[" * 100_000, ["is not JSON", "recursion"]),
         (f"[{LINE}, 3]", ["row 2: is a int, not an object"]),
         (f'[{LINE}, {{"prompt": 1, "chosen": "a", "rejected": "b"}}]', ["row 2: 'prompt' is neither text"]),
@@ -151,7 +151,7 @@ def test_a_fault_in_a_json_list_is_named_with_its_row(tmp_path: Path, content: s
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "\ufeff"])
-def test_a_file_without_rows(tmp_path: Path, content: str) -> None:
+def test_a_file_without_rows_is_refused(tmp_path: Path, content: str) -> None:
     path = write(tmp_path, content)
     assert refusal(path) == f"{path}: has no rows"
 
@@ -168,7 +168,7 @@ def test_a_nested_row_is_read_or_refused_at_any_depth(tmp_path: Path) -> None:
     assert refused
 
 
-def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
     assert "absent.jsonl: cannot be read: No such file" in refusal(tmp_path / "absent.jsonl")
     assert "cannot be read: is a directory without .json, .jsonl, .parquet, .csv, .tsv files" in refusal(tmp_path)
     message = refusal(tmp_path / "sheet.XLSX")
@@ -185,7 +185,7 @@ def test_ten_faults_are_shown_and_the_rest_counted(tmp_path: Path) -> None:
     assert len(refusal(path).split("\n")) == 10
 
 
-def test_recognition_and_its_error(tmp_path: Path) -> None:
+def test_unrecognised_rows_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path, '\n{"text": "a", "id": 1}\n')
     message = refusal(path)
     assert message.startswith(f"{path}:2: keys ['id', 'text'] fit no format with preference rows. Known: ")
@@ -203,13 +203,13 @@ def test_the_first_row_decides_and_the_others_have_to_follow(tmp_path: Path) -> 
     )
 
 
-def test_a_format_chosen_by_name(tmp_path: Path) -> None:
+def test_a_format_can_be_chosen_by_name(tmp_path: Path) -> None:
     path = write(tmp_path, LINE)
     assert len(read(path, "trl_preference")) == 1
     assert f"{path}:1: has no key 'conversations'" in refusal(path, "sharegpt_preference")
 
 
-def test_a_format_for_another_kind_of_stage(tmp_path: Path) -> None:
+def test_a_format_of_another_kind_is_refused(tmp_path: Path) -> None:
     text = DataFormat(name="lines", help="text", kind="text", matches=lambda row: True, convert=dict)
     path = write(tmp_path, LINE)
     with pytest.raises(UserError, match=r"data\.format: lines gives text rows; this stage trains on preference rows"):
@@ -218,7 +218,7 @@ def test_a_format_for_another_kind_of_stage(tmp_path: Path) -> None:
     assert len(read_rows(path, "preference", "auto", {"lines": text, **FORMATS})) == 1
 
 
-def test_a_format_that_trips_over_a_row_does_not_fit_it(tmp_path: Path) -> None:
+def test_a_format_that_raises_for_a_row_does_not_fit_it(tmp_path: Path) -> None:
     path = write(tmp_path, LINE)
     broken = DataFormat(
         name="lines", help="lines", kind="preference", matches=lambda row: row["line"], convert=lambda row: None
@@ -239,21 +239,21 @@ def test_a_format_that_trips_over_a_row_does_not_fit_it(tmp_path: Path) -> None:
         (lambda row: row["prompt"], r"returned a str; preference rows are llmsuite\.data\.rows\.Preference$"),
     ],
 )
-def test_a_format_that_does_not_convert(tmp_path: Path, convert: Callable[[Any], Any], said: str) -> None:
+def test_a_format_that_returns_no_row_is_named(tmp_path: Path, convert: Callable[[Any], Any], said: str) -> None:
     path = write(tmp_path, LINE)
     lines = DataFormat(name="lines", help="lines", kind="preference", matches=lambda row: True, convert=convert)
     with pytest.raises(UserError, match=re.compile(f":1: `convert` of the data format lines {said}", re.DOTALL)):
         read_rows(path, "preference", "lines", {"lines": lines})
 
 
-def test_the_embedded_rows() -> None:
+def test_the_embedded_rows_are_read() -> None:
     for split in ("train", "eval"):
         path = DATA / "preference" / f"{split}.jsonl"
         assert len(read(path)) == len(path.read_text().splitlines())
 
 
 @pytest.mark.parametrize("language", ["en", "zh"])
-def test_real_preference_data(language: str) -> None:
+def test_real_preference_data_are_read(language: str) -> None:
     path = REAL / f"dpo_{language}_demo.json"
     if not path.is_file():
         pytest.skip(f"{path} is not there; set LLMSUITE_TEST_DATA")

@@ -18,20 +18,20 @@ from typing import Any
 import datasets
 import pytest
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import sha256_of
+from llmsuite.base.redaction import Url
 from llmsuite.cli.main import main
+from llmsuite.contract.registry import Registry
 from llmsuite.data import archives
-from llmsuite.data.archives import members
-from llmsuite.data.index import build_corpus
+from llmsuite.data.archives import read_members
+from llmsuite.data.corpus_builder import build_corpus
 from llmsuite.data.prepare import prepare
 from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from llmsuite.files import sha256_of
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.shown import Url
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 ROW = {"src": "Hi?", "tgt": "Hello."}
 LINE = json.dumps(ROW) + "\n"
@@ -41,7 +41,8 @@ class Server:
     """Files of a directory over HTTP."""
 
     def __init__(self, directory: Path):
-        self.directory, self.asked = directory, []  # type: ignore[var-annotated]
+        self.directory = directory  # type: ignore[var-annotated]
+        self.asked = []
         asked = self.asked
 
         class Handler(http.server.SimpleHTTPRequestHandler):
@@ -76,37 +77,37 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
 
 def test_a_file_is_fetched_once_and_again_when_it_has_changed(server: Server) -> None:
     (server.directory / "rows.jsonl").write_text(LINE)
-    told: list[str] = []
+    reports: list[str] = []
     url = f"{server.url}/rows.jsonl"
     assert is_remote(url)
-    first = fetch(url, told.append)
+    first = fetch(url, reports.append)
     assert first.read_text() == LINE
-    assert fetch(url, told.append) == first
-    assert told == [f"fetching {url}"]
+    assert fetch(url, reports.append) == first
+    assert reports == [f"fetching {url}"]
     (server.directory / "rows.jsonl").write_text(LINE * 2)
-    second = fetch(url, told.append)
+    second = fetch(url, reports.append)
     assert second.read_text() == LINE * 2
     assert first.read_text() == LINE  # of a run that still reads it
     server.stop()
-    assert fetch(url, told.append) == second
-    assert "going on with what was fetched before" in told[-1]
+    assert fetch(url, reports.append) == second
+    assert "continuing with the copy that was fetched before" in reports[-1]
 
 
-def test_what_is_told_of_a_fetch_has_no_secrets(server: Server) -> None:
+def test_messages_of_a_fetch_have_no_secrets(server: Server) -> None:
     (server.directory / "rows.jsonl").write_text(LINE)
-    told: list[str] = []
+    reports: list[str] = []
     url = f"{server.url}/rows.jsonl?key=s3cr3t&X-Amz-Signature=s3cr3t#s3cr3t"
-    found = fetch(url, told.append)
+    found = fetch(url, reports.append)
     assert found.name == "rows.jsonl"
     server.stop()
-    assert fetch(url, told.append) == found
+    assert fetch(url, reports.append) == found
     shown = f"{server.url}/rows.jsonl?key=***&X-Amz-Signature=***#***"
-    assert told[0] == f"fetching {shown}"
-    assert told[1].startswith(f"{shown}: cannot be reached (")
-    assert "s3cr3t" not in "".join(told) + (found.parents[1] / "source.json").read_text()
+    assert reports[0] == f"fetching {shown}"
+    assert reports[1].startswith(f"{shown}: cannot be reached (")
+    assert "s3cr3t" not in "".join(reports) + (found.parents[1] / "source.json").read_text()
 
 
-def test_what_cannot_be_fetched(server: Server) -> None:
+def test_unreachable_data_is_named(server: Server) -> None:
     with pytest.raises(UserError, match=r"absent\.jsonl: cannot be fetched: "):
         fetch(f"{server.url}/absent.jsonl", print)
     with pytest.raises(UserError, match=r"nothing://a: cannot be fetched: Protocol not known: nothing"):
@@ -147,17 +148,17 @@ def test_a_url_is_shown_without_secrets_until_it_is_fetched(
     (server.directory / "rows.jsonl").write_text(LINE * 3)
     recipe = write_recipe({"stage": "sft", "data.train": f"{server.url}/rows.jsonl?token=s3cr3t"})
     plan = plan_run(recipe, [], registry)
-    assert plan.train_file == Url(f"{server.url}/rows.jsonl?token=s3cr3t"), "and no path, which has one slash"
-    assert str(plan.train_file) == f"{server.url}/rows.jsonl?token=***"
-    assert "s3cr3t" not in repr(plan.train_file)
-    assert plan.fetched(lambda text: None).train_path.read_text() == LINE * 3
+    assert plan.data.train_file == Url(f"{server.url}/rows.jsonl?token=s3cr3t"), "and no path, which has one slash"
+    assert str(plan.data.train_file) == f"{server.url}/rows.jsonl?token=***"
+    assert "s3cr3t" not in repr(plan.data.train_file)
+    assert plan.fetched(lambda text: None).data.train_path.read_text() == LINE * 3
     for words in (["show", str(recipe)], ["validate", str(recipe)], ["plan", str(recipe)]):
         assert main(words) == 0
         said = capsys.readouterr()
         assert "s3cr3t" not in said.out + said.err
 
 
-def test_data_sets_of_the_hugging_face_library(server: Server, tmp_path: Path, registry: Registry) -> None:
+def test_data_sets_of_the_hugging_face_library_are_read(server: Server, tmp_path: Path, registry: Registry) -> None:
     found = datasets.Dataset.from_list([ROW] * 5)
     found.save_to_disk(tmp_path / "saved")
     (tmp_path / "files").mkdir()
@@ -227,18 +228,18 @@ def test_public_sets_are_converted(server: Server, tmp_path: Path, registry: Reg
         prepare("ultrafeedback", tmp_path / "u", registry.data_formats, print, f"{server.url}/u.zip")
 
 
-def test_a_corpus_is_fetched_as_it_is(server: Server, tmp_path: Path, registry: Registry) -> None:
+def test_a_corpus_is_fetched_unchanged(server: Server, tmp_path: Path, registry: Registry) -> None:
     text = tmp_path / "a.txt"
     text.write_text("one\n\ntwo\n")
     build_corpus([text], server.directory / "web", TextTokenizer(ROOT / "data" / "tokenizer"))
-    told: list[str] = []
-    prepare("openwebtext-100k", tmp_path / "c", registry.data_formats, told.append, f"{server.url}/web")
-    assert told[-1].startswith(f"{tmp_path / 'c'}: 2 documents, ")
+    reports: list[str] = []
+    prepare("openwebtext-100k", tmp_path / "c", registry.data_formats, reports.append, f"{server.url}/web")
+    assert reports[-1].startswith(f"{tmp_path / 'c'}: 2 documents, ")
 
 
-def test_what_prepare_refuses(server: Server, tmp_path: Path, capsys: Any, registry: Registry) -> None:
+def test_prepare_refuses_faulty_archives(server: Server, tmp_path: Path, capsys: Any, registry: Registry) -> None:
     assert main(["data", "prepare", "nothing", "-o", "a"]) == 2
-    assert "'nothing' is none of the sets it knows: advertisegen (AdvertiseGen" in capsys.readouterr().err
+    assert "'nothing' is no known data set; there are: advertisegen (AdvertiseGen" in capsys.readouterr().err
     assert main(["data", "prepare", "advertisegen"]) == 2
     for files, reason in (
         ({"train.json": b'{"a": 1}\n'}, "keys ['a'] fit no format with conversation rows"),
@@ -259,7 +260,7 @@ def test_what_prepare_refuses(server: Server, tmp_path: Path, capsys: Any, regis
 
 @pytest.mark.parametrize("name", ["../evil.json", "/etc/evil.json", "a/../../evil", "C:\\evil", "..\\evil.json"])
 @pytest.mark.parametrize("kind", ["zip", "tar"])
-def test_names_that_lead_out_of_an_archive(name: str, kind: str, tmp_path: Path) -> None:
+def test_names_that_lead_out_of_an_archive_are_refused(name: str, kind: str, tmp_path: Path) -> None:
     path = tmp_path / f"a.{kind}"
     if kind == "zip":
         with zipfile.ZipFile(path, "w") as archive:
@@ -268,27 +269,27 @@ def test_names_that_lead_out_of_an_archive(name: str, kind: str, tmp_path: Path)
     else:
         tarred(path, {"train.json": LINE.encode(), name: LINE.encode()})
     with pytest.raises(UserError, match="leads out of the archive; nothing was unpacked"):
-        list(members(path))
+        list(read_members(path))
 
 
 @pytest.mark.parametrize("special", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE])
-def test_links_and_devices(special: bytes, tmp_path: Path) -> None:
+def test_links_and_devices_in_archives_are_refused(special: bytes, tmp_path: Path) -> None:
     tarred(tmp_path / "a.tar.gz", {"train.json": b""}, **{"train.json": special})
     with pytest.raises(UserError, match=r"'train\.json' is a link or a device"):
-        list(members(tmp_path / "a.tar.gz"))
+        list(read_members(tmp_path / "a.tar.gz"))
 
 
-def test_bombs_and_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(archives, "_ALWAYS_FINE", 1 << 20)
+def test_bombs_and_damaged_archives_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archives, "_MIN_BUDGET_BYTES", 1 << 20)
     tarred(tmp_path / "a.tar.gz", {"train.json": bytes(3 << 20)})
     with zipfile.ZipFile(tmp_path / "a.zip", "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("train.json", bytes(3 << 20))
     for name in ("a.tar.gz", "a.zip"):
         with pytest.raises(UserError, match="unpacks to more than 100 times its size"):
-            list(members(tmp_path / name))
+            list(read_members(tmp_path / name))
     tarred(tmp_path / "b.tar.gz", {"train.json": LINE.encode() * 1000})
     (tmp_path / "b.tar.gz").write_bytes((tmp_path / "b.tar.gz").read_bytes()[:-30])
     (tmp_path / "c.tar.gz").write_bytes(b"plain")
     for name in ("b.tar.gz", "c.tar.gz"):
-        with pytest.raises(UserError, match=r"is no whole \.tar, \.tar\.gz or \.zip"):
-            list(members(tmp_path / name))
+        with pytest.raises(UserError, match=r"is not a complete \.tar, \.tar\.gz or \.zip"):
+            list(read_members(tmp_path / name))

@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.control import ControlTokens
-from llmsuite.data.special_tokens import ids_of_roles, is_mark, read_token_files
-from llmsuite.data.tokenizer import TextTokenizer, ends_of
-from llmsuite.errors import UserError
+from llmsuite.data.control_tokens import ControlTokens
+from llmsuite.data.special_tokens import looks_special, read_token_files, role_ids
+from llmsuite.data.tokenizer import TextTokenizer, stop_token_ids_of
 from llmsuite.inference.prompts import Prompter
 
 MARKS = ("<s>", "</s>", "<|U|>", "<|A|>", "<x>y", "[INST]")
@@ -25,7 +25,7 @@ WORDS = ("Hello", " world", "a", "<", "|", ">", "U|>", "<|", "s>", " ", "\n", "\
 TEXTS = st.lists(st.sampled_from([*MARKS, *WORDS]), max_size=7).map("".join)
 _FLAGS = ("special", "normalized", "lstrip", "rstrip")
 FLAGS = st.tuples(
-    *[st.fixed_dictionaries({flag: st.booleans() for flag in _FLAGS})] * 4,  # words may be beside those of a template
+    *[st.fixed_dictionaries({flag: st.booleans() for flag in _FLAGS})] * 4,  # words may be next to those of a template
     *[st.fixed_dictionaries({flag: st.booleans() for flag in (*_FLAGS, "single_word")})] * 2,
 )
 KINDS = ("bytes", "prefix", "first", "none", "lower")
@@ -35,13 +35,14 @@ TEMPLATE = (
 )
 
 
-def made(kind: str, flags: Sequence[dict[str, bool]], front: str = "", behind: str = "") -> Tokenizer:
+def made(kind: str, flags: Sequence[dict[str, bool]], prefix: str = "", suffix: str = "") -> Tokenizer:
     """A small tokenizer with MARKS as added tokens: byte-level, or as SentencePiece with and without a space in front
-    of a text; `front` and `behind` are what its post-processor adds."""
+    of a text; `prefix` and `suffix` are what its post-processor adds."""
     if kind == "bytes":
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
         fast = Tokenizer(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-        fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        fast.decoder = decoders.ByteLevel()
     else:
         vocab = {f"<0x{i:02X}>": i for i in range(256)} | {c: 256 + i for i, c in enumerate("\u2581<>|sUAINT[]/xyae")}
         fast = Tokenizer(models.BPE(vocab, [], byte_fallback=True))
@@ -55,9 +56,9 @@ def made(kind: str, flags: Sequence[dict[str, bool]], front: str = "", behind: s
     for text, given_flags in zip(MARKS, flags):
         token = AddedToken(text, **given_flags)
         (fast.add_special_tokens if given_flags["special"] else fast.add_tokens)([token])
-    used = [name for name in (front, behind) if name]
+    used = [name for name in (prefix, suffix) if name]
     if used:
-        single = " ".join(part for part in (front, "$A", behind) if part)
+        single = " ".join(part for part in (prefix, "$A", suffix) if part)
         ids = [(name, fast.token_to_id(name)) for name in used]
         fast.post_processor = processors.TemplateProcessing(single=single, special_tokens=ids)
     return fast
@@ -80,7 +81,7 @@ PLAIN = [{"special": False, "normalized": False, "lstrip": False, "rstrip": Fals
 def tried() -> Iterator[None]:
     """Each example is a tokenizer of its own, which would be tried out in a process of its own."""
     patch = pytest.MonkeyPatch()
-    patch.setattr("llmsuite.data.tokenizer.try_out", lambda path, digest: None)
+    patch.setattr("llmsuite.data.tokenizer.probe_tokenizer", lambda path, digest: None)
     yield
     patch.undo()
 
@@ -109,7 +110,7 @@ def test_no_text_of_a_user_becomes_a_control_token(
 
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from(KINDS), TEXTS)
-def test_what_is_text_reads_as_it_was_written(tmp_path_factory: pytest.TempPathFactory, kind: str, text: str) -> None:
+def test_escaped_text_decodes_unchanged(tmp_path_factory: pytest.TempPathFactory, kind: str, text: str) -> None:
     """Taking a token apart adds no space, and changes nothing else of the text."""
     directory = write(tmp_path_factory.getbasetemp() / "text", made(kind, PLAIN), {"tokenizer_config.json": CONFIG})
     tokenizer = TextTokenizer(directory)
@@ -119,7 +120,7 @@ def test_what_is_text_reads_as_it_was_written(tmp_path_factory: pytest.TempPathF
     expected = Tokenizer.from_str(json.dumps(data)).encode(text, add_special_tokens=False)
     names = [expected.tokens[i] for i in range(len(expected.ids))]
     control = ControlTokens(tokenizer)
-    pieces = [str(tokenizer._fast.id_to_token(i)) for i in control.encode(control.mark(text))]
+    pieces = [str(tokenizer._fast.id_to_token(i)) for i in control.encode(control.escape(text))]
     assert pieces == names
 
 
@@ -128,27 +129,28 @@ def test_what_is_text_reads_as_it_was_written(tmp_path_factory: pytest.TempPathF
     st.sampled_from(KINDS), FLAGS, TEXTS,
     st.sampled_from(["", "<s>"]), st.sampled_from(["", "</s>"]),
 )  # fmt: skip
-def test_raw_text_has_what_the_tokenizer_adds_in_front(
+def test_raw_text_gets_the_tokenizer_prefix(
     tmp_path_factory: pytest.TempPathFactory,
     kind: str,
     flags: Sequence[dict[str, bool]],
     text: str,
-    front: str,
-    behind: str,
+    prefix: str,
+    suffix: str,
 ) -> None:
-    fast = made(kind, flags, front, behind)
+    fast = made(kind, flags, prefix, suffix)
     directory = write(tmp_path_factory.getbasetemp() / "raw", fast, {"tokenizer_config.json": CONFIG})
     tokenizer = TextTokenizer(directory)
-    bos, eos = tokenizer.token_id("<s>"), tokenizer.token_id("</s>")
+    bos = tokenizer.token_id("<s>")
+    eos = tokenizer.token_id("</s>")
     whole = tokenizer._fast.encode(text, add_special_tokens=True).ids
-    if front and whole[1:2] == [bos]:
+    if prefix and whole[1:2] == [bos]:
         whole = whole[1:]
-    assert tokenizer.framed(tokenizer.encode(text)) == (whole[:-1] if behind else whole)
-    if behind and whole[-2:-1] == [eos]:
+    assert tokenizer.with_special_tokens(tokenizer.encode(text)) == (whole[:-1] if suffix else whole)
+    if suffix and whole[-2:-1] == [eos]:
         whole = whole[:-1]
-    assert tokenizer.framed(tokenizer.encode(text), is_whole=True) == whole
+    assert tokenizer.with_special_tokens(tokenizer.encode(text), is_complete=True) == whole
     prompter = Prompter(tokenizer, None, control_tokens=True)
-    assert prompter.plain(text) == prompter.text(text).ids == tokenizer.framed(tokenizer.encode(text))
+    assert prompter.plain(text) == prompter.text(text).ids == tokenizer.with_special_tokens(tokenizer.encode(text))
     chat = Prompter(tokenizer, "tokenizer", control_tokens=True).text("a").ids
     assert chat == tokenizer.encode("<s><|U|>a</s><|A|>"), "a template writes it itself"
 
@@ -165,8 +167,9 @@ PLACES = {
 
 @settings(max_examples=30, deadline=None)
 @given(st.dictionaries(st.sampled_from(sorted(PLACES)), st.sampled_from(MARKS), min_size=1))
-def test_ends_are_those_of_all_files(tmp_path_factory: pytest.TempPathFactory, named: dict[str, str]) -> None:
-    fast, files = made("bytes", PLAIN), {"tokenizer_config.json": dict[str, Any]()}
+def test_stop_token_ids_come_from_all_files(tmp_path_factory: pytest.TempPathFactory, named: dict[str, str]) -> None:
+    fast = made("bytes", PLAIN)
+    files = {"tokenizer_config.json": dict[str, Any]()}
     for place, text in named.items():
         name, content = PLACES[place]
         files[name] = {**files.get(name, {}), **content(text, fast.token_to_id(text))}
@@ -175,8 +178,8 @@ def test_ends_are_those_of_all_files(tmp_path_factory: pytest.TempPathFactory, n
         named.pop("tokenizer", None)  # what transformers reads instead
     if {"generation", "list"} <= named.keys():  # two values of one key, of which the later one was written
         del named[min(("generation", "list"), key=list(named).index)]
-    assert tokenizer.ends() == {fast.token_to_id(text) for text in named.values()}
-    assert set(ends_of(tokenizer.directory, 0)) == tokenizer.ends()
+    assert tokenizer.stop_token_ids() == {fast.token_to_id(text) for text in named.values()}
+    assert set(stop_token_ids_of(tokenizer.directory, 0)) == tokenizer.stop_token_ids()
     order = ("map", "tokenizer", "generation", "list", "config", "nested")
     assert tokenizer.special_tokens["eos_token"] == next(named[place] for place in order if place in named)
 
@@ -184,7 +187,8 @@ def test_ends_are_those_of_all_files(tmp_path_factory: pytest.TempPathFactory, n
 @pytest.mark.parametrize("role", ["bos_token", "eos_token", "pad_token", "unk_token", "cls_token"])
 @pytest.mark.parametrize("place", ["tokenizer_config.json", "special_tokens_map.json", "list", "dict", "decoder"])
 def test_tokens_that_a_file_names_are_special(tmp_path: Path, role: str, place: str) -> None:
-    fast, config = made("bytes", PLAIN), {"eos_token": "</s>"}
+    fast = made("bytes", PLAIN)
+    config = {"eos_token": "</s>"}
     number = fast.token_to_id("[INST]")
     config |= {
         "list": {"additional_special_tokens": ["<s>", {"content": "[INST]"}]},
@@ -201,7 +205,7 @@ def test_tokens_that_a_file_names_are_special(tmp_path: Path, role: str, place: 
 
 
 @pytest.mark.parametrize("role", ["bos_token", "pad_token", "eos_token"])
-def test_a_token_that_a_config_has_the_id_of(tmp_path: Path, role: str) -> None:
+def test_tokens_with_an_id_in_a_config_are_control_tokens(tmp_path: Path, role: str) -> None:
     fast = made("bytes", PLAIN)
     files = {"tokenizer_config.json": {"eos_token": "</s>"}}
     files["config.json"] = {f"{role}_id": fast.token_to_id("[INST]")}
@@ -218,9 +222,10 @@ def test_a_token_that_a_config_has_the_id_of(tmp_path: Path, role: str) -> None:
         )
 
 
-def test_where_files_disagree(tmp_path: Path) -> None:
+def test_precedence_of_files_is_that_of_transformers(tmp_path: Path) -> None:
     fast = made("bytes", PLAIN)
-    config, named = {"eos_token": "</s>", "bos_token": "<s>"}, {"eos_token": "<|A|>"}
+    config = {"eos_token": "</s>", "bos_token": "<s>"}
+    named = {"eos_token": "<|A|>"}
     files = {"tokenizer_config.json": config, "special_tokens_map.json": named}
     assert TextTokenizer(write(tmp_path / "a", fast, files)).special_tokens == {
         "eos_token": "<|A|>",
@@ -233,7 +238,7 @@ def test_where_files_disagree(tmp_path: Path) -> None:
     assert tokenizer.encode("a  <|A|>") == fast.encode("a<|A|>").ids, "its flags go before those of tokenizer.json"
 
 
-def test_tokens_that_tokenizer_json_lacks(tmp_path: Path) -> None:
+def test_tokens_that_tokenizer_json_lacks_are_added(tmp_path: Path) -> None:
     fast = made("bytes", PLAIN)
     size = fast.get_vocab_size()
     for name, content in (("added_tokens.json", {"<new>": size}), ("tokenizer_config.json", None)):
@@ -250,7 +255,7 @@ def test_tokens_that_tokenizer_json_lacks(tmp_path: Path) -> None:
         )
 
 
-def test_an_end_in_the_vocabulary_is_found_in_a_text(tmp_path: Path) -> None:
+def test_an_eos_token_of_the_vocabulary_is_matched_in_text(tmp_path: Path) -> None:
     vocab = {c: i for i, c in enumerate(["</s>", *"abs</>"])}
     fast = Tokenizer(models.BPE(vocab, []))
     tokenizer = TextTokenizer(write(tmp_path / "t", fast, {"tokenizer_config.json": {"eos_token": "</s>"}}))
@@ -258,9 +263,11 @@ def test_an_end_in_the_vocabulary_is_found_in_a_text(tmp_path: Path) -> None:
     assert 0 not in Prompter(tokenizer, None).plain("ab</s>")
 
 
-def test_words_are_no_marks(tmp_path: Path) -> None:
+def test_ordinary_words_are_no_control_tokens(tmp_path: Path) -> None:
     """A pad token "!", or an added token of spaces or letters that a template has too, is text wherever it stands."""
-    assert [is_mark(t) for t in ("!", "\n\n", "user", "<s>", "</think>", "\uff1cA\uff1e")] == [False] * 3 + [True] * 3
+    assert [looks_special(t) for t in ("!", "\n\n", "user", "<s>", "</think>", "\uff1cA\uff1e")] == [False] * 3 + [
+        True
+    ] * 3
     fast = made("bytes", PLAIN)
     fast.add_tokens([AddedToken("user"), AddedToken("\n\n")])
     template = "{% for m in messages %}user\n\n{{ m['content'] }}{% endfor %}"
@@ -270,7 +277,7 @@ def test_words_are_no_marks(tmp_path: Path) -> None:
     assert Prompter(tokenizer, None).plain("user!\n\n") == tokenizer.encode("user!\n\n")
 
 
-def test_the_assistant_may_say_what_a_template_writes_within_answers(tmp_path: Path) -> None:
+def test_the_assistant_may_write_the_inner_tokens_of_a_template(tmp_path: Path) -> None:
     fast = made("bytes", PLAIN)
     fast.add_tokens([AddedToken("<think>"), AddedToken("</think>")])
     template = (
@@ -281,23 +288,23 @@ def test_the_assistant_may_say_what_a_template_writes_within_answers(tmp_path: P
     config = {**CONFIG, "chat_template": template}
     tokenizer = TextTokenizer(write(tmp_path / "t", fast, {"tokenizer_config.json": config}))
     control = ControlTokens(tokenizer)
-    assert control.tokens - control.of_turns == {"<think>", "</think>"}
+    assert control.tokens - control.turn_tokens == {"<think>", "</think>"}
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "<think>b</think>c"}]
     ids = Prompter(tokenizer, "tokenizer").row({"messages": [*turns, turns[0]]}).ids
     assert ids == tokenizer.encode("<|U|>a<|A|>c<|U|>a<|A|><think>")
     turns[0]["content"] = "<think>"
     ids = Prompter(tokenizer, "tokenizer").row({"messages": turns[:1]}).ids
     assert ids.count(tokenizer.token_id("<think>")) == 1, "that of the prompt"
-    assert control.find_said([("assistant", "<think>"), ("user", "b")]) is None
-    assert control.find_said([("assistant", "a<|U|>"), ("user", "b")]) == "<|U|>"
-    assert control.find_said([("user", "<think>")]) == "<think>"
+    assert control.find_in_turns([("assistant", "<think>"), ("user", "b")]) is None
+    assert control.find_in_turns([("assistant", "a<|U|>"), ("user", "b")]) == "<|U|>"
+    assert control.find_in_turns([("user", "<think>")]) == "<think>"
 
 
-def test_a_template_of_the_recipe_counts_too(tmp_path: Path) -> None:
+def test_a_template_of_the_recipe_adds_control_tokens(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(write(tmp_path / "t", made("bytes", PLAIN), {"tokenizer_config.json": CONFIG}))
     assert "[INST]" not in ControlTokens(tokenizer).tokens
     other = ChatTemplate("{% for m in messages %}[INST]{{ m['content'] }}{% endfor %}", {}, "another")
-    assert {"[INST]", "<|U|>"} <= ControlTokens(tokenizer, lambda: other).of_turns
+    assert {"[INST]", "<|U|>"} <= ControlTokens(tokenizer, lambda: other).turn_tokens
 
 
 @pytest.mark.parametrize(
@@ -310,16 +317,16 @@ def test_a_template_of_the_recipe_counts_too(tmp_path: Path) -> None:
         ("", "add_eos_token", True, [9]),
     ],
 )
-def test_the_config_says_whether_a_text_is_begun(
+def test_add_bos_and_eos_flags_of_the_config_are_used(
     tmp_path: Path, before: str, key: str, value: bool | None, expected: list[int]
 ) -> None:
     fast = made("bytes", PLAIN, before)
     config = {**CONFIG, key: value}
     tokenizer = TextTokenizer(write(tmp_path / "t", fast, {"tokenizer_config.json": config}))
     names = {1: fast.token_to_id("<s>"), 9: fast.token_to_id("a")}
-    assert tokenizer.framed([names[9]]) == [names[i] for i in expected]
+    assert tokenizer.with_special_tokens([names[9]]) == [names[i] for i in expected]
     if key == "add_eos_token":
-        assert tokenizer.framed([names[9]], is_whole=True) == [names[9], tokenizer.eos_id]
+        assert tokenizer.with_special_tokens([names[9]], is_complete=True) == [names[9], tokenizer.eos_id]
 
 
 @pytest.mark.parametrize(
@@ -347,20 +354,20 @@ def test_faulty_files_are_named(tmp_path: Path, name: str, content: Any, message
     files[name] = {**files[name], **content} if name in files else content
     directory = write(tmp_path / "t", made("bytes", PLAIN), files)
     with pytest.raises(UserError, match=f"{name}: .*{message}" if name != "special_tokens_map.json" else message):
-        TextTokenizer(directory).ends()
+        TextTokenizer(directory).stop_token_ids()
 
 
-def test_a_flag_that_is_none_and_a_begin_that_nobody_names(tmp_path: Path) -> None:
+def test_invalid_flags_and_missing_bos_tokens_are_named(tmp_path: Path) -> None:
     for config, message in (({"add_bos_token": "yes"}, "is true or false"), ({"add_bos_token": True}, "no bos_token")):
         files = {"tokenizer_config.json": {"eos_token": "</s>", **config}}
         with pytest.raises(UserError, match=rf"tokenizer_config\.json: add_bos_token .*{message}"):
-            TextTokenizer(write(tmp_path / "t", made("bytes", PLAIN), files)).framed([0])
+            TextTokenizer(write(tmp_path / "t", made("bytes", PLAIN), files)).with_special_tokens([0])
 
 
-def test_minus_one_is_none(tmp_path: Path) -> None:
+def test_an_id_of_minus_one_is_ignored(tmp_path: Path) -> None:
     files = {"tokenizer_config.json": CONFIG, "config.json": {"pad_token_id": -1, "eos_token_id": -1}}
     tokenizer = TextTokenizer(write(tmp_path / "t", made("bytes", PLAIN), files))
-    assert (tokenizer.pad_id, tokenizer.ends()) == (tokenizer.eos_id, {tokenizer.eos_id})
+    assert (tokenizer.pad_id, tokenizer.stop_token_ids()) == (tokenizer.eos_id, {tokenizer.eos_id})
     assert read_token_files(tokenizer.directory).ids("pad_token", 900) == []
 
 
@@ -369,4 +376,4 @@ def test_a_token_without_a_text_has_no_id(tmp_path: Path, content: Any) -> None:
     tokens = {"model": {"vocab": [[content, 0.5], ["a", 0.5]]}, "added_tokens": [{"content": content, "id": 2}]}
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokens))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "a"}))
-    assert ids_of_roles(tmp_path) == {"eos_token": 1}
+    assert role_ids(tmp_path) == {"eos_token": 1}

@@ -12,14 +12,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.data.conversion import Conversion
+from llmsuite.base.errors import UserError
+from llmsuite.base.redaction import redacted
+from llmsuite.contract.registry import Registry
 from llmsuite.data.faults import Faults
 from llmsuite.data.read import first_rows, raw_rows, read_rows
-from llmsuite.data.suggest import columns_word, corrected, key_word, near, suggested, suggested_text, typed
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.data.row_converter import RowConverter
+from llmsuite.data.suggest import (
+    columns_option,
+    correct_columns,
+    key_option,
+    near,
+    shell_quoted,
+    suggest_columns,
+    suggest_text_column,
+)
 from llmsuite.recipe.load import load
-from llmsuite.shown import redacted
 
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
@@ -66,8 +74,10 @@ NAMES = {
         ("of a plugin", {"question": "a", "answer": "b"}, None),
     ],
 )  # fmt: skip
-def test_what_is_proposed(registry: Registry, kind: str, row: dict[str, Any], columns: dict[str, str] | None) -> None:
-    assert suggested(row, kind, registry.data_formats) == columns
+def test_expected_columns_are_proposed(
+    registry: Registry, kind: str, row: dict[str, Any], columns: dict[str, str] | None
+) -> None:
+    assert suggest_columns(row, kind, registry.data_formats) == columns
 
 
 def test_a_format_that_is_chosen_gets_its_fields(registry: Registry) -> None:
@@ -77,22 +87,22 @@ def test_a_format_that_is_chosen_gets_its_fields(registry: Registry) -> None:
         "paddlenlp": {"src": "question", "tgt": "answer"},
         "openai": None,
     }.items():
-        assert suggested(row, "conversation", registry.data_formats, name) == columns
+        assert suggest_columns(row, "conversation", registry.data_formats, name) == columns
 
 
-def test_the_text_of_documents() -> None:
-    assert suggested_text({"id": "1", "body": "a", "title": "b"}) == "body"
-    assert suggested_text({"id": 1, "x": "a"}) == "x"
-    assert suggested_text({"x": "a", "y": "b"}) is None
+def test_the_column_of_text_is_suggested() -> None:
+    assert suggest_text_column({"id": "1", "body": "a", "title": "b"}) == "body"
+    assert suggest_text_column({"id": 1, "x": "a"}) == "x"
+    assert suggest_text_column({"x": "a", "y": "b"}) is None
 
 
-def test_typing_errors() -> None:
+def test_typing_errors_are_corrected() -> None:
     row = {"ask": "a", "reply": "b"}
     right = {"instruction": "ask", "output": "reply"}
     for wrong in ({"instruction": "aks", "output": "reply"}, {"instrution": "ask", "output": "Reply"}):
-        assert corrected(wrong, row) == right
+        assert correct_columns(wrong, row) == right
     for columns in (right, {"instruction": "nothing", "output": "reply"}, {"output": "{ask} {rply}"}):
-        assert corrected(columns, row) is None
+        assert correct_columns(columns, row) is None
 
 
 NAME = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -111,15 +121,15 @@ def own_rows(draw: Any) -> tuple[str, dict[str, Any]]:
 
 @settings(max_examples=150, deadline=None)
 @given(own_rows())
-def test_what_is_proposed_can_be_typed_and_read(
+def test_proposals_can_be_typed_and_read(
     registry: Registry, tmp_path_factory: pytest.TempPathFactory, made: tuple[str, dict[str, Any]]
 ) -> None:
     kind, row = made
-    columns = suggested(row, kind, registry.data_formats)
+    columns = suggest_columns(row, kind, registry.data_formats)
     if columns is None:
         return
-    (word,) = shlex.split(typed(columns_word(columns)))
-    assert word == columns_word(columns)
+    (word,) = shlex.split(shell_quoted(columns_option(columns)))
+    assert word == columns_option(columns)
     assert word.isprintable()
     assert redacted(word) == word, "it is shown as it is"
     assert json.loads(word.partition("=")[2]) == columns
@@ -135,19 +145,19 @@ def test_what_is_proposed_can_be_typed_and_read(
 def test_any_name_can_be_typed_as_the_value_of_a_key(
     registry: Registry, tmp_path_factory: pytest.TempPathFactory, name: str
 ) -> None:
-    from llmsuite.resources import bundled
+    from llmsuite.base.resources import bundled
 
-    (word,) = shlex.split(typed(key_word("pretrain.key", name)))
+    (word,) = shlex.split(shell_quoted(key_option("pretrain.key", name)))
     assert word.isprintable()
     recipe: Any = load(bundled("recipes") / "llama/pretrain.json", [word], registry).recipe
     assert recipe.pretrain.key == name
 
 
-def test_names_are_mostly_found(registry: Registry) -> None:
+def test_most_names_of_columns_are_recognised(registry: Registry) -> None:
     """The property above is not empty."""
     for kind, names in NAMES.items():
         row = {f"my {name}": "true" if name == "liked" else name for name in names}
-        assert suggested(row, kind, registry.data_formats) is not None
+        assert suggest_columns(row, kind, registry.data_formats) is not None
 
 
 @pytest.mark.parametrize(
@@ -155,7 +165,7 @@ def test_names_are_mostly_found(registry: Registry) -> None:
     ['[{"a": 1}, {"a": 2}]', '{"a": 1}\n{"a": 2}\n', "[]", "[{", '{"a": 1}', '[{"a": "é'],
     ids=["list", "lines", "empty", "cut", "object", "cut character"],
 )
-def test_the_first_rows_of_a_list_are_those_of_the_whole(tmp_path: Path, text: str) -> None:
+def test_the_first_rows_of_a_list_match_a_full_read(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.json"
     path.write_bytes(text.encode()[: -1 if "é" in text else None])
     found = []
@@ -168,7 +178,7 @@ def test_the_first_rows_of_a_list_are_those_of_the_whole(tmp_path: Path, text: s
 
 
 @pytest.mark.parametrize("size", [1 << 16, 1 << 20, 3 << 20])
-def test_of_a_large_list_the_beginning_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_only_the_beginning_of_a_large_list_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     path = tmp_path / "a.json"
     rows = [{"a": "é" * size}, *({"a": "x" * 1000} for _ in range(8 * size // 1000))]
     path.write_text(json.dumps(rows, ensure_ascii=False))
@@ -184,7 +194,7 @@ def test_of_a_large_list_the_beginning_is_read(tmp_path: Path, monkeypatch: pyte
 
 def _is_refused(kind: str, row: dict[str, Any], registry: Registry) -> bool:
     try:
-        return Conversion(kind, "auto", registry.data_formats).convert("", row, None, Faults("skip")) is None
+        return RowConverter(kind, "auto", registry.data_formats).convert("", row, None, Faults("skip")) is None
     except UserError:
         return True
 
@@ -195,9 +205,9 @@ def _nothing() -> Any:
     return contextlib.nullcontext()
 
 
-def test_of_very_many_columns_nothing_is_guessed(registry: Registry) -> None:
+def test_very_many_columns_get_no_proposal(registry: Registry) -> None:
     row = {"question_" * 50 + str(i): "a" for i in range(9_000)}
     began = time.process_time()
-    assert suggested({**row, "query": "a", "reply": "b"}, "conversation", registry.data_formats) is None
+    assert suggest_columns({**row, "query": "a", "reply": "b"}, "conversation", registry.data_formats) is None
     assert near("question", {**row, "Question": 1}) is not None
     assert time.process_time() - began < 5

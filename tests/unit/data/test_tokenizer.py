@@ -14,10 +14,10 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.data import trial
+from llmsuite.base.errors import UserError
+from llmsuite.data import tokenizer_probe
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from tests.paths import DATA
+from tests.support.paths import DATA
 
 EMBEDDED = TextTokenizer(DATA / "tokenizer")
 TEXT = st.text(st.characters(exclude_categories=["Cs"]))
@@ -32,7 +32,7 @@ def copy(tmp_path: Path, **changes: Any) -> Path:
     return tmp_path / "copy"
 
 
-def test_special_tokens_and_sizes() -> None:
+def test_special_tokens_and_sizes_are_read() -> None:
     assert EMBEDDED.special_tokens == {
         "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>",
@@ -48,17 +48,17 @@ def test_special_tokens_and_sizes() -> None:
 @given(TEXT)
 def test_tokens_have_the_bytes_of_their_parts_of_characters(text: str) -> None:
     ids = [token for token in EMBEDDED.encode(text) if token > 2]
-    assert b"".join(EMBEDDED.bytes_of(token) or b"?" for token in ids).decode() == EMBEDDED.decode(ids)
+    assert b"".join(EMBEDDED.token_bytes(token) or b"?" for token in ids).decode() == EMBEDDED.decode(ids)
 
 
-def test_bytes_of_a_vocabulary_of_sentencepiece_and_of_what_is_none(tmp_path: Path) -> None:
+def test_token_bytes_of_sentencepiece_and_of_unknown_tokens(tmp_path: Path) -> None:
     vocab = {"<unk>": 0, "<0xC3>": 1, "<0xA9>": 2, "é": 3, "?\ufffd ": 4}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], byte_fallback=True, unk_token="<unk>"))
     made.decoder = tokenizers.decoders.Sequence([tokenizers.decoders.ByteFallback(), tokenizers.decoders.Fuse()])
     made.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<unk>"}')
     tokenizer = TextTokenizer(tmp_path)
-    assert [tokenizer.bytes_of(token) for token in (1, 2, 3, 4)] == [b"\xc3", b"\xa9", "é".encode(), None]
+    assert [tokenizer.token_bytes(token) for token in (1, 2, 3, 4)] == [b"\xc3", b"\xa9", "é".encode(), None]
 
 
 @given(TEXT)
@@ -75,8 +75,10 @@ def test_a_batch_is_each_of_its_texts(texts: list[str]) -> None:
     assert EMBEDDED.encode_batch(texts) == [EMBEDDED.encode(text) for text in texts]
 
 
-def test_others_go_on_while_a_long_text_is_encoded() -> None:
-    text, ticks, ended = "some words é " * 20_000, [0], threading.Event()
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    text = "some words é " * 20_000
+    ticks = [0]
+    ended = threading.Event()
 
     def tick() -> None:
         while not ended.wait(0.001):
@@ -121,7 +123,7 @@ def test_padding_and_truncation_of_the_file_are_switched_off(tmp_path: Path) -> 
     assert TextTokenizer(directory).encode_batch([text, "a"]) == EMBEDDED.encode_batch([text, "a"])
 
 
-def test_without_a_padding_token_the_last_one_pads(tmp_path: Path) -> None:
+def test_without_a_padding_token_the_eos_token_pads(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(copy(tmp_path, pad_token=None))
     assert "pad_token" not in tokenizer.special_tokens
     assert tokenizer.pad_id == tokenizer.eos_id == 2
@@ -135,7 +137,7 @@ def test_a_token_may_be_an_object(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("eos", "message"), [(None, "names no eos_token"), ("", "names no eos_token"), ("</s>", "not in the vocabulary")]
 )
-def test_no_end_of_sequence(tmp_path: Path, eos: str | None, message: str) -> None:
+def test_a_missing_eos_token_is_named(tmp_path: Path, eos: str | None, message: str) -> None:
     with pytest.raises(UserError, match=message):
         TextTokenizer(copy(tmp_path, eos_token=eos))
 
@@ -152,7 +154,7 @@ def test_garbled_files_are_named(tmp_path: Path, name: str, text: str, other: st
         TextTokenizer(directory)
 
 
-def test_an_empty_directory(tmp_path: Path) -> None:
+def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"neither tokenizer\.json nor tokenizer_config\.json"):
         TextTokenizer(tmp_path)
 
@@ -218,21 +220,24 @@ def test_a_token_sentencepiece_does_not_have_is_not_the_unknown_one(pieces: Path
 
 
 @pytest.mark.parametrize(("changes", "word"), [({}, "vocab_file"), ({"tokenizer_class": "Absent"}, "Absent")])
-def test_what_paddlenlp_cannot_read(pieces: Path, tmp_path: Path, changes: dict[str, str], word: str) -> None:
+def test_tokenizers_that_paddlenlp_cannot_read_are_named(
+    pieces: Path, tmp_path: Path, changes: dict[str, str], word: str
+) -> None:
     config = json.loads((pieces / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, **changes}))
     with pytest.raises(UserError, match=f"paddlenlp cannot read its tokenizer: .*{word}"):
         TextTokenizer(tmp_path)
 
 
-def test_sentencepiece_has_a_budget(pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.further
+def test_sentencepiece_is_probed_with_limits(pieces: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "other"
     shutil.copytree(pieces, directory)
     (directory / "added_tokens.json").write_text(json.dumps({"<other>": 400}))  # one that has not passed yet
-    monkeypatch.setattr(trial, "SECONDS", -1)
+    monkeypatch.setattr(tokenizer_probe, "SECONDS", -1)
     with pytest.raises(UserError, match=r"other: takes more than -1 s of the processor for common texts"):
         TextTokenizer(directory)
     monkeypatch.undo()
     assert TextTokenizer(directory).encode("a")
-    monkeypatch.setattr(trial, "SECONDS", -1)
+    monkeypatch.setattr(tokenizer_probe, "SECONDS", -1)
     assert TextTokenizer(directory).encode("a"), "what has passed is not tried out again"

@@ -10,41 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.data import conversations, formats, prompts
+from llmsuite.base.errors import UserError
+from llmsuite.data import conversation_formats, preference_formats, prompt_formats
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Conversation, Message, conversations_of, turns_of
-from llmsuite.data.turns import sharegpt_turn_at, turn_at
-from llmsuite.errors import UserError
+from llmsuite.data.turns import parse_message, parse_sharegpt_message
 from llmsuite.inference.prompts import read_messages
+from tests.support.tool_turns import ASK, CALL, HELLO, ROWS, TOOLS
 
 FORMATS = {
-    data_format.name: data_format for data_format in (*conversations.BUILTIN, *formats.BUILTIN, *prompts.BUILTIN)
-}
-TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}]
-CALL = {"id": "abc123XYZ", "type": "function", "function": {"name": "weather", "arguments": {"city": "Rome"}}}
-ASK, HELLO = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
-HUMAN, GPT = {"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hello."}
-ROWS: dict[str, dict[str, Any]] = {
-    "openai": {"messages": [ASK, HELLO]},
-    "sharegpt": {"conversations": [HUMAN, GPT]},
-    "alpaca": {"instruction": "Hi?", "output": "Hello."},
-    "trl_completion": {"prompt": "Hi?", "completion": "Hello."},
-    "paddlenlp": {"src": "Hi?", "tgt": "Hello."},
-    "paddlenlp_preference": {"src": ["Hi?"], "response": ["Hello.", "Bye."], "sort": [1, 0]},
-    "sharegpt_preference": {"conversations": [HUMAN], "chosen": GPT, "rejected": {"from": "gpt", "value": "Bye."}},
-    "hh_rlhf": {"chosen": "Human: Hi?\n\nAssistant: Hello.", "rejected": "Human: Hi?\n\nAssistant: Bye."},
-    "alpaca_preference": {"instruction": "Hi?", "chosen": "Hello.", "rejected": "Bye."},
-    "trl_preference": {"prompt": "Hi?", "chosen": "Hello.", "rejected": "Bye."},
-    "trl_unpaired": {"prompt": "Hi?", "completion": "Hello.", "label": True},
-    "paddlenlp_unpaired": {"src": ["Hi?"], "response": ["Hello."], "sort": [1]},
-    "sharegpt_unpaired": {"conversations": [HUMAN, GPT], "kto_tag": True},
-    "openai_unpaired": {"messages": [ASK, HELLO], "label": True},
-    "alpaca_unpaired": {"instruction": "Hi?", "output": "Hello.", "kto_tag": True},
-    "prompt": {"prompt": "Hi?"},
-    "openai_prompt": {"messages": [ASK]},
-    "sharegpt_prompt": {"conversations": [HUMAN]},
-    "alpaca_prompt": {"instruction": "Hi?"},
-    "paddlenlp_prompt": {"src": "Hi?"},
+    data_format.name: data_format
+    for data_format in (*conversation_formats.BUILTIN, *preference_formats.BUILTIN, *prompt_formats.BUILTIN)
 }
 JSON = st.recursive(
     st.booleans() | st.integers(-9, 9) | st.text(max_size=4),
@@ -68,7 +44,7 @@ def rendered(conversation: Conversation) -> tuple[list[Any], Any]:
     return [json.loads(turn) for turn in turns], json.loads(tools)
 
 
-def test_every_format_is_here() -> None:
+def test_every_format_has_an_example() -> None:
     assert ROWS.keys() == FORMATS.keys()
 
 
@@ -153,38 +129,38 @@ def test_thoughts_are_shown_or_refused_by_name(key: str) -> None:
         with pytest.raises(UserError, match=f"leaves out the thoughts of messages\\[1\\] \\('{key}'"):
             plain.prompt(conversation.messages[:2])
     with pytest.raises(ValueError, match="different thoughts"):
-        turn_at({**turn, "reasoning_content": "a", "thinking": "b"}, "messages[1]")
+        parse_message({**turn, "reasoning_content": "a", "thinking": "b"}, "messages[1]")
 
 
-def test_a_key_of_thoughts_is_a_whole_word() -> None:
+def test_a_key_of_thoughts_is_matched_as_a_full_word() -> None:
     shown = "{% for m in messages %}{{ m.reasoning_content if enable_thinking }}{{ m.content }};{% endfor %}"
-    turns = [turn_at(turn, "turn") for turn in (ASK, {**HELLO, "thinking": "hm"}, ASK)]
+    turns = [parse_message(turn, "turn") for turn in (ASK, {**HELLO, "thinking": "hm"}, ASK)]
     with pytest.raises(UserError, match=r"leaves out the thoughts of messages\[1\] \('thinking'; it reads 'reasoning_"):
         template(shown).prompt(turns)
-    kept = [turn_at(turn, "turn") for turn in (ASK, {**HELLO, "thinking": "", "reasoning_content": "hm"}, ASK)]
+    kept = [parse_message(turn, "turn") for turn in (ASK, {**HELLO, "thinking": "", "reasoning_content": "hm"}, ASK)]
     assert kept[1].reasoning == "hm"
     assert template(shown).prompt(kept) == "Hi?;Hello.;Hi?;"  # which turns show them is the template's choice
 
 
 def test_sharegpt_has_the_same_keys() -> None:
     call = {"name": "weather", "arguments": {"city": "Rome"}}
-    found = sharegpt_turn_at({"from": "function_call", "value": json.dumps(call), "reasoning_content": "hm"}, "x")
+    found = parse_sharegpt_message({"from": "function_call", "value": json.dumps(call), "reasoning_content": "hm"}, "x")
     assert found.as_turn() == {
         "role": "assistant",
         "content": "",
         "tool_calls": [{"type": "function", "function": call}],
         "reasoning_content": "hm",
     }
-    answer = sharegpt_turn_at({"from": "observation", "value": "sunny", "tool_call_id": "a"}, "x")
+    answer = parse_sharegpt_message({"from": "observation", "value": "sunny", "tool_call_id": "a"}, "x")
     assert answer.as_turn() == {"role": "tool", "content": "sunny", "tool_call_id": "a"}
     with pytest.raises(ValueError, match="both 'from' and 'content'"):
-        sharegpt_turn_at({"from": "gpt", "value": "a", "content": "b"}, "x")
+        parse_sharegpt_message({"from": "gpt", "value": "a", "content": "b"}, "x")
 
 
 def test_the_old_form_of_calls_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'x\.function_call' is OpenAI's old form"):
-        turn_at({"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": "{}"}}, "x")
-    assert turn_at({"role": "assistant", "content": "a", "function_call": None}, "x") == Message("assistant", "a")
+        parse_message({"role": "assistant", "content": "a", "function_call": {"name": "f", "arguments": "{}"}}, "x")
+    assert parse_message({"role": "assistant", "content": "a", "function_call": None}, "x") == Message("assistant", "a")
 
 
 @pytest.mark.parametrize(("comment", "role"), [("{# developer #}", "developer"), ("", "system")])
@@ -195,7 +171,7 @@ def test_a_developer_is_the_system_where_a_template_knows_none(comment: str, rol
     assert found.render(FORMATS["openai"].convert({"messages": turns}).messages) == role
 
 
-def test_answers_that_are_left_out_of_prompts_are_kept_whole() -> None:
+def test_answers_left_out_of_prompts_are_kept_in_full() -> None:
     turn = {"role": "assistant", "content": None, "tool_calls": [CALL]}
     found = FORMATS["openai_prompt"].convert({"messages": [ASK, turn], "tools": TOOLS, "task": "sky"})
     assert found.columns == {"answer": "", "answer_turn": turn, "task": "sky"}

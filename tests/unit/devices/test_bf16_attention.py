@@ -18,8 +18,7 @@ from llmsuite.devices.cpu.build import library
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels import source
 from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
-from tests.paths import ROOT
-from tests.unit.devices.test_cpu_kernels import (
+from tests.support.kernel_inputs import (
     HEADS,
     ROWS_OF_DOCUMENTS,
     check_cached_attention,
@@ -28,6 +27,7 @@ from tests.unit.devices.test_cpu_kernels import (
     random,
     rounded,
 )
+from tests.support.paths import ROOT
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,7 +67,7 @@ def test_attention_of_rounded_inputs_sees_its_document_only(heads: tuple[int, in
 
 
 def check_rounded_once(function: Callable[..., Any], *inputs: np.ndarray) -> None:
-    """Of bfloat16 numbers, outputs and gradients are those of the same numbers in float32, rounded: bit for bit."""
+    """Outputs and gradients of bfloat16 numbers equal those of the same numbers in float32, rounded: bit for bit."""
     found = []
     for dtype in ("float32", "bfloat16"):
         leaves = [leaf(values).astype(dtype) for values in inputs]
@@ -98,11 +98,13 @@ def test_attention_takes_and_gives_bfloat16(heads: tuple[int, int, int], queries
 def test_attention_within_documents_takes_and_gives_bfloat16(heads: tuple[int, int, int], name: str) -> None:
     num_queries, num_keys, size = heads
     if name == "a window":
-        given, length = kernels.no_mask(150, 150, paddle.float32, 40), 150
+        given = kernels.no_mask(150, 150, paddle.float32, 40)
+        length = 150
     else:
         lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
         document_starts = paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)]))
-        given, length = kernels.spans(document_starts, paddle.float32), document_starts.shape[1]
+        given = kernels.spans(document_starts, paddle.float32)
+        length = document_starts.shape[1]
     q = rounded(random(2, length, num_queries, size, seed=1))
     k, v = (rounded(random(2, length, num_keys, size, seed=seed)) for seed in (2, 3))
     check_rounded_once(lambda *x: kernels.bf16_attention(*x, given), q, k, v)
@@ -111,7 +113,8 @@ def test_attention_within_documents_takes_and_gives_bfloat16(heads: tuple[int, i
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rotary_takes_and_gives_bfloat16(rows: int) -> None:
     angles = random(rows, 9, 1, 20, seed=1)
-    cos, sin = paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles))
+    cos = paddle.to_tensor(np.cos(angles))
+    sin = paddle.to_tensor(np.sin(angles))
     check_rounded_once(lambda x: kernels.rotary(x, cos, sin), rounded(random(3, 9, 4, 40)))
 
 
@@ -124,7 +127,7 @@ def test_generation_attends_as_training_in_bf16(heads: tuple[int, int, int]) -> 
     found = kernels.bf16_attention(*(paddle.to_tensor(x) for x in (q, k, v)), None).numpy()
     first = [paddle.to_tensor(x) for x in (q, k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3]))]
     mask = paddle.to_tensor(np.triu(np.full([1, 1, 70, 70], -1e9, "float32"), 1))
-    other = rounded_grouped_attention(kernels.bf16_attention_operand, *first, mask).numpy()
+    other = rounded_grouped_attention(kernels.round_to_bf16_in_float32, *first, mask).numpy()
     rounding = np.abs(found - grouped_attention(*first, mask).numpy()).max()
     assert rounding > 1e-3
     assert np.abs(found - other).max() <= rounding / 8
@@ -136,7 +139,7 @@ def test_the_newest_tokens_of_a_cache_see_what_they_see_in_one_pass(heads: tuple
 
 
 def test_attention_rounds_its_inputs() -> None:
-    """A key of 1 + 2^-9 is 1, and the query beside it too; the weights of equal scores are exact."""
+    """A key of 1 + 2^-9 is rounded to 1, and so is its query; the weights of equal scores are exact."""
     q = k = np.full((1, 2, 1, 8), 1 + 2.0**-9, "float32")
     v = np.array([1 + 2.0**-9, 3], "float32").reshape(1, 2, 1, 1) * np.ones((1, 1, 1, 8), "float32")
     found = kernels.bf16_attention(*(paddle.to_tensor(x) for x in (q, k, v)), None).numpy()
@@ -144,7 +147,7 @@ def test_attention_rounds_its_inputs() -> None:
 
 
 def run_alone(program: str) -> str:
-    """What a program prints as a process of its own."""
+    """Output of a program that runs in a separate process."""
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr
     return found.stdout
@@ -164,6 +167,7 @@ _LINES = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
 _FLAGS = next((line.split() for line in _LINES if line.startswith("flags")), [])
 
 
+@pytest.mark.further
 @pytest.mark.parametrize(
     "processor",
     [

@@ -17,8 +17,8 @@ import pytest
 from llmsuite.devices.cpu.build import library
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
-from tests.paths import ROOT
-from tests.unit.devices.test_cpu_kernels import random, rounded
+from tests.support.kernel_inputs import random, rounded
+from tests.support.paths import ROOT
 
 SIZES = [
     (1, 1, 1), (1, 576, 3), (32, 32, 32), (33, 31, 65), (64, 512, 512), (77, 1001, 45), (130, 2048, 96), (5, 16, 700),
@@ -27,9 +27,17 @@ SIZES = [
 """M, K and N of [M, K] [K, N]: with and without a rest, of one block and of several, whose right side stays or not."""
 
 
+THREADS = {
+    "one": {"OMP_NUM_THREADS": "1"},
+    "three": {"OMP_NUM_THREADS": "3"},
+    "fewer than are asked for": {"OMP_NUM_THREADS": "3", "OMP_THREAD_LIMIT": "2"},
+}
+
+
 @pytest.mark.skipif(not can_be_built(PRODUCTS), reason="there is no compiler")
 @pytest.mark.parametrize("processor", [(), ("-march=x86-64-v4", "-mavx512bf16"), ("-march=x86-64",)], ids=str)
-def test_products(processor: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("threads", THREADS)
+def test_products(processor: tuple[str, ...], threads: str) -> None:
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     if "-mavx512bf16" in processor and "avx512_bf16" not in next(x for x in lines if x.startswith("flags")).split():
         pytest.skip("it has no products of bfloat16")
@@ -39,34 +47,30 @@ def test_products(processor: tuple[str, ...]) -> None:
         options=(*PRODUCTS.options, *processor),
         is_for_this_cpu=not processor,
     )
-    # the last one has fewer threads than are asked for
-    for threads in (
-        {"OMP_NUM_THREADS": "1"},
-        {"OMP_NUM_THREADS": "3"},
-        {"OMP_NUM_THREADS": "3", "OMP_THREAD_LIMIT": "2"},
-    ):
-        program = (
-            "import paddle\n"
-            "from llmsuite.devices.cpu.kernels import ops\n"
-            "from tests.unit.devices import test_bf16_products as tests\n"
-            f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(products))!r})\n"
-            "assert ops.load()\n"
-            "tests.check()\n"
-            "print('all are equal')\n"
-        )
-        environment = {**os.environ, **threads}
-        found = subprocess.run(
-            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-        )
-        assert "all are equal" in found.stdout, found.stderr
+    program = (
+        "import paddle\n"
+        "from llmsuite.devices.cpu.kernels import ops\n"
+        "from tests.unit.devices import test_bf16_products as tests\n"
+        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(products))!r})\n"
+        "assert ops.load()\n"
+        f"tests.check({threads!r})\n"
+        "print('all are equal')\n"
+    )
+    environment = {**os.environ, **THREADS[threads]}
+    found = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert "all are equal" in found.stdout, found.stderr
 
 
-def check() -> None:
-    """By whatever library is loaded."""
-    for size in SIZES:
+def check(threads: str) -> None:
+    """By whatever library is loaded. One thread checks every turn of each size, the others one of four."""
+    number = [*THREADS].index(threads)
+    for index, size in enumerate(SIZES):
         for turns in range(4):
-            check_product(size, bool(turns & 1), bool(turns & 2))
-            check_split_product(size, bool(turns & 1), bool(turns & 2))
+            if number == 0 or (index + turns) % 4 == number:
+                check_product(size, bool(turns & 1), bool(turns & 2))
+                check_split_product(size, bool(turns & 1), bool(turns & 2))
     check_rows_alone()
     check_parts()
     check_split_linear()
@@ -74,11 +78,15 @@ def check() -> None:
 
 
 def check_product(size: tuple[int, int, int], turns_left: bool, turns_right: bool) -> None:
-    """As float32 and as bfloat16; of a right side that is rounded already too; and three of them added up."""
+    """With float32 and bfloat16 outputs, with a right side that is rounded already, and with the sum of three
+    products."""
     m, k, n = size
-    pairs, expected, most = [], np.zeros([m, n]), np.zeros([m, n])
+    pairs = []
+    expected = np.zeros([m, n])
+    most = np.zeros([m, n])
     for seed, depth in enumerate((k, k, 16)):
-        left, right = random(m, depth, seed=seed), random(depth, n, seed=3 + seed)
+        left = random(m, depth, seed=seed)
+        right = random(depth, n, seed=3 + seed)
         expected = expected + rounded(left).astype("float64") @ rounded(right).astype("float64")
         most = most + np.abs(rounded(left)) @ np.abs(rounded(right))
         limit = (2 * k + 16) * 2.0**-24 * most  # of the sums of so many products, in whatever order
@@ -86,23 +94,26 @@ def check_product(size: tuple[int, int, int], turns_left: bool, turns_right: boo
             paddle.to_tensor(np.ascontiguousarray(matrix.T if turned else matrix))
             for matrix, turned in ((left, turns_left), (right, turns_right))
         )
-        given = kernels.bf16_operand(y) if seed == 1 else y
+        given = kernels.round_to_bf16(y) if seed == 1 else y
         if seed == 0:
             assert (np.abs(kernels.bf16_matmul(x, y, turns_left, turns_right).numpy() - expected) <= limit).all()
         if turns_left:
             continue
         pairs.append((x, given))
         assert (np.abs(kernels.bf16_sum_matmul(pairs, turns_right).numpy() - expected) <= limit).all()
-        half = kernels.bf16_operand_matmul(pairs, turns_right).astype("float32").numpy()
+        half = kernels.bf16_rounded_output_matmul(pairs, turns_right).astype("float32").numpy()
         assert (np.abs(half - expected) <= limit + 2.0**-8 * np.abs(expected)).all()
 
 
 def check_split_product(size: tuple[int, int, int], turns_left: bool, turns_right: bool) -> None:
-    """Of one pair and of three; sums have no more rounding than those of float32 products in whatever order."""
+    """With one pair and with three; sums have no more rounding than those of float32 products in any order."""
     m, k, n = size
-    pairs, expected, most = [], np.zeros([m, n]), np.zeros([m, n])
+    pairs = []
+    expected = np.zeros([m, n])
+    most = np.zeros([m, n])
     for seed, depth in enumerate((k, k, 16)):
-        left, right = random(m, depth, seed=seed), random(depth, n, seed=3 + seed)
+        left = random(m, depth, seed=seed)
+        right = random(depth, n, seed=3 + seed)
         expected = expected + left.astype("float64") @ right.astype("float64")
         most = most + np.abs(left) @ np.abs(right)
         x, y = (
@@ -119,7 +130,8 @@ def check_split_product(size: tuple[int, int, int], turns_left: bool, turns_righ
 
 def check_parts() -> None:
     """All six products of parts are there: each is more than the limit for some of the numbers."""
-    x, y = random(500, 1), random(1, 500, seed=1)
+    x = random(500, 1)
+    y = random(1, 500, seed=1)
     product = kernels._run("split_product", *kernels._sides([(paddle.to_tensor(x), paddle.to_tensor(y))]), False, False)
     exact = x.astype("float64") @ y.astype("float64")
     # five sums are rounded; what is left out of nine products is below 2^-26
@@ -133,7 +145,9 @@ def check_parts() -> None:
 def check_split_linear() -> None:
     """The form for programs: its gradients are products of the same kind."""
     for turned in (False, True):
-        x, w, d_y = random(2, 40, 70), random(*((90, 70) if turned else (70, 90)), seed=1), random(2, 40, 90, seed=2)
+        x = random(2, 40, 70)
+        w = random(*((90, 70) if turned else (70, 90)), seed=1)
+        d_y = random(2, 40, 90, seed=2)
         given = [paddle.to_tensor(t, stop_gradient=False) for t in (x, w)]
         y = kernels.split_linear(*given, turned)
         y.backward(paddle.to_tensor(d_y))
@@ -145,13 +159,16 @@ def check_split_linear() -> None:
 
 
 def check_rows_with_a_matrix_each() -> None:
-    """As those of float32 products of rounded inputs, with gradients; of matrices that are not trained without."""
+    """Equal to float32 products of rounded inputs, with gradients; frozen matrices have none."""
     counts = paddle.to_tensor([30, 0, 41, 1], dtype="int64")
-    x, w, d_y = random(75, 70), random(4, 70, 45, seed=1), random(75, 45, seed=2)
+    x = random(75, 70)
+    w = random(4, 70, 45, seed=1)
+    d_y = random(75, 45, seed=2)
     for trains in (True, False):
         found = []
         for product in (kernels.rounded_grouped_matmul, kernels.bf16_grouped_matmul):
-            rows, matrices = paddle.to_tensor(x, stop_gradient=False), paddle.to_tensor(w, stop_gradient=not trains)
+            rows = paddle.to_tensor(x, stop_gradient=False)
+            matrices = paddle.to_tensor(w, stop_gradient=not trains)
             y = product(rows, matrices, counts)
             y.backward(paddle.to_tensor(d_y))
             found.append([y, rows.grad, *([matrices.grad] if trains else [])])
@@ -161,8 +178,9 @@ def check_rows_with_a_matrix_each() -> None:
 
 
 def check_rows_alone() -> None:
-    """A row's numbers do not depend on the rows and columns beside it, to the last bit."""
-    x, y = random(300, 1100), random(1100, 530, seed=1)
+    """A row's numbers do not depend on other rows and columns, to the last bit."""
+    x = random(300, 1100)
+    y = random(1100, 530, seed=1)
     whole = kernels.bf16_matmul(paddle.to_tensor(x), paddle.to_tensor(y)).numpy()
     for rows, columns in ((slice(0, 1), slice(0, 530)), (slice(37, 150), slice(200, 231)), (slice(299, 300), slice(1))):
         part = [paddle.to_tensor(np.ascontiguousarray(t)) for t in (x[rows], y[:, columns])]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -16,45 +15,22 @@ from llmsuite.devices import ops
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.models.experts import route_in_program
-from tests.unit import tiny_llama
-
-Tensor = Any
-LIMIT = 1e-6
-"""Limit of the largest difference, relative to the largest value."""
+from tests.support import tiny_llama
+from tests.support.kernel_inputs import (
+    HEADS,
+    LIMIT,
+    ROWS_OF_DOCUMENTS,
+    Tensor,
+    check_cached_attention,
+    check_equal,
+    leaf,
+    random,
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def loaded() -> None:
     kernels.load()
-
-
-def random(*shape: int, seed: int = 0) -> np.ndarray:
-    return np.random.Generator(np.random.Philox(seed)).standard_normal(shape).astype("float32")
-
-
-def rounded(x: np.ndarray) -> np.ndarray:
-    return x.astype(ml_dtypes.bfloat16).astype("float32")
-
-
-def leaf(values: np.ndarray) -> Tensor:
-    tensor = paddle.to_tensor(values)
-    tensor.stop_gradient = False
-    return tensor
-
-
-def with_gradients(function: Callable[..., Tensor], inputs: Sequence[np.ndarray]) -> list[np.ndarray]:
-    leaves = [leaf(values) for values in inputs]
-    output = function(*leaves)
-    (output * paddle.to_tensor(rounded(random(*output.shape, seed=9)))).sum().backward()
-    return [output.numpy(), *(tensor.grad.numpy() for tensor in leaves)]
-
-
-def check_equal(
-    found: Callable[..., Tensor], plain: Callable[..., Tensor], *inputs: np.ndarray, limit: float = LIMIT
-) -> None:
-    for mine, expected in zip(with_gradients(found, inputs), with_gradients(plain, inputs), strict=True):
-        assert mine.shape == expected.shape
-        assert np.abs(mine - expected).max() <= limit * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("shape", [[], [7], [300, 700]])
@@ -77,7 +53,9 @@ def test_updates_by_adamw(size: int, decay: float) -> None:
     """Three of them are as Paddle's; a part of a parameter, in the same call, has the numbers of the whole, to the last
     bit."""
     values, *gradients = (random(size, seed=seed) for seed in range(4))
-    theirs, mine, half = leaf(values), paddle.to_tensor(values), paddle.to_tensor(values[: size // 2 + 1])
+    theirs = leaf(values)
+    mine = paddle.to_tensor(values)
+    half = paddle.to_tensor(values[: size // 2 + 1])
     optimizer = paddle.optimizer.AdamW(0.01, 0.8, 0.95, 1e-3, parameters=[theirs], weight_decay=decay)
     both = [mine, half]
     moments = [[paddle.zeros_like(x) for x in both] for _ in range(2)]
@@ -92,10 +70,6 @@ def test_updates_by_adamw(size: int, decay: float) -> None:
     assert [float(power) for of_both in powers for power in of_both] == pytest.approx([0.8**4] * 2 + [0.95**4] * 2)
 
 
-HEADS = [(4, 4, 8), (6, 2, 16), (3, 1, 10)]
-"""Query heads, key-value heads, size."""
-
-
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (64, 64), (131, 131), (1, 70), (70, 133)])
 def test_attention_is_causal(heads: tuple[int, int, int], queries: int, keys: int) -> None:
@@ -104,16 +78,6 @@ def test_attention_is_causal(heads: tuple[int, int, int], queries: int, keys: in
     k, v = (random(2, keys, num_keys, size, seed=seed) for seed in (2, 3))
     mask = ops.causal_mask(queries, keys, paddle.float32)
     check_equal(lambda *x: kernels.attention(*x, None), lambda *x: ops.attention(*x, mask), q, k, v)
-
-
-ROWS_OF_DOCUMENTS = {
-    "documents": [[(70, 0), (50, 70), (30, -1)], [(3, 0), (147, 3)]],  # -1: padding that is marked
-    # a prompt of 20 and answers of 60, 40 and 30; padding
-    "a prompt of three": [[(80, 0), (40, 60), (30, 100)], [(150, 0)]],
-    # the second answer is in a block with the first one, or far from the prompt; then another prompt with two answers
-    "two prompts": [[(40, 0), (20, 10), (5, 60), (70, 62), (15, 132)], [(130, 0), (20, 65)]],
-}
-"""The parts of each row: how long they are, and where what they belong to begins."""
 
 
 @pytest.mark.parametrize("name", ROWS_OF_DOCUMENTS)
@@ -136,22 +100,6 @@ def test_the_newest_tokens_of_a_cache_see_what_they_see_in_one_pass(heads: tuple
     check_cached_attention(kernels.cached_attention, kernels.attention, heads, name, LIMIT)
 
 
-def check_cached_attention(cached: Any, whole: Any, heads: tuple[int, int, int], name: str, limit: float) -> None:
-    """The output for the last queries is that of all queries in one pass, though keys are read where a cache with free
-    columns has them."""
-    num_queries, num_keys, size = heads
-    lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
-    spans = ops.document_spans(paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)])))
-    length = spans.shape[2]
-    q = paddle.to_tensor(random(2, length, num_queries, size, seed=1))
-    keys, values = (paddle.to_tensor(random(2, num_keys, length + 9, size, seed=seed)) for seed in (2, 3))
-    seen = [part[:, :, :length] for part in (keys, values)]
-    expected = whole(q, *(part.transpose([0, 2, 1, 3]) for part in seen), spans).numpy()
-    for count in (1, 63, 64, 100, length):
-        found = cached(q[:, -count:], *seen, spans[:, :, -count:]).numpy()
-        assert np.abs(found - expected[:, -count:]).max() <= limit * np.abs(expected).max(), count
-
-
 def test_attention_takes_a_mask_that_is_added() -> None:
     q, k, v = (paddle.to_tensor(random(2, 5, 2, 8, seed=seed)) for seed in (1, 2, 3))
     mask = paddle.to_tensor(random(2, 1, 5, 5, seed=4))
@@ -166,20 +114,23 @@ def test_scores_may_be_large() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 37, 48), (3, 5, 4, 10), (1, 1, 7)])
-def test_rms_norm(shape: tuple[int, ...]) -> None:
-    x, weight = random(*shape), random(shape[-1], seed=1)
+def test_rms_norm_equals_the_plain_form(shape: tuple[int, ...]) -> None:
+    x = random(*shape)
+    weight = random(shape[-1], seed=1)
     check_equal(lambda *t: kernels.rms_norm(*t, 1e-5), lambda *t: ops.rms_norm(*t, 1e-5), x, weight)
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_rotary(rows: int) -> None:
+def test_rotary_equals_the_plain_form(rows: int) -> None:
     angles = random(rows, 9, 1, 5, seed=1)
-    cos, sin = paddle.to_tensor(np.cos(angles)), paddle.to_tensor(np.sin(angles))
+    cos = paddle.to_tensor(np.cos(angles))
+    sin = paddle.to_tensor(np.sin(angles))
     check_equal(lambda x: kernels.rotary(x, cos, sin), lambda x: ops.rotary(x, cos, sin), random(3, 9, 4, 10))
 
 
-def test_swiglu() -> None:
-    gate, up = 20 * random(3, 7, 33), random(3, 7, 33, seed=1)
+def test_swiglu_equals_the_plain_form() -> None:
+    gate = 20 * random(3, 7, 33)
+    up = random(3, 7, 33, seed=1)
     check_equal(kernels.swiglu, ops.swiglu, gate, up)
     both = paddle.to_tensor(np.concatenate([gate, up], -1))
     apart = kernels.swiglu(paddle.to_tensor(gate), paddle.to_tensor(up)).numpy()
@@ -188,7 +139,8 @@ def test_swiglu() -> None:
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 37])
 def test_a_narrow_gradient_of_logits_takes_their_memory(rows: int) -> None:
-    given, targets = paddle.rand([rows]), paddle.to_tensor(np.arange(rows) % 301)
+    given = paddle.rand([rows])
+    targets = paddle.to_tensor(np.arange(rows) % 301)
     logits = 9 * random(rows, 301)
     wide = paddle.to_tensor(logits, stop_gradient=False)
     nll = kernels.cross_entropy(wide * 1.0, targets)
@@ -196,7 +148,7 @@ def test_a_narrow_gradient_of_logits_takes_their_memory(rows: int) -> None:
 
     narrow = paddle.to_tensor(logits)
     memory = narrow.data_ptr()
-    found, gradient = kernels.bf16_operand_cross_entropy(narrow, targets)
+    found, gradient = kernels.bf16_grad_cross_entropy(narrow, targets)
     del narrow
     of_logits = gradient(given)
     del gradient
@@ -208,7 +160,7 @@ def test_a_narrow_gradient_of_logits_takes_their_memory(rows: int) -> None:
     assert np.array_equal(of_logits.astype("float32").numpy(), expected)
 
 
-def test_cross_entropy() -> None:
+def test_cross_entropy_equals_the_plain_form() -> None:
     targets = paddle.to_tensor(np.arange(40) * 7 % 301)
     check_equal(
         lambda x: kernels.cross_entropy(x * 1.0, targets), lambda x: ops.cross_entropy(x, targets), 9 * random(40, 301)
@@ -229,7 +181,8 @@ def test_of_logits_there_is_one_tensor_at_a_time(is_tied: bool) -> None:
     """In the passes of the head forward and back, whatever stage asks."""
     config = dataclasses.replace(tiny_llama.CONFIG, vocab_size=20_000, tie_word_embeddings=is_tied)
     model = tiny_llama.FAMILY.factory()(config, CpuBackend().ops("fp32"))
-    hidden, targets = leaf(random(300, config.hidden_size)), paddle.arange(300)
+    hidden = leaf(random(300, config.hidden_size))
+    targets = paddle.arange(300)
     before = core.host_memory_stat_current_value("Allocated", 0)
     core.host_memory_stat_reset_peak_value("Allocated", 0)
     model.token_nll(hidden, targets).sum().backward()
@@ -239,7 +192,8 @@ def test_of_logits_there_is_one_tensor_at_a_time(is_tied: bool) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_what_is_not_finite_stays_so(value: float) -> None:
-    x, weight = random(1, 4, 2, 6), random(6)
+    x = random(1, 4, 2, 6)
+    weight = random(6)
     x[0, 1, 0, 2] = value
     tensor = paddle.to_tensor(x)
     results = [
@@ -267,7 +221,7 @@ def test_tensors_with_gaps() -> None:
     check_equal(turned(lambda t: kernels.rms_norm(t, weight, 1e-5)), turned(lambda t: ops.rms_norm(t, weight, 1e-5)), x)
 
 
-def test_no_rows() -> None:
+def test_kernels_take_no_rows() -> None:
     empty = paddle.zeros([0, 6])
     assert kernels.swiglu(empty, empty).shape == [0, 6]
 
@@ -281,9 +235,10 @@ def test_other_numbers_than_float32() -> None:
 @pytest.mark.parametrize(
     "document_starts", [None, [[0, 0, 0, 3, 3, 3, 3, 7, 7, 7, 7, 7]], [[0, 0, 0, 0, 0, 2, 2, 7, 7, 7, 8, 8]]]
 )
-def test_a_model(document_starts: list[list[int]] | None) -> None:
+def test_a_model_has_the_loss_and_gradients_of_the_plain_forms(document_starts: list[list[int]] | None) -> None:
     """Loss and every gradient of a whole model."""
-    config, ids = tiny_llama.CONFIG, paddle.to_tensor([[5, 1, 2, 7, 3, 3, 9, 4, 8, 2, 6, 1]])
+    config = tiny_llama.CONFIG
+    ids = paddle.to_tensor([[5, 1, 2, 7, 3, 3, 9, 4, 8, 2, 6, 1]])
     given = None if document_starts is None else paddle.to_tensor(document_starts)
     found = []
     for forms in (ops.Ops(), CpuBackend().ops("fp32")):
@@ -301,7 +256,9 @@ def test_a_model(document_starts: list[list[int]] | None) -> None:
 
 @pytest.mark.parametrize(("counts", "num_rows"), [([30, 0, 41, 1], 72), ([0, 9], 20), ([0, 0, 0], 4), ([5], 5)])
 def test_rows_with_a_matrix_each(counts: list[int], num_rows: int) -> None:
-    x, weight, of = random(num_rows, 33), random(len(counts), 33, 17, seed=1), paddle.to_tensor(counts, dtype="int64")
+    x = random(num_rows, 33)
+    weight = random(len(counts), 33, 17, seed=1)
+    of = paddle.to_tensor(counts, dtype="int64")
     check_equal(lambda *t: kernels.grouped_matmul(*t, of), lambda *t: ops.grouped_matmul(*t, of), x, weight)
     rounded = [values.astype(ml_dtypes.bfloat16).astype("float32") for values in (x, weight)]
     values = [paddle.to_tensor(value) for value in (x, weight)]
@@ -311,7 +268,9 @@ def test_rows_with_a_matrix_each(counts: list[int], num_rows: int) -> None:
 
 
 def test_matrices_that_are_not_trained_get_no_gradient() -> None:
-    x, weight, counts = leaf(random(6, 4)), paddle.to_tensor(random(2, 4, 3)), paddle.to_tensor([2, 3], dtype="int64")
+    x = leaf(random(6, 4))
+    weight = paddle.to_tensor(random(2, 4, 3))
+    counts = paddle.to_tensor([2, 3], dtype="int64")
     y = kernels.grouped_matmul(x, weight, counts)
     assert "grouped_rows" in y.grad_fn.name()
     y.sum().backward()
@@ -329,7 +288,9 @@ def test_counts_of_too_many_rows_are_refused() -> None:
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(0, 3), (4, 0)])
 def test_rows_with_a_matrix_of_no_numbers(inputs: int, outputs: int) -> None:
-    x, weight, counts = random(3, inputs), random(2, inputs, outputs), paddle.to_tensor([2, 1], dtype="int64")
+    x = random(3, inputs)
+    weight = random(2, inputs, outputs)
+    counts = paddle.to_tensor([2, 1], dtype="int64")
     y = kernels._run("grouped_product", paddle.to_tensor(x), paddle.to_tensor(weight), counts)[0]
     assert y.shape == [3, outputs]
     assert not y.numpy().any()
@@ -341,8 +302,10 @@ def test_rows_of_tokens(tokens: int, chosen: int, experts: int, elsewhere: int) 
     numbers = paddle.to_tensor(np.random.default_rng(0).integers(0, experts, [tokens * chosen]))
     here = experts - elsewhere
     route = route_in_program(numbers.clip(max=here), here)
-    where, used = (route.order, route.places, route.counts), int(route.counts.sum())
-    x, weights = random(tokens, 33), random(tokens, chosen, seed=1)
+    where = (route.order, route.inverse_order, route.counts)
+    used = int(route.counts.sum())
+    x = random(tokens, 33)
+    weights = random(tokens, chosen, seed=1)
     is_used = paddle.to_tensor((np.arange(tokens * chosen) < used).astype("float32")[:, None])
     check_equal(
         lambda t: kernels.dispatch_rows(t, *where) * is_used, lambda t: ops.dispatch_rows(t, *where) * is_used, x
@@ -359,8 +322,10 @@ def test_rows_of_tokens(tokens: int, chosen: int, experts: int, elsewhere: int) 
 
 
 def test_rows_that_do_not_fit_are_refused() -> None:
-    """Else a kernel would read or write behind the end of a tensor."""
-    x, two, counts = paddle.to_tensor(random(2, 4)), paddle.to_tensor([1, 2]), paddle.to_tensor([2])
+    """Else a kernel would read or write past the end of a tensor."""
+    x = paddle.to_tensor(random(2, 4))
+    two = paddle.to_tensor([1, 2])
+    counts = paddle.to_tensor([2])
     with pytest.raises(OSError, match="a row is beyond the last one"):
         kernels.dispatch_rows(x, two, two, paddle.to_tensor([1]))
     for wrong in ([3], [-1], [-1, 2], [2, 1]):

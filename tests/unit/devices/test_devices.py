@@ -1,4 +1,4 @@
-"""What each device backend decides, as data: on a machine with none of the devices but the CPU."""
+"""Decisions of each device backend, as data: on a machine with no device but the CPU."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import paddle
 import pytest
 from paddle.base.core import get_phi_spmd_rule
 
+from llmsuite.base.errors import UserError
 from llmsuite.builtin import llmsuite_register_devices
 from llmsuite.devices import ops
 from llmsuite.devices.base import DeviceBackend
@@ -25,7 +26,6 @@ from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.start import start_paddle
 from llmsuite.devices.xpu import XpuBackend
-from llmsuite.errors import UserError
 
 BACKENDS: dict[str, DeviceBackend] = {b.name: b for b in (CpuBackend(), GpuBackend(), XpuBackend())}
 
@@ -50,7 +50,7 @@ def test_collectives_and_precisions(name: str, collectives: str, precisions: tup
 @pytest.mark.parametrize("name", BACKENDS)
 def test_how_gradients_are_added_up(name: str) -> None:
     backend = BACKENDS[name]
-    assert (backend.gradient_bucket_bytes, backend.sends_beside_passes) == (25 << 20, name != "cpu")
+    assert (backend.gradient_bucket_bytes, backend.overlaps_communication) == (25 << 20, name != "cpu")
 
 
 FLASH = {"causal_mask": ops.no_mask, "document_mask": ops.document_ends, "attention": ops.flash_attention}
@@ -64,10 +64,10 @@ KERNELS = {
             *("dispatch_rows", "combine_rows"),
             *(
                 "joined_swiglu",
-                "stored_product",
-                "stored_grouped",
-                "stored_outputs",
-                "stored_write",
+                "packed_matmul",
+                "packed_grouped_matmul",
+                "packed_embedding",
+                "write_packed",
                 "square_sum",
                 "scale",
             ),
@@ -81,9 +81,9 @@ KERNELS = {
 
 BY_ROUNDING = {
     "matmul": kernels.rounded_matmul,
-    "operand_matmul": kernels.rounded_operand_matmul,
-    "operand": kernels.bf16_operand,
-    "operand_cross_entropy": kernels.bf16_operand_cross_entropy,
+    "rounded_output_matmul": kernels.rounded_io_matmul,
+    "round_activation": kernels.round_to_bf16,
+    "rounded_grad_cross_entropy": kernels.bf16_grad_cross_entropy,
     "program_matmul": kernels.rounded_linear,
     "grouped_matmul": kernels.rounded_grouped_matmul,
     "joined_swiglu": kernels.rounded_joined_swiglu,
@@ -93,11 +93,11 @@ BY_INSTRUCTIONS = {
     **BY_ROUNDING,
     "matmul": kernels.bf16_matmul,
     "sum_matmul": kernels.bf16_sum_matmul,
-    "operand_matmul": kernels.bf16_operand_matmul,
+    "rounded_output_matmul": kernels.bf16_rounded_output_matmul,
     "program_matmul": kernels.bf16_linear,
     "grouped_matmul": kernels.bf16_grouped_matmul,
     "attention": kernels.bf16_attention,
-    "attention_operand": kernels.bf16_attention_operand,
+    "round_attention_input": kernels.round_to_bf16_in_float32,
     "cached_attention": kernels.bf16_cached_attention,
     "next_logits": kernels.bf16_next_logits,
 }
@@ -142,14 +142,14 @@ RULES = {
 @pytest.mark.parametrize("name", ["gpu", "xpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_paddle_splits_what_does_not_run_on_parts(name: str, precision: str) -> None:
-    """Of an operation without a rule, every rank would get the whole input and make the whole output."""
+    """Without an SPMD rule for an operation, every rank would gather the full input and compute the full output."""
     for operation in BACKENDS[name].fused(precision):
         try:
             get_phi_spmd_rule(RULES[operation])
             has_rule = True
         except RuntimeError:
             has_rule = False
-        assert has_rule == (operation not in BACKENDS[name].on_parts_only), operation
+        assert has_rule == (operation not in BACKENDS[name].local_only_kernels), operation
 
 
 def test_a_cpu_without_a_compiler_has_the_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +193,7 @@ def test_which_processors_multiply_in_bfloat16(
     monkeypatch.setattr("llmsuite.devices.cpu.processor._facts", lambda: facts)
     assert multiplies_bf16() is multiplies
     assert CpuBackend().kernels("bf16")["matmul"] == ("bf16_matmul" if multiplies else "rounded_matmul")
-    assert (CpuBackend().caution("bf16") is None) is multiplies
+    assert (CpuBackend().precision_warning("bf16") is None) is multiplies
     monkeypatch.setenv(SPLIT, "no")
     with pytest.raises(UserError, match="is 'no' in the environment; unset it, or set it to 0"):
         CpuBackend().kernels("fp32")
@@ -201,7 +201,7 @@ def test_which_processors_multiply_in_bfloat16(
     assert "matmul" not in CpuBackend().kernels("fp32")
     monkeypatch.delenv(SPLIT)
     assert CpuBackend().kernels("fp32").get("matmul") == ("split_matmul" if splits else None)
-    assert CpuBackend().product_path("fp32").startswith("float32 in three") is splits
+    assert CpuBackend().matmul_backend("fp32").startswith("float32 in three") is splits
 
 
 @pytest.mark.parametrize(("name", "what"), [("gpu", "CUDA"), ("xpu", "XPU")])
@@ -288,7 +288,8 @@ flags : fpu {}
 processor : 1
 vendor_id : Other
 """
-AVX2, AVX512 = "avx2 fma", "avx2 fma avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16"
+AVX2 = "avx2 fma"
+AVX512 = "avx2 fma avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16"
 
 
 @pytest.mark.parametrize(
@@ -315,8 +316,8 @@ def test_the_cpu_environment(vendor: str, flags: str, path: dict[str, str], monk
     assert CpuBackend().environment(2) == expected
     alone = CpuBackend().environment(1)
     assert (alone["OMP_NUM_THREADS"], alone["KMP_BLOCKTIME"]) == ("6", "1")
-    assert CpuBackend().environment(1, answers=True) == {**alone, "KMP_BLOCKTIME": "0"}
-    assert CpuBackend().environment(2, answers=True) == expected
+    assert CpuBackend().environment(1, inference_only=True) == {**alone, "KMP_BLOCKTIME": "0"}
+    assert CpuBackend().environment(2, inference_only=True) == expected
     assert CpuBackend().environment(9)["OMP_NUM_THREADS"] == "1", "never none"
 
 
@@ -355,10 +356,10 @@ def test_what_the_user_has_set_wins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("KMP_BLOCKTIME", raising=False)
     start_paddle(CpuBackend(), 1)
     assert (os.environ["OMP_NUM_THREADS"], os.environ["KMP_BLOCKTIME"]) == ("17", "1")
-    start_paddle(CpuBackend(), 1, answers=True)
+    start_paddle(CpuBackend(), 1, inference_only=True)
     assert os.environ["KMP_BLOCKTIME"] == "1", "set already"
     monkeypatch.delenv("KMP_BLOCKTIME")
-    start_paddle(CpuBackend(), 1, answers=True)
+    start_paddle(CpuBackend(), 1, inference_only=True)
     assert os.environ["KMP_BLOCKTIME"] == "0"
     monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
     start_paddle(GpuBackend(), 1)
@@ -417,6 +418,6 @@ def test_ranks_wait_longer_than_the_launcher_watches(
     """Or the rank that waits would fail first, and be blamed for the one it waits for. At the start of a run the
     launcher watches for three times as long."""
     monkeypatch.delenv(GLOO_TIMEOUT, raising=False)
-    assert int(CpuBackend().patience(stall)[GLOO_TIMEOUT]) >= least
+    assert int(CpuBackend().timeout_variables(stall)[GLOO_TIMEOUT]) >= least
     monkeypatch.setenv(GLOO_TIMEOUT, "7")
-    assert CpuBackend().patience(stall) == {GLOO_TIMEOUT: "7"}
+    assert CpuBackend().timeout_variables(stall) == {GLOO_TIMEOUT: "7"}

@@ -1,4 +1,4 @@
-"""What Paddle's CPU wheel lacks is built once. Several processes cannot do without, one can: both say so."""
+"""Code that Paddle's CPU wheel lacks is built once. Several processes need it, a single one does not: both say so."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.devices.cpu import build
 from llmsuite.devices.cpu.gloo.shims import KERNELS
 from llmsuite.devices.cpu.kernels.source import KERNELS as FUSED
 from llmsuite.devices.cpu.kernels.source import PRODUCTS
-from llmsuite.errors import UserError
 
 
 def num_files(library: build.Library) -> int:
@@ -87,17 +87,17 @@ def test_what_is_there_needs_no_compiler(cache: Path, tmp_path: Path, monkeypatc
     assert build.library(KERNELS) == library
 
 
-def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_compiler_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"need a C\+\+ compiler.*apt-get install g\+\+.*launch\.num_devices to 1"):
         build.library(KERNELS)
     assert not list(cache.glob("gloo/*.so"))
 
 
-def test_no_paddle(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_paddle_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    told = r"Paddle is not installed; install it with: pip install .*paddlepaddle=="
-    with pytest.raises(UserError, match=told):
+    message = r"Paddle is not installed; install it with: pip install .*paddlepaddle=="
+    with pytest.raises(UserError, match=message):
         build.library(KERNELS)
 
 
@@ -126,7 +126,7 @@ def test_two_processes_at_once_build_once(cache: Path, tmp_path: Path, monkeypat
         "from llmsuite.devices.cpu.build import library; from llmsuite.devices.cpu.gloo.shims import KERNELS; "
         "print(library(KERNELS).read_text(), end='')"
     )
-    said = "building what Paddle's CPU wheel lacks (gloo), once: up to a minute\n"
+    said = "building code that Paddle's CPU wheel lacks (gloo), once: up to a minute\n"
     both = [
         subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -150,7 +150,7 @@ def test_fused_operations_that_cannot_be_built_are_done_without(
     )
     done = run_alone(script)
     assert (done.returncode, done.stdout) == (0, "True [True, True] False\n"), done.stderr
-    assert done.stderr.count("going on with plain operations, which are slower") == 1
+    assert done.stderr.count("continuing with plain operations, which are slower") == 1
     assert "are in" in done.stderr, "where the compiler's messages are"
     assert len(calls(tmp_path)) == num_files(FUSED), "it is tried once"
 
@@ -165,11 +165,11 @@ def test_bfloat16_is_by_rounding_where_some_of_its_operations_cannot_be_built(
     script = (
         "from llmsuite.devices import cpu; from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul; "
         "cpu.multiplies_bf16 = lambda: True; backend = cpu.CpuBackend(); "
-        "print(backend.ops('bf16').matmul is plain_rounded_matmul, backend.caution('bf16') is None)"
+        "print(backend.ops('bf16').matmul is plain_rounded_matmul, backend.precision_warning('bf16') is None)"
     )
     done = run_alone(script)
     assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
-    assert done.stderr.count("going on with plain operations, which are slower") == 1
+    assert done.stderr.count("continuing with plain operations, which are slower") == 1
 
 
 def test_a_compiler_that_is_older_than_the_processor(
@@ -177,15 +177,17 @@ def test_a_compiler_that_is_older_than_the_processor(
 ) -> None:
     install(tmp_path, COMPILER, monkeypatch)  # which knows no macro
     monkeypatch.setattr(build, "_processor", lambda: b"flags : fma avx512_bf16 sse2\n")
-    told = r"need a C\+\+ compiler that knows avx512_bf16 of this processor.*install g\+\+ 11 or newer, or do without"
-    with pytest.raises(UserError, match=told):
+    message = (
+        r"need a C\+\+ compiler that knows avx512_bf16 of this processor.*install g\+\+ 11 or newer, or do without"
+    )
+    with pytest.raises(UserError, match=message):
         build.library(PRODUCTS)
     assert len(calls(tmp_path)) == 1, "and nothing is built"
     monkeypatch.setattr(build, "_processor", lambda: b"flags : fma sse2\n")
     assert build.library(PRODUCTS).read_text() == "built\n"
 
 
-def test_no_room(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def is_full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -216,6 +218,7 @@ print([name for name in (%r, %r) if hasattr(anyone, name)])
 """
 
 
+@pytest.mark.further
 def test_only_the_names_in_front_are_global() -> None:
     """With libphi_core.so in the global scope a machine without AVX-512 stops at an illegal instruction."""
     resize = "_ZN3phi11DenseTensor6ResizeERKN6common4DDimE"

@@ -38,9 +38,10 @@ def attention_by_loops(q: np.ndarray, k: np.ndarray, v: np.ndarray, mask: np.nda
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1), (6, 2)])
 @pytest.mark.parametrize(("queries", "keys"), [(5, 5), (1, 5), (2, 5)])
 @pytest.mark.parametrize("masked", [True, False])
-def test_attention(heads: tuple[int, int], queries: int, keys: int, masked: bool) -> None:
+def test_attention_equals_the_formula(heads: tuple[int, int], queries: int, keys: int, masked: bool) -> None:
     q = random(2, queries, heads[0], 8, seed=1)
-    k, v = random(2, keys, heads[1], 8, seed=2), random(2, keys, heads[1], 8, seed=3)
+    k = random(2, keys, heads[1], 8, seed=2)
+    v = random(2, keys, heads[1], 8, seed=3)
     # the last query sees every key
     visible = np.asarray([[j <= i + keys - queries for j in range(keys)] for i in range(queries)])
     expected = attention_by_loops(q, k, v, np.where(visible, 0.0, -np.inf) if masked else None)
@@ -61,8 +62,9 @@ def test_the_mask_is_low_and_finite_in_every_dtype(dtype: str, lowest: float) ->
     assert np.exp(np.float32(lowest)) == 0, "what is masked weighs nothing"
 
 
-def test_rms_norm() -> None:
-    x, weight = random(2, 3, 8), random(8, seed=1)
+def test_rms_norm_equals_the_formula() -> None:
+    x = random(2, 3, 8)
+    weight = random(8, seed=1)
     expected = np.zeros_like(x)
     for b in range(2):
         for i in range(3):
@@ -89,19 +91,22 @@ def rotate(x: np.ndarray, positions: list[int]) -> np.ndarray:
 
 
 def test_rotary_turns_each_pair_of_the_halves() -> None:
-    x, positions = random(2, 3, 2, 8), [0, 5, 9]
+    x = random(2, 3, 2, 8)
+    positions = [0, 5, 9]
     expected = np.zeros_like(x)
     for i, position in enumerate(positions):
         for pair in range(4):
             turned = np.exp(1j * position * 10000.0 ** (-pair / 4))
             z = (x[:, i, :, pair] + 1j * x[:, i, :, pair + 4]) * turned
-            expected[:, i, :, pair], expected[:, i, :, pair + 4] = z.real, z.imag
+            expected[:, i, :, pair] = z.real
+            expected[:, i, :, pair + 4] = z.imag
     np.testing.assert_allclose(rotate(x, positions), expected, atol=1e-5)
     assert np.array_equal(rotate(x, [0, 0, 0]), x)
 
 
 def test_rotary_keeps_lengths_and_knows_relative_positions_only() -> None:
-    q, k = random(1, 1, 1, 8, seed=1), random(1, 1, 1, 8, seed=2)
+    q = random(1, 1, 1, 8, seed=1)
+    k = random(1, 1, 1, 8, seed=2)
     for position in (1, 7, 500):
         np.testing.assert_allclose(np.linalg.norm(rotate(q, [position])), np.linalg.norm(q), rtol=1e-5)
 
@@ -115,8 +120,9 @@ def test_rotary_keeps_lengths_and_knows_relative_positions_only() -> None:
     assert abs(score(6, 0) - score(0, 6)) > 0.1, "before is not after"
 
 
-def test_swiglu() -> None:
-    gate, up = random(2, 3, 8), random(2, 3, 8, seed=1)
+def test_swiglu_equals_the_formula() -> None:
+    gate = random(2, 3, 8)
+    up = random(2, 3, 8, seed=1)
     expected = gate / (1 + np.exp(-gate)) * up
     for form in (ops.swiglu, ops.fused_swiglu):
         np.testing.assert_allclose(form(paddle.to_tensor(gate), paddle.to_tensor(up)).numpy(), expected, atol=1e-6)
@@ -126,7 +132,7 @@ def test_swiglu() -> None:
 
 def test_the_plain_forms_are_the_default() -> None:
     assert Ops() == Ops(
-        *(ops.causal_mask, ops.document_mask, ops.attention, ops.attention_operand, ops.rms_norm, ops.rotary),
+        *(ops.causal_mask, ops.document_mask, ops.attention, ops.round_attention_input, ops.rms_norm, ops.rotary),
         *(ops.swiglu, ops.cross_entropy),
     )
 
@@ -162,7 +168,8 @@ def test_fused_rotary_asks_for_halves_and_gives_full_angles(monkeypatch: pytest.
         return q * cos + paddle.concat([-second, first], axis=-1) * sin, None, None
 
     monkeypatch.setattr(paddle.incubate.nn.functional, "fused_rotary_position_embedding", kernel)
-    x, (cos, sin) = paddle.to_tensor(random(2, 3, 2, 8)), rotation([0, 4, 9], 8)
+    x = paddle.to_tensor(random(2, 3, 2, 8))
+    (cos, sin) = rotation([0, 4, 9], 8)
     np.testing.assert_allclose(ops.fused_rotary(x, cos, sin).numpy(), ops.rotary(x, cos, sin).numpy(), atol=1e-6)
 
 
@@ -173,7 +180,8 @@ def test_fused_rms_norm_takes_the_first_of_two_results(monkeypatch: pytest.Monke
         return x * inverse * weight, inverse.flatten()
 
     monkeypatch.setattr(F, "rms_norm", kernel)
-    x, weight = paddle.to_tensor(random(2, 3, 8)), paddle.to_tensor(random(8, seed=1))
+    x = paddle.to_tensor(random(2, 3, 8))
+    weight = paddle.to_tensor(random(8, seed=1))
     expected = ops.rms_norm(x, weight, 0.01).numpy()
     np.testing.assert_allclose(ops.fused_rms_norm(x, weight, 0.01).numpy(), expected, rtol=1e-5)
 
@@ -186,7 +194,9 @@ COUNTS = [([3, 0, 4, 1], 8), ([0, 0, 0, 8], 8), ([5, 1, 0, 0], 9), ([0, 0], 5), 
 
 @pytest.mark.parametrize(("counts", "num_rows"), COUNTS)
 def test_rows_with_a_matrix_each(counts: list[int], num_rows: int) -> None:
-    x, weight, given = random(num_rows, 5), random(len(counts), 5, 7, seed=1), random(num_rows, 7, seed=2)
+    x = random(num_rows, 5)
+    weight = random(len(counts), 5, 7, seed=1)
+    given = random(num_rows, 7, seed=2)
     expected = [np.zeros([num_rows, 7]), np.zeros_like(x), np.zeros_like(weight)]
     first = 0
     for matrix, count in enumerate(counts):

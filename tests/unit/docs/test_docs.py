@@ -10,20 +10,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from jsonargparse import ArgumentParser
 
+from llmsuite.base.errors import RecipeError
+from llmsuite.contract import hookspecs
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.engine import ENGINE_RULES
+from llmsuite.contract.schema.parallel import PARALLEL_RULES
+from llmsuite.contract.schema.rule import Rule
 from llmsuite.data.documents import read_documents
 from llmsuite.data.read import read_rows
-from llmsuite.errors import RecipeError
-from llmsuite.plugins import hookspecs
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.rules import RULES
-from llmsuite.schema.engine import ENGINE_RULES
-from llmsuite.schema.parallel import PARALLEL_RULES
-from llmsuite.schema.rule import Rule
-from llmsuite.specs import Command
-from tests.paths import ROOT
+from tests.support.doc_options import options_of
+from tests.support.paths import ROOT
 
 RULES_PAGE = ROOT / "docs" / "reference" / "rules.md"
 PARITY_PAGE = ROOT / "docs" / "notes" / "parity.md"
@@ -56,7 +55,7 @@ def test_check_notices_a_stale_page(tmp_path: Path) -> None:
 def test_every_hook_is_documented() -> None:
     text = (ROOT / "docs" / "reference" / "plugins.md").read_text(encoding="utf-8")
     names = list(hookspecs.hook_names())
-    assert len(names) == 16
+    assert len(names) == 18
     assert [name for name in names if f"### `{name}(" not in text] == []
 
 
@@ -111,22 +110,6 @@ def test_commands_on_the_pages_exist(registry: Registry) -> None:
             assert command in registry.commands, (page.name, command)
 
 
-def _options(command: Command) -> set[str]:
-    parser = ArgumentParser()
-    command.add_arguments(parser)
-    return {option for action in parser._actions for option in action.option_strings}
-
-
-def options_of(registry: Registry) -> dict[str, set[str]]:
-    """Of each command its options, and keys of a recipe where it takes them."""
-    reference = (ROOT / "docs" / "reference" / "keys.md").read_text("utf-8")
-    keys = {"--parallel", *(f"--{key}" for key in re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE))}
-    return {
-        name: _options(c) | {"--plugin"} | (keys if c.takes_overrides else set())
-        for name, c in registry.commands.items()
-    }
-
-
 def test_options_on_the_pages_exist(registry: Registry) -> None:
     """Options of the command, or keys of a recipe; with a plugin also those that the page writes a section for."""
     known = options_of(registry)
@@ -162,6 +145,7 @@ def test_every_refusal_on_the_page_is_one(rule: Rule, registry: Registry) -> Non
     assert len(broken) == 1, "an example breaks one rule"
 
 
+@pytest.mark.further
 def test_the_parity_table_covers_the_lattice_and_keeps_its_promise() -> None:
     from tests.parity.cases import GRADIENT_LIMIT, LIMIT
     from tests.parity.points import covering

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from llmsuite.plugins.manager import Registry
-from tests.paths import ROOT
-from tests.unit.docs.test_docs import options_of
+from llmsuite.contract.registry import Registry
+from tests.support.doc_options import options_of
+from tests.support.paths import ROOT
 
 GUIDE = ROOT / "docs" / "guide"
 PAGES = {"English": GUIDE / "faq.md", "Chinese": ROOT / "docs" / "zh" / "guide" / "faq.md"}
@@ -101,7 +101,8 @@ def _started() -> Iterator[list[str]]:
 
 
 def test_what_clusters_start_are_commands(registry: Registry) -> None:
-    commands, known = list(_started()), options_of(registry)
+    commands = list(_started())
+    known = options_of(registry)
     assert len(commands) == 11
     assert sum("--launch.nnodes=2" in words for words in commands) == 7
     for words in commands:

@@ -16,21 +16,22 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import open_model, read_config
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.recipe import DataSection, ModelSection, Recipe
+from llmsuite.contract.specs import Turn
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import UserError
+from llmsuite.engine import stage as engine_stage
+from llmsuite.engine.stage import DropCounts, Stage, StageContext
 from llmsuite.inference.frozen import build_frozen
-from llmsuite.plugins.manager import Registry
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_services import RewardServices
-from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
-from llmsuite.specs import Turn
-from llmsuite.train.stage import DropCounts, Stage, StageContext
-from tests.paths import DATA, ROOT
-from tests.unit import dpo_case, tiny_llama
+from tests.support import dpo_case, tiny_llama
+from tests.support.paths import DATA, ROOT
 
 PAGE_NAMES = ("plugin-examples", "stages", "python")
 PAGES = {name: (ROOT / "docs" / "guide" / f"{name}.md").read_text("utf-8") for name in PAGE_NAMES}
@@ -113,7 +114,8 @@ def test_the_loss_is_the_divergence_from_the_teacher(teachers: Path, tmp_path: P
     made = module("plugin-examples", "distil.py", tmp_path)
     section = made.DistilSection(teacher=str(teachers / "teacher"), weight=weight, top_k=top_k)
     (spec,) = made.llmsuite_register_stages()
-    stage, student = spec.factory()(section, context(teachers)), live(teachers / "student")
+    stage = spec.factory()(section, context(teachers))
+    student = live(teachers / "student")
     rows = [
         Conversation((Message("user", "Say hello."), Message("assistant", text)), (False, True))
         for text in ("Hello!", "Good day to you.")
@@ -190,10 +192,21 @@ def test_the_kinds_of_rows_are_those_of_formats(registry: Registry) -> None:
     assert {data_format.kind for data_format in registry.data_formats.values()} == set(named)
 
 
+def _is_base(cls: object) -> bool:
+    """True for a base class of stages that do more than `Stage`."""
+    return isinstance(cls, type) and issubclass(cls, Stage) and cls is not Stage
+
+
 def test_methods_and_services_on_the_page_exist() -> None:
     called = PAGES["stages"].partition("## What is called when")[2].partition("## Rows")[0]
-    for name in re.findall(r"`(\w+)\(", called):
+    rows = re.findall(r"^\| `(\w+Stage)` \| [^|]* \| (.*) \|$", called, re.MULTILINE)
+    classes = {name: getattr(engine_stage, name) for name, _ in rows}
+    assert set(classes.values()) == {cls for cls in vars(engine_stage).values() if _is_base(cls)}
+    for name in re.findall(r"`(\w+)\(", called.partition("| class | for |")[0]):
         assert hasattr(Stage, name), name
+    for cls, methods in rows:
+        for name in re.findall(r"`(\w+)", methods):
+            assert name in vars(classes[cls]), name
     services = PAGES["stages"].partition("## Context")[2].partition("## Loss")[0]
     names = {field.name for field in dataclasses.fields(StageContext)} | set(dir(StageContext))
     named = re.findall(r"^\| `(\w+)(?:\(.*?\))?` \|", services, re.MULTILINE)

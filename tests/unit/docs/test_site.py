@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 ENGLISH = sorted(path for path in (ROOT / "docs").rglob("*.md") if ROOT / "docs" / "zh" not in path.parents)
 CHINESE = sorted((ROOT / "docs" / "zh").rglob("*.md"))
@@ -51,7 +51,8 @@ def test_the_navigation_has_each_page_once(hooks: Any, settings: str, directory:
 @pytest.mark.parametrize("page", [*ENGLISH, *CHINESE], ids=lambda page: str(page.relative_to(ROOT / "docs")))
 def test_python_markdown_reads_a_page_as_github_does(page: Path) -> None:
     """Lists need a blank line before them there, and what belongs to an item four spaces."""
-    before, is_code = "", False
+    before = ""
+    is_code = False
     for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
         if line.lstrip().startswith("```"):
             is_code = not is_code

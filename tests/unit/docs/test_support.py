@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmsuite.plugins.manager import Registry
-from tests.paths import ROOT
+from llmsuite.contract.registry import Registry
+from tests.support.paths import ROOT
 from tests.tools import matrix
 from tests.tools.matrix import REPORT, Entry, entries
 
@@ -56,7 +56,7 @@ def test_log_probabilities_in_float32_move_a_gradient_no_more_than_is_allowed(re
     sums = -np.array([20.0, 100, 20, 100]) * generator.uniform(0.9, 1, (10000, 4))  # chosen, rejected; the reference's
 
     def weights(logps: np.ndarray) -> np.ndarray:
-        return 1 / (1 + np.exp(plan.section.beta * (logps @ [1, -1, -1, 1])))
+        return 1 / (1 + np.exp(plan.train.stage_section.beta * (logps @ [1, -1, -1, 1])))
 
     moved = abs(weights(sums.astype("float32").astype("float64")) / weights(sums) - 1)
     allowed = matrix.margin_rounding(plan, {"logps/chosen": -20, "logps/rejected": -100})

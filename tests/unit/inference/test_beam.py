@@ -6,16 +6,16 @@ import itertools
 
 import pytest
 
-from llmsuite.errors import UserError
-from llmsuite.inference.beam import Beams, beam_search
+from llmsuite.base.errors import UserError
+from llmsuite.inference.beam import BeamParams, beam_search
 from llmsuite.inference.generate import generate
 from llmsuite.inference.sampling import Sampling, log_softmax
-from tests.unit.inference.toy_decoder import ToyDecoder
+from tests.support.toy_decoder import ToyDecoder
 
 EOS = 0
 
 
-def every_text(toy: ToyDecoder, prompt: list[int], beams: Beams) -> list[tuple[float, tuple[int, ...]]]:
+def every_text(toy: ToyDecoder, prompt: list[int], beams: BeamParams) -> list[tuple[float, tuple[int, ...]]]:
     """All answers and their scores, the best first."""
     found = []
     for length in range(1, beams.max_new_tokens + 1):
@@ -24,7 +24,8 @@ def every_text(toy: ToyDecoder, prompt: list[int], beams: Beams) -> list[tuple[f
             if length == beams.max_new_tokens:
                 ends += range(1, toy.vocab_size)
             for end in ends:
-                text, total = list(prompt), 0.0
+                text = list(prompt)
+                total = 0.0
                 for number, token in enumerate((*ids, end)):
                     logits = toy.logits(text).copy()
                     if number < beams.min_new_tokens:
@@ -39,7 +40,7 @@ def every_text(toy: ToyDecoder, prompt: list[int], beams: Beams) -> list[tuple[f
 @pytest.mark.parametrize("penalty", [-0.5, 0.0, 1.0, 2.0])
 @pytest.mark.parametrize("min_new_tokens", [0, 2])
 def test_wide_beams_find_the_best_of_all(penalty: float, min_new_tokens: int) -> None:
-    beams = Beams(4**4, penalty, max_new_tokens=4, min_new_tokens=min_new_tokens)
+    beams = BeamParams(4**4, penalty, max_new_tokens=4, min_new_tokens=min_new_tokens)
     lengths = set()
     for seed in range(6):
         toy = ToyDecoder(4, seed)
@@ -53,12 +54,12 @@ def test_wide_beams_find_the_best_of_all(penalty: float, min_new_tokens: int) ->
 
 def test_the_search_ends_early_only_when_nothing_better_can_come() -> None:
     for seed in range(8):
-        beams = Beams(5**3, 1.0, max_new_tokens=8)
-        narrow = Beams(5**3, 1.0, max_new_tokens=5)
+        beams = BeamParams(5**3, 1.0, max_new_tokens=8)
+        narrow = BeamParams(5**3, 1.0, max_new_tokens=5)
         toy = ToyDecoder(5, seed, scale=4.0)
         best = beam_search(toy, [1], {EOS}, beams)[0]
         passes = len(toy.batch_sizes)
-        if passes < 8:  # it ended by itself: no text of up to 5 tokens is better
+        if passes < 8:  # it ended early: no text of up to 5 tokens is better
             assert best.score >= every_text(toy, [1], narrow)[0][0] - 1e-9 or not best.stopped
     assert passes <= 8
 
@@ -67,11 +68,11 @@ def test_one_beam_is_greedy() -> None:
     for seed in range(10):
         toy = ToyDecoder(6, seed)
         greedy = list(generate(toy, [2], set(), Sampling(max_new_tokens=7)))
-        (found,) = beam_search(toy, [2], set(), Beams(1, max_new_tokens=7))
+        (found,) = beam_search(toy, [2], set(), BeamParams(1, max_new_tokens=7))
         assert list(found.ids) == greedy
         assert not found.stopped
 
 
 def test_more_answers_than_beams_are_refused() -> None:
     with pytest.raises(UserError, match="num_return_sequences: is 3, more than num_beams = 2"):
-        beam_search(ToyDecoder(4), [1], {EOS}, Beams(2), num_answers=3)
+        beam_search(ToyDecoder(4), [1], {EOS}, BeamParams(2), num_answers=3)

@@ -11,32 +11,33 @@ import paddle
 import pytest
 
 from llmsuite.cli.model import open_generator
+from llmsuite.contract.registry import Registry
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.inference.batch import Batch, Line
+from llmsuite.inference.batch import Batch, DecodingSequence
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.fused import FusedAttention, fuse
 from llmsuite.inference.load import load_model, open_any
+from llmsuite.inference.pack_model import PackedLinear
+from llmsuite.inference.prefix_cache import PrefixCache
 from llmsuite.inference.sampling import Sampling
-from llmsuite.inference.shared_prefixes import SharedPrefixes
-from llmsuite.inference.stored import StoredLinear
 from llmsuite.models.blocks import Attention
-from llmsuite.plugins.manager import Registry
-from tests.paths import REFERENCE
-from tests.unit.families import FAMILIES, load, reference
-from tests.unit.inference.test_export import write_family
-from tests.unit.inference.test_stored import COVERED, stored
+from tests.support.families import FAMILIES, load, reference
+from tests.support.packed_models import COVERED, stored
+from tests.support.paths import REFERENCE
+from tests.support.written_family import write_family
 
 HALF_STEP = 2.0**-8
 """Largest relative error of a number that is rounded to bfloat16, which has 8 bits."""
 BF16 = "bfloat16"
 
 
-def _passes(model: Any, ids: np.ndarray, begun: int = 3) -> tuple[np.ndarray, Any]:
-    """Logits behind each of the last tokens, each from a pass of its own; and the cache."""
-    decoder, padding = ModelDecoder(model), np.zeros(len(ids), "int64")
-    logits, cache = decoder.forward(ids[:, :begun], padding, None)
+def _passes(model: Any, ids: np.ndarray, prompt_len: int = 3) -> tuple[np.ndarray, Any]:
+    """Logits of each of the last tokens, each from a pass of its own; and the cache."""
+    decoder = ModelDecoder(model)
+    padding = np.zeros(len(ids), "int64")
+    logits, cache = decoder.forward(ids[:, :prompt_len], padding, None)
     found = [logits]
-    for i in range(begun, ids.shape[1]):
+    for i in range(prompt_len, ids.shape[1]):
         logits, cache = decoder.forward(ids[:, i : i + 1], padding, cache)
         found.append(logits)
     return np.stack(found, 1), cache
@@ -49,7 +50,7 @@ def test_the_kernel_keeps_and_reads_what_the_layers_do(case: str) -> None:
     ids, _ = reference(case)
     wide, _ = _passes(stored(REFERENCE / case, "bf16"), ids)
     by_kernel, cache = _passes(stored(REFERENCE / case, "bf16", cache_dtype=BF16), ids)
-    layers = load_model(open_any(REFERENCE / case, FAMILIES), CpuBackend(), stored="bf16")
+    layers = load_model(open_any(REFERENCE / case, FAMILIES), CpuBackend(), packed="bf16")
     fuse(layers, None, BF16)
     by_layers, _ = _passes(layers, ids)
     rounding = np.abs(by_layers - wide).max()
@@ -65,7 +66,8 @@ def test_attention_is_off_by_what_rounding_explains(case: str) -> None:
     (e^(2 d) - 1) (1 + r) + r."""
     model = load(REFERENCE / case)
     attention = next(module for module in model.sublayers() if isinstance(module, Attention))
-    core, seen = attention.core, []
+    core = attention.core
+    seen = []
 
     def noted(q: Any, k: Any, v: Any, mask: Any) -> Any:
         out = core(q, k, v, mask)
@@ -77,10 +79,10 @@ def test_attention_is_off_by_what_rounding_explains(case: str) -> None:
     hidden = paddle.to_tensor(np.triu(np.full([9, 9], -1e9, "float32"), 1)).expand([2, 1, 9, 9])
     fuse(model)
     attention.core = noted  # which `fuse` would leave alone
-    inputs = model.layer_inputs_at(positions, hidden, x.dtype)
+    inputs = model.input_form.layer_inputs_at(model, positions, hidden, x.dtype)
     with paddle.no_grad():
         for dtype in (None, BF16):
-            _, (keys, _) = FusedAttention(attention, dtype).forward(x, *inputs)
+            _, (keys, _) = FusedAttention(attention, dtype)(x, *inputs)
     assert keys.dtype == paddle.bfloat16
     (q, k, v, mask, exact), (_, _, _, _, rounded) = seen
     group = q.shape[2] // k.shape[1]
@@ -101,21 +103,23 @@ def test_attention_is_off_by_what_rounding_explains(case: str) -> None:
 def test_lines_are_the_same_with_beginnings_that_are_known(num_tokens: int) -> None:
     """Lines that come and go, of which some begin alike. With blocks of 4 tokens known ones are used, with 100 none."""
     model = stored(REFERENCE / "qwen/qwen3", "bf16", cache_dtype=BF16)
-    start, draw = [3, 7, 1, 9, 4, 4, 8, 2], np.random.default_rng(0)
+    start = [3, 7, 1, 9, 4, 4, 8, 2]
+    draw = np.random.default_rng(0)
     prompts = [[*start, *(int(token) for token in draw.integers(0, 32, 1 + i))] for i in range(5)]
-    prefixes = SharedPrefixes(1 << 20, num_tokens)
-    batch = Batch(ModelDecoder(model), prefixes=prefixes)
-    lines = [Line(prompt, Sampling(max_new_tokens=6 + i), set()) for i, prompt in enumerate(prompts)]
-    batch.advance(lines[:2])
+    prefixes = PrefixCache(1 << 20, num_tokens)
+    batch = Batch(ModelDecoder(model), prefix_cache=prefixes)
+    sequences = [DecodingSequence(prompt, Sampling(max_new_tokens=6 + i), set()) for i, prompt in enumerate(prompts)]
+    batch.advance(sequences[:2])
     batch.advance()
-    batch.advance(lines[2:])
-    while batch.lines:
+    batch.advance(sequences[2:])
+    while batch.sequences:
         batch.advance()
-    assert any(line.num_known for line in lines) == (num_tokens == 4)
-    for prompt, line in zip(prompts, lines):
-        alone, by_itself = Line(prompt, line.sampling, set()), Batch(ModelDecoder(model))
+    assert any(line.num_cached_tokens for line in sequences) == (num_tokens == 4)
+    for prompt, line in zip(prompts, sequences):
+        alone = DecodingSequence(prompt, line.sampling, set())
+        by_itself = Batch(ModelDecoder(model))
         by_itself.advance([alone])
-        while by_itself.lines:
+        while by_itself.sequences:
             by_itself.advance()
         assert line.ids == alone.ids
     if num_tokens == 4:
@@ -148,4 +152,4 @@ def test_the_commands_have_it(
     _, cache = ModelDecoder(model).forward(np.array([[7, 300, 12]]), np.zeros(1, "int64"), None)
     assert {tensor.dtype for tensor in cache} == {of_cache}
     layer = model.model.layers[0].mlp.down_proj
-    assert of_matrices == ("stored" if isinstance(layer, StoredLinear) else "float32")
+    assert of_matrices == ("stored" if isinstance(layer, PackedLinear) else "float32")

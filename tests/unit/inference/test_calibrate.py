@@ -16,9 +16,9 @@ from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.load import load_model
 from llmsuite.inference.packing import block_format
-from tests.unit import tiny_llama
-from tests.unit.inference.test_export import write_family
-from tests.unit.tiny_llama import FAMILIES
+from tests.support import tiny_llama
+from tests.support.tiny_llama import FAMILIES
+from tests.support.written_family import write_family
 
 CONFIG = dataclasses.replace(
     tiny_llama.CONFIG, vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16
@@ -70,8 +70,8 @@ def test_its_states_are_nearer_than_those_of_plain_rounding(place: Path, precisi
             return np.asarray(model.logits(hidden).numpy())
 
     exact = logits("model")
-    plain, calibrated = (np.square(found - exact).mean() for found in (logits("model", True), logits(precision)))
-    assert 0 < calibrated < 0.8 * plain
+    plain, calibrate_model = (np.square(found - exact).mean() for found in (logits("model", True), logits(precision)))
+    assert 0 < calibrate_model < 0.8 * plain
 
 
 def test_a_checkpoint_of_gptq_is_stored_answers_and_is_converted(
@@ -108,10 +108,11 @@ def test_a_checkpoint_of_gptq_is_stored_answers_and_is_converted(
 def test_layers_of_another_kind_are_refused(
     family: str, precision: str, place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    model, texts = write_family(tmp_path / "model", family), str(place / "texts.txt")
+    model = write_family(tmp_path / "model", family)
+    texts = str(place / "texts.txt")
     words = ["-o", str(tmp_path / "none"), "--texts", texts, "--precision", precision]
     assert main(["calibrate", str(model), *words]) == 2
-    assert f"is of a kind that is not calibrated ({family})" in capfd.readouterr().err
+    assert f"models of this kind are not calibrated ({family})" in capfd.readouterr().err
 
 
 def test_what_is_refused(place: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,16 +13,16 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.rows import Message, Preference, conversations_of
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
 from llmsuite.inference.evaluate import perplexity, preference_accuracy, scorer
 from llmsuite.inference.sampling import log_softmax
-from tests.unit.families import load
-from tests.unit.inference.test_export import write_family
-from tests.unit.tiny_llama import TOKENIZER
+from tests.support.families import load
+from tests.support.tiny_llama import TOKENIZER
+from tests.support.written_family import write_family
 
 TEXTS = ["The cat sat on the mat, and the dog did not.", "One.", "", "a b c d e f g h i j k l m n o p"]
 
@@ -51,7 +51,9 @@ def test_perplexity_predicts_every_token_once(model: Any, directory: Path) -> No
     tokenizer = TextTokenizer(directory)
     for batch_size in (1, 3):
         found = perplexity(scorer(model, batch_size), tokenizer, TEXTS, max_length=7)
-        total, count, size = 0.0, 0, 0
+        total = 0.0
+        count = 0
+        size = 0
         for text in TEXTS:
             ids = tokenizer.encode(text)
             for i in range(1, len(ids)):
@@ -67,10 +69,10 @@ def test_perplexity_predicts_every_token_once(model: Any, directory: Path) -> No
 
 
 def test_a_whole_text_has_what_the_tokenizer_puts_around_it(model: Any, directory: Path, tmp_path: Path) -> None:
-    begun = shutil.copytree(TOKENIZER, tmp_path / "begun")
-    config = json.loads((begun / "tokenizer_config.json").read_text())
-    (begun / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True, "add_eos_token": True}))
-    tokenizer = TextTokenizer(begun)
+    framing = shutil.copytree(TOKENIZER, tmp_path / "begun")
+    config = json.loads((framing / "tokenizer_config.json").read_text())
+    (framing / "tokenizer_config.json").write_text(json.dumps({**config, "add_bos_token": True, "add_eos_token": True}))
+    tokenizer = TextTokenizer(framing)
     ids = [1, *tokenizer.encode("One."), 2]
     found = perplexity(scorer(model, 1), tokenizer, ["One."], 20)
     assert found.num_tokens == len(ids) - 1
@@ -87,7 +89,8 @@ def test_preference_accuracy_is_that_of_the_sums(model: Any, directory: Path) ->
     words = ["yes", "no, never", "a cat", "the dog and the cat", "1", "2 and 3"]
     rows = [pair(f"Why {i}?", words[i % 6], words[(i * 5 + 1) % 6]) for i in range(10)]
     rows.append(pair("Same?", "yes", "yes"))
-    sums, means = [], []
+    sums = []
+    means = []
     for row in rows:
         before = tokenizer.encode(template.render(row.prompt, add_generation_prompt=True))
         values = [
@@ -118,21 +121,23 @@ def test_equal_answers_tie_where_rows_of_a_batch_round_otherwise(directory: Path
 
 
 def test_eval_on_files(directory: Path, tmp_path: Path, capsys: Any) -> None:
-    questions, answers = tmp_path / "questions.jsonl", tmp_path / "answers.jsonl"
+    questions = tmp_path / "questions.jsonl"
+    answers = tmp_path / "answers.jsonl"
     questions.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("Hi", "What?", "1 2 3")))
     words = ["--max_new_tokens", "5"]
     assert main(["generate", str(directory), "--input", str(questions), "--output", str(answers), *words]) == 0
-    said = [json.loads(line)["answers"][0]["text"] for line in answers.read_text().splitlines()]
-    wanted = [f" {said[0]}\n", said[1], "something else"]
+    message = [json.loads(line)["answers"][0]["text"] for line in answers.read_text().splitlines()]
+    wanted = [f" {message[0]}\n", message[1], "something else"]
     rows = zip(("Hi", "What?", "1 2 3"), wanted)
     questions.write_text("".join(json.dumps({"prompt": text, "answer": a}) + "\n" for text, a in rows))
-    texts, numbers = tmp_path / "texts.jsonl", tmp_path / "numbers.json"
+    texts = tmp_path / "texts.jsonl"
+    numbers = tmp_path / "numbers.json"
     texts.write_text("".join(json.dumps({"body": text}) + "\n" for text in TEXTS))
     command = ["eval", str(directory), "--exact_match", str(questions), *words, "--perplexity", str(texts)]
     assert main([*command, "--key", "body", "--output", str(numbers)]) == 0
     found = json.loads(numbers.read_text())
     assert found["exact_match"]["share"] == pytest.approx(2 / 3)
-    assert found["exact_match"]["wrong"] == [[said[2].strip(), "something else"]]
+    assert found["exact_match"]["wrong"] == [[message[2].strip(), "something else"]]
     assert found["perplexity"]["perplexity"] > 1
     capsys.readouterr()
     assert main(command) == 2
@@ -153,21 +158,27 @@ metric_list: [{metric: METRIC}]
 """
 
 
+@pytest.mark.further
 def test_tasks_of_the_harness_see_the_models_own_log_probabilities(
     directory: Path, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    tokenizer, rows, right = TextTokenizer(directory), [], 0
+    tokenizer = TextTokenizer(directory)
+    rows = []
+    right = 0
     for number in range(6):
         question = f"Tomorrow {number} there is"
         sums = []
         for choice in (" sun", " rain and wind"):
-            before, after = tokenizer.encode(question), tokenizer.encode(question + choice)
+            before = tokenizer.encode(question)
+            after = tokenizer.encode(question + choice)
             sums.append(sum(alone(model, after, len(before))))
         rows.append({"question": question, "label": number % 2})
         right += (sums[1] > sums[0]) == (number % 2)
     assert 0 < right < 6
-    data, tasks, numbers = tmp_path / "rows.jsonl", tmp_path / "tasks", tmp_path / "numbers.json"
+    data = tmp_path / "rows.jsonl"
+    tasks = tmp_path / "tasks"
+    numbers = tmp_path / "numbers.json"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tasks.mkdir()
     text = TASK.replace("FILE", str(data)).replace("KIND", "multiple_choice").replace("METRIC", "acc")
@@ -186,7 +197,8 @@ def test_the_harness_gets_greedy_answers_and_rolling_sums(directory: Path, model
     from llmsuite.inference.harness import HarnessModel
     from llmsuite.inference.sampling import Sampling
 
-    tokenizer, decoder = TextTokenizer(directory), ModelDecoder(model)
+    tokenizer = TextTokenizer(directory)
+    decoder = ModelDecoder(model)
     harness = HarnessModel(model, Generator(decoder, tokenizer), batch_size=3)
     answer = list(generate(decoder, tokenizer.encode("Once"), {tokenizer.eos_id}, Sampling(max_new_tokens=6)))
     text = tokenizer.decode(answer)

@@ -13,12 +13,10 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.checkpoint.model_writer import write_model
-from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.export import export
 from llmsuite.inference.fused import fuse
@@ -27,25 +25,9 @@ from llmsuite.inference.load import load_model, parameter_shapes
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.sampling import Sampling
 from llmsuite.inference.verify import check_files, compare, compare_loop
-from llmsuite.train.initial_values import initial_values
-from tests.unit.families import FAMILIES
-from tests.unit.models.test_adapters import adapted, section, write
-from tests.unit.tiny_llama import TOKENIZER
-
-
-def write_family(directory: Path, family: str, seed: int = 3, **shape: Any) -> Path:
-    """The smoke shape of a family, or a variation of it, with random weights and the embedded tokenizer."""
-    spec = FAMILIES[family]
-    config = spec.config_cls(**{**spec.smoke, **shape})
-    shapes = parameter_shapes(spec, config)
-
-    def value(name: str) -> np.ndarray:
-        return initial_values(seed, name, shapes[name], 0.15) + (len(shapes[name]) == 1)
-
-    specs = [TensorSpec(name, shape, "float32") for name, shape in shapes.items()]
-    directory.mkdir(parents=True)
-    write_model(directory, spec, config, value, specs, "hf", TOKENIZER)
-    return directory
+from tests.support.adapter_models import adapted, section, write
+from tests.support.families import FAMILIES
+from tests.support.written_family import write_family
 
 
 @pytest.fixture(scope="module", params=[*sorted(FAMILIES), "mistral"])
@@ -73,21 +55,23 @@ def test_the_program_is_the_model(pair: tuple[Path, Path]) -> None:
 
 
 def test_a_program_attends_to_compressed_keys_with_few_new_tokens(tmp_path: Path) -> None:
-    """With 25 of them whole keys and values are less work in this shape: both are in the program."""
+    """With 25 positions expanded keys and values are less work in this shape: both forms are in the program."""
     source = open_model(write_family(tmp_path / "model", "deepseek", kv_lora_rank=32), FAMILIES)
     export(source, tmp_path / "static", CpuBackend(), source.path)
     ops = set(re.findall(r'"#":"1\.(\w+)"', (tmp_path / "static" / "model.json").read_text()))
     assert {"if", "matmul"} <= ops
-    model, program = load_model(source, CpuBackend()), Predictor(tmp_path / "static")
+    model = load_model(source, CpuBackend())
+    program = Predictor(tmp_path / "static")
     for layer in model.model.layers:
         layer.self_attn.can_absorb = False
-    whole = ModelDecoder(model)
-    ids, padding = np.random.default_rng(0).integers(3, 500, (2, 80)), np.asarray([0, 3])
+    full = ModelDecoder(model)
+    ids = np.random.default_rng(0).integers(3, 500, (2, 80))
+    padding = np.asarray([0, 3])
     caches: list[Any] = [None, None]
     for begin, end in ((0, 24), (24, 25), (25, 50), (50, 74), (74, 80)):
         (expected, caches[0]), (found, caches[1]) = (
             decoder.forward(ids[:, begin:end], padding, cache)
-            for decoder, cache in zip((whole, program), caches, strict=True)
+            for decoder, cache in zip((full, program), caches, strict=True)
         )
         np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5 * float(np.abs(expected).max()))
 
@@ -105,7 +89,8 @@ def test_lines_of_a_predictor_come_and_go_as_those_of_the_model(pair: tuple[Path
 
     prompts = [[5], [9, 300, 44, 7, 7, 120], [80, 81, 82], [11, 12, 13, 14, 15, 16, 17, 18, 19]]
     sampling = Sampling(max_new_tokens=7, temperature=1.0, seed=2)
-    predictor, tokenizer = Predictor(pair[1]), TextTokenizer(pair[1])
+    predictor = Predictor(pair[1])
+    tokenizer = TextTokenizer(pair[1])
     together = Generator(predictor, tokenizer, set()).answers(prompts, sampling, batch_size=3)
     decoder = live(pair[0])
     for prompt, (answer,) in zip(prompts, together):
@@ -113,7 +98,8 @@ def test_lines_of_a_predictor_come_and_go_as_those_of_the_model(pair: tuple[Path
 
 
 def test_the_decoding_loop_makes_the_tokens_of_the_model(pair: tuple[Path, Path]) -> None:
-    predictor, trained = Predictor(pair[1]), live(pair[0])
+    predictor = Predictor(pair[1])
+    trained = live(pair[0])
     assert compare_loop(predictor, trained) > 100
     draw = np.random.default_rng(1)
     for lengths, count in (([1], 1), ([3, 17], 20), ([9], 12), ([2, 2, 5, 1, 8], 7)):
@@ -129,7 +115,8 @@ def test_the_decoding_loop_makes_the_tokens_of_the_model(pair: tuple[Path, Path]
 
 
 def test_generate_runs_the_decoding_loop(llama: Path, tmp_path: Path, capsys: Any) -> None:
-    static, asked = tmp_path / "static", tmp_path / "asked.jsonl"
+    static = tmp_path / "static"
+    asked = tmp_path / "asked.jsonl"
     assert main(["export", str(llama), "-o", str(static), "--decoding_loop"]) == 0
     assert not (static / "loop.pdiparams").exists()
     assert main(["verify", str(static)]) == 0
@@ -157,9 +144,11 @@ def test_generate_runs_the_decoding_loop(llama: Path, tmp_path: Path, capsys: An
 
 def test_a_pass_leaves_what_passes_before_it_gave(pair: tuple[Path, Path]) -> None:
     """Paddle writes results where those of an earlier run lie, when there is room."""
-    predictor, trained = Predictor(pair[1]), live(pair[0])
+    predictor = Predictor(pair[1])
+    trained = live(pair[0])
     draw = np.random.default_rng(0)
-    rows, padding = draw.integers(0, predictor.vocab_size, [3, 12]), np.zeros(3, "int64")
+    rows = draw.integers(0, predictor.vocab_size, [3, 12])
+    padding = np.zeros(3, "int64")
     kept = [predictor.forward(rows[:, : 12 - i], padding, None)[1] for i in range(4)]
     before = [[tensor.numpy().copy() for tensor in cache] for cache in kept]
     cache = expected_cache = None
@@ -173,7 +162,8 @@ def test_a_pass_leaves_what_passes_before_it_gave(pair: tuple[Path, Path]) -> No
 
 
 def test_fused_layers_give_the_same(pair: tuple[Path, Path]) -> None:
-    source, ids = open_model(pair[0], FAMILIES), np.asarray([[7, 300, 12, 9], [0, 5, 41, 8]])
+    source = open_model(pair[0], FAMILIES)
+    ids = np.asarray([[7, 300, 12, 9], [0, 5, 41, 8]])
     model = load_model(source, CpuBackend())
     names = {name for name, _ in model.named_parameters()}
     before = model(paddle.to_tensor(ids)).numpy()
@@ -212,7 +202,7 @@ def test_a_changed_file_is_noticed(llama: Path, tmp_path: Path, capsys: Any) -> 
     assert main(["verify", str(static)]) == 0
     assert "greedy tokens are the same" in capsys.readouterr().out
     assert main(["generate", str(static), "--prompt", "Hi"]) == 2
-    assert "is an exported program, and no model; `generate` and `serve` run it with" in capsys.readouterr().err
+    assert "is an exported program, not a model; `generate` and `serve` run it with" in capsys.readouterr().err
     parameters = static / "model.pdiparams"
     content = bytearray(parameters.read_bytes())
     content[len(content) // 2] ^= 1
@@ -225,7 +215,8 @@ def test_a_changed_file_is_noticed(llama: Path, tmp_path: Path, capsys: Any) -> 
 
 
 def test_the_program_of_an_adapter_is_compared_with_both(llama: Path, tmp_path: Path, capsys: Any) -> None:
-    adapter, static = tmp_path / "adapter", tmp_path / "static"
+    adapter = tmp_path / "adapter"
+    static = tmp_path / "static"
     model, modules = adapted("llama", llama, section())
     write(adapter, model, modules, section(), llama)
     assert main(["export", str(adapter), "-o", str(static)]) == 0
@@ -270,11 +261,11 @@ def test_deploy_writes_all_or_nothing(llama: Path, tmp_path: Path, capsys: Any) 
 def test_a_program_runs_where_no_kernel_of_ours_is_loaded(llama: Path, tmp_path: Path) -> None:
     assert main(["export", str(llama), "-o", str(tmp_path / "static"), "--decoding_loop"]) == 0
     code = f"""
-import paddle
+import numpy as np
 from pathlib import Path
 from llmsuite.inference.predictor import Predictor
 predictor = Predictor(Path({str(tmp_path / "static")!r}))
-print(predictor.greedy([[5, 9]], 4)[0], predictor.forward(paddle.to_tensor([[5, 9]]).numpy(), [0], None)[0].argmax())
+print(predictor.greedy([[5, 9]], 4)[0], predictor.forward(np.array([[5, 9]]), np.array([0]), None)[0].argmax())
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     expected = list(generate(live(llama), [5, 9], set(), Sampling(max_new_tokens=4)))

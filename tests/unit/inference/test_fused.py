@@ -14,15 +14,15 @@ import pytest
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.inference.attention import grouped_attention
-from llmsuite.inference.batch import Batch, Line
-from llmsuite.inference.decoder import SPARE, ModelDecoder
-from llmsuite.inference.fused import accepts_buffer, fuse
+from llmsuite.inference.batch import Batch, DecodingSequence
+from llmsuite.inference.decoder import MAX_SPARE, ModelDecoder
+from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import generate
 from llmsuite.inference.sampling import Sampling
 from llmsuite.models.qat import fake_quantize_layers, fake_quantized
-from tests.paths import REFERENCE
-from tests.unit.families import CASES, FAMILIES, load, reference
-from tests.unit.inference.test_batch import family_model
+from tests.support.decoding_models import family_model
+from tests.support.families import CASES, FAMILIES, load, reference
+from tests.support.paths import REFERENCE
 
 
 def _logits(model: Any, ids: np.ndarray) -> np.ndarray:
@@ -58,11 +58,13 @@ def test_every_shape_of_every_family_has_its_logits_token_by_token(case: str) ->
     ids, expected = reference(case)
     model = load(REFERENCE / case)
     fuse(model, CpuBackend().ops("fp32"))
-    assert ("next_logits" in model.__dict__) == (case.startswith(("llama/", "qwen/", "ernie/")) and "bias" not in case)
-    decoder, padding = ModelDecoder(model), np.zeros(len(ids), "int64")
-    begun = 3
-    logits, cache = decoder.forward(ids[:, :begun], padding, None)
-    for i in range(begun, ids.shape[1]):
+    has_kernel = model.decoding.next_logits is not None
+    assert has_kernel == (case.startswith(("llama/", "qwen/", "ernie/")) and "bias" not in case)
+    decoder = ModelDecoder(model)
+    padding = np.zeros(len(ids), "int64")
+    prompt_len = 3
+    logits, cache = decoder.forward(ids[:, :prompt_len], padding, None)
+    for i in range(prompt_len, ids.shape[1]):
         assert np.abs(logits - expected[:, i - 1]).max() <= 1e-5
         logits, cache = decoder.forward(ids[:, i : i + 1], padding, cache)
     assert np.abs(logits - expected[:, -1]).max() <= 1e-5
@@ -72,18 +74,18 @@ def test_every_shape_of_every_family_has_its_logits_token_by_token(case: str) ->
 @pytest.mark.parametrize("ends", [(9,), (5, 9), (1, 2, 8, 9)], ids=str)
 def test_prompts_of_unequal_length_are_read_as_layer_by_layer(case: str, ends: tuple[int, ...]) -> None:
     """In one piece or in several, of which some begin before the shorter prompts do."""
-    model, padding = load(REFERENCE / case), np.asarray([4, 0, 1])
+    model = load(REFERENCE / case)
+    padding = np.asarray([4, 0, 1])
     fuse(model, CpuBackend().ops("fp32"))
-    if "prompt_pass" not in model.__dict__:
+    prefill = model.decoding.prefill
+    if prefill is None:
         assert "bias" in case
         return
     ids = np.random.default_rng(0).integers(0, model.config.vocab_size, [3, 9])
     with paddle.no_grad():
         given = paddle.to_tensor(ids), paddle.to_tensor(padding)
-        cache = model.prompt_pass.new_cache(3, 12)
-        pieces = [
-            model.prompt_pass(given[0][:, start:end], given[1], cache, start) for start, end in zip((0, *ends), ends)
-        ]
+        cache = prefill.new_cache(3, 12)
+        pieces = [prefill(given[0][:, start:end], given[1], cache, start) for start, end in zip((0, *ends), ends)]
         wanted, expected = model.decode_step(*given, None)
     hidden = paddle.concat(pieces, 1)
     for found, other in zip((hidden, *cache), (wanted, *(t for pair in expected for t in pair))):
@@ -98,15 +100,18 @@ def test_some_of_these_have_a_window() -> None:
 
 
 @pytest.mark.parametrize("case", ["llama/own_head_dim", "qwen/qwen3"])
-def test_a_row_has_the_same_bits_whatever_is_beside_it(case: str) -> None:
+def test_a_row_has_the_same_bits_in_any_batch(case: str) -> None:
     """And however many threads there are."""
     openmp = ctypes.CDLL(str(Path(paddle.__file__).parent / "libs" / "libiomp5.so"))
-    model, draw = load(REFERENCE / case), np.random.default_rng(0)
+    model = load(REFERENCE / case)
+    draw = np.random.default_rng(0)
     fuse(model, CpuBackend().ops("fp32"))
-    decoder, rows = ModelDecoder(model), 21
+    decoder = ModelDecoder(model)
+    rows = 21
     padding = draw.integers(0, 6, [rows])
     _, start = decoder.forward(draw.integers(0, 32, [rows, 6]), padding, None)
-    new, threads = draw.integers(0, 32, [rows, 1]), openmp.omp_get_max_threads()
+    new = draw.integers(0, 32, [rows, 1])
+    threads = openmp.omp_get_max_threads()
     together, _ = decoder.forward(new, padding, start)
     assert len(np.unique(together, axis=0)) == rows
     for num_threads, some in ((1, slice(0, 1)), (2, slice(4, 9)), (3, slice(5, 21))):
@@ -139,19 +144,20 @@ def test_a_model_that_the_kernel_cannot_do_goes_layer_by_layer(change: str) -> N
         names = [name for name, _ in model.named_sublayers() if name.endswith(pattern)]
         fake_quantize_layers(model, names, rounds_weight=False)
     fuse(model, CpuBackend().ops("fp32"))
-    assert "next_logits" not in model.__dict__
+    assert model.decoding.next_logits is None
 
 
 @pytest.fixture(
     scope="module", params=[("llama", False), ("llama", True), ("qwen", False), ("qwen", True), ("gpt", True)], ids=str
 )
 def decoders(request: pytest.FixtureRequest) -> tuple[ModelDecoder, ModelDecoder]:
-    """The same model in its plain form, and fused: layer by layer, or with the kernel for all of them."""
+    """Decoders of one model, unfused and fused: layer by layer, or with the kernel for all of them."""
     family, by_kernel = request.param
-    plain, fused = family_model(family), family_model(family)
+    plain = family_model(family)
+    fused = family_model(family)
     fuse(fused, CpuBackend().ops("fp32") if by_kernel else None)
-    assert accepts_buffer(fused) == (family != "gpt")
-    assert ("next_logits" in fused.__dict__) == (by_kernel and family != "gpt")
+    assert fused.decoding.accepts_buffer == (family != "gpt")
+    assert (fused.decoding.next_logits is not None) == (by_kernel and family != "gpt")
     return ModelDecoder(plain), ModelDecoder(fused)
 
 
@@ -159,29 +165,32 @@ def test_lines_that_fill_the_free_columns_are_those_of_the_plain_model(
     decoders: tuple[ModelDecoder, ModelDecoder],
 ) -> None:
     plain, fused = decoders
-    prompts, sampling = [[3], [1, 7, 2, 11, 5], [9, 9, 4]], Sampling(max_new_tokens=45, temperature=1.0, seed=3)
-    assert sampling.max_new_tokens > SPARE
+    prompts = [[3], [1, 7, 2, 11, 5], [9, 9, 4]]
+    sampling = Sampling(max_new_tokens=45, temperature=1.0, seed=3)
+    assert sampling.max_new_tokens > MAX_SPARE
     expected = [list(generate(plain, prompt, set(), sampling)) for prompt in prompts]
     assert len({tuple(ids) for ids in expected}) == len(prompts)
-    batch, lines = Batch(fused), [Line(prompt, sampling, set()) for prompt in prompts]
-    batch.advance(lines[:2])
+    batch = Batch(fused)
+    sequences = [DecodingSequence(prompt, sampling, set()) for prompt in prompts]
+    batch.advance(sequences[:2])
     for _ in range(5):
         batch.advance()
-    batch.advance(lines[2:])
-    while batch.lines:
+    batch.advance(sequences[2:])
+    while batch.sequences:
         batch.advance()
-    assert [line.ids for line in lines] == expected
+    assert [line.ids for line in sequences] == expected
 
 
 def test_a_pass_changes_nothing_that_passes_before_it_gave(decoders: tuple[ModelDecoder, ModelDecoder]) -> None:
     plain, fused = decoders
-    draw, padding = np.random.default_rng(0), np.asarray([2, 0])
+    draw = np.random.default_rng(0)
+    padding = np.asarray([2, 0])
     _, start = fused.forward(draw.integers(0, 32, [2, 6]), padding, None)
     new = draw.integers(0, 32, [3, 2, 1])
     first_logits, first = fused.forward(new[0], padding, start)
     values = [tensor.numpy().copy() for tensor in first]
     second_logits, second = fused.forward(new[1], padding, first)
-    again, other = fused.forward(new[2], padding, first)  # goes on from the same place
+    again, other = fused.forward(new[2], padding, first)  # continues from the same position
     assert not np.array_equal(second[0].numpy(), other[0].numpy())
     assert all(np.array_equal(value, tensor.numpy()) for value, tensor in zip(values, first))
     expected = plain.forward(new[0], padding, start)

@@ -1,4 +1,4 @@
-"""Generation: the cache changes nothing, and tokens are drawn with the probabilities asked for."""
+"""Generation: the cache changes nothing, and tokens are sampled with the requested probabilities."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import generate as generate_ids
 from llmsuite.inference.load import load_model
-from llmsuite.inference.sampling import Sampling, choose, generator
-from tests.unit import tiny_llama
-from tests.unit.tiny_llama import CONFIG, FAMILIES
+from llmsuite.inference.sampling import Sampling, random_generator, sample_token
+from tests.support import tiny_llama
+from tests.support.tiny_llama import CONFIG, FAMILIES
 
 SAMPLINGS = [
     Sampling(),
@@ -40,12 +40,12 @@ def generate(model: Any, prompt: list[int], stop_ids: set[int], num_tokens: int,
 
 
 def without_cache(model: Any, prompt: list[int], num_tokens: int, sampling: Sampling) -> list[int]:
-    """The same by reading the whole text again for every token."""
-    random = generator(sampling.seed)
+    """Generate without a cache: every pass reads the full text again."""
+    random = random_generator(sampling.seed)
     ids = list(prompt)
     with paddle.no_grad():
         for _ in range(num_tokens):
-            ids.append(choose(model(paddle.to_tensor([ids])).numpy()[0, -1], sampling, random))
+            ids.append(sample_token(model(paddle.to_tensor([ids])).numpy()[0, -1], sampling, random))
     return ids[len(prompt) :]
 
 
@@ -104,7 +104,8 @@ def test_the_seed_decides(model: Any) -> None:
 
 def test_load_model_is_ready_to_answer(tmp_path: Path) -> None:
     tiny_llama.write(tmp_path, seed=2)
-    loaded, expected = load_model(open_model(tmp_path, FAMILIES), CpuBackend()), tiny_llama.model(seed=2)
+    loaded = load_model(open_model(tmp_path, FAMILIES), CpuBackend())
+    expected = tiny_llama.model(seed=2)
     assert not loaded.training
     ids = paddle.to_tensor([[1, 7, 2]])
     assert np.abs(loaded(ids).numpy() - expected(ids).numpy()).max() <= 1e-5
@@ -116,7 +117,7 @@ LOGITS = np.log(np.asarray([0.125, 0.5, 0.125, 0.25]))
 
 def support(sampling: Sampling, logits: np.ndarray = LOGITS, draws: int = 400) -> set[int]:
     random = np.random.Generator(np.random.Philox(0))
-    return {choose(logits, sampling, random) for _ in range(draws)}
+    return {sample_token(logits, sampling, random) for _ in range(draws)}
 
 
 @pytest.mark.parametrize(
@@ -140,11 +141,11 @@ def test_a_value_that_cannot_be_is_named(name: str, value: Any) -> None:
 
 
 @given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=9))
-def test_greedy_takes_the_first_of_the_likeliest(values: list[float]) -> None:
+def test_greedy_takes_the_first_of_the_most_likely(values: list[float]) -> None:
     logits = np.asarray(values, "float32")
     random = np.random.Generator(np.random.Philox(0))
     for sampling in (Sampling(), Sampling(top_k=2, top_p=0.5), Sampling(temperature=1.0, top_k=1)):
-        assert choose(logits, sampling, random) == values.index(max(values))
+        assert sample_token(logits, sampling, random) == values.index(max(values))
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def test_top_p_is_the_smallest_set_that_reaches_it(p: float, expected: set[int])
 @pytest.mark.parametrize(
     ("p", "expected"), [(0.0, {0, 1, 2, 3}), (0.25, {0, 1, 2, 3}), (0.26, {1, 3}), (0.5, {1, 3}), (0.51, {1}), (1, {1})]
 )
-def test_min_p_is_a_share_of_the_likeliest(p: float, expected: set[int]) -> None:
+def test_min_p_is_a_fraction_of_the_highest_probability(p: float, expected: set[int]) -> None:
     assert support(Sampling(temperature=1.0, min_p=p)) == expected
 
 
@@ -185,7 +186,7 @@ def test_ties_at_the_border_of_top_k_fall_to_the_first() -> None:
 
 
 def test_top_p_applies_to_what_top_k_and_temperature_leave() -> None:
-    # of the two likeliest, 2/3 and 1/3
+    # of the two most likely, 2/3 and 1/3
     assert support(Sampling(temperature=1.0, top_k=2, top_p=0.66)) == {1}
     assert support(Sampling(temperature=1.0, top_k=2, top_p=0.67)) == {1, 3}
     # at temperature 1/2: 16/22, 4/22, 1/22, 1/22
@@ -199,26 +200,28 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     assert support(Sampling(temperature=temperature), np.asarray([3.0, 3.0, -1e4]), 20) == {0, 1}
 
 
-def test_forbidden_tokens_are_never_drawn() -> None:
+def test_masked_tokens_are_never_sampled() -> None:
     assert support(Sampling(temperature=5.0), np.asarray([0.0, -np.inf, 1.0])) == {0, 2}
 
 
 def test_logits_that_are_rounded_otherwise_draw_the_same_tokens() -> None:
     logits = np.random.default_rng(1).normal(0, 2, 20000)
     rounded = logits + 1e-5 * (np.arange(len(logits)) < 10000)
-    drawn = [
-        [choose(given, Sampling(temperature=1.3), generator(seed)) for seed in range(200)]
+    sampled = [
+        [sample_token(given, Sampling(temperature=1.3), random_generator(seed)) for seed in range(200)]
         for given in (logits, rounded)
     ]
-    assert drawn[0] == drawn[1]
-    assert len(set(drawn[0])) > 150
+    assert sampled[0] == sampled[1]
+    assert len(set(sampled[0])) > 150
 
 
 def exact(sampling: Sampling, logits: np.ndarray) -> np.ndarray:
     """The distribution by its definition: softmax at the temperature, cut by top_k, then by top_p."""
     weights = np.exp(logits / sampling.temperature)
     ranked = sorted(range(len(logits)), key=lambda i: (-weights[i], i))[: sampling.top_k or None]
-    total, reached, kept = sum(weights[i] for i in ranked), 0.0, []
+    total = sum(weights[i] for i in ranked)
+    reached = 0.0
+    kept = []
     for i in ranked:
         if reached >= sampling.top_p:
             break
@@ -244,9 +247,10 @@ def exact(sampling: Sampling, logits: np.ndarray) -> np.ndarray:
 def test_frequencies_are_those_of_the_exact_distribution(sampling: Sampling) -> None:
     logits = np.asarray([0.3, -1.2, 2.0, 0.0, 1.1, -0.4, 0.9, 1.9])
     probabilities = exact(sampling, logits)
-    random, draws = np.random.Generator(np.random.Philox(11)), 8000
-    drawn = [choose(logits, sampling, random) for _ in range(draws)]
-    counts = np.bincount(drawn, minlength=8)
+    random = np.random.Generator(np.random.Philox(11))
+    draws = 8000
+    sampled = [sample_token(logits, sampling, random) for _ in range(draws)]
+    counts = np.bincount(sampled, minlength=8)
     possible = probabilities > 0
     assert not counts[~possible].any()
     expected = probabilities[possible] * draws

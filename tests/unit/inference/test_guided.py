@@ -1,4 +1,4 @@
-"""Grammars: every answer that is drawn with one is of it, whatever the model would rather say."""
+"""Grammars: every answer that is sampled with one follows it, whatever the model prefers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
 from llmsuite.inference import guided
-from llmsuite.inference.calls import CallFormat
 from llmsuite.inference.guided import Grammars, Guide
-from tests.paths import DATA
+from llmsuite.inference.tool_calls import ToolCallFormat
+from tests.support.paths import DATA
 
 STOPS = {2, 0}
 TOKENIZER = TextTokenizer(DATA / "tokenizer")
@@ -37,22 +37,24 @@ TREE = {
     "required": ["root"],
     "additionalProperties": False,
 }
-TAGGED, BARE = CallFormat("<tool_call>", "</tool_call>", "name", "arguments"), CallFormat("", "", "name", "parameters")
+TAGGED = ToolCallFormat("<tool_call>", "</tool_call>", "name", "arguments")
+BARE = ToolCallFormat("", "", "name", "parameters")
 
 ENDS = np.zeros(VOCAB, "float32")
 ENDS[[i for i in range(TOKENIZER.vocab_size) if TOKENIZER.decode([i]) in ('"', "}", "]")]] = 4
 """Makes texts and objects end after a while."""
 
 
-def drawn(guide: Guide, seed: int, most: int = 400) -> str:
-    """A text that is drawn by chance of all that the grammar allows, ending as soon as it may."""
-    random, ids = np.random.default_rng(seed), []
+def sample_text(guide: Guide, seed: int, most: int = 400) -> str:
+    """A random text that the grammar allows, ending as soon as it may."""
+    random = np.random.default_rng(seed)
+    ids = []
     while len(ids) < most:
         logits = guide.apply(random.normal(0, 1, VOCAB).astype("float32") + ENDS)
         if np.isfinite(logits[list(STOPS)]).any():
             return TOKENIZER.decode(ids)
         ids.append(int(logits.argmax()))
-        guide.take(ids[-1])
+        guide.accept(ids[-1])
     raise AssertionError(f"no end in {most} tokens: {TOKENIZER.decode(ids)!r}")
 
 
@@ -64,7 +66,7 @@ def refusal(make: Callable[[], Guide]) -> str:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_json_of_a_schema(seed: int) -> None:
-    found = json.loads(drawn(GRAMMARS.of_schema(PERSON, "response_format"), seed))
+    found = json.loads(sample_text(GRAMMARS.from_schema(PERSON, "response_format"), seed))
     assert sorted(found) == ["age", "name"]
     assert isinstance(found["name"], str)
     assert len(found["name"]) <= 8
@@ -72,23 +74,23 @@ def test_json_of_a_schema(seed: int) -> None:
 
 
 def test_any_object() -> None:
-    assert isinstance(json.loads(drawn(GRAMMARS.of_schema({"type": "object"}, "response_format"), 0)), dict)
+    assert isinstance(json.loads(sample_text(GRAMMARS.from_schema({"type": "object"}, "response_format"), 0)), dict)
 
 
 def test_copies_go_on_by_themselves() -> None:
-    guide = GRAMMARS.of_schema({"enum": ["aaa", "bbb"]}, "response_format")
-    texts = {drawn(guide.copy(), seed) for seed in range(12)}
+    guide = GRAMMARS.from_schema({"enum": ["aaa", "bbb"]}, "response_format")
+    texts = {sample_text(guide.copy(), seed) for seed in range(12)}
     assert texts == {'"aaa"', '"bbb"'}
 
 
 @pytest.mark.parametrize("form", [TAGGED, BARE], ids=["tagged", "bare"])
 @pytest.mark.parametrize("several", [True, False])
-def test_calls_are_those_that_are_read(form: CallFormat, several: bool) -> None:
+def test_calls_are_those_that_are_read(form: ToolCallFormat, several: bool) -> None:
     names = set()
     for seed in range(6):
-        text = drawn(GRAMMARS.of_calls(form, [ADD, NOW], several), seed)
+        text = sample_text(GRAMMARS.tool_calls(form, [ADD, NOW], several), seed)
         said, calls = form.parse(text, ["add", "now"])
-        assert (said, 1 <= len(calls) <= (guided.MOST_CALLS if several else 1)) == ("", True), text
+        assert (said, 1 <= len(calls) <= (guided.MAX_CALLS if several else 1)) == ("", True), text
         names |= {call.name for call in calls}
         for call in calls:
             if call.name == "add":
@@ -96,20 +98,20 @@ def test_calls_are_those_that_are_read(form: CallFormat, several: bool) -> None:
     assert names == {"add", "now"}
 
 
-def begun(guide: Guide, text: str) -> Guide:
-    """The guide behind a text, which it has to allow."""
+def guide_after(guide: Guide, text: str) -> Guide:
+    """The guide after a text, which it has to allow."""
     for token in TOKENIZER.encode(text):
         assert guide.allowed()[token], f"{TOKENIZER.decode([token])!r} of {text!r}"
-        guide.take(token)
+        guide.accept(token)
     return guide
 
 
 def is_allowed(guide: Guide, text: str) -> bool:
-    """Whether a text may follow, to its end."""
+    """True if a text may follow, to its end."""
     for token in TOKENIZER.encode(text):
         if not guide.allowed()[token]:
             return False
-        guide.take(token)
+        guide.accept(token)
     return bool(guide.allowed()[list(STOPS)].any())
 
 
@@ -143,17 +145,17 @@ WRONG = '{"name": "add", "%s": {"name": "a"}}'
         (BARE, f"\x1c{WRONG % 'parameters'}", False),
     ],
 )
-def test_calls_that_may_be(form: CallFormat, text: str, is_right: bool) -> None:
-    """Those of strict tools have to fit the parameters, those of others have any."""
-    assert is_allowed(GRAMMARS.of_text_or_calls(form, [STRICT_ADD, NOW]), text) == is_right
+def test_calls_that_may_be(form: ToolCallFormat, text: str, is_right: bool) -> None:
+    """Arguments of strict tools have to fit the parameters; other tools take any."""
+    assert is_allowed(GRAMMARS.text_or_tool_calls(form, [STRICT_ADD, NOW]), text) == is_right
 
 
 @pytest.mark.parametrize("form", [TAGGED, BARE], ids=["tagged", "bare"])
-def test_a_call_that_is_begun_is_right(form: CallFormat) -> None:
+def test_a_call_that_is_begun_is_right(form: ToolCallFormat) -> None:
     for seed in range(4):
-        head = f'{form.mark}{{"name": "add", "'
-        guide = begun(GRAMMARS.of_text_or_calls(form, [STRICT_ADD, NOW]), head)
-        said, calls = form.parse(head + drawn(guide, seed), ["add", "now"])
+        head = f'{form.start_marker}{{"name": "add", "'
+        guide = guide_after(GRAMMARS.text_or_tool_calls(form, [STRICT_ADD, NOW]), head)
+        said, calls = form.parse(head + sample_text(guide, seed), ["add", "now"])
         assert (said, [sorted(json.loads(call.arguments)) for call in calls]) == ("", [["age", "name"]])
 
 
@@ -165,14 +167,14 @@ def test_text_of_a_schema_or_calls() -> None:
         f"<tool_call>{GOOD % 'arguments'}</tool_call>": True,
         f"<tool_call>{WRONG % 'arguments'}</tool_call>": False,
     }.items():
-        assert is_allowed(GRAMMARS.of_text_or_calls(TAGGED, [STRICT_ADD], schema), text) == is_right, text
-    said = refusal(lambda: GRAMMARS.of_text_or_calls(BARE, [STRICT_ADD], schema))
+        assert is_allowed(GRAMMARS.text_or_tool_calls(TAGGED, [STRICT_ADD], schema), text) == is_right, text
+    said = refusal(lambda: GRAMMARS.text_or_tool_calls(BARE, [STRICT_ADD], schema))
     assert said.startswith("response_format: not with tools that are strict"), said
 
 
 def test_references_stay_within_a_tool() -> None:
     tool = {"type": "function", "function": {"name": "grow", "parameters": TREE}}
-    _, (call,) = TAGGED.parse(drawn(GRAMMARS.of_calls(TAGGED, [NOW, tool][1:], False), 1), ["grow"])
+    _, (call,) = TAGGED.parse(sample_text(GRAMMARS.tool_calls(TAGGED, [NOW, tool][1:], False), 1), ["grow"])
     assert "root" in json.loads(call.arguments)
 
 
@@ -202,7 +204,7 @@ def nested(depth: int) -> dict[str, Any]:
     ],
 )
 def test_schemas_that_are_refused(schema: dict[str, Any], message: str) -> None:
-    found = refusal(lambda: GRAMMARS.of_schema(schema, "response_format"))
+    found = refusal(lambda: GRAMMARS.from_schema(schema, "response_format"))
     assert message in found
     assert found.startswith("response_format: ")
     assert "\n" not in found
@@ -210,16 +212,18 @@ def test_schemas_that_are_refused(schema: dict[str, Any], message: str) -> None:
 
 def test_tools_that_are_refused() -> None:
     wrong = {"type": "function", "function": {"name": "bad", "parameters": {"properties": {"a": {"type": "no"}}}}}
-    assert "tools: parameters of 'bad': Invalid type" in refusal(lambda: GRAMMARS.of_calls(TAGGED, [ADD, wrong], True))
+    assert "tools: parameters of 'bad': Invalid type" in refusal(
+        lambda: GRAMMARS.tool_calls(TAGGED, [ADD, wrong], True)
+    )
     large = {"type": "function", "function": {"name": "b", "parameters": {"properties": {"x" * 60000: {}}}}}
-    assert "bytes together" in refusal(lambda: GRAMMARS.of_calls(TAGGED, [large] * 3, True))
+    assert "bytes together" in refusal(lambda: GRAMMARS.tool_calls(TAGGED, [large] * 3, True))
 
 
 def test_an_answer_has_a_budget(monkeypatch: pytest.MonkeyPatch) -> None:
-    guide = GRAMMARS.of_schema(PERSON, "response_format")
+    guide = GRAMMARS.from_schema(PERSON, "response_format")
     monkeypatch.setattr(guided, "_BUDGET", 0.0)
     with pytest.raises(UserError, match="response_format: following it takes too long"):
-        drawn(guide, 0)
+        sample_text(guide, 0)
 
 
 def test_a_model_without_a_tokenizer_of_the_library() -> None:
@@ -228,5 +232,5 @@ def test_a_model_without_a_tokenizer_of_the_library() -> None:
 
     grammars = Grammars(Elsewhere(), VOCAB, STOPS)  # type: ignore[arg-type]
     assert "response_format: needs a model with a tokenizer.json" in refusal(
-        lambda: grammars.of_schema(PERSON, "response_format")
+        lambda: grammars.from_schema(PERSON, "response_format")
     )

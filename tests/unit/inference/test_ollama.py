@@ -9,8 +9,8 @@ import pytest
 
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
 from llmsuite.data.rows import Message
-from llmsuite.inference.ollama import modelfile, read_dialogue, take_apart
-from tests.unit.convert.gguf_cases import write_tokenizer
+from llmsuite.inference.ollama import modelfile, parse_template, read_dialogue
+from tests.support.gguf_cases import write_tokenizer
 
 SMOLLM = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
@@ -31,7 +31,7 @@ def write(directory: Path, template: str) -> Path:
 @pytest.mark.parametrize("source", [SMOLLM, BUILTIN["chatml"], BUILTIN["llama3"]], ids=["smollm", "chatml", "llama3"])
 def test_turns_have_the_text_of_the_template(source: str) -> None:
     template = ChatTemplate(source, {"bos_token": "<|begin|>"}, "a model")
-    turns = take_apart(template)
+    turns = parse_template(template)
     assert turns is not None
     for talk in (TALK, TALK[1:], TALK[:2], TALK[1:2]):
         assert turns.render(talk) == template.render(talk, add_generation_prompt=True)
@@ -48,13 +48,13 @@ def test_turns_have_the_text_of_the_template(source: str) -> None:
     ids=["counts", "no system", "signs of Go", "last turn only"],
 )
 def test_other_templates_have_no_counterpart(tmp_path: Path, source: str) -> None:
-    assert take_apart(ChatTemplate(source, {}, "a model")) is None
+    assert parse_template(ChatTemplate(source, {}, "a model")) is None
     text = modelfile(write(tmp_path / "model", source), "model.gguf", adds_bos=False)
     assert "TEMPLATE" not in text
     assert "# The chat template is not one of single turns" in text
 
 
-def test_a_modelfile(tmp_path: Path) -> None:
+def test_a_modelfile_has_template_and_stop_words(tmp_path: Path) -> None:
     directory = write(tmp_path / "model", SMOLLM)
     (directory / "generation_config.json").write_text('{"eos_token_id": [2, 0]}', encoding="utf-8")
     assert read_dialogue(directory).eom_id is None
@@ -74,8 +74,8 @@ def test_a_modelfile(tmp_path: Path) -> None:
 
 def test_the_token_that_llama_cpp_adds_is_not_written_twice(tmp_path: Path) -> None:
     directory = write(tmp_path / "model", "{{ bos_token }}" + BUILTIN["llama3"].removeprefix("{{ bos_token }}"))
-    begun, plain = (modelfile(directory, "model.gguf", adds_bos=adds) for adds in (True, False))
-    assert 'TEMPLATE """{{ range' in begun
+    with_bos, plain = (modelfile(directory, "model.gguf", adds_bos=adds) for adds in (True, False))
+    assert 'TEMPLATE """{{ range' in with_bos
     assert 'TEMPLATE """<|im_start|>{{ range' in plain
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,40 +13,46 @@ import paddle
 import pytest
 from paddle import nn
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
+from llmsuite.contract.specs import ModelFamily
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import UserError
+from llmsuite.engine.rollout_mismatch import find_rollout_mismatch
+from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine
 from llmsuite.inference import export as exporting
 from llmsuite.inference import fused, refresh
 from llmsuite.inference.decoder import ModelDecoder
-from llmsuite.inference.forms import Rows, as_decoded, as_program, as_trained, first_apart, side
 from llmsuite.inference.fused import (
     FusedAttention,
-    FusedLayer,
     FusedMLP,
-    accepts_buffer,
-    fold_gains,
+    disable_decoder_kernels,
+    fold_norm_weights,
     fuse,
-    layer_by_layer,
 )
+from llmsuite.inference.fusible import call_layer
 from llmsuite.inference.load import AS_TRAINED, build_model, parameter_shapes
+from llmsuite.inference.parity import (
+    TokenRows,
+    first_difference,
+    record_decoding,
+    record_program,
+    record_training,
+    side,
+)
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.blocks import Attention, DecoderLayer, GatedMLP, RMSNorm
 from llmsuite.models.deepseek.layers import Attention as LatentAttention
-from llmsuite.rl.rollouts import DrawnApart
-from llmsuite.specs import ModelFamily
+from llmsuite.models.initial_values import initial_values
+from llmsuite.rl.rollouts import RolloutMismatch
 from llmsuite.testing.family_forms import write_random_model
-from llmsuite.train.forms_apart import forms_apart
-from llmsuite.train.initial_values import initial_values
-from llmsuite.train.rollouts import RolloutReader
-from tests.paths import ROOT
-from tests.tools import own_layers
-from tests.tools.own_layers import FAMILIES as OWN
-from tests.unit.families import FAMILIES
+from tests.support import own_layers
+from tests.support.families import FAMILIES
+from tests.support.own_layers import FAMILIES as OWN
+from tests.support.paths import ROOT
 
 BACKEND = CpuBackend()
-ROWS = Rows.random(512, 10)
+ROWS = TokenRows.random(512, 10)
 
 
 def config_of(family: ModelFamily, **shape: Any) -> Any:
@@ -56,7 +62,7 @@ def config_of(family: ModelFamily, **shape: Any) -> Any:
 def built(family: ModelFamily, stored: str | None = None, **shape: Any) -> Any:
     """A model for generation, with random values."""
     config = config_of(family, **shape)
-    return build_model(family, config, BACKEND, "fp32", None, lambda model: _values(family, config), stored=stored)
+    return build_model(family, config, BACKEND, "fp32", None, lambda model: _values(family, config), packed=stored)
 
 
 def _values(family: ModelFamily, config: Any) -> Any:
@@ -65,9 +71,10 @@ def _values(family: ModelFamily, config: Any) -> Any:
 
 
 def trained(family: ModelFamily, **shape: Any) -> Any:
-    """The same with the operations of training."""
+    """The model with the operations of training."""
     config = config_of(family, **shape)
-    model, read = family.factory()(config, BACKEND.ops("fp32")), _values(family, config)
+    model = family.factory()(config, BACKEND.ops("fp32"))
+    read = _values(family, config)
     for name, parameter in model.named_parameters():
         parameter.set_value(read(name, parameter.shape, [slice(0, n) for n in parameter.shape]))
     model.train()
@@ -75,89 +82,89 @@ def trained(family: ModelFamily, **shape: Any) -> Any:
 
 
 def decoded(model: Any) -> Any:
-    return side([as_decoded(model, ModelDecoder(model).forward, ROWS)])
+    return side([record_decoding(model, ModelDecoder(model).forward, ROWS)])
 
 
 def as_a_program(model: Any) -> Any:
     fuse(model)
     shapes = exporting.cache_shapes(model)
     make_static(model)
-    fold_gains(model)
+    fold_norm_weights(model)
     exporting._skip_transcription(model, BACKEND.kernel_module)
     step = exporting.DecodeStep(model)
     step.eval()
-    return side([as_program(model, step, ROWS, shapes, "float32")])
+    return side([record_program(model, step, ROWS, shapes, "float32")])
 
 
 @pytest.mark.parametrize("name", OWN)
 def test_every_form_is_the_network_that_is_trained(name: str) -> None:
     family = OWN[name]
     model = trained(family)
-    expected = side([as_trained(model, ROWS)])
+    expected = side([record_training(model, ROWS)])
     assert len(expected.outputs) > 20
     for live in None, BACKEND.ops("fp32"):
         form = built(family)
         fuse(form, live)
-        assert first_apart(expected, decoded(form), form) is None
+        assert first_difference(expected, decoded(form), form) is None
     form = built(family, AS_TRAINED)
     refreshable = RefreshableModel(form, BACKEND.ops("fp32"))
     refreshable.release()
     refreshable.refresh(model.named_parameters())
-    assert first_apart(expected, decoded(form), form) is None
+    assert first_difference(expected, decoded(form), form) is None
     form = built(family)
-    assert first_apart(expected, as_a_program(form), form) is None
+    assert first_difference(expected, as_a_program(form), form) is None
 
 
-@pytest.mark.parametrize(
-    ("name", "predicate", "base", "culprit"),
-    [
-        ("geglu", "is_gated_mlp", GatedMLP, "model.layers.0.mlp (GeGLU)"),
-        ("own_swiglu", "is_gated_mlp", GatedMLP, "model.layers.0.mlp (GatedMLP)"),
-    ],
-)
-def test_a_form_that_takes_anothers_place_is_named(
-    name: str, predicate: str, base: type, culprit: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As it was once: by what a layer derives from."""
+def test_a_kernel_that_takes_anothers_place_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that is chosen by the class of a layer, without a check of the functions that it computes with."""
     for module in fused, refresh:
-        monkeypatch.setattr(module, predicate, lambda module: isinstance(module, base))
-    expected = side([as_trained(trained(OWN[name]), ROWS)])
-    form = built(OWN[name])
+        monkeypatch.setattr(module, "is_gated_mlp", lambda module: isinstance(module, GatedMLP))
+    family = OWN["own_swiglu"]
+    culprit = "model.layers.0.mlp (GatedMLP)"
+    expected = side([record_training(trained(family), ROWS)])
+    form = built(family)
     fuse(form)
-    assert first_apart(expected, decoded(form), form) == culprit
-    form = built(OWN[name])
-    assert first_apart(expected, as_a_program(form), form) == culprit
-    said = forms_apart(OWN[name], config_of(OWN[name]), BACKEND, "fp32")
-    assert said == f"first module that differs: {culprit}"
+    assert first_difference(expected, decoded(form), form) == culprit
+    form = built(family)
+    assert first_difference(expected, as_a_program(form), form) == culprit
+    message = find_rollout_mismatch(family, config_of(family), BACKEND, "fp32")
+    assert message == f"first module that differs: {culprit}"
 
 
 def test_norms_and_attentions_are_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = side([as_trained(trained(OWN["capped"]), ROWS)])
+    expected = side([record_training(trained(OWN["no_rotation"]), ROWS)])
     monkeypatch.setattr(fused, "attentions", lambda model: [layer.self_attn for layer in model.model.layers])
-    form = built(OWN["capped"])
+    form = built(OWN["no_rotation"])
     fuse(form)
-    assert first_apart(expected, decoded(form), form) == "model.layers.0.self_attn (CappedAttention)"
-    expected = side([as_trained(trained(OWN["gemma_norm"]), ROWS)])
+    assert first_difference(expected, decoded(form), form) == "model.layers.1.self_attn (Attention)"
+    expected = side([record_training(trained(OWN["gemma_norm"]), ROWS)])
     monkeypatch.undo()
     monkeypatch.setattr(fused, "is_rms_norm", lambda module: isinstance(module, RMSNorm))
     form = built(OWN["gemma_norm"])
-    assert first_apart(expected, as_a_program(form), form) == "model.layers.0.input_layernorm (GemmaNorm)"
+    assert first_difference(expected, as_a_program(form), form) == "model.layers.0.input_layernorm (GemmaNorm)"
 
 
-def _form(module: Any) -> type | None:
-    return type(getattr(vars(module).get("forward"), "__self__", None))
+def test_a_kernel_takes_the_place_of_no_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A subclass gets what it asks its base class for, and goes on with that."""
+    expected = side([record_training(trained(OWN["capped"]), ROWS)])
+    monkeypatch.setattr(fused, "attentions", lambda model: [layer.self_attn for layer in model.model.layers])
+    form = built(OWN["capped"])
+    fuse(form)
+    assert {type(layer.self_attn.kernel) for layer in form.model.layers} == {FusedAttention}
+    assert first_difference(expected, decoded(form), form) is None
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen", "ernie"])
 def test_built_in_families_are_fused(name: str) -> None:
-    """Layer by layer, and by the kernel for the whole decoder: as fast as ever."""
+    """Layer by layer, and by the kernel for the full decoder: as fast as ever."""
     model = built(FAMILIES[name])
     fuse(model, BACKEND.ops("fp32"))
-    assert accepts_buffer(model)
-    assert {"next_logits", "prompt_pass"} <= vars(model).keys()
+    assert model.decoding.accepts_buffer
+    assert model.decoding.next_logits is not None
+    assert model.decoding.prefill is not None
     for layer in model.model.layers:
-        forms = [_form(module) for module in (layer, layer.self_attn, layer.mlp)]
-        assert forms == [FusedLayer, FusedAttention, FusedMLP]
+        assert layer.call is call_layer
+        assert [type(module.kernel) for module in (layer.self_attn, layer.mlp)] == [FusedAttention, FusedMLP]
     norms = [module for module in model.sublayers() if isinstance(module, RMSNorm)]
     assert {norm.norm for norm in norms} == {fused._rms_norm}
 
@@ -166,24 +173,24 @@ def test_built_in_families_are_fused(name: str) -> None:
 def test_built_in_families_with_experts_are_fused(name: str) -> None:
     model = built(FAMILIES[name])
     fuse(model, BACKEND.ops("fp32"))
-    assert accepts_buffer(model)
-    assert {_form(layer.self_attn) for layer in model.model.layers} == {FusedAttention}
-    assert {_form(module) for module in model.sublayers() if isinstance(module, GatedMLP)} == {FusedMLP}
+    assert model.decoding.accepts_buffer
+    assert {type(layer.self_attn.kernel) for layer in model.model.layers} == {FusedAttention}
+    assert {type(module.kernel) for module in model.sublayers() if isinstance(module, GatedMLP)} == {FusedMLP}
 
 
 def test_deepseek_keeps_its_matrices() -> None:
     model = built(FAMILIES["deepseek"])
     fuse(model, BACKEND.ops("fp32"))
     assert all(layer.self_attn.up_keys is not None for layer in model.model.layers)
-    assert {_form(module) for module in model.sublayers() if isinstance(module, GatedMLP)} == {FusedMLP}
+    assert {type(module.kernel) for module in model.sublayers() if isinstance(module, GatedMLP)} == {FusedMLP}
 
 
 def test_latent_attention_that_is_changed_reads_whole_keys() -> None:
-    """`_absorbed` is another form of `_whole`, which somebody has changed."""
+    """`_absorbed` is another form of `_expanded`, which the subclass overrides."""
 
     class Bounded(LatentAttention):
-        def _whole(self, *parts: Any) -> Any:
-            return paddle.tanh(super()._whole(*parts))
+        def _expanded(self, *parts: Any) -> Any:
+            return paddle.tanh(super()._expanded(*parts))
 
     spec = FAMILIES["deepseek"]
 
@@ -197,13 +204,14 @@ def test_latent_attention_that_is_changed_reads_whole_keys() -> None:
         return build
 
     family = dataclasses.replace(spec, factory=network)
-    expected, form = side([as_trained(trained(family), ROWS)]), built(family)
+    expected = side([record_training(trained(family), ROWS)])
+    form = built(family)
     fuse(form)
-    assert first_apart(expected, decoded(form), form) is None
+    assert first_difference(expected, decoded(form), form) is None
 
 
 def test_one_layer_of_another_kind_leaves_all_attentions_as_they_are() -> None:
-    """What they take is made for all of them together."""
+    """Their inputs are made for all of them together."""
 
     class Other(nn.Layer):
         def __init__(self, own: Any):
@@ -218,16 +226,17 @@ def test_one_layer_of_another_kind_leaves_all_attentions_as_they_are() -> None:
     model.model.layers[1].self_attn = Other(model.model.layers[1].self_attn)
     before = decoded(model)
     fuse(model, BACKEND.ops("fp32"))
-    assert not accepts_buffer(model)
-    assert first_apart(before, decoded(model), model) is None
+    assert not model.decoding.accepts_buffer
+    assert first_difference(before, decoded(model), model) is None
 
 
 def test_gains_that_norms_share_are_folded_once() -> None:
     model = built(FAMILIES["llama"])
     layer = model.model.layers[0]
     layer.input_layernorm.weight = layer.post_attention_layernorm.weight
-    before, gain = decoded(model), layer.input_layernorm.weight.numpy()
-    assert first_apart(before, as_a_program(model), model) is None
+    before = decoded(model)
+    gain = layer.input_layernorm.weight.numpy()
+    assert first_difference(before, as_a_program(model), model) is None
     assert np.array_equal(layer.input_layernorm.weight.numpy(), gain), "others may read it"
 
 
@@ -240,8 +249,8 @@ def test_matrices_are_stored_and_the_code_is_kept(name: str) -> None:
     expected = decoded(built(family))
     form = built(family, "int8")
     fuse(form, BACKEND.ops("fp32"))
-    layer_by_layer(form)
-    assert first_apart(expected, decoded(form), form, tolerance=0.1) is None
+    disable_decoder_kernels(form)
+    assert first_difference(expected, decoded(form), form, tolerance=0.1) is None
 
 
 class Direct(GatedMLP):
@@ -275,7 +284,9 @@ def test_a_matrix_that_the_authors_code_reads_is_refused_by_name() -> None:
         model.model.layers[1].mlp = Direct(config.hidden_size, config.intermediate_size, ops)
 
     family = _with(change)
-    assert first_apart(side([as_trained(trained(family), ROWS)]), decoded(built(family)), built(family)) is None
+    assert (
+        first_difference(side([record_training(trained(family), ROWS)]), decoded(built(family)), built(family)) is None
+    )
     form = built(family, "int8")
     fuse(form)
     with pytest.raises(UserError, match=r"reads the matrix of model\.layers\.1\.mlp\.gate_proj itself"):
@@ -288,11 +299,12 @@ def test_an_embedding_with_code_of_its_own_is_kept() -> None:
 
     family = _with(change)
     for tied in False, True:
-        expected, form = decoded(built(family, tie_word_embeddings=tied)), None
+        expected = decoded(built(family, tie_word_embeddings=tied))
+        form = None
         form = built(family, "int8", tie_word_embeddings=tied)
         assert type(form.model.embed_tokens) is Doubled
         fuse(form, BACKEND.ops("fp32"))
-        assert first_apart(expected, decoded(form), form, tolerance=0.1) is None
+        assert first_difference(expected, decoded(form), form, tolerance=0.1) is None
 
 
 # what generation calls in the place of what training calls
@@ -309,7 +321,8 @@ def test_a_model_that_is_changed_for_training_alone_is_refused() -> None:
 
 
 def test_hooks_that_are_hung_on_a_fused_layer_see_it() -> None:
-    model, seen = built(FAMILIES["llama"]), []
+    model = built(FAMILIES["llama"])
+    seen = []
     fuse(model)
     for name, module in model.named_sublayers():
         if isinstance(module, (Attention, GatedMLP, RMSNorm, DecoderLayer)):
@@ -320,10 +333,12 @@ def test_hooks_that_are_hung_on_a_fused_layer_see_it() -> None:
     assert set(seen) == {*names, "model.norm"}
 
 
+@pytest.mark.further
 def test_verify_names_the_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    family, plugin = OWN["geglu"], ["--plugin", str(Path(own_layers.__file__))]
+    family = OWN["own_swiglu"]
+    plugin = ["--plugin", str(Path(own_layers.__file__))]
     write_random_model(tmp_path / "model", family, config_of(family), ROOT / "data" / "tokenizer")
     assert main(["export", str(tmp_path / "model"), "-o", str(tmp_path / "right"), *plugin]) == 0
     assert main(["verify", str(tmp_path / "right"), *plugin]) == 0
@@ -331,36 +346,32 @@ def test_verify_names_the_module(
     assert main(["export", str(tmp_path / "model"), "-o", str(tmp_path / "wrong"), *plugin]) == 0
     capsys.readouterr()
     assert main(["verify", str(tmp_path / "wrong"), *plugin]) == 2
-    said = capsys.readouterr().err
+    message = capsys.readouterr().err
     assert re.search(
         r"FAILED: exported logits are off by [\d.e+]+% of the largest \(fp32 tolerance 0\.001%\); "
-        r"first module that differs: model\.layers\.0\.mlp \(GeGLU\)",
-        said,
-    ), said
+        r"first module that differs: model\.layers\.0\.mlp \(GatedMLP\)",
+        message,
+    ), message
     monkeypatch.undo()
     assert main(["verify", str(tmp_path / "wrong"), *plugin]) == 2
-    assert "every module of a program for one device, made now, agrees: export it again" in capsys.readouterr().err
+    assert "all modules of a newly exported program for one device agree: export it again" in capsys.readouterr().err
 
 
-def test_a_run_that_stops_for_what_was_drawn_names_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_stops_for_a_rollout_mismatch_names_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in fused, refresh:
         monkeypatch.setattr(module, "is_gated_mlp", lambda module: isinstance(module, GatedMLP))
 
     class Apart:
         def after_step(self, step: int, metrics: Any) -> None:
-            raise DrawnApart("step 1: apart")
+            raise RolloutMismatch("step 1: apart")
 
-    reader = RolloutReader.__new__(RolloutReader)
-    told = {
-        "family": OWN["geglu"],
-        "model_config": config_of(OWN["geglu"]),
-        "device": SimpleNamespace(factory=CpuBackend),
-    }
-    recipe = SimpleNamespace(engine=SimpleNamespace(precision="fp32"))
+    reader = RolloutDataLoader.__new__(RolloutDataLoader)
+    family = OWN["own_swiglu"]
+    find_mismatch = functools.partial(find_rollout_mismatch, family, config_of(family), CpuBackend(), "fp32")
     for is_remote in False, True:
-        engine = SimpleNamespace(remote=is_remote)
-        vars(reader).update(_step=1, _plan=SimpleNamespace(recipe=recipe, rollout_engine=engine, **told))
+        engine = RolloutEngine(None, None, list, is_remote, find_mismatch=None if is_remote else find_mismatch)
+        vars(reader).update(_step=1, _engine=engine)
         with pytest.raises(UserError) as caught:
             reader._after_step(Apart(), {})  # type: ignore[arg-type]
-        named = "; first module that differs: model.layers.0.mlp (GeGLU)"
+        named = "; first module that differs: model.layers.0.mlp (GatedMLP)"
         assert str(caught.value) == "step 1: apart" + ("" if is_remote else named)

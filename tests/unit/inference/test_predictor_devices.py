@@ -9,21 +9,21 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.xpu import XpuBackend
-from llmsuite.errors import UserError
 from llmsuite.inference.exported_readme import predictor_calls
 from llmsuite.inference.predictor import Predictor
-from tests.unit.inference.test_export import write_family
+from tests.support.written_family import write_family
 
 PLUGIN = """
 import llmsuite
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.specs import DeviceSpec
+from llmsuite.contract.specs import DeviceSpec
 
 
 class Silent(DeviceBackend):
@@ -40,7 +40,7 @@ class Silent(DeviceBackend):
 
 
 class Told(Silent):
-    name = "told"
+    name = "described"
     configured = []
 
     def configure_predictor(self, config, number, num_threads):
@@ -53,13 +53,16 @@ class Told(Silent):
 def llmsuite_register_devices():
     return [DeviceSpec(name=cls.name, help="", factory=cls) for cls in (Silent, Told)]
 """
-SAID = "--device silent: its backend does not say how Paddle Inference computes on it, which would take the CPU; "
+SAID = "--device silent: its backend does not define how Paddle Inference computes on it, which would use the CPU; "
 
 
 class Plugged(DeviceBackend):
     """A device of Paddle's CustomDevice interface, whose backend says nothing about predictors."""
 
-    name, collectives, precisions, install = "plugged", "xccl", ("fp32",), ""
+    name = "plugged"
+    collectives = "xccl"
+    precisions = ("fp32",)
+    install = ""
 
     def unavailable(self, num_devices: int) -> str | None:
         return None
@@ -90,7 +93,7 @@ def test_the_calls_of_a_device(backend: DeviceBackend, calls: list[str]) -> None
 
 
 def test_a_device_of_paddles_own_interface_needs_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(UserError, match=r"^--device plugged: its backend does not say"):
+    with pytest.raises(UserError, match=r"^--device plugged: its backend does not define how"):
         predictor_calls(Plugged())
     monkeypatch.setattr(paddle.device, "get_device", lambda: "npu:3")
     monkeypatch.setattr(paddle.device, "get_all_custom_device_type", lambda: ["npu"])
@@ -101,7 +104,9 @@ def test_a_device_of_paddles_own_interface_needs_no_word(monkeypatch: pytest.Mon
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A model, its program and a plugin with two devices."""
     directory = tmp_path_factory.mktemp("devices")
-    model, program, plugin = directory / "model", directory / "static", directory / "plugin.py"
+    model = directory / "model"
+    program = directory / "static"
+    plugin = directory / "plugin.py"
     write_family(model, "llama")
     plugin.write_text(PLUGIN)
     assert main(["export", str(model), "-o", str(program)]) == 0
@@ -120,19 +125,19 @@ def test_a_device_that_does_not_say_how_is_refused(
         "generate": [str(program), "--engine", "static", "--prompt", "Hello", "--max_new_tokens", "2"],
     }[command]
     assert main(["--plugin", str(plugin), command, *words, "--device", "silent"]) == 2
-    said = capsys.readouterr()
-    assert SAID in said.err
-    assert "[1/3]" not in said.out
+    message = capsys.readouterr()
+    assert SAID in message.err
+    assert "[1/3]" not in message.out
     assert not list(tmp_path.iterdir())
 
 
 def test_a_device_that_says_how(pair: tuple[Path, Path, Path], tmp_path: Path, capsys: Any) -> None:
     model, _, plugin = pair
     target = tmp_path / "static"
-    on = ["--device", "told"]
+    on = ["--device", "described"]
     assert main(["--plugin", str(plugin), "export", str(model), "-o", str(target), *on]) == 0
     readme = (target / "README.md").read_text()
-    assert "# to compute on told; " in readme
+    assert "# to compute on described; " in readme
     assert "config.disable_gpu()\nconfig.set_cpu_math_library_num_threads(2)\npredictor = create" in readme
     assert main(["--plugin", str(plugin), "verify", str(target), *on]) == 0
     assert "greedy tokens are the same" in capsys.readouterr().out

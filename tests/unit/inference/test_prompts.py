@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.contract.registry import Registry
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import RecipeError, UserError
 from llmsuite.inference.prompts import Prompter
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from tests.paths import DATA, ROOT
+from tests.support.paths import DATA, ROOT
 
 TURNS = [{"role": "user", "content": "What is 7 plus 5?"}]
 
@@ -44,7 +44,7 @@ def test_all_shapes_ask_the_same(prompter: Prompter) -> None:
             {"messages": [{"role": "user", "content": ["Hi?"]}]},
             "is a string; a part is an object with type and text",
         ),
-        ({"messages": [{"role": "assistant", "content": "12"}]}, "has the assistant's turn alone"),
+        ({"messages": [{"role": "assistant", "content": "12"}]}, "has only the assistant's turn"),
         ({"prompt": [*TURNS, {"role": "assistant", "content": "1"}]}, "no turn is continued"),
     ],
 )
@@ -87,7 +87,7 @@ def test_columns_and_tables(prompter: Prompter, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("columns", "key", "message"),
     [
-        ({"instruction": "a"}, "data.columns", "the one field of this stage is prompt, or messages"),
+        ({"instruction": "a"}, "data.columns", "this stage has one field: prompt or messages"),
         ({"prompt": "{a"}, "data.columns.prompt", "has a brace without its counterpart"),
     ],
 )

@@ -9,21 +9,21 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.errors import UserError
 from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.load import AS_TRAINED, load_model, open_any
+from llmsuite.inference.pack_model import PackedLinear
 from llmsuite.inference.refresh import RefreshableModel
-from llmsuite.inference.sampling import draw, log_softmax
-from llmsuite.inference.stored import StoredLinear
+from llmsuite.inference.sampling import log_softmax, sample_by_uniform
 from llmsuite.models.blocks import Attention, GatedMLP
 from llmsuite.models.deepseek.attention import latent_attention
 from llmsuite.models.deepseek.layers import Attention as LatentAttention
-from llmsuite.models.products import Products, use_products
-from tests.paths import REFERENCE
-from tests.unit.families import CASES, FAMILIES, load, reference
+from llmsuite.models.linear_ops import LinearOps, use_linear_ops
+from tests.support.families import CASES, FAMILIES, load, reference
+from tests.support.paths import REFERENCE
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -35,9 +35,10 @@ def test_every_shape_of_every_family_is_refreshed(case: str) -> None:
         parameter.set_value(paddle.full_like(parameter, 0.5))
     refreshed = RefreshableModel(model, CpuBackend().ops("fp32"))
     assert refreshed.names == values.keys()
-    decoder, padding = ModelDecoder(model), np.zeros(len(ids), "int64")
+    decoder = ModelDecoder(model)
+    padding = np.zeros(len(ids), "int64")
     one_row = ids[:1]
-    decoder.forward(one_row, padding[:1], None)  # what a single row leaves behind is of the old values
+    decoder.forward(one_row, padding[:1], None)  # what a single row caches is of the old values
     refreshed.refresh(values.items())
     logits, cache = decoder.forward(ids[:, :-1], padding, None)
     assert np.abs(logits - expected[:, -2]).max() <= 1e-5
@@ -49,17 +50,20 @@ def test_every_shape_of_every_family_is_refreshed(case: str) -> None:
 def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None:
     """Beside the order of sums nothing differs, so that few inputs of products are rounded to another side: together
     they move a quarter of what rounding moves at most. A model in float32 is off by all of it."""
-    backend, (ids, in_float32) = CpuBackend(), reference(case)
+    backend = CpuBackend()
+    (ids, in_float32) = reference(case)
     trained = load_model(open_any(REFERENCE / case, FAMILIES), backend)
     values = {name: parameter.clone() for name, parameter in trained.named_parameters()}
-    use_products(trained, Products(ops := backend.ops("bf16")))
+    use_linear_ops(trained, LinearOps(ops := backend.ops("bf16")))
     for module in trained.sublayers():
         if isinstance(module, GatedMLP):  # as if it were built for training
-            module.swiglu, module.has_operands = ops.swiglu, ops.operand_matmul is not None
-        if isinstance(module, Attention) and ops.attends_operands:
-            module.rotary, module.has_operands = ops.rotary, module.q_norm is None
-    if ops.attention_operand is not Ops.attention_operand:
-        rounded = functools.partial(rounded_grouped_attention, ops.attention_operand)
+            module.swiglu = ops.swiglu
+            module.rounds_activations = ops.rounded_output_matmul is not None
+        if isinstance(module, Attention) and ops.rounds_attention:
+            module.rotary = ops.rotary
+            module.rounds_activations = module.q_norm is None
+    if ops.round_attention_input is not Ops.round_attention_input:
+        rounded = functools.partial(rounded_grouped_attention, ops.round_attention_input)
         for module in trained.sublayers():
             if getattr(module, "core", None) is grouped_attention:
                 module.core = rounded
@@ -69,14 +73,14 @@ def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None
         wanted = trained(paddle.to_tensor(ids)).numpy()
     rounding = np.linalg.norm((wanted - in_float32)[:, 2:])
     assert rounding > 1e-3
-    model = load_model(open_any(REFERENCE / case, FAMILIES), backend, "bf16", stored=AS_TRAINED)
+    model = load_model(open_any(REFERENCE / case, FAMILIES), backend, "bf16", packed=AS_TRAINED)
     refreshed = RefreshableModel(model, backend.ops("bf16"))
-    is_stored = any(isinstance(layer, StoredLinear) for layer in model.sublayers())
+    is_stored = any(isinstance(layer, PackedLinear) for layer in model.sublayers())
     assert is_stored == (case.startswith(("llama/", "qwen/", "ernie/")) and "bias" not in case)
-    anatomy = FAMILIES[case.partition("/")[0]].anatomy
-    assert anatomy is not None
-    assert anatomy(model.config).is_plain == is_stored
-    assert ("next_logits" in model.__dict__) == is_stored
+    shape_spec = FAMILIES[case.partition("/")[0]].shape_spec
+    assert shape_spec is not None
+    assert shape_spec(model.config).is_plain == is_stored
+    assert (model.decoding.next_logits is not None) == is_stored
     assert refreshed.names == values.keys()
     found = _by_token(model, ids)
     assert np.linalg.norm(np.stack(found, 1) - wanted[:, 2:]) <= rounding / 4
@@ -87,8 +91,9 @@ def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None
 
 
 def _by_token(model: Any, ids: np.ndarray) -> list[np.ndarray]:
-    """Logits behind the third token of each row, and behind each later one, from a pass of its own."""
-    decoder, padding = ModelDecoder(model), np.zeros(len(ids), "int64")
+    """Logits of the third token of each row, and of each later one, from a pass of its own."""
+    decoder = ModelDecoder(model)
+    padding = np.zeros(len(ids), "int64")
     logits, cache = decoder.forward(ids[:, :3], padding, None)
     found = [logits]
     for i in range(3, ids.shape[1]):
@@ -106,29 +111,31 @@ def test_a_value_that_is_missing_is_a_bug() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_tokens_are_drawn_as_often_as_they_are_likely(temperature: float) -> None:
-    logits = np.random.default_rng(0).normal(0, 2, [1, 5]).astype("float32")
+def test_tokens_are_sampled_with_their_probabilities(temperature: float) -> None:
+    logits = np.random.default_rng(0).normal(0, 2, 5).astype("float32")
     uniforms = (np.arange(20_000) + 0.5) / 20_000
-    tokens, logprobs = draw(np.repeat(logits, len(uniforms), 0), temperature, uniforms)
-    expected = log_softmax(logits[0] / temperature)
+    sampled = [sample_by_uniform(logits, temperature, uniform) for uniform in uniforms]
+    tokens = np.array([token for token, _ in sampled])
+    logprobs = np.array([logprob for _, logprob in sampled])
+    expected = log_softmax(logits / temperature)
     shares = np.bincount(tokens, minlength=5) / len(tokens)
     assert np.abs(shares - np.exp(expected)).max() <= 1e-3
     assert np.abs(logprobs - expected[tokens]).max() <= 1e-6
 
 
 def test_temperature_zero_takes_the_most_likely_token() -> None:
-    logits = np.array([[0.0, 3.0, 1.0], [2.0, 1.0, 0.0]], "float32")
-    tokens, logprobs = draw(logits, 0.0, np.array([0.999, 0.999]))
-    assert tokens.tolist() == [1, 0]
-    assert np.abs(logprobs - [log_softmax(logits[0])[1], log_softmax(logits[1])[0]]).max() <= 1e-6
+    for logits, expected in (([0.0, 3.0, 1.0], 1), ([2.0, 1.0, 0.0], 0)):
+        token, logprob = sample_by_uniform(np.array(logits, "float32"), 0.0, 0.999)
+        assert token == expected
+        assert abs(logprob - log_softmax(np.array(logits))[expected]) <= 1e-6
 
 
-def test_a_token_without_probability_is_never_drawn() -> None:
-    logits = np.array([[-np.inf, 0.0, -np.inf]], "float32")
+def test_a_token_without_probability_is_never_sampled() -> None:
+    logits = np.array([-np.inf, 0.0, -np.inf], "float32")
     for uniform in (0.0, np.nextafter(1.0, 0.0)):
-        assert draw(logits, 1.0, np.array([uniform]))[0].tolist() == [1]
+        assert sample_by_uniform(logits, 1.0, uniform)[0] == 1
 
 
 def test_logits_that_are_no_numbers_are_named() -> None:
     with pytest.raises(UserError, match="not finite"):
-        draw(np.array([[0.0, np.nan]], "float32"), 1.0, np.array([0.5]))
+        sample_by_uniform(np.array([0.0, np.nan], "float32"), 1.0, 0.5)

@@ -8,11 +8,18 @@ from hypothesis import strategies as st
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.text import TextStream
-from tests.paths import DATA
+from tests.support.paths import DATA
 
 TOKENIZER = TextTokenizer(DATA / "tokenizer")
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 PARTS = (*SPECIAL, "a", "b", "\n", "é", "日", "<|im")
+
+
+def coded(text: str, stop: list[str]) -> str:
+    """A text as stop texts are found in it: one character for each special token that they have, none for others."""
+    for number, token in enumerate(SPECIAL):
+        text = text.replace(token, chr(0xE000 + number) if any(token in each for each in stop) else "")
+    return text
 
 
 @given(
@@ -21,29 +28,34 @@ PARTS = (*SPECIAL, "a", "b", "\n", "é", "日", "<|im")
 )
 def test_a_special_token_is_found_and_is_no_text(text: str, stop: list[str]) -> None:
     ids = TOKENIZER.encode(text)
-    stream, pieces = TextStream(TOKENIZER, stop), []
+    stream = TextStream(TOKENIZER, stop)
+    pieces = []
     for token in ids:
         pieces.append(stream.push(token))
         if stream.stopped:
             break
     pieces.append(stream.finish())
     visible = TOKENIZER.decode(ids)
-    at = [text.find(each) for each in stop if each in text]
     shown = [visible.find(each) for each in stop if each in visible]
+    # the first token that completes a stop text ends the answer
+    stops = [coded(each, stop) for each in stop]
+    prefixes = [coded(TOKENIZER.decode(ids[:count], False), stop) for count in range(len(ids) + 1)]
+    ending = next((prefix for prefix in prefixes if any(each in prefix for each in stops)), None)
     assert "".join(pieces) == stream.text
     assert stream.text in visible
-    if not at and not shown:
+    if ending is None and not shown:
         assert (stream.stopped, stream.text) == (False, visible)
-    if at and not shown:
-        before = text[: min(at)]
+    if ending is not None and not shown:
+        before = ending[: min(ending.find(each) for each in stops if each in ending)]
         for token in SPECIAL:
-            before = before.replace(token, "")
+            before = before.replace(coded(token, [token]), "")
         assert (stream.stopped, stream.text) == (True, before)
 
 
 @pytest.mark.parametrize("stop", ["<|endoftext|>", "b<|endoftext|>", "<|endoftext|>\n", "a b<|endoftext|>\n"])
 def test_streams_hold_back_what_may_be_a_stop(stop: str) -> None:
-    stream, pieces = TextStream(TOKENIZER, [stop]), list[str]()
+    stream = TextStream(TOKENIZER, [stop])
+    pieces = list[str]()
     for token in TOKENIZER.encode("xa b<|endoftext|>\nc"):
         pieces += [] if stream.stopped else [stream.push(token)]
     assert stream.stopped
@@ -52,7 +64,8 @@ def test_streams_hold_back_what_may_be_a_stop(stop: str) -> None:
 
 def test_a_half_character_in_front_of_a_special_token() -> None:
     ids = [*TOKENIZER.encode("日")[:-1], 0, *TOKENIZER.encode("a")]
-    with_stop, without = TextStream(TOKENIZER, ["<|endoftext|>b"]), TextStream(TOKENIZER)
+    with_stop = TextStream(TOKENIZER, ["<|endoftext|>b"])
+    without = TextStream(TOKENIZER)
     for token in ids:
         with_stop.push(token)
         without.push(token)

@@ -1,4 +1,4 @@
-"""Where the disk of the logs or of temporary files is full, that is said, and no run is lost by what it prints."""
+"""A full disk of the logs or of temporary files is reported, and does not end a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.launch import calls, hang
 from llmsuite.launch.launch import launch
 
@@ -29,22 +29,22 @@ def _print() -> int:
     return 0
 
 
-def test_a_rank_whose_log_has_no_room_goes_on(tmp_path: Path) -> None:
-    said: list[str] = []
-    assert launch(_print, 2, tmp_path, lambda local: {}, said.append) == 0, "".join(said)
-    assert "a line of rank 0 2999\n" in "".join(said)
+def test_a_rank_whose_log_has_no_room_continues(tmp_path: Path) -> None:
+    output: list[str] = []
+    assert launch(_print, 2, tmp_path, lambda local: {}, output.append) == 0, "".join(output)
+    assert "a line of rank 0 2999\n" in "".join(output)
 
 
-def test_a_full_disk_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(10**9, 10**9, 0))
-    said: list[str] = []
-    assert launch(["sleep", "0.5"], 1, tmp_path, lambda local: {}, said.append) == 0
-    line = f"{tmp_path}: its disk is full; what ranks print from here on may be lost\n"
-    assert [text for text in said if text] == [line]
+    output: list[str] = []
+    assert launch(["sleep", "0.5"], 1, tmp_path, lambda local: {}, output.append) == 0
+    line = f"{tmp_path}: its disk is full; output of ranks from here on may be lost\n"
+    assert [text for text in output if text] == [line]
 
 
 @pytest.mark.parametrize(("code", "end"), [(0, ""), (1, "rank 1 ended with"), (hang.STALLED, "nothing has happened")])
-def test_logs_that_somebody_deletes_end_no_run(tmp_path: Path, code: int, end: str) -> None:
+def test_deleted_logs_end_no_run(tmp_path: Path, code: int, end: str) -> None:
     logs = tmp_path / "logs"
 
     def work() -> int:
@@ -58,15 +58,15 @@ def test_logs_that_somebody_deletes_end_no_run(tmp_path: Path, code: int, end: s
         time.sleep(600 if code == hang.STALLED else 1.5)
         return 0
 
-    said: list[str] = []
+    output: list[str] = []
     stall_seconds = 2.0 if code == hang.STALLED else None
-    assert launch(work, 2, logs, lambda local: {}, said.append, stall_seconds=stall_seconds) == code
-    assert end in "".join(said)
+    assert launch(work, 2, logs, lambda local: {}, output.append, stall_seconds=stall_seconds) == code
+    assert end in "".join(output)
 
 
 def test_a_stall_is_explained_without_room_for_the_calls(tmp_path: Path) -> None:
     (tmp_path / "calls.0.jsonl").mkdir()
-    said: list[str] = []
+    output: list[str] = []
 
     def work() -> int:
         calls.start()
@@ -75,8 +75,8 @@ def test_a_stall_is_explained_without_room_for_the_calls(tmp_path: Path) -> None
         time.sleep(600)
         return 0
 
-    assert launch(work, 1, tmp_path, lambda local: {}, said.append, None, 0.5) == hang.STALLED
-    text = "".join(said)
+    assert launch(work, 1, tmp_path, lambda local: {}, output.append, None, 0.5) == hang.STALLED
+    text = "".join(output)
     assert (
         f"{tmp_path}/calls.0.jsonl: cannot be written: Is a directory; the last calls of ranks are not all there"
         in text

@@ -50,9 +50,9 @@ def test_only_the_last_calls_are_kept(tmp_path: Path) -> None:
 def test_a_call_that_raises_is_not_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "_log", CallLog(tmp_path / "0.calls"))
     tensor = types.SimpleNamespace(shape=[2], dtype="paddle.float32")
-    with pytest.raises(OSError), calls.made("all_reduce", tensor, PAIR):  # noqa: PT011
+    with pytest.raises(OSError), calls.recorded("all_reduce", tensor, PAIR):  # noqa: PT011
         raise OSError
-    with calls.made("all_to_all", tensor, PAIR, same=False):
+    with calls.recorded("all_to_all", tensor, PAIR, same=False):
         pass
     raised, done = calls.read(tmp_path / "0.calls")
     assert (raised.ended, raised.shape) == (0.0, "[2]")
@@ -67,38 +67,39 @@ def test_equal_calls_do_not_differ() -> None:
 
 
 @given(st.integers(1, 9), st.sampled_from([{"what": "all_gather"}, {"shape": "[9]"}, {"dtype": "int64"}, {"step": 2}]))
-def test_the_first_difference_is_told(number: int, change: dict[str, Any]) -> None:
+def test_the_first_difference_is_reported(number: int, change: dict[str, Any]) -> None:
     made = [call(n) for n in range(1, 11)]
     other = [call(n, **change) if n >= number else call(n) for n in range(3, 11)]
-    (told,) = hang.differences({0: made, 1: other, 2: made})
-    assert told.startswith("ranks 0, 2 make all_reduce [8] float32 (call ")
-    assert f"(call {max(3, number)} of ranks 0, 1;" in told
-    assert "; rank 1 makes " in told
+    (difference,) = hang.differences({0: made, 1: other, 2: made})
+    assert difference.startswith("ranks 0, 2 make all_reduce [8] float32 (call ")
+    assert f"(call {max(3, number)} of ranks 0, 1;" in difference
+    assert "; rank 1 makes " in difference
 
 
-def test_a_rank_that_is_behind_is_named() -> None:
-    ahead, behind = [call(1), call(2, ended=0.0)], [call(1)]
-    (found,) = hang.missing({0: ahead, 1: behind})
+def test_a_rank_that_lags_is_named() -> None:
+    ahead = [call(1), call(2, ended=0.0)]
+    slow = [call(1)]
+    (found,) = hang.missing({0: ahead, 1: slow})
     assert (found.rank, found.waiting, found.call.number) == (1, (0,), 2)
-    lines, telling = hang.explain({0: ahead, 1: behind}, now=10.0)
+    lines, culprits = hang.explain({0: ahead, 1: slow}, now=10.0)
     assert lines[0].startswith("rank 0: has waited for 8.0 s in all_reduce")
     assert lines[1].startswith("rank 1: is in no recorded call; its last call ended 8.5 s ago")
     assert lines[2].startswith("rank 1 has not reached all_reduce [8] float32 (call 2 of ranks 0, 1")
-    assert telling == [1]
+    assert culprits == [1]
 
 
 def test_a_rank_that_waits_for_another_is_not_the_one_to_blame() -> None:
     """0 waits for 1, which waits for 2, which does nothing."""
     a = call(5, ended=0.0)
     b = Call("h", (1, 2), 3, "broadcast", "[2]", "float32", 1, "y.py:2 g", 1.0, 0.0)
-    lines, telling = hang.explain({0: [a], 1: [call(4), b], 2: []}, now=10.0)
-    assert telling == [2]
+    lines, culprits = hang.explain({0: [a], 1: [call(4), b], 2: []}, now=10.0)
+    assert culprits == [2]
     assert any(line.startswith("rank 2 has not reached broadcast [2] float32 (call 3 of ranks 1, 2") for line in lines)
     assert "rank 2: has made no call yet" in lines
 
 
-def test_ranks_nobody_knows_of_are_told() -> None:
-    assert hang.explain({0: [call(1, ended=0.0)]}, now=2.0)[0][-1] == "nothing is known here of rank 1"
+def test_ranks_without_recorded_calls_are_reported() -> None:
+    assert hang.explain({0: [call(1, ended=0.0)]}, now=2.0)[0][-1] == "no calls are recorded here for rank 1"
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -108,16 +109,16 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert hang.read_written(tmp_path, 1e12) == {}
 
 
-def test_it_hangs_when_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_hangs_when_nothing_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = [0.0]
     monkeypatch.setattr(hang.time, "monotonic", lambda: clock[0])
-    watch = hang.Watch(tmp_path, [0, 1], 10.0)
+    watch = hang.HangDetector(tmp_path, [0, 1], 10.0)
 
     def after(seconds: float) -> bool:
         clock[0] += seconds
-        return watch.stalled()
+        return watch.is_stalled()
 
-    assert not after(1000)  # no rank has begun
+    assert not after(1000)  # no rank has started
     logs = [CallLog(tmp_path / f"{rank}.calls") for rank in (0, 1)]
     logs[0].step(1)
     assert not after(1)
@@ -130,7 +131,7 @@ def test_it_hangs_when_nothing_happens(tmp_path: Path, monkeypatch: pytest.Monke
     logs[1].step(2)
     assert not after(2)
     assert after(11)
-    assert not hang.Watch(tmp_path, [0, 1], None).stalled()
+    assert not hang.HangDetector(tmp_path, [0, 1], None).is_stalled()
 
 
 def test_a_rank_that_left_early_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are forks of the launcher: what they get, and how their end is told."""
+"""Ranks that are forks of the launcher: their environment, and the report of their end."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from llmsuite.launch.machines import Machines
 
 
 def _launch(work: Callable[[], int], directory: Path, num_ranks: int = 2) -> tuple[int, str]:
-    said: list[str] = []
-    code = launch(work, num_ranks, directory, lambda local: {"LOCAL": str(local)}, said.append)
-    return code, "".join(said)
+    output: list[str] = []
+    code = launch(work, num_ranks, directory, lambda local: {"LOCAL": str(local)}, output.append)
+    return code, "".join(output)
 
 
 def _rank() -> int:
     return int(os.environ["PADDLE_TRAINER_ID"])
 
 
-def test_each_has_its_environment_and_its_log(tmp_path: Path) -> None:
+def test_each_rank_has_its_environment_and_its_log(tmp_path: Path) -> None:
     here = os.getpid()
 
     def work() -> int:
@@ -41,42 +41,42 @@ def test_each_has_its_environment_and_its_log(tmp_path: Path) -> None:
     assert "PADDLE_TRAINER_ID" not in os.environ
 
 
-def test_what_a_rank_is_given_wins_over_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variables_of_a_rank_override_the_shell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL", "of the shell")
     assert _launch(lambda: print(os.environ["LOCAL"]) or 0, tmp_path, 1) == (0, "0\n")
 
 
-def test_one_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
+def test_a_rank_that_fails_is_named_and_ends_the_others(tmp_path: Path) -> None:
     def work() -> int:
         if _rank() == 0:
             time.sleep(600)
         print("no room left")
         return 2
 
-    code, said = _launch(work, tmp_path)
+    code, output = _launch(work, tmp_path)
     assert code == 2
-    assert said == f"no room left\nrank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n"
+    assert output == f"no room left\nrank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n"
 
 
-def test_what_one_raises_is_in_its_log(tmp_path: Path) -> None:
+def test_an_exception_of_a_rank_is_in_its_log(tmp_path: Path) -> None:
     def work() -> int:
         raise ZeroDivisionError("by nothing")
 
-    code, said = _launch(work, tmp_path, 1)
+    code, output = _launch(work, tmp_path, 1)
     assert code == 1
-    assert "ZeroDivisionError: by nothing" in said
+    assert "ZeroDivisionError: by nothing" in output
 
 
-def test_one_that_is_killed_is_named(tmp_path: Path) -> None:
+def test_a_rank_that_is_killed_is_named(tmp_path: Path) -> None:
     def work() -> int:
         if _rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(600)
         return 0
 
-    code, said = _launch(work, tmp_path)
+    code, output = _launch(work, tmp_path)
     assert code == 1
-    assert "rank 1 was killed by SIGKILL" in said
+    assert "rank 1 was killed by SIGKILL" in output
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -93,12 +93,12 @@ def test_a_signal_reaches_all(tmp_path: Path, number: signal.Signals) -> None:
             os.kill(launcher, number)
         while not got:
             time.sleep(0.01)
-        (tmp_path / f"told-{_rank()}").touch()
+        (tmp_path / f"signalled-{_rank()}").touch()
         return INTERRUPTED
 
     assert _launch(work, tmp_path)[0] == INTERRUPTED
-    assert (tmp_path / "told-0").exists()
-    assert (tmp_path / "told-1").exists()
+    assert (tmp_path / "signalled-0").exists()
+    assert (tmp_path / "signalled-1").exists()
 
 
 def test_a_second_signal_ends_ranks_that_get_one(tmp_path: Path) -> None:
@@ -139,22 +139,45 @@ def test_a_rank_without_handlers_ends_by_a_signal(tmp_path: Path) -> None:
     assert _launch(work, tmp_path) == (INTERRUPTED, "")
 
 
+def test_what_is_printed_about_a_rank_that_a_signal_ended_is_left_out(tmp_path: Path) -> None:
+    launcher = os.getpid()
+
+    def work() -> int:
+        if _rank() == 1:
+            (tmp_path / "pid.new").write_text(str(os.getpid()))
+            (tmp_path / "pid.new").rename(tmp_path / "pid")
+            time.sleep(600)
+        signal.signal(signal.SIGINT, lambda number, frame: None)
+        while not (tmp_path / "pid").exists():
+            time.sleep(0.01)
+        os.kill(launcher, signal.SIGINT)
+        other = (tmp_path / "pid").read_text()
+        while (status := Path(f"/proc/{other}/stat")).exists() and status.read_text().rpartition(")")[2].split()[
+            0
+        ] != "Z":
+            time.sleep(0.001)
+        raise ConnectionResetError("the other rank is gone")
+
+    assert _launch(work, tmp_path) == (INTERRUPTED, "")
+    assert "the other rank is gone" in (tmp_path / "workerlog.0").read_text()
+
+
 def test_ranks_that_fail_together_are_all_named(tmp_path: Path) -> None:
     (tmp_path / "workerlog.0").write_text("")
     (tmp_path / "workerlog.1").write_text("the reason\n")
-    said: list[str] = []
-    end = _explain(0, {0: 1, 1: 1}, tmp_path, said.append, Machines())
+    output: list[str] = []
+    end = _explain(0, {0: 1, 1: 1}, tmp_path, output.append, Machines())
     first, second = (f"rank {rank} ended with exit code 1; its log: {tmp_path}/workerlog.{rank}" for rank in (0, 1))
-    assert "".join(said) == f"{first}\nthe reason\n{second}\n"
+    assert "".join(output) == f"{first}\nthe reason\n{second}\n"
     assert end == End(1, first)
 
 
-def test_what_all_say_is_printed_once(tmp_path: Path) -> None:
+def test_output_shared_by_ranks_is_printed_once(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"workerlog.{rank}").write_text("data.train: is missing\n")
-    said: list[str] = []
-    _explain(0, {1: 2}, tmp_path, said.append, Machines())
-    assert "".join(said) == f"rank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n"
+    output: list[str] = []
+    _explain(0, {1: 2}, tmp_path, output.append, Machines())
+    assert "".join(output) == f"rank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n"
 
 
 def test_a_good_message_is_not_buried(tmp_path: Path) -> None:
@@ -167,10 +190,10 @@ def test_a_good_message_is_not_buried(tmp_path: Path) -> None:
             return 2
         raise ConnectionError("a peer is gone")
 
-    code, said = _launch(work, tmp_path, 3)
+    code, output = _launch(work, tmp_path, 3)
     assert code == 2
-    assert said.endswith(f"data.train: is missing\nrank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n")
-    assert "rank 2" not in said
+    assert output.endswith(f"data.train: is missing\nrank 1 ended with exit code 2; its log: {tmp_path}/workerlog.1\n")
+    assert "rank 2" not in output
 
 
 @pytest.mark.parametrize("obeys", [True, False])
@@ -193,6 +216,6 @@ def test_a_stopped_rank_does_not_keep_the_run_from_ending(
         time.sleep(600)
         return 0
 
-    code, said = _launch(work, tmp_path)
+    code, output = _launch(work, tmp_path)
     assert code == INTERRUPTED
-    assert said == "stopped ranks are continued, so that the run can end: 1\n"
+    assert output == "stopped ranks are continued, so that the run can end: 1\n"

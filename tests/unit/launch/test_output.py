@@ -1,4 +1,4 @@
-"""A run goes on when nobody reads what it prints, and ends with a checkpoint when its terminal does."""
+"""A run continues when the reader of its output has ended, and ends with a checkpoint when its terminal does."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
+from llmsuite.engine.stop import StopRequest
 from llmsuite.launch.output import Output
 from llmsuite.launch.ranks import is_repeated, stop_signals
-from llmsuite.train.stop import StopRequest
 
 _PRINTS = """
 import sys
-from llmsuite.launch.output import lasting_output
-with lasting_output():
+from llmsuite.launch.output import tolerant_output
+with tolerant_output():
     for number in range(5000):
         print("a line of some length, so that buffers are full at some time", flush=number % 2 == 0)
         print("another", file=sys.stderr)
@@ -29,7 +29,7 @@ open(sys.argv[1], "w").write("done")
 """
 
 
-def test_what_nobody_reads_is_lost_and_no_more(tmp_path: Path) -> None:
+def test_output_without_a_reader_is_lost_and_no_more(tmp_path: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     done = tmp_path / "done"
@@ -93,7 +93,7 @@ _OWN = """
 import hashlib, sys
 from pathlib import Path
 from llmsuite.launch.interrupts import own_process
-from llmsuite.train.stop import StopRequest
+from llmsuite.engine.stop import StopRequest
 own_process()
 noted = Path(sys.argv[1])
 with StopRequest(lambda: noted.write_text("stopped")) as stop:
@@ -112,15 +112,15 @@ def test_a_second_signal_ends_a_process_wherever_it_is(tmp_path: Path, where: st
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)  # two that come at once are one
+    time.sleep(0.3)  # two that arrive together count as one
     process.send_signal(signal.SIGTERM)
-    said, _ = process.communicate(timeout=60)
+    printed, _ = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert "Traceback" not in said
+    assert "Traceback" not in printed
     assert (tmp_path / "noted").read_text() == "stopped"
 
 
-def test_a_process_of_somebody_else_gets_an_exception() -> None:
+def test_a_process_of_another_program_gets_an_exception() -> None:
     with StopRequest(lambda: pytest.fail("it is not ended")) as stop:
         signal.raise_signal(signal.SIGINT)
         assert not stop.is_repeated
@@ -130,6 +130,7 @@ def test_a_process_of_somebody_else_gets_an_exception() -> None:
 
 
 def test_which_signals_are_a_second_one() -> None:
-    hup, term = signal.SIGHUP, signal.SIGTERM
+    hup = signal.SIGHUP
+    term = signal.SIGTERM
     assert [is_repeated(numbers) for numbers in ([], [term], [hup, hup], [term, hup])] == [False] * 4
     assert [is_repeated(numbers) for numbers in ([term, term], [hup, term], [hup, hup, term])] == [True] * 3

@@ -9,21 +9,21 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.adapters.add import add_adapters
+from llmsuite.adapters.layers.reft import add_interventions
+from llmsuite.adapters.methods import adapter_config
 from llmsuite.models.block_quant import CODES, BlockFormat, is_quantised_part
-from llmsuite.models.experts import Stacked
-from llmsuite.models.lora import add_adapters
+from llmsuite.models.experts import GroupedLinear
+from llmsuite.models.initial_values import initial_values
 from llmsuite.models.moe import Gate
-from llmsuite.models.peft_configs import lora_config
 from llmsuite.models.qat import FakeQuantLinear, fake_quantize_layers
 from llmsuite.models.quantised import quantise_matrices
-from llmsuite.models.reft import add_interventions
-from llmsuite.models.token_values import tokens
-from llmsuite.parallel.fill import fill
-from llmsuite.train.initial_values import initial_values
+from llmsuite.models.token_context import tokens
+from llmsuite.parallel.materialize import materialize
 from tests.standin.passes import dtypes
-from tests.unit import alone
-from tests.unit.families import FAMILIES, tiny
-from tests.unit.low_precision import emulate
+from tests.support import alone
+from tests.support.families import FAMILIES, tiny
+from tests.support.low_precision import emulate
 
 IDS = np.array([[1, 7, 11, 3, 2, 6], [4, 4, 9, 0, 5, 8]])
 STARTS = np.array([[0, 0, 0, 3, 3, 3], [0, 0, 0, 0, 4, 4]])
@@ -58,7 +58,7 @@ def _fill(model: Any, family: str, dtype: str) -> Any:
             return np.ones(shape, "uint8" if name.endswith(CODES) else "float32")[tuple(index)]
         return (initial_values(0, name, list(shape), 0.15) + (len(shape) == 1))[tuple(index)]
 
-    fill(model, plan, alone.MESH, read, dtype)
+    materialize(model, plan, alone.MESH, read, dtype)
     model.train()
     return model
 
@@ -69,7 +69,8 @@ def _loss(model: Any) -> Any:
 
 
 def _check(model: Any, dtype: str) -> None:
-    found, gates = dtypes(model), {name for name, module in model.named_sublayers() if isinstance(module, Gate)}
+    found = dtypes(model)
+    gates = {name for name, module in model.named_sublayers() if isinstance(module, Gate)}
     nll = _loss(model)
     assert nll.dtype == paddle.float32
     assert {name: kinds for name, kinds in found.items() if kinds != {dtype}} == {name: {"float32"} for name in gates}
@@ -102,7 +103,7 @@ def test_its_loss_is_that_of_float32_but_for_rounding(family: str) -> None:
 @pytest.mark.parametrize("method", ["lora", "mixer", "dora", "vera", "mora", "lokr", "pissa"])
 def test_adapters_keep_the_dtype(method: str) -> None:
     model = tiny("llama")
-    config = lora_config("lora", "pissa", r=2) if method == "pissa" else lora_config(method, r=2)
+    config = adapter_config("lora", "pissa", rank=2) if method == "pissa" else adapter_config(method, rank=2)
     add_adapters(model, ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"], config)
     _check(_fill(model, "llama", "bfloat16"), "bfloat16")
 
@@ -110,8 +111,8 @@ def test_adapters_keep_the_dtype(method: str) -> None:
 @pytest.mark.parametrize(("family", "module"), [("llama", "model.embed_tokens"), ("deepseek", "up_proj")])
 def test_adapters_of_embeddings_and_experts_keep_it_too(family: str, module: str) -> None:
     model = tiny(family)
-    names = [name for name, found in model.named_sublayers() if name == module or type(found) is Stacked]
-    add_adapters(model, names, lora_config(r=2))
+    names = [name for name, found in model.named_sublayers() if name == module or type(found) is GroupedLinear]
+    add_adapters(model, names, adapter_config(rank=2))
     _check(_fill(model, family, "bfloat16"), "bfloat16")
 
 
@@ -120,7 +121,7 @@ def test_quantised_matrices_give_it(family: str) -> None:
     model = tiny(family)
     modules = [name for name, found in model.named_sublayers() if name.endswith("_proj")]
     with paddle.LazyGuard():
-        add_adapters(model, modules, lora_config(r=2))
+        add_adapters(model, modules, adapter_config(rank=2))
         quantise_matrices(model, modules, BlockFormat("nf4", 8))
     _check(_fill(model, family, "bfloat16"), "bfloat16")
 
@@ -144,7 +145,8 @@ def test_fake_quantised_layers_keep_the_dtype() -> None:
 
 def test_what_is_alike_on_a_device_is_refused_here() -> None:
     """The stand-in notices what it is for."""
-    low, wide = paddle.ones([2, 2], "bfloat16"), paddle.ones([2, 2])
+    low = paddle.ones([2, 2], "bfloat16")
+    wide = paddle.ones([2, 2])
     with pytest.raises(AssertionError, match="matmul of"):
         paddle.matmul(low, wide)
     assert (low + wide).dtype == paddle.float32

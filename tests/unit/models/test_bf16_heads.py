@@ -1,4 +1,4 @@
-"""An attention between whose products all is bfloat16: numbers beside float64 rounded in the same places, and what it
+"""An attention between whose products all is bfloat16: numbers against float64 rounded in the same places, and what it
 keeps."""
 
 from __future__ import annotations
@@ -11,31 +11,36 @@ import paddle
 import pytest
 from paddle import nn
 
+from llmsuite.adapters.layers.lora import LoraLinear
+from llmsuite.adapters.layers.prefix import add_prefixes
+from llmsuite.adapters.methods import adapter_config
+from llmsuite.contract.registry import Registry
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.models.anatomy import GatedMLP as Size
-from llmsuite.models.anatomy import GroupedQuery, LayerAnatomy
 from llmsuite.models.blocks import Attention
-from llmsuite.models.lora_layers import LoraLinear
-from llmsuite.models.peft_configs import lora_config
-from llmsuite.models.prefix import add_prefixes
-from llmsuite.models.products import Products, use_products
+from llmsuite.models.linear_ops import LinearOps, use_linear_ops
+from llmsuite.models.shape_spec import GatedMLP as Size
+from llmsuite.models.shape_spec import GroupedQuery, LayerSpec
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.memory import activation_settings
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from tests.paths import ROOT
-from tests.unit import tiny_llama
-from tests.unit.models.test_products import INSTRUCTIONS, leaf, random, rounded
-from tests.unit.planning.test_memory import allocated
+from tests.support import tiny_llama
+from tests.support.allocated import allocated
+from tests.support.linear_forms import INSTRUCTIONS, leaf, random, rounded
+from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.skipif(not INSTRUCTIONS, reason="attention rounds nothing without instructions for bfloat16")
 
-ROWS, LENGTH, HIDDEN, HEADS, KEY_HEADS, SIZE = 2, 37, 48, 6, 2, 16
+ROWS = 2
+LENGTH = 37
+HIDDEN = 48
+HEADS = 6
+KEY_HEADS = 2
+SIZE = 16
 NEAR = 2.0**-6
-"""How far a number may be off that is rounded to bfloat16 and lies in the middle, relative to the largest one."""
+"""Tolerance, relative to the largest number, of an intermediate number that is rounded to bfloat16."""
 CONFIG = types.SimpleNamespace(
     hidden_size=HIDDEN, head_size=SIZE, num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, rms_norm_eps=1e-6
 )
@@ -52,12 +57,12 @@ def attention_of(ops: Ops, adapted: bool = False, **more: bool) -> Attention:
     attention = Attention(CONFIG, ops, **more)
     if adapted:
         for name in ("q_proj", "v_proj", "o_proj"):
-            layer = LoraLinear(getattr(attention, name), lora_config("lora", r=4, lora_alpha=12))
+            layer = LoraLinear(getattr(attention, name), adapter_config("lora", rank=4, alpha=12))
             layer.weight.stop_gradient = True
             setattr(attention, name, layer)
     for seed, parameter in enumerate(attention.parameters()):
         parameter.set_value(random(*parameter.shape, seed=seed) / parameter.shape[0] ** 0.5)
-    use_products(attention, Products(ops))
+    use_linear_ops(attention, LinearOps(ops))
     return attention
 
 
@@ -93,14 +98,20 @@ def rows_of(x: np.ndarray) -> np.ndarray:
 
 def test_values_and_gradients(ops: Ops) -> None:
     """In float64, rounded where products give something, rotary does, attention does, and inside attention."""
-    attention, given, gradient = attention_of(ops), random(ROWS, LENGTH, HIDDEN, seed=5), random(1, 1, HIDDEN, seed=6)
-    x, gradient = leaf(given), np.broadcast_to(gradient, given.shape).copy()
+    attention = attention_of(ops)
+    given = random(ROWS, LENGTH, HIDDEN, seed=5)
+    gradient = random(1, 1, HIDDEN, seed=6)
+    x = leaf(given)
+    gradient = np.broadcast_to(gradient, given.shape).copy()
     y = run(attention, x)
     y.backward(paddle.to_tensor(gradient))
     q_w, k_w, v_w, o_w = (rounded(getattr(attention, name).weight.numpy()) for name in PROJECTIONS)
-    rows, d_y, group = rows_of(rounded(given)), rows_of(rounded(gradient)), HEADS // KEY_HEADS
+    rows = rows_of(rounded(given))
+    d_y = rows_of(rounded(gradient))
+    group = HEADS // KEY_HEADS
     q, k, v = (heads_of(rounded(rows @ matrix)) for matrix in (q_w, k_w, v_w))
-    q, k = rounded(turned(q)), rounded(turned(k))
+    q = rounded(turned(q))
+    k = rounded(turned(k))
     wide_k, wide_v = (np.repeat(part, group, 2) for part in (k, v))
     scores = np.einsum("blhk,bshk->bhls", q, wide_k) * SIZE**-0.5
     scores = np.where(np.tril(np.ones([LENGTH, LENGTH])) > 0, scores, -np.inf)
@@ -109,15 +120,19 @@ def test_values_and_gradients(ops: Ops) -> None:
     out = rounded(np.einsum("bhls,bshk->blhk", rounded(exponentials), wide_v) / total.transpose([0, 2, 1, 3]))
     assert [t.dtype for t in (y, x.grad)] == [paddle.float32] * 2
     check(y, (rows_of(out) @ o_w).reshape(given.shape))
-    d_out, weights = heads_of(rounded(d_y @ o_w.T)), exponentials / total
+    d_out = heads_of(rounded(d_y @ o_w.T))
+    weights = exponentials / total
     slopes = np.einsum("blhk,bshk->bhls", d_out, wide_v)
     slopes = rounded(weights * (slopes - (weights * slopes).sum(-1, keepdims=True)) * SIZE**-0.5)
     of_group = lambda each: each.reshape(ROWS, LENGTH, KEY_HEADS, group, SIZE).sum(3)  # noqa: E731
     d_q = rounded(np.einsum("bhls,bshk->blhk", slopes, wide_k))
     d_k = rounded(of_group(np.einsum("bhls,blhk->bshk", slopes, q)))
     d_v = rounded(of_group(np.einsum("bhls,blhk->bshk", rounded(weights), d_out)))
-    d_q, d_k = rounded(turned(d_q, -1)), rounded(turned(d_k, -1))
-    d_q, d_k, d_v = rows_of(d_q), rows_of(d_k), rows_of(d_v)
+    d_q = rounded(turned(d_q, -1))
+    d_k = rounded(turned(d_k, -1))
+    d_q = rows_of(d_q)
+    d_k = rows_of(d_k)
+    d_v = rows_of(d_v)
     check(x.grad, (d_q @ q_w.T + d_k @ k_w.T + d_v @ v_w.T).reshape(given.shape))
     inputs_and_outputs = (rows, d_q), (rows, d_k), (rows, d_v), (rows_of(out), d_y)
     for name, (of_input, of_output) in zip(PROJECTIONS, inputs_and_outputs):
@@ -129,8 +144,9 @@ def test_values_and_gradients(ops: Ops) -> None:
 def test_it_keeps_what_is_planned(ops: Ops) -> None:
     """Byte for byte: but for its input, rounded, and its output, bfloat16 queries, keys, values and what is made of
     them; and what the rotation takes, which is made here."""
-    attention, x = attention_of(ops), leaf(random(ROWS, LENGTH, HIDDEN))
-    layer = LayerAnatomy(attention=GroupedQuery(heads=HEADS, kv_heads=KEY_HEADS, head_size=SIZE), mlp=Size(width=8))
+    attention = attention_of(ops)
+    x = leaf(random(ROWS, LENGTH, HIDDEN))
+    layer = LayerSpec(attention=GroupedQuery(heads=HEADS, kv_heads=KEY_HEADS, head_size=SIZE), mlp=Size(width=8))
     settings = ActivationSettings(num_bytes=4, head_bytes=2, fused=frozenset(["attention", "rotary"]))
     tokens = ROWS * LENGTH
     planned = activations.attention_kept(layer, MicroBatch(ROWS, LENGTH, tokens), settings)
@@ -155,12 +171,14 @@ def test_a_plan_knows_where_it_is(
     given = words if "--engine.precision=fp32" in words else [*words, "--engine.precision=bf16"]
     place = ["--parallel={}", "--launch.num_devices=1"]
     plan = plan_run(ROOT / "recipes" / "llama" / "sft.json", [*place, *given], registry, smoke=True)
-    assert activation_settings(Layout(plan)).head_bytes == num_bytes
+    assert activation_settings(Layout(plan.model, plan.parallel), plan.train.profile.entropy).head_bytes == num_bytes
 
 
 def between(attention: Attention, x: Any, mask: Any = None) -> list[Any]:
     """Dtypes of what rotary and attention take and give."""
-    seen, core, rotary = list[Any](), attention.core, attention.rotary
+    seen = list[Any]()
+    core = attention.core
+    rotary = attention.rotary
 
     def noted_core(q: Any, k: Any, v: Any, mask: Any) -> Any:
         out = core(q, k, v, mask)
@@ -172,15 +190,19 @@ def between(attention: Attention, x: Any, mask: Any = None) -> list[Any]:
         seen.extend([given.dtype, out.dtype])
         return out
 
-    attention.core, attention.rotary = noted_core, noted_rotary
+    attention.core = noted_core
+    attention.rotary = noted_rotary
     y = run(attention, x, mask)
-    attention.core, attention.rotary = core, rotary
+    attention.core = core
+    attention.rotary = rotary
     assert y.dtype == paddle.float32
     return sorted({str(dtype) for dtype in seen})
 
 
 def test_what_else_sees_or_adds_leaves_float32(ops: Ops) -> None:
-    x, whole, half = leaf(random(ROWS, LENGTH, HIDDEN)), ["paddle.float32"], ["paddle.bfloat16"]
+    x = leaf(random(ROWS, LENGTH, HIDDEN))
+    whole = ["paddle.float32"]
+    half = ["paddle.bfloat16"]
     plain = attention_of(ops)
     assert between(plain, x) == half
     with paddle.no_grad():
@@ -198,12 +220,12 @@ def test_what_else_sees_or_adds_leaves_float32(ops: Ops) -> None:
     assert between(attention_of(CpuBackend(multiplies_bf16=False).ops("bf16")), x) == whole
 
 
-def test_behind_a_prefix_it_is_float32(ops: Ops) -> None:
+def test_attention_with_a_prefix_is_float32(ops: Ops) -> None:
     model = tiny_llama.FAMILY.factory()(tiny_llama.CONFIG, ops)
-    assert all(layer.self_attn.has_operands for layer in model.model.layers)
+    assert all(layer.self_attn.rounds_activations for layer in model.model.layers)
     add_prefixes(model, 3)
-    use_products(model, Products(ops))
-    assert not any(layer.self_attn.has_operands for layer in model.model.layers)
+    use_linear_ops(model, LinearOps(ops))
+    assert not any(layer.self_attn.rounds_activations for layer in model.model.layers)
     model(paddle.to_tensor([[1, 7, 11]])).sum().backward()
     grad = model.model.layers[0].self_attn.prefix_k.grad
     assert grad.dtype == paddle.float32
@@ -220,7 +242,8 @@ def outcome(attention: Attention, run: Any) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_recomputed_it_is_the_same(ops: Ops, adapted: bool) -> None:
-    one, again = attention_of(ops, adapted), attention_of(ops, adapted)
+    one = attention_of(ops, adapted)
+    again = attention_of(ops, adapted)
     recompute = paddle.distributed.fleet.utils.recompute
     found = outcome(again, lambda x: recompute(lambda x: run(again, x), x))
     for ours, theirs in zip(found, outcome(one, lambda x: run(one, x)), strict=True):

@@ -35,7 +35,8 @@ PUBLISHED = {
 def matrices(draw: st.DrawFn) -> tuple[BlockFormat, np.ndarray]:
     """A format, and a matrix of whole blocks of very different magnitudes."""
     format = BlockFormat(draw(st.sampled_from(DTYPES)), draw(st.sampled_from([2, 6, 16, 64])))
-    num_blocks, num_outputs = draw(st.integers(1, 4)), draw(st.integers(1, 5))
+    num_blocks = draw(st.integers(1, 4))
+    num_outputs = draw(st.integers(1, 5))
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     magnitudes = 10.0 ** rng.integers(-6, 6, [num_blocks, 1, num_outputs])
     magnitudes[rng.random(magnitudes.shape) < 0.1] = 0
@@ -80,9 +81,10 @@ def test_what_was_stored_is_stored_as_it_is(given: tuple[BlockFormat, np.ndarray
 def test_a_slice_of_whole_blocks_is_that_of_the_whole(
     given: tuple[BlockFormat, np.ndarray], data: st.DataObject
 ) -> None:
-    """As a rank reads its part of a matrix, and quantises that alone."""
+    """A rank reads its shard of a matrix, and quantises only that."""
     format, values = given
-    num_blocks, num_outputs = len(values) // format.block, values.shape[1]
+    num_blocks = len(values) // format.block
+    num_outputs = values.shape[1]
     start = data.draw(st.integers(0, num_blocks - 1)), data.draw(st.integers(0, num_outputs - 1))
     stop = data.draw(st.integers(start[0] + 1, num_blocks)), data.draw(st.integers(start[1] + 1, num_outputs))
     for part, whole in zip((CODES, ABSMAX), format.quantise(values)):

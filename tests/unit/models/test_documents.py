@@ -14,25 +14,9 @@ from hypothesis import strategies as st
 
 from llmsuite.devices import ops
 from llmsuite.models.rotation import positions
-from tests.paths import REFERENCE
-from tests.unit.families import CASES, load
-
-rows_of_documents = st.lists(st.lists(st.integers(1, 5), min_size=1, max_size=4), min_size=1, max_size=3)
-
-
-def documents_of(rows: list[list[int]]) -> np.ndarray:
-    """[B, L] of rows of documents of these lengths; padding is a document too."""
-    length = max(map(sum, rows))
-    padded = [[*row, length - sum(row)] for row in rows]
-    begins = [np.repeat([0, *itertools.accumulate(row[:-1])], row) for row in padded]
-    return np.stack(begins).astype("int64")
-
-
-def visible(rows: list[list[int]]) -> np.ndarray:
-    """[B, L, L] by the words: the same document, and not behind."""
-    begins = documents_of(rows)
-    length = begins.shape[1]
-    return np.array([[[b[i] == b[j] and j <= i for j in range(length)] for i in range(length)] for b in begins])
+from tests.support.families import CASES, load
+from tests.support.packed_documents import answers_of, documents_of, prompts, rows_of_documents, visible
+from tests.support.paths import REFERENCE
 
 
 @given(rows_of_documents)
@@ -41,23 +25,6 @@ def test_the_mask_is_causal_within_a_document(rows: list[list[int]]) -> None:
     length = max(map(sum, rows))
     assert mask.shape == [len(rows), 1, length, length]
     assert np.array_equal(mask.numpy()[:, 0], np.where(visible(rows), 0.0, -1e9).astype("float32"))
-
-
-prompts = st.lists(st.tuples(st.integers(1, 4), st.lists(st.integers(0, 4), min_size=1, max_size=3)), min_size=1)
-"""How long prompts are, and the answers to each."""
-
-
-def answers_of(rows: list[tuple[int, list[int]]]) -> tuple[np.ndarray, list[tuple[int, int]]]:
-    """[L]: where what each token belongs to begins; and of each token its prompt, and its answer or -1."""
-    begins: list[int] = []
-    belongs: list[tuple[int, int]] = []
-    for number, (prompt, answers) in enumerate(rows):
-        begins += [len(begins)] * prompt
-        belongs += [(number, -1)] * prompt
-        for answer, length in enumerate(answers):
-            begins += [len(begins) - prompt] * length
-            belongs += [(number, answer)] * length
-    return np.array(begins), belongs
 
 
 @given(prompts)
@@ -79,15 +46,16 @@ def test_answers_see_their_prompt_and_themselves(rows: list[tuple[int, list[int]
 def test_one_document_a_row_is_the_causal_mask() -> None:
     document_starts = paddle.zeros([2, 5], dtype="int64")
     for dtype in (paddle.float32, paddle.float16, paddle.bfloat16):
-        mask, causal = ops.document_mask(document_starts, dtype), ops.causal_mask(5, 5, dtype)
+        mask = ops.document_mask(document_starts, dtype)
+        causal = ops.causal_mask(5, 5, dtype)
         assert mask.dtype == causal.dtype
         assert np.array_equal(mask.numpy(), np.repeat(causal.numpy(), 2, 0))
 
 
 @given(rows_of_documents)
 def test_what_flash_attention_is_given_means_the_same(rows: list[list[int]]) -> None:
-    """As the documentation of `flashmask_attention` has it: of column j, row ends[j] and those below are masked, on
-    top of causality."""
+    """The definition in the documentation of `flashmask_attention`: of column j, row ends[j] and those below are
+    masked, on top of causality."""
     ends = ops.document_ends(paddle.to_tensor(documents_of(rows)), paddle.bfloat16)
     length = max(map(sum, rows))
     assert (ends.shape, ends.dtype) == ([len(rows), 1, length, 1], paddle.int32)
@@ -170,7 +138,7 @@ def test_a_document_in_a_row_is_as_if_it_were_alone(case: str) -> None:
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.startswith("deepseek")])
-def test_answers_behind_one_prompt_are_as_if_each_had_its_own(case: str) -> None:
+def test_answers_after_one_prompt_equal_answers_with_their_own_prompts(case: str) -> None:
     model = load(REFERENCE / case)
     ids = np.random.default_rng(1).integers(0, model.config.vocab_size, [1, 16])
     begins, _ = answers_of([(5, [2, 3]), (2, [1, 0, 3])])
@@ -183,7 +151,7 @@ def test_answers_behind_one_prompt_are_as_if_each_had_its_own(case: str) -> None
 
 
 def test_padding_that_is_marked_gets_no_position_beyond_the_row() -> None:
-    """As where the loads of experts are balanced: -1 in place of where a document begins."""
+    """The form for load balancing of experts: -1 instead of the index where a document begins."""
     model = load(REFERENCE / "deepseek" / "v3")
     document_starts = paddle.to_tensor([[0, 0, 2, 2, -1, -1], [0, 1, 1, 1, 1, 1]])
     cos, sin, mask, counted = model.layer_inputs(0, 6, paddle.float32, document_starts)

@@ -1,4 +1,4 @@
-"""Dropout without drawing: what decides a mask, what does not, and that it is as even as a draw."""
+"""Dropout by a hash: inputs on which a mask depends, inputs on which it does not, and its uniform distribution."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.errors import UserError
-from llmsuite.models.adapter import identity
+from llmsuite.adapters.add import add_adapters
+from llmsuite.adapters.methods import adapter_config
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import Registry
+from llmsuite.devices.ops import identity
 from llmsuite.models.dropout import TokenDropout, token_keys
-from llmsuite.models.lora import add_adapters
-from llmsuite.models.peft_configs import lora_config
-from llmsuite.models.token_values import tokens
-from llmsuite.parallel.marks import marked, with_keys, without_keys
+from llmsuite.models.initial_values import initial_values
+from llmsuite.models.token_context import tokens
 from llmsuite.parallel.recompute import recompute_layers
-from llmsuite.plugins.manager import Registry
+from llmsuite.parallel.token_metadata import mark_padding, pack_token_values, unpack_token_values
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.train.initial_values import initial_values
-from tests.paths import ROOT
-from tests.unit.families import FAMILIES, tiny
+from tests.support.families import FAMILIES, tiny
+from tests.support.paths import ROOT
 
 WHOLE = [slice(None)] * 3
 DOCUMENT = st.lists(st.integers(0, 99), min_size=1, max_size=6)
@@ -38,7 +38,9 @@ def test_keys_by_hand() -> None:
     """In Python's numbers, which do not overflow."""
     prime = 2**31 - 1
     salt = int.from_bytes(hashlib.sha256(b"dropout:7:3").digest()[:8], "little")
-    base, expected, sum_ = salt % (prime - 2) + 2, [], 0
+    base = salt % (prime - 2) + 2
+    expected = []
+    sum_ = 0
     for i, token in enumerate([5, 120_000, 5, 0]):
         sum_ += (token + 1) * pow(base, i + 1, prime)
         value = sum_ % prime
@@ -67,7 +69,8 @@ def test_a_token_has_the_same_key_wherever_its_document_lies(
 def test_answers_that_share_a_prompt_have_the_keys_of_two_rows(
     prompt: list[int], answers: list[list[int]], before: list[int]
 ) -> None:
-    ids, starts = before + prompt, [0] * len(before) + [len(before)] * len(prompt)
+    ids = before + prompt
+    starts = [0] * len(before) + [len(before)] * len(prompt)
     for answer in answers:
         starts += [len(ids) - len(prompt)] * len(answer)
         ids = ids + answer
@@ -112,10 +115,12 @@ def test_a_part_of_a_mask_is_that_part_of_the_whole() -> None:
 
 
 def test_what_is_kept_is_divided_by_its_probability_and_gradients_too() -> None:
-    layer, x = TokenDropout(0.25, "up_proj", 1, 8), paddle.ones([2, 3, 8])
+    layer = TokenDropout(0.25, "up_proj", 1, 8)
+    x = paddle.ones([2, 3, 8])
     x.stop_gradient = False
     with tokens(token_keys(paddle.arange(6).reshape([2, 3]), None, 1, 1)):
-        y, mask = layer(x), layer.mask(WHOLE).numpy()
+        y = layer(x)
+        mask = layer.mask(WHOLE).numpy()
     (y * 3).sum().backward()
     np.testing.assert_allclose(y.numpy(), mask / 0.75)
     np.testing.assert_allclose(x.grad.numpy(), 3 * mask / 0.75)
@@ -130,14 +135,14 @@ def test_what_is_kept_is_divided_by_its_probability_and_gradients_too() -> None:
 )
 def test_keys_travel_with_document_starts(starts: list[int] | None, keys: list[int]) -> None:
     given = None if starts is None else paddle.to_tensor([starts], dtype="int64")
-    found, found_keys = without_keys(with_keys(given, paddle.to_tensor([keys], dtype="int32")))
+    found, found_keys = unpack_token_values(pack_token_values(given, paddle.to_tensor([keys], dtype="int32")))
     assert (found if found is None else found.tolist()) == (None if starts is None else [starts])
     assert found_keys.tolist() == [keys]
     assert found_keys.dtype == paddle.int32
 
 
-def test_padding_is_marked_behind_the_length_of_each_row() -> None:
-    assert marked(None, [3, 1], [2, 3]).tolist() == [[0, 0, 0], [0, -1, -1]]
+def test_padding_is_marked_after_the_length_of_each_row() -> None:
+    assert mark_padding(None, [3, 1], [2, 3]).tolist() == [[0, 0, 0], [0, -1, -1]]
 
 
 def test_a_layer_that_is_computed_again_has_the_mask_of_its_own_tokens() -> None:
@@ -147,7 +152,7 @@ def test_a_layer_that_is_computed_again_has_the_mask_of_its_own_tokens() -> None
         model = tiny("llama")
         for name, parameter in model.named_parameters():
             parameter.set_value(initial_values(0, name, parameter.shape, 0.15) + (parameter.ndim == 1))
-        add_adapters(model, ["model.layers.0.mlp.up_proj"], lora_config(r=2, lora_dropout=0.5), seed=1)
+        add_adapters(model, ["model.layers.0.mlp.up_proj"], adapter_config(rank=2, dropout=0.5), seed=1)
         adapter = model.model.layers[0].mlp.up_proj
         assert adapter.lora_dropout is not identity
         adapter.lora_A.set_value(paddle.full(adapter.lora_A.shape, 0.1))
@@ -169,7 +174,7 @@ def test_a_layer_that_is_computed_again_has_the_mask_of_its_own_tokens() -> None
 
 @pytest.mark.parametrize("pattern", ["lm_head", "*"])
 def test_validate_refuses_dropout_of_the_head(registry: Registry, pattern: str) -> None:
-    """The head is told no tokens; without dropout it may have an adapter."""
+    """The head gets no token keys; without dropout it may have an adapter."""
     words = ["--parallel={}", "--launch.num_devices=1", f'--lora.target_modules=["q_proj", "{pattern}"]']
     words += ["--model.config.tie_word_embeddings=false"]
     if pattern == "lm_head":

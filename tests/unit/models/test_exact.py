@@ -1,4 +1,4 @@
-"""What takes the place of a layer's code, or goes round it, is for layers that are exactly llmsuite's."""
+"""Replacements of a layer's code apply only to layers that are exactly llmsuite's."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ import paddle
 import pytest
 from paddle import nn
 
+from llmsuite.adapters.add import adapted_modules
+from llmsuite.adapters.layers.prefix import add_prefixes
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.ops import Ops, swiglu
-from llmsuite.errors import UserError
-from llmsuite.inference.rank_parts import _ends
+from llmsuite.inference.rank_shards import _modules_to_sum
 from llmsuite.inference.static_experts import make_static
 from llmsuite.models.blocks import GatedMLP, RMSNorm
-from llmsuite.models.exact import has_hooks, is_exactly, is_own, is_plain
+from llmsuite.models.embedding import check_embedding
+from llmsuite.models.exact import has_hooks, is_exactly, is_own
 from llmsuite.models.experts import Experts, check_experts
+from llmsuite.models.linear import has_own_kernel, is_plain_linear
+from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.models.lora import adapted_modules
 from llmsuite.models.moe import MoELayer
-from llmsuite.models.prefix import add_prefixes
-from llmsuite.models.products import Products, use_products
-from llmsuite.parallel.chunked_loss import chunk_losses
-from llmsuite.parallel.experts import SharedExperts, share_experts
+from llmsuite.parallel.chunked_loss import ChunkedLosses
+from llmsuite.parallel.experts import ExpertParallelDispatcher, apply_expert_parallel
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.overlap import modules_to_fuse
 from llmsuite.parallel.static import _structure, compile_layers
-from llmsuite.parallel.tensor import check_embedding
-from llmsuite.schema.degrees import Degrees
-from tests.tools.own_layers import NETWORKS
-from tests.unit.families import FAMILIES, tiny
+from tests.support.families import FAMILIES, tiny
+from tests.support.own_layers import NETWORKS
 
 ALONE = Mesh(Degrees(1, 1, 1, 1), 0)
 
@@ -44,7 +45,7 @@ class Same(GatedMLP):
     """Other, but not in what it computes."""
 
 
-def test_exactly() -> None:
+def test_a_subclass_or_a_changed_layer_is_not_exactly_the_class() -> None:
     assert is_exactly(Same(4, 8, Ops()), GatedMLP)
     assert not is_exactly(Other(4, 8, Ops()), GatedMLP)
     assert not is_exactly(RMSNorm(4, 1e-5, Ops()), GatedMLP)
@@ -61,16 +62,16 @@ def test_exactly() -> None:
     assert not is_exactly(OwnExperts(2, 4, 8, Ops()), Experts, "rows")
 
 
-def test_own_functions() -> None:
+def test_functions_of_others_are_not_own() -> None:
     assert is_own(swiglu)
     assert is_own(functools.partial(functools.partial(swiglu), 1))
     assert not is_own(lambda gate, up: gate)
     assert not is_own(paddle.nn.functional.swiglu)
 
 
-def test_hooks() -> None:
+def test_a_layer_with_hooks_is_not_plain() -> None:
     layer = nn.Linear(2, 2)
-    assert is_plain(layer)
+    assert is_plain_linear(layer)
     assert not has_hooks(layer)
 
     def seen(*given: Any) -> None: ...
@@ -97,7 +98,7 @@ def test_adapters_take_the_place_of_plain_matrices_alone() -> None:
         adapted_modules(model, PLAN, ["layers.0.mlp.up_proj"])
 
 
-def test_products_leave_what_others_call_so() -> None:
+def test_linear_ops_leave_attributes_of_plugins_with_the_same_names() -> None:
     class Mine(nn.Layer):
         def matmul(self, x: Any) -> Any:
             return x
@@ -105,17 +106,18 @@ def test_products_leave_what_others_call_so() -> None:
         products = "none"
 
     model = nn.LayerList([Mine(), nn.Linear(2, 2), Scaled(2, 2)])
-    use_products(model, Products(Ops()))
+    use_linear_ops(model, LinearOps(Ops()))
     mine, plain, scaled = model
     assert "matmul" not in vars(mine)
-    assert "products" not in vars(mine)
-    assert "forward" in vars(plain)
+    assert "apply_linears" not in vars(mine)
+    assert has_own_kernel(plain)
     assert "forward" not in vars(scaled)
 
 
 @pytest.mark.parametrize("kind", ["pre", "post"])
-def test_hooks_of_matrices_that_are_multiplied_together_are_heard(kind: str) -> None:
-    mlp, x = GatedMLP(4, 8, Ops()), paddle.to_tensor(np.random.default_rng(0).normal(size=[1, 3, 4]), "float32")
+def test_hooks_of_matrices_that_are_multiplied_together_are_called(kind: str) -> None:
+    mlp = GatedMLP(4, 8, Ops())
+    x = paddle.to_tensor(np.random.default_rng(0).normal(size=[1, 3, 4]), "float32")
     for number, layer in enumerate((mlp.gate_proj, mlp.up_proj, mlp.down_proj)):
         layer.weight.set_value(np.random.default_rng(number).normal(size=layer.weight.shape).astype("float32"))
     if kind == "pre":
@@ -123,14 +125,14 @@ def test_hooks_of_matrices_that_are_multiplied_together_are_heard(kind: str) -> 
     else:
         mlp.gate_proj.register_forward_post_hook(lambda layer, given, output: output * 2.0)
     expected = mlp(x).numpy()
-    use_products(mlp, Products(Ops()))
+    use_linear_ops(mlp, LinearOps(Ops()))
     assert np.allclose(mlp(x).numpy(), expected, rtol=1e-6)
 
 
 def test_projections_are_fused_in_llmsuites_own_modules() -> None:
     model = tiny("llama")
     assert len(modules_to_fuse(model, PLAN)) == 2 * len(model.model.layers)
-    use_products(model, Products(Ops()))
+    use_linear_ops(model, LinearOps(Ops()))
     assert len(modules_to_fuse(model, PLAN)) == 2 * len(model.model.layers)
     model = tiny("llama")
     model.model.layers[0].mlp = Other(64, 128, Ops())
@@ -192,25 +194,32 @@ def test_experts_of_another_code_are_refused_by_name() -> None:
         make_static(_with_experts(Routed))
     mesh = Mesh(Degrees(1, 1, 1, 2), 0)
     with pytest.raises(UserError, match=r"experts \(Routed\) is not exactly"):
-        share_experts(_with_experts(Routed), plan, mesh)
+        apply_expert_parallel(_with_experts(Routed), plan, mesh)
 
 
 def test_experts_whose_own_forward_was_put_in_place_are_refused() -> None:
-    """Unless llmsuite has put it there: that of ranks which share experts goes into a program."""
+    """The dispatcher of ranks that share experts goes into a program."""
     experts = Experts(4, 64, 32, Ops())
     experts.forward = lambda x, weights, chosen: x
     with pytest.raises(UserError, match=r"it: experts \(Experts\) is not exactly"):
         check_experts("experts", experts, "it")
     shared = Experts(4, 64, 32, Ops())
-    shared.forward = SharedExperts(shared, Mesh(Degrees(1, 1, 1, 1), 0)).forward
+    shared.dispatcher = ExpertParallelDispatcher(shared, Mesh(Degrees(1, 1, 1, 1), 0))
     check_experts("experts", shared, "it")
-    assert not is_exactly(shared, Experts)
 
 
 def test_prefixes_need_an_attention_that_is_known_to_attend_to_them() -> None:
     model = NETWORKS["capped"]()(FAMILIES["llama"].config_cls(**FAMILIES["llama"].smoke), Ops())
     with pytest.raises(UserError, match=r"model\.layers\.0\.self_attn \(CappedAttention\) has a forward pass"):
         add_prefixes(model, 2)
+
+
+@pytest.mark.parametrize("method", ["hidden_states", "decode"])
+def test_prefixes_need_a_model_that_begins_after_them(method: str) -> None:
+    spec = FAMILIES["llama"]
+    kind = type("Other", (spec.factory(),), {method: lambda self, *given, **named: None})
+    with pytest.raises(UserError, match=rf"prefix: Other has its own `{method}`, which need not begin after a prefix"):
+        add_prefixes(kind(spec.config_cls(**spec.smoke), Ops()), 2)
 
 
 def test_an_embedding_that_ranks_share_out_is_paddles() -> None:
@@ -227,11 +236,11 @@ def test_parts_of_ranks_are_added_up_in_front_of_what_needs_the_whole() -> None:
     layers = tiny("llama").model.layers
     layers[1].mlp = Other(64, 128, Ops())
     name = "model.layers.{}.mlp"
-    assert _ends(name.format(0), layers[0].mlp, PLAN) == [layers[0].mlp]
-    assert _ends(name.format(1), layers[1].mlp, PLAN) == [layers[1].mlp.down_proj]
+    assert _modules_to_sum(name.format(0), layers[0].mlp, PLAN) == [layers[0].mlp]
+    assert _modules_to_sum(name.format(1), layers[1].mlp, PLAN) == [layers[1].mlp.down_proj]
     layers[1].mlp.down_proj = Scaled(128, 64)
     with pytest.raises(UserError, match=r"model\.layers\.1\.mlp \(Other\) has a forward pass of its own"):
-        _ends(name.format(1), layers[1].mlp, PLAN)
+        _modules_to_sum(name.format(1), layers[1].mlp, PLAN)
 
 
 def test_a_loss_in_chunks_trains_what_an_authors_logits_are_made_with() -> None:
@@ -244,7 +253,8 @@ def test_a_loss_in_chunks_trains_what_an_authors_logits_are_made_with() -> None:
         def logits(self, hidden: Any) -> Any:
             return super().logits(hidden) * self.factor
 
-    spec, random = FAMILIES["llama"], np.random.default_rng(0)
+    spec = FAMILIES["llama"]
+    random = np.random.default_rng(0)
     model = Scaling(spec.config_cls(**spec.smoke), Ops())
     model.lm_head.weight.set_value(random.normal(size=model.lm_head.weight.shape).astype("float32"))
     hidden = paddle.to_tensor(random.normal(size=[10, 64]).astype("float32"), stop_gradient=False)
@@ -252,7 +262,6 @@ def test_a_loss_in_chunks_trains_what_an_authors_logits_are_made_with() -> None:
     model.token_nll(hidden, targets).sum().backward()
     expected = model.factor.grad.numpy()
     model.clear_gradients()
-    chunk_losses(model, 4, ALONE, [])
-    model.token_nll(hidden, targets).sum().backward()
+    ChunkedLosses(model, 4, ALONE, []).token_nll(hidden, targets).sum().backward()
     assert np.allclose(model.factor.grad.numpy(), expected, rtol=1e-5)
     assert not model.unused.grad.numpy().any()

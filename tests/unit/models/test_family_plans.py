@@ -1,4 +1,5 @@
-"""What the recipes and the engine rely on in every family: presets of the right size, a table of cuts without gaps."""
+"""Properties of every family that recipes and the engine rely on: presets of the right size, a table of cuts without
+gaps."""
 
 from __future__ import annotations
 
@@ -12,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import read_config
-from llmsuite.errors import UserError
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.models.decoder_config import MAX_ROTARY
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
-from llmsuite.schema.degrees import Degrees
-from tests.unit.families import FAMILIES, PRESETS, tiny
+from tests.support.families import FAMILIES, PRESETS, tiny
 
 # number of parameters as the model cards say
 PUBLISHED = {
@@ -281,7 +282,7 @@ def test_a_published_config_json_of_quantised_weights_is_refused(tmp_path: Path)
 
 def test_no_parameter_is_cut_by_two_patterns(model: Any) -> None:
     for name, shape in shapes_of(model).items():
-        matching = [pattern for pattern, _ in model.plan.cut if fnmatch.fnmatchcase(name, pattern)]
+        matching = [pattern for pattern, _ in model.plan.shard_dims if fnmatch.fnmatchcase(name, pattern)]
         assert len(matching) <= 1, name
         # what is held whole by every rank is small, or feeds every head alike
         if not matching:
@@ -295,13 +296,13 @@ def test_every_pattern_is_of_use() -> None:
     for family in FAMILIES.values():
         names = {n for f, shape in VARIANTS.values() if f == family.name for n in shapes_of(tiny(f, **shape))}
         assert family.shard_plan is not None
-        for pattern, _ in family.shard_plan.cut:
+        for pattern, _ in family.shard_plan.shard_dims:
             assert fnmatch.filter(names, pattern), (family.name, pattern)
 
 
 def test_regions_end_with_one_row_parallel_product(model: Any) -> None:
     modules = dict(model.named_sublayers())
-    regions = [name for name in modules if model.plan.is_region(name)]
+    regions = [name for name in modules if model.plan.is_tp_region(name)]
     assert len(regions) == 2 * model.config.num_hidden_layers
     for name in regions:
         cuts = {key: model.plan.dim(f"{name}.{key}") for key, _ in modules[name].named_parameters()}

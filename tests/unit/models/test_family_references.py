@@ -15,20 +15,20 @@ import paddle.nn.functional as F
 import pytest
 import safetensors.numpy
 
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_model, write_paddlenlp
 from llmsuite.checkpoint.tensor_writer import WriteOptions
 from llmsuite.checkpoint.tensors import TensorFiles
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.ops import Ops
-from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import generate
-from llmsuite.inference.sampling import Sampling, choose, generator
+from llmsuite.inference.sampling import Sampling, random_generator, sample_token
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.static import compile_layers
-from llmsuite.schema.degrees import Degrees
-from tests.paths import REFERENCE
-from tests.unit.families import CASES, FAMILIES, config_of, load, read_config, reference
+from tests.support.families import CASES, FAMILIES, config_of, load, read_config, reference
+from tests.support.paths import REFERENCE
 
 TOLERANCE = 1e-5
 
@@ -77,7 +77,7 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("case", "change"), CHANGES)
-def test_a_slightly_different_model_is_told_apart(case: str, change: dict[str, Any]) -> None:
+def test_a_slightly_different_model_has_other_logits(case: str, change: dict[str, Any]) -> None:
     model = load(REFERENCE / case)
     other = type(model)(dataclasses.replace(model.config, **change), Ops())
     other.set_state_dict(model.state_dict())
@@ -95,7 +95,8 @@ def test_parameters_have_the_names_the_family_promises(case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_written_is_what_transformers_wrote(case: str, tmp_path: Path) -> None:
     write_hf(open_model(REFERENCE / case, FAMILIES), tmp_path)
-    theirs, ours = TensorFiles(REFERENCE / case, "model"), TensorFiles(tmp_path, "model")
+    theirs = TensorFiles(REFERENCE / case, "model")
+    ours = TensorFiles(tmp_path, "model")
     assert sorted(ours.names) == sorted(theirs.names)
     for name in theirs.names:
         assert np.array_equal(ours.read(name), theirs.read(name)), name
@@ -105,7 +106,7 @@ def test_what_is_written_is_what_transformers_wrote(case: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("case", CASES)
 def test_each_parameter_is_read_once_and_in_order(case: str, tmp_path: Path) -> None:
-    """Where they lie in parts on several ranks, the others give their parts in the order of the parameters."""
+    """With parameters sharded over several ranks, the other ranks send their shards in the order of the parameters."""
     source = open_model(REFERENCE / case, FAMILIES)
     asked: list[str] = []
 
@@ -150,7 +151,8 @@ def test_a_slice_is_read_as_it_lies_in_memory(case: str) -> None:
 def test_logits_are_the_same_in_pieces_with_the_cache(case: str, pieces: list[int]) -> None:
     model = load(REFERENCE / case)
     input_ids, logits = reference(case)
-    parts, cache = [], None
+    parts = []
+    cache = None
     with paddle.no_grad():
         for piece in np.split(input_ids, np.cumsum(pieces), axis=1):
             hidden, cache = model.hidden_states(paddle.to_tensor(piece), cache)
@@ -165,10 +167,11 @@ def test_the_cache_changes_no_generated_token(case: str) -> None:
     model = load(REFERENCE / case)
     for sampling in (Sampling(max_new_tokens=8), Sampling(temperature=1.0, seed=3, max_new_tokens=8)):
         cached = list(generate(ModelDecoder(model), [3, 1, 4], set(), sampling))
-        ids, random = [3, 1, 4], generator(sampling.seed)
+        ids = [3, 1, 4]
+        random = random_generator(sampling.seed)
         with paddle.no_grad():
             for _ in range(8):
-                ids.append(choose(model(paddle.to_tensor([ids])).numpy()[0, -1], sampling, random))
+                ids.append(sample_token(model(paddle.to_tensor([ids])).numpy()[0, -1], sampling, random))
         assert cached == ids[3:]
 
 
@@ -177,7 +180,8 @@ def test_every_parameter_learns_and_recompute_changes_no_gradient(case: str) -> 
     input_ids = paddle.to_tensor(reference(case)[0])
     model = load(REFERENCE / case)
     model.train()
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for model.recompute in (False, True):
         loss = F.cross_entropy(model(input_ids[:, :-1]), input_ids[:, 1:])
         loss.backward()
@@ -294,7 +298,7 @@ def test_the_kind_of_a_rope_scaling_has_the_name_that_each_reader_looks_for() ->
     assert type(config).from_hf({**config.to_hf(), "rope_scaling": older}) == config
 
 
-def test_layers_that_predict_further_tokens_are_carried_or_left_out_and_told_of(tmp_path: Path) -> None:
+def test_mtp_layers_are_copied_or_omitted_with_a_message(tmp_path: Path) -> None:
     extra = {
         name: np.ones([2, 2], "float32") for name in ("model.layers.3.eh_proj.weight", "model.layers.3.enorm.weight")
     }

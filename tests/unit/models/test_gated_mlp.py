@@ -1,4 +1,4 @@
-"""A gated MLP between whose products all is bfloat16: numbers beside float64 rounded in the same places, and what it
+"""A gated MLP between whose products all is bfloat16: numbers against float64 rounded in the same places, and what it
 keeps."""
 
 from __future__ import annotations
@@ -11,18 +11,20 @@ import pytest
 
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops, sum_of_products
-from llmsuite.models.anatomy import GatedMLP as Size
-from llmsuite.models.anatomy import GroupedQuery, LayerAnatomy
 from llmsuite.models.blocks import GatedMLP
-from llmsuite.models.products import Products, use_products
+from llmsuite.models.linear_ops import LinearOps, use_linear_ops
+from llmsuite.models.shape_spec import GatedMLP as Size
+from llmsuite.models.shape_spec import GroupedQuery, LayerSpec
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
-from tests.unit.models.test_products import FORMS, leaf, random, rounded
-from tests.unit.planning.test_memory import allocated
+from tests.support.allocated import allocated
+from tests.support.compiled_layers import compiled
+from tests.support.linear_forms import FORMS, leaf, random, rounded
 
-HIDDEN, INNER = 48, 80
+HIDDEN = 48
+INNER = 80
 NEAR = 2.0**-6
-"""How far a number may be off that is rounded to bfloat16 and lies in the middle, relative to the largest one."""
+"""Tolerance, relative to the largest number, of an intermediate number that is rounded to bfloat16."""
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
@@ -34,7 +36,7 @@ def mlp_of(ops: Ops, bias: bool = False) -> GatedMLP:
     mlp = GatedMLP(HIDDEN, INNER, ops, bias)
     for seed, parameter in enumerate(mlp.parameters()):
         parameter.set_value(random(*parameter.shape, seed=seed) / parameter.shape[0] ** 0.5)
-    use_products(mlp, Products(ops))
+    use_linear_ops(mlp, LinearOps(ops))
     return mlp
 
 
@@ -50,19 +52,24 @@ def silu(x: np.ndarray) -> np.ndarray:
 
 
 def test_values_and_gradients(ops: Ops) -> None:
-    mlp, given = mlp_of(ops), random(2, 37, HIDDEN, seed=5)
-    x, gradient = leaf(given), random(2, 37, HIDDEN, seed=6)
+    mlp = mlp_of(ops)
+    given = random(2, 37, HIDDEN, seed=5)
+    x = leaf(given)
+    gradient = random(2, 37, HIDDEN, seed=6)
     y = mlp(x)
     y.backward(paddle.to_tensor(gradient))
     gate_w, up_w, down_w = (
         rounded(p.numpy()) for p in (mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
     )
-    rows, d_y = rounded(given).reshape(-1, HIDDEN), rounded(gradient).reshape(-1, HIDDEN)
-    gate, up = rounded(rows @ gate_w), rounded(rows @ up_w)
+    rows = rounded(given).reshape(-1, HIDDEN)
+    d_y = rounded(gradient).reshape(-1, HIDDEN)
+    gate = rounded(rows @ gate_w)
+    up = rounded(rows @ up_w)
     inner = rounded(silu(gate) * up)
     assert [t.dtype for t in (y, x.grad)] == [paddle.float32] * 2
     check(y.reshape([-1, HIDDEN]), inner @ down_w)
-    d_inner, sigmoid = rounded(d_y @ down_w.T), 1 / (1 + np.exp(-gate))
+    d_inner = rounded(d_y @ down_w.T)
+    sigmoid = 1 / (1 + np.exp(-gate))
     d_gate = rounded(d_inner * up * (sigmoid + silu(gate) * (1 - sigmoid)))
     d_up = rounded(d_inner * silu(gate))
     check(x.grad.reshape([-1, HIDDEN]), d_gate @ gate_w.T + d_up @ up_w.T)
@@ -77,22 +84,26 @@ def test_values_and_gradients(ops: Ops) -> None:
 @pytest.mark.parametrize("size", [(1, 64, 7), (37, 65, 131), (0, 8, 8), (5, 0, 3)])
 def test_products_that_are_rounded_or_added_up(ops: Ops, size: tuple[int, int, int], transpose: bool) -> None:
     rows, inputs, outputs = size
-    pairs, expected = [], np.zeros([rows, outputs])
-    assert ops.operand_matmul is not None
+    pairs = []
+    expected = np.zeros([rows, outputs])
+    assert ops.rounded_output_matmul is not None
     for seed, width in enumerate((inputs, inputs, 16)):
-        x, y = random(rows, width, seed=seed), random(width, outputs, seed=3 + seed)
+        x = random(rows, width, seed=seed)
+        y = random(width, outputs, seed=3 + seed)
         expected = expected + rounded(x) @ rounded(y)
         pairs.append((paddle.to_tensor(x), paddle.to_tensor(y.T.copy() if transpose else y)))
         near = 1e-6 * np.abs(expected).max(initial=0)
-        whole, half = sum_of_products(ops, pairs, transpose), ops.operand_matmul(pairs, transpose)
+        whole = sum_of_products(ops, pairs, transpose)
+        half = ops.rounded_output_matmul(pairs, transpose)
         assert [whole.dtype, half.dtype] == [paddle.float32, paddle.bfloat16]
         assert (np.abs(whole.numpy() - expected) <= near).all()
         assert (np.abs(half.astype("float32").numpy() - expected) <= 2.0**-8 * np.abs(expected) + near).all()
 
 
 def kept_dtypes(mlp: GatedMLP, x: Any) -> list[Any]:
-    """What a forward pass keeps, but for parameters."""
-    kept, own = list[Any](), {id(parameter) for parameter in mlp.parameters()}
+    """Tensors that a forward pass saves, without parameters."""
+    kept = list[Any]()
+    own = {id(parameter) for parameter in mlp.parameters()}
 
     def pack(tensor: Any) -> Any:
         if id(tensor) not in own and tensor.ndim > 2:
@@ -105,8 +116,9 @@ def kept_dtypes(mlp: GatedMLP, x: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("shape", [(0,), (2, 0)], ids=str)
-def test_no_tokens(ops: Ops, shape: tuple[int, ...]) -> None:
-    mlp, x = mlp_of(ops), leaf(np.zeros([*shape, HIDDEN], "float32"))
+def test_no_tokens_have_gradients_too(ops: Ops, shape: tuple[int, ...]) -> None:
+    mlp = mlp_of(ops)
+    x = leaf(np.zeros([*shape, HIDDEN], "float32"))
     y = mlp(x)
     y.sum().backward()
     assert y.shape == x.grad.shape == [*shape, HIDDEN]
@@ -120,8 +132,9 @@ def test_it_keeps_bfloat16_only(ops: Ops) -> None:
 
 def test_it_keeps_what_is_planned(ops: Ops) -> None:
     """Byte for byte: but for its input, rounded, and its output, bfloat16 gate, up and what is made of them."""
-    mlp, x = mlp_of(ops), leaf(random(2, 37, HIDDEN))
-    layer = LayerAnatomy(attention=GroupedQuery(heads=1, kv_heads=1, head_size=8), mlp=Size(width=INNER))
+    mlp = mlp_of(ops)
+    x = leaf(random(2, 37, HIDDEN))
+    layer = LayerSpec(attention=GroupedQuery(heads=1, kv_heads=1, head_size=8), mlp=Size(width=INNER))
     settings = ActivationSettings(num_bytes=4, inner_bytes=2, fused=frozenset(["swiglu"]))
     planned = activations.mlp_kept(layer, HIDDEN, MicroBatch(2, 37, 74), settings)
     assert allocated(lambda: mlp(x)) == planned + 74 * HIDDEN * (2 + 4)
@@ -144,7 +157,8 @@ def between(mlp: GatedMLP, x: Any) -> list[Any]:
 
 
 def test_what_else_sees_or_adds_leaves_float32(ops: Ops, monkeypatch: pytest.MonkeyPatch) -> None:
-    x, plain = leaf(random(2, 5, HIDDEN)), mlp_of(ops)
+    x = leaf(random(2, 5, HIDDEN))
+    plain = mlp_of(ops)
     assert between(plain, x) == [paddle.bfloat16] * 2
     with paddle.no_grad():
         assert between(plain, x) == [paddle.bfloat16] * 2
@@ -162,7 +176,8 @@ def test_what_else_sees_or_adds_leaves_float32(ops: Ops, monkeypatch: pytest.Mon
 def test_recomputed_it_is_the_same(ops: Ops) -> None:
     found = []
     for again in (False, True):
-        mlp, x = mlp_of(ops), leaf(random(2, 5, HIDDEN))
+        mlp = mlp_of(ops)
+        x = leaf(random(2, 5, HIDDEN))
         y = paddle.distributed.fleet.utils.recompute(mlp, x) if again else mlp(x)
         y.sum().backward()
         found.append([t.numpy().tobytes() for t in (y, x.grad, *(p.grad for p in mlp.parameters()))])
@@ -172,27 +187,10 @@ def test_recomputed_it_is_the_same(ops: Ops) -> None:
 def test_its_program_has_the_same_numbers(ops: Ops) -> None:
     found = []
     for compiles in (False, True):
-        mlp, x = mlp_of(ops), leaf(random(2, 5, HIDDEN))
+        mlp = mlp_of(ops)
+        x = leaf(random(2, 5, HIDDEN))
         y = compiled(mlp)(x) if compiles else mlp(x)
         y.sum().backward()
         found.append([t.numpy() for t in (y, x.grad, *(p.grad for p in mlp.parameters()))])
     for ours, theirs in zip(*found):
         assert np.abs(ours - theirs).max() <= 1e-6 * np.abs(ours).max()
-
-
-def compiled(mlp: GatedMLP) -> Any:
-    """The layer as a program, in which nothing of Python's is made again from its source."""
-
-    class Compiled(paddle.nn.Layer):
-        def __init__(self) -> None:
-            super().__init__()
-            self.mlp = mlp
-
-        @paddle.jit.not_to_static
-        def run(self, x: Any) -> Any:
-            return self.mlp.forward(x)
-
-        def forward(self, x: Any) -> Any:
-            return self.run(x)
-
-    return paddle.jit.to_static(Compiled(), full_graph=True)

@@ -7,13 +7,13 @@ import paddle
 import pytest
 
 from llmsuite.models.gpt.layers import LayerNorm
-from llmsuite.train.initial_values import initial_values
+from llmsuite.models.initial_values import initial_values
 
 SIZE = 24
 
 
 def gradient_of(frozen: tuple[bool, bool]) -> tuple[np.ndarray, np.ndarray]:
-    """What a norm gives, and the gradient of its input; `frozen`: gain and bias."""
+    """Output of a norm, and the gradient of its input; `frozen`: gain and bias."""
     norm = LayerNorm(SIZE)
     for name, parameter, is_frozen in zip(("gain", "bias"), norm.parameters(), frozen):
         parameter.set_value(initial_values(0, name, [SIZE], 1.0))

@@ -41,7 +41,8 @@ def test_inputs_that_do_not_belong_together_leave_plain_rounding() -> None:
 
 def test_inputs_never_seen_and_zeros() -> None:
     weight, inputs = case(64, 8)
-    inputs[:, 5], weight[:, 3] = 0, 0
+    inputs[:, 5] = 0
+    weight[:, 3] = 0
     found = rounded_by_inputs(weight, inputs.T @ inputs, BlockFormat("nf4", 64))
     assert np.isfinite(found).all()
     assert not found[:, 3].any()

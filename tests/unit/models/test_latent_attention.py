@@ -16,7 +16,11 @@ from llmsuite.inference.attention import grouped_attention
 from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
 
 Tensor = Any
-ROWS, LENGTH, HEADS, NOPE, ROPE = 2, 70, 3, 16, 8
+ROWS = 2
+LENGTH = 70
+HEADS = 3
+NOPE = 16
+ROPE = 8
 STARTS = [[0] * 30 + [30] * 40, [0] * 70]
 FORMS = {
     "plain": Ops(),
@@ -48,7 +52,8 @@ def _with_gradients(attend: Callable[..., Tensor], value: int) -> list[np.ndarra
 @pytest.mark.parametrize("value", [NOPE, NOPE + ROPE, 40], ids=["smaller values", "equal", "larger"])
 def test_outputs_and_gradients_are_those_of_the_formula(value: int, form: str, documents: bool) -> None:
     kernels.load()
-    ops, starts = FORMS[form], paddle.to_tensor(STARTS)
+    ops = FORMS[form]
+    starts = paddle.to_tensor(STARTS)
     masks = [
         document(starts, paddle.float32) if documents else causal(LENGTH, LENGTH, paddle.float32)
         for document, causal in ((ops.document_mask, ops.causal_mask), (document_mask, causal_mask))
@@ -66,8 +71,10 @@ def test_outputs_and_gradients_are_those_of_the_formula(value: int, form: str, d
 @pytest.mark.parametrize("num_new", [1, 5])
 def test_a_few_queries_attend_to_compressed_keys_as_to_whole_ones(num_new: int, value: int) -> None:
     paddle.seed(num_new)
-    rank, ops = 12, FORMS["generation"]
-    latent, k_rope = paddle.randn([ROWS, LENGTH, rank]), paddle.randn([ROWS, LENGTH, ROPE])
+    rank = 12
+    ops = FORMS["generation"]
+    latent = paddle.randn([ROWS, LENGTH, rank])
+    k_rope = paddle.randn([ROWS, LENGTH, ROPE])
     up = paddle.randn([rank, HEADS * (NOPE + value)])
     of_keys, of_values = up.reshape([rank, HEADS, -1]).split([NOPE, value], -1)
     q_nope, q_rope = (paddle.randn([ROWS, num_new, HEADS, size]) for size in (NOPE, ROPE))

@@ -14,30 +14,20 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from llmsuite.builtin import llmsuite_register_models
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_paddlenlp
 from llmsuite.devices.ops import Ops
-from llmsuite.errors import UserError
 from llmsuite.models.llama.config import LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
-from tests.paths import REFERENCE
-from tests.unit.fill import fill_parameters
+from tests.support.llama_reference import FAMILIES, load
+from tests.support.paths import REFERENCE
 
 LLAMA = REFERENCE / "llama"
 CASES = sorted(path.name for path in LLAMA.iterdir())
-FAMILIES = {family.name: family for family in llmsuite_register_models()}
 TOLERANCE = 1e-5
-
-
-def load(directory: Path) -> Llama:
-    source = open_model(directory, FAMILIES)
-    model = Llama(source.config, Ops())
-    fill_parameters(model, source)
-    model.eval()
-    return model
 
 
 def reference(case: str) -> tuple[np.ndarray, np.ndarray]:
@@ -59,7 +49,7 @@ def read_config(case: str) -> dict[str, Any]:
 
 
 def older_spelling(data: dict[str, Any], type_key: str = "rope_type") -> dict[str, Any]:
-    """The same config.json as transformers 4 writes it; before 4.43 the key was "type"."""
+    """The config.json in the format of transformers 4; before 4.43 the key was "type"."""
     older = {key: value for key, value in data.items() if key != "rope_parameters"}
     scaling = dict(data["rope_parameters"])
     older["rope_theta"] = scaling.pop("rope_theta")
@@ -95,7 +85,7 @@ def test_logits_are_those_of_transformers(case: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"rms_norm_eps": 1e-6}, {"rope_theta": 490000.0}, {"rope_scaling": None}])
-def test_a_slightly_different_model_is_told_apart(change: dict[str, Any]) -> None:
+def test_a_slightly_different_model_has_other_logits(change: dict[str, Any]) -> None:
     model = load(LLAMA / "llama3_rope")
     other = Llama(dataclasses.replace(model.config, **change), Ops())
     other.set_state_dict(model.state_dict())
@@ -128,7 +118,8 @@ def test_a_rewritten_directory_holds_the_same_model(case: str, write: Any, tmp_p
             write(source, tmp_path)
         return
     write(source, tmp_path)
-    before, after = load(LLAMA / case).state_dict(), load(tmp_path).state_dict()
+    before = load(LLAMA / case).state_dict()
+    after = load(tmp_path).state_dict()
     assert before.keys() == after.keys()
     assert all(np.array_equal(before[name].numpy(), after[name].numpy()) for name in before)
     assert difference(load(tmp_path), case) <= TOLERANCE
@@ -140,7 +131,8 @@ def test_logits_are_the_same_in_pieces_with_the_cache(case: str, pieces: list[in
     model = load(LLAMA / case)
     input_ids, logits = reference(case)
     ends = np.cumsum(pieces)
-    parts, cache = [], None
+    parts = []
+    cache = None
     with paddle.no_grad():
         for piece in np.split(input_ids, ends, axis=1):
             hidden, cache = model.hidden_states(paddle.to_tensor(piece), cache)
@@ -170,7 +162,8 @@ def test_recompute_changes_no_gradient(case: str, change: Callable[[Any], None],
     input_ids = paddle.to_tensor(reference(case)[0])
     model = load(LLAMA / case)
     model.train()
-    losses, gradients = [], []
+    losses = []
+    gradients = []
     for again in (False, True):
         if again:
             change(model)

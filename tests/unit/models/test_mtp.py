@@ -14,6 +14,9 @@ import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.adapters.add import adapted_modules, add_adapters
+from llmsuite.adapters.parameters import is_factor
+from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.adapter_base import Base
 from llmsuite.checkpoint.adapter_dir import Adapters, SavedAdapters
 from llmsuite.checkpoint.directory import find_adapter, find_model
@@ -21,9 +24,9 @@ from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.model_writer import write_hf, write_model
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.cli.main import main
+from llmsuite.contract.schema.recipe import LoraSection
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.errors import UserError
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import generate
 from llmsuite.inference.load import load_model, open_any
@@ -31,19 +34,15 @@ from llmsuite.inference.sampling import Sampling
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.names import parameter_shapes
-from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.shard_plan import WHOLE
-from llmsuite.models.targets import is_factor
+from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.parallel.pipeline import PipelineStage
-from llmsuite.schema.recipe import LoraSection
 from llmsuite.stages import language_model
 from llmsuite.stages.language_model import WeightedTokens
-from llmsuite.train.adapters import adapter_config
-from tests.paths import ROOT
-from tests.tools.fp8_model import further_layers
-from tests.unit import alone
-from tests.unit.families import FAMILIES
-from tests.unit.fill import fill_parameters
+from tests.support import alone
+from tests.support.families import FAMILIES
+from tests.support.fill import fill_parameters
+from tests.support.fp8_model import further_layers
+from tests.support.paths import ROOT
 
 CONFIG = DeepSeekConfig(**{**SMOKE, "num_hidden_layers": 2}, num_nextn_predict_layers=1, mtp=True)
 LAYER = "model.layers.2"
@@ -80,8 +79,10 @@ def rms(x: Any, gain: Any) -> Any:
 
 def by_hand(model: Any, mtp_weight: float) -> tuple[Any, Any]:
     """The loss summed over all documents, and the part of it that is of further tokens."""
-    p, trm = dict(model.named_parameters()), block(model)
-    main, further = [], []
+    p = dict(model.named_parameters())
+    trm = block(model)
+    main = []
+    further = []
     for ids, weights in zip(DOCUMENTS, WEIGHTS):
         hidden = model.hidden_states(paddle.to_tensor([ids[:-1]]))[0][0]  # [T, D]
         for i in range(len(ids) - 1):
@@ -118,7 +119,7 @@ def test_loss_and_gradients_are_those_of_the_formula(packed: bool) -> None:
     model.clear_gradients()
 
     rows = [language_model.join(samples())] if packed else samples()
-    batch = language_model.collate(rows, pad_id=0, length_multiple=8, predicts_further=True)
+    batch = language_model.collate(rows, pad_id=0, length_multiple=8, has_mtp=True)
     part = PipelineStage([model], alone.MESH, CONFIG.hidden_size, [], None)
     part.train()
     terms = language_model.weighted_loss(part, batch, 0.3)
@@ -136,7 +137,8 @@ def test_loss_and_gradients_are_those_of_the_formula(packed: bool) -> None:
 
 
 def test_evaluation_and_training_agree_and_logits_are_without_the_layer() -> None:
-    model, plain = made(CONFIG), DeepSeek(dataclasses.replace(CONFIG, mtp=False), Ops())
+    model = made(CONFIG)
+    plain = DeepSeek(dataclasses.replace(CONFIG, mtp=False), Ops())
     values = dict(model.named_parameters())
     for name, parameter in plain.named_parameters():
         parameter.set_value(values[name])
@@ -156,7 +158,9 @@ def test_evaluation_and_training_agree_and_logits_are_without_the_layer() -> Non
 )
 def test_every_weighted_token_with_two_before_it_is_predicted_by_them(rows: list[list[list[bool]]]) -> None:
     """Documents of one token more than there are weights, each token with a number of its own."""
-    number, packs, expected = 1, [], set()
+    number = 1
+    packs = []
+    expected = set()
     for row in rows:
         parts = []
         for weights in row:
@@ -165,7 +169,7 @@ def test_every_weighted_token_with_two_before_it_is_predicted_by_them(rows: list
             parts.append(WeightedTokens(ids, np.array([False, *weights], "float32")))
             expected |= {int(t) for t, w in zip(ids[2:], weights[1:]) if w}
         packs.append(language_model.join(parts))
-    batch: Any = language_model.collate(packs, 0, 4, predicts_further=True)
+    batch: Any = language_model.collate(packs, 0, 4, has_mtp=True)
     found = {int(t) for t, w in zip(batch["mtp_targets"], batch["mtp_weights"]) if w}
     assert found == expected
     for at, target, weight in zip(batch["mtp_positions"], batch["mtp_targets"], batch["mtp_weights"]):
@@ -235,7 +239,8 @@ def test_weights_without_the_layer_are_refused(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with `run`, a run that has trained the layer."""
     directory = tmp_path_factory.mktemp("mtp")
-    recipe, keys = ROOT / "recipes/deepseek/sft.json", ("train.mtp_loss_weight=0.3", "train.max_steps=1")
+    recipe = ROOT / "recipes/deepseek/sft.json"
+    keys = ("train.mtp_loss_weight=0.3", "train.max_steps=1")
     words = [
         "model.config.num_nextn_predict_layers=1",
         "launch.num_devices=1",
@@ -256,7 +261,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_run_is_merged_with_the_layer_it_has_trained(trained: Path) -> None:
     assert main(["merge", str(trained / "run"), "-o", str(trained / "merged")]) == 0
-    before, after = tensors(find_model(trained / "run")), tensors(trained / "merged")
+    before = tensors(find_model(trained / "run"))
+    after = tensors(trained / "merged")
     further = open_model(trained / "merged", FAMILIES).carried
     assert further
     assert before.keys() == after.keys() >= set(further)
@@ -273,7 +279,8 @@ def test_a_run_is_exported_and_generates_without_the_layer(trained: Path) -> Non
     assert main(["export", str(trained / "run"), "-o", str(trained / "program")]) == 0
     assert main(["verify", str(trained / "program")]) == 0
     source = open_any(trained / "run", FAMILIES)
-    live, ids = load_model(source, CpuBackend()), [5, 17, 300, 8]
+    live = load_model(source, CpuBackend())
+    ids = [5, 17, 300, 8]
     assert len(live.model.layers) == source.config.num_hidden_layers
     with_layer = DeepSeek(dataclasses.replace(source.config, mtp=True), Ops())
     fill_parameters(with_layer, open_model(find_model(trained / "run"), FAMILIES, mtp=True))
@@ -286,12 +293,13 @@ def test_a_run_is_exported_and_generates_without_the_layer(trained: Path) -> Non
 
 
 def with_adapters(run: Path, base: Path) -> Any:
-    """The model of a base with the adapters of a run beside its matrices."""
-    source, checkpoint = open_model(find_model(base), FAMILIES, mtp=True), find_adapter(run)
+    """The base model with the adapters of a run, not merged."""
+    source = open_model(find_model(base), FAMILIES, mtp=True)
+    checkpoint = find_adapter(run)
     assert checkpoint is not None
     model = DeepSeek(source.config, Ops())
-    config = adapter_config(LoraSection(rank=4))
-    modules = adapted_modules(model, FAMILIES["deepseek"].shard_plan or WHOLE, ["*_proj", "lm_head"])
+    config = LoraSection(rank=4).adapter_config
+    modules = adapted_modules(model, FAMILIES["deepseek"].shard_plan or UNSHARDED, ["*_proj", "lm_head"])
     add_adapters(model, modules, config)
     adapters = Adapters(modules, config, Base(None, ""))
     saved = SavedAdapters(checkpoint, adapters, FAMILIES["deepseek"], source.config)
@@ -300,13 +308,11 @@ def with_adapters(run: Path, base: Path) -> Any:
     return model
 
 
-def test_merged_adapters_are_those_beside_the_model(trained: Path) -> None:
+def test_merged_adapters_equal_the_adapters_of_the_model(trained: Path) -> None:
     """Logits of the next token and of the one after it, from the merged files and from base and adapters."""
     assert main(["merge", str(trained / "adapters"), "-o", str(trained / "sum")]) == 0
-    beside, source = (
-        with_adapters(trained / "adapters", trained / "run"),
-        open_model(trained / "sum", FAMILIES, mtp=True),
-    )
+    unmerged = with_adapters(trained / "adapters", trained / "run")
+    source = open_model(trained / "sum", FAMILIES, mtp=True)
     merged = DeepSeek(source.config, Ops())
     fill_parameters(merged, source)
     plain = DeepSeek(source.config, Ops())
@@ -314,12 +320,13 @@ def test_merged_adapters_are_those_beside_the_model(trained: Path) -> None:
 
     def logits(model: Any) -> list[np.ndarray]:
         model.eval()
-        ids, behind = paddle.to_tensor([[5, 17, 300, 8]]), paddle.to_tensor([[17, 300, 8, 44]])
+        ids = paddle.to_tensor([[5, 17, 300, 8]])
+        following = paddle.to_tensor([[17, 300, 8, 44]])
         hidden = model.hidden_states(ids)[0]
-        states = (hidden, model.mtp_hidden_states(hidden, behind))
+        states = (hidden, model.mtp_hidden_states(hidden, following))
         return [model.logits(state).numpy() for state in states]
 
-    for found, expected, of_base in zip(logits(merged), logits(beside), logits(plain), strict=True):
+    for found, expected, of_base in zip(logits(merged), logits(unmerged), logits(plain), strict=True):
         assert np.abs(found - expected).max() <= 1e-5 * np.abs(expected).max()
         assert np.abs(of_base - expected).max() > 1e-2 * np.abs(expected).max()
     written = tensors(trained / "sum")
@@ -327,10 +334,11 @@ def test_merged_adapters_are_those_beside_the_model(trained: Path) -> None:
     np.testing.assert_array_equal(written[head], written["lm_head.weight"])
 
     # what answers has no such layer, and says the same
-    live, text = load_model(open_any(trained / "adapters", FAMILIES), CpuBackend()), [5, 17, 300, 8]
+    live = load_model(open_any(trained / "adapters", FAMILIES), CpuBackend())
+    text = [5, 17, 300, 8]
     assert len(live.model.layers) == source.config.num_hidden_layers
     for token in generate(ModelDecoder(live), list(text), set(), Sampling(max_new_tokens=3)):
-        assert int(beside(paddle.to_tensor([text]))[0, -1].argmax()) == token
+        assert int(unmerged(paddle.to_tensor([text]))[0, -1].argmax()) == token
         text.append(token)
     assert len(text) == 7
 

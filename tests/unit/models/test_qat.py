@@ -17,13 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from llmsuite.base.errors import Problem, UserError
+from llmsuite.base.files import write_json
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.checkpoint.train_state import FORMAT, TrainState
 from llmsuite.cli.main import main
 from llmsuite.cli.model import check_refreshable
+from llmsuite.contract.schema.recipe import QatSection
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import Problem, UserError
-from llmsuite.files import write_json
+from llmsuite.engine.input_scales import InputScales
 from llmsuite.inference.load import load_model
 from llmsuite.models import int8_grid as grid
 from llmsuite.models.qat import (
@@ -41,11 +43,9 @@ from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.parallel.schedule import Action
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.schema.recipe import QatSection
-from llmsuite.train.input_scales import InputScales
-from tests.unit import alone, tiny_llama
-from tests.unit.families import FAMILIES
-from tests.unit.models.test_adapters import base_of
+from tests.support import alone, tiny_llama
+from tests.support.adapter_models import base_of
+from tests.support.families import FAMILIES
 
 IDS = np.array([[1, 7, 11, 3, 2], [4, 4, 9, 0, 5]])
 
@@ -155,9 +155,9 @@ def see(layer: FakeQuantLinear, *values: float) -> None:
 def test_a_scale_is_a_moving_average_of_the_largest_input_of_each_step() -> None:
     model, scales = tiny(2)
     see(model[0], 0.5, -1.0)
-    scales.update()
+    scales.after_update()
     see(model[0], 2.0)
-    scales.update()
+    scales.after_update()
     # (0.9 * 1 + 2) / (0.9 + 1); the second layer has seen nothing
     assert model[0].input_scale == pytest.approx(2.9 / 1.9 / 127, rel=1e-6)
     assert model[1].input_scale is None
@@ -168,27 +168,28 @@ def test_in_a_step_and_in_evaluation_scales_are_frozen() -> None:
     model, scales = tiny()
     see(model[0], 1.0)
     assert model[0].input_scale is None, "the first step rounds no inputs"
-    scales.update()
+    scales.after_update()
     model(paddle.full([1, 3], 64.0))  # not in a forward pass of training
     assert model[0].largest is None
     see(model[0], 64.0)
     assert model[0].input_scale == pytest.approx(1 / 127)
-    scales.forget()  # as of a step that is skipped
+    scales.after_skip()  # as of a step that is skipped
     assert scales.state() == {"0": [1.0, 1.0]}
     see(model[0], 3.0)
-    scales.update()
+    scales.after_update()
     assert scales.state() == {"0": [pytest.approx(3.9), 1.9]}
 
 
 def test_padding_is_not_seen() -> None:
     model, _ = tiny()
     x = np.ones([2, 3, 3], "float32")
-    x[0, 2], x[1, 1] = 100.0, -2.0
-    model[0].counted = paddle.to_tensor([[True, True, False], [True, True, True]])
+    x[0, 2] = 100.0
+    x[1, 1] = -2.0
+    model[0].token_mask = paddle.to_tensor([[True, True, False], [True, True, True]])
     with observing([model[0]]):
         model(paddle.to_tensor(x))
         assert float(model[0].largest) == 2.0
-        model(paddle.to_tensor(x[:, 2]))  # behind the layers there is no padding
+        model(paddle.to_tensor(x[:, 2]))  # after the layers there is no padding
     assert float(model[0].largest) == 100.0
 
 
@@ -196,7 +197,7 @@ def test_scales_come_back_as_they_were() -> None:
     model, scales = tiny(2)
     for value in (0.3, 0.7, 0.11):
         see(model[0], value)
-        scales.update()
+        scales.after_update()
     other, restored = tiny(2)
     restored.load(json.loads(json.dumps(scales.state())))
     assert restored.state() == scales.state()
@@ -208,8 +209,10 @@ def test_what_is_seen_depends_on_neither_padding_nor_recompute(document_starts: 
     """Rows of lengths 3 and 5 together, with padding, or one after the other."""
     plan = FAMILIES["llama"].shard_plan
     assert plan is not None
-    ids, lengths = np.array([[1, 7, 11, 18, 18], [4, 4, 9, 0, 5]]), np.array([3, 5])
-    found, gradients = [], []
+    ids = np.array([[1, 7, 11, 18, 18], [4, 4, 9, 0, 5]])
+    lengths = np.array([3, 5])
+    found = []
+    gradients = []
     for apart, again in ((False, False), (True, False), (False, True), (True, True)):
         model = tiny_llama.model()
         names = rounded_modules(model, plan, ["layers.*", "lm_head"])
@@ -234,7 +237,7 @@ def test_what_is_seen_depends_on_neither_padding_nor_recompute(document_starts: 
                 part.forward(Action(True, number, 0), loss, lengths[row])
             for number in range(len(rows)):  # once all forward passes are done
                 part.backward(Action(False, number, 0))
-            scales.update()
+            scales.after_update()
             gradients.append({name: p.grad.numpy() for name, p in model.named_parameters()})
             model.clear_gradients()
         found.append(scales.state())
@@ -299,7 +302,7 @@ def test_the_int8_model_has_the_logits_of_the_trained_one(trained: Trained) -> N
 def test_a_model_that_rounds_inputs_is_not_one_to_be_replaced(trained: Trained) -> None:
     """`serve --rl`: the scales of its inputs would round those of other weights."""
     rounds_inputs = any(trained.rounded.values())
-    with pytest.raises(UserError, match="rounds its inputs by scales") if rounds_inputs else contextlib.nullcontext():
+    with pytest.raises(UserError, match="rounds its inputs with scales") if rounds_inputs else contextlib.nullcontext():
         check_refreshable(trained.int8, open_model(trained.int8, FAMILIES))
     check_refreshable(trained.checkpoint, open_model(trained.checkpoint, FAMILIES))
 
@@ -309,7 +312,8 @@ def test_anybody_can_read_the_int8_model(trained: Trained) -> None:
         files = directory.glob(f"{stem}*.safetensors")
         return {name: value for file in files for name, value in safetensors.numpy.load_file(file).items()}
 
-    found, before = tensors(trained.int8, "model"), tensors(trained.checkpoint, "model")
+    found = tensors(trained.int8, "model")
+    before = tensors(trained.checkpoint, "model")
     scales = tensors(trained.int8, "quant_scales")
     assert found.keys() == before.keys()
     is_int8 = {name for name, value in found.items() if value.dtype == np.int8}
@@ -347,8 +351,8 @@ def test_int8_goes_into_paddlenlps_layout_and_back_to_floats(trained: Trained, t
 
 @pytest.mark.parametrize("trained", [("gpt", True)], indirect=True, ids=["gpt"])
 def test_the_program_of_an_int8_model_is_verified(trained: Trained, tmp_path: Path, capsys: Any) -> None:
+    from llmsuite.base.resources import find
     from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
-    from llmsuite.resources import find
 
     copy_tokenizer(find("data/tokenizer"), trained.int8)
     static = tmp_path / "static"
@@ -382,7 +386,7 @@ def test_what_was_not_trained_for_int8_is_not_written_so(tmp_path: Path, capsys:
     assert "is no checkpoint of a run with qat.weight_bits" in capsys.readouterr().err
     save_state(tmp_path / "base", {"model.layers.0.self_attn.q_proj": []})
     assert main(words) == 2
-    assert "qat.target_modules has named some only" in capsys.readouterr().err
+    assert "qat.target_modules named only some of them" in capsys.readouterr().err
     assert main([*words, "--fused", "--layout", "paddlenlp"]) == 2
     assert "--dtype int8" in capsys.readouterr().err
 
@@ -401,7 +405,7 @@ def test_a_recipe_without_the_section_rounds_nothing(plan: Callable[..., RunPlan
         ({"activation_bits": 8}, "activation_bits", "no effect while weight_bits is null"),
         ({"target_modules": ["q_proj"]}, "target_modules", "no effect while weight_bits is null"),
         ({"weight_bits": 8, "moving_rate": 0.5}, "moving_rate", "no effect while activation_bits is null"),
-        ({"weight_bits": 8, "target_modules": []}, "target_modules", "nothing would be rounded"),
+        ({"weight_bits": 8, "target_modules": []}, "target_modules", "nothing would be quantised"),
     ],
 )
 def test_a_key_without_effect_is_named(keys: dict[str, Any], key: str, message: str) -> None:

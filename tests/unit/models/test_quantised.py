@@ -11,15 +11,16 @@ import pytest
 from paddle import nn
 from paddle.base import core
 
+from llmsuite.adapters.add import adapted_modules, add_adapters
+from llmsuite.adapters.methods import adapter_config
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat
-from llmsuite.models.experts import Stacked
-from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.peft_configs import lora_config
+from llmsuite.models.experts import GroupedLinear
 from llmsuite.models.quantised import dequantise, dequantise_on_device, quantise_matrices
 from llmsuite.models.targets import quantised_modules
-from tests.unit.families import FAMILIES, tiny
+from tests.support.families import FAMILIES, tiny
 
-INPUTS, OUTPUTS = 64, 24
+INPUTS = 64
+OUTPUTS = 24
 FORMATS = [BlockFormat("nf4", 16), BlockFormat("fp4", 64), BlockFormat("int8", 32)]
 IDS = [format.dtype for format in FORMATS]
 
@@ -31,7 +32,7 @@ def stored(format: BlockFormat, adapted: bool) -> tuple[Any, np.ndarray]:
         model = nn.Sequential(nn.Linear(INPUTS, OUTPUTS))
     if adapted:
         with paddle.LazyGuard():
-            add_adapters(model, ["0"], lora_config(r=2))
+            add_adapters(model, ["0"], adapter_config(rank=2))
     with paddle.LazyGuard():
         quantise_matrices(model, ["0"], format)
     codes, absmax = format.quantise(rng.normal(size=[INPUTS, OUTPUTS]).astype("float32"))
@@ -54,7 +55,8 @@ def test_forward_and_backward_are_those_of_the_dequantised_matrix(format: BlockF
     x = [paddle.to_tensor(np.random.default_rng(2).normal(size=[2, 5, INPUTS]).astype("float32"), stop_gradient=False)]
     x.append(x[0].detach())
     x[1].stop_gradient = False
-    y, wanted = layer(x[0]), plain(x[1])
+    y = layer(x[0])
+    wanted = plain(x[1])
     if adapted:
         wanted = wanted + paddle.matmul(paddle.matmul(x[1], layer.lora_A), layer.lora_B) * layer.scaling
     for of_y in (y, wanted):
@@ -92,11 +94,12 @@ def test_a_pass_keeps_no_matrix_for_its_backward_pass(format: BlockFormat) -> No
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapter"])
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
 def test_a_stack_computes_as_its_dequantised_matrices(format: BlockFormat, adapted: bool) -> None:
-    rng, counts = np.random.default_rng(3), [3, 0, 2]
+    rng = np.random.default_rng(3)
+    counts = [3, 0, 2]
     with paddle.LazyGuard():
-        model = nn.Sequential(Stacked(3, INPUTS, OUTPUTS))
+        model = nn.Sequential(GroupedLinear(3, INPUTS, OUTPUTS))
         if adapted:
-            add_adapters(model, ["0"], lora_config(r=2))
+            add_adapters(model, ["0"], adapter_config(rank=2))
         quantise_matrices(model, ["0"], format)
     stacks = [format.quantise(rng.normal(size=[INPUTS, OUTPUTS]).astype("float32")) for _ in counts]
     values = {part: np.stack([stack[number] for stack in stacks]) for number, part in enumerate((CODES, ABSMAX))}
@@ -123,7 +126,8 @@ def test_a_stack_computes_as_its_dequantised_matrices(format: BlockFormat, adapt
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_matrices_of_the_layers_are_quantised_and_nothing_else(family: str) -> None:
-    model, plan = tiny(family), FAMILIES[family].shard_plan
+    model = tiny(family)
+    plan = FAMILIES[family].shard_plan
     assert plan is not None
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     modules = quantised_modules(shapes, plan)
@@ -132,7 +136,7 @@ def test_the_matrices_of_the_layers_are_quantised_and_nothing_else(family: str) 
         name for name, _ in model.named_sublayers() if name in {*adapted_modules(model, plan, None), *experts}
     ]
     with paddle.LazyGuard():
-        add_adapters(model, modules[::2], lora_config(r=2))
+        add_adapters(model, modules[::2], adapter_config(rank=2))
         quantise_matrices(model, modules, BlockFormat("nf4", 8))
     left = {name for name, _ in model.named_parameters()}
     assert all({f"{m}.weight.codes", f"{m}.weight.absmax"} <= left and f"{m}.weight" not in left for m in modules)

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.ops import Ops
 from llmsuite.models.llama.config import PRESETS, SMOKE, LlamaConfig
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
-from llmsuite.schema.degrees import Degrees
-from tests.unit import tiny_llama
+from tests.support import tiny_llama
 
 CONFIGS = {"untied": LlamaConfig(**SMOKE), "tied": tiny_llama.tied(), "own head size": tiny_llama.CONFIG}
 
@@ -35,14 +35,14 @@ def shapes_of(model: Llama) -> dict[str, list[int]]:
 
 def test_each_parameter_is_cut_by_one_pattern_or_whole_on_purpose(model: Llama) -> None:
     for name in shapes_of(model):
-        matching = [pattern for pattern, _ in PLAN.cut if fnmatch.fnmatchcase(name, pattern)]
+        matching = [pattern for pattern, _ in PLAN.shard_dims if fnmatch.fnmatchcase(name, pattern)]
         assert len(matching) == (0 if name.endswith("norm.weight") else 1), name
         assert (PLAN.dim(name) is None) == (not matching)
 
 
 def test_no_pattern_is_left_over(model: Llama) -> None:
     names = shapes_of(model)
-    for pattern, _ in PLAN.cut:
+    for pattern, _ in PLAN.shard_dims:
         tied_away = pattern == "lm_head.weight" and model.lm_head is None
         is_without = tied_away or pattern.endswith(".bias")
         assert bool(fnmatch.filter(names, pattern)) != is_without, pattern
@@ -50,7 +50,7 @@ def test_no_pattern_is_left_over(model: Llama) -> None:
 
 def test_no_pattern_of_a_bias_is_left_over() -> None:
     names = shapes_of(Llama(LlamaConfig(**{**SMOKE, "attention_bias": True, "mlp_bias": True}), Ops()))
-    assert all(fnmatch.filter(names, pattern) for pattern, _ in PLAN.cut)
+    assert all(fnmatch.filter(names, pattern) for pattern, _ in PLAN.shard_dims)
 
 
 def test_matrices_that_follow_each_other_are_cut_so_that_nothing_is_exchanged_between_them(model: Llama) -> None:
@@ -68,14 +68,14 @@ def test_matrices_that_follow_each_other_are_cut_so_that_nothing_is_exchanged_be
 
 def test_modules_it_names_are_there(model: Llama) -> None:
     modules = dict(model.named_sublayers())
-    regions = [name for name in modules if PLAN.is_region(name)]
+    regions = [name for name in modules if PLAN.is_tp_region(name)]
     assert len(regions) == 2 * model.config.num_hidden_layers
-    for name in regions:  # each ends with one row-parallel matrix, whose partial sums are added up behind it
+    for name in regions:  # each ends with one row-parallel matrix, whose partial sums are added up after it
         inside = [PLAN.dim(f"{name}.{key}") for key, _ in modules[name].named_parameters()]
         assert inside.count(0) == 1
         assert set(inside) == {0, 1}
     assert {PLAN.embedding, PLAN.last_norm, PLAN.layers} <= set(modules)
-    assert not any(PLAN.is_region(name) for name in (PLAN.embedding, PLAN.last_norm, "lm_head"))
+    assert not any(PLAN.is_tp_region(name) for name in (PLAN.embedding, PLAN.last_norm, "lm_head"))
 
 
 def test_each_parameter_has_its_place_in_a_pipeline(model: Llama) -> None:
@@ -141,8 +141,8 @@ def test_slices_of_all_ranks_tile_a_parameter(tp: int) -> None:
 
 
 def test_a_family_without_a_table_stays_whole() -> None:
-    assert WHOLE.dim("model.layers.0.mlp.up_proj.weight") is None
-    assert not WHOLE.is_region("model.layers.0.mlp")
-    assert list(WHOLE.problems(object(), 1)) == []
-    (problem,) = WHOLE.problems(object(), 2)
+    assert UNSHARDED.dim("model.layers.0.mlp.up_proj.weight") is None
+    assert not UNSHARDED.is_tp_region("model.layers.0.mlp")
+    assert list(UNSHARDED.problems(object(), 1)) == []
+    (problem,) = UNSHARDED.problems(object(), 2)
     assert problem.startswith("is 2; this family")

@@ -12,27 +12,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.adapters.layers.prefix import add_prefixes
+from llmsuite.base.errors import UserError
 from llmsuite.devices import ops
 from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.errors import UserError
-from llmsuite.models.anatomy import GatedMLP, GroupedQuery, LayerAnatomy
-from llmsuite.models.prefix import add_prefixes
+from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.cost import layer_flops
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import registry_with
-from tests.paths import ROOT
 from tests.standin import gpu_kernels
-from tests.unit.families import tiny
-from tests.unit.models.test_documents import answers_of, documents_of, prompts, rows_of_documents, visible
+from tests.support.families import tiny
+from tests.support.packed_documents import answers_of, documents_of, prompts, rows_of_documents, visible
+from tests.support.paths import ROOT
 
 windows = st.integers(1, 7)
 
 
 def in_window(seen: np.ndarray, window: int) -> np.ndarray:
     """[..., L, S] by the words: of what a token sees, the last so many."""
-    from_behind = np.flip(np.cumsum(np.flip(seen, -1), -1), -1)
-    return seen & (from_behind <= window)
+    from_end = np.flip(np.cumsum(np.flip(seen, -1), -1), -1)
+    return seen & (from_end <= window)
 
 
 @given(windows, st.integers(1, 6), st.integers(0, 6))
@@ -69,9 +69,10 @@ def test_an_answer_sees_the_end_of_its_prompt_as_if_it_were_alone(
 
 @given(windows, st.lists(st.integers(0, 5), min_size=1, max_size=3), st.integers(1, 4), st.integers(0, 4))
 def test_a_pass_of_generation(window: int, padding: list[int], num_queries: int, free: int) -> None:
-    """Columns of a cache, some of them padding, and some free behind the queries."""
+    """Columns of a cache, some of them padding, and some free ones after the queries."""
     start = 6
-    queries, keys = np.arange(start, start + num_queries), np.arange(start + num_queries + free)
+    queries = np.arange(start, start + num_queries)
+    keys = np.arange(start + num_queries + free)
     mask = ops.step_mask(*map(paddle.to_tensor, (queries, keys, np.array(padding))), paddle.float32, window=window)
     seen = [[[first <= j <= i and j > i - window for j in keys] for i in queries] for first in padding]
     assert np.array_equal(mask.numpy()[:, 0] == 0, seen)
@@ -143,7 +144,9 @@ def test_a_window_that_is_not_shorter_costs_nothing() -> None:
 
 
 def test_a_prefix_is_refused() -> None:
-    with pytest.raises(UserError, match=r"has a window \(sliding_window 9\), behind which later tokens would leave"):
+    with pytest.raises(
+        UserError, match=r"has a window \(sliding_window 9\), which later tokens of a sequence would move past"
+    ):
         add_prefixes(tiny("llama", model_type="mistral", sliding_window=9), 4)
     recipe = ROOT / "recipes" / "llama" / "prefix.json"
     with pytest.raises(UserError, match=r"prefix.tokens: is .*has a window \(sliding_window 4096\)"):
@@ -154,7 +157,7 @@ def test_flops_are_those_of_pairs_that_see_each_other() -> None:
     batch = MicroBatch(2, 40, 1)
     attention = GroupedQuery(heads=4, kv_heads=2, head_size=8)
     plain, near, far = (
-        layer_flops(LayerAnatomy(attention=what, mlp=GatedMLP(width=8)), 16, batch)
+        layer_flops(LayerSpec(attention=what, mlp=GatedMLP(width=8)), 16, batch)
         for what in (dataclasses.replace(attention, window=window) for window in (None, 10, 40))
     )
     assert far == plain
@@ -163,7 +166,8 @@ def test_flops_are_those_of_pairs_that_see_each_other() -> None:
 
 
 def test_a_small_run_has_a_small_window() -> None:
-    recipe, words = ROOT / "recipes" / "llama" / "mistral-7b-sft.json", ["--model.preset=mistral-7b-v0.1"]
+    recipe = ROOT / "recipes" / "llama" / "mistral-7b-sft.json"
+    words = ["--model.preset=mistral-7b-v0.1"]
     whole, small = (plan_run(recipe, words, registry_with(), smoke) for smoke in (False, True))
-    assert whole.model_config.sliding_window == 4096
-    assert 0 < small.model_config.sliding_window < small.recipe.data.max_length
+    assert whole.model.config.sliding_window == 4096
+    assert 0 < small.model.config.sliding_window < small.recipe.data.max_length

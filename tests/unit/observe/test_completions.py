@@ -15,12 +15,12 @@ from llmsuite.observe.completions import COMPLETIONS, CompletionsFile, sampled_c
 from llmsuite.observe.report import content
 from llmsuite.observe.runs import read_run
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.table import completion_rows
-from tests.unit.observe.run_folder import make_run
+from llmsuite.rl.completion_rows import completion_rows
+from tests.support.run_folder import make_run
 
 
 def write(path: Path, resume_step: int, steps: dict[int, int]) -> None:
-    """Write rows with numbers, so many for each step."""
+    """Write numbered rows, the given number for each step."""
     file = CompletionsFile(path, resume_step)
     for step, count in steps.items():
         file.write(step, [{"number": number, "text": "é\n\ud800"} for number in range(count)])
@@ -31,7 +31,7 @@ def read(path: Path) -> list[tuple[int, int]]:
     return [(row["step"], row["number"]) for row in map(json.loads, path.read_text("utf-8", "replace").splitlines())]
 
 
-def test_a_resumed_run_draws_later_steps_again(tmp_path: Path) -> None:
+def test_a_resumed_run_samples_later_steps_again(tmp_path: Path) -> None:
     path = tmp_path / COMPLETIONS
     write(path, 0, {1: 2, 2: 2, 3: 1})
     write(path, 2, {3: 2})
@@ -42,7 +42,7 @@ def test_a_resumed_run_draws_later_steps_again(tmp_path: Path) -> None:
 
 @given(st.integers(0, 400), st.integers(0, 5))
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_line_that_a_kill_has_cut_is_gone(tmp_path: Path, cut: int, resume_step: int) -> None:
+def test_a_line_truncated_by_a_kill_is_dropped(tmp_path: Path, cut: int, resume_step: int) -> None:
     path = tmp_path / COMPLETIONS
     path.unlink(missing_ok=True)
     write(path, 0, {1: 2, 2: 1, 4: 3})
@@ -69,7 +69,7 @@ def test_rollouts_are_sampled_over_the_run(tmp_path: Path) -> None:
     write(tmp_path / COMPLETIONS, 0, dict.fromkeys(range(1, 101), 4))
     found = shown(tmp_path, 5, 2)
     assert [numbers for _, numbers in found] == [[0, 1]] * 5
-    assert [abs(step - wanted) <= 3 for (step, _), wanted in zip(found, (1, 25, 50, 75, 100))] == [True] * 5
+    assert [abs(step - expected) <= 3 for (step, _), expected in zip(found, (1, 25, 50, 75, 100))] == [True] * 5
 
 
 def test_of_a_large_file_a_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +93,7 @@ def rows() -> list[dict[str, Any]]:
     return completion_rows(groups, scores, ("exact", "form"), rewards, np.array([[0.0, 0.0], [0.25, -0.25]]), 7)
 
 
-def test_rows_have_what_was_judged() -> None:
+def test_rows_have_the_rewarded_completions() -> None:
     found = rows()
     assert found[1] == {
         "version": 7,
@@ -110,7 +110,7 @@ def test_rows_have_what_was_judged() -> None:
     assert [row["advantage"] for row in found] == [0.0, 0.0, 0.25, -0.25]
 
 
-def test_the_report_shows_them(tmp_path: Path) -> None:
+def test_the_report_shows_completions(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", num_steps=3)
     file = CompletionsFile(run / COMPLETIONS, 0)
     file.write(3, rows())

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli import run as run_command
-from llmsuite.errors import UserError
 from llmsuite.launch.hang import STALLED
 from llmsuite.observe import events
 from llmsuite.observe.completions import CompletionsFile
@@ -30,7 +30,7 @@ def test_events_and_environment(tmp_path: Path) -> None:
 NO_ROOM = r"jsonl: cannot be written: No space left on device; the run ends here"
 
 
-def test_metrics(tmp_path: Path) -> None:
+def test_metrics_on_a_full_disk_are_named(tmp_path: Path) -> None:
     made = MetricsFile(tmp_path / "metrics.jsonl", 0)
     made._file.close()
     made._file = open(FULL, "a")  # noqa: SIM115
@@ -39,7 +39,7 @@ def test_metrics(tmp_path: Path) -> None:
     made.close()
 
 
-def test_completions(tmp_path: Path) -> None:
+def test_completions_on_a_full_disk_are_named(tmp_path: Path) -> None:
     made = CompletionsFile(tmp_path / "completions.jsonl", 0)
     made._file.close()
     made._file = open(FULL, "ab")  # noqa: SIM115

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.observe.generations import GENERATIONS, drop_generations, sampled_generations, write_generations
 from llmsuite.observe.report import content
 from llmsuite.observe.runs import read_run
 from llmsuite.observe.watch import make_server
-from tests.unit.observe.run_folder import make_run
+from tests.support.run_folder import make_run
 
 
 def answer(step: int, number: int = 0) -> dict[str, str]:
@@ -30,7 +30,7 @@ def steps(run: Path, most: int = 99) -> list[int]:
     return [step for step, _ in sampled_generations(run, most, 1)]
 
 
-def test_a_run_that_goes_back_drops_what_it_repeats(tmp_path: Path) -> None:
+def test_a_run_that_rolls_back_drops_repeated_steps(tmp_path: Path) -> None:
     write(tmp_path, 2, 10, 9)
     (tmp_path / GENERATIONS / "step-best.jsonl").write_text("not ours")
     assert steps(tmp_path) == [2, 9, 10]
@@ -56,7 +56,9 @@ def test_the_page_of_a_run_shows_answers_by_step(tmp_path: Path) -> None:
     write_generations(run, 7, [{**answer(7), "output": " "}])
     html = content([read_run(run)])["html"]
     places = [html.index(f"Answers after step {step}<") for step in (2, 5, 7)]
-    shown = [html.index(text) for text in ("answer 0 of 2<", "answer 1 of 2<", "answer 0 of 5<", "It says nothing.")]
+    shown = [
+        html.index(text) for text in ("answer 0 of 2<", "answer 1 of 2<", "answer 0 of 5<", "The answer is empty.")
+    ]
     assert sorted([*places, *shown]) == [places[0], *shown[:2], places[1], shown[2], places[2], shown[3]]
     assert "reference &lt;0&gt;" in html
     assert "prompt 1" in html
@@ -70,9 +72,9 @@ def test_a_run_that_is_watched_shows_new_answers(tmp_path: Path) -> None:
     try:
 
         def get(tag: str = "") -> tuple[str, str]:
-            asked = urllib.request.Request(server.address.replace("/?", "/content?"))
-            asked.add_header("If-None-Match", tag)
-            with urllib.request.urlopen(asked) as answered:
+            query = urllib.request.Request(server.address.replace("/?", "/content?"))
+            query.add_header("If-None-Match", tag)
+            with urllib.request.urlopen(query) as answered:
                 return json.load(answered)["html"], answered.headers["ETag"]
 
         before, tag = get()
@@ -84,7 +86,7 @@ def test_a_run_that_is_watched_shows_new_answers(tmp_path: Path) -> None:
         server.server_close()
 
 
-def test_a_place_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / GENERATIONS).write_text("")
     with pytest.raises(UserError, match=r"step-3\.jsonl: cannot be written: (Not a directory|File exists)"):
         write(tmp_path, 3)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.observe.loggers import BUILTIN, Loggers
 
 LOGGERS = {spec.name: spec for spec in BUILTIN}
@@ -25,7 +25,8 @@ class Recorder:
     """Notes every call of every method, and what came back from one is another."""
 
     def __init__(self, calls: list[Any], name: str = ""):
-        self._calls, self._name = calls, name
+        self._calls = calls
+        self._name = name
 
     def __getattr__(self, name: str) -> Any:
         if name == "info":
@@ -53,7 +54,7 @@ class Counting:
 
 @pytest.fixture
 def calls(monkeypatch: Patch) -> list[Any]:
-    """What the stand-ins of all packages were asked."""
+    """The calls of the stand-ins of all packages."""
     made: list[Any] = []
     recorder = Recorder(made)
     for name in (
@@ -112,7 +113,7 @@ def test_weights_and_biases_sends_nothing_without_an_account(
     assert calls[3][2]["mode"] == "online"
 
 
-def test_swanlab_stays_here_unless_asked(calls: list[Any], tmp_path: Path, monkeypatch: Patch) -> None:
+def test_swanlab_is_offline_by_default(calls: list[Any], tmp_path: Path, monkeypatch: Patch) -> None:
     use("swanlab", tmp_path)
     assert (calls[0][2]["mode"], calls[0][2]["logdir"]) == ("offline", str(tmp_path / "swanlog"))
     assert calls[1:] == [("log", ({"loss": 0.5, "eval/loss": 0.25},), {"step": 3}), ("finish", (), {})]
@@ -121,7 +122,7 @@ def test_swanlab_stays_here_unless_asked(calls: list[Any], tmp_path: Path, monke
     assert calls[3][2]["mode"] == "cloud"
 
 
-def test_mlflow_writes_beside_the_run_without_a_server(calls: list[Any], tmp_path: Path, monkeypatch: Patch) -> None:
+def test_mlflow_writes_into_the_run_without_a_server(calls: list[Any], tmp_path: Path, monkeypatch: Patch) -> None:
     use("mlflow", tmp_path)
     assert calls[0] == ("MlflowClient", (), {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"})
     metrics = [(args[1:], kwargs) for name, args, kwargs in calls if name == "log_metric"]
@@ -140,7 +141,7 @@ def test_visualdl_itself(tmp_path: Path) -> None:
 
 
 class Failing(Counting):
-    """Its server is gone after the first record."""
+    """A logger whose server is lost after the first record."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         super().log(step, metrics)
@@ -149,13 +150,14 @@ class Failing(Counting):
 
 
 def test_a_logger_that_fails_ends_no_run(capsys: pytest.CaptureFixture[str]) -> None:
-    failing, working = Failing(), Counting()
+    failing = Failing()
+    working = Counting()
     loggers = Loggers({"failing": failing, "working": working})
     for step in (1, 2, 3):
         loggers.log(step, {"loss": 1.0})
     loggers.close()
     assert (failing.seen, working.seen) == ([1, 2], [1, 2, 3, "closed"])
-    said = capsys.readouterr().err
-    assert said.count("logger failing failed and gets no more metrics") == 1
-    assert "ConnectionError: no server" in said
-    assert "secret" not in said
+    printed = capsys.readouterr().err
+    assert printed.count("logger failing failed and gets no more metrics") == 1
+    assert "ConnectionError: no server" in printed
+    assert "secret" not in printed

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from llmsuite.observe import metrics
-from llmsuite.observe.metrics import MetricsFile, Window, evaluation_at, place
+from llmsuite.observe.metrics import MetricsFile, RateWindow, epoch_position, evaluation_at
 
 
 def run(path: Path, resume_step: int, steps: list[int], **more: Any) -> None:
@@ -24,12 +24,12 @@ def steps(path: Path) -> list[Any]:
     return [json.loads(line)["step"] for line in path.read_text().splitlines()]
 
 
-def test_a_record_is_a_line_at_once(tmp_path: Path) -> None:
+def test_a_record_is_written_immediately(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     file = MetricsFile(path, 0)
     for step in (1, 2):
         file.write({"step": step, "loss": 0.5, "note": "\u4e16\n"})
-        assert steps(path) == list(range(1, step + 1)), "readable while the run goes on"
+        assert steps(path) == list(range(1, step + 1)), "readable while the run continues"
     file.close()
     assert path.read_text().splitlines()[0] == '{"schema": 1, "step": 1, "loss": 0.5, "note": "\\u4e16\\n"}'
 
@@ -70,13 +70,13 @@ def test_a_resume_without_a_file(tmp_path: Path) -> None:
 def test_a_last_line_cut_off_anywhere_is_dropped(tmp_path: Path) -> None:
     path = tmp_path / "m"
     run(path, 0, [1, 2], loss=0.25)
-    whole = path.read_bytes()
-    first = whole.index(b"\n") + 1
-    for length in range(first, len(whole)):
-        path.write_bytes(whole[:length])
+    content = path.read_bytes()
+    first = content.index(b"\n") + 1
+    for length in range(first, len(content)):
+        path.write_bytes(content[:length])
         run(path, 2, [3])
-        # only the end of the line was missing: the record is whole
-        assert steps(path) == ([1, 2, 3] if length == len(whole) - 1 else [1, 3]), length
+        # only the end of the line was missing: the record is complete
+        assert steps(path) == ([1, 2, 3] if length == len(content) - 1 else [1, 3]), length
 
 
 @pytest.mark.parametrize("tail", [b"\0" * 30, b"\xff\xfe{}", b"7", b"[1]", b"null", b"{}", b'{"step": null}', b"\n\n"])
@@ -103,7 +103,7 @@ def test_what_is_no_number_is_refused_and_leaves_no_trace(tmp_path: Path, bad: f
 def test_the_rates_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [100.0]
     monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
-    window = Window(num_ranks=4)
+    window = RateWindow(num_ranks=4)
     step = {"reader_seconds": 0.5, "tokens": 600.0, "loss": 1.0}
     window.add(step)
     assert step == {"tokens": 600.0, "loss": 1.0}, "the reader's time is a rate, not a metric of the step"
@@ -124,7 +124,7 @@ def test_the_rates_of_a_window(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batches_are_counted_in_the_epoch_they_begin_in() -> None:
-    found = [place(8 * step, 8, 20) for step in range(1, 8)]
+    found = [epoch_position(8 * step, 8, 20) for step in range(1, 8)]
     assert [at["batch"] for at in found] == [0, 1, 2, 0, 1, 0, 1]  # the third ends in the second epoch
     assert [at["epoch"] for at in found] == [0.4, 0.8, 1.2, 1.6, 2.0, 2.4, 2.8]
-    assert [place(50 * step, 50, 20)["batch"] for step in (1, 2, 3)] == [0, 0, 0]
+    assert [epoch_position(50 * step, 50, 20)["batch"] for step in (1, 2, 3)] == [0, 0, 0]

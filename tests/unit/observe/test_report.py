@@ -1,4 +1,4 @@
-"""What is read from the directory of a run, and the page that is made of it."""
+"""Reading the directory of a run, and its report page."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.errors import UserError
+from llmsuite.base.locks import lock_directory
+from llmsuite.base.web.document import VENDORED
 from llmsuite.cli.main import main
-from llmsuite.errors import UserError
-from llmsuite.locks import lock_directory
-from llmsuite.observe.charts import Curve, drawn_charts
+from llmsuite.observe.charts import Curve, plotted_charts
 from llmsuite.observe.events import add_event, environment, read_events
-from llmsuite.observe.pictures import passes, passes_svg
+from llmsuite.observe.plots import pipeline_timeline, timeline_svg
 from llmsuite.observe.report import content, page, write_report
-from llmsuite.observe.runs import differing, find_runs, has_records, read_run
-from llmsuite.observe.summary import cards, event_line, in_words
+from llmsuite.observe.runs import differing_keys, find_runs, has_records, read_run
+from llmsuite.observe.summary import cards, event_line, format_duration
 from llmsuite.observe.watch import make_server
-from llmsuite.planning.schedule import orders, simulate
-from llmsuite.web.document import VENDORED
-from tests.paths import ROOT
-from tests.unit.observe.run_folder import PIPELINE, make_preferences, make_run, record
+from llmsuite.parallel.timeline import orders, simulate
+from tests.support.paths import ROOT
+from tests.support.report_charts import CHARTS
+from tests.support.run_folder import PIPELINE, make_preferences, make_run, record
 
-CHARTS = ["loss", "learning_rate", "grad_norm", "throughput", "memory", "data_wait", "ranks"]
 Capsys = pytest.CaptureFixture[str]
 
 
@@ -62,7 +62,7 @@ def test_a_run_is_read_while_it_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("event", ["ended", "stopped", "failed", "hung"])
-def test_the_last_event_is_how_a_run_stands(tmp_path: Path, event: str) -> None:
+def test_the_status_is_that_of_the_last_event(tmp_path: Path, event: str) -> None:
     path = make_run(tmp_path / "a", end=None)
     add_event(path, event, exit_code=3)
     assert read_run(path).status == event
@@ -71,7 +71,7 @@ def test_the_last_event_is_how_a_run_stands(tmp_path: Path, event: str) -> None:
     assert read_run(path).status == "running"
 
 
-def test_a_run_that_could_not_say_how_it_ended_has_died(tmp_path: Path) -> None:
+def test_a_run_that_did_not_record_its_end_has_died(tmp_path: Path) -> None:
     path = make_run(tmp_path / "a", end=None)
     environment = {"host": platform.node()}
     (path / "environment.json").write_text(json.dumps(environment))
@@ -79,8 +79,8 @@ def test_a_run_that_could_not_say_how_it_ended_has_died(tmp_path: Path) -> None:
         assert read_run(path).status == "running"
     died = read_run(path)
     assert died.status == "died"
-    assert died.heard is not None
-    found = {card.label: (card.value, card.note) for card in cards(died, died.heard + 90)}
+    assert died.last_record_time is not None
+    found = {card.label: (card.value, card.note) for card in cards(died, died.last_record_time + 90)}
     assert found["Status"] == ("died", "last record 1 min 30 s ago")
     (path / "environment.json").write_text(json.dumps({"host": "another"}))
     assert read_run(path).status == "running", "whose locks are not seen from here"
@@ -96,8 +96,9 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_recipes_are_compared_key_by_key() -> None:
-    a, b = {"train": {"lr": 1, "steps": 5}, "loggers": []}, {"train": {"lr": 2, "steps": 5}, "loggers": [], "seed": 1}
-    assert differing(a, b) == [("train.lr", [1, 2]), ("seed", [None, 1])]
+    a = {"train": {"lr": 1, "steps": 5}, "loggers": []}
+    b = {"train": {"lr": 2, "steps": 5}, "loggers": [], "seed": 1}
+    assert differing_keys(a, b) == [("train.lr", [1, 2]), ("seed", [None, 1])]
 
 
 def test_the_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,8 +154,8 @@ def test_libraries_are_those_that_are_recorded() -> None:
             assert b"</script" not in data
 
 
-def drawn(*runs: Path) -> dict[str, list[Curve]]:
-    return {one.chart.name: one.curves for one in drawn_charts([read_run(run) for run in runs])}
+def curves_by_chart(*runs: Path) -> dict[str, list[Curve]]:
+    return {one.chart.name: one.curves for one in plotted_charts([read_run(run) for run in runs])}
 
 
 def test_the_metrics_of_each_stage_have_charts(tmp_path: Path) -> None:
@@ -165,7 +166,7 @@ def test_the_metrics_of_each_stage_have_charts(tmp_path: Path) -> None:
     with open(run / "metrics.jsonl", "a") as file:
         file.write(json.dumps(record(5, 0.1, **more)) + "\n")
         file.write(json.dumps({"step": 5, "eval/of/a_plugin": 4.0, "eval/kl": None}) + "\n")
-    found = drawn(run)
+    found = curves_by_chart(run)
     assert [name for name in found if name not in CHARTS] == [
         *("accuracy", "margin", "pairs", "logps", "reward", "passes", "components", "spread", "kl", "entropy"),
         *("without_signal", "of-a_plugin"),
@@ -180,21 +181,22 @@ def test_the_metrics_of_each_stage_have_charts(tmp_path: Path) -> None:
     assert found["memory"][0].values[0] == 2.5
 
 
-def test_what_is_no_number_is_not_drawn(tmp_path: Path) -> None:
+def test_values_that_are_no_numbers_are_not_plotted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", num_steps=2)
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 3, "loss": NaN, "grad_norm": Infinity}\n')
-    assert drawn(run)["loss"][0].steps == [1, 2]
+    assert curves_by_chart(run)["loss"][0].steps == [1, 2]
     json.dumps(content([read_run(run)]), allow_nan=False)
 
 
-def test_of_a_long_run_every_peak_is_drawn(tmp_path: Path) -> None:
+def test_every_peak_of_a_long_run_is_plotted(tmp_path: Path) -> None:
     run = make_run(tmp_path / "a", num_steps=1)
     values = [1.0 + 1e-9 * step for step in range(30000)]
-    values[17321], values[23456] = 50.0, -3.0
+    values[17321] = 50.0
+    values[23456] = -3.0
     lines = [json.dumps({"step": step, "loss": value}) + "\n" for step, value in enumerate(values)]
     (run / "metrics.jsonl").write_text("".join(lines))
-    chart = next(drawn_charts([read_run(run)])).data()
+    chart = next(plotted_charts([read_run(run)])).data()
     (curve,) = chart["curves"]
     assert len(curve["steps"]) <= 2001
     pairs = dict(zip(curve["steps"], curve["values"]))
@@ -203,7 +205,7 @@ def test_of_a_long_run_every_peak_is_drawn(tmp_path: Path) -> None:
 
 
 def test_many_ranks_are_three_curves(tmp_path: Path) -> None:
-    curves = drawn(make_run(tmp_path / "a", num_steps=1, num_ranks=64))["ranks"]
+    curves = curves_by_chart(make_run(tmp_path / "a", num_steps=1, num_ranks=64))["ranks"]
     assert [(c.label, round(c.values[0], 6)) for c in curves] == [
         ("least busy", 0.1),
         ("median", 3.3),
@@ -211,12 +213,12 @@ def test_many_ranks_are_three_curves(tmp_path: Path) -> None:
     ]
 
 
-def test_the_schedule_of_a_pipeline_is_drawn(tmp_path: Path) -> None:
-    """As `llmsuite.parallel.schedule` orders it: two ranks with two chunks each, 8 samples of two data ranks."""
+def test_the_schedule_of_a_pipeline_is_plotted(tmp_path: Path) -> None:
+    """The order of `llmsuite.parallel.timeline`: two ranks with two chunks each, 8 samples of two data ranks."""
     run = read_run(make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8))
-    timeline = passes(run.recipe)
+    timeline = pipeline_timeline(run.recipe)
     assert timeline is not None
-    bars = re.findall(r'<rect class="(\w+) chunk(\d)" x="([\d.]+)".*?width="([\d.]+)"', passes_svg(timeline))
+    bars = re.findall(r'<rect class="(\w+) chunk(\d)" x="([\d.]+)".*?width="([\d.]+)"', timeline_svg(timeline))
     assert len(bars) == 2 * 4 * 2 * 2
     assert {kind for kind, *_ in bars} == {"forward", "backward"}
     assert max(float(x) + float(width) for *_, x, width in bars) == pytest.approx(1000, abs=0.1)
@@ -229,24 +231,24 @@ def test_the_schedule_of_a_pipeline_is_drawn(tmp_path: Path) -> None:
 @pytest.mark.parametrize("what", [{"lora": {"rank": 8}}, {"reft": {"rank": 4}}, {"prefix": {"tokens": 16}}])
 def test_passes_back_through_a_frozen_model_are_as_long(what: dict[str, Any], tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", sections=PIPELINE | what, global_batch_size=8))
-    found = passes(run.recipe)
+    found = pipeline_timeline(run.recipe)
     assert found is not None
     assert {one.end - one.start for rank in found.ranks for one in rank} == {1.0}
 
 
 def test_no_picture_of_passes_whose_number_depends_on_lengths(tmp_path: Path) -> None:
     run = read_run(make_run(tmp_path / "a", sections=PIPELINE, global_batch_size=8, micro_batch_tokens=512))
-    assert passes(run.recipe) is None
+    assert pipeline_timeline(run.recipe) is None
     assert "Passes of the pipeline" not in content([run])["html"]
 
 
-def test_two_runs_are_drawn_side_by_side(tmp_path: Path) -> None:
+def test_two_runs_are_plotted_together(tmp_path: Path) -> None:
     runs = [make_run(tmp_path / "one"), make_run(tmp_path / "two", learning_rate=0.5)]
     text = content([read_run(run) for run in runs])["html"]
     assert "Recipes differ in" in text
     assert '<th scope="row">train.learning_rate</th><td>0.001</td><td>0.5</td>' in text
     assert '<th scope="row">Status</th>' in text
-    curves = drawn(*runs)["loss"]
+    curves = curves_by_chart(*runs)["loss"]
     assert [c.label for c in curves] == ["one train", "one eval", "two train", "two eval"]
     assert [c.colour for c in curves] == [0, 0, 1, 1]
 
@@ -261,13 +263,13 @@ def test_cards_say_how_far_a_run_is(tmp_path: Path) -> None:
     os.utime(path / "metrics.jsonl", (now - 90, now - 90))
     found = {card.label: (card.value, card.note) for card in cards(read_run(path), now)}
     assert found["Steps"] == ("100 of 500", "15 min 00 s so far, about 3 min 20 s left")  # 400 steps of 0.5 s
-    assert found["Status"] == ("running", "last record 1 min 30 s ago: is it still there?")
-    assert found["Preferred rightly"] == ("75.0%", "87.5% in the evaluation of step 100")
+    assert found["Status"] == ("running", "last record 1 min 30 s ago: is it still running?")
+    assert found["Preference accuracy"] == ("75.0%", "87.5% in the evaluation of step 100")
     assert found["Model"] == ("smollm2-135m", "weights models/smollm2-135m-instruct")
     assert found["Data"] == ("preference/train.jsonl", "evaluated on data/preference/eval.jsonl")
     assert found["Stage"] == ("dpo", "lora of rank 8, batches of 8")
     assert found["Mesh"] == ("pp1 dp2 sharding1 tp1", "2 ranks on cpu host")
-    assert found["Tokens a second"][1] == "1.83 seconds of a device for 1,000 tokens"
+    assert found["Tokens per second"][1] == "1.83 device seconds per 1,000 tokens"
     add_event(path, "stopped", step=100)
     ended = {card.label: card for card in cards(read_run(path), now)}
     assert ended["Status"].value == "stopped"
@@ -283,7 +285,7 @@ def events_seconds(text: str) -> float:
     [(0.25, "0.2 s"), (59, "59 s"), (125, "2 min 05 s"), (3 * 3600 + 20 * 60, "3 h 20 min"), (200000, "2 d 7 h")],
 )
 def test_times_are_for_people(seconds: float, words: str) -> None:
-    assert in_words(seconds) == words
+    assert format_duration(seconds) == words
 
 
 @pytest.mark.parametrize(
@@ -291,8 +293,8 @@ def test_times_are_for_people(seconds: float, words: str) -> None:
     [
         ({"event": "started", "step": 0, "of": 500}, "Started, 500 steps to go"),
         ({"event": "skipped", "step": 7, "loss": 12.5, "grad_norm": 99.0},
-         "Left out the bad step 7 (loss 12.5, gradient norm 99)"),
-        ({"event": "rolled back", "step": 9, "to": 5}, "Went back from step 9 to the checkpoint of step 5"),
+         "Skipped the bad step 7 (loss 12.5, gradient norm 99)"),
+        ({"event": "rolled back", "step": 9, "to": 5}, "Rolled back from step 9 to the checkpoint of step 5"),
         ({"event": "restarting", "step": 8, "restart": 1, "of": 3, "why": "rank 1 was killed"},
          "Restart 1 of 3 from step 8: rank 1 was killed"),
         ({"event": "failed", "error": "UserError: no"}, "Failed: UserError: no"),
@@ -301,7 +303,7 @@ def test_times_are_for_people(seconds: float, words: str) -> None:
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
 )  # fmt: skip
-def test_events_are_told_in_words(event: dict[str, Any], words: str) -> None:
+def test_events_are_described_in_words(event: dict[str, Any], words: str) -> None:
     assert event_line({"time": "2026-01-01T00:01:00.000+00:00", **event}) == ("2026-01-01 00:01:00 UTC", words)
 
 
@@ -335,7 +337,8 @@ def test_without_matplotlib_there_is_a_page_and_no_pictures(tmp_path: Path, monk
 
 
 def test_runs_are_listed_shown_and_compared(tmp_path: Path, capsys: Capsys) -> None:
-    one, two = make_run(tmp_path / "x/one"), make_run(tmp_path / "two", end="hung", learning_rate=0.5)
+    one = make_run(tmp_path / "x/one")
+    two = make_run(tmp_path / "two", end="hung", learning_rate=0.5)
     assert find_runs(tmp_path) == [two, one]
     assert main(["runs", "list", str(tmp_path)]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
@@ -371,14 +374,14 @@ def test_a_run_whose_ranks_died_before_they_recorded_anything_is_listed(tmp_path
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[tuple[Path, Callable[..., str]]]:
-    """A run that goes on, and where a page of it is served."""
+    """A running run, and the address of its page."""
     path = make_run(tmp_path / "a", end=None)
     server = make_server([path], 0)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
     thread.start()
 
-    def at(place: str, token: str | None = server.token) -> str:
-        return f"http://127.0.0.1:{server.server_port}{place}{'' if token is None else f'?token={token}'}"
+    def at(path: str, token: str | None = server.token) -> str:
+        return f"http://127.0.0.1:{server.server_port}{path}{'' if token is None else f'?token={token}'}"
 
     assert server.address == at("/")
     yield path, at
@@ -404,25 +407,25 @@ def test_the_served_page_changes_with_the_run(served: tuple[Path, Callable[..., 
         assert json.load(answer)["charts"][0]["curves"][0]["values"][-1] == 0.4
 
 
-def test_the_served_page_tells_of_a_run_that_says_nothing(served: tuple[Path, Callable[..., str]]) -> None:
+def test_the_served_page_reports_a_silent_run(served: tuple[Path, Callable[..., str]]) -> None:
     """No file changes when a process is killed or hangs."""
     path, at = served
     (path / "environment.json").write_text(json.dumps({"host": platform.node()}))
 
-    def asked(tag: str) -> tuple[str, str]:
+    def response(tag: str) -> tuple[str, str]:
         with urllib.request.urlopen(urllib.request.Request(at("/content"), headers={"If-None-Match": tag})) as answer:
             return json.load(answer)["html"], answer.headers["ETag"]
 
     with lock_directory(path):
-        html, tag = asked("")
-        assert "is it still there?" not in html
+        html, tag = response("")
+        assert "is it still running?" not in html
         for file in path.iterdir():
             os.utime(file, (time.time() - 90,) * 2)
-        html, tag = asked(tag)
-        assert "last record 1 min 30 s ago: is it still there?" in html
+        html, tag = response(tag)
+        assert "last record 1 min 30 s ago: is it still running?" in html
         with pytest.raises(urllib.error.HTTPError, match="304"):
-            asked(tag)
-    assert "died" in asked(tag)[0]
+            response(tag)
+    assert "died" in response(tag)[0]
 
 
 @pytest.mark.parametrize(("path", "host", "code"), [("/", "evil.example:80", 403), ("/recipe.json", None, 404)])
@@ -435,7 +438,7 @@ def test_nothing_else_is_served(
 
 @pytest.mark.parametrize("path", ["/", "/content"])
 @pytest.mark.parametrize("token", [None, "", "0", "é"])
-def test_who_does_not_know_the_token_reads_nothing(
+def test_without_the_token_nothing_is_served(
     served: tuple[Path, Callable[..., str]], path: str, token: str | None
 ) -> None:
     """Other users of the machine reach the port too."""
@@ -449,7 +452,7 @@ def test_who_does_not_know_the_token_reads_nothing(
 def test_a_page_that_is_closed_is_no_error(
     served: tuple[Path, Callable[..., str]], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Of a browser that leaves in the middle of an answer nothing is printed."""
+    """Nothing is printed when a browser disconnects in the middle of an answer."""
     path, at = served
     lines = "".join(json.dumps(record(step, 1.0, **{f"m{i}": step / 7 for i in range(40)})) + "\n"
                     for step in range(6, 2000))  # fmt: skip
@@ -465,7 +468,7 @@ def test_a_page_that_is_closed_is_no_error(
     assert capfd.readouterr().err == ""
 
 
-def test_a_port_that_is_taken_is_told(served: tuple[Path, Callable[..., str]]) -> None:
+def test_a_port_that_is_taken_is_reported(served: tuple[Path, Callable[..., str]]) -> None:
     port = urllib.parse.urlsplit(served[1]("/")).port
     with pytest.raises(UserError, match=f"--port {port}: "):
         make_server([served[0]], port)

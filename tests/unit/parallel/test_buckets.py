@@ -12,14 +12,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import buckets
 from llmsuite.parallel.sharding import ParameterShard
-from llmsuite.schema.degrees import Degrees
-from tests.unit import many
-from tests.unit.parallel.test_sharding import Case
+from tests.support import many
+from tests.support.sharding_case import Case
 
 SHAPES = {"a": (5, 3), "b": (7,), "c": (2, 2, 2), "experts.d": (3, 4), "e": (1,), "experts.f": (6,)}
 DEGREES = [Degrees(1, 2, 1, 1), Degrees(1, 1, 2, 1), Degrees(1, 2, 3, 1), Degrees(1, 1, 4, 1)]
@@ -73,7 +73,7 @@ def learn(cases: dict[str, Case], shards: dict[str, ParameterShard], mesh: Mesh,
     st.booleans(),
 )
 def test_each_parameter_gets_its_own_sum(
-    degrees: Degrees, stage: int, passes: int, limit: int, backend: str, used: set[str], told: bool
+    degrees: Degrees, stage: int, passes: int, limit: int, backend: str, used: set[str], outputs: bool
 ) -> None:
     """Also where some get no gradient, and those with them in a bucket do; whole numbers, so sums are exact."""
 
@@ -82,7 +82,7 @@ def test_each_parameter_gets_its_own_sum(
         for step in range(2):
             for seed in range(passes):
                 for shard in shards.values():
-                    shard.is_last_pass = told and seed == passes - 1
+                    shard.is_last_pass = outputs and seed == passes - 1
                 learn(cases, shards, mesh, seed, sorted(used))
             with paddle.no_grad():
                 for name, shard in shards.items():
@@ -93,8 +93,8 @@ def test_each_parameter_gets_its_own_sum(
                     if own is not None:
                         assert np.array_equal(own.numpy(), expected), (step, name)
                         shard.set_gradient(own)
-                        assert np.array_equal(shard.master_or_shard.grad.numpy(), expected)
-                        shard.master_or_shard.clear_gradient(False)
+                        assert np.array_equal(shard.main_param.grad.numpy(), expected)
+                        shard.main_param.clear_gradient(False)
             assert all(shard.parameter.grad is None for shard in shards.values())
 
     many.run(degrees, work, backend)
@@ -104,7 +104,8 @@ def test_each_parameter_gets_its_own_sum(
 def test_how_many_calls_there_are(stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """And what they carry: all that is alike, but not of experts with others."""
     sizes: dict[int, list[tuple[str, int]]] = {0: [], 1: []}
-    begin_sum, scatter = collective.begin_sum, collective.begin_reduce_scatter
+    start_all_reduce = collective.start_all_reduce
+    scatter = collective.start_reduce_scatter
 
     def noted(what: str, call: Any) -> Any:
         def made(tensor: Any, group: Any) -> Any:
@@ -114,8 +115,8 @@ def test_how_many_calls_there_are(stage: int, monkeypatch: pytest.MonkeyPatch) -
 
         return made
 
-    monkeypatch.setattr(collective, "begin_sum", noted("sum", begin_sum))
-    monkeypatch.setattr(collective, "begin_reduce_scatter", noted("scatter", scatter))
+    monkeypatch.setattr(collective, "start_all_reduce", noted("sum", start_all_reduce))
+    monkeypatch.setattr(collective, "start_reduce_scatter", noted("scatter", scatter))
     degrees = Degrees(1, 1, 2, 1)
 
     def work(mesh: Mesh) -> None:

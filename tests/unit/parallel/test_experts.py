@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -11,20 +12,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.ops import Ops
 from llmsuite.models.deepseek.shard_plan import PLAN
 from llmsuite.models.experts import Experts, sort_rows
 from llmsuite.parallel.collective import _peers
-from llmsuite.parallel.experts import SharedExperts
+from llmsuite.parallel.experts import ExpertParallelDispatcher
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.partition import local_slice
 from llmsuite.parallel.sharding import ParameterShard
-from llmsuite.schema.degrees import Degrees
-from llmsuite.schema.recipe import TrainSection
-from tests.unit import many
+from tests.support import many
 
-HIDDEN, WIDTH = 12, 8
+HIDDEN = 12
+WIDTH = 8
 NAMES = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 
 
@@ -46,7 +48,8 @@ def batch(seed: int, num_experts: int, num_chosen: int, tokens: int = 10, of: in
     rng = np.random.default_rng(seed)
     shape = 2, tokens // 2
     chosen = [rng.permutation(of or num_experts)[:num_chosen] for _ in range(tokens)]
-    x, weights = rng.normal(size=(*shape, HIDDEN)), rng.uniform(0.1, 1, (*shape, num_chosen))
+    x = rng.normal(size=(*shape, HIDDEN))
+    weights = rng.uniform(0.1, 1, (*shape, num_chosen))
     return [x.astype("float32"), weights.astype("float32"), np.reshape(chosen, (*shape, num_chosen))]
 
 
@@ -62,7 +65,7 @@ def dense(experts: Experts, x: Any, weights: Any, chosen: Any) -> Any:
 
 
 def learn(function: Any, experts: Experts, arrays: list[np.ndarray]) -> list[np.ndarray]:
-    """What comes out, and the gradients of tokens, weights and matrices."""
+    """The outputs, and the gradients of tokens, weights and matrices."""
     x, weights, chosen = map(paddle.to_tensor, arrays)
     x.stop_gradient = weights.stop_gradient = False
     y = function(x, weights, chosen)
@@ -112,7 +115,8 @@ def test_frozen_experts_pass_gradients_on() -> None:
 def test_rows_are_sorted_and_found_again(experts: list[int], num_here: int) -> None:
     wanted = [min(expert, num_here) for expert in experts]
     route = sort_rows(paddle.to_tensor(wanted), num_here)
-    order, places = route.order.tolist(), route.places.tolist()
+    order = route.order.tolist()
+    places = route.inverse_order.tolist()
     assert route.counts == [wanted.count(expert) for expert in range(num_here)]
     assert order == [i for expert in range(num_here) for i, e in enumerate(wanted) if e == expert]
     assert [places[i] for i in order] == list(range(len(order)))
@@ -135,13 +139,16 @@ def test_every_rank_meets_every_other_at_the_same_time(num_ranks: int) -> None:
 @pytest.mark.parametrize("ep", [2, 4])
 def test_experts_of_several_ranks(ep: int, of: int | None) -> None:
     """Each rank has tokens of its own, of different numbers."""
-    degrees, whole = Degrees(1, ep, 1, 1, ep), stacks(8)
+    degrees = Degrees(1, ep, 1, 1, ep)
+    whole = stacks(8)
     batches = [batch(rank, 8, 2, tokens=4 + 2 * rank, of=of) for rank in range(ep)]
 
     def work(mesh: Mesh) -> list[np.ndarray]:
         mine = {n: v[local_slice(f"model.layers.1.mlp.experts.{n}", v.shape, PLAN, mesh)[0]] for n, v in whole.items()}
         experts = experts_of(mine)
-        return learn(SharedExperts(experts, mesh).forward, experts, batches[mesh.rank])
+        return learn(
+            functools.partial(ExpertParallelDispatcher(experts, mesh).run, experts), experts, batches[mesh.rank]
+        )
 
     found = many.run(degrees, work, "NCCL")
     total = None
@@ -157,7 +164,8 @@ def test_experts_of_several_ranks(ep: int, of: int | None) -> None:
 @pytest.mark.parametrize("degrees", [d for d in many.EXPERT_MESHES if d.pp == 1], ids=str)
 def test_a_stack_learns_on_any_mesh_what_it_learns_on_one_rank(degrees: Degrees, stage: int) -> None:
     """A rank's gradient has what all ranks of its expert group have sent; whole numbers, whose sums are exact."""
-    name, shape = "model.layers.1.mlp.experts.up_proj.weight", (12, 3, 5)
+    name = "model.layers.1.mlp.experts.up_proj.weight"
+    shape = (12, 3, 5)
     values = np.random.default_rng(0).standard_normal(shape).astype("float32")
     gradients = np.random.default_rng(1).integers(-8, 9, (degrees.num_data_ranks, *shape)).astype("float32")
     train = TrainSection(
@@ -172,7 +180,7 @@ def test_a_stack_learns_on_any_mesh_what_it_learns_on_one_rank(degrees: Degrees,
         zeros = paddle.nn.initializer.Constant(0.0)
         parameter = paddle.create_parameter(list(sent_here.shape), "float32", default_initializer=zeros)
         parameter.set_value(paddle.to_tensor(values[index]))
-        shard = ParameterShard(name, parameter, mesh.of_experts, 0, stage)
+        shard = ParameterShard(name, parameter, mesh.expert_mesh, 0, stage)
         assert shard.shape[0] * degrees.tp == 12  # here tp is no distributed tensor, which knows of itself
         optimizer = Optimizer([shard], train, 1)
         shard.gather()
@@ -182,6 +190,6 @@ def test_a_stack_learns_on_any_mesh_what_it_learns_on_one_rank(degrees: Degrees,
         return norm, shard.gather_parameter().numpy()
 
     total = gradients.sum(0) / 2.0
-    for norm, learnt in many.run(degrees, work):
+    for norm, updated in many.run(degrees, work):
         assert norm == pytest.approx(np.linalg.norm(total), rel=1e-6)
-        np.testing.assert_allclose(learnt, values - 0.5 * total, rtol=1e-6, atol=1e-6)
+        np.testing.assert_allclose(updated, values - 0.5 * total, rtol=1e-6, atol=1e-6)

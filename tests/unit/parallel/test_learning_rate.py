@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.parallel.optimizer import Optimizer
-from llmsuite.schema.recipe import TrainSection
-from tests.unit import alone
+from tests.support import alone
 
 COSINE_EIGHTHS = (1.0, 0.9619398, 0.8535534, 0.6913417, 0.5, 0.3086583, 0.1464466, 0.0380602)
 """(1 + cos(pi k / 8)) / 2 for k = 0 .. 7."""
@@ -75,7 +75,7 @@ def rates(total_steps: int, **keys: Any) -> list[float]:
         ({"lr_schedule": "wsd", "warmup_steps": 20}, [k / 20 for k in range(1, 11)]),
     ],
 )
-def test_ten_steps(keys: dict[str, Any], expected: list[float]) -> None:
+def test_ten_steps_have_the_rates_of_the_formula(keys: dict[str, Any], expected: list[float]) -> None:
     assert rates(10, **keys) == pytest.approx(expected, rel=1e-6)
 
 
@@ -106,7 +106,9 @@ def test_number_of_warmup_steps(ratio: float, steps: int, warmup: int) -> None:
     st.floats(0, 1),
     st.floats(1e-8, 10),
 )
-def test_course(schedule: str, steps: int, warmup: float, floor: float, peak: float) -> None:
+def test_the_rate_rises_to_its_peak_and_falls(
+    schedule: str, steps: int, warmup: float, floor: float, peak: float
+) -> None:
     keys = {"lr_schedule": schedule, "warmup_ratio": warmup, "min_lr_ratio": floor, "learning_rate": peak}
     made = optimizer(steps, **keys)
     found = [made.learning_rate(step) for step in range(1, steps + 1)]

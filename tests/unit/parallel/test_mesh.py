@@ -8,9 +8,9 @@ from typing import Any
 import paddle.distributed as dist
 import pytest
 
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel.mesh import AXES, Mesh
-from llmsuite.schema.degrees import Degrees
-from tests.unit.many import EXPERT_MESHES, MESHES
+from tests.support.many import EXPERT_MESHES, MESHES
 
 GROUPS = {
     "tensor_group": ("tp",),
@@ -107,22 +107,22 @@ def test_all_ranks_make_all_groups_in_the_same_order(degrees: Degrees, monkeypat
 @pytest.mark.parametrize("degrees", EXPERT_MESHES, ids=str)
 def test_neighbours_on_the_data_axes_share_the_experts(degrees: Degrees) -> None:
     meshes = all_ranks(degrees)
-    for row in meshes[0].of_experts.rows("ep"):
+    for row in meshes[0].expert_mesh.rows("ep"):
         members = [meshes[rank] for rank in row]
         first = members[0].data_rank
         assert first % degrees.ep == 0
         assert [mesh.data_rank for mesh in members] == list(range(first, first + degrees.ep))
         assert len({(mesh.coordinate["pp"], mesh.coordinate["tp"]) for mesh in members}) == 1
     for mesh in meshes:
-        experts = mesh.of_experts
+        experts = mesh.expert_mesh
         assert experts.coordinate["ep"] == mesh.data_rank % degrees.ep
         assert {axis: experts.coordinate[axis] for axis in ("pp", "tp")} == {
             axis: mesh.coordinate[axis] for axis in ("pp", "tp")
         }
     # those that have the same experts, and those of them that share the optimizer's state, which are on the same axis
-    for row in meshes[0].of_experts.rows("dp", "sharding"):
+    for row in meshes[0].expert_mesh.rows("dp", "sharding"):
         assert len({meshes[rank].data_rank % degrees.ep for rank in row}) == 1
         assert len(row) == degrees.num_data_ranks // degrees.ep
-    for row in meshes[0].of_experts.rows("sharding"):
+    for row in meshes[0].expert_mesh.rows("sharding"):
         assert len({meshes[rank].coordinate["dp"] for rank in row}) == 1
         assert len(row) == max(1, degrees.sharding // degrees.ep)

@@ -12,8 +12,8 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.xpu import XpuBackend
 from llmsuite.parallel.optimizer import Optimizer
-from tests.unit import alone
-from tests.unit.parallel.test_optimizer import NUM_STEPS, SHAPES, Arrays, initial, parameters, run, section
+from tests.support import alone
+from tests.support.optimizer_runs import NUM_STEPS, SHAPES, Arrays, initial, parameters, run, section
 
 
 class Recording(CpuBackend):
@@ -77,7 +77,8 @@ def test_one_parameter_at_a_time_is_on_the_device() -> None:
     run(optimizer, [3])
     expected = []
     for name, shape in SHAPES.items():  # master and two moments; one that never had a gradient has its master only
-        size, count = int(np.prod(shape)), 1 if name == "unused.weight" else 3
+        size = int(np.prod(shape))
+        count = 1 if name == "unused.weight" else 3
         expected += [("to_device", size)] * count + [("to_host", size)] * count
     assert host.moves == expected
     assert host.on_device == 0

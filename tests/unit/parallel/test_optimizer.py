@@ -3,73 +3,31 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import paddle
 import pytest
 
+from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.contract.schema.section import forget_reads, unread
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels.source import can_be_built
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
-from llmsuite.schema.recipe import TrainSection
-from llmsuite.schema.section import forget_reads, unread
-from tests.unit import alone
-
-SHAPES = {
-    "layer.weight": [3, 4],
-    "norm.weight": [4],
-    # one name begins with another
-    "scale": [5],
-    "scale_up": [2, 5],
-    # gets no gradient
-    "unused.weight": [2, 2],
-}
-RATES = {"scale_up": 0.25}
-"""What the learning rate is multiplied by, for a parameter that has one of its own, as in LoRA+."""
-NUM_STEPS = 6
-
-Arrays = dict[str, np.ndarray]
-
-
-def section(**keys: Any) -> TrainSection:
-    common = {"max_steps": NUM_STEPS, "global_batch_size": 1, "micro_batch_size": 1, "max_grad_norm": None}
-    return TrainSection(**{**common, "learning_rate": 0.05, "lr_schedule": "linear", "warmup_ratio": 0.3, **keys})
-
-
-def initial() -> Arrays:
-    rng = np.random.default_rng(0)
-    return {name: rng.standard_normal(shape).astype("float32") for name, shape in SHAPES.items()}
-
-
-def gradients(step: int) -> Arrays:
-    rng = np.random.default_rng(step)
-    return {name: rng.standard_normal(SHAPES[name]).astype("float32") for name in SHAPES if name != "unused.weight"}
-
-
-def parameters(values: Mapping[str, np.ndarray], dtype: str = "float32") -> dict[str, Any]:
-    made = {}
-    for name, value in values.items():
-        zeros = paddle.nn.initializer.Constant(0.0)
-        made[name] = paddle.create_parameter(list(value.shape), dtype, default_initializer=zeros)
-        made[name].set_value(paddle.to_tensor(value).astype(dtype))
-        made[name].optimize_attr["learning_rate"] = RATES.get(name, 1.0)
-    return made
-
-
-def backward(optimizer: Optimizer, gradient: Mapping[str, np.ndarray]) -> None:
-    mine = alone.parameters(optimizer)
-    paddle.add_n([(mine[n] * paddle.to_tensor(g)).sum() for n, g in gradient.items()]).backward()
-
-
-def run(optimizer: Optimizer, steps: Sequence[int], weight: float = 1.0) -> Arrays:
-    for step in steps:
-        backward(optimizer, gradients(step))
-        optimizer.finish_gradients(weight)
-        optimizer.step(step)
-    return {name: parameter.numpy() for name, parameter in alone.parameters(optimizer).items()}
+from tests.support import alone
+from tests.support.optimizer_runs import (
+    NUM_STEPS,
+    RATES,
+    SHAPES,
+    Arrays,
+    backward,
+    gradients,
+    initial,
+    parameters,
+    run,
+    section,
+)
 
 
 def assert_close(found: Arrays, expected: Arrays) -> None:
@@ -146,7 +104,7 @@ def test_decay_leaves_gains_alone() -> None:
 
 @pytest.mark.parametrize("make", [Optimizer, ProgramOptimizer])
 def test_sgd_reads_no_key_of_adamw(make: Any) -> None:
-    """So that a recipe which gives one is told, in every mode."""
+    """So that a recipe with such a key gets a warning, in every mode."""
     train = section(optimizer="sgd")
     forget_reads(train)
     make([], train, NUM_STEPS)
@@ -155,9 +113,9 @@ def test_sgd_reads_no_key_of_adamw(make: Any) -> None:
 
 def test_sgd_refuses_keys_of_adamw() -> None:
     """Before anything is read, and not where they have the values that are there without them."""
-    told = dict(section(optimizer="sgd", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95).problems())
-    assert list(told) == ["weight_decay", "adam_beta2"]
-    assert told["adam_beta2"] == "is not read by the optimizer sgd; set it to 0.999, its default, or choose adamw"
+    outputs = dict(section(optimizer="sgd", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95).problems())
+    assert list(outputs) == ["weight_decay", "adam_beta2"]
+    assert outputs["adam_beta2"] == "is not used by the optimizer sgd; set it to its default 0.999, or choose adamw"
     assert not [*section(optimizer="adamw", weight_decay=0.1, adam_beta2=0.95).problems()]
 
 
@@ -222,7 +180,8 @@ def test_state_round_trip_is_bit_exact() -> None:
     run(resumed, [4, 5, 6])
     for name, parameter in alone.parameters(through).items():
         assert np.array_equal(alone.parameters(resumed)[name].numpy(), parameter.numpy()), name
-    ends, again = alone.state(through), alone.state(resumed)
+    ends = alone.state(through)
+    again = alone.state(resumed)
     assert ends.keys() == state.keys()
     assert alone.same(ends, again)
 

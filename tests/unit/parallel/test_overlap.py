@@ -16,9 +16,10 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.devices.ops import Ops
 from llmsuite.models import blocks
+from llmsuite.models.linear import has_own_kernel, is_matrix
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel import overlap
-from tests.unit.families import FAMILIES, tiny
+from tests.support.families import FAMILIES, tiny
 
 MESH: Any = types.SimpleNamespace(tensor=dist.ProcessMesh([0], dim_names=["tp"]), tensor_group=object())
 
@@ -42,7 +43,9 @@ def on_mesh(values: np.ndarray, placements: list[Any]) -> Any:
 def test_the_sum_is_under_way_while_the_gradient_of_the_weight_is_made(
     is_frozen: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, events, matmul = Model(), list[str](), paddle.matmul
+    model = Model()
+    events = list[str]()
+    matmul = paddle.matmul
     values = np.arange(24, dtype="float32").reshape(4, 6) / 10
     model.lm_head.weight._set_impl(on_mesh(values, [dist.Shard(1)]))
     model.lm_head.weight.stop_gradient = is_frozen
@@ -56,16 +59,16 @@ def test_the_sum_is_under_way_while_the_gradient_of_the_weight_is_made(
         events.append("product")
         return matmul(*args, **options)
 
-    def begin_sum(tensor: Any, group: Any) -> Any:
+    def start_all_reduce(tensor: Any, group: Any) -> Any:
         assert group is MESH.tensor_group
-        events.append("the sum sets out")
-        return types.SimpleNamespace(wait=lambda: events.append("it is there"))
+        events.append("the sum starts")
+        return types.SimpleNamespace(wait=lambda: events.append("the sum is waited for"))
 
     monkeypatch.setattr(paddle, "matmul", product)
-    monkeypatch.setattr(overlap.collective, "begin_sum", begin_sum)
+    monkeypatch.setattr(overlap.collective, "start_all_reduce", start_all_reduce)
     paddle.autograd.backward([y], [on_mesh(np.ones([2, 3, 6], "float32"), [dist.Shard(2)])])
-    beside = [] if is_frozen else ["product"]
-    assert events == ["product", "the sum sets out", *beside, "it is there"]
+    overlapped = [] if is_frozen else ["product"]
+    assert events == ["product", "the sum starts", *overlapped, "the sum is waited for"]
     np.testing.assert_allclose(x.grad._local_value().numpy(), np.tile(values.sum(1), [2, 3, 1]), rtol=1e-6)
     if is_frozen:
         assert model.lm_head.weight.grad is None
@@ -74,21 +77,22 @@ def test_the_sum_is_under_way_while_the_gradient_of_the_weight_is_made(
 
 
 ALONE = {"gpt": {"mlp.up_proj"}}
-"""Of each family's layers: the matrices that alone read what is gathered in front of their part of the layer."""
+"""By family, the matrices of a layer that alone read an input that is gathered before them."""
 
 
 @pytest.mark.parametrize("takes_all", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_alone_reads_a_gathered_sequence(family: str, takes_all: bool) -> None:
-    model, plan = tiny(family), FAMILIES[family].shard_plan
+    model = tiny(family)
+    plan = FAMILIES[family].shard_plan
     assert plan is not None
     found = overlap.layers_to_scatter(model, plan, takes_all)
     wanted = {f"model.layers.{i}.{name}" for i in range(len(model.model.layers)) for name in ALONE.get(family, ())}
     assert set(found) == wanted | ({"lm_head"} if takes_all and model.lm_head is not None else set())
     overlap.overlap_sums(model, plan, MESH, scattered=found)
     modules = dict(model.named_sublayers())
-    cut = {name for name in modules if plan.dim(f"{name}.weight") == 1 and type(modules[name]) is nn.Linear}
-    assert {name for name in modules if "forward" in vars(modules[name])} == cut - set(found)
+    cut = {name for name in modules if plan.dim(f"{name}.weight") == 1 and is_matrix(modules[name])}
+    assert {name for name in modules if has_own_kernel(modules[name])} == cut - set(found)
 
 
 class Projections(nn.Layer):
@@ -111,7 +115,7 @@ class Projections(nn.Layer):
         return [y._local_value().numpy() for y in outputs], given
 
     def gradients(self) -> list[np.ndarray | None]:
-        """Of the parameters, which are cleared."""
+        """Gradients of the parameters, which are cleared."""
         found = []
         for parameter in self.parameters():
             found.append(None if parameter.grad is None else parameter.grad._local_value().numpy())
@@ -119,39 +123,39 @@ class Projections(nn.Layer):
         return found
 
 
-@pytest.mark.parametrize("summed", ["beside", "at once", "later"])
+@pytest.mark.parametrize("mode", ["overlapped", "blocking", "deferred"])
 @pytest.mark.parametrize(("widths", "frozen"), [((6, 2, 3), None), ((5, 5), None), ((6, 2, 3), 1)])
 def test_fused_projections_make_what_each_makes(
-    summed: overlap.Summed, widths: Sequence[int], frozen: int | None, monkeypatch: pytest.MonkeyPatch
+    mode: overlap.SumMode, widths: Sequence[int], frozen: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On one rank; sums over several are made by the engine's collectives, of which there is one."""
     sums = list[str]()
 
-    def begin_sum(tensor: Any, group: Any) -> Any:
-        sums.append("beside")
+    def start_all_reduce(tensor: Any, group: Any) -> Any:
+        sums.append("overlapped")
         return types.SimpleNamespace(wait=lambda: None)
 
     def reshard(tensor: Any, mesh: Any, placements: list[Any]) -> Any:
         assert tensor.placements == [dist.Partial()]
-        sums.append("at once")
+        sums.append("blocking")
         return dtensor_from_local(tensor._local_value(), mesh.tensor, placements)
 
-    monkeypatch.setattr(overlap.collective, "begin_sum", begin_sum)
+    monkeypatch.setattr(overlap.collective, "start_all_reduce", start_all_reduce)
     monkeypatch.setattr(overlap, "reshard", reshard)
     paddle.seed(3)
     model = Projections(widths)
     if frozen is not None:
         model.all[frozen].weight.stop_gradient = True
     x = np.linspace(-1, 1, 2 * 3 * 4, dtype="float32").reshape(2, 3, 4)
-    apart, given = model.run(blocks.products, x)
+    apart, given = model.run(blocks.apply_linears, x)
     of_parameters = model.gradients()
     assert sums == []
     seen = list[tuple[int, ...]]()
     model.all[0].register_forward_post_hook(lambda layer, inputs, y: seen.append(tuple(y.shape)))
-    together, fused = model.run(overlap._Fused(MESH, summed, Ops()).products, x)
+    together, fused = model.run(overlap._Fused(MESH, mode, Ops()).apply_linears, x)
     assert seen == [(2, 3, widths[0])]
-    assert sums == [] if summed == "later" else sums == [summed]
-    assert fused.grad.placements == [dist.Partial() if summed == "later" else dist.Replicate()]
+    assert sums == [] if mode == "deferred" else sums == [mode]
+    assert fused.grad.placements == [dist.Partial() if mode == "deferred" else dist.Replicate()]
     for a, b in zip(apart, together, strict=True):
         np.testing.assert_allclose(b, a, rtol=1e-6)
     np.testing.assert_allclose(fused.grad._local_value().numpy(), given.grad._local_value().numpy(), rtol=1e-5)
@@ -164,7 +168,8 @@ def test_fused_projections_make_what_each_makes(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_fused(family: str) -> None:
     """Attention, but for DeepSeek's, whose projections have inputs of their own, and gated MLPs without experts."""
-    model, plan = tiny(family), FAMILIES[family].shard_plan
+    model = tiny(family)
+    plan = FAMILIES[family].shard_plan
     assert plan is not None
     names = {id(module): name for name, module in model.named_sublayers()}
     found = {names[id(module)].rpartition(".")[2] for module in overlap.modules_to_fuse(model, plan)}

@@ -12,10 +12,10 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel import edges, p2p
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.schedule import order
-from llmsuite.schema.degrees import Degrees
 
 PATIENCE = 20.0
 
@@ -24,7 +24,8 @@ class Task:
     """A send that is over once a while has passed."""
 
     def __init__(self, asked_before_done: int = 0):
-        self.left, self.waits = asked_before_done, 0
+        self.left = asked_before_done
+        self.waits = 0
 
     def is_completed(self) -> bool:
         self.left -= 1
@@ -39,7 +40,8 @@ class Pair:
 
     def __init__(self, ranks: Sequence[int]):
         self.ranks = list(ranks)
-        self._meeting, self._sent = threading.Barrier(2), queue.Queue[Any]()
+        self._meeting = threading.Barrier(2)
+        self._sent = queue.Queue[Any]()
         self._connected = dict.fromkeys(self.ranks, False)
         self.process_group = self
 
@@ -67,7 +69,9 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, bool], Callable[[in
     """Makes what starts the channels of a rank, for a number of ranks and with a ring or without."""
 
     def prepare(num_ranks: int, ring: bool) -> Callable[[int], p2p.P2PChannels]:
-        made, turn, lock = list[Pair](), threading.local(), threading.Lock()
+        made = list[Pair]()
+        turn = threading.local()
+        lock = threading.Lock()
 
         def new_group(ranks: Sequence[int]) -> Pair:
             turn.number = getattr(turn, "number", -1) + 1  # every rank makes all of them, in the same order
@@ -93,9 +97,11 @@ def test_a_step_ends_where_connecting_waits(
     kind: Any = "interleaved" if num_chunks > 1 else "1F1B"
 
     def run(rank: int) -> list[float]:
-        channels, got = start_rank(rank), list[float]()
+        channels = start_rank(rank)
+        got = list[float]()
         for action in order(kind, rank, num_ranks, num_micro_batches, num_chunks):
-            part, num_parts = action.chunk * num_ranks + rank, num_ranks * num_chunks
+            part = action.chunk * num_ranks + rank
+            num_parts = num_ranks * num_chunks
             if (source := edges.source(part, num_parts, action.forward)) is not None:
                 found = channels.receive([1], "float32", action.forward).item()
                 assert found == 100 * source + action.micro_batch
@@ -113,7 +119,8 @@ def test_a_step_ends_where_connecting_waits(
 def test_sends_that_are_over_are_waited_for_before_they_are_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else Paddle's group keeps a record of each for as long as the run lasts."""
     channels = p2p.P2PChannels.__new__(p2p.P2PChannels)
-    done, slow = Task(), Task(asked_before_done=1)
+    done = Task()
+    slow = Task(asked_before_done=1)
     channels._tasks = [done, slow]
     channels._forget_finished()
     assert (channels._tasks, done.waits, slow.waits) == ([slow], 1, 0)

@@ -9,13 +9,13 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.devices.ops import Ops
-from llmsuite.errors import UserError
 from llmsuite.models.llama.layers import Llama
 from llmsuite.models.llama.shard_plan import PLAN
-from llmsuite.parallel.fill import fill, read_local
+from llmsuite.parallel.materialize import materialize, read_local_values
 from llmsuite.parallel.sharding import ParameterShard
-from tests.unit import alone, tiny_llama
+from tests.support import alone, tiny_llama
 
 
 def lazy() -> Llama:
@@ -27,7 +27,8 @@ class Source:
     """Gives slices of known values, and notes what was asked for."""
 
     def __init__(self, seed: int):
-        self.values, self.asked = tiny_llama.values(seed=seed), dict[str, tuple[int, ...]]()
+        self.values = tiny_llama.values(seed=seed)
+        self.asked = dict[str, tuple[int, ...]]()
 
     def __call__(self, name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         assert tuple(shape) == self.values[name].shape
@@ -51,13 +52,14 @@ def test_values_are_taken_over_and_replaced(dtype: str, started: bool) -> None:
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.initialize()
-    first, second = Source(0), Source(1)
-    fill(model, PLAN, alone.MESH, first, dtype)
+    first = Source(0)
+    second = Source(1)
+    materialize(model, PLAN, alone.MESH, first, dtype)
     assert_has(model, first, dtype)
     places = [parameter.data_ptr() for parameter in model.parameters()]
     for name, parameter in model.named_parameters():
         shard = ParameterShard(name, parameter, alone.MESH, None, 0)
-        shard.load(read_local(name, parameter.shape, PLAN, alone.MESH, second))
+        shard.load(read_local_values(name, parameter.shape, PLAN, alone.MESH, second))
     assert_has(model, second, dtype)
     # in the same memory: an optimizer may share it by now
     assert [parameter.data_ptr() for parameter in model.parameters()] == places
@@ -65,8 +67,9 @@ def test_values_are_taken_over_and_replaced(dtype: str, started: bool) -> None:
 
 
 def test_filled_parameters_learn() -> None:
-    model, source = lazy(), Source(0)
-    fill(model, PLAN, alone.MESH, source, "float32")
+    model = lazy()
+    source = Source(0)
+    materialize(model, PLAN, alone.MESH, source, "float32")
     expected = tiny_llama.model()
     ids = paddle.to_tensor([[3, 1, 4, 1, 5]])
     for made in (model, expected):
@@ -81,4 +84,4 @@ def test_values_of_another_shape_are_refused() -> None:
         return np.zeros([*shape[:-1], shape[-1] + 1], dtype="float32")
 
     with pytest.raises(UserError, match=r"parameter 'model\.embed_tokens\.weight' is \[19, 24\]; its values do not"):
-        fill(lazy(), PLAN, alone.MESH, read, "float32")
+        materialize(lazy(), PLAN, alone.MESH, read, "float32")

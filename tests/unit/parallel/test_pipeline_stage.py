@@ -10,18 +10,19 @@ import paddle
 import paddle.distributed as dist
 import pytest
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel import p2p
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.pipeline import PipelineStage
-from llmsuite.schema.degrees import Degrees
 
 
 class Neighbours:
     """In place of edges: gives what was laid ready, keeps what is sent."""
 
     def __init__(self, *messages: Any):
-        self.messages, self.sent = [paddle.to_tensor(m) for m in messages], list[Any]()
+        self.messages = [paddle.to_tensor(m) for m in messages]
+        self.sent = list[Any]()
 
     def receive(self, shape: list[int], dtype: Any, forward: bool) -> Any:
         return self.messages.pop(0)
@@ -31,7 +32,7 @@ class Neighbours:
 
 
 class Doubling(paddle.nn.Layer):
-    """Its layers double what they get; where documents are told, they add where each begins."""
+    """A model whose layers double their inputs; with document starts, they add those."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -12,7 +12,7 @@ from paddle.distributed.auto_parallel.pipelining import schedules as paddles
 
 from llmsuite.parallel import edges, schedule
 from llmsuite.parallel.schedule import Action, Kind, order
-from tests.unit.schedules import peak_live, play, play_connecting
+from tests.support.schedules import peak_live, play, play_connecting
 
 Shape = tuple[Kind, int, int, int]
 SHAPES = st.one_of(
@@ -53,7 +53,7 @@ def test_no_schedule_waits_for_ever_or_takes_one_message_for_another(shape: Shap
 
 @given(SHAPES)
 def test_the_forward_passes_alone_end_too(shape: Shape) -> None:
-    """As an evaluation makes them."""
+    """An evaluation runs only these."""
     play([[action for action in actions if action.forward] for actions in all_orders(shape)], shape[3])
 
 
@@ -82,7 +82,7 @@ def test_a_message_is_sent_before_its_receiver_can_go_on(shape: Shape) -> None:
 
 @given(SHAPES.filter(lambda shape: shape[1] > 1))
 def test_no_schedule_hangs_where_the_first_use_of_a_channel_waits_for_both_ends(shape: Shape) -> None:
-    """As `P2PChannels` has it: each is used once before the first pass, in the order of the list."""
+    """`P2PChannels` uses each channel once before the first pass, in the order of the list."""
     play_connecting(all_orders(shape), shape[3], edges.channels(range(shape[1]), ring=shape[3] > 1))
 
 
@@ -148,7 +148,9 @@ def test_interleaved_is_paddles_order(stages: int, chunks: int, micro: int) -> N
         assert len({len(r) for r in schedule._rounds(stages, micro)}) == 2
         return
     theirs = paddles.ScheduleVPP.__new__(paddles.ScheduleVPP)
-    theirs.pp_group_size, theirs.n_local_stages, theirs._n_microbatches = stages, chunks, micro
+    theirs.pp_group_size = stages
+    theirs.n_local_stages = chunks
+    theirs._n_microbatches = micro
     theirs.microbatches_per_round = micro // rounds
     for stage in range(stages):
         found = [a for a in theirs._calculate_single_rank_operations(stage) if a is not None]
@@ -163,7 +165,8 @@ class Recorder:
     """In place of a stage of Paddle's: notes what its schedule asks for."""
 
     def __init__(self, stage: int):
-        self.stage_index, self.asked = stage, list[Action]()
+        self.stage_index = stage
+        self.asked = list[Action]()
 
     def forward_one_chunk(self, micro_batch: int, *inputs: object) -> None:
         self.asked.append(Action(True, micro_batch))
@@ -181,8 +184,11 @@ class Recorder:
 def test_the_others_are_paddles_order_too(kind: Kind, stages: int, micro: int) -> None:
     for stage in range(stages):
         cls = {"FThenB": paddles.ScheduleFThenB, "1F1B": paddles.Schedule1F1B}[kind]
-        theirs, recorder = cls.__new__(cls), Recorder(stage)
-        theirs._stage, theirs._num_stages, theirs._n_microbatches = recorder, stages, micro
+        theirs = cls.__new__(cls)
+        recorder = Recorder(stage)
+        theirs._stage = recorder
+        theirs._num_stages = stages
+        theirs._n_microbatches = micro
         theirs._stage_initialized = theirs._has_backward = True
         theirs._check_inputs = lambda *given, micro=micro: ([()] * micro, [{}] * micro)
         theirs._maybe_compute_loss = theirs._maybe_get_loss = theirs._update_losses = lambda *given: None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import gc
 import itertools
 import math
@@ -14,64 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.sharding import ParameterShard
-from llmsuite.schema.degrees import Degrees
-from llmsuite.schema.recipe import TrainSection
-from tests.unit import alone, many
+from tests.support import alone, many
+from tests.support.sharding_case import Case
 
 Arrays = dict[str, np.ndarray]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A parameter and how it lies on a mesh. `shape` is that of the whole; `cut` is the dim that is cut over tp."""
-
-    degrees: Degrees
-    stage: int
-    shape: tuple[int, ...]
-    cut: int | None
-    backend: str = "GLOO"
-    dtype: str = "float32"
-
-    def values(self, seed: int) -> np.ndarray:
-        return np.random.default_rng(seed).standard_normal(self.shape).astype("float32")
-
-    def slice_of(self, whole: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """What of it lies on a rank."""
-        if self.cut is None:
-            return whole
-        return np.ascontiguousarray(np.split(whole, mesh.degrees.tp, self.cut)[mesh.coordinate["tp"]])
-
-    def own_part(self, whole: np.ndarray, mesh: Mesh) -> np.ndarray:
-        """What of that the optimizer of a rank owns."""
-        local, parts = self.slice_of(whole, mesh), mesh.degrees.sharding
-        if not self.stage or parts == 1:
-            return local
-        size = math.ceil(local.size / parts)
-        return local.ravel()[mesh.coordinate["sharding"] * size :][:size]
-
-    def shard(self, mesh: Mesh, name: str = "weight", seed: int = 0) -> ParameterShard:
-        local = self.slice_of(self.values(seed), mesh)
-        zeros = paddle.nn.initializer.Constant(0.0)
-        parameter = paddle.create_parameter(list(local.shape), self.dtype, default_initializer=zeros)
-        parameter.set_value(paddle.to_tensor(local).astype(self.dtype))
-        return ParameterShard(name, parameter, mesh, self.cut, self.stage)
-
-    def give_gradient(self, shard: ParameterShard, mesh: Mesh, seed: int = 0) -> None:
-        """A gradient that depends on the samples of the rank; one of whole numbers, whose sums are exact."""
-        gradient = self.slice_of(self.gradient(mesh.data_rank, seed), mesh)
-        shard.gather()
-        (shard.parameter.astype("float32") * paddle.to_tensor(gradient)).sum().backward()
-
-    def gradient(self, data_rank: int, seed: int = 0) -> np.ndarray:
-        rng = np.random.default_rng([seed, data_rank])
-        return rng.integers(-8, 9, self.shape).astype("float32")
-
-    def sum_of_gradients(self, seed: int = 0) -> np.ndarray:
-        return sum(self.gradient(rank, seed) for rank in range(self.degrees.num_data_ranks))
 
 
 @st.composite
@@ -85,7 +36,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 def flat(shard: ParameterShard) -> list[float]:
-    return list(shard.master_or_shard.numpy().ravel())
+    return list(shard.main_param.numpy().ravel())
 
 
 @settings(max_examples=60)
@@ -138,8 +89,8 @@ def test_gradients_are_added_up_into_the_own_part(case: Case) -> None:
             if own is not None:
                 assert np.array_equal(own.numpy(), expected)
                 shard.set_gradient(own)
-                assert np.array_equal(shard.master_or_shard.grad.numpy(), expected)
-        # the whole gradient is not kept beside the part
+                assert np.array_equal(shard.main_param.grad.numpy(), expected)
+        # the full gradient is not kept in addition to the shard
         assert shard.parameter.grad is None
         return float((expected.astype("float64") ** 2).sum()) / shard.replica_count
 
@@ -155,11 +106,11 @@ def test_updates_reach_every_rank_and_loaded_values_every_part(case: Case) -> No
     def work(mesh: Mesh) -> np.ndarray:
         shard = case.shard(mesh)
         with paddle.no_grad():
-            shard.master_or_shard.add_(paddle.full_like(shard.master_or_shard, 2.0))
+            shard.main_param.add_(paddle.full_like(shard.main_param, 2.0))
             shard.write_back()
             published = shard.gather_parameter().numpy()
             shard.load(case.slice_of(loaded, mesh))
-        assert np.array_equal(shard.master_or_shard.numpy(), case.own_part(loaded, mesh))
+        assert np.array_equal(shard.main_param.numpy(), case.own_part(loaded, mesh))
         return published
 
     for published in many.run(case.degrees, work):
@@ -168,9 +119,9 @@ def test_updates_reach_every_rank_and_loaded_values_every_part(case: Case) -> No
 
 @settings(max_examples=60)
 @given(cases(), st.integers(1, 3), st.booleans())
-def test_what_is_kept_between_micro_batches(case: Case, num_micro_batches: int, told: bool) -> None:
+def test_tensors_kept_between_micro_batches(case: Case, num_micro_batches: int, marks_last: bool) -> None:
     """From stage 2 on no gradient outlives its backward pass, in stage 3 no parameter; the sums are the same, whether
-    the last pass was told or not. Sums over data ranks begin in that."""
+    `is_last_pass` was set or not. Sums over data ranks start in the last pass."""
     total = sum(case.sum_of_gradients(seed) for seed in range(num_micro_batches))
 
     def work(mesh: Mesh) -> None:
@@ -179,10 +130,10 @@ def test_what_is_kept_between_micro_batches(case: Case, num_micro_batches: int, 
         part = math.ceil(case.slice_of(total, mesh).size / mesh.degrees.sharding)
         early = is_cut and case.stage >= 2
         for seed in range(num_micro_batches):
-            shard.is_last_pass = told and seed == num_micro_batches - 1
+            shard.is_last_pass = marks_last and seed == num_micro_batches - 1
             case.give_gradient(shard, mesh, seed)
-            begun = shard.is_last_pass and not early and mesh.degrees.num_data_ranks > 1
-            assert bool(shard.bucket._reducing) == begun
+            has_started = shard.is_last_pass and not early and mesh.degrees.num_data_ranks > 1
+            assert bool(shard.bucket._reducing) == has_started
             assert (shard.parameter.grad is None) == early
             shard.bucket._reduce_scatters.settle()
             assert (shard._sum.shape == [part]) if early else shard._sum is None
@@ -204,7 +155,9 @@ def live_bytes() -> int:
 @pytest.mark.parametrize("stage", range(4))
 def test_bytes_of_parameters_of_a_rank(stage: int, dtype: str) -> None:
     case = Case(Degrees(pp=1, dp=1, sharding=4, tp=1), stage, (1001, 7), None, dtype=dtype)
-    elements, part, size = 7007, 1752, 4 if dtype == "float32" else 2
+    elements = 7007
+    part = 1752
+    size = 4 if dtype == "float32" else 2
 
     def work(mesh: Mesh) -> tuple[int, int]:
         before = live_bytes()
@@ -240,13 +193,13 @@ def test_16_bit_gradients_are_added_up_in_float32(degrees: Degrees, stage: int) 
     def work(mesh: Mesh) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         shard = case.shard(mesh)
         optimizer = Optimizer([shard], section, 1)
-        before = shard.gather_shard(shard.master_or_shard.detach()).numpy()
+        before = shard.gather_shard(shard.main_param.detach()).numpy()
         for factor in (2048.0, 1.0, 1.0) if mesh.data_rank == 0 else (1.0, 1.0, 1.0):
             shard.gather()
             (shard.parameter.astype("float32") * factor).sum().backward()
         optimizer.finish_gradients(64.0)
         optimizer.step(1)
-        after = shard.gather_shard(shard.master_or_shard.detach()).numpy()
+        after = shard.gather_shard(shard.main_param.detach()).numpy()
         return before, after, shard.gather_parameter().astype("float32").numpy()
 
     start = paddle.to_tensor(case.values(0)).astype("bfloat16").astype("float32").numpy()
@@ -278,15 +231,15 @@ TRAIN: dict[str, dict[str, Any]] = {
 }
 
 
-Learnt = tuple[Arrays, Arrays, list[float]]
+TrainResult = tuple[Arrays, Arrays, list[float]]
 
 
-def train(degrees: Degrees, stage: int, name: str, backend: str, samples: int, limit: int = 0) -> list[Learnt]:
+def train(degrees: Degrees, stage: int, name: str, backend: str, samples: int, limit: int = 0) -> list[TrainResult]:
     """Four steps whose samples are dealt out to the data ranks; parameters, state and norms, by rank. `limit` is that
     of a bucket of gradients."""
     section = TrainSection(max_steps=4, global_batch_size=1, micro_batch_size=1, lr_schedule="constant", **TRAIN[name])
 
-    def work(mesh: Mesh) -> Learnt:
+    def work(mesh: Mesh) -> TrainResult:
         cases = {name: Case(degrees, stage, shape, cut) for name, (shape, cut) in LAYERS.items()}
         shards = [case.shard(mesh, name, seed=len(name)) for name, case in cases.items()]
         assign_buckets(shards, lambda name: False, limit)
@@ -294,7 +247,7 @@ def train(degrees: Degrees, stage: int, name: str, backend: str, samples: int, l
         norms = []
         for step in range(1, 5):
             for sample in range(mesh.data_rank, samples, degrees.num_data_ranks):
-                # the first steps are not told which pass is the last one
+                # in the first steps no pass is marked as the last one
                 optimizer.begin_backward(is_last=step > 2 and sample + degrees.num_data_ranks >= samples)
                 for shard in shards:
                     gradient = cases[shard.name].slice_of(cases[shard.name].gradient(sample, step), mesh)

@@ -8,12 +8,12 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.parallel.static import compile_layers
-from llmsuite.schema.degrees import Degrees
-from tests.unit import tiny_llama
+from tests.support import tiny_llama
 
 ALONE = Mesh(Degrees(1, 1, 1, 1), 0)
 
@@ -84,7 +84,8 @@ def test_layers_that_differ_have_programs_of_their_own() -> None:
 
 
 def test_evaluation_runs_the_plain_layers() -> None:
-    plain, static = _model(compiled=False), _model(compiled=True)
+    plain = _model(compiled=False)
+    static = _model(compiled=True)
     ids = paddle.to_tensor(np.arange(24).reshape(2, 12) % 19)
     for model in (plain, static):
         model.eval()
@@ -93,7 +94,7 @@ def test_evaluation_runs_the_plain_layers() -> None:
 
 
 def test_a_tensor_of_the_context_may_be_missing() -> None:
-    """As the mask is where attention is causal by itself."""
+    """Such as the mask where the attention kernel is causal."""
     model = _model(compiled=True)
     model.ops = type(model.ops)(causal_mask=lambda queries, keys, dtype: None)
     without = _backward(model, np.arange(12).reshape(1, 12) % 19)

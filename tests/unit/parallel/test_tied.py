@@ -14,11 +14,18 @@ from llmsuite.parallel.tied import dense_gradient, use_sparse_gradient
 IDS = [[3, 1, 3], [0, 3, 4]]
 
 
+def made() -> tuple[Any, Any]:
+    """A model of one embedding, and the embedding."""
+    embedding = nn.Embedding(7, 4)
+    return nn.LayerList([embedding]), embedding
+
+
 def gradient(is_sparse: bool, uses_head: bool, passes: int) -> Any:
     paddle.seed(0)
-    embedding = nn.Embedding(7, 4)
+    model, embedding = made()
     if is_sparse:
-        use_sparse_gradient(embedding)
+        use_sparse_gradient(model, "0")
+        (embedding,) = model
     for _ in range(passes):
         hidden = embedding(paddle.to_tensor(IDS)).tanh()
         logits = paddle.matmul(hidden, embedding.weight, transpose_y=True) if uses_head else hidden
@@ -37,9 +44,10 @@ def test_the_gradient_is_the_same(uses_head: bool, passes: int) -> None:
 
 
 def test_a_freed_embedding_has_one() -> None:
-    """As under sharding stage 3, where it is gathered for the forward pass alone if no logits are made with it."""
-    embedding = nn.Embedding(7, 4)
-    use_sparse_gradient(embedding)
+    """Such as under sharding stage 3, where it is gathered for the forward pass only if no logits are made with it."""
+    model, _ = made()
+    use_sparse_gradient(model, "0")
+    (embedding,) = model
     embedding(paddle.to_tensor(IDS)).sum().backward()
     embedding.weight.get_tensor()._clear()
     found = dense_gradient(embedding.weight.grad, embedding.weight).numpy()
@@ -47,7 +55,8 @@ def test_a_freed_embedding_has_one() -> None:
 
 
 def test_a_frozen_embedding_has_none() -> None:
-    embedding = nn.Embedding(7, 4)
+    model, embedding = made()
     embedding.weight.stop_gradient = True
-    use_sparse_gradient(embedding)
+    use_sparse_gradient(model, "0")
+    (embedding,) = model
     assert embedding(paddle.to_tensor(IDS)).stop_gradient

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
 from llmsuite.parallel.vocabulary import is_padded, network_of, pad_values
-from llmsuite.schema.degrees import Degrees
-from tests.unit.families import FAMILIES
+from tests.support.families import FAMILIES
 
 
 @given(

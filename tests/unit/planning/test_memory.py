@@ -1,4 +1,4 @@
-"""What a plan says of memory is what the engine makes: the same parameters, the same pieces, the same bytes kept."""
+"""The memory of a plan equals that of the engine: the same parameters, the same shards, the same bytes kept."""
 
 from __future__ import annotations
 
@@ -7,40 +7,42 @@ import dataclasses
 import gc
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import paddle
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from paddle.base import core
 
 from llmsuite import builtin
+from llmsuite.adapters.add import adapted_modules, add_adapters
+from llmsuite.adapters.lora import LORA
+from llmsuite.adapters.methods import adapter_config
+from llmsuite.adapters.parameters import with_adapters
 from llmsuite.cli import commands
 from llmsuite.cli.main import main
+from llmsuite.contract.registry import load_plugins
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.xpu import XpuBackend
-from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.peft_configs import lora_config
+from llmsuite.engine.build import build_model
 from llmsuite.models.qat import fake_quantize_layers, fake_quantized
-from llmsuite.models.targets import adaptable_modules, pick_modules, with_adapters
-from llmsuite.parallel.cut import keep_part, part_bounds, parts_with
+from llmsuite.models.targets import adaptable_modules, pick_modules
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.pipeline_split import keep_part, part_bounds, parts_with
 from llmsuite.parallel.recompute import recompute_attention, recompute_layers
 from llmsuite.parallel.sharding import ParameterShard
+from llmsuite.parallel.timeline import orders, peak_held
 from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.layout import Layout, ModelParameters
 from llmsuite.planning.memory import memory
-from llmsuite.planning.schedule import orders, peak_held
-from llmsuite.plugins.manager import load_plugins
-from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.schema.degrees import Degrees
-from llmsuite.train.build import build_model
-from tests.unit.families import CASES, FAMILIES, config_of, tiny
+from llmsuite.recipe.resolve import RunPlan
+from tests.support.allocated import RECIPE, allocated, run_plan
+from tests.support.families import CASES, FAMILIES, config_of, tiny
 
 SHAPES: list[tuple[str, dict[str, Any]]] = [
     ("llama", {}),
@@ -70,10 +72,6 @@ def quick_collections() -> Iterator[None]:
     gc.unfreeze()
 
 
-def run_plan(recipe: str, *words: str, smoke: bool = False) -> RunPlan:
-    return plan_run(recipe, words, load_plugins(builtin, commands), smoke)
-
-
 def trained(family: str, shape: dict[str, Any], ops: Ops) -> Any:
     """A tiny model with memory, in training."""
     spec = FAMILIES[family]
@@ -87,7 +85,8 @@ def trained(family: str, shape: dict[str, Any], ops: Ops) -> Any:
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_family_says_the_shapes_its_model_has(case: str) -> None:
-    config, spec = config_of(case), FAMILIES[case.split("/")[0]]
+    config = config_of(case)
+    spec = FAMILIES[case.split("/")[0]]
     with paddle.LazyGuard():
         model = spec.factory()(config, Ops())
     assert list(spec.names().parameter_shapes(config).items()) == [
@@ -97,14 +96,15 @@ def test_a_family_says_the_shapes_its_model_has(case: str) -> None:
 
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
 def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any]) -> None:
-    model, cuts = tiny(family, **shape), FAMILIES[family].shard_plan
+    model = tiny(family, **shape)
+    cuts = FAMILIES[family].shard_plan
     shapes = FAMILIES[family].names().parameter_shapes(model.config)
     for patterns in (None, ["o_proj"], ["*_proj"]):
         expected = adapted_modules(model, cuts, patterns)
         assert pick_modules(adaptable_modules(shapes, cuts), cuts, patterns) == expected
     with paddle.LazyGuard():
-        add_adapters(model, expected, lora_config(r=3))
-    assert with_adapters(shapes, expected, 3) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+        add_adapters(model, expected, adapter_config(rank=3))
+    assert with_adapters(shapes, expected, 3, LORA) == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize(
@@ -123,15 +123,22 @@ def test_adapters_are_where_the_model_has_them(family: str, shape: dict[str, Any
 def test_a_frozen_base_is_planned_as_it_is_made(family: str, words: list[str], dtype: str) -> None:
     words = ["--launch.num_devices=1", "--parallel={}", *words]
     plan = run_plan(f"recipes/{family}/lora.json", *words, smoke=True)
-    built = build_model(plan, load_plugins(builtin, commands), CpuBackend(), Mesh(plan.degrees, 0))
+    built = build_model(
+        plan.model,
+        plan.parallel,
+        plan.train,
+        load_plugins(builtin, commands),
+        CpuBackend(),
+        Mesh(plan.parallel.degrees, 0),
+    )
     made = dict(built.part.named_parameters())
     dtypes = {name: str(p.dtype).rpartition(".")[2] for name, p in made.items()}
     sizes = {"uint8": 1, "int8": 1, "bfloat16": 2, "float32": 4}
-    planned = Layout(plan).parameters(Mesh(plan.degrees, 0))
+    planned = Layout(plan.model, plan.parallel).parameters(Mesh(plan.parallel.degrees, 0))
     assert {h.name: (list(h.local_shape), h.num_bytes) for h in planned} == {
         name: (list(p.shape), sizes[dtypes[name]]) for name, p in made.items()
     }
-    assert sum(h.num_values for h in planned) == Layout(plan).num_parameters
+    assert sum(h.num_values for h in planned) == Layout(plan.model, plan.parallel).num_parameters
     assert any(h.is_codes for h in planned) is ("int" in dtype)
     assert {dtypes[n] for n in made if n.endswith(("o_proj.weight", "o_proj.weight.codes"))} == {dtype}
     assert {dtypes[n] for n in made if "norm" in n or "embed" in n or "lora" in n} == {"float32"}
@@ -151,13 +158,19 @@ def test_each_part_has_the_parameters_that_are_kept_for_it(family: str, tied: bo
         assert {name for name in names if part in parts_with(name, cuts, bounds, tied)} == expected
 
 
+def _layout(plan: RunPlan, shapes: dict[str, tuple[int, ...]]) -> Layout:
+    return Layout(plan.model, plan.parallel, ModelParameters(plan.model, plan.parallel, shapes))
+
+
 @given(
     st.integers(1, 40), st.integers(0, 3), st.sampled_from([1, 2, 3]), st.sampled_from(["fp32", "bf16"]), st.booleans()
 )
-def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precision: str, frozen: bool) -> None:
-    name, width = "model.norm.weight", 4 if precision == "fp32" else 2
-    layout = Layout(ONE_DEVICE[precision], ModelParameters(ONE_DEVICE[precision], {name: (size,)}))
-    layout.sharding, layout.trained = stage, set() if frozen else {name}
+def test_a_shard_has_the_planned_elements(size: int, stage: int, parts: int, precision: str, frozen: bool) -> None:
+    name = "model.norm.weight"
+    width = 4 if precision == "fp32" else 2
+    layout = _layout(ONE_DEVICE[precision], {name: (size,)})
+    layout.sharding = stage
+    layout.trained = set() if frozen else {name}
     for rank in range(parts):
         mesh = Mesh(Degrees(1, 1, parts, 1), rank)
         (held,) = layout._make_parameters(mesh)
@@ -165,14 +178,14 @@ def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precis
             [size], "float32" if width == 4 else "bfloat16", default_initializer=paddle.nn.initializer.Constant(0.0)
         )
         shard = ParameterShard(name, parameter, mesh, None, stage, is_frozen=frozen)
-        local = shard._stored if held.is_stored_in_parts else shard.parameter
+        local = shard._stored if held.is_stored_sharded else shard.parameter
         assert held.parameter_bytes == local.numel().item() * width
         if not frozen:
-            copied = shard.master_or_shard.numel().item() * (4 if shard.has_master else width)
+            copied = shard.main_param.numel().item() * (4 if shard.has_master else width)
             assert held.master_bytes == (copied if shard.shard_is_copy else 0)
         assert held.reduce_in_backward == shard._reduce_in_backward
         assert held.num_owned == (
-            0 if shard.is_empty else local.numel().item() if parts == 1 else shard.master_or_shard.size
+            0 if shard.is_empty else local.numel().item() if parts == 1 else shard.main_param.size
         )
 
 
@@ -182,14 +195,16 @@ def test_a_shard_holds_what_is_planned(size: int, stage: int, parts: int, precis
 def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recompute: str, is_fused: bool) -> None:
     """By the count of the allocator, byte for byte."""
     backend = CpuBackend()
-    model, spec = trained(family, shape, backend.ops("fp32") if is_fused else Ops()), FAMILIES[family]
+    model = trained(family, shape, backend.ops("fp32") if is_fused else Ops())
+    spec = FAMILIES[family]
     assert spec.shard_plan is not None
-    assert spec.anatomy is not None
+    assert spec.shape_spec is not None
     if recompute == "full":
         recompute_layers(model, spec.shard_plan, 2)
     elif recompute == "selective":
         recompute_attention(model, spec.shard_plan)
-    rows, length = 2, 37
+    rows = 2
+    length = 37
     x = paddle.randn([rows, length, model.config.hidden_size])
     x.stop_gradient = False
     inputs = model.layer_inputs(0, length, x.dtype)
@@ -199,7 +214,7 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
         fused = backend.fused("fp32") if is_fused else frozenset[str]()
         how = ActivationSettings(num_bytes=4, recompute=recompute, every=2, fused=fused, fused_outside=fused)
         planned = activations.kept_by_layer(
-            spec.anatomy(model.config), number, MicroBatch(rows, length, rows * length), how
+            spec.shape_spec(model.config), number, MicroBatch(rows, length, rows * length), how
         )
         assert found == planned, number
 
@@ -208,15 +223,17 @@ def test_a_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], recom
 @pytest.mark.parametrize(("family", "shape"), SHAPES, ids=IDS)
 def test_a_rounded_layer_keeps_what_is_planned(family: str, shape: dict[str, Any], rounds_inputs: bool) -> None:
     """Quantisation-aware training keeps weights and inputs on the grid of int8, byte for byte."""
-    model, spec = trained(family, shape, Ops()), FAMILIES[family]
+    model = trained(family, shape, Ops())
+    spec = FAMILIES[family]
     assert spec.shard_plan is not None
-    assert spec.anatomy is not None
+    assert spec.shape_spec is not None
     sizes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     modules = adapted_modules(model, spec.shard_plan, None)
     fake_quantize_layers(model, modules, rounds_weight=True)
     for _, module in fake_quantized(model):
         module.input_scale = 0.01 if rounds_inputs else None
-    rows, length = 2, 37
+    rows = 2
+    length = 37
     x = paddle.randn([rows, length, model.config.hidden_size])
     x.stop_gradient = False
     inputs = model.layer_inputs(0, length, x.dtype)
@@ -226,25 +243,14 @@ def test_a_rounded_layer_keeps_what_is_planned(family: str, shape: dict[str, Any
         rounded = {module: sizes[f"{module}.weight"] for module in modules}
         how = ActivationSettings(num_bytes=4, rounded=rounded, rounds_inputs=rounds_inputs)  # type: ignore[arg-type]
         batch = MicroBatch(rows, length, rows * length)
-        assert found == activations.kept_by_layer(spec.anatomy(model.config), number, batch, how), number
-
-
-def allocated(call: Callable[[], Any]) -> int:
-    """Bytes that are alive when a call is over, its result included."""
-    del_first = call()  # what is made once a process
-    del del_first
-    gc.collect()  # or what another test has left is freed meanwhile
-    before = core.host_memory_stat_current_value("Allocated", 0)
-    result = call()
-    found = core.host_memory_stat_current_value("Allocated", 0) - before
-    del result
-    return int(found)
+        assert found == activations.kept_by_layer(spec.shape_spec(model.config), number, batch, how), number
 
 
 def test_a_pass_holds_most_where_the_schedule_does() -> None:
     """Plan of a pipeline whose chunks keep differently much."""
     for actions in orders("interleaved", 2, 4, 2):
-        alive, most = [], 0.0
+        alive = []
+        most = 0.0
         for action in actions:
             if action.forward:
                 alive.append((action.chunk, action.micro_batch))
@@ -257,7 +263,8 @@ def test_a_pass_holds_most_where_the_schedule_does() -> None:
 @pytest.mark.parametrize("backend", [CpuBackend(), GpuBackend(), XpuBackend()], ids=["cpu", "gpu", "xpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_fused_kernels_are_those_that_models_get(backend: Any, precision: str) -> None:
-    plain, ops = Ops(), backend.ops(precision)
+    plain = Ops()
+    ops = backend.ops(precision)
     of_masks = {"causal_mask", "document_mask", "heads_first"}  # these go with the attention kernel
     names = {field.name for field in dataclasses.fields(Ops)} - of_masks
     assert backend.fused(precision) == {name for name in names if getattr(ops, name) is not getattr(plain, name)}
@@ -275,16 +282,16 @@ def test_more_devices_and_recompute_take_less() -> None:
     ):
         parallel = f'--parallel={none[:-1]}, "sharding": "{sharding}"}}'
         plan = run_plan(RECIPE, parallel, f"--engine.recompute={recompute}")
-        assert plan.family.anatomy is not None
-        anatomy = plan.family.anatomy(plan.model_config)
-        (stage,) = memory(Layout(plan), anatomy, [MicroBatch(1, 2048, 2048)] * 16)
+        assert plan.model.family.shape_spec is not None
+        shape_spec = plan.model.family.shape_spec(plan.model.config)
+        (stage,) = memory(
+            Layout(plan.model, plan.parallel), plan.train, 2048, shape_spec, [MicroBatch(1, 2048, 2048)] * 16
+        )
         peaks.append(stage.peak)
     assert peaks == sorted(set(peaks), reverse=True)
 
 
 # the command
-
-RECIPE = "recipes/llama/sft.json"
 
 
 def test_a_plan_says_whether_it_fits(capsys: pytest.CaptureFixture[str]) -> None:

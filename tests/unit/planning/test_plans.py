@@ -1,4 +1,4 @@
-"""Plans as a whole: traffic by hand, schedules in time, FLOPs, files, the search, and what the command says."""
+"""Plans: traffic counted by hand, schedules in time, FLOPs, files, the search, and the output of the command."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.amounts import Unit, parse_amount
 from llmsuite.cli.main import main
 from llmsuite.devices.gpu import GpuBackend
-from llmsuite.errors import UserError
 from llmsuite.parallel.schedule import Action
+from llmsuite.parallel.timeline import length, orders, peak_in_flight, simulate, timeline_text, topological_order_of
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import Message, Traffic
 from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
-from llmsuite.planning.estimate import Estimate, anatomy_of, estimate
-from llmsuite.planning.layout import Layout, ranks
+from llmsuite.planning.estimate import Estimate, estimate, shape_spec_of
+from llmsuite.planning.layout import Layout, ModelParameters, ranks
 from llmsuite.planning.memory import full_micro_batch
-from llmsuite.planning.schedule import draw_text, length, orders, peak_passes, simulate, turns_of
-from llmsuite.planning.search import Strategy, search, strategies, violations, with_strategy
-from llmsuite.planning.show import show_search
-from tests.paths import ROOT
-from tests.unit.planning.test_memory import RECIPE, run_plan
-from tests.unit.schedules import peak_live
+from llmsuite.planning.report import show_search
+from llmsuite.planning.search import Candidates, Strategy, search, strategies
+from tests.support.allocated import RECIPE, run_plan
+from tests.support.paths import ROOT
+from tests.support.schedules import peak_live
 
 
 @given(st.integers(1, 6), st.integers(1, 24), st.sampled_from(["1F1B", "FThenB"]))
 def test_the_bubble_is_that_of_the_formula(stages: int, count: int, kind: str) -> None:
     """(p - 1) / (m + p - 1) of the time, for equal stages (Narayanan et al. 2021, arXiv 2104.04473)."""
-    played = simulate(orders(kind, stages, count, 1), [1.0] * stages, [2.0] * stages)  # type: ignore[arg-type]
-    assert played.bubble == pytest.approx((stages - 1) / (count + stages - 1))
+    simulated = simulate(orders(kind, stages, count, 1), [1.0] * stages, [2.0] * stages)  # type: ignore[arg-type]
+    assert simulated.bubble == pytest.approx((stages - 1) / (count + stages - 1))
     live = peak_live(kind, stages, count)  # type: ignore[arg-type]
-    assert [peak_passes(rank) for rank in played.ranks] == live
+    assert [peak_in_flight(rank) for rank in simulated.ranks] == live
 
 
 def test_ranks_do_in_time_what_the_engine_orders() -> None:
     wanted = orders("interleaved", 2, 4, 2)
-    played = simulate(wanted, [1.0] * 4, [2.0] * 4)
-    assert tuple(tuple(timed.action for timed in rank) for rank in played.ranks) == wanted
+    simulated = simulate(wanted, [1.0] * 4, [2.0] * 4)
+    assert tuple(tuple(timed.action for timed in rank) for rank in simulated.ranks) == wanted
     done: dict[tuple[bool, int, int], float] = {}
-    for stage, rank in enumerate(played.ranks):
+    for stage, rank in enumerate(simulated.ranks):
         for timed in rank:
             done[timed.action.forward, timed.action.chunk * 2 + stage, timed.action.micro_batch] = timed.end
-    for stage, rank in enumerate(played.ranks):
+    for stage, rank in enumerate(simulated.ranks):
         for timed in rank:
-            part, step = timed.action.chunk * 2 + stage, -1 if timed.action.forward else 1
+            part = timed.action.chunk * 2 + stage
+            step = -1 if timed.action.forward else 1
             before = done.get((timed.action.forward, part + step, timed.action.micro_batch))
             assert before is None or before <= timed.start
 
@@ -61,16 +62,18 @@ def test_ranks_do_in_time_what_the_engine_orders() -> None:
 def test_how_long_it_takes_is_known_without_when(kind: Any, stages: int, count: int, data: st.DataObject) -> None:
     chunks = data.draw(st.integers(1, 3)) if kind == "interleaved" else 1
     seconds = st.lists(st.floats(0.1, 9.0), min_size=stages * chunks, max_size=stages * chunks)
-    forward, backward, transfer = data.draw(seconds), data.draw(seconds), data.draw(st.floats(0, 2.0))
-    played = simulate(orders(kind, stages, count, chunks), forward, backward, transfer)
-    assert length(turns_of(kind, stages, count, chunks), forward, backward, transfer) == played.length
+    forward = data.draw(seconds)
+    backward = data.draw(seconds)
+    transfer = data.draw(st.floats(0, 2.0))
+    simulated = simulate(orders(kind, stages, count, chunks), forward, backward, transfer)
+    assert length(topological_order_of(kind, stages, count, chunks), forward, backward, transfer) == simulated.length
 
 
-def test_a_schedule_is_drawn() -> None:
-    played = simulate(orders("1F1B", 2, 2, 1), [1.0, 1.0], [2.0, 2.0])
-    assert draw_text(played) == ["stage   0 |01..--.--|", "stage   1 |.0--1--..|"]
-    assert draw_text(played, 4) == ["stage   0 |01.. …", "stage   1 |.0-- …"]
-    assert played.ranks[0][0].action == Action(True, 0)
+def test_a_schedule_is_shown_as_text() -> None:
+    simulated = simulate(orders("1F1B", 2, 2, 1), [1.0, 1.0], [2.0, 2.0])
+    assert timeline_text(simulated) == ["stage   0 |01..--.--|", "stage   1 |.0--1--..|"]
+    assert timeline_text(simulated, 4) == ["stage   0 |01.. …", "stage   1 |.0-- …"]
+    assert simulated.ranks[0][0].action == Action(True, 0)
 
 
 def test_micro_batches_that_are_not_played_take_as_long() -> None:
@@ -90,9 +93,10 @@ def test_micro_batches_that_are_not_played_take_as_long() -> None:
 )
 def test_data_ranks_send_every_gradient_once(parallel: str, calls: int) -> None:
     plan = run_plan(RECIPE, f"--parallel={parallel}", "--launch.num_devices=4", "--engine.precision=fp32")
-    layout = Layout(plan)
-    (mesh,) = ranks(plan)
-    sent = Traffic(layout, anatomy_of(plan), mesh, [MicroBatch(1, 64, 64)] * 4, True).counts
+    layout = Layout(plan.model, plan.parallel)
+    (mesh,) = ranks(plan.parallel.degrees)
+    batches = [MicroBatch(1, 64, 64)] * 4
+    sent = Traffic(layout, plan.train, shape_spec_of(plan.model), mesh, batches, [], True).counts
     gradients = {message: count for message, count in sent.items() if message.axis == "data"}
     assert sum(math.prod(m.shape) * m.num_bytes * count for m, count in gradients.items()) == 4 * layout.num_parameters
     assert len(layout.shapes) == 291
@@ -109,23 +113,27 @@ def test_rings_send_parts() -> None:
 def test_flops_are_six_for_each_weight_and_token() -> None:
     """But for the embedding, which multiplies nothing, and attention."""
     plan = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1", "--engine.recompute=none")
-    anatomy, layout = anatomy_of(plan), Layout(plan)
-    (cost,) = part_costs(layout, anatomy, MicroBatch(1, 1, 1))
+    shape_spec = shape_spec_of(plan.model)
+    layout = Layout(plan.model, plan.parallel)
+    (cost,) = part_costs(layout, plan.train, shape_spec, MicroBatch(1, 1, 1))
     weights = sum(math.prod(s) for n, s in layout.shapes.items() if len(s) == 2 and "embed" not in n)
     pairs = 3 * 2 * 32 * 128 * 32
     assert cost.forward + cost.backward == 6 * weights + pairs
     again = run_plan(RECIPE, "--parallel={}", "--launch.num_devices=1")
-    (more,) = part_costs(Layout(again), anatomy, MicroBatch(1, 1, 1))
-    head = 2 * anatomy.hidden * anatomy.vocabulary
+    (more,) = part_costs(Layout(again.model, again.parallel), again.train, shape_spec, MicroBatch(1, 1, 1))
+    head = 2 * shape_spec.hidden * shape_spec.vocabulary
     assert more.backward - cost.backward == cost.forward - head
 
 
 def test_attention_computes_with_a_prefix_too() -> None:
     words = ("--parallel={}", "--launch.num_devices=1", "--engine.recompute=none")
     name = str(RECIPE).replace("pretrain", "sft")
-    plain, behind = (run_plan(type(RECIPE)(name), *words, *more) for more in ((), ("--prefix.tokens=24",)))
-    batch, anatomy = MicroBatch(2, 40, 1), anatomy_of(plain)
-    (alone,), (cost,) = (part_costs(Layout(plan), anatomy, batch) for plan in (plain, behind))
+    plain, prefixed = (run_plan(type(RECIPE)(name), *words, *more) for more in ((), ("--prefix.tokens=24",)))
+    batch = MicroBatch(2, 40, 1)
+    shape_spec = shape_spec_of(plain.model)
+    (alone,), (cost,) = (
+        part_costs(Layout(plan.model, plan.parallel), plan.train, shape_spec, batch) for plan in (plain, prefixed)
+    )
     each = 2 * 32 * 128 * 32  # queries and values of all heads of all layers
     assert cost.forward - alone.forward == 2 * each * (64**2 - 40**2)
     assert cost.backward == cost.forward, "the model is frozen"
@@ -146,21 +154,22 @@ def test_a_search_says_what_fits_and_why_others_do_not() -> None:
 
 
 def test_a_search_names_a_strategy_that_its_recipe_can_have(tmp_path: Path) -> None:
-    """Where a recipe recomputes some layers only, which a search does not try."""
+    """The recipe recomputes some layers only, which a search does not try."""
     recipe = json.loads((ROOT / RECIPE).read_text())
     recipe["engine"] |= {"recompute": "full", "recompute_every": 2}
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(recipe))
     fitting, rejected = search(run_plan(str(path)), 30 * 2.0**30, HARDWARE["a100"])
-    (line,) = (line for line in show_search(fitting, rejected, 1) if line.startswith("the first: "))
+    (line,) = (line for line in show_search(fitting, rejected, 1, True) if line.startswith("the first: "))
     again = run_plan(str(path), *shlex.split(line)[5:])
     assert estimate(again).peak == fitting[0].estimate.peak
 
 
 def test_a_search_of_a_family_that_names_no_layers() -> None:
-    """What needs layers is rejected with that reason, and the others are planned without computing anything again."""
+    """Strategies that need layers are rejected with that reason, and the others are planned without recompute."""
     plan = run_plan("recipes/llama/sft.json", "--launch.num_devices=4", "--parallel={}", "--engine.recompute=none")
-    plan = dataclasses.replace(plan, family=dataclasses.replace(plan.family, shard_plan=None))
+    family = dataclasses.replace(plan.model.family, shard_plan=None)
+    plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, family=family))
     fitting, rejected = search(plan, 1e15, HARDWARE["a100"])
     assert {(f.strategy.tp, f.strategy.pp, f.strategy.recompute) for f in fitting} == {(1, 1, "none")}
     reasons = {str(r.strategy): r.reason for r in rejected}
@@ -180,13 +189,17 @@ SEARCHED = {
 def test_a_search_finds_what_single_plans_say(name: str) -> None:
     """Whatever the limit: each strategy planned by itself, in full, with every way of computing again in turn."""
     recipe, words = SEARCHED[name]
-    plan, device = run_plan(recipe, *words), HARDWARE["a100"]
+    plan = run_plan(recipe, *words)
+    device = HARDWARE["a100"]
     single: dict[Strategy, list[tuple[str, Estimate | str]]] = {}
-    for strategy in strategies(plan):
+    parameters = ModelParameters(plan.model, plan.parallel)
+    candidates = Candidates(plan, parameters, shape_spec_of(plan.model), 1e15, device)
+    for strategy in strategies(plan.model, plan.parallel):
         single[strategy] = []
         for recompute in ("none", "selective", "full"):
-            tried = with_strategy(plan, dataclasses.replace(strategy, recompute=recompute))
-            single[strategy].append((recompute, (violations(tried) or [estimate(tried)])[0]))
+            tried = candidates.parallel_plan(dataclasses.replace(strategy, recompute=recompute))
+            found = candidates.violations(tried) or [estimate(dataclasses.replace(plan, parallel=tried))]
+            single[strategy].append((recompute, found[0]))
     peaks = sorted(found.peak for tries in single.values() for _, found in tries if not isinstance(found, str))
 
     @settings(max_examples=5)
@@ -194,7 +207,8 @@ def test_a_search_finds_what_single_plans_say(name: str) -> None:
     def check(peak: float, part: float) -> None:
         limit = peak * part
         fitting, rejected = search(plan, limit, device)
-        fits, others = {}, set()
+        fits = {}
+        others = set()
         for strategy, tries in single.items():
             well = [(r, found) for r, found in tries if not isinstance(found, str) and found.peak <= limit]
             if well:
@@ -221,7 +235,7 @@ def test_a_search_finds_what_single_plans_say(name: str) -> None:
         ("4e11", "FLOPS", 4e11),
     ],
 )
-def test_amounts(text: str, unit: Unit, value: float) -> None:
+def test_amounts_are_read_with_their_units(text: str, unit: Unit, value: float) -> None:
     assert parse_amount("--x", text, unit) == value
 
 
@@ -245,8 +259,8 @@ def test_the_command_says_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_search_needs_no_degrees_that_fit_the_devices(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of the recipe are tensor 2 and pipeline 2, with stage 2, and its batch is 64: no strategy may be without
-    them on 128."""
+    """The degrees of the recipe are tensor 2 and pipeline 2, with stage 2, and its batch is 64: on 128 devices every
+    strategy needs such degrees."""
     recipe = str(RECIPE).replace("pretrain", "sft")
     for devices, found in (("4", "tp2, pp1, sharding stage1"), ("128", "tp8, pp4")):
         words = ["plan", recipe, "--devices", devices, "--hardware", "a100"]
@@ -264,18 +278,21 @@ COMMANDS = [line for line in PUBLISHED.splitlines() if line.startswith("llmsuite
 @pytest.fixture
 def gpu_interleaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of the page are of pipelines that are interleaved, which the page says are refused on gpu for now."""
-    monkeypatch.setattr(GpuBackend, "interleaves", True)
+    monkeypatch.setattr(GpuBackend, "supports_interleaving", True)
 
 
 @pytest.mark.usefixtures("gpu_interleaves")
 @pytest.mark.parametrize("number", range(len(COMMANDS)))
 def test_the_pages_numbers_are_those_of_the_command(number: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """The peak; of the one whose point is another number, what the parameters of a stage take."""
+    """The peak; for the command whose point is another number, the parameters of a stage."""
     main(shlex.split(COMMANDS[number])[1:])
-    said = capsys.readouterr().out
-    told = re.search(r"\n  1 +[\d,]+ +(\S+ GiB)" if "--devices 16 " in COMMANDS[number] else r"\npeak (\S+ GiB)", said)
-    assert told is not None
-    assert told[1] in PUBLISHED, told[1]
+    output = capsys.readouterr().out
+    pattern = r"\npeak (\S+ GiB)"
+    if "--devices 16 " in COMMANDS[number]:
+        pattern = r"\n  1 +[\d,]+ +(\S+ GiB)"
+    found = re.search(pattern, output)
+    assert found is not None
+    assert found[1] in PUBLISHED, found[1]
 
 
 @pytest.mark.usefixtures("gpu_interleaves")
@@ -308,7 +325,7 @@ def test_a_picture_of_another_kind_is_refused(tmp_path: Path, capsys: pytest.Cap
 
 def test_a_search_draws_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", RECIPE, "--search", "--hardware=h100", "--plot", str(tmp_path / "a.png")]) == 2
-    assert "--plot: draws one plan, not a search" in capsys.readouterr().err
+    assert "--plot: shows one plan, not a search" in capsys.readouterr().err
 
 
 def test_a_plan_reads_json_alike(tmp_path: Path) -> None:
@@ -317,7 +334,8 @@ def test_a_plan_reads_json_alike(tmp_path: Path) -> None:
     recipe["train"]["micro_batch_size"] = 2
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(recipe))
-    found, other = estimate(run_plan(str(path))), estimate(run_plan(RECIPE, "--train.micro_batch_size=2"))
+    found = estimate(run_plan(str(path)))
+    other = estimate(run_plan(RECIPE, "--train.micro_batch_size=2"))
     assert found.peak == other.peak
 
 
@@ -328,4 +346,4 @@ def test_a_full_micro_batch_is_padded_as_batches_are(mode: str, length: int) -> 
     words = [f"--model.config.{key}={value}" for key, value in sizes.items()]
     mesh = '--parallel={"tensor_parallel_degree": 6, "sequence_parallel": true}', "--launch.num_devices=6"
     plan = run_plan("recipes/llama/sft.json", *mesh, f"--engine.mode={mode}", "--data.max_length=150", *words)
-    assert full_micro_batch(plan).length == length
+    assert full_micro_batch(plan.model, plan.data, plan.parallel, plan.train).length == length

@@ -1,16 +1,16 @@
-"""What a plan counts for rollouts: the weights that a decoder has, and the cache of what is drawn."""
+"""Plans for rollouts: the weights of a decoder, and the cache of the sampled completions."""
 
 from __future__ import annotations
 
 import pytest
 
+from llmsuite.contract.registry import Registry
 from llmsuite.planning.communication import TENSOR
 from llmsuite.planning.cost import FAST, HARDWARE, Hardware, total_bytes
 from llmsuite.planning.estimate import estimate
 from llmsuite.planning.memory import full_micro_batch
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 RECIPE = ROOT / "recipes" / "llama" / "grpo.json"
 
@@ -31,7 +31,7 @@ def test_weights_for_rollouts_are_not_there_in_passes(registry: Registry) -> Non
         assert stage.peak == stage.between_steps + stage.held + stage.buffers
 
 
-def test_a_cache_has_keys_and_values_of_what_is_drawn_at_once(registry: Registry) -> None:
+def test_a_cache_has_keys_and_values_of_the_sampled_batch(registry: Registry) -> None:
     plan = plan_run(RECIPE, ["--rollout.batch_size=16"], registry)
     (stage, *_) = estimate(plan).stages
     a_token = 32 * 2 * 8 * 128 * 2  # layers, keys and values, key heads, their size, bytes
@@ -49,7 +49,8 @@ def test_a_reference_is_cut_as_the_weights_are(registry: Registry) -> None:
 
 
 def test_a_micro_batch_has_all_completions_of_its_prompts(registry: Registry) -> None:
-    assert full_micro_batch(plan_run(RECIPE, ["--train.micro_batch_size=2"], registry)).rows == 16
+    plan = plan_run(RECIPE, ["--train.micro_batch_size=2"], registry)
+    assert full_micro_batch(plan.model, plan.data, plan.parallel, plan.train).rows == 16
 
 
 def test_answers_at_evaluations_take_the_same(registry: Registry) -> None:
@@ -77,8 +78,8 @@ def test_a_critic_has_weights_moments_and_gradients_of_its_own(registry: Registr
     embedding = 128256 * 4096
     each = 8_030_261_248 - embedding + 4096  # a score head in place of the output projection
     assert stage.critic == 3 * 4 * each
-    assert stage.beside_critic >= stage.gradients + 4 * each
-    assert stage.peak >= stage.between_steps + stage.beside_critic
+    assert stage.critic_peak >= stage.gradients + 4 * each
+    assert stage.peak >= stage.between_steps + stage.critic_peak
     assert stage.between_steps >= 4 * 3 * (8_030_261_248 + each)
 
 
@@ -86,7 +87,8 @@ def test_a_step_has_the_passes_of_the_critic_too(registry: Registry) -> None:
     """One pass more than a step of a reward model, to judge the rollout."""
     words = ["--ppo.reference=none", "--ppo.beta=0", "--parallel={}", "--launch.num_devices=2"]
     found = estimate(plan_run(RECIPE.with_name("ppo.json"), words, registry))
-    critic, (cost,) = found.critic, found.costs
+    critic = found.critic
+    (cost,) = found.costs
     assert critic is not None
     head = 2 * 4096 * 128256 * found.batch.supervised
     each = cost.forward - head
@@ -121,15 +123,18 @@ def test_the_time_of_a_rollout(registry: Registry) -> None:
     device = HARDWARE["h100"]
     times = estimate(plan).rollout_seconds(device)
     assert times is not None
-    weights, a_token = 2 * 8_030_261_248, 32 * 2 * 8 * 128 * 2
-    rows, drawn, before = 64, 1024, 1024
-    steps = recipe.train.global_batch_size / 8 * 8 * drawn / rows
-    fetched = steps * (weights + rows * (before + drawn / 2) * a_token) / (device.memory_bandwidth * FAST.bandwidth)
+    weights = 2 * 8_030_261_248
+    a_token = 32 * 2 * 8 * 128 * 2
+    rows = 64
+    sampled = 1024
+    before = 1024
+    steps = recipe.train.global_batch_size / 8 * 8 * sampled / rows
+    fetched = steps * (weights + rows * (before + sampled / 2) * a_token) / (device.memory_bandwidth * FAST.bandwidth)
     assert fetched < times[0] < 1.1 * fetched  # reading from memory takes longest, and prompts a little
     assert times[1] > 1.5 * times[0]
 
 
-def test_no_time_where_others_draw_or_nothing_is_known(registry: Registry) -> None:
+def test_no_time_where_servers_sample_or_the_memory_speed_is_unknown(registry: Registry) -> None:
     served = ["--rollout.engine=openai", '--rollout.openai.urls=["http://a"]']
     assert estimate(plan_run(RECIPE, served, registry)).rollout_seconds(HARDWARE["h100"]) is None
     assert estimate(plan_run(RECIPE, [], registry)).rollout_seconds(Hardware(1e12, 1e9, 1e9, 1e9)) is None

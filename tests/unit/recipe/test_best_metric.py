@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from llmsuite.errors import RecipeError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import RecipeError
+from llmsuite.base.resources import bundled
+from llmsuite.contract.registry import Registry
+from llmsuite.engine.generation import METRIC_NAMES
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.recipe.rules.metrics import OF_ANSWERS
-from llmsuite.resources import bundled
-from llmsuite.train.generation import NAMES
+from llmsuite.recipe.rules.metrics import GENERATION_METRICS
 
 SUMS = {
     "sft": "loss tokens/likely tokens/accuracy",
@@ -32,7 +32,7 @@ def check(registry: Registry, stage: str, metric: str, *words: str) -> None:
 
 
 @pytest.mark.parametrize("stage", METRICS)
-def test_what_evaluations_have_is_taken(registry: Registry, stage: str) -> None:
+def test_metrics_of_evaluations_are_accepted(registry: Registry, stage: str) -> None:
     for metric in METRICS[stage].split():
         check(registry, stage, f"eval/{metric}")
 
@@ -56,8 +56,8 @@ def test_only_rewards_and_numbers_of_the_recipe_are_taken(registry: Registry, me
 
 
 def test_metrics_of_answers_and_further_tokens_need_their_keys(registry: Registry) -> None:
-    assert OF_ANSWERS == NAMES
-    for name in NAMES:
+    assert GENERATION_METRICS == METRIC_NAMES
+    for name in METRIC_NAMES:
         check(registry, "sft", f"eval/{name}", "--generation.max_new_tokens=4")
         with pytest.raises(RecipeError, match=r"checkpoint\.best_metric"):
             check(registry, "sft", f"eval/{name}")

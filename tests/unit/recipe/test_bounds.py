@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.load import load
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.source import MAX_BYTES
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 RECIPE: dict[str, Any] = json.loads((ROOT / "recipes" / "llama" / "sft.json").read_text())
 
@@ -41,7 +41,8 @@ def written(path: Path, text: str) -> Path:
 )
 def test_much_that_is_wrong_costs_little(tmp_path: Path, registry: Registry, text: str) -> None:
     assert len(text) < MAX_BYTES
-    path, begun = written(tmp_path / "recipe.json", text), resource.getrusage(resource.RUSAGE_SELF).ru_utime
+    path = written(tmp_path / "recipe.json", text)
+    begun = resource.getrusage(resource.RUSAGE_SELF).ru_utime
     said = ""
     try:
         load(path, [], registry)
@@ -52,7 +53,7 @@ def test_much_that_is_wrong_costs_little(tmp_path: Path, registry: Registry, tex
     assert len(said) < 100_000
 
 
-def test_what_is_larger_is_not_read(tmp_path: Path, registry: Registry) -> None:
+def test_files_above_the_size_limit_are_not_read(tmp_path: Path, registry: Registry) -> None:
     with pytest.raises(UserError, match="a recipe has at most"):
         load(written(tmp_path / "recipe.json", " " * (MAX_BYTES + 1)), [], registry)
     with pytest.raises(UserError, match="more than 1,000; write a recipe"):
@@ -78,7 +79,7 @@ def test_what_is_larger_is_not_read(tmp_path: Path, registry: Registry) -> None:
         ("pretrain", "--model.config.bos_token_id=-5", "integer >= 0"),
     ],
 )
-def test_what_cannot_be_is_refused(registry: Registry, recipe: str, override: str, says: str) -> None:
+def test_values_out_of_range_are_rejected(registry: Registry, recipe: str, override: str, says: str) -> None:
     with pytest.raises(RecipeError) as found:
         load(ROOT / "recipes" / "llama" / f"{recipe}.json", [override], registry)
     assert says in str(found.value)
@@ -92,13 +93,13 @@ def test_a_path_has_no_zero_byte(tmp_path: Path, registry: Registry) -> None:
 @pytest.mark.parametrize(
     ("stage", "words", "says"),
     [
-        ("pretrain", ["--data.packing=best_fit"], "data.packing: is best_fit; the samples of stage pretrain are not"),
+        ("pretrain", ["--data.packing=best_fit"], "data.packing: is best_fit; stage pretrain does not pack samples"),
         ("pretrain", ['--data.mix={"more.jsonl": 1.0}'], "data.mix: has no effect in stage pretrain"),
-        ("kto", ["--data.packing=best_fit"], "the samples of stage kto are not packed"),
-        ("grpo", ["--data.packing=best_fit"], "the samples of stage grpo are not packed"),
+        ("kto", ["--data.packing=best_fit"], "stage kto does not pack samples"),
+        ("grpo", ["--data.packing=best_fit"], "stage grpo does not pack samples"),
     ],
 )
-def test_what_has_no_effect_is_refused(registry: Registry, stage: str, words: list[str], says: str) -> None:
+def test_keys_without_effect_are_rejected(registry: Registry, stage: str, words: list[str], says: str) -> None:
     with pytest.raises(RecipeError) as found:
         plan_run(ROOT / "recipes" / "llama" / f"{stage}.json", words, registry)
     assert says in str(found.value)
@@ -110,7 +111,7 @@ def test_nothing_to_evaluate_on_is_refused(tmp_path: Path, registry: Registry, s
     recipe["train"]["eval_steps"] = steps
     del recipe["data"]["eval"]
     path = written(tmp_path / "recipe.json", json.dumps(recipe))
-    with pytest.raises(RecipeError, match=f"train.eval_steps: is {steps}, and there is nothing to evaluate on"):
+    with pytest.raises(RecipeError, match=f"train.eval_steps: is {steps}, but there is no evaluation data"):
         plan_run(path, [], registry)
     # which says that nothing is, as a command line does of a recipe that evaluates
     assert plan_run(path, ["--data.eval=null"], registry).recipe.train.eval_steps == steps

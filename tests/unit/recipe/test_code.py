@@ -1,4 +1,4 @@
-"""Which Python files a recipe may name."""
+"""Rules about the Python files that a recipe may name."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import llmsuite
+from llmsuite.base.errors import Problem, RecipeError
 from llmsuite.cli.main import main
-from llmsuite.errors import Problem, RecipeError
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 _KEYS: dict[str, tuple[str, str, Callable[[str], Any]]] = {
     "reward.functions": ("grpo", "reward", lambda file: {"functions": {f"{file}:found": 1.0}}),
@@ -63,8 +63,8 @@ def home(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def _refused(home: Home, recipe: Path | dict[str, Any], *words: str) -> bool:
-    """Whether a check of a recipe complains about its code. It may complain of weights and data, which are not there,
-    and of nothing else."""
+    """Return True if a check of a recipe complains about its code. It may complain of weights and data, which are not
+    there, and of nothing else."""
     problems: list[Problem] = []
     try:
         llmsuite.load_recipe(recipe, _given(words))
@@ -85,7 +85,7 @@ def test_a_file_of_a_stranger_is_refused(home: Home, capsys: pytest.CaptureFixtu
     assert _refused(home, recipe)
     assert main(["validate", str(recipe)]) == 2
     said = capsys.readouterr().err
-    assert f"{home.key}: names code in {home.strange}/code_of_somebody.py, which would be run" in said
+    assert f"{home.key}: names code in {home.strange}/code_of_somebody.py, which would be executed" in said
     assert "this file was run" not in said
 
 
@@ -101,7 +101,7 @@ def test_a_path_that_leads_out_is_refused(home: Home) -> None:
 
 
 @pytest.mark.parametrize("where", ["recipes", "own"])
-def test_a_file_beside_the_recipe_or_of_who_works_here_is_taken(home: Home, where: str) -> None:
+def test_a_file_next_to_the_recipe_or_in_the_working_directory_is_allowed(home: Home, where: str) -> None:
     assert not _refused(home, home.recipe(home.code(getattr(home, where))))
 
 
@@ -129,11 +129,11 @@ def test_a_file_that_the_command_line_names_is_taken(home: Home) -> None:
 
 
 _IMPORTERS = {
-    "llmsuite/plugins/given.py": "the option --plugin, a word of whoever runs the command",
+    "llmsuite/contract/given.py": "the option --plugin, a word of whoever runs the command",
     "llmsuite/rl/environments.py": "environment.name",
     "llmsuite/rl/reward_worker.py": "reward.functions",
     "llmsuite/rl/verifiers_environment.py": "environment.verifiers.id",
-    "llmsuite/train/collator.py": "data.collator",
+    "llmsuite/engine/collator.py": "data.collator",
 }
 """Modules that import a file, and what names it: an option, or a key that `code_files` knows."""
 
@@ -147,7 +147,7 @@ def test_nothing_else_imports_a_file() -> None:
             is_ours = isinstance(called, ast.Name) and name in ("import_file", "from_file", "exec", "eval")
             if is_ours or name in ("spec_from_file_location", "run_path", "run_module"):
                 found.add(path.relative_to(ROOT).as_posix())
-    assert found - {"llmsuite/python_files.py", "llmsuite/__main__.py"} == {*_IMPORTERS}
+    assert found - {"llmsuite/base/python_files.py", "llmsuite/__main__.py"} == {*_IMPORTERS}
     assert {key for key in _IMPORTERS.values() if " " not in key} == {*_KEYS}
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from llmsuite.errors import RecipeError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import RecipeError
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.resolve import plan_run
-from tests.unit.grpo_case import RECIPE
+from tests.support.grpo_case import RECIPE
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ from tests.unit.grpo_case import RECIPE
         ("environment.guess.lowest", ["--environment.name=guess", "--environment.guess.lowest=10"]),
     ],
 )
-def test_what_cancels_itself_is_refused(registry: Registry, key: str, words: list[str]) -> None:
+def test_contradicting_keys_are_rejected(registry: Registry, key: str, words: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
         plan_run(RECIPE, words, registry)
     assert key in [problem.key for problem in caught.value.problems]

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import llmsuite
-from llmsuite.errors import Problem, RecipeError, UserError
-from llmsuite.plugins.hookspecs import StageSpec
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import Problem, RecipeError, UserError
+from llmsuite.contract.hookspecs import StageSpec
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.section import Section
 from llmsuite.recipe.load import REMOVE, load
 from llmsuite.recipe.source import MAX_INT, MIN_INT
-from llmsuite.schema.section import Section
 from tests.conftest import STAGES, VALID, position, registry_with
 
 Problems = Callable[..., list[Problem]]
@@ -99,7 +99,7 @@ def test_section_of_another_stage(write_recipe: Callable[..., Path]) -> None:
     assert load(write_recipe({"stage": "other", "other": {"size": 1}}), [], two_stages).recipe.stage == "other"
 
 
-def test_everything_wrong_is_told_at_once_in_the_order_of_the_file(problems: Problems, tmp_path: Path) -> None:
+def test_all_problems_are_reported_together_in_the_order_of_the_file(problems: Problems, tmp_path: Path) -> None:
     wrong = {
         "stage": "x",
         "model.familly": "llama",
@@ -142,7 +142,7 @@ def test_rules_of_the_shipped_sections(problems: Problems, tmp_path: Path, chang
     assert problem.where == position(tmp_path / "recipe.json", f'"{key.partition(".")[2]}":')
 
 
-def test_rules_of_all_sections_are_told_at_once(problems: Problems) -> None:
+def test_rules_of_all_sections_are_reported_together(problems: Problems) -> None:
     found = problems({"train.num_epochs": 1, "parallel.sequence_parallel": True, "dpo.label_smoothing": 0.5 - 1e-9})
     assert [p.key for p in found] == ["train.max_steps", "parallel.sequence_parallel"]
 

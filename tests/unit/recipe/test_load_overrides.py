@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from llmsuite.errors import Problem
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import Problem
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.section import as_plain
 from llmsuite.recipe.load import REMOVE, LoadedRecipe, load
-from llmsuite.schema.section import as_plain
 from tests.conftest import position
 
 Problems = Callable[..., list[Problem]]
@@ -60,7 +60,7 @@ def overridden(write_recipe: Callable[..., Path], registry: Registry) -> Callabl
         ('--model.config={"hidden_size": 64}', "model.config.hidden_size", 64),
     ],
 )
-def test_value(overridden: Callable[..., LoadedRecipe], word: str, key: str, value: Any) -> None:
+def test_an_override_sets_its_value(overridden: Callable[..., LoadedRecipe], word: str, key: str, value: Any) -> None:
     loaded = overridden(word, changes={"checkpoint": {"keep_last": 3}, "model.config": {"num_hidden_layers": 1}})
     found: Any = as_plain(loaded.recipe)
     for part in key.split("."):
@@ -75,7 +75,8 @@ def test_override_lies_over_file_and_layers(overridden: Callable[..., LoadedReci
     layer = {"train.max_steps": 20, "train.warmup_ratio": 0.2, "seed": 5, "data.eval": REMOVE, "engine": {}}
     changes = {"train.warmup_ratio": 0.1, "data.eval": "x", "engine.recompute": "full"}
     loaded = overridden("--train.max_steps=30", changes=changes, layers=[("--layer", layer)])
-    train, recipe = loaded.recipe.train, loaded.recipe
+    train = loaded.recipe.train
+    recipe = loaded.recipe
     assert (train.max_steps, train.warmup_ratio, train.global_batch_size, recipe.seed) == (30, 0.2, 8, 5)
     assert recipe.data.eval is None
     assert recipe.engine.recompute == "none"
@@ -153,12 +154,12 @@ def test_bytes_of_another_encoding(problems: Problems) -> None:
     assert problems(None, "--output_dir=\udcff") == [Problem("--output_dir=\\udcff", "", "is not UTF-8")]
 
 
-def test_given_twice(problems: Problems) -> None:
+def test_an_override_given_twice_is_refused(problems: Problems) -> None:
     found = problems(None, "--seed=1", "--seed=2")
     assert found == [Problem("--seed=2", "seed", "is given twice; it was already set by --seed=1")]
 
 
-def test_every_bad_override_is_told(problems: Problems, tmp_path: Path) -> None:
+def test_every_bad_override_is_reported(problems: Problems, tmp_path: Path) -> None:
     found = problems({"data.x": 1}, "--seed=a", "oops", "--train.max_steps=b", "--data.train=a:3:4", "--q=q:1:1")
     where = position(tmp_path / "recipe.json", '"x"')
     assert found[0].where == where  # though a word ends like a position
@@ -208,10 +209,10 @@ def test_devices_of_the_file_are_counted(overridden: Callable[..., LoadedRecipe]
     [
         ({"devices": "1,2", "num_devices": 4}, [], "launch.devices", "names 2 devices, but num_devices is 4"),
         ({}, ["--launch.devices=1,2", "--launch.num_devices=4"], "launch.devices", "names 2 devices, but num_devices"),
-        ({"devices": "1,1"}, [], "launch.devices", "is '1,1'; it has to be different numbers, such as 4,5,6,7"),
-        ({"devices": "a"}, [], "launch.devices", "it has to be different numbers"),
-        ({"devices": ""}, [], "launch.devices", "it has to be different numbers"),
-        ({"devices": []}, [], "launch.devices", "it has to be different numbers"),
+        ({"devices": "1,1"}, [], "launch.devices", "is '1,1'; it has to be distinct device numbers, such as 4,5,6,7"),
+        ({"devices": "a"}, [], "launch.devices", "it has to be distinct device numbers"),
+        ({"devices": ""}, [], "launch.devices", "it has to be distinct device numbers"),
+        ({"devices": []}, [], "launch.devices", "it has to be distinct device numbers"),
         ({"devices": 4}, [], "launch.devices", "expected text or list of integer >= 0 or null, found 4"),
     ],
 )

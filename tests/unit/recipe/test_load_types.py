@@ -12,11 +12,11 @@ import pytest
 from annotated_types import Ge, Gt, Lt
 
 import llmsuite
-from llmsuite.errors import Problem, RecipeError
-from llmsuite.plugins.hookspecs import StageSpec
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import Problem, RecipeError
+from llmsuite.contract.hookspecs import StageSpec
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.section import Section
 from llmsuite.recipe.load import REMOVE, load
-from llmsuite.schema.section import Section
 from tests.conftest import position, registry_with
 
 Problems = Callable[..., list[Problem]]
@@ -103,7 +103,7 @@ def section(write_recipe: Callable[..., Path], every: Registry) -> Callable[...,
         ("sizes", 1, "expected list of integer or null, found 1"),
     ],
 )
-def test_wrong_value(section: Callable[..., Any], key: str, value: Any, message: str) -> None:
+def test_a_wrong_value_is_refused_by_place(section: Callable[..., Any], key: str, value: Any, message: str) -> None:
     problems, path = section({key: value})
     assert problems == [Problem(position(path, f'"{key}":'), f"every.{key}", message)]
 
@@ -129,7 +129,7 @@ def test_wrong_item_of_a_list(section: Callable[..., Any], key: str, value: list
     ("key", "value"),
     [("count", 2), ("number", 1), ("number", -1e300), ("share", 0), ("limit", None), ("names", ["a"]), ("sizes", [])],
 )
-def test_right_value(section: Callable[..., Any], key: str, value: Any) -> None:
+def test_a_right_value_is_taken(section: Callable[..., Any], key: str, value: Any) -> None:
     loaded, _ = section({key: value})
     assert getattr(loaded, key) == value
 
@@ -172,7 +172,7 @@ def test_rules_of_a_section(section: Callable[..., Any]) -> None:
         ("a b", "unknown key; known keys here:"),
     ],
 )
-def test_unknown_key(problems: Problems, tmp_path: Path, key: str, message: str) -> None:
+def test_an_unknown_key_is_refused_by_place(problems: Problems, tmp_path: Path, key: str, message: str) -> None:
     (problem,) = problems({key: 1})
     assert problem.key == key
     assert problem.message.startswith(message)
@@ -197,7 +197,7 @@ def test_section_given_as_a_value(problems: Problems, tmp_path: Path, section: s
         ({"model.family": REMOVE}, "model.family", '"model"', "is required: text"),
     ],
 )
-def test_required_key(
+def test_a_missing_required_key_is_named(
     problems: Problems, tmp_path: Path, changes: dict[str, Any], key: str, where: str | None, message: str
 ) -> None:
     found = problems(changes)

@@ -17,25 +17,26 @@ from typing import Annotated, Any, Literal, Union
 import pytest
 from typing_extensions import is_typeddict
 
-from llmsuite.errors import Problem, RecipeError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import Problem, RecipeError
+from llmsuite.base.resources import bundled
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.keys import sections, walk
 from llmsuite.recipe.load import recipe_type
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.resources import bundled
-from llmsuite.schema.keys import sections, walk
 
 Key = tuple[str, ...]
 ROOT = bundled("recipes")
 
 
-def _with_all_keys() -> list[str]:
-    """Recipes that have between them each key of a stage that any has."""
-    chosen, seen = [], set[tuple[str, Key]]()
+def _with_all_keys() -> dict[str, set[Key]]:
+    """Recipes that have between them each key of a stage that any has, with the keys that each is the first to have."""
+    chosen = {}
+    seen = set[tuple[str, Key]]()
     for path in sorted(ROOT.glob("*/*.json")):
         tree = json.loads(path.read_text(encoding="utf-8"))
-        keys = {(tree["stage"], key) for key in _paths(tree)}
-        if not keys <= seen:
-            chosen.append(str(path.relative_to(ROOT)))
+        keys = {(tree["stage"], key) for key in _paths(tree)} - seen
+        if keys:
+            chosen[str(path.relative_to(ROOT))] = {key for _, key in keys}
             seen |= keys
     return chosen
 
@@ -52,8 +53,13 @@ HERE = "@here@"
 
 
 @pytest.fixture(params=RECIPES)
-def tree(request: pytest.FixtureRequest) -> dict[str, Any]:
-    loaded: dict[str, Any] = json.loads((ROOT / request.param).read_text(encoding="utf-8"))
+def recipe(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def tree(recipe: str) -> dict[str, Any]:
+    loaded: dict[str, Any] = json.loads((ROOT / recipe).read_text(encoding="utf-8"))
     return loaded
 
 
@@ -71,6 +77,12 @@ def annotations(tree: dict[str, Any], registry: Registry) -> dict[Key, Any]:
                 yield from written(value, (*prefix, name))
 
     return {key: known[key] for key in written(tree)}
+
+
+@pytest.fixture
+def new(recipe: str, annotations: dict[Key, Any]) -> dict[Key, Any]:
+    """Those of the keys that no recipe before has of this stage."""
+    return {key: annotation for key, annotation in annotations.items() if key in RECIPES[recipe]}
 
 
 Check = Callable[..., None]
@@ -122,8 +134,9 @@ def value_of(tree: dict[str, Any], key: Key) -> str:
 
 
 def accepts(annotation: Any, value: Any) -> bool:
-    """Whether a key of this type may have the value, without any conversion."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    """Return True if a key of this type may have the value, without any conversion."""
+    origin = typing.get_origin(annotation)
+    inner = typing.get_args(annotation)
     if annotation is OUTLINE or annotation is dict or origin is dict:
         return isinstance(value, dict)
     if origin is Annotated:
@@ -146,7 +159,8 @@ def holds(limit: Any, value: Any) -> bool:
 
 def beyond(annotation: Any) -> Iterator[Any]:
     """Values just outside the limits of a type, and a word that is none of its options."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+    origin = typing.get_origin(annotation)
+    inner = typing.get_args(annotation)
     if origin is Annotated:
         step = 1 if inner[0] is int else 0.001
         for limit in inner[1:]:
@@ -170,19 +184,20 @@ def test_every_recipe_is_valid_as_it_is(
     (tmp_path / "recipe.json").write_text(json.dumps(tree))
     plan_run(tmp_path / "recipe.json", [], registry)
     assert len(annotations) >= 20
+    assert sum(bool([*beyond(annotation)]) for annotation in annotations.values()) >= 5
     for key, annotation in annotations.items():
         assert accepts(annotation, json.loads(value_of(tree, key))), key
 
 
-def test_typo(tree: dict[str, Any], annotations: dict[Key, Any], check: Check) -> None:
-    for key in annotations:
+def test_typo(tree: dict[str, Any], new: dict[Key, Any], check: Check) -> None:
+    for key in new:
         name = key[-1]
         for typo in {f"{name}x", name[:-1], name[1:] + name[0], name.upper()} - {name, ""}:
             check(key, typo, value_of(tree, key), "unknown key")
 
 
-def test_wrong_type(annotations: dict[Key, Any], check: Check) -> None:
-    for key, annotation in annotations.items():
+def test_wrong_type(new: dict[Key, Any], check: Check) -> None:
+    for key, annotation in new.items():
         wrong = [v for v in (True, 1, 1.5, "1", None, [], {"x": 1}) if not accepts(annotation, v)]
         assert wrong, key
         for value in wrong:
@@ -191,17 +206,15 @@ def test_wrong_type(annotations: dict[Key, Any], check: Check) -> None:
             check(key, key[-1], json.dumps(value), "expected ")
 
 
-def test_out_of_range(annotations: dict[Key, Any], check: Check) -> None:
-    limited = {key: list(beyond(annotation)) for key, annotation in annotations.items()}
-    assert sum(map(bool, limited.values())) >= 5
-    for key, values in limited.items():
-        for value in values:
-            assert not accepts(annotations[key], value)
+def test_out_of_range(new: dict[Key, Any], check: Check) -> None:
+    for key, annotation in new.items():
+        for value in beyond(annotation):
+            assert not accepts(annotation, value)
             check(key, key[-1], json.dumps(value), "expected ")
 
 
-def test_given_twice(tree: dict[str, Any], annotations: dict[Key, Any], check: Check) -> None:
-    for key in annotations:
+def test_given_twice(tree: dict[str, Any], new: dict[Key, Any], check: Check) -> None:
+    for key in new:
         value = value_of(tree, key)
         for second in (value, "null"):
             check(key, key[-1], value, "is given twice; it was already set at ", second)
@@ -210,7 +223,7 @@ def test_given_twice(tree: dict[str, Any], annotations: dict[Key, Any], check: C
 def test_file_with_many_slips(
     tree: dict[str, Any], annotations: dict[Key, Any], registry: Registry, tmp_path: Path
 ) -> None:
-    """Typos in all leaves of all sections at once: each is told."""
+    """Typos in all leaves of all sections in one recipe: each is reported."""
     leaves = [key for key, annotation in annotations.items() if annotation is not OUTLINE and len(key) > 1]
     text = json.dumps(tree, indent=2)
     for name in {key[-1] for key in leaves} - {key[0] for key in annotations}:

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.new import METHODS, Choice, choose_degrees, new_recipe
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 BILLION = 10**9
 
@@ -33,11 +33,11 @@ BILLION = 10**9
         (8 * BILLION, 6, False, (2, 1)),  # four do not divide six
     ],
 )
-def test_degrees(parameters: int, devices: int, adapters: bool, degrees: tuple[int, int]) -> None:
+def test_degrees_fit_model_and_devices(parameters: int, devices: int, adapters: bool, degrees: tuple[int, int]) -> None:
     assert choose_degrees(parameters, devices, adapters, lambda tp, pp: True) == degrees
 
 
-def test_what_cannot_be_cut_over_tensor_parallel_ranks_gets_a_pipeline() -> None:
+def test_models_that_tensor_parallel_cannot_shard_get_a_pipeline() -> None:
     assert choose_degrees(8 * BILLION, 8, False, lambda tp, pp: tp == 1) == (1, 4)
     assert choose_degrees(8 * BILLION, 8, False, lambda tp, pp: tp <= 2 and pp == 1) == (2, 1)
 
@@ -53,12 +53,14 @@ def test_every_choice_is_valid(registry: Registry, tmp_path: Path) -> None:
         ("pretrain", "sft", "lora", "dpo"), sizes, (1, 2, 8, 12, 64, 256), ("gpu", "cpu")
     ):
         choice = Choice(stage, registry.models[family], presets[family], devices, device)
-        recipe = new_recipe(choice, int(sizes[family] * BILLION), registry.stages[stage].adapters)
+        recipe = new_recipe(
+            choice, int(sizes[family] * BILLION), "adapters_only" in registry.stages[stage].capabilities
+        )
         path.write_text(recipe_text(recipe))
         plan = plan_run(path, [], registry)
-        assert plan.degrees.num_ranks == devices, choice
+        assert plan.parallel.degrees.num_ranks == devices, choice
         if device == "cpu":
-            assert plan.degrees.num_data_ranks == devices
+            assert plan.parallel.degrees.num_data_ranks == devices
 
 
 def test_text_in_another_column_of_a_table_is_to_do(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,16 +74,18 @@ def test_text_in_another_column_of_a_table_is_to_do(weights: Path, capsys: pytes
     todo = [line for line in capsys.readouterr().out.splitlines() if line.startswith("to do: data")]
     assert todo == [
         f"to do: data.train: {rows}: has no column 'text'; it has body; pretrain.key, or --key of `llmsuite data "
-        "index`, says which it is, such as --pretrain.key=body"
+        "index`, names the column, such as --pretrain.key=body"
     ]
 
 
 def test_a_stage_without_recipes(registry: Registry) -> None:
-    with pytest.raises(UserError, match="llmsuite comes with no recipe for it"):
+    with pytest.raises(UserError, match="llmsuite has no recipe to start from"):
         new_recipe(Choice("next", registry.models["llama"], "llama-7b", 1, "cpu"), 7, False)
 
 
-def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_a_recipe(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = tmp_path / "mine.json"
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--family", "qwen", "--num_devices", "8"]
     assert main([*words, "--preset", "qwen2.5-0.5b", "--weights", "runs/x", "-o", str(target)]) == 0
@@ -89,7 +93,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
     assert main(["--no-plugins", "validate", str(target)]) == 0
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(words) == 2
-    assert "--preset: is required without a terminal to ask in" in capsys.readouterr().err
+    assert "--preset: is required without a terminal for questions" in capsys.readouterr().err
     assert main([*words, "--preset", "qwen3-9b"]) == 2
     assert "did you mean qwen3-8b?" in capsys.readouterr().err
 
@@ -124,18 +128,18 @@ def test_every_method_is_valid(registry: Registry, tmp_path: Path, stage: str, n
         if (method == "qlora" and rolls_out) or (method == "full" and stage == "lora"):
             continue
         choice = Choice(stage, registry.models["llama"], "llama-3.1-8b", num_devices, "gpu", method=method)
-        recipe = new_recipe(choice, 8 * BILLION, registry.stages[stage].adapters)
+        recipe = new_recipe(choice, 8 * BILLION, "adapters_only" in registry.stages[stage].capabilities)
         path = tmp_path / f"{method}.json"
         path.write_text(recipe_text(recipe))
         plan = plan_run(path, [], registry)
-        assert (plan.recipe.lora.rank is None) == (method == "full")
-        assert (plan.recipe.lora.base_dtype is None) == (method != "qlora")
+        assert (plan.model.lora.rank is None) == (method == "full")
+        assert (plan.model.lora.base_dtype is None) == (method != "qlora")
         before = json.loads((ROOT / f"recipes/llama/{stage}.json").read_text())["train"]["learning_rate"]
         by = 1 if method == "full" or stage == "lora" else 10
-        assert plan.recipe.train.learning_rate == pytest.approx(by * before)
+        assert plan.train.section.learning_rate == pytest.approx(by * before)
 
 
-def test_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unwritable_outputs_are_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     place = tmp_path / "a file"
     place.write_text("{}")
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--preset", "smollm2-135m", "--num_devices", "1"]
@@ -183,7 +187,7 @@ def test_weights_that_are_not_there(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert main([*words, "--num_devices", "1"]) == 2
         said = capsys.readouterr().err
         assert said.startswith(f"--weights: {place} is not a directory with a model; import one with")
-        assert ("say what it is with --family and --preset" in said) == (not place.exists())
+        assert ("give its shape with --family and --preset" in said) == (not place.exists())
 
 
 def test_a_deployment_has_its_model_below(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -192,7 +196,7 @@ def test_a_deployment_has_its_model_below(weights: Path, capsys: pytest.CaptureF
     weights.rename(deployed / "hf")
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(deployed), "--device", "cpu"]
     assert main([*words, "--num_devices", "1"]) == 2
-    said = f"--weights: {deployed} is not a directory with a model, but {deployed}/hf is; name that\n"
+    said = f"--weights: {deployed} is not a directory with a model, but {deployed}/hf is; use that\n"
     assert capsys.readouterr().err == said
 
 
@@ -214,7 +218,8 @@ def test_a_deployment_has_its_model_below(weights: Path, capsys: pytest.CaptureF
 def test_columns_that_do_not_fit_are_to_do(
     weights: Path, stage: str, row: dict[str, str], says: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows, target = weights.parent / "rows.jsonl", weights.parent / "a.json"
+    rows = weights.parent / "rows.jsonl"
+    target = weights.parent / "a.json"
     rows.write_text(f"{json.dumps(row)}\n" * 2)
     words = ["--no-plugins", "recipe", "new", "--stage", stage, "--weights", str(weights), "--device", "cpu"]
     assert main([*words, "--num_devices", "1", "--data", str(rows), "-o", str(target)]) == 0
@@ -224,8 +229,9 @@ def test_columns_that_do_not_fit_are_to_do(
         assert line.startswith(f"to do: data.train: {rows}:1: {says}")
 
 
-def test_the_option_that_maps_own_columns_is_told(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows, target = weights.parent / "mine.csv", weights.parent / "a.json"
+def test_the_option_that_maps_columns_is_shown(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = weights.parent / "mine.csv"
+    target = weights.parent / "a.json"
     rows.write_text("Question,Our Answer\nWhy?,Because.\n")
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(weights), "--device", "cpu"]
     assert main([*words, "--num_devices", "1", "--data", str(rows), "-o", str(target)]) == 0
@@ -249,7 +255,8 @@ def test_columns_are_asked_for(
     weights: Path, stage: str, header: str, answers: list[str], columns: Any, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    rows, target = weights.parent / "mine.csv", weights.parent / "a.json"
+    rows = weights.parent / "mine.csv"
+    target = weights.parent / "a.json"
     rows.write_text(f"{header}\na,b\n")
     method = [] if stage == "pretrain" else [""]
     asked = ask(monkeypatch, *method, *answers)
@@ -264,7 +271,7 @@ def test_columns_are_asked_for(
     assert main(["--no-plugins", "validate", str(target)]) == 0
 
 
-def test_what_is_missing_is_to_do(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_files_are_listed_as_to_do(weights: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", str(weights), "--device", "cpu"]
     target = weights.parent / "a.json"
     assert main([*words, "--num_devices", "1", "--data", "rows-that-are-not-here.jsonl", "-o", str(target)]) == 0
@@ -278,7 +285,8 @@ def test_what_is_missing_is_to_do(weights: Path, capsys: pytest.CaptureFixture[s
 
 def ask(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
     """Give answers at a terminal; returns the questions, as they come."""
-    left, asked = iter(answers), list[str]()
+    left = iter(answers)
+    asked = list[str]()
 
     def answer(question: str) -> str:
         asked.append(re.split(r"[ ,:]", question)[0])
@@ -292,7 +300,9 @@ def ask(monkeypatch: pytest.MonkeyPatch, *answers: str) -> list[str]:
     return asked
 
 
-def test_questions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_questions_lead_to_a_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     asked = ask(monkeypatch, "dpo", "nowhere", "", "nothing", "llama", "smollm2-135m", "", "", "cpu", "none", "2", "")
     assert main(["--no-plugins", "recipe", "new"]) == 0
@@ -332,4 +342,4 @@ def test_weights_whose_hub_cannot_be_asked(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     words = ["--no-plugins", "recipe", "new", "--stage", "sft", "--weights", "hf:org/name", "--num_devices", "1"]
     assert main(words) == 2
-    assert "so its family and shape are not known\n--family: is required" in capsys.readouterr().err
+    assert "so its family and shape are unknown\n--family: is required" in capsys.readouterr().err

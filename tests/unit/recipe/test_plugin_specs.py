@@ -1,4 +1,4 @@
-"""What a recipe finds out about the plugins that it uses, before it runs."""
+"""Checks of the plugins that a recipe uses, before it runs."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from llmsuite.errors import RecipeError
+from llmsuite.base.errors import RecipeError
+from llmsuite.contract.given import plugin_from_specs
+from llmsuite.contract.hookspecs import DataFormat, DeviceSpec, ModelFamily, Section, StageSpec
 from llmsuite.models.plain import PlainNames, PlainShape
-from llmsuite.plugins.given import plugin_of
-from llmsuite.plugins.hookspecs import DataFormat, DeviceSpec, ModelFamily, Section, StageSpec
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import registry_with
 
@@ -21,9 +21,9 @@ Write = Callable[..., Path]
 
 
 def problems(path: Path, *specs: Any) -> list[tuple[str, str]]:
-    """What is wrong with a recipe where a plugin registers these."""
+    """Return the problems of a recipe if a plugin registers these specs."""
     with pytest.raises(RecipeError) as caught:
-        plan_run(path, [], registry_with(own=plugin_of(specs)))
+        plan_run(path, [], registry_with(own=plugin_from_specs(specs)))
     return [(problem.key, problem.message) for problem in caught.value.problems]
 
 
@@ -39,7 +39,7 @@ RANKED = DataFormat(
 def test_a_format_gives_the_rows_of_the_stage(write_recipe: Write, plan: Callable[..., Any]) -> None:
     assert plan({"data.format": "trl_preference"})
     found = problems(write_recipe({"data.format": "openai"}))
-    message = "openai gives conversation rows, and stage dpo trains on preference rows; choose auto or one of: "
+    message = "openai has conversation rows, but stage dpo trains on preference rows; choose auto or one of: "
     ((key, said),) = found
     assert key == "data.format"
     assert said.startswith(message)
@@ -48,12 +48,12 @@ def test_a_format_gives_the_rows_of_the_stage(write_recipe: Write, plan: Callabl
 
 def test_a_stage_with_rows_of_its_own(write_recipe: Write) -> None:
     path = write_recipe({"stage": "ranking"})
-    plan_run(path, [], registry_with(own=plugin_of([stage("ranking"), RANKED])))
+    plan_run(path, [], registry_with(own=plugin_from_specs([stage("ranking"), RANKED])))
     ((key, said),) = problems(path, stage("rankings"), RANKED)
     assert key == "stage"
-    assert said.startswith("ranking trains on rankings rows, which no data format gives; there are formats of: conver")
+    assert said.startswith("ranking trains on rankings rows, but no data format has such rows; known kinds: conver")
     chosen = write_recipe({"stage": "ranking", "data.format": "ranked"})
-    plan_run(chosen, [], registry_with(own=plugin_of([stage(""), RANKED])))  # it is asked when it reads
+    plan_run(chosen, [], registry_with(own=plugin_from_specs([stage(""), RANKED])))  # it is asked when it reads
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Shape(PlainShape):
     model_type = "mine"
 
     width: int = 4
-    """Of a vector."""
+    """Size of a vector."""
 
 
 def family_with(names: Callable[[], Any]) -> ModelFamily:
@@ -87,8 +87,8 @@ def test_names_of_parameters(write_recipe: Write, names: Any, missing: str) -> N
     assert key == "model.family"
     assert said.startswith("`names` of 'mine' returned ")
     assert f"which has no function {missing}" in said
-    whole = dataclasses.replace(family, names=lambda: PlainNames(lambda config: ["w"]))
-    plan_run(path, [], registry_with(own=plugin_of([whole])))
+    full = dataclasses.replace(family, names=lambda: PlainNames(lambda config: ["w"]))
+    plan_run(path, [], registry_with(own=plugin_from_specs([full])))
 
 
 def test_a_family_without_presets(write_recipe: Write) -> None:
@@ -108,4 +108,4 @@ def test_a_device_that_is_none(write_recipe: Write, backend: Any) -> None:
         f"the factory of 'mine' returned {backend!r}; it has to return an object derived from "
         "llmsuite.devices.base.DeviceBackend"
     )
-    plan_run(write_recipe(), [], registry_with(own=plugin_of([device])))
+    plan_run(write_recipe(), [], registry_with(own=plugin_from_specs([device])))

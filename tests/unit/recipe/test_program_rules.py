@@ -1,4 +1,4 @@
-"""What whole-step programs do not have is refused by name."""
+"""Features that compiled training steps do not support are rejected by name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 STEP = ("--engine.mode=to_static", "--engine.program=step")
 PP2 = '--parallel={"pipeline_parallel_degree":2}'
@@ -42,13 +42,13 @@ def _plan(registry: Registry, recipe: str, *words: str) -> RunPlan:
         "deepseek/kto",
     ],
 )
-def test_what_it_has(registry: Registry, recipe: str) -> None:
+def test_supported_recipes_compile_steps(registry: Registry, recipe: str) -> None:
     assert _plan(registry, recipe).recipe.engine.compiles_steps
 
 
 def test_with_experts_on_all_data_ranks(registry: Registry) -> None:
     parallel = '--parallel={"tensor_parallel_degree":2,"expert_parallel_degree":4,"sharding":"stage1"}'
-    assert _plan(registry, "ernie_moe/sft", "--launch.num_devices=8", parallel).degrees.ep == 4
+    assert _plan(registry, "ernie_moe/sft", "--launch.num_devices=8", parallel).parallel.degrees.ep == 4
 
 
 @pytest.mark.parametrize(
@@ -71,26 +71,26 @@ def test_further_keys(registry: Registry, recipe: str, words: list[str]) -> None
     [
         (
             ["--engine.recompute=selective"],
-            "engine.recompute: is selective, but to_static compiles whole layers; .* engine.program step, or engine",
+            "engine.recompute: is selective, but to_static compiles full layers; .* engine.program step, or engine",
         ),
-        (["--reft.rank=4"], "reft.rank: is 4; programs of layers are not told which .*: set engine.program to step"),
+        (["--reft.rank=4"], "reft.rank: is 4; compiled layers have no input .*: set engine.program to step"),
     ],
 )
-def test_what_programs_of_layers_do_not_have(registry: Registry, words: list[str], message: str) -> None:
+def test_unsupported_features_of_compiled_layers(registry: Registry, words: list[str], message: str) -> None:
     with pytest.raises(UserError, match=message):
         _plan(registry, "llama/sft", "--engine.program=layers", *words)
 
 
 def test_on_a_mesh(registry: Registry) -> None:
     parallel = '--parallel={"tensor_parallel_degree":2,"sequence_parallel":true,"sharding":"stage2"}'
-    assert _plan(registry, "llama/sft", "--launch.num_devices=4", parallel).degrees.num_data_ranks == 2
+    assert _plan(registry, "llama/sft", "--launch.num_devices=4", parallel).parallel.degrees.num_data_ranks == 2
 
 
 @pytest.mark.parametrize("recipe", ["llama/lora", "llama/dpo", "llama/orpo", "llama/rm", "llama/kto"])
 @pytest.mark.parametrize("parallel", [PP2, '--parallel={"sharding":"stage3"}'])
 def test_on_two_ranks(registry: Registry, recipe: str, parallel: str) -> None:
     words = "--launch.num_devices=2", parallel, "--train.micro_batch_size=2"
-    assert _plan(registry, recipe, *words).degrees.num_ranks == 2
+    assert _plan(registry, recipe, *words).parallel.degrees.num_ranks == 2
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "FThenB", "interleaved"])
@@ -101,23 +101,27 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
     words = f"--launch.num_devices={2 * stages}", f"--parallel={json.dumps(parallel)}", "--engine.recompute=full"
     sizes = "--train.global_batch_size=32", "--train.micro_batch_size=2", "--model.config.num_hidden_layers=8"
     plan = _plan(registry, recipe, *words, *sizes)
-    assert (plan.degrees.pp, plan.num_chunks) == (stages, 2 if schedule == "interleaved" else 1)
+    assert (plan.parallel.degrees.pp, plan.parallel.num_chunks) == (stages, 2 if schedule == "interleaved" else 1)
 
 
 @pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
         ("llama/sft", ["--engine.mode=dynamic"], "engine.program: is step, but mode is dynamic"),
-        ("llama/grpo", [], "engine.program: is step, which stage grpo does not have; set it to layers"),
+        (
+            "llama/grpo",
+            ["--grpo.entropy_coef=0.1"],
+            "grpo.entropy_coef: is set, but a compiled step computes no entropies; set it to 0, or engine.program",
+        ),
         (
             "llama/dpo",
             ["--launch.num_devices=2", PP2, "--train.micro_batch_size=1"],
-            "train.micro_batch_size: is 1, and pipelines of .* take 2 rows or more; set it to 2",
+            "train.micro_batch_size: is 1, but pipelines of .* need 2 rows or more; set it to 2",
         ),
         (
             "qwen_moe/sft",
             ["--launch.num_devices=4", '--parallel={"expert_parallel_degree":2}'],
-            "parallel.expert_parallel_degree: is 2, and programs .* share experts out over all data ranks, 4; set it",
+            "parallel.expert_parallel_degree: is 2, but .* distributes experts over all 4 data ranks; set it",
         ),
         (
             "llama/sft",
@@ -126,33 +130,37 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
                 '--parallel={"pipeline_parallel_degree":2,"pipeline_schedule":"interleaved"}',
                 *("--train.micro_batch_size=2", "--train.global_batch_size=6", "--model.config.num_hidden_layers=4"),
             ],
-            "train.global_batch_size: is 6, of which a data rank makes 3 micro-batches; interleaved pipelines of .* "
-            "take a multiple of 2: change it or train.micro_batch_size, or set parallel.pipeline_schedule to 1F1B",
+            "train.global_batch_size: is 6, which is 3 micro-batches on each data rank; interleaved pipelines of .* "
+            "need a multiple of 2: change it or train.micro_batch_size, or set parallel.pipeline_schedule to 1F1B",
         ),
         (
             "llama/sft",
             ["--launch.num_devices=2", PP2, "--train.micro_batch_size=1"],
-            "train.micro_batch_size: is 1, and pipelines of .* take 2 rows or more; set it to 2, or engine.program",
+            "train.micro_batch_size: is 1, but pipelines of .* need 2 rows or more; set it to 2, or engine.program",
         ),
         (
             "llama/sft",
             ["--launch.num_devices=2", PP2, "--train.micro_batch_size=4", "--train.global_batch_size=4"],
-            "train.global_batch_size: is 4, of which a data rank makes 1 micro-batch; .* or lower train.micro",
+            "train.global_batch_size: is 4, which is 1 micro-batch on each data rank; .* or lower train.micro",
         ),
         (
             "llama/sft",
             ["--launch.num_devices=4", '--parallel={"sharding":"stage1","sharding_parallel_degree":2}'],
-            "parallel.sharding_parallel_degree: is 2, and programs of engine.program step shard over all data ranks",
+            "parallel.sharding_parallel_degree: is 2, but engine.program step shards over all data ranks",
         ),
         (
             "llama/sft",
             ["--engine.offload_optimizer=true"],
-            "engine.offload_optimizer: is true, and a program updates all parameters at once, .* set it to false, or",
+            "engine.offload_optimizer: is true, but a compiled step updates all parameters .* set it to false, or",
         ),
-        ("llama/lora", ["--lora.method=mora"], "lora.method: is mora, which is computed again in the backward pass"),
-        ("llama/lora", ["--lora.init=lora_ga"], "lora.init: is lora_ga, which takes gradients of frozen matrices"),
-        ("llama/lora", ["--lora.dropout=0.1"], "lora.dropout: is 0.1, but layers that are alike share one program"),
-        ("llama/lora", ["--lora.base_dtype=nf4"], "lora.base_dtype: is nf4, which programs compiled by to_static"),
+        ("llama/lora", ["--lora.method=mora"], "lora.method: is mora, which is recomputed in the backward pass"),
+        ("llama/lora", ["--lora.init=lora_ga"], "lora.init: is lora_ga, which needs gradients of frozen matrices"),
+        (
+            "llama/lora",
+            ["--lora.dropout=0.1"],
+            "lora.dropout: is 0.1, but with to_static equal layers share one program",
+        ),
+        ("llama/lora", ["--lora.base_dtype=nf4"], "lora.base_dtype: is nf4, which to_static does not support"),
         (
             "llama/sft",
             ["--qat.weight_bits=8", "--qat.activation_bits=8"],
@@ -164,23 +172,25 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
                 *("--launch.num_devices=2", PP2, "--train.micro_batch_size=2"),
                 *("--prefix.tokens=4", "--prefix.projection=true"),
             ],
-            "prefix.projection: is true, whose network all stages share, which pipelines of .* set it to false",
+            "prefix.projection: is true, but pipelines of .* cannot share its network .* set it to false",
         ),
         (
             "llama/sft",
             ["--train.micro_batch_tokens=256"],
-            "train.micro_batch_tokens: is 256, and micro-batches of as many tokens differ in their rows",
+            "train.micro_batch_tokens: is 256, but micro-batches with varying numbers of rows",
         ),
         (
             "llama/sft",
             ["--launch.num_devices=2", '--parallel={"gradient_bucket_bytes":0}'],
-            "parallel.gradient_bucket_bytes: is 0, and a program sums the gradient of each .* set it to null, or",
+            "parallel.gradient_bucket_bytes: is 0, but a compiled step reduces each gradient .* set it to null, or",
         ),
         ("llama/sft", ["--engine.loss_chunk_tokens=64"], "engine.loss_chunk_tokens: is 64, .* set it to null, or"),
         ("deepseek/pretrain", ["--train.mtp_loss_weight=0.3"], "train.mtp_loss_weight: is 0.3, .* set it to 0, or"),
     ],
 )
-def test_what_it_does_not_have(registry: Registry, recipe: str, words: list[str], message: str) -> None:
+def test_unsupported_features_of_compiled_steps(
+    registry: Registry, recipe: str, words: list[str], message: str
+) -> None:
     with pytest.raises(UserError, match=message):
         _plan(registry, recipe, *words)
 
@@ -190,9 +200,9 @@ MODES = {
     "layers": ("--engine.program=layers",),
     "step": (),
 }
-NO_FP16 = "engine.precision: fp16 does not work on cpu; use fp32, bf16"
+NO_FP16 = "engine.precision: is fp16, which cpu does not support; use fp32, bf16"
 REFUSED = {("cpu", mode, "fp16"): NO_FP16 for mode in MODES}
-"""Of all devices, modes and precisions. The others run: on the CPU in tests/multi/test_programs.py and
+"""Rejected combinations of device, mode and precision. The others run: on the CPU in tests/multi/test_programs.py and
 test_bf16_programs.py, as on a GPU in test_standin.py, test_standin_further.py and test_standin_programs.py."""
 
 
@@ -223,13 +233,14 @@ def test_16_bits_are_everywhere(registry: Registry, device: str, precision: str,
 
 
 def test_bf16_on_the_cpu_is_not_for_layers_with_tensor_parallel(registry: Registry) -> None:
-    bf16, ranks = "--engine.precision=bf16", "--launch.num_devices=2"
+    bf16 = "--engine.precision=bf16"
+    ranks = "--launch.num_devices=2"
     assert _plan(registry, "llama/sft", bf16, "--engine.recompute=full").recipe.engine.compiles_steps
     tp2 = (ranks, '--parallel={"tensor_parallel_degree":2}', bf16)
-    assert _plan(registry, "llama/sft", *tp2).degrees.tp == 2
-    with pytest.raises(UserError, match=r"engine.precision: is bf16, whose products on cpu are computed by each rank"):
+    assert _plan(registry, "llama/sft", *tp2).parallel.degrees.tp == 2
+    with pytest.raises(UserError, match=r"engine.precision: is bf16, whose matrix products on cpu run on the shard"):
         _plan(registry, "llama/sft", *tp2, "--engine.program=layers")
-    assert _plan(registry, "llama/sft", ranks, PP2, bf16, "--engine.program=layers").degrees.pp == 2
+    assert _plan(registry, "llama/sft", ranks, PP2, bf16, "--engine.program=layers").parallel.degrees.pp == 2
 
 
 @pytest.mark.parametrize("answer", ["stop", "skip", "roll_back"])

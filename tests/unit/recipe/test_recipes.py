@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.resources import bundled
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.write import recipe_text
-from llmsuite.resources import bundled
 
 RECIPES = sorted(bundled("recipes").glob("*/*.json"))
 
@@ -22,7 +22,7 @@ def recipe(request: pytest.FixtureRequest) -> Path:
 
 
 def test_is_valid_and_of_its_family(recipe: Path, registry: Registry) -> None:
-    assert plan_run(recipe, [], registry).family.name == recipe.parent.name
+    assert plan_run(recipe, [], registry).model.family.name == recipe.parent.name
 
 
 def test_says_where_its_numbers_are_from(recipe: Path) -> None:

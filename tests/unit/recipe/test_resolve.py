@@ -1,4 +1,4 @@
-"""What follows from a recipe, and which combinations are refused."""
+"""Numbers derived from a recipe, and combinations that are rejected."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.errors import Problem, RecipeError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import Problem, RecipeError
+from llmsuite.base.resources import bundled
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.resources import bundled
-from llmsuite.schema.degrees import Degrees
 from tests.conftest import VALID, position, registry_with
-from tests.unit.checkpoint.test_train_state import quick_save
+from tests.support.train_states import quick_save
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[Problem]]
@@ -29,19 +29,21 @@ RECIPES = sorted(bundled("recipes").glob("*/*.json"))
 def test_shipped_recipe_plans(path: Path, registry: Registry) -> None:
     plan = plan_run(path, [], registry)
     world = plan.recipe.launch.num_devices * plan.recipe.launch.nnodes
-    assert plan.degrees.num_ranks == world
-    if not plan.stage.trains:
+    assert plan.parallel.degrees.num_ranks == world
+    if not plan.train.stage.trains:
         return
-    if plan.stage.trains:
-        samples = plan.recipe.train.micro_batch_size * plan.accumulate_steps * plan.degrees.num_data_ranks
-        assert samples == plan.recipe.train.global_batch_size
+    if plan.train.stage.trains:
+        samples = (
+            plan.train.section.micro_batch_size * plan.parallel.accumulate_steps * plan.parallel.degrees.num_data_ranks
+        )
+        assert samples == plan.train.section.global_batch_size
 
 
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("--qat.weight_bits=8", "is true, but layers of qat round their weights one by one; set it to false"),
-        ("--reft.rank=2", "is true; it is for training all parameters, without adapters or interventions"),
+        ("--qat.weight_bits=8", "is true, but qat rounds the weights of each layer separately; set it to false"),
+        ("--reft.rank=2", "is true; it supports training all parameters only, without adapters or interventions"),
     ],
 )
 def test_projections_that_are_not_fused(word: str, message: str, registry: Registry) -> None:
@@ -60,11 +62,15 @@ def test_projections_that_are_not_fused(word: str, message: str, registry: Regis
         (8, 2, 2, 1, 4, Degrees(pp=1, dp=2, sharding=4, tp=2)),
     ],
 )
-def test_degrees(plan: Plan, num_devices: int, nnodes: int, tp: int, pp: int, sharding: int, expected: Degrees) -> None:
+def test_degrees_follow_from_devices_and_keys(
+    plan: Plan, num_devices: int, nnodes: int, tp: int, pp: int, sharding: int, expected: Degrees
+) -> None:
     parallel = {"tensor_parallel_degree": tp, "pipeline_parallel_degree": pp, "sharding_parallel_degree": sharding}
     launch = {"num_devices": num_devices, "nnodes": nnodes}
     stage = "stage1" if sharding > 1 else "none"
-    found = plan({"parallel": {**parallel, "sharding": stage}, "launch": launch, "train.global_batch_size": 64}).degrees
+    found = plan(
+        {"parallel": {**parallel, "sharding": stage}, "launch": launch, "train.global_batch_size": 64}
+    ).parallel.degrees
     assert found == expected
     assert found.num_ranks == num_devices * nnodes
     assert found.num_data_ranks == expected.dp * sharding
@@ -104,8 +110,8 @@ def test_numbers_agree_or_are_refused(
     data_ranks = world // (tp * pp)
     if divides_heads and divides_world and batch % (micro * data_ranks) == 0:
         plan = plan_run(file, words, registry)
-        assert plan.degrees == Degrees(pp, data_ranks // sharding, sharding, tp)
-        assert plan.accumulate_steps * micro * data_ranks == batch
+        assert plan.parallel.degrees == Degrees(pp, data_ranks // sharding, sharding, tp)
+        assert plan.parallel.accumulate_steps * micro * data_ranks == batch
         return
     with pytest.raises(RecipeError) as caught:
         plan_run(file, words, registry)
@@ -117,9 +123,9 @@ def test_numbers_agree_or_are_refused(
     assert sorted({p.key for p in caught.value.problems}) == sorted(expected)
 
 
-def test_accumulate_steps(plan: Plan) -> None:
+def test_accumulate_steps_follow_from_batch_sizes(plan: Plan) -> None:
     found = plan({"launch.num_devices": 2, "train.global_batch_size": 24, "train.micro_batch_size": 3})
-    assert (found.degrees.dp, found.accumulate_steps) == (2, 4)
+    assert (found.parallel.degrees.dp, found.parallel.accumulate_steps) == (2, 4)
 
 
 @pytest.mark.parametrize(
@@ -149,23 +155,25 @@ def test_accumulate_steps(plan: Plan) -> None:
             for more, message in (
                 (
                     {"engine.mode": "to_static"},
-                    "is true, but compiled layers sum these gradients once in any case; set it to false",
+                    "is true, but compiled layers reduce these gradients in one all-reduce in any case; set it to "
+                    "false",
                 ),
                 (
                     {"lora.rank": 2},
-                    "is true; it is for training all parameters, without adapters or interventions; set it to false",
+                    "is true; it supports training all parameters only, without adapters or interventions; set it to "
+                    "false",
                 ),
             )
         ),
         (
             {"lora.rank": 2, "lora.base_dtype": "nf4", "engine.mode": "to_static"},
             "lora.base_dtype",
-            "is nf4, which programs compiled by to_static cannot read; set engine.mode to dynamic",
+            "is nf4, which to_static does not support; set engine.mode to dynamic",
         ),
         (
             {"lora.rank": 2, "lora.base_dtype": "int8", "lora.base_block": 48},
             "lora.base_block",
-            "is 48; model.layers.0.self_attn.q_proj has 4096 inputs, which are not whole blocks; use 16",
+            "is 48, which does not divide the 4096 inputs of model.layers.0.self_attn.q_proj; use 16",
         ),
         (
             {
@@ -174,8 +182,8 @@ def test_accumulate_steps(plan: Plan) -> None:
                 "lora": {"rank": 2, "base_dtype": "fp4", "base_block": 64},
             },
             "lora.base_block",
-            "is 64; model.layers.0.mlp.down_proj has 11008 inputs, 1376 on each of 8 ranks, which are not whole "
-            "blocks; use 32",
+            "is 64, which does not divide the 11008 inputs of model.layers.0.mlp.down_proj, 1376 on each of 8 ranks; "
+            "use 32",
         ),
         (
             {
@@ -184,21 +192,21 @@ def test_accumulate_steps(plan: Plan) -> None:
             },
             "lora.target_modules",
             "'down_proj' matches routed experts (model.layers.1.mlp.experts.down_proj), and lora.method is vera: its "
-            "two frozen factors are the same for all matrices, and each expert would keep its own copy of them; set "
-            "lora.method to lora, or name others, such as shared_experts.* and self_attn.*",
+            "two frozen factors are shared by all matrices, but each expert would keep a copy; set lora.method to "
+            "lora, or name other modules, such as shared_experts.* and self_attn.*",
         ),
         (
             {"lora": {"rank": 2, "init": "lora_ga", "target_modules": ["embed_tokens"]}},
             "lora.target_modules",
-            "'embed_tokens' matches the embedding (model.embed_tokens), and lora.init is lora_ga: the gradient of a "
-            "table has rows for the tokens of the first batches only; set lora.init to default, or name others, such "
-            "as self_attn.*",
+            "'embed_tokens' matches the embedding (model.embed_tokens), and lora.init is lora_ga: the gradient of an "
+            "embedding has rows only for the tokens of the first batches; set lora.init to default, or name other "
+            "modules, such as self_attn.*",
         ),
         (
             {"model.config": {"tie_word_embeddings": True}, "lora": {"rank": 2, "target_modules": ["lm_head"]}},
             "lora.target_modules",
-            "'lm_head' is the embedding or the head, which are one matrix in this model (tie_word_embeddings), and an "
-            "adapter is for one of them; remove it",
+            "'lm_head' is the embedding or the head, which are one matrix in this model (tie_word_embeddings); an "
+            "adapter supports only one of them; remove it",
         ),
         (
             {"lora.rank": 2, "lora.base_block": 32},
@@ -208,7 +216,7 @@ def test_accumulate_steps(plan: Plan) -> None:
         (
             {"lora": {"rank": 2, "base_dtype": "nf4", "base_block": 5}},
             "lora.base_block",
-            "is 5; it has to be even, as two codes share a byte",
+            "is 5; it has to be even, because two 4-bit values share a byte",
         ),
         (
             {"parallel.sharding": "stage1"},
@@ -242,12 +250,12 @@ def test_accumulate_steps(plan: Plan) -> None:
         ),
         ({"launch.master": "host"}, "launch.master", "is 'host'; it has to be host:port"),
         ({"device": "cup"}, "device", "no device is called 'cup'; did you mean 'cpu'? registered: cpu, gpu, xpu"),
-        ({"engine.precision": "fp16"}, "engine.precision", "fp16 does not work on cpu; use fp32, bf16"),
+        ({"engine.precision": "fp16"}, "engine.precision", "is fp16, which cpu does not support; use fp32, bf16"),
         ({"data.format": "trl"}, "data.format", "no data format is called 'trl'"),
         ({"loggers": ["visualdl", "visaldl"]}, "loggers", "no logger is called 'visaldl'; did you mean 'visualdl'?"),
     ],
 )
-def test_illegal_combination(
+def test_an_illegal_combination_is_refused(
     problems: Problems, tmp_path: Path, changes: dict[str, Any], key: str, message: str
 ) -> None:
     (problem,) = problems(changes)
@@ -256,7 +264,7 @@ def test_illegal_combination(
     assert problem.where == position(tmp_path / "recipe.json", f'"{key.rpartition(".")[2]}":')
 
 
-def test_broken_rules_are_told_at_once_in_the_order_of_the_file(problems: Problems) -> None:
+def test_violated_rules_are_reported_together_in_the_order_of_the_file(problems: Problems) -> None:
     changes = {"device": "cup", "data.max_length": 4096, "parallel.tensor_parallel_degree": 3, "data.format": "x"}
     keys = ["data.max_length", "data.format", "launch.num_devices", "device", *["parallel.tensor_parallel_degree"] * 3]
     found = problems({"launch.num_devices": 4, **changes})
@@ -268,7 +276,7 @@ def test_broken_rules_are_told_at_once_in_the_order_of_the_file(problems: Proble
     [({"launch.num_devices": 2}, 2), ({"launch.num_devices": 2, "parallel.sharding_parallel_degree": 2}, 2)],
 )
 def test_sharding_needs_something_to_cut_over(plan: Plan, changes: dict[str, Any], data_ranks: int) -> None:
-    degrees = plan({"parallel.sharding": "stage3", **changes}).degrees
+    degrees = plan({"parallel.sharding": "stage3", **changes}).parallel.degrees
     # without a degree of its own it takes the data parallel axis
     assert (degrees.num_data_ranks, degrees.sharding, degrees.dp) == (data_ranks, data_ranks, 1)
 
@@ -323,8 +331,8 @@ def _pipeline(stages: int, **keys: Any) -> dict[str, Any]:
 )
 def test_chunks_of_a_rank(plan: Plan, keys: dict[str, Any], chunks: int) -> None:
     found = plan(_pipeline(4, **keys))
-    assert found.num_chunks == chunks
-    assert found.schedule == keys.get("pipeline_schedule", "1F1B")
+    assert found.parallel.num_chunks == chunks
+    assert found.parallel.schedule == keys.get("pipeline_schedule", "1F1B")
 
 
 INTERLEAVED = {"pipeline_schedule": "interleaved"}
@@ -349,7 +357,7 @@ INTERLEAVED = {"pipeline_schedule": "interleaved"}
         (
             _pipeline(3, pipeline_cut=[8, 8]),
             "pipeline_cut",
-            "is [8, 8]; each layer has to come after the one before it",
+            "is [8, 8]; the layers have to be in increasing order",
         ),
         (
             _pipeline(4, pipeline_cut=[8, 16]),
@@ -396,4 +404,4 @@ def test_a_run_as_weights_stands_for_its_newest_checkpoint(plan: Plan, tmp_path:
     quick_save(tmp_path / "run/checkpoints", 12)
     changes = {"model": {"family": "llama", "weights": str(tmp_path / "run")}, "data.max_length": 64}
     found = plan(changes)
-    assert found.weights == found.tokenizer == tmp_path / "run/checkpoints/step-12"
+    assert found.model.weights == found.model.tokenizer == tmp_path / "run/checkpoints/step-12"

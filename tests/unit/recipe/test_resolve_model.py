@@ -1,4 +1,4 @@
-"""Where a model's shape, weights, tokenizer and data come from, and what is said when they are not there."""
+"""Sources of a model's shape, weights, tokenizer and data, and the messages if they are missing."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.errors import Problem, RecipeError
+from llmsuite.base.resources import bundled
 from llmsuite.cli.main import main
-from llmsuite.errors import Problem, RecipeError
+from llmsuite.contract.registry import Registry
 from llmsuite.models.llama.config import PRESETS, LlamaConfig
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.resources import bundled
 from tests.conftest import position
-from tests.paths import DATA
+from tests.support.paths import DATA
 
 Plan = Callable[..., RunPlan]
 Problems = Callable[..., list[Problem]]
@@ -41,30 +41,30 @@ def from_weights(weights: Path, **changes: Any) -> dict[str, Any]:
 
 
 def test_shape_of_a_preset(plan: Plan) -> None:
-    assert plan().model_config == LlamaConfig(**PRESETS["llama-7b"])
+    assert plan().model.config == LlamaConfig(**PRESETS["llama-7b"])
 
 
 def test_single_dimensions_lie_over_the_preset(plan: Plan) -> None:
-    config = plan({"model.config": {"num_hidden_layers": 2, "rope_theta": 5}}).model_config
+    config = plan({"model.config": {"num_hidden_layers": 2, "rope_theta": 5}}).model.config
     assert (config.num_hidden_layers, config.rope_theta, config.rms_norm_eps) == (2, 5.0, 1e-6)
 
 
 def test_shape_without_a_preset(plan: Plan) -> None:
-    config = plan({"model.preset": REMOVE, "model.config": TINY}).model_config
+    config = plan({"model.preset": REMOVE, "model.config": TINY}).model.config
     assert config == LlamaConfig(**TINY)
 
 
 def test_shape_of_the_weights(plan: Plan, weights: Path) -> None:
     found = plan(from_weights(weights))
-    assert found.model_config == LlamaConfig(**TINY)
-    assert found.weights == weights
-    assert found.tokenizer == weights  # the one that lies with the weights
+    assert found.model.config == LlamaConfig(**TINY)
+    assert found.model.weights == weights
+    assert found.model.tokenizer == weights  # the one that lies with the weights
 
 
 def test_tokenizer_of_its_own(plan: Plan, weights: Path) -> None:
     found = plan(from_weights(weights, **{"model.tokenizer": "data/tokenizer"}))
-    assert found.tokenizer is not None
-    assert found.tokenizer.resolve() == (bundled("data") / "tokenizer").resolve()
+    assert found.model.tokenizer is not None
+    assert found.model.tokenizer.resolve() == (bundled("data") / "tokenizer").resolve()
 
 
 def test_recipe_and_weights_differ(problems: Problems, weights: Path, tmp_path: Path) -> None:
@@ -86,7 +86,7 @@ def test_recipe_and_weights_differ(problems: Problems, weights: Path, tmp_path: 
         ({"model.config": {"vocab_size": 65}}, ["--model.preset=null", "--model.config={}"]),
     ],
 )
-def test_what_the_refusal_advises_takes_the_shape_of_the_weights(
+def test_the_advice_of_the_message_takes_the_shape_of_the_weights(
     write_recipe: Callable[..., Path], registry: Registry, weights: Path, named: dict[str, Any], options: list[str]
 ) -> None:
     path = write_recipe({"model.weights": str(weights), "model.tokenizer": REMOVE, **named})
@@ -94,12 +94,12 @@ def test_what_the_refusal_advises_takes_the_shape_of_the_weights(
         plan_run(path, [], registry)
     (problem,) = caught.value.problems
     assert f". `{' '.join(options)}` takes the shape from config.json".replace("{}", "'{}'") in problem.message
-    assert plan_run(path, options, registry).model_config == LlamaConfig(**TINY)
+    assert plan_run(path, options, registry).model.config == LlamaConfig(**TINY)
 
 
 def test_recipe_may_repeat_and_change_what_only_beginnings_depend_on(plan: Plan, weights: Path) -> None:
     same = {**TINY, "initializer_range": 0.5, "max_position_embeddings": 9, "bos_token_id": 7, "eos_token_id": [1]}
-    assert plan(from_weights(weights, **{"model.config": same})).model_config == LlamaConfig(**TINY)
+    assert plan(from_weights(weights, **{"model.config": same})).model.config == LlamaConfig(**TINY)
 
 
 @pytest.mark.parametrize(
@@ -140,18 +140,18 @@ def test_weights_that_are_not_there(plan: Plan, problems: Problems, tmp_path: Pa
     assert (problem.key, problem.where) == ("model.weights", position(tmp_path / "recipe.json", '"weights"'))
     assert problem.message.startswith("runs/model is not a directory with a model;")
     assert "`llmsuite import SOURCE -o runs/model`" in problem.message
-    assert "name one of a hub, as in --model.weights=hf:ORG/NAME" in problem.message
+    assert "name one on a hub, such as --model.weights=hf:ORG/NAME" in problem.message
     assert "or set model.preset" in problem.message
     # with a preset the recipe can be checked; only a run needs the files
     found = plan({"model.weights": "runs/model"})
-    assert found.weights == Path("runs/model")
+    assert found.model.weights == Path("runs/model")
     with pytest.raises(RecipeError) as caught:
         found.check_files()
     where = position(tmp_path / "recipe.json", '"weights"')
     assert [(p.key, p.where) for p in caught.value.problems] == [("model.weights", where)]
 
 
-def test_missing_files_are_told_at_once(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_are_reported_together(plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "d").mkdir()  # with nothing to read in it
     changes = {"data.train": "no.jsonl", "data.eval": "d", "model.weights": "w", "model.tokenizer": "t"}
@@ -181,8 +181,8 @@ def test_validate_refuses_a_missing_key_and_notes_a_missing_file(
     assert main(["--no-plugins", "validate", str(write_recipe({"model.tokenizer": REMOVE}))]) == 2
     assert why in capsys.readouterr().err
     assert main(["--no-plugins", "validate", str(write_recipe({"model.tokenizer": "nowhere"}))]) == 0
-    assert "note: " in (told := capsys.readouterr().out)
-    assert "nowhere is not a directory with a tokenizer" in told
+    assert "note: " in (out := capsys.readouterr().out)
+    assert "nowhere is not a directory with a tokenizer" in out
 
 
 def test_files_that_are_there(plan: Plan, weights: Path) -> None:
@@ -194,11 +194,11 @@ def test_working_directory_goes_before_what_is_bundled(
     plan: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert plan().train_file == bundled("data") / "preference" / "train.jsonl"
+    assert plan().data.train_file == bundled("data") / "preference" / "train.jsonl"
     own = tmp_path / "data" / "preference"
     own.mkdir(parents=True)
     (own / "train.jsonl").touch()
-    assert plan().train_file.resolve() == (own / "train.jsonl").resolve()
+    assert plan().data.train_file.resolve() == (own / "train.jsonl").resolve()
 
 
 def test_a_new_run_does_not_mix_with_an_old_one(plan: Plan, tmp_path: Path) -> None:
@@ -210,15 +210,16 @@ def test_a_new_run_does_not_mix_with_an_old_one(plan: Plan, tmp_path: Path) -> N
     assert caught.value.problems[0].where == position(tmp_path / "recipe.json", '"output_dir"')
 
 
-def test_what_such_a_model_does_not_have_is_no_other_shape(registry: Registry, tmp_path: Path) -> None:
+def test_unused_fields_do_not_make_another_shape(registry: Registry, tmp_path: Path) -> None:
     """qwen3_moe has no shared expert, and its config.json no width of one; that of the smoke recipes is another one."""
     family = registry.models["qwen_moe"]
     directory = tmp_path / "model"
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(family.config_cls(**family.smoke).to_hf()))
-    recipe, words = bundled("recipes") / "qwen_moe" / "sft.json", [f"--model.weights={directory}"]
+    recipe = bundled("recipes") / "qwen_moe" / "sft.json"
+    words = [f"--model.weights={directory}"]
     words.append(f"--model.tokenizer={bundled('data') / 'tokenizer'}")
-    found = plan_run(recipe, words, registry, smoke=True).model_config
+    found = plan_run(recipe, words, registry, smoke=True).model.config
     assert (found.num_hidden_layers, found.shared_size) == (family.smoke["num_hidden_layers"], 0)
     with pytest.raises(RecipeError, match="has another shape: moe_intermediate_size is 48 in the recipe and 32 in"):
         plan_run(recipe, [*words, "--model.config.moe_intermediate_size=48"], registry, smoke=True)
@@ -231,7 +232,7 @@ def test_a_new_model_ends_where_its_tokenizer_does(plan: Plan, tmp_path: Path) -
     (tokenizer / "tokenizer_config.json").write_text(json.dumps(named))
     shape = {key: value for key, value in TINY.items() if not key.endswith("_token_id")}
     given = {"model.preset": REMOVE, "model.tokenizer": str(tokenizer), "model.config": {**shape, "vocab_size": 512}}
-    found = plan(given).model_config
+    found = plan(given).model.config
     assert (found.bos_token_id, found.eos_token_id) == (2, 0)
-    found = plan({**given, "model.config": {**given["model.config"], "eos_token_id": [3]}}).model_config
+    found = plan({**given, "model.config": {**given["model.config"], "eos_token_id": [3]}}).model.config
     assert (found.bos_token_id, found.eos_token_id) == (2, [3])

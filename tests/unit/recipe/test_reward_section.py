@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from llmsuite import builtin
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.given import plugin_of
-from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.resources import bundled
+from llmsuite.contract.given import plugin_from_specs
+from llmsuite.contract.registry import PluginInfo, Registry, load_plugins
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import RewardSpec, StageSpec
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.resources import bundled
-from llmsuite.schema.reward import RewardSection
-from llmsuite.schema.section import Section
-from llmsuite.specs import RewardSpec, StageSpec
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -27,10 +27,10 @@ class Plain(Section):
 
 @dataclasses.dataclass(kw_only=True)
 class Fee(Section):
-    """What it costs."""
+    """Cost of a token."""
 
     price: float = 1.0
-    """Of a token."""
+    """Price of a token."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -45,8 +45,8 @@ def _never(*given: Any) -> Any:
 
 def registry_with(*specs: Any) -> Registry:
     registry = load_plugins(builtin)
-    stage = StageSpec(name="drawn", help="", config_cls=Plain, sections={"reward": RewardSection}, factory=_never)
-    registry.require(PluginInfo("test", "a test", "test", plugin=plugin_of([stage, *specs])))
+    stage = StageSpec(name="sampled", help="", config_cls=Plain, sections={"reward": RewardSection}, factory=_never)
+    registry.require(PluginInfo("test", "a test", "test", plugin=plugin_from_specs([stage, *specs])))
     return registry
 
 
@@ -55,7 +55,7 @@ def plan(folder: Path, reward: Any, *specs: Any) -> Any:
     for section in ("sft", "parallel", "launch"):
         recipe.pop(section, None)
     path = folder / "recipe.json"
-    path.write_text(json.dumps({**recipe, "stage": "drawn", "device": "cpu", "reward": reward}))
+    path.write_text(json.dumps({**recipe, "stage": "sampled", "device": "cpu", "reward": reward}))
     words = ["--model.weights=null", "--model.tokenizer=t", "--engine.precision=fp32", "--engine.recompute=none"]
     return plan_run(path, words, registry_with(*specs))
 
@@ -72,7 +72,7 @@ def test_rewards_have_keys_of_their_own(tmp_path: Path) -> None:
     assert (found.functions, found.fee.price, found.exact.column) == ({"exact": 1.0, "fee": -0.1}, 2.0, "answer")
 
 
-def test_what_is_wrong_is_named(tmp_path: Path) -> None:
+def test_invalid_rewards_are_named(tmp_path: Path) -> None:
     assert "reward.functions: no reward is called 'exakt'; did you mean 'exact'?" in refused(
         tmp_path, {"functions": {"exakt": 1.0}}
     )
@@ -80,7 +80,7 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     assert "reward.exact.colum: unknown key; did you mean 'column'?" in refused(
         tmp_path, {"functions": {"exact": 1.0}, "exact": {"colum": "x"}}
     )
-    assert "reward.format.pattern: is no regular expression" in refused(
+    assert "reward.format.pattern: is not a regular expression" in refused(
         tmp_path, {"functions": {"format": 1.0}, "format": {"pattern": "("}}
     )
     assert "reward.http.url: is 'localhost'" in refused(
@@ -124,7 +124,7 @@ def test_a_function_that_a_file_does_not_have_is_refused_before_a_run(tmp_path: 
         "class f: ...",
     ],
 )
-def test_what_only_running_a_file_tells_is_left_to_the_run(tmp_path: Path, code: str) -> None:
+def test_errors_that_only_running_a_file_shows_are_left_to_the_run(tmp_path: Path, code: str) -> None:
     (tmp_path / "mine.py").write_text(code)
     plan(tmp_path, {"functions": {f"{tmp_path}/mine.py:f": 1.0}})
 
@@ -132,7 +132,7 @@ def test_what_only_running_a_file_tells_is_left_to_the_run(tmp_path: Path, code:
 @pytest.mark.parametrize(
     ("name", "key"), [("format", "pattern"), ("length", "target"), ("http", "url"), ("model", "weights")]
 )
-def test_what_a_reward_cannot_do_without_is_required(tmp_path: Path, name: str, key: str) -> None:
+def test_required_keys_of_rewards(tmp_path: Path, name: str, key: str) -> None:
     why = f"reward.{name}.{key}: is required with the reward {name}; set it to "
     assert why in refused(tmp_path, {"functions": {name: 1.0}})
     plan(tmp_path, {"functions": {"exact": 1.0}})
@@ -150,8 +150,8 @@ def test_a_function_in_a_file_needs_no_plugin(tmp_path: Path) -> None:
         ("functions", None, "cannot be called 'functions'"),
         ("a-b", None, "cannot be called 'a-b'"),
         ("owing", Owing, "every key needs a default"),
-        ("odd", dict, "derived from llmsuite.schema.section.Section"),
-        ("exact", None, "cannot replace what is built in"),
+        ("odd", dict, "derived from llmsuite.contract.schema.section.Section"),
+        ("exact", None, "cannot replace a built-in name"),
     ],
 )
 def test_rewards_that_would_break_the_section(name: str, config_cls: Any, why: str) -> None:

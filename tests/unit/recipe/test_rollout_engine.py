@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from llmsuite import builtin
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.given import plugin_of
-from llmsuite.plugins.manager import PluginInfo, Registry, load_plugins
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.contract.given import plugin_from_specs
+from llmsuite.contract.registry import PluginInfo, Registry, load_plugins
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import RolloutEngineSpec
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.schema.section import Section
-from llmsuite.specs import RolloutEngineSpec
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 RECIPE = ROOT / "recipes" / "llama" / "grpo.json"
 
@@ -40,7 +40,7 @@ def _never(context: Any) -> Any:
 def registry_with(name: str = "slow", config_cls: Any = Slow, remote: bool = False) -> Registry:
     registry = load_plugins(builtin)
     spec = RolloutEngineSpec(name=name, help="", factory=_never, config_cls=config_cls, remote=remote)
-    registry.require(PluginInfo("test", "a test", "test", plugin=plugin_of([spec])))
+    registry.require(PluginInfo("test", "a test", "test", plugin=plugin_from_specs([spec])))
     return registry
 
 
@@ -52,22 +52,22 @@ def test_a_plugin_brings_an_engine_with_keys_of_its_own() -> None:
     found = plan(registry_with(), "--rollout.engine=slow", "--rollout.slow.seconds=2.5")
     recipe: Any = found.recipe
     assert recipe.rollout.slow.seconds == 2.5
-    assert found.rollout_engine is not None
-    assert found.rollout_engine.name == "slow"
+    assert found.train.rollout_engine is not None
+    assert found.train.rollout_engine.name == "slow"
     with pytest.raises(RecipeError, match=r"rollout\.slow\.minutes"):
         plan(registry_with(), "--rollout.slow.minutes=1")
 
 
 def test_the_run_itself_draws_by_default(registry: Registry) -> None:
     found = plan(registry)
-    assert found.rollout_engine is registry.rollout_engines["local"]
-    assert plan_run(ROOT / "recipes" / "llama" / "sft.json", [], registry, smoke=True).rollout_engine is None
+    assert found.train.rollout_engine is registry.rollout_engines["local"]
+    assert plan_run(ROOT / "recipes" / "llama" / "sft.json", [], registry, smoke=True).train.rollout_engine is None
 
 
 def test_only_remote_engines_draw_ahead() -> None:
     words = ("--rollout.engine=slow", "--rollout.max_staleness=2", "--grpo.rollout_correction=mis")
     plan(registry_with(remote=True), *words)
-    with pytest.raises(RecipeError, match="engine slow draws in the process that trains"):
+    with pytest.raises(RecipeError, match="engine slow samples in the training process"):
         plan(registry_with(), *words)
 
 
@@ -78,7 +78,7 @@ def test_only_remote_engines_draw_ahead() -> None:
         ("a-b", None, "cannot be called 'a-b'"),
         ("slow", Owing, "rollout engine 'slow': every key needs a default"),
         ("slow", dict, "config_cls of rollout engine 'slow' has to be a dataclass"),
-        ("local", None, "cannot replace what is built in"),
+        ("local", None, "cannot replace a built-in name"),
     ],
 )
 def test_an_engine_that_would_break_recipes_is_refused(name: str, config_cls: Any, says: str) -> None:

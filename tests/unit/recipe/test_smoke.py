@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from llmsuite import builtin
-from llmsuite.plugins.manager import Registry, load_plugins
+from llmsuite.base.resources import bundled
+from llmsuite.contract.registry import Registry, load_plugins
+from llmsuite.contract.schema.section import as_plain
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.recipe.smoke import names_own_data, names_own_reward
-from llmsuite.resources import bundled
-from llmsuite.schema.section import as_plain
+from llmsuite.recipe.smoke import overrides_data, overrides_reward
 from tests.conftest import PluginSite
 
 Plan = Callable[..., RunPlan]
@@ -34,21 +34,24 @@ def test_every_recipe_has_a_smoke_run(
     monkeypatch.chdir(tmp_path)  # nothing of it may depend on where it is started
     plan = plan_run(recipe, [], registry, smoke=True)
     plan.check_files()
-    assert plan.device.name == "cpu"
-    assert plan.weights is None
-    shape, whole = plan.model_config, plan_run(recipe, [], registry).model_config
-    assert shape.hidden_size == plan.family.smoke["hidden_size"]
-    for key in plan.family.smoke_keeps:
-        small, large = getattr(shape, key), getattr(whole, key)
+    assert plan.parallel.device.name == "cpu"
+    assert plan.model.weights is None
+    shape = plan.model.config
+    full = plan_run(recipe, [], registry).model.config
+    assert shape.hidden_size == plan.model.family.smoke["hidden_size"]
+    for key in plan.model.family.smoke_keeps:
+        small = getattr(shape, key)
+        large = getattr(full, key)
         assert small == large or (type(small) is int and type(large) is int)
 
 
-def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
-    whole, small = (plan_run(recipe, [], registry, smoke).recipe for smoke in (False, True))
-    stage = whole.stage
+def test_a_smoke_run_keeps_strategy_and_schedule(recipe: Path, registry: Registry) -> None:
+    full, small = (plan_run(recipe, [], registry, smoke).recipe for smoke in (False, True))
+    stage = full.stage
     changed = {key.partition(".")[2] for key in registry.stages[stage].smoke if key.startswith(f"{stage}.")}
     for key in ("stage", stage, "seed"):
-        before, now = as_plain(whole)[key], as_plain(small)[key]
+        before = as_plain(full)[key]
+        now = as_plain(small)[key]
         if key == "lora":  # blocks that divide tiny matrices
             changed.add("base_block")
         if key == "lora" or (key == stage and not registry.stages[stage].trains):  # answers are short
@@ -59,15 +62,15 @@ def test_what_it_keeps(recipe: Path, registry: Registry) -> None:
                     assert f"critic.{name}" in changed
                     critic.pop(name)
         assert now == before
-    assert small.model.family == whole.model.family
-    assert small.output_dir == f"{whole.output_dir}-smoke"  # a real run is not written over
+    assert small.model.family == full.model.family
+    assert small.output_dir == f"{full.output_dir}-smoke"  # a real run is not written over
     if not registry.stages[stage].trains:
         return
     for key in ("lr_schedule", "warmup_ratio", "optimizer", "weight_decay", "max_grad_norm"):
-        assert as_plain(small.train)[key] == as_plain(whole.train)[key]
-    assert small.engine.recompute == whole.engine.recompute
+        assert as_plain(small.train)[key] == as_plain(full.train)[key]
+    assert small.engine.recompute == full.engine.recompute
     for key in ("sharding", "sequence_parallel", "pipeline_schedule", "virtual_pipeline_degree", "pipeline_cut"):
-        assert as_plain(small.parallel)[key] == as_plain(whole.parallel)[key]
+        assert as_plain(small.parallel)[key] == as_plain(full.parallel)[key]
 
 
 COLUMNS = {"chosen": "good", "rejected": "bad"}
@@ -91,14 +94,15 @@ def test_rewards_that_the_command_line_names_stay(registry: Registry, word: str)
     recipe = bundled("recipes") / "llama/grpo.json"
     for words, functions in (([], {"format": 1.0}), (["--reward.workers=1"], {"format": 1.0}), ([word], {"exact": 2})):
         plan = plan_run(recipe, words, registry, smoke=True)
-        assert plan.recipe.reward.functions == functions
-        assert names_own_reward(plan.loaded) == ("exact" in functions), "so a run says"
+        assert plan.train.reward.functions == functions
+        assert overrides_reward(plan.loaded) == ("exact" in functions), "so a run says"
         assert ("reward", "format", "pattern") not in plan.loaded.given or "format" in functions, "nothing reads it"
 
 
 def test_a_reward_that_the_command_line_names_has_a_pattern(registry: Registry) -> None:
     recipe = bundled("recipes") / "llama/grpo.json"
-    word, own = '--reward.functions={"format": 0.5, "exact": 1}', "--reward.format.pattern=[0-9]+"
+    word = '--reward.functions={"format": 0.5, "exact": 1}'
+    own = "--reward.format.pattern=[0-9]+"
     for words, pattern in (([word], "[a-m].*"), ([word, own], "[0-9]+")):
         reward = plan_run(recipe, words, registry, smoke=True).recipe.reward
         assert (reward.functions, reward.format.pattern) == ({"format": 0.5, "exact": 1}, pattern)
@@ -106,7 +110,8 @@ def test_a_reward_that_the_command_line_names_has_a_pattern(registry: Registry) 
 
 def test_rewards_read_columns_of_the_rows_that_the_command_line_names(registry: Registry) -> None:
     recipe = bundled("recipes") / "llama/grpo.json"
-    mine, held = "--data.train=mine.jsonl", "--data.eval=held.jsonl"
+    mine = "--data.train=mine.jsonl"
+    held = "--data.eval=held.jsonl"
     for words, name in (([mine], "mine.jsonl"), ([mine, held], "held.jsonl"), ([], "data/digits/sft/eval.jsonl")):
         assert plan_run(recipe, words, registry, smoke=True).recipe.data.eval == name
 
@@ -124,8 +129,8 @@ def test_a_stage_without_embedded_rows_reads_those_of_the_recipe(
     site.install("spin")
     path = write_recipe({"stage": "spin", "data.train": "mine.csv", "data.columns": COLUMNS})
     plan = plan_run(path, [], load_plugins(builtin), smoke=True)
-    assert (plan.recipe.data.train, plan.recipe.data.columns) == ("mine.csv", COLUMNS)
-    assert names_own_data(plan.loaded, plan.stage), "so a run says"
+    assert (plan.data.section.train, plan.data.section.columns) == ("mine.csv", COLUMNS)
+    assert overrides_data(plan.loaded, plan.train.stage), "so a run says"
 
 
 def test_prompts_of_columns(registry: Registry, tmp_path: Path) -> None:
@@ -144,18 +149,20 @@ def test_steps_of_the_warm_up_fit_the_run(plan: Plan, steps: int, expected: int)
     assert found.recipe.train.warmup_steps == expected
 
 
-def test_size(recipe: Path, registry: Registry) -> None:
-    whole, small = (plan_run(recipe, [], registry, smoke) for smoke in (False, True))
-    assert small.smoke_of == whole.degrees
-    assert small.degrees.num_ranks == min(8, whole.degrees.num_ranks)
+def test_a_smoke_run_is_small_and_cuts_what_is_cut(recipe: Path, registry: Registry) -> None:
+    full, small = (plan_run(recipe, [], registry, smoke) for smoke in (False, True))
+    assert small.smoke_of == full.parallel.degrees
+    assert small.parallel.degrees.num_ranks == min(8, full.parallel.degrees.num_ranks)
     for axis in ("pp", "sharding", "tp"):  # what is cut stays cut
-        assert (getattr(small.degrees, axis) > 1) == (getattr(whole.degrees, axis) > 1)
-    if not small.stage.trains:
+        assert (getattr(small.parallel.degrees, axis) > 1) == (getattr(full.parallel.degrees, axis) > 1)
+    if not small.train.stage.trains:
         return
     assert small.recipe.train.max_steps <= 8  # type: ignore[operator]
-    assert small.recipe.data.max_length <= small.model_config.max_position_embeddings
+    assert small.recipe.data.max_length <= small.model.config.max_position_embeddings
     assert small.recipe.train.micro_batch_size <= 4
-    samples = small.recipe.train.micro_batch_size * small.accumulate_steps * small.degrees.num_data_ranks
+    samples = (
+        small.recipe.train.micro_batch_size * small.parallel.accumulate_steps * small.parallel.degrees.num_data_ranks
+    )
     assert samples == small.recipe.train.global_batch_size
 
 
@@ -173,7 +180,9 @@ def test_size(recipe: Path, registry: Registry) -> None:
         (12, (12, 1, 1, 1), (6, 1, 1, 1)),
     ],
 )
-def test_degrees(plan: Plan, devices: int, degrees: tuple[int, ...], small: tuple[int, ...]) -> None:
+def test_degrees_are_halved_until_they_fit(
+    plan: Plan, devices: int, degrees: tuple[int, ...], small: tuple[int, ...]
+) -> None:
     pp, dp, sharding, tp = degrees
     parallel: dict[str, object] = {"tensor_parallel_degree": tp, "pipeline_parallel_degree": pp}
     if sharding > 1:
@@ -181,14 +190,15 @@ def test_degrees(plan: Plan, devices: int, degrees: tuple[int, ...], small: tupl
     changes = {"launch.num_devices": devices, "parallel": parallel, "train.global_batch_size": 2 * dp * sharding}
     found = plan(changes, smoke=True)
     assert dataclasses.astuple(found.smoke_of)[:4] == degrees  # type: ignore[arg-type]
-    assert dataclasses.astuple(found.degrees)[:4] == small
+    assert dataclasses.astuple(found.parallel.degrees)[:4] == small
 
 
 def test_batch_is_the_same_on_any_mesh(plan: Plan) -> None:
-    one, two = plan(smoke=True), plan(None, "--launch.num_devices=2", smoke=True)
-    assert (one.degrees.num_ranks, two.degrees.num_ranks) == (1, 2)
+    one = plan(smoke=True)
+    two = plan(None, "--launch.num_devices=2", smoke=True)
+    assert (one.parallel.degrees.num_ranks, two.parallel.degrees.num_ranks) == (1, 2)
     assert one.recipe.train.global_batch_size == two.recipe.train.global_batch_size
-    assert one.accumulate_steps == 2 * two.accumulate_steps
+    assert one.parallel.accumulate_steps == 2 * two.parallel.accumulate_steps
 
 
 INTERLEAVED = {"pipeline_schedule": "interleaved", "virtual_pipeline_degree": 3}
@@ -209,10 +219,10 @@ def test_a_pipeline_stays_what_it_is(
 ) -> None:
     changes = {"launch.num_devices": stages, "parallel": {"pipeline_parallel_degree": stages, **keys}}
     small = plan(changes, smoke=True)
-    assert small.degrees.pp == min(stages, 8)
+    assert small.parallel.degrees.pp == min(stages, 8)
     for key, value in kept.items():
         assert as_plain(small.recipe.parallel)[key] == value
-    assert small.model_config.num_hidden_layers == layers
+    assert small.model.config.num_hidden_layers == layers
 
 
 def test_overrides_lie_over_it(plan: Plan) -> None:
@@ -220,12 +230,12 @@ def test_overrides_lie_over_it(plan: Plan) -> None:
     assert small.recipe.train.max_steps == 2
     assert small.recipe.train.num_epochs is None
     small = plan(None, "--model.config.num_hidden_layers=1", "--output_dir=here", smoke=True)
-    assert small.model_config.num_hidden_layers == 1
-    assert small.model_config.hidden_size == 64
+    assert small.model.config.num_hidden_layers == 1
+    assert small.model.config.hidden_size == 64
     assert small.recipe.output_dir == "here"
 
 
-def test_origins(plan: Plan, tmp_path: Path) -> None:
+def test_values_of_a_smoke_run_name_their_origin(plan: Plan, tmp_path: Path) -> None:
     loaded = plan({"model.config": {"rope_theta": 7}}, "--seed=1", smoke=True).loaded
     assert loaded.origin(("model", "config", "hidden_size")) == "--smoke"
     assert loaded.origin(("data", "max_length")) == "--smoke"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.errors import RecipeError, UserError
+from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.source import MAX_BYTES, MAX_DEPTH, parse_json
 
@@ -83,11 +83,11 @@ def defects(text: str) -> list[tuple[str, str, str]]:
         ('{"a": [', "1:8", "a.0", "found the end of the file"),
     ],
 )
-def test_defect(text: str, where: str, key: str, says: str) -> None:
+def test_a_defect_has_its_place(text: str, where: str, key: str, says: str) -> None:
     assert [(w, k) for w, k, message in defects(text) if says in message] == [(where, key)]
 
 
-def test_all_defects_of_a_text_are_told_in_order() -> None:
+def test_all_problems_of_a_text_are_reported_in_order() -> None:
     text = '{\n "a": NaN,\n "a": 1e999,\n "b": [1, 2,],\n "c": 99999999999999999999,\n}'
     assert [(where, key, message.split(";")[0]) for where, key, message in defects(text)] == [
         ("2:7", "a", "NaN is not a JSON number"),
@@ -104,7 +104,7 @@ def test_defects_before_one_that_stops_the_reading_are_kept() -> None:
 
 
 @pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}")])
-def test_depth(opening: str, closing: str) -> None:
+def test_what_is_nested_too_deep_is_refused(opening: str, closing: str) -> None:
     deepest = MAX_DEPTH - 1
     parse_json(opening * deepest + "0" + closing * deepest, "f")
     ((where, key, message),) = defects(opening * MAX_DEPTH + "0" + closing * MAX_DEPTH)
@@ -140,7 +140,7 @@ def test_file_with_byte_order_mark(tmp_path: Path) -> None:
         read_document(path)
 
 
-def test_file_size(tmp_path: Path) -> None:
+def test_a_file_that_is_too_long_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "r.json"
     path.write_text("1".ljust(MAX_BYTES))
     assert read_document(path).value == 1

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.errors import RecipeError, UserError
+from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.source import MAX_DEPTH, MAX_INT, MIN_INT, Key, Source, parse_json
 
@@ -43,7 +43,7 @@ LAYOUTS = st.sampled_from([(None, (",", ":")), (None, (" , ", "\n:\t")), (2, (",
 
 
 def strict(text: str) -> Any:
-    """What the reader should make of a text, by the standard library with its indulgences taken away.
+    """Return the expected result of the reader: that of the standard library without its leniency.
 
     Raises:
         ValueError: it should refuse the text.
@@ -98,7 +98,7 @@ def parts(value: Any, key: Key = ()) -> dict[Key, Any]:
 def test_equal_to_json_loads(value: Any, layout: Any, ascii_only: bool) -> None:
     indent, separators = layout
     text = json.dumps(value, indent=indent, separators=separators, ensure_ascii=ascii_only)
-    # repr tells 1 from 1.0 and from true, and 0.0 from -0.0
+    # repr distinguishes 1 from 1.0 and from true, and 0.0 from -0.0
     assert repr(parse_json(text, "f").value) == repr(json.loads(text)) == repr(value)
 
 

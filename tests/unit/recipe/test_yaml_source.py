@@ -13,14 +13,14 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.cli.main import main
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.source import MAX_DEPTH, MAX_INT, MIN_INT, parse_json
 from llmsuite.recipe.yaml_source import parse_yaml
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 RECIPE = """\
 # a run as people write it
@@ -70,8 +70,8 @@ def test_yaml_is_the_same_recipe(registry: Registry, tmp_path: Path) -> None:
         ("  max_steps: 40", "  max_stepz: 40", "r.yaml:8:3: train.max_stepz: unknown key; did you mean 'max_steps'?"),
         ("max_length: 512", "max_length: true", "r.yaml:6:3: data.max_length: expected integer > 0, found true"),
         ("  beta: .1", "  loss: hinge", "r.yaml:14:3: dpo.loss: is given twice; it was already set at"),
-        ("  beta: .1", "  loss: no", "r.yaml:14:9: dpo.loss: no is false in YAML 1.1 and a text in 1.2"),
-        ("rank: 8", "rank: 010", "r.yaml:15:14: lora.rank: 010 is one number in YAML 1.1 and another"),
+        ("  beta: .1", "  loss: no", "r.yaml:14:9: dpo.loss: no is false in YAML 1.1 and text in 1.2"),
+        ("rank: 8", "rank: 010", "r.yaml:15:14: lora.rank: 010 is one number in YAML 1.1, and another"),
         ("  loss: sigmoid", "\tloss: sigmoid", "r.yaml:13:1: is not YAML"),
     ],
 )
@@ -117,7 +117,7 @@ def test_problems_of_yaml_have_their_place(
         ('a: "\\ud800"', "1:4", "a", "half of a surrogate pair"),
     ],
 )
-def test_what_a_recipe_may_not_have(text: str, where: str, key: str, says: str) -> None:
+def test_yaml_features_that_recipes_reject(text: str, where: str, key: str, says: str) -> None:
     found = problems(text)[0]
     assert found[:2] == (where, key)
     assert says in found[2]
@@ -127,11 +127,11 @@ def test_several_problems_at_once() -> None:
     assert [where for where, _, _ in problems("a: no\nb: 010\nb: 3\nc: 9e999")] == ["1:4", "2:4", "3:1", "4:4"]
 
 
-def test_forbidden_characters() -> None:
+def test_a_forbidden_character_is_refused() -> None:
     assert problems("a: \x00")[0][2].startswith("has a character that YAML forbids")
 
 
-def test_depth() -> None:
+def test_what_is_nested_too_deep_is_refused() -> None:
     parse_yaml("[" * (MAX_DEPTH - 1) + "0" + "]" * (MAX_DEPTH - 1), "f")
     assert "nested deeper" in problems("[" * 100_000)[0][2]
 
@@ -157,7 +157,7 @@ def test_json_is_yaml(tree: Any) -> None:
     assert repr(parse_yaml(dumped, "f").value) == repr(yaml.safe_load(dumped)) == repr(tree)
 
 
-def test_jsonc(tmp_path: Path) -> None:
+def test_jsonc_may_have_comments(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonc"
     path.write_text('// why\n{"a": "// no comment", /* here\n */ "b": [1, 2,], "a": 3, // end\n}\n/**/')
     with pytest.raises(RecipeError) as caught:
@@ -168,7 +168,7 @@ def test_jsonc(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r":1:10: comments of JSONC are // and /\* \*/"):
         read_document(path)
     path.write_text('{"a": 1} /* no end')
-    with pytest.raises(UserError, match=":1:10: begins a comment that does not end"):
+    with pytest.raises(UserError, match=":1:10: starts a comment that does not end"):
         read_document(path)
     path.write_text('{"a": 1, // one\n}')
     source = read_document(path)
@@ -198,7 +198,7 @@ def test_only_recipes_in_yaml_import_it(tmp_path: Path) -> None:
         "print([m for m in ('numpy', 'paddle', 'llmsuite.recipe.yaml_source') if m in sys.modules])"
     )
     for name, imported in (("recipes/llama/dpo.json", "[]"), (str(path), "['llmsuite.recipe.yaml_source']")):
-        told = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", script, name], capture_output=True, text=True, cwd=ROOT, check=True
         )
-        assert told.stdout.strip() == imported
+        assert result.stdout.strip() == imported

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.unit.reward_case import Making
+from tests.support.reward_case import Making
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ from llmsuite.rl.advantages import (
     Estimator,
     Scale,
     advantages,
-    generalised,
+    gae,
     overlong_penalty,
     pass_at,
     returns_to_go,
     token_rewards,
-    whitened,
-    without_signal,
+    whiten,
+    zero_variance_groups,
 )
-from tests.paths import REFERENCE
+from tests.support.paths import REFERENCE
 
 NAN = float("nan")
 REWARDS = [1.0, 0.0, 0.0, 2.0, 0.5, 0.5, NAN, 0.5]
@@ -50,7 +50,7 @@ def test_against_a_table(estimator: Any, scale: Any, wanted: list[float]) -> Non
     np.testing.assert_allclose(advantages(REWARDS, GROUPS, estimator, scale), wanted, **EXACT)
 
 
-def test_the_scale_of_the_batch_is_the_deviation_of_all_rewards_that_are_there() -> None:
+def test_the_scale_of_the_batch_is_the_deviation_of_all_known_rewards() -> None:
     known = [r for r in REWARDS if r == r]
     mean = sum(known) / 7
     std = math.sqrt(sum((r - mean) ** 2 for r in known) / 6)
@@ -67,16 +67,16 @@ def test_reinforce_plus_plus_normalises_what_the_baseline_leaves() -> None:
     np.testing.assert_allclose(plain, np.array([-2, -1, 3]) / (math.sqrt(7) + EPSILON), **EXACT)
 
 
-def test_one_reward_in_a_group_says_nothing_about_it() -> None:
+def test_a_single_reward_in_a_group_has_the_advantage_0() -> None:
     for estimator in ("group", "rloo"):
         for scale in ("group", "none"):
             assert advantages([3.0, NAN, NAN], [5, 5, 5], estimator, scale).tolist() == [0, 0, 0]
     assert advantages([None, 1.0, 3.0], [0, 0, 0], scale="none").tolist() == [0.0, -1.0, 1.0]
 
 
-def test_groups_without_signal() -> None:
+def test_zero_variance_groups() -> None:
     rewards = [1.0, 1.0, 0.0, 1.0, NAN, 2.0, NAN, NAN]
-    assert without_signal(rewards, [0, 0, 1, 1, 2, 2, 3, 3]).tolist() == [True, False, True, True]
+    assert zero_variance_groups(rewards, [0, 0, 1, 1, 2, 2, 3, 3]).tolist() == [True, False, True, True]
 
 
 finite = st.floats(-1e3, 1e3)
@@ -106,7 +106,7 @@ def test_advantages_of_a_group_sum_to_zero(groups: Any, estimator: Any, scale: A
 
 
 @given(groups_of_rewards, finite, st.sampled_from(["group", "rloo", "reinforce_baseline"]))
-def test_a_reward_that_everybody_gets_changes_nothing(groups: Any, more: float, estimator: Any) -> None:
+def test_an_equal_reward_for_all_completions_changes_nothing(groups: Any, more: float, estimator: Any) -> None:
     rewards, numbers = _flat(groups)
     np.testing.assert_allclose(
         advantages(rewards + more, numbers, estimator, "none"),
@@ -137,15 +137,17 @@ def test_returns_and_token_rewards() -> None:
     np.testing.assert_allclose(rows[0], [-0.05, 0.975], **EXACT)
     np.testing.assert_allclose(rows[1], [-1.1], **EXACT)
     np.testing.assert_allclose(returns_to_go(rows, gamma=0.5)[0], [-0.05 + 0.4875, 0.975], **EXACT)
-    found = whitened([[1.0, 2.0], [6.0]])
+    found = whiten([[1.0, 2.0], [6.0]])
     np.testing.assert_allclose(np.concatenate(found), np.array([-2, -1, 3]) / (math.sqrt(7) + 1e-8), **EXACT)
 
 
-def test_generalised_against_the_sum_of_the_paper() -> None:
+def test_gae_against_the_sum_of_the_paper() -> None:
     """Eq. 16 as it stands: A_t = sum over l of (gamma lambda)^l delta_{t+l}."""
-    gamma, lambda_ = 0.9, 0.8
-    rewards, values = [[0.0, 0.5, 1.0], [2.0]], [[0.3, -0.2, 0.7], [1.5]]
-    found, returns = generalised(rewards, values, gamma, lambda_)
+    gamma = 0.9
+    lambda_ = 0.8
+    rewards = [[0.0, 0.5, 1.0], [2.0]]
+    values = [[0.3, -0.2, 0.7], [1.5]]
+    found, returns = gae(rewards, values, gamma, lambda_)
     for reward, value, advantage, target in zip(rewards, values, found, returns):
         following = [*value[1:], 0.0]
         deltas = [r + gamma * n - v for r, n, v in zip(reward, following, value)]
@@ -156,9 +158,9 @@ def test_generalised_against_the_sum_of_the_paper() -> None:
 
 
 @given(st.lists(st.lists(st.tuples(finite, finite), min_size=1, max_size=8), min_size=1, max_size=4), st.floats(0, 1))
-def test_the_whole_return_does_not_depend_on_the_critic(rows: Any, gamma: float) -> None:
+def test_the_full_return_does_not_depend_on_the_critic(rows: Any, gamma: float) -> None:
     rewards, values = ([[pair[i] for pair in row] for row in rows] for i in (0, 1))
-    _, returns = generalised(rewards, values, gamma, 1.0)
+    _, returns = gae(rewards, values, gamma, 1.0)
     for row, wanted in zip(returns, returns_to_go(rewards, gamma)):
         np.testing.assert_allclose(row, wanted, rtol=1e-9, atol=1e-8)
 
@@ -166,7 +168,7 @@ def test_the_whole_return_does_not_depend_on_the_critic(rows: Any, gamma: float)
 @given(st.lists(st.lists(st.tuples(finite, finite), min_size=1, max_size=8), min_size=1, max_size=4), st.floats(0, 1))
 def test_one_step_ahead_is_the_error_of_the_critic(rows: Any, gamma: float) -> None:
     rewards, values = ([[pair[i] for pair in row] for row in rows] for i in (0, 1))
-    found, _ = generalised(rewards, values, gamma, 0.0)
+    found, _ = gae(rewards, values, gamma, 0.0)
     for row, reward, value in zip(found, rewards, values):
         following = np.array([*value[1:], 0.0])
         np.testing.assert_allclose(row, np.array(reward) + gamma * following - value, rtol=1e-12, atol=1e-12)
@@ -184,29 +186,29 @@ def _near(found: Any, wanted: Any) -> None:
 
 
 @pytest.mark.parametrize("case", verl()["gae"], ids=lambda case: f"{case['gamma']},{case['lambda']}")
-def test_generalised_as_verl(case: dict[str, Any]) -> None:
+def test_gae_as_verl(case: dict[str, Any]) -> None:
     """Whose masks leave out tokens of an environment, which rows do not have here."""
-    found, returns = generalised(verl()["rewards"], verl()["values"], case["gamma"], case["lambda"])
+    found, returns = gae(verl()["rewards"], verl()["values"], case["gamma"], case["lambda"])
     _near(returns, case["returns"])
-    _near(whitened(found), case["advantages"])  # verl adds 1e-8 to the variance
+    _near(whiten(found), case["advantages"])  # verl adds 1e-8 to the variance
 
 
 def test_reinforce_plus_plus_as_verl() -> None:
     case = verl()["reinforce_pp"]
     returns = returns_to_go(case["rewards"], case["gamma"])
     _near(returns, case["returns"])
-    _near(whitened(returns), case["advantages"])
+    _near(whiten(returns), case["advantages"])
 
 
 @given(st.lists(st.lists(finite, min_size=1, max_size=6), min_size=2, max_size=6), st.integers(1, 5), st.data())
 def test_normalisation_does_not_depend_on_the_ranks(rows: Any, cut: int, data: Any) -> None:
     counted = data.draw(st.lists(st.booleans(), min_size=len(rows), max_size=len(rows)))
     sums: list[list[float]] = []
-    expected = whitened(rows, counted=counted, total=lambda numbers: sums.append(list(numbers)) or list(numbers))
+    expected = whiten(rows, mask=counted, sum_over_ranks=lambda numbers: sums.append(list(numbers)) or list(numbers))
     parts = [rows[:cut], rows[cut:]], [counted[:cut], counted[cut:]]
     for part, counts in zip(*parts):
         given_sums = iter(sums)
-        found = whitened(part, counted=counts, total=lambda numbers: next(given_sums))  # noqa: B023
+        found = whiten(part, mask=counts, sum_over_ranks=lambda numbers: next(given_sums))  # noqa: B023
         for row in found:
             match = expected.pop(0)
             np.testing.assert_allclose(row, match, rtol=1e-9, atol=1e-9)
@@ -221,10 +223,11 @@ def test_pass_at_k() -> None:
 
 
 @given(st.integers(1, 12), st.data())
-def test_pass_at_k_is_the_share_of_all_draws_without_a_miss(num_drawn: int, data: Any) -> None:
+def test_pass_at_k_is_the_share_of_all_choices_of_k_with_a_right_one(num_samples: int, data: Any) -> None:
     import itertools
 
-    right, k = data.draw(st.integers(0, num_drawn)), data.draw(st.integers(1, min(4, num_drawn)))
-    draws = list(itertools.combinations(range(num_drawn), k))
+    right = data.draw(st.integers(0, num_samples))
+    k = data.draw(st.integers(1, min(4, num_samples)))
+    draws = list(itertools.combinations(range(num_samples), k))
     share = sum(any(i < right for i in draw) for draw in draws) / len(draws)
-    assert pass_at(right, num_drawn, k) == pytest.approx(share)
+    assert pass_at(right, num_samples, k) == pytest.approx(share)

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.section import unread
 from llmsuite.rl import reward_sections
 from llmsuite.rl.rewards import Rewards
-from llmsuite.schema.section import unread
-from tests.unit.reward_case import KNOWN, Making, completion, section
+from tests.support.reward_case import KNOWN, Making, completion, section
 
 
 def test_exact_format_and_length(make: Making) -> None:
@@ -34,12 +34,12 @@ def test_exact_format_and_length(make: Making) -> None:
     rewards.check(found)
 
 
-def test_only_longer_ones_are_too_long(make: Making) -> None:
+def test_only_longer_completions_are_penalised(make: Making) -> None:
     rewards = make({"length": 1.0}, {"length": reward_sections.LengthSection(target=4, only_longer=True)})
     assert rewards.score([completion("1"), completion("1 2 3 4 5")]).tolist() == [[0.0], [-0.5]]
 
 
-def test_math_knows_equal_from_alike(make: Making) -> None:
+def test_math_compares_values_not_texts(make: Making) -> None:
     rewards = make({"math": 1.0})
     columns = {"answer": r"$\frac{1}{2}$"}
     texts = ["so it is $0.5$", r"\boxed{\frac{2}{4}}", "it is $0.4$", "no idea"]
@@ -49,7 +49,7 @@ def test_math_knows_equal_from_alike(make: Making) -> None:
     columns = {"answer": r"\frac{1}{3}"}
     assert rewards.score([completion(r"$\frac{2}{6}$", columns=columns)]).tolist() == [[1.0]]
     assert np.isnan(rewards.score([completion("4", columns={"answer": "whatever you like"})])).all()
-    assert "is no mathematical expression" in rewards.first_failure
+    assert "is not a mathematical expression" in rewards.first_failure
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_math_knows_equal_from_alike(make: Making) -> None:
         ("48/2 = 24 in May, 48+24 = 72 in all\n#### 72", ["72", "so #### 72"], ["24"]),
     ],
 )
-def test_math_reads_a_bare_answer_whole(make: Making, answer: str, right: list[str], wrong: list[str]) -> None:
+def test_math_parses_a_bare_answer_fully(make: Making, answer: str, right: list[str], wrong: list[str]) -> None:
     found = make({"math": 1.0}).score([completion(text, columns={"answer": answer}) for text in [*right, *wrong]])
     assert found.ravel().tolist() == [1.0] * len(right) + [0.0] * len(wrong)
 
@@ -84,7 +84,7 @@ def test_a_row_without_the_column_names_its_others(make: Making) -> None:
     assert rewards.score(both).ravel().tolist() == pytest.approx([1, np.nan], nan_ok=True)
 
 
-def test_what_cannot_hang_starts_no_process(make: Making, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rewards_that_cannot_hang_start_no_process(make: Making, monkeypatch: pytest.MonkeyPatch) -> None:
     def started(sources: object) -> None:
         pytest.fail("a process was started")
 
@@ -120,8 +120,8 @@ def test_countdown_reads_the_last_match_of_a_pattern_and_needs_its_columns(make:
     rewards = make({"countdown": 1.0}, {"countdown": own})
     row = {"columns": {"nums": [1, 2], "target": "0.5"}}
     texts = ["<answer>2/1</answer>, no: <answer>1/2</answer>", "1/2", "<answer>1/2</answer> <answer>2/1</answer>"]
-    told = [completion(text, number, **row) for number, text in enumerate(texts)]
-    np.testing.assert_array_equal(rewards.score([*told, completion("1/2", 3)], 4), [[1], [0], [0], [np.nan]])
+    completions = [completion(text, number, **row) for number, text in enumerate(texts)]
+    np.testing.assert_array_equal(rewards.score([*completions, completion("1/2", 3)], 4), [[1], [0], [0], [np.nan]])
     assert "the row has no 'nums' (reward.countdown.numbers)" in rewards.first_failure
 
 

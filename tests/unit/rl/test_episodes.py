@@ -14,21 +14,21 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.specs import EnvironmentSpec, Reply, Turn
 from llmsuite.data.chat_template import BUILTIN, PLACEHOLDER, ChatTemplate
 from llmsuite.data.rows import Message
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from llmsuite.inference.sampling import draw
+from llmsuite.inference.group_sampling import SampleRequest, SamplingParams, fill_completions, request_key, uniforms
+from llmsuite.inference.sampling import sample_by_uniform
 from llmsuite.rl import reward_sections
 from llmsuite.rl.completion import Completion
-from llmsuite.rl.drawing import Drawing, Request, fill_groups, request_key, uniforms
 from llmsuite.rl.episodes import Episodes, with_parts
 from llmsuite.rl.rewards import Rewards
 from llmsuite.rl.rollouts import RolloutPrompt
-from llmsuite.schema.environment import EnvironmentSection
-from llmsuite.schema.reward import RewardSection
-from llmsuite.specs import EnvironmentSpec, Reply, Turn
-from tests.unit.inference.toy_decoder import ToyDecoder
+from tests.support.toy_decoder import ToyDecoder
 
 LETTERS = "$abcdefghu"
 """Tokens of the toy model; the first ends a turn."""
@@ -37,22 +37,22 @@ TEMPLATE = (
     "{% if add_generation_prompt %}a{% endif %}"
 )
 PROMPTS = ["bc", "d", "bc", "efg"]
-DRAWING = Drawing(num_generations=3, max_completion_length=24, temperature=1.0, batch_size=4)
+PARAMS = SamplingParams(num_generations=3, max_completion_length=24, temperature=1.0, batch_size=4)
 STEP = 5
 
 
 class Echo:
-    """Says what it was told in other letters, and ends after as many turns as the seed says."""
+    """Repeats the turns of the model in other letters. The seed decides the number of turns."""
 
     def __init__(self, section: Any = None):
-        self.told: list[str] = []
+        self.received: list[str] = []
 
     def begin(self, row: Any, seed: int) -> Any:
         self.left = 2 + seed % 3
         return [*row["messages"], {"role": "user", "content": "abc"[seed % 3]}]
 
     def step(self, turn: Turn) -> Reply:
-        self.told.append(turn.text)
+        self.received.append(turn.text)
         self.left -= 1
         parts = {"score": 1.0 + len(turn.text), "turns": 1.0}
         return Reply(messages=[{"role": "user", "content": "h" + turn.text[:2]}], done=not self.left, reward=parts)
@@ -102,18 +102,21 @@ class Table:
         return self.made[-1]
 
     def play(
-        self, episodes: Episodes, numbers: Sequence[int] = range(len(PROMPTS)), drawing: Drawing = DRAWING
+        self,
+        episodes: Episodes,
+        numbers: Sequence[int] = range(len(PROMPTS)),
+        sampling_params: SamplingParams = PARAMS,
     ) -> list[Completion]:
         requests, prompts = zip(*(row(number) for number in numbers))
-        fill = functools.partial(fill_groups, self.decoder, drawing=drawing, stop_ids={0})
-        return episodes.play(requests, prompts, numbers, drawing, fill, {0}, decode)
+        fill = functools.partial(fill_completions, self.decoder, sampling_params=sampling_params, stop_ids={0})
+        return episodes.play(requests, prompts, numbers, sampling_params, fill, {0}, decode)
 
 
-def row(number: int) -> tuple[Request, RolloutPrompt]:
+def row(number: int) -> tuple[SampleRequest, RolloutPrompt]:
     messages = (Message("user", PROMPTS[number]),)
     (ids,) = encode([template().render(messages, add_generation_prompt=True)])
     key = request_key(7, STEP, ids, PROMPTS[:number].count(PROMPTS[number]))
-    return Request(tuple(ids), key), RolloutPrompt(tuple(ids), {"answer": "x"}, "text", messages)
+    return SampleRequest(tuple(ids), key), RolloutPrompt(tuple(ids), {"answer": "x"}, "text", messages)
 
 
 @pytest.fixture
@@ -126,36 +129,39 @@ def table() -> Iterator[Table]:
 
 def file(folder: Path, body: str) -> str:
     """A file with the environment `Own`, with a method `step` of its own."""
-    code = "import os, time\nfrom llmsuite.plugins.hookspecs import Reply\n\n\nclass Own:\n"
+    code = "import os, time\nfrom llmsuite.contract.hookspecs import Reply\n\n\nclass Own:\n"
     begin = "    def begin(self, row, seed):\n        self.turns = 0\n        return row['messages']\n\n"
     path = folder / "own_games.py"
     path.write_text(code + ("" if "def begin" in body else begin) + textwrap.indent(body, "    ") + "\n")
     return f"{path}:Own"
 
 
-def _alone(decoder: ToyDecoder, request: Request, number: int, seed_of: int, max_turns: int) -> dict[str, Any]:
+def _alone(decoder: ToyDecoder, request: SampleRequest, number: int, seed_of: int, max_turns: int) -> dict[str, Any]:
     """An episode, token by token, in one process."""
-    environment, messages = Echo(), [{"role": "user", "content": PROMPTS[seed_of]}]
+    environment = Echo()
+    messages = [{"role": "user", "content": PROMPTS[seed_of]}]
     digest = hashlib.sha256(b"environment" + np.asarray(request.key, "uint64").tobytes()).digest()
-    begun = environment.begin({"messages": messages}, int.from_bytes(digest[:8], "little") >> 1)
-    text = [*encode(["".join(f"u{m['content']}$" for m in begun) + "a"])[0]]
-    room = min(DRAWING.max_completion_length, 30 - len(text))
+    started = environment.begin({"messages": messages}, int.from_bytes(digest[:8], "little") >> 1)
+    text = [*encode(["".join(f"u{m['content']}$" for m in started) + "a"])[0]]
+    room = min(PARAMS.max_completion_length, 30 - len(text))
     numbers = iter(uniforms(request.key, number, room))
     ids: list[int] = []
     own: list[int] = []
-    score, done = 0.0, False
+    score = 0.0
+    done = False
     for turn in range(max_turns):
         start = len(ids)
         while len(ids) < room and (len(ids) == start or ids[-1]):
-            tokens, _ = draw(decoder.logits([*text, *ids])[None], 1.0, np.array([next(numbers)]))
-            ids.append(int(tokens[0]))
+            token, _ = sample_by_uniform(decoder.logits([*text, *ids]), 1.0, next(numbers))
+            ids.append(token)
             own.append(len(ids) - 1)
         stopped = ids[-1] == 0
         reply = environment.step(
             Turn(text=decode(ids[start:]), ids=ids[start:], finish_reason="stop" if stopped else "length")
         )
         assert isinstance(reply.reward, dict)
-        score, done = score + reply.reward["score"], reply.done and stopped
+        score = score + reply.reward["score"]
+        done = reply.done and stopped
         said = encode([f"u{reply.messages[0]['content']}$a"])[0]  # type: ignore[index]
         if reply.done or turn == max_turns - 1 or len(ids) + len(said) >= room:
             break
@@ -165,17 +171,17 @@ def _alone(decoder: ToyDecoder, request: Request, number: int, seed_of: int, max
 
 @pytest.mark.parametrize(("batch_size", "max_turns"), [(1, 8), (4, 2), (100, 8)])
 def test_an_episode_does_not_depend_on_what_else_is_played(table: Table, batch_size: int, max_turns: int) -> None:
-    drawing = Drawing(3, DRAWING.max_completion_length, 1.0, batch_size)
-    found = table.play(table.sit(max_turns=max_turns), drawing=drawing)
+    sampling_params = SamplingParams(3, PARAMS.max_completion_length, 1.0, batch_size)
+    found = table.play(table.sit(max_turns=max_turns), sampling_params=sampling_params)
     assert [(c.group, c.number) for c in found] == [(g, n) for g in range(len(PROMPTS)) for n in range(3)]
     for completion in found:
         request, _ = row(completion.group)
         expected = _alone(table.decoder, request, completion.number, completion.group, max_turns)
         assert list(completion.ids) == expected["ids"]
-        assert completion.own == expected["own"]
+        assert completion.sampled_positions == expected["own"]
         assert completion.episode_scores == {"score": expected["score"], "turns": len(completion.turns[::2])}
         assert completion.finish_reason == expected["finish_reason"]
-        assert len(completion.logprobs) == completion.num_own == sum(completion.is_own)
+        assert len(completion.logprobs) == completion.num_sampled == sum(completion.sampled_mask)
     assert {len(c.turns) > 1 for c in found} == {True, False} or max_turns == 2
     assert {c.finish_reason for c in found} == {"stop", "length"} or max_turns == 2
 
@@ -189,15 +195,16 @@ def test_a_rank_that_plays_some_of_the_prompts_plays_the_same(table: Table) -> N
     assert first != third  # the same prompt twice has random numbers of its own
 
 
-def test_what_the_model_wrote_is_never_made_of_text_again(table: Table) -> None:
+def test_sampled_tokens_are_never_tokenized_again(table: Table) -> None:
     """The tokens between two turns are those of the template, and the end of a turn stands there once."""
     for completion in table.play(table.sit()):
         assert len(completion.prompt_ids) + len(completion.ids) <= 30
-        parts = np.split(np.array(completion.ids), np.flatnonzero(np.diff(completion.is_own)) + 1)
-        own, heard = parts[::2], parts[1::2]
+        parts = np.split(np.array(completion.ids), np.flatnonzero(np.diff(completion.sampled_mask)) + 1)
+        own = parts[::2]
+        observed = parts[1::2]
         assert [decode(part) for part in own] == [turn.content for turn in completion.turns[::2]]
         said = [f"u{turn.content}$a" for turn in completion.turns[1::2]]
-        assert [part.tolist() for part in heard] == encode(said)
+        assert [part.tolist() for part in observed] == encode(said)
 
 
 OFFERED = (
@@ -216,8 +223,8 @@ def test_the_template_gets_the_tools_of_the_environment_in_every_turn(table: Tab
     episodes._template = ChatTemplate(TOOLS + TEMPLATE, {}, "toy")
     request, prompt = row(1)
     prompt = dataclasses.replace(prompt, columns={"answer": "fe"}, tools=own)
-    fill = functools.partial(fill_groups, table.decoder, drawing=DRAWING, stop_ids={0})
-    found = episodes.play([request], [prompt], [0], DRAWING, fill, {0}, decode)
+    fill = functools.partial(fill_completions, table.decoder, sampling_params=PARAMS, stop_ids={0})
+    found = episodes.play([request], [prompt], [0], PARAMS, fill, {0}, decode)
     assert [decode(c.prompt_ids) for c in found] == ["feuda"] * 3  # decode leaves out ends of turns
     assert {c.prompt for c in found} == {"fe$ud$a"}
     assert all(c.turns[1::2] == (Message("tool", "h"),) for c in found)
@@ -233,7 +240,7 @@ def test_long_turns_are_truncated_and_answered(table: Table) -> None:
     turns = [turn.content for c in found for turn in c.turns if turn.role == "assistant"]
     assert max(map(len, turns)) == 2
     for completion in found:
-        for at in np.flatnonzero(np.diff(np.array(completion.is_own, int)) == -1):
+        for at in np.flatnonzero(np.diff(np.array(completion.sampled_mask, int)) == -1):
             closed = completion.ids[at] == 0, completion.ids[at + 1] == 0
             assert sum(closed) == 1  # by the model, or else by the template
     assert any(len(turn) == 2 for turn in turns)
@@ -254,7 +261,7 @@ def test_its_reward_and_parts_are_those_of_the_environment(table: Table) -> None
     ("body", "why"),
     [
         ("def step(self, turn):\n    raise KeyError('nobody')", "KeyError: 'nobody'.*own_games.py"),
-        ("def step(self, turn):\n    return 1.0", "no llmsuite.plugins.hookspecs.Reply"),
+        ("def step(self, turn):\n    return 1.0", "not a llmsuite.contract.hookspecs.Reply"),
         ("def step(self, turn):\n    return Reply()", "its messages are"),
         (
             "def step(self, turn):\n    return Reply(messages=[{'role': 'me', 'content': ''}])",
@@ -288,12 +295,12 @@ def test_its_reward_and_parts_are_those_of_the_environment(table: Table) -> None
         ),
     ],
 )
-def test_what_fails_is_missing_and_counted(
+def test_a_failing_episode_is_missing_and_counted(
     table: Table, tmp_path: Path, capfd: pytest.CaptureFixture[str], body: str, why: str
 ) -> None:
-    """One prompt, two episodes: both have one turn, which nothing is learnt from."""
-    drawing = Drawing(2, 8, 1.0, 4)
-    found = table.play(table.sit(file(tmp_path, body), time_limit=1.0), [1], drawing)
+    """One prompt, two episodes: both have one turn, without a reward."""
+    sampling_params = SamplingParams(2, 8, 1.0, 4)
+    found = table.play(table.sit(file(tmp_path, body), time_limit=1.0), [1], sampling_params)
     assert [len(c.turns) for c in found] == [1, 1]
     assert all(c.episode_scores is None and c.truncated for c in found)
     assert all(re.search(why, c.failure) for c in found), found[0].failure
@@ -309,7 +316,7 @@ def test_what_fails_is_missing_and_counted(
 def test_an_async_environment_is_run_to_its_end(table: Table, tmp_path: Path) -> None:
     body = "async def begin(self, row, seed):\n    return row['messages']\n\n"
     body += "async def step(self, turn):\n    return Reply(done=True, reward=0.5)"
-    found = table.play(table.sit(file(tmp_path, body)), [1], Drawing(2, 8, 1.0, 4))
+    found = table.play(table.sit(file(tmp_path, body)), [1], SamplingParams(2, 8, 1.0, 4))
     assert [c.episode_scores for c in found] == [{"score": 0.5}] * 2
 
 
@@ -371,7 +378,7 @@ def test_built_in_templates_keep_what_was_written(name: str) -> None:
 
 def test_a_template_that_rewrites_history_is_named() -> None:
     made = ChatTemplate(FORGETFUL, {}, "models/forgetful")
-    with pytest.raises(UserError, match=r"models/forgetful.*what a model thought.*data.chat_template \(chatml"):
+    with pytest.raises(UserError, match=r"models/forgetful.*thoughts of the model.*data.chat_template \(chatml"):
         made.continuation(ASKED, [Message("user", "no")])
     assert made.continuation(ASKED, [Message("tool", "42")]) == (
         "<|im_end|>\n<|im_start|>tool\n42<|im_end|>\n<|im_start|>assistant\n"

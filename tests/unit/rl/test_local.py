@@ -1,4 +1,4 @@
-"""The engine `local`: weights and cache take memory while it draws, and none while the model is trained."""
+"""The engine `local`: weights and cache take memory while it samples, and none while the model is trained."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.contract.registry import Registry
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.engine.rollouts import RolloutEngine
+from llmsuite.inference.group_sampling import SampleRequest, SamplingParams
 from llmsuite.inference.load import parameter_shapes
+from llmsuite.models.initial_values import initial_values
 from llmsuite.planning.estimate import estimate
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.rl.drawing import Drawing, Request
-from llmsuite.rl.engine import EngineContext, Releasing
+from llmsuite.rl.engine import EngineContext, ReleasableEngine
 from llmsuite.rl.local import LocalEngine
-from llmsuite.train.initial_values import initial_values
-from llmsuite.train.rollouts import RolloutEngine
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
-DRAWING = Drawing(num_generations=3, max_completion_length=6, temperature=1.0, batch_size=4)
-REQUESTS = [Request((7, 5, i), (0, 1, i)) for i in range(4)]
+PARAMS = SamplingParams(num_generations=3, max_completion_length=6, temperature=1.0, batch_size=4)
+REQUESTS = [SampleRequest((7, 5, i), (0, 1, i)) for i in range(4)]
 
 
 def plan_of(registry: Registry, recipe: str, *words: str) -> RunPlan:
@@ -32,12 +32,12 @@ def plan_of(registry: Registry, recipe: str, *words: str) -> RunPlan:
 
 
 def weights(plan: RunPlan, seed: int) -> Iterator[tuple[str, Any]]:
-    for name, shape in parameter_shapes(plan.family, plan.model_config).items():
+    for name, shape in parameter_shapes(plan.model.family, plan.model.config).items():
         yield name, paddle.to_tensor(initial_values(seed, name, shape, 0.1) + (len(shape) == 1))
 
 
-def drawn(engine: LocalEngine) -> list[list[list[int]]]:
-    return [[d.ids for d in group] for group in engine.begin(REQUESTS, DRAWING, {2})()]
+def sampled_ids(engine: LocalEngine) -> list[list[list[int]]]:
+    return [[d.ids for d in group] for group in engine.begin(REQUESTS, PARAMS, {2})()]
 
 
 def allocated() -> int:
@@ -51,32 +51,38 @@ def has_memory(engine: LocalEngine) -> set[bool]:
 
 
 @pytest.mark.parametrize("recipe", ["llama/grpo.json", "qwen/grpo.json", "deepseek/grpo.json"])
-def test_what_is_released_is_drawn_with_again(registry: Registry, recipe: str) -> None:
+def test_an_engine_samples_again_after_a_release(registry: Registry, recipe: str) -> None:
     """Whether its attention is fused with others, has biases, or is of another kind."""
     plan = plan_of(registry, recipe)
-    engine = LocalEngine(EngineContext(plan, CpuBackend(), True, print))
-    assert isinstance(engine, Releasing)
+    engine = LocalEngine(
+        EngineContext(plan.model, CpuBackend(), plan.parallel.engine.precision, None, plan.output_dir, True, print)
+    )
+    assert isinstance(engine, ReleasableEngine)
     assert has_memory(engine) == {False}
     engine.refresh(0, weights(plan, 1))
-    first = drawn(engine)
+    first = sampled_ids(engine)
     assert has_memory(engine) == {True}
     engine.release()
     engine.release()
     assert has_memory(engine) == {False}
     engine.refresh(1, weights(plan, 2))
-    assert drawn(engine) != first
+    assert sampled_ids(engine) != first
     engine.release()
     engine.refresh(2, weights(plan, 1))
-    assert drawn(engine) == first
+    assert sampled_ids(engine) == first
 
 
+@pytest.mark.further
 def test_nothing_is_left_of_weights_and_cache(registry: Registry) -> None:
     plan = plan_of(registry, "llama/grpo.json")
-    before, size = allocated(), 4 * sum(math.prod(p.shape) for _, p in weights(plan, 1))
-    engine = LocalEngine(EngineContext(plan, CpuBackend(), True, print))
+    before = allocated()
+    size = 4 * sum(math.prod(p.shape) for _, p in weights(plan, 1))
+    engine = LocalEngine(
+        EngineContext(plan.model, CpuBackend(), plan.parallel.engine.precision, None, plan.output_dir, True, print)
+    )
     assert allocated() - before < 0.05 * size
     engine.refresh(0, weights(plan, 1))
-    drawn(engine)
+    sampled_ids(engine)
     assert allocated() - before >= size
     engine.release()
     assert allocated() - before < 0.05 * size
@@ -100,8 +106,11 @@ def test_a_plan_counts_what_is_held(registry: Registry, recipe: str, words: tupl
     """Weights to the byte, in bf16 those of stored matrices with what fills their last tile; tokens in the cache."""
     alone = ("--parallel={}", "--launch.num_devices=1", "--rollout.batch_size=16", f"--engine.precision={precision}")
     plan = plan_of(registry, recipe, *words, *alone)
-    engine = LocalEngine(EngineContext(plan, CpuBackend(), True, print))
-    values, before = list(weights(plan, 1)), allocated()
+    engine = LocalEngine(
+        EngineContext(plan.model, CpuBackend(), plan.parallel.engine.precision, None, plan.output_dir, True, print)
+    )
+    values = list(weights(plan, 1))
+    before = allocated()
     engine.refresh(0, values)
     (stage,) = estimate(plan).stages
     assert allocated() - before == stage.decoder
@@ -109,14 +118,15 @@ def test_a_plan_counts_what_is_held(registry: Registry, recipe: str, words: tupl
     assert (stage.decoder < 0.8 * 4 * sum(value.size for _, value in values)) == is_stored
     _, cache = engine._decoder.forward(np.ones([3, 5], "int64"), np.zeros(3, "int64"), None)
     found = sum(tensor.size * tensor.element_size() for tensor in cache)
-    assert found / (3 * 5) == stage.cache / (2 * 16 * plan.recipe.data.max_length)
+    assert found / (3 * 5) == stage.cache / (2 * 16 * plan.data.section.max_length)
 
 
 class Counting:
     """An engine that counts."""
 
     def __init__(self) -> None:
-        self.refreshed, self.released = list[int](), 0
+        self.refreshed = list[int]()
+        self.released = 0
 
     def refresh(self, version: int, weights: Any) -> None:
         self.refreshed.append(version)
@@ -132,8 +142,9 @@ class Counting:
         pass
 
 
-def test_weights_are_brought_once_for_an_evaluation_and_the_rollout_behind_it() -> None:
-    inner, gathered = Counting(), list[int]()
+def test_weights_are_gathered_once_for_an_evaluation_and_the_next_rollout() -> None:
+    inner = Counting()
+    gathered = list[int]()
 
     def values() -> Any:
         gathered.append(1)
@@ -142,12 +153,12 @@ def test_weights_are_brought_once_for_an_evaluation_and_the_rollout_behind_it() 
     engine, helper = (RolloutEngine(kind, None, values, is_remote=False) for kind in (inner, None))
     for each in (engine, helper):
         each.current(3)  # to evaluate
-        each.current(3)  # to draw
+        each.current(3)  # to sample
         each.release()
         each.current(3)
     assert inner.refreshed == [3, 3]
     assert inner.released == 1
-    assert len(gathered) == 4, "ranks that only help gather as often as those that draw"
+    assert len(gathered) == 4, "ranks that only help gather as often as those that sample"
 
 
 def test_a_server_keeps_its_weights_while_the_model_is_trained() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from llmsuite.rl import reward_sections
 from llmsuite.rl.rewards import Rewards
-from tests.unit.reward_case import Making, completion
+from tests.support.reward_case import Making, completion
 
 
 class Server:
@@ -63,18 +63,18 @@ def test_no_message_has_secrets_of_the_address(status: int, make: Making, capsys
         section = reward_sections.HttpSection(url=url, retries=0)
         rewards = make({"http": 1.0}, {"http": section}, workers=1, max_failed=1.0)
         assert np.isnan(rewards.score(GROUP)).all()
-    said = capsys.readouterr().err
-    assert "warning: a reward is missing: http: " in said
-    assert f"{server.url}s?key=***#***" in said
-    assert "s3cr3t" not in said + rewards.first_failure
+    printed = capsys.readouterr().err
+    assert "warning: a reward is missing: http: " in printed
+    assert f"{server.url}s?key=***#***" in printed
+    assert "s3cr3t" not in printed + rewards.first_failure
 
 
 def test_a_server_that_is_not_there_is_named_without_secrets(make: Making, capsys: pytest.CaptureFixture[str]) -> None:
     section = reward_sections.HttpSection(url="http://127.0.0.1:1/s?key=s3cr3t", retries=0)
     make({"http": 1.0}, {"http": section}, workers=1, max_failed=1.0).score(GROUP)
-    said = capsys.readouterr().err
-    assert "http://127.0.0.1:1/s?key=***" in said
-    assert "s3cr3t" not in said
+    printed = capsys.readouterr().err
+    assert "http://127.0.0.1:1/s?key=***" in printed
+    assert "s3cr3t" not in printed
 
 
 def test_paddlenlp_servers(make: Making) -> None:
@@ -106,15 +106,15 @@ WRONG: list[tuple[Any, str, int]] = [
     ((404, "not here"), "answers 404: not here", 1),
     ((200, b'{"score": [1.0'), "/: its answer breaks off; bytes missing: 1", 2),
     ((200, "<p>busy</p>"), "/: answers with no JSON: <p>busy</p>", 1),
-    ((200, {"error_code": 5, "score": [0, 0]}), 'the server says: {"error_code": 5', 1),
-    ((200, {"score": [[1.0], [1.0]]}), "/: score[0] is [1.0], which is no number", 1),
-    ((200, {"error_code": 500, "error_msg": "it broke", "score": [0, 0]}), "the server says: it broke", 1),
+    ((200, {"error_code": 5, "score": [0, 0]}), 'the server reports: {"error_code": 5', 1),
+    ((200, {"score": [[1.0], [1.0]]}), "/: score[0] is [1.0], which is not a number", 1),
+    ((200, {"error_code": 500, "error_msg": "it broke", "score": [0, 0]}), "the server reports: it broke", 1),
     ((200, {"score": [1.0]}), "answers with no list of 2 scores", 1),
     ((200, {"rewards": [1.0, 1.0]}), "answers with no list of 2 scores", 1),
 ]
 
 
-def test_what_a_server_gets_wrong(make: Making) -> None:
+def test_wrong_responses_of_a_server_are_errors(make: Making) -> None:
     now: list[Any] = []
     with Server(lambda body: now[-1]) as server:
         rewards = asking(make, server)
@@ -127,7 +127,7 @@ def test_what_a_server_gets_wrong(make: Making) -> None:
             assert len(server.asked) == tries, answer
 
 
-def test_a_server_that_comes_back_is_asked_again(make: Making) -> None:
+def test_a_server_that_comes_back_gets_the_request_again(make: Making) -> None:
     with Server(lambda body: (503, "wait") if len(server.asked) == 1 else (200, {"score": [1, 0]})) as server:
         assert asking(make, server).score(GROUP[:2]).ravel().tolist() == [1, 0]
 

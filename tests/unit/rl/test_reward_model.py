@@ -12,20 +12,20 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import Score
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.reward_model import model
 from llmsuite.rl.reward_sections import BUILTIN, ModelRewardSection
 from llmsuite.rl.reward_services import RewardServices
 from llmsuite.rl.rewards import Rewards
-from llmsuite.specs import Score
-from tests.paths import ROOT
-from tests.unit import tiny_llama
-from tests.unit.reward_case import section
+from tests.support import tiny_llama
+from tests.support.paths import ROOT
+from tests.support.reward_case import section
 
 SHAPE = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512, head="score")
 SERVICES = RewardServices(families=tiny_llama.FAMILIES, device=CpuBackend(), precision="fp32")
@@ -72,7 +72,7 @@ def test_a_score_is_that_of_the_last_token(directory: Path, size: int) -> None:
     np.testing.assert_allclose(scorer(directory, size)(rows), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_it_is_a_reward_like_others(directory: Path) -> None:
+def test_a_reward_model_is_a_reward_like_others(directory: Path) -> None:
     known = {spec.name: spec for spec in BUILTIN}
     own: dict[str, Any] = {"model": ModelRewardSection(weights=str(directory))}
     rewards = Rewards(section({"model": 2.0}, own), known, SERVICES)
@@ -81,17 +81,17 @@ def test_it_is_a_reward_like_others(directory: Path) -> None:
     rewards.close()
 
 
-def test_what_scores_nothing_is_refused(directory: Path, tmp_path: Path) -> None:
+def test_a_model_without_scores_is_refused(directory: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"reward\.model\.weights: is required"):
         scorer(None)
     tiny_llama.write(tmp_path / "lm", dataclasses.replace(SHAPE, head="language_model"))
-    with pytest.raises(UserError, match="is a language model, which gives no scores"):
+    with pytest.raises(UserError, match="is a language model, which has no score head"):
         scorer(tmp_path / "lm")
 
 
 def test_another_tokenizer_is_refused(directory: Path) -> None:
     rows = [dataclasses.replace(row, prompt_ids=[*row.prompt_ids[::-1]]) for row in completions()]
-    with pytest.raises(UserError, match="has another tokenizer than the model that is trained"):
+    with pytest.raises(UserError, match="has another tokenizer than the trained model"):
         scorer(directory)(rows)
 
 

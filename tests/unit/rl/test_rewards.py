@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.section import Section
+from llmsuite.contract.specs import RewardSpec
 from llmsuite.rl.completion import Completion
-from llmsuite.schema.reward import RewardSection
-from llmsuite.schema.section import Section
-from llmsuite.specs import RewardSpec
-from tests.unit.reward_case import CODE, KNOWN, Making, completion, functions
+from tests.support.reward_case import CODE, KNOWN, Making, completion, functions
 
 
 def test_a_function_in_a_file(make: Making, tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_a_file_called_as_another_module(make: Making, tmp_path: Path) -> None:
     [
         ("raise ImportError('not today')", r"cannot be loaded: ImportError: not today \(my_rewards.py:1\)"),
         ("other = 1", "has no function 'score'"),
-        ("score = 1", "it is no function that scores completions"),
+        ("score = 1", "it is not a function that scores completions"),
         ("import os; os._exit(3)", "its process ended with exit code 3"),
     ],
 )
@@ -71,11 +71,11 @@ FAILURES = {
     "inf": "it returned inf",
     "none": "it returned None",
     "huge": "OverflowError|too large",
-    "short": r"it returned \[\], which is no list of 1 rewards",
-    "number": "it returned 3.0, which is no list of 1 rewards",
-    "text": "it returned '1', which is no number",
+    "short": r"it returned \[\], which is not a list of 1 rewards",
+    "number": "it returned 3.0, which is not a list of 1 rewards",
+    "text": "it returned '1', which is a text, not a number",
     "mapping": r"it returned the keys \['more', 'score'\], not \['score'\]",
-    "list": r"it returned \[1.0\], which is no number",
+    "list": r"it returned \[1.0\], which is not a number",
     "waits": r"it took longer than 1.5 s \(reward.time_limit\)",
     "meddles": r"its process sent no result \(UnpicklingError\)",
     "answers twice": "its process sent no result",
@@ -106,7 +106,7 @@ def test_a_reward_that_takes_too_much_memory_is_missing(make: Making, tmp_path: 
     assert "its process took more than 0.25 GiB (reward.memory_limit)" in rewards.first_failure
 
 
-def test_a_process_that_ends_between_calls_is_nobodys_fault(make: Making, tmp_path: Path) -> None:
+def test_a_process_that_ends_between_calls_fails_no_call(make: Making, tmp_path: Path) -> None:
     code = "import os, threading\ndef score(completions):\n    threading.Timer(0.2, os._exit, [3]).start()\n"
     code += "    return [float(os.getpid()) for _ in completions]\n"
     rewards = make({functions(tmp_path, code) + ":score": 1.0}, max_failed=0.0, workers=1)
@@ -144,7 +144,7 @@ def test_processes_end_with_the_rewards(make: Making, tmp_path: Path) -> None:
             os.kill(pid, 0)
 
 
-def test_what_rewards_have_started_ends_with_their_processes(
+def test_children_of_rewards_end_with_their_processes(
     make: Making, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a call that was in time, of one that was not, and of a fork that came back as its parent did."""
@@ -154,7 +154,8 @@ def test_what_rewards_have_started_ends_with_their_processes(
     assert found[[0, 2, 3]].tolist() == [[1.0], [1.0], [1.0]]
     assert np.isnan(found[1, 0])
     rewards.close()
-    own, mark = f"/proc/{os.getpid()}", f"REWARD_STARTED_BY={tmp_path}".encode()
+    own = f"/proc/{os.getpid()}"
+    mark = f"REWARD_STARTED_BY={tmp_path}".encode()
     assert [p for p in _environments() if str(p.parent) != own and mark in _read(p)] == []
 
 
@@ -237,7 +238,7 @@ def _nothing(options: Any) -> Any:
 
 def test_a_factory_that_returns_nothing(make: Making) -> None:
     spec = RewardSpec(name="empty", help="", factory=_nothing)
-    with pytest.raises(UserError, match="reward empty: its factory returned None, which is no function that scores"):
+    with pytest.raises(UserError, match="reward empty: its factory returned None, which is not a function that scores"):
         make({"empty": 1.0}, known={"empty": spec}).load()
 
 
@@ -245,5 +246,5 @@ def test_names_in_metrics_are_different() -> None:
     found = dict(RewardSection(functions={"a.py:score": 1.0, "b.py:score": 1.0}).problems())
     assert found == {"functions": "has two rewards called 'score'; give one of the functions another name"}
     assert "is empty" in dict(RewardSection(functions={}).problems())["functions"]
-    assert "weights of 0 only" in dict(RewardSection(functions={"exact": 0.0}).problems())["functions"]
+    assert "only weights of 0" in dict(RewardSection(functions={"exact": 0.0}).problems())["functions"]
     assert list(RewardSection(functions={"exact": 1.0}).problems()) == []

@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from llmsuite import builtin
-from llmsuite.plugins.given import load_file
-from llmsuite.plugins.manager import load_plugins
+from llmsuite.contract.given import load_file
+from llmsuite.contract.registry import load_plugins
+from llmsuite.contract.schema.keys import walk
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.specs import StageSpec
 from llmsuite.recipe.load import recipe_type
 from llmsuite.rl.completion import Completion
 from llmsuite.rl.rewards import Rewards
-from llmsuite.schema.keys import walk
-from llmsuite.schema.reward import RewardSection
-from llmsuite.specs import StageSpec
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 TEXT = (ROOT / "docs" / "guide" / "rewards.md").read_text(encoding="utf-8")
 
@@ -80,6 +80,6 @@ def test_the_recipe_has_keys_that_exist() -> None:
             assert listed == {key for key in keys if key.startswith(f"reward.{name}.")}
 
 
-def test_the_list_names_each_that_is_built_in() -> None:
+def test_the_list_names_each_built_in_reward() -> None:
     named = re.findall(r"^\| `(\w+)` \|", TEXT.partition("## A function")[0], re.MULTILINE)
     assert set(named) == set(load_plugins(builtin).rewards)

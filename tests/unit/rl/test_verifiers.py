@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.specs import Turn
 from llmsuite.rl.environment_sections import BUILTIN, VerifiersSection
-from llmsuite.rl.environments import Answer, Begin, Step, environment_source
-from llmsuite.schema.environment import EnvironmentSection
-from llmsuite.specs import Turn
+from llmsuite.rl.environments import Begin, Step, StepResult, environment_source
 
 verifiers = pytest.importorskip("verifiers", reason="the extra verifiers is not installed")
 
@@ -31,15 +31,15 @@ ROWS = [{"question": "Find my number, 0 to 9.", "answer": "7", "info": {"least":
 
 
 class Higher(vf.MultiTurnEnv):
-    """A number to find, with one lie drawn at random."""
+    """A number to find, with one random lie."""
 
     async def setup_state(self, state):
         state["lie"] = random.randrange(10**9)
-        state["told"] = []
+        state["guesses"] = []
 
     async def env_response(self, messages, state, **more):
         guess = messages[-1].content.strip()
-        state["told"].append(guess)
+        state["guesses"].append(guess)
         if guess == state["answer"]:
             state["final_env_response"] = [{"role": "user", "content": "right"}]
             return state["final_env_response"]
@@ -50,13 +50,13 @@ class Higher(vf.MultiTurnEnv):
 
     async def get_prompt_messages(self, state):
         messages = await super().get_prompt_messages(state)
-        return messages[-1:] if "forget" in state["told"] else messages
+        return messages[-1:] if "forget" in state["guesses"] else messages
 
 
 def found(state, answer):
-    if state["told"][-1] == "unfair":
+    if state["guesses"][-1] == "unfair":
         raise KeyError("no score")
-    return 1.0 if state["told"][-1] == answer else 0.0
+    return 1.0 if state["guesses"][-1] == answer else 0.0
 
 
 async def quick(state):
@@ -125,14 +125,14 @@ def serve(folder: Path, file: str = "games_of_verifiers.py", **args: Any) -> Any
     class Keys(EnvironmentSection):
         verifiers = VerifiersSection(id=str(folder / file), args=args)
 
-    return environment_source(Keys(name="verifiers"), {spec.name: spec for spec in BUILTIN}).serve()
+    return environment_source(Keys(name="verifiers"), {spec.name: spec for spec in BUILTIN}).make_handler()
 
 
 def turn(text: str, finish_reason: Any = "stop") -> Turn:
     return Turn(text=text, ids=[5] * len(text), finish_reason=finish_reason)
 
 
-def play(call: Any, texts: list[str], seed: int = 3, row: Any = ROW) -> tuple[list[Answer], str]:
+def play(call: Any, texts: list[str], seed: int = 3, row: Any = ROW) -> tuple[list[StepResult], str]:
     """The answers of the environment, and why there is no further one."""
     answer, why = call(Begin(row, seed))
     answers = [answer]
@@ -146,10 +146,11 @@ def play(call: Any, texts: list[str], seed: int = 3, row: Any = ROW) -> tuple[li
 
 def own_rollout(folder: Path, texts: list[str], seed: int) -> Any:
     """By verifiers alone, whose client answers with these texts."""
-    import games_of_verifiers  # type: ignore[import-not-found]  # beside the file that was loaded
+    import games_of_verifiers  # type: ignore[import-not-found]  # next to the file that was loaded
     from verifiers.types import Response, ResponseMessage
 
-    environment, number = games_of_verifiers.load_environment(), iter(range(9))
+    environment = games_of_verifiers.load_environment()
+    number = iter(range(9))
 
     class Fixed(verifiers.clients.Client):  # type: ignore[name-defined, misc]
         async def get_response(self, **asked: Any) -> Any:
@@ -184,18 +185,18 @@ def test_an_episode_is_the_rollout_of_verifiers(folder: Path, texts: list[str]) 
     assert expected["reward"] == (texts[-1] == "7") + 0.5 / len(texts)
 
 
-def test_the_seed_decides_what_is_drawn(folder: Path) -> None:
+def test_the_seed_decides_the_random_numbers(folder: Path) -> None:
     call = serve(folder)
     first, again, other = (play(call, ["3", "4"], seed)[0] for seed in (3, 3, 4))
     assert [a.messages for a in first] == [a.messages for a in again]
     assert [a.messages for a in first] != [a.messages for a in other]
 
 
-def test_episodes_are_apart_and_go_on_anywhere(folder: Path) -> None:
+def test_episodes_are_independent_and_continue_in_any_process(folder: Path) -> None:
     call = serve(folder)
-    begun, _ = call(Begin(ROW, 3))
-    one, _ = call(Step(begun.state, turn("3")))
-    two, _ = serve(folder)(Step(begun.state, turn("8")))
+    started, _ = call(Begin(ROW, 3))
+    one, _ = call(Step(started.state, turn("3")))
+    two, _ = serve(folder)(Step(started.state, turn("8")))
     ends = [call(Step(found.state, turn("7")))[0].scores for found in (one, two)]
     assert ends == [(1.25,), (1.25,)]
     assert one.messages != two.messages
@@ -212,7 +213,7 @@ def test_episodes_are_apart_and_go_on_anywhere(folder: Path) -> None:
         (["3", "unfair", "4"], "Error calling reward function found: 'no score'"),
     ],
 )
-def test_what_fails_has_no_reward(folder: Path, texts: list[str], why: str) -> None:
+def test_a_failing_reward_is_missing(folder: Path, texts: list[str], why: str) -> None:
     answers, said = play(serve(folder), texts)
     assert answers[-1] is None
     assert why in said
@@ -221,14 +222,14 @@ def test_what_fails_has_no_reward(folder: Path, texts: list[str], why: str) -> N
 def test_tools_are_offered_called_and_answered(folder: Path) -> None:
     call = serve(folder, "tools_of_verifiers.py")
     row = {"messages": [{"role": "user", "content": "19 + 23?"}], "answer": "42"}
-    wanted = '<tool_call>\n{"name": "add", "arguments": {"a": 19, "b": 23}}\n</tool_call>'
-    both = wanted + "\n" + wanted.replace("23", "1")
-    answers, why = play(call, [f"Let me see. {both}", wanted.replace("add", "sub"), "42"], row=row)
+    call_text = '<tool_call>\n{"name": "add", "arguments": {"a": 19, "b": 23}}\n</tool_call>'
+    both = call_text + "\n" + call_text.replace("23", "1")
+    answers, why = play(call, [f"Let me see. {both}", call_text.replace("add", "sub"), "42"], row=row)
     (tool,) = json.loads(answers[0].tools)
     assert (tool["type"], tool["function"]["name"]) == ("function", "add")
     assert sorted(tool["function"]["parameters"]["properties"]) == ["a", "b"]
     assert [(m.role, m.content) for m in answers[1].messages] == [("tool", "42"), ("tool", "20")]
-    assert [m.role for m in answers[2].messages] == ["tool"]  # there is no sub: it is told so
+    assert [m.role for m in answers[2].messages] == ["tool"]  # with the message that there is no sub
     assert (why, answers[3].done, answers[3].scores) == ("", True, (1.0,))
     assert play(call, ["<tool_call>add</tool_call>"], row=row)[0][-1].scores == (0.0,)
 

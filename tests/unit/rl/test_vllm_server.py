@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 
-from llmsuite.errors import UserError
-from llmsuite.files import broken_file
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import broken_file
+from llmsuite.contract.registry import Registry
 from llmsuite.rl import rollout_server
 from llmsuite.rl.remote import RemoteEngine
-from tests.unit.rl.test_remote import Answer, FakeServer, drawn, engine, expected, weights
+from tests.support.fake_server import Answer, FakeServer, engine, expected, sampled_ids, weights
 
-_GENERATE, _PAUSE = "/inference/v1/generate", "/pause?mode=wait"
+_GENERATE = "/inference/v1/generate"
+_PAUSE = "/pause?mode=wait"
 
 
 class FakeVllm(FakeServer):
@@ -24,7 +25,8 @@ class FakeVllm(FakeServer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.label, self.paused = "default", False
+        self.label = "default"
+        self.paused = False
         self.sampling: list[dict[str, Any]] = []
 
     def answer(self, name: str, body: Any) -> Answer:
@@ -61,7 +63,9 @@ class FakeVllm(FakeServer):
         return 200, {"request_id": "1", "choices": choices}
 
     def forget(self) -> None:
-        self.version, self.label, self.paused = None, "default", False
+        self.version = None
+        self.label = "default"
+        self.paused = False
 
 
 @pytest.fixture
@@ -81,11 +85,11 @@ def made(registry: Registry, folder: Path, server: FakeVllm) -> RemoteEngine:
     return engine(registry, folder, [server.url], "--rollout.openai.dialect=vllm")
 
 
-def test_every_version_is_brought_once_and_draws(registry: Registry, tmp_path: Path, server: FakeVllm) -> None:
+def test_every_version_is_loaded_once_and_samples(registry: Registry, tmp_path: Path, server: FakeVllm) -> None:
     found = made(registry, tmp_path, server)
     for version in (1, 2):
         found.refresh(version, weights(found, 0.3))
-        assert drawn(found) == drawn(found) == expected(version)
+        assert sampled_ids(found) == sampled_ids(found) == expected(version)
         assert server.label.startswith(f"{version}-")
     bring = [_PAUSE, "/update_weight_version", "/collective_rpc", "/update_weight_version", "/resume"]
     assert [name for name in server.asked if name.startswith("/")] == 2 * bring
@@ -97,10 +101,10 @@ def test_each_prompt_has_a_seed_of_its_own_and_nothing_cuts_the_distribution(
 ) -> None:
     found = made(registry, tmp_path, server)
     found.refresh(1, weights(found, 0.3))
-    drawn(found)
+    sampled_ids(found)
     first = {row["seed"] for row in server.sampling}
     assert len(first) == len(server.sampling) == 5
-    drawn(found)
+    sampled_ids(found)
     assert {row["seed"] for row in server.sampling} == first  # a function of the keys
     for row in server.sampling:
         assert (row["top_p"], row["top_k"], row["min_p"], row["temperature"]) == (1.0, 0, 0.0, 1.0)
@@ -108,14 +112,12 @@ def test_each_prompt_has_a_seed_of_its_own_and_nothing_cuts_the_distribution(
     found.close()
 
 
-def test_a_server_that_was_started_anew_gets_the_weights_again(
-    registry: Registry, tmp_path: Path, server: FakeVllm
-) -> None:
+def test_a_restarted_server_gets_the_weights_again(registry: Registry, tmp_path: Path, server: FakeVllm) -> None:
     found = made(registry, tmp_path, server)
     found.refresh(1, weights(found, 0.3))
-    assert drawn(found) == expected(1)
+    assert sampled_ids(found) == expected(1)
     server.forget()
-    assert drawn(found) == expected(1)
+    assert sampled_ids(found) == expected(1)
     assert server.asked.count("/collective_rpc") == 2
     found.close()
 
@@ -128,16 +130,16 @@ _FAULTS: dict[str, Callable[[Answer], Answer | None]] = {
 
 
 @pytest.mark.parametrize(("name", "fault"), list(itertools.product(_STEPS, _FAULTS)))
-def test_what_fails_is_done_again(registry: Registry, tmp_path: Path, server: FakeVllm, name: str, fault: str) -> None:
+def test_a_failed_step_is_repeated(registry: Registry, tmp_path: Path, server: FakeVllm, name: str, fault: str) -> None:
     found = made(registry, tmp_path, server)
     found.refresh(1, weights(found, 0.3))
     server.faults = {name: [_FAULTS[fault]]}
-    assert drawn(found) == expected(1)
+    assert sampled_ids(found) == expected(1)
     assert server.faults == {name: []}
     found.close()
 
 
-def test_half_an_update_has_no_label_to_learn_from(registry: Registry, tmp_path: Path, server: FakeVllm) -> None:
+def test_a_partial_update_has_another_label(registry: Registry, tmp_path: Path, server: FakeVllm) -> None:
     """Somebody lets it go on where the weights are being read."""
     found = made(registry, tmp_path, server)
     found.refresh(1, weights(found, 0.3))
@@ -148,7 +150,7 @@ def test_half_an_update_has_no_label_to_learn_from(registry: Registry, tmp_path:
         return answer
 
     server.faults = {"/collective_rpc": [fault]}
-    drawn(found)
+    sampled_ids(found)
     assert [label.partition("-")[0] for label in labels] == ["taking 1"]
     found.close()
 
@@ -170,13 +172,13 @@ def _change(**more: Any) -> Callable[[Answer], Answer]:
     ],
     ids=["two versions", "no version", "aborted"],
 )
-def test_what_these_weights_have_not_drawn_is_drawn_again(
+def test_a_completion_of_other_weights_is_sampled_again(
     registry: Registry, tmp_path: Path, server: FakeVllm, change: dict[str, Any]
 ) -> None:
     found = made(registry, tmp_path, server)
     found.refresh(1, weights(found, 0.3))
     server.faults = {_GENERATE: [_change(**change)]}
-    assert drawn(found) == expected(1)
+    assert sampled_ids(found) == expected(1)
     assert server.asked.count("/collective_rpc") == 2
     found.close()
 
@@ -185,19 +187,19 @@ def test_what_these_weights_have_not_drawn_is_drawn_again(
     ("name", "fault", "says"),
     [
         (_PAUSE, lambda answer: (404, {"detail": "Not Found"}), "VLLM_SERVER_DEV_MODE=1"),
-        (_GENERATE, lambda answer: (200, {**answer[1], "choices": []}), "0 choices in place of 2"),
+        (_GENERATE, lambda answer: (200, {**answer[1], "choices": []}), "0 choices instead of 2"),
         (_GENERATE, _change(token_ids=[1, 2]), "log-probabilities of other tokens"),
         (_GENERATE, _change(logprobs=None), "wrong completions"),
         (_GENERATE, _change(finish_reason="length"), "ends with token 2 and finish_reason 'length'"),
     ],
 )
-def test_what_would_be_wrong_again_is_not_tried_again(
+def test_a_permanent_error_is_not_retried(
     registry: Registry, tmp_path: Path, server: FakeVllm, name: str, fault: Callable[[Answer], Answer], says: str
 ) -> None:
     found = made(registry, tmp_path, server)
     found.refresh(1, weights(found, 0.3))
     server.faults = {name: [fault]}
     with pytest.raises(UserError, match=r"^rollout\.openai: ") as raised:
-        drawn(found)
+        sampled_ids(found)
     assert says in str(raised.value)
     found.close()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -11,77 +10,42 @@ from typing import Any
 import numpy as np
 import openai
 import pytest
-import safetensors.numpy
 from starlette.testclient import TestClient
 
-from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.base.errors import UserError
+from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.cli.model import open_generator
 from llmsuite.cli.serve import _adapters, _prompter
-from llmsuite.convert.adapter import add_adapter
+from llmsuite.contract.registry import Registry
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import UserError
-from llmsuite.inference.adapters import AdaptedDecoder, read_adapters
-from llmsuite.inference.batch import Batch, Line
+from llmsuite.inference.adapters import MultiLoRADecoder, read_adapters
+from llmsuite.inference.batch import Batch, DecodingSequence
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.load import load_model
 from llmsuite.inference.prompts import Prompter
 from llmsuite.inference.sampling import Sampling
-from llmsuite.models.llama.config import LlamaConfig
-from llmsuite.plugins.manager import Registry
 from llmsuite.serving.app import make_app
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
-from llmsuite.serving.service import Service, Speaker
-from tests.unit import tiny_llama
-from tests.unit.inference.toy_decoder import ToyDecoder
-from tests.unit.tiny_llama import FAMILIES
+from llmsuite.serving.service import ServedModel, Service
+from tests.support import tiny_llama
+from tests.support.served_adapters import CONFIG, TARGETS, adapted, base_of, write_adapter, write_base_and_adapters
+from tests.support.toy_decoder import ToyDecoder
 
-CONFIG = dataclasses.replace(tiny_llama.CONFIG, vocab_size=512)
-TARGETS = {"a": ("q_proj", "v_proj", "down_proj"), "b": ("q_proj", "gate_proj", "o_proj"), "c": ("lm_head",)}
 PROMPTS = ([5, 80, 33, 99, 7], [300, 4], [17, 18, 19], [5, 80, 33, 99, 7], [401])
 GREEDY = Sampling(max_new_tokens=10)
-
-
-def write_adapter(
-    directory: Path, name: str, changes: Any = (), extra: Any = (), config: LlamaConfig = CONFIG, seed: int = 0
-) -> Path:
-    """As HF PEFT saves it."""
-    directory.mkdir(parents=True)
-    random, tensors = np.random.default_rng(len(name) + ord(name[0]) + seed), {}
-    for target, value in tiny_llama.values(config).items():
-        if target.split(".")[-2] in TARGETS[name]:
-            module = f"base_model.model.{target.removesuffix('.weight')}"
-            tensors[f"{module}.lora_A.weight"] = random.normal(size=[3, value.shape[0]]).astype("float32")
-            tensors[f"{module}.lora_B.weight"] = random.normal(size=[value.shape[1], 3]).astype("float32")
-    safetensors.numpy.save_file({**tensors, **dict(extra)}, directory / "adapter_model.safetensors")
-    told = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": list(TARGETS[name]), **dict(changes)}
-    (directory / "adapter_config.json").write_text(json.dumps(told), encoding="utf-8")
-    return directory
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a base and its adapters."""
-    found = tmp_path_factory.mktemp("adapters")
-    tiny_llama.write(found / "base", CONFIG, tokenizer=tiny_llama.TOKENIZER)
-    for name in TARGETS:
-        write_adapter(found / name, name)
-    return found
-
-
-def base_of(place: Path) -> ModelDirectory:
-    return open_model(place / "base", FAMILIES)
-
-
-def adapted(place: Path) -> AdaptedDecoder:
-    base = base_of(place)
-    return AdaptedDecoder(load_model(base, CpuBackend()), read_adapters({n: place / n for n in TARGETS}, base))
+    return write_base_and_adapters(tmp_path_factory.mktemp("adapters"))
 
 
 def merged_answers(place: Path, name: str | None) -> list[list[int]]:
-    """Those of a model of its own, one prompt at a time."""
+    """Answers of a merged model, one prompt at a time."""
     base = base_of(place)
     decoder = ModelDecoder(load_model(base if name is None else add_adapter(base, place / name), CpuBackend()))
     generator = Generator(decoder, TextTokenizer(place / "base"), stop_ids=set())
@@ -90,14 +54,14 @@ def merged_answers(place: Path, name: str | None) -> list[list[int]]:
 
 def test_a_batch_of_several_adapters(place: Path) -> None:
     names = (None, "a", "b", "c", "a")
-    lines = [Line(prompt, GREEDY, set(), adapter=name) for prompt, name in zip(PROMPTS, names)]
+    sequences = [DecodingSequence(prompt, GREEDY, set(), adapter=name) for prompt, name in zip(PROMPTS, names)]
     batch = Batch(adapted(place))
-    batch.advance(lines[:2])
-    batch.advance(lines[2:])  # the others join
-    while batch.lines:
+    batch.advance(sequences[:2])
+    batch.advance(sequences[2:])  # the others join
+    while batch.sequences:
         batch.advance()
     alone = {name: merged_answers(place, name) for name in (None, "a", "b", "c")}
-    assert [line.ids for line in lines] == [alone[name][number] for number, name in enumerate(names)]
+    assert [line.ids for line in sequences] == [alone[name][number] for number, name in enumerate(names)]
     assert len({str(answers) for answers in alone.values()}) == 4, "else any adapter would do"
 
 
@@ -126,7 +90,7 @@ def test_requests_choose_by_model(place: Path) -> None:
 def test_adapters_that_are_more_than_factors(place: Path, tmp_path: Path) -> None:
     def refusal(directory: Path) -> str:
         with pytest.raises(UserError) as caught:
-            AdaptedDecoder(load_model(base_of(place), CpuBackend()), read_adapters({"x": directory}, base_of(place)))
+            MultiLoRADecoder(load_model(base_of(place), CpuBackend()), read_adapters({"x": directory}, base_of(place)))
         return str(caught.value)
 
     lengths = {
@@ -141,7 +105,7 @@ def test_adapters_that_are_more_than_factors(place: Path, tmp_path: Path) -> Non
         "base_model.model.model.embed_tokens.lora_embedding_A": np.ones([3, 512], "float32"),
         "base_model.model.model.embed_tokens.lora_embedding_B": np.ones([24, 3], "float32"),
     }
-    assert "model.embed_tokens.weight is no matrix of its own" in refusal(
+    assert "model.embed_tokens.weight is not the matrix of a linear layer" in refusal(
         write_adapter(tmp_path / "embedding", "a", (), embedding)
     )
     assert "is no LoRA adapter" in refusal(place / "base")
@@ -157,7 +121,7 @@ def test_adapters_that_are_more_than_factors(place: Path, tmp_path: Path) -> Non
         (["a=x"], {"precision": "int8"}, "with --engine dynamic and --precision fp32"),
     ],
 )
-def test_arguments(given: list[str], more: dict[str, Any], message: str) -> None:
+def test_wrong_arguments_are_named(given: list[str], more: dict[str, Any], message: str) -> None:
     args = argparse.Namespace(**{"adapters": given, "rl": False, "engine": "dynamic", "precision": "fp32", **more})
     with pytest.raises(UserError, match=message):
         _adapters(args, "m")
@@ -166,7 +130,7 @@ def test_arguments(given: list[str], more: dict[str, Any], message: str) -> None
 
 
 def test_each_adapter_is_asked_by_its_own_template(place: Path, tmp_path: Path, registry: Registry) -> None:
-    """Those without one by that of the model."""
+    """Adapters without a template use that of the model."""
     own = write_adapter(tmp_path / "own", "a")
     (own / "chat_template.jinja").write_text("{% for message in messages %}[{{ message['content'] }}]{% endfor %}")
     more = dict.fromkeys(("base", "config", "tokenizer", "tensor_parallel_degree"))
@@ -175,11 +139,11 @@ def test_each_adapter_is_asked_by_its_own_template(place: Path, tmp_path: Path, 
         model=str(place / "base"), device="cpu", num_devices=1, chat_template="tokenizer", control_tokens=False, **more
     )
     opened = open_generator(args, registry, adapters={"own": own, "b": place / "b"})
-    assert opened.of_adapters["b"] is opened.generator, "it brings nothing"
-    prompters = {name: _prompter(generator, args, False) for name, generator in opened.of_adapters.items()}
-    speakers = {name: Speaker(opened.of_adapters[name], prompters[name]) for name in prompters}
+    assert opened.adapter_generators["b"] is opened.generator, "it brings nothing"
+    prompters = {name: _prompter(generator, args, False) for name, generator in opened.adapter_generators.items()}
+    adapter_models = {name: ServedModel(opened.adapter_generators[name], prompters[name]) for name in prompters}
     service = Service(opened.generator, _prompter(opened.generator, args, True), "base", Limits(), Metrics())
-    service.speakers = speakers
+    service.adapter_models = adapter_models
     with TestClient(make_app(service)) as http:
         turns = [{"role": "user", "content": "hello"}]
         counts = {}

@@ -1,4 +1,4 @@
-"""Bodies of strangers: what one costs is bounded before it is validated, and nothing large is done on the loop."""
+"""Untrusted bodies: their cost is bounded before validation, and nothing large runs in the event loop."""
 
 from __future__ import annotations
 
@@ -17,22 +17,26 @@ from starlette.testclient import TestClient
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.serving import bodies, faults, service
 from llmsuite.serving.app import make_app
-from llmsuite.serving.bodies import MAX_DEPTH, MAX_ENTRIES, MAX_KEYS, MAX_PARTS, check_parts, validated
+from llmsuite.serving.bodies import MAX_DEPTH, MAX_ENTRIES, MAX_KEYS, MAX_PARTS, check_parts, validate_body
 from llmsuite.serving.embeddings import EmbeddingRequest
 from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.responses import COUNT_PATH, ResponseRequest
 from llmsuite.serving.tokens import DetokenizeRequest, TokenizeRequest
-from llmsuite.serving.training import IdsRequest, UpdateRequest
-from tests.unit.serving.served import make_service
+from llmsuite.serving.training import TokenIdsRequest, UpdateRequest
+from tests.support.served import make_service
 
-CHAT, TEXT, RESPONSE, VECTOR = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSE = "/v1/responses"
+VECTOR = "/v1/embeddings"
 MODELS = (
-    ChatRequest, CompletionRequest, ResponseRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest, IdsRequest,
+    ChatRequest, CompletionRequest, ResponseRequest, EmbeddingRequest, TokenizeRequest, DetokenizeRequest,
+    TokenIdsRequest,
     UpdateRequest,
 )  # fmt: skip
 SIZE = 1_000_000
 MOST_FAULTS = 16 * MAX_KEYS
-"""That pydantic may make of one body: several objects in it may have as many unknown keys as there may be."""
+"""Most faults that pydantic may create for one body: several objects in it may have the most unknown keys."""
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +47,14 @@ def client() -> Iterator[TestClient]:
 
 @pytest.fixture
 def work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """How many faults were made, and how many were put into words."""
+    """Number of faults that were created, and that were formatted."""
     return count_work(monkeypatch)
 
 
 def count_work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    counted, words, tell = {"made": 0, "worded": 0}, faults._words, faults.faults
+    counted = {"made": 0, "worded": 0}
+    words = faults._describe
+    tell = faults.faults
 
     def counting_words(fault: Any) -> str:
         counted["worded"] += 1
@@ -58,14 +64,15 @@ def count_work(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
         counted["made"] += error.error_count()
         return tell(kind, error)
 
-    monkeypatch.setattr(faults, "_words", counting_words)
+    monkeypatch.setattr(faults, "_describe", counting_words)
     monkeypatch.setattr(bodies, "faults", counting_faults)
     return counted
 
 
 def filled(key: str, entry: str, more: str = "") -> bytes:
     """A body of 1 MB whose key has a list of one entry over and over."""
-    head, tail = f'{{{more}"{key}":[', "]}"
+    head = f'{{{more}"{key}":['
+    tail = "]}"
     return (head + ",".join([entry] * ((SIZE - len(head) - 2) // (len(entry) + 1))) + tail).encode()
 
 
@@ -140,7 +147,7 @@ def test_no_body_is_more_than_some_faults(model: type[BaseModel], data: st.DataO
         counted = count_work(patch)
         said = ""
         try:
-            validated(body, lambda content: model, 4096)
+            validate_body(body, lambda content: model, 4096)
         except HTTPException as error:
             said = str(error.detail)
     assert len(said) < 2000
@@ -175,7 +182,8 @@ def test_parts_are_counted_as_they_are(content: Any, ascii_only: bool) -> None:
             return 1 + sum(1 + parts(entry) for entry in value.values())
         return 1 + sum(map(parts, value)) if isinstance(value, list) else isinstance(value, str)
 
-    written, count = json.dumps(content, ensure_ascii=ascii_only), parts(content)
+    written = json.dumps(content, ensure_ascii=ascii_only)
+    count = parts(content)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(bodies, "MAX_PARTS", count)
         check_parts(written)
@@ -184,25 +192,25 @@ def test_parts_are_counted_as_they_are(content: Any, ascii_only: bool) -> None:
             check_parts(written)
 
 
-def test_large_bodies_are_read_beside_the_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_bodies_are_read_outside_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
 
     def reads(*given: Any) -> Any:
         seen.append(threading.get_ident())
-        return validated(*given)
+        return validate_body(*given)
 
-    monkeypatch.setattr(service, "validated", reads)
+    monkeypatch.setattr(service, "validate_body", reads)
     assert client.portal is not None
     loop = client.portal.call(threading.get_ident)
     for path, key in ((TEXT, "prompt"), (VECTOR, "input"), (RESPONSE, "input"), ("/tokenize", "prompt")):
-        client.post(path, json={key: "a" * bodies.AT_ONCE})
-    client.post(CHAT, json={"messages": [{"role": "user", "content": "a" * bodies.AT_ONCE}]})
-    client.post("/detokenize", json={"tokens": [7] * bodies.AT_ONCE})
+        client.post(path, json={key: "a" * bodies.MAX_INLINE_BYTES})
+    client.post(CHAT, json={"messages": [{"role": "user", "content": "a" * bodies.MAX_INLINE_BYTES}]})
+    client.post("/detokenize", json={"tokens": [7] * bodies.MAX_INLINE_BYTES})
     assert len(seen) == 6
     assert loop not in seen
 
 
-def test_texts_and_tokens_are_made_beside_the_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_texts_and_tokens_are_made_outside_the_event_loop(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, set[int]] = {}
 
     def noting(name: str) -> Any:

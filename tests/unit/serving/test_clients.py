@@ -1,4 +1,4 @@
-"""What client libraries send: keys that change no answer are taken, all others are done or refused."""
+"""Requests of client libraries: keys that do not change answers are accepted, all others are supported or refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmsuite.serving.app import make_app
-from tests.unit.serving.served import make_service
+from tests.support.served import make_service
 
 TURNS: list[Any] = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi?"}]
 CHAT: dict[str, Any] = {"model": "toy", "messages": TURNS, "max_tokens": 12, "seed": 3}
@@ -89,9 +89,12 @@ def test_a_model_has_all_its_names() -> None:
 
 
 def test_a_developer_is_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    service, seen = make_service(), list[list[int]]()
-    line = service.generator.line
-    monkeypatch.setattr(service.generator, "line", lambda ids, *more: seen.append(list(ids)) or line(ids, *more))
+    service = make_service()
+    seen = list[list[int]]()
+    make_sequence = service.generator.make_sequence
+    monkeypatch.setattr(
+        service.generator, "make_sequence", lambda ids, *more: seen.append(list(ids)) or make_sequence(ids, *more)
+    )
     with TestClient(make_app(service)) as http:
         for role in ("system", "developer", "user"):
             asked = {**CHAT, "messages": [{**TURNS[0], "role": role}, TURNS[1]]}
@@ -111,7 +114,7 @@ def test_a_developer_is_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"logit_bias": {"-1": 1}}, "logit_bias"),
         ({"logit_bias": {"1": 101}}, "logit_bias"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
-        ({"logit_bias": {"999999999": 1}}, "logit_bias: has token 999999999; the model's end at "),
+        ({"logit_bias": {"999999999": 1}}, "logit_bias: has token 999999999; the model's vocabulary ends at "),
         ({"extra_body": {"wisdom": 1}}, "wisdom: is not known here"),
     ],
     ids=lambda value: str(value)[:30],
@@ -122,14 +125,14 @@ def test_what_would_change_it_is_refused(client: openai.OpenAI, change: dict[str
 
 
 def test_biases_are_added_to_logits(client: openai.OpenAI) -> None:
-    def drawn(**more: Any) -> list[int]:
+    def sampled_ids(**more: Any) -> list[int]:
         found = client.completions.create(**{**TEXT, "prompt": [5], "temperature": 0, "logprobs": 0, **more})
         (choice,) = found.choices
         assert choice.logprobs is not None
         return [len(choice.logprobs.tokens or ()), *map(ord, choice.text)]
 
-    alone = drawn()
-    assert drawn(logit_bias={"300": 100}) != alone
+    alone = sampled_ids()
+    assert sampled_ids(logit_bias={"300": 100}) != alone
     forced = client.completions.create(**{**TEXT, "prompt": [5], "logit_bias": {"300": 100}}).choices[0].text
     word = make_service().generator.tokenizer.decode([300] * 12)
     assert forced == word
@@ -139,14 +142,14 @@ def test_biases_are_added_to_logits(client: openai.OpenAI) -> None:
 
 def test_echo_puts_the_prompt_in_front(client: openai.OpenAI) -> None:
     alone = [choice.text for choice in client.completions.create(**TEXT, n=2).choices]
-    whole = [choice.text for choice in client.completions.create(**TEXT, n=2, echo=True).choices]
+    full = [choice.text for choice in client.completions.create(**TEXT, n=2, echo=True).choices]
     prompts = ["What is", "What is", "Why?", "Why?"]
-    assert whole == [prompt + text for prompt, text in zip(prompts, alone)]
+    assert full == [prompt + text for prompt, text in zip(prompts, alone)]
     streamed = [""] * 4
     for event in client.completions.create(**TEXT, n=2, echo=True, stream=True):
         for choice in event.choices:
             streamed[choice.index] += choice.text
-    assert streamed == whole
+    assert streamed == full
     with pytest.raises(openai.BadRequestError, match="echo: not with logprobs"):
         client.completions.create(**TEXT, echo=True, logprobs=1)
 

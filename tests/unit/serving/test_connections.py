@@ -18,7 +18,7 @@ from llmsuite.serving.connections import connection_class, room_for_connections
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.server import make_server
 from llmsuite.serving.service import Service
-from tests.unit.serving.served import make_service
+from tests.support.served import make_service
 
 HEALTH = b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n"
 Opened = tuple[asyncio.StreamReader, asyncio.StreamWriter]
@@ -55,7 +55,7 @@ def with_server(
     asyncio.run(run())
 
 
-async def whole(reader: asyncio.StreamReader) -> bytes:
+async def read_all(reader: asyncio.StreamReader) -> bytes:
     try:
         return await reader.read()
     except ConnectionResetError:
@@ -66,7 +66,7 @@ async def whole(reader: asyncio.StreamReader) -> bytes:
 def test_a_client_without_a_whole_head_is_left(sent: bytes) -> None:
     async def scenario(connect: Any) -> None:
         opened = [await connect(sent) for _ in range(5)]
-        assert [await whole(reader) for reader, _ in opened] == [b""] * 5
+        assert [await read_all(reader) for reader, _ in opened] == [b""] * 5
 
     with_server(Limits(header_timeout=0.2), scenario)
 
@@ -74,7 +74,7 @@ def test_a_client_without_a_whole_head_is_left(sent: bytes) -> None:
 def test_a_head_that_comes_by_drops_is_left() -> None:
     async def scenario(connect: Any) -> None:
         reader, writer = await connect(b"GET /healthz HTTP/1.1\r\n")
-        ended = asyncio.create_task(whole(reader))
+        ended = asyncio.create_task(read_all(reader))
         while not ended.done():
             writer.write(b"a: b\r\n")
             await asyncio.sleep(0.02)
@@ -88,7 +88,7 @@ def test_idle_connections_make_room() -> None:
         silent = [await connect(b"") for _ in range(4)]
         asking = await connect(HEALTH)
         assert (await asking[0].readline()).startswith(b"HTTP/1.1 200")
-        assert await whole(silent[0][0]) == b"", "it was idle for longest"
+        assert await read_all(silent[0][0]) == b"", "it was idle for longest"
         assert not silent[1][0].at_eof()
 
     with_server(Limits(header_timeout=1000, max_connections=4), scenario)
@@ -112,14 +112,14 @@ def test_nobody_holds_all_connections_by_requests_that_do_not_end(monkeypatch: p
     with_server(Limits(header_timeout=1000, body_timeout=1000, max_connections=4), scenario)
 
 
-def test_one_connection_too_many_is_told() -> None:
+def test_one_connection_too_many_gets_503() -> None:
     async def scenario(connect: Any) -> None:
         body = json.dumps({"prompt": "a", "max_tokens": 4000, "stream": True}).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         busy, writer = await connect(head + b"Content-Length: %d\r\n\r\n" % len(body) + body)
         assert (await busy.readline()).startswith(b"HTTP/1.1 200")
         asking, _ = await connect(HEALTH)
-        refused = await whole(asking)
+        refused = await read_all(asking)
         assert refused.startswith(b"HTTP/1.1 503")
         assert json.loads(refused.partition(b"\r\n\r\n")[2])["error"]["message"].startswith("the server has no room")
         writer.close()
@@ -129,7 +129,9 @@ def test_one_connection_too_many_is_told() -> None:
 
 @pytest.mark.parametrize(("unsent", "is_left"), [([9, 9, 9, 9, 9], True), ([9, 8, 7, 6, 5], False), ([0] * 5, False)])
 def test_a_reader_has_to_take_something(monkeypatch: pytest.MonkeyPatch, unsent: list[int], is_left: bool) -> None:
-    now, aborted, left = [0.0], [], list(unsent)
+    now = [0.0]
+    aborted = []
+    left = list(unsent)
     monkeypatch.setattr(connections.time, "monotonic", lambda: now[0])
     made: Any = object.__new__(connection_class(Limits(header_timeout=2.5)))
     made.loop = types.SimpleNamespace(call_later=lambda *given: None)

@@ -11,12 +11,12 @@ import openai
 import pytest
 from starlette.testclient import TestClient
 
+from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.convert.adapter import add_adapter
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference import decoder as decoding
-from llmsuite.inference.adapters import AdaptedDecoder, read_adapters
+from llmsuite.inference.adapters import MultiLoRADecoder, read_adapters
 from llmsuite.inference.batch import TokenLogprob
 from llmsuite.inference.evaluate import scorer
 from llmsuite.inference.generate import Generator
@@ -27,9 +27,9 @@ from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.protocol import chat_logprobs, completion_logprobs
 from llmsuite.serving.service import Service
-from tests.unit import tiny_llama
-from tests.unit.serving.test_adapters import CONFIG, write_adapter
-from tests.unit.tiny_llama import FAMILIES
+from tests.support import tiny_llama
+from tests.support.served_adapters import CONFIG, write_adapter
+from tests.support.tiny_llama import FAMILIES
 
 PROMPTS = [[5, 80, 33, 99, 7, 21, 8], [300], [17, 18, 19]]
 ASK: dict[str, Any] = {"prompt": PROMPTS, "max_tokens": 1, "temperature": 0, "echo": True, "logprobs": 2}
@@ -45,9 +45,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[openai.OpenAI]:
-    monkeypatch.setattr(decoding, "_POSITIONS", 4)
-    base, tokenizer = open_model(place / "base", FAMILIES), TextTokenizer(place / "base")
-    decoder = AdaptedDecoder(load_model(base, CpuBackend()), read_adapters({"a": place / "a"}, base))
+    monkeypatch.setattr(decoding, "_LOGITS_CHUNK", 4)
+    base = open_model(place / "base", FAMILIES)
+    tokenizer = TextTokenizer(place / "base")
+    decoder = MultiLoRADecoder(load_model(base, CpuBackend()), read_adapters({"a": place / "a"}, base))
     service = Service(Generator(decoder, tokenizer, set()), Prompter(tokenizer, None), "base", Limits(), Metrics())
     with TestClient(make_app(service)) as http:
         yield openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=http)
@@ -98,7 +99,7 @@ def test_parts_of_a_character_begin_where_it_does(place: Path) -> None:
     assert completion_logprobs(kept, tokenizer, 3)["text_offset"] == found["text_offset"][3:]
 
 
-def test_of_tokens_with_one_text_the_likeliest_is_told(place: Path) -> None:
+def test_of_tokens_with_one_text_the_most_likely_is_reported(place: Path) -> None:
     tokenizer = TextTokenizer(place / "base")
     first, second, *_ = tokenizer.encode("日")
     kept = TokenLogprob(first, -0.5, ((first, -0.5), (second, -2.0)))
@@ -108,5 +109,5 @@ def test_of_tokens_with_one_text_the_likeliest_is_told(place: Path) -> None:
 def test_bytes_of_a_chat_are_those_of_its_tokens(place: Path) -> None:
     tokenizer = TextTokenizer(place / "base")
     kept = [TokenLogprob(token, -1.0, ()) for token in tokenizer.encode("日é")]
-    told = chat_logprobs(kept, tokenizer)["content"]
-    assert bytes(byte for entry in told for byte in entry["bytes"]).decode() == "日é"
+    content = chat_logprobs(kept, tokenizer)["content"]
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "日é"

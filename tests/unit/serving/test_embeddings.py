@@ -13,11 +13,11 @@ import paddle
 import pytest
 from starlette.testclient import TestClient
 
+from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.convert.adapter import add_adapter
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.inference.adapters import AdaptedDecoder, read_adapters
+from llmsuite.inference.adapters import MultiLoRADecoder, read_adapters
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.load import load_model
 from llmsuite.inference.prompts import Prompter
@@ -25,10 +25,10 @@ from llmsuite.serving.app import make_app
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.service import Service
-from tests.unit import tiny_llama
-from tests.unit.serving.served import make_service
-from tests.unit.serving.test_adapters import CONFIG, write_adapter
-from tests.unit.tiny_llama import FAMILIES
+from tests.support import tiny_llama
+from tests.support.served import make_service
+from tests.support.served_adapters import CONFIG, write_adapter
+from tests.support.tiny_llama import FAMILIES
 
 TEXTS = ["Hello there, you", "a", "The capital of France", "12 ducks"]
 
@@ -43,8 +43,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def client(place: Path) -> Iterator[openai.OpenAI]:
-    base, tokenizer = open_model(place / "base", FAMILIES), TextTokenizer(place / "base")
-    decoder = AdaptedDecoder(load_model(base, CpuBackend()), read_adapters({"a": place / "a"}, base))
+    base = open_model(place / "base", FAMILIES)
+    tokenizer = TextTokenizer(place / "base")
+    decoder = MultiLoRADecoder(load_model(base, CpuBackend()), read_adapters({"a": place / "a"}, base))
     service = Service(
         Generator(decoder, tokenizer), Prompter(tokenizer, "chatml"), "base", Limits(batch_size=3), Metrics()
     )
@@ -54,7 +55,8 @@ def client(place: Path) -> Iterator[openai.OpenAI]:
 
 def expected(place: Path, text: str, adapter: str | None = None) -> np.ndarray:
     """By the model as it is trained: no padding, no cache."""
-    base, ids = open_model(place / "base", FAMILIES), TextTokenizer(place / "base").encode(text)
+    base = open_model(place / "base", FAMILIES)
+    ids = TextTokenizer(place / "base").encode(text)
     if adapter is not None:
         base = add_adapter(base, place / adapter)
     model = tiny_llama.model(CONFIG)
@@ -105,4 +107,7 @@ def test_what_has_no_vector(client: openai.OpenAI, change: dict[str, Any], messa
 def test_models_without_hidden_states() -> None:
     with TestClient(make_app(make_service())) as http:
         answer = http.post("/v1/embeddings", json={"input": "Hi"})
-    assert (answer.status_code, "not with --engine static" in answer.json()["error"]["message"]) == (400, True)
+    assert (answer.status_code, "are not available with --engine static" in answer.json()["error"]["message"]) == (
+        400,
+        True,
+    )

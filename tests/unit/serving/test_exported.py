@@ -23,9 +23,9 @@ from llmsuite.serving.app import make_app
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.service import Service
-from tests.unit import tiny_llama
-from tests.unit.serving.test_adapters import CONFIG
-from tests.unit.tiny_llama import FAMILIES
+from tests.support import tiny_llama
+from tests.support.served_adapters import CONFIG
+from tests.support.tiny_llama import FAMILIES
 
 PROMPTS = [[5, 80, 33, 99], [300], [17, 18, 19, 20, 21]]
 GAPS = {"fp32": 1e-5, "bf16": 0.1}
@@ -54,14 +54,14 @@ def test_answers_are_those_of_the_program(exported: tuple[str, Path], model: Pat
     precision, static = exported
     generator = of_program(static)
     service = Service(generator, Prompter(generator.tokenizer, "chatml"), "m", Limits(), Metrics())
-    asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "seed": 2}
+    body: dict[str, Any] = {"model": "m", "max_tokens": 9, "seed": 2}
     with TestClient(make_app(service)) as http:
         client = openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=http)
-        greedy = client.completions.create(**asked, prompt=PROMPTS, temperature=0, logprobs=0)
-        drawn = client.completions.create(**asked, prompt=PROMPTS, temperature=1, n=2)
-        stream = client.completions.create(**asked, prompt=PROMPTS[0], temperature=0, stream=True)
+        greedy = client.completions.create(**body, prompt=PROMPTS, temperature=0, logprobs=0)
+        sampled = client.completions.create(**body, prompt=PROMPTS, temperature=1, n=2)
+        stream = client.completions.create(**body, prompt=PROMPTS[0], temperature=0, stream=True)
         assert "".join(event.choices[0].text for event in stream) == greedy.choices[0].text
-        chat = client.chat.completions.create(**asked, messages=[{"role": "user", "content": "Hi"}])
+        chat = client.chat.completions.create(**body, messages=[{"role": "user", "content": "Hi"}])
         assert chat.usage is not None
         assert chat.usage.completion_tokens == 9
     found = list(of_program(static).answers(PROMPTS, Sampling(max_new_tokens=9, num_logprobs=0)))
@@ -69,7 +69,7 @@ def test_answers_are_those_of_the_program(exported: tuple[str, Path], model: Pat
     assert [choice.text for choice in greedy.choices] == [decode(list(answer.ids)) for (answer,) in found]
     sampling = Sampling(max_new_tokens=9, temperature=1.0, seed=2)
     pairs = of_program(static).answers(PROMPTS, sampling, num_return_sequences=2)
-    assert [choice.text for choice in drawn.choices] == [decode(list(a.ids)) for pair in pairs for a in pair]
+    assert [choice.text for choice in sampled.choices] == [decode(list(a.ids)) for pair in pairs for a in pair]
     trained = ModelDecoder(load_model(open_model(model, FAMILIES), CpuBackend()))
     first = [next(iter(Generator(trained, generator.tokenizer, set()).answers([p], Sampling(max_new_tokens=1,
         num_logprobs=generator.decoder.vocab_size))))[0].logprobs[0] for p in PROMPTS]  # fmt: skip

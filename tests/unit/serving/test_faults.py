@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in the words of the API and of JSON."""
+"""Faults of a request are reported in terms of the API and of JSON."""
 
 from __future__ import annotations
 
@@ -9,9 +9,12 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmsuite.serving.app import make_app
-from tests.unit.serving.served import make_service
+from tests.support.served import make_service
 
-CHAT, TEXT, RESPONSE, VECTOR = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+RESPONSE = "/v1/responses"
+VECTOR = "/v1/embeddings"
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4},
     TEXT: {"prompt": "Hi", "max_tokens": 4},
@@ -131,7 +134,7 @@ def test_a_body_that_is_no_object_is_said(client: TestClient) -> None:
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_prompt_without_room_is_told_of_the_context(
+def test_a_prompt_without_room_is_refused_with_the_context_length(
     client: TestClient, path: str, change: dict[str, Any], key: str, option: str | None
 ) -> None:
     said = fault(client, path, {**GOOD[path], **change})
@@ -144,8 +147,8 @@ def test_a_prompt_without_room_is_told_of_the_context(
 def test_an_address_that_is_not_there_is_named(client: TestClient) -> None:
     said = fault(client, CHAT.removeprefix("/v1"), {})
     assert said == (
-        "Not Found: POST /chat/completions is not there, but /v1/chat/completions is: the address that clients are "
-        "given ends with /v1"
+        "Not Found: POST /chat/completions does not exist, but /v1/chat/completions does: the base URL of clients ends "
+        "with /v1"
     )
-    assert fault(client, "/v1/audio/speech", {}) == "Not Found: POST /v1/audio/speech is not there"
-    assert fault(client, "/v1/models", {}) == "Method Not Allowed: POST /v1/models is not there"
+    assert fault(client, "/v1/audio/speech", {}) == "Not Found: POST /v1/audio/speech does not exist"
+    assert fault(client, "/v1/models", {}) == "Method Not Allowed: POST /v1/models does not exist"

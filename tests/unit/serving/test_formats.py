@@ -1,4 +1,4 @@
-"""Answers in the form that a client asks for, beside others in the same batch that are free."""
+"""Answers in a requested format, in one batch with others of free text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmsuite.serving.app import make_app
-from tests.unit.serving.served import make_service
+from tests.support.served import make_service
 
 PERSON = {
     "type": "object",
@@ -32,7 +32,7 @@ CHAT: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content":
 
 @pytest.fixture
 def client() -> Iterator[openai.OpenAI]:
-    """Of a model that says anything, which ends where nothing else may follow."""
+    """A service with a model of random text, which ends where nothing else may follow."""
     service = make_service()
     decoder: Any = service.generator.decoder
     decoder.table[:, 2] = -50.0
@@ -76,7 +76,8 @@ def test_free_answers_of_the_same_batch_stay_as_they_are(client: openai.OpenAI) 
         return str(client.chat.completions.create(**{**CHAT, **more}).choices[0].message.content)
 
     free = {"max_tokens": 120}
-    alone, bound = said(free), said({"response_format": AS_PERSON})
+    alone = said(free)
+    bound = said({"response_format": AS_PERSON})
     assert alone[0] != "{"
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         found = list(pool.map(said, [free, {"response_format": AS_PERSON}, free, {"response_format": AS_PERSON}]))
@@ -86,8 +87,8 @@ def test_free_answers_of_the_same_batch_stay_as_they_are(client: openai.OpenAI) 
 def test_a_call_that_has_to_be(client: openai.OpenAI) -> None:
     names = []
     for seed in range(6):
-        asked = {**CHAT, "tools": TOOLS, "seed": seed, "max_tokens": 1000}
-        (choice,) = client.chat.completions.create(**asked, tool_choice="required").choices
+        body = {**CHAT, "tools": TOOLS, "seed": seed, "max_tokens": 1000}
+        (choice,) = client.chat.completions.create(**body, tool_choice="required").choices
         calls: Any = choice.message.tool_calls
         assert (choice.finish_reason, bool(calls)) == ("tool_calls", True), choice.message.content
         names += [call.function.name for call in calls]
@@ -114,8 +115,8 @@ def test_calls_that_may_be_fit_what_is_strict(client: openai.OpenAI) -> None:
     for begin, calls_it in (("{", False), ("<", True)):  # what the model would rather begin with
         liked: Any = {i: 50 for i in range(3, 400) if decode([i]).startswith(begin)}
         for seed in range(3):
-            asked = {**CHAT, "seed": seed, "max_tokens": 1000, "logit_bias": liked}
-            (choice,) = client.chat.completions.parse(**asked, tools=tools, response_format=Answer).choices
+            body = {**CHAT, "seed": seed, "max_tokens": 1000, "logit_bias": liked}
+            (choice,) = client.chat.completions.parse(**body, tools=tools, response_format=Answer).choices
             calls = choice.message.tool_calls or []
             assert all(isinstance(call.function.parsed_arguments, Add) for call in calls)
             assert (bool(calls), isinstance(choice.message.parsed, Answer)) == (calls_it, not calls_it)

@@ -1,7 +1,7 @@
-"""What lm-evaluation-harness 0.4.13 sends a server, as `local-completions` and `local-chat-completions`, without it.
+"""Requests of lm-evaluation-harness 0.4.13, without it, as `local-completions` and `local-chat-completions`.
 
 Requests have the keys of those that were recorded, with other ids. How it reads answers is written down in `read`: of
-each choice it takes the log-probabilities behind the context but the last, which it takes for those of the one token
+each choice it takes the log-probabilities after the context but the last, which it takes for those of the one token
 it asked for.
 """
 
@@ -28,9 +28,9 @@ from llmsuite.serving.app import make_app
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.service import Service
-from tests.unit import tiny_llama
-from tests.unit.serving.test_adapters import CONFIG
-from tests.unit.tiny_llama import FAMILIES
+from tests.support import tiny_llama
+from tests.support.served_adapters import CONFIG
+from tests.support.tiny_llama import FAMILIES
 
 CONTEXTS = [[5, 80, 33, 99], [300], [17, 18, 19, 20, 21], [2]]
 CONTINUATIONS = [[7, 21, 8], [41], [6, 6], [90, 91, 92, 93]]
@@ -100,7 +100,7 @@ def test_log_likelihoods_are_those_of_the_model(client: TestClient) -> None:
     assert not any(is_greedy for _, is_greedy in found)
 
 
-def test_a_continuation_behind_which_the_model_ends(model: Path) -> None:
+def test_a_continuation_after_which_the_model_ends(model: Path) -> None:
     """Its answer has no token of its own, and the last of the continuation must not be taken for it."""
     ((answer,),) = generator(model, set()).answers([CONTEXTS[0]], Sampling(max_new_tokens=2))
     first, last = answer.ids
@@ -111,7 +111,8 @@ def test_a_continuation_behind_which_the_model_ends(model: Path) -> None:
 
 
 def test_a_batch_may_be_large(client: TestClient) -> None:
-    contexts, continuations = [[number] for number in range(10, 138)], [[7, 8]] * 128
+    contexts = [[number] for number in range(10, 138)]
+    continuations = [[7, 8]] * 128
     found = [value for value, _ in score(client, contexts, continuations)]
     assert found == pytest.approx(expected(contexts, continuations), abs=1e-4)
     asked = {"model": "m", "prompt": [[1]] * 129, "max_tokens": 1}

@@ -18,7 +18,8 @@ MIB = 2**20
 
 class Answer:
     def __init__(self, status: int, said: bytes):
-        self.status, self._said = status, said
+        self.status = status
+        self._said = said
 
     def read(self) -> bytes:
         return self._said
@@ -29,7 +30,8 @@ class Connection(http.client.HTTPConnection):
 
     def __init__(self, server: Fake):
         super().__init__("nowhere")
-        self._server, self._answer = server, Answer(500, b"")
+        self._server = server
+        self._answer = Answer(500, b"")
 
     def request(self, method: str, url: str, body: Any = None, headers: Any = (), **more: Any) -> None:
         self._answer = self._server.answer(url, json.loads(body))
@@ -40,7 +42,7 @@ class Connection(http.client.HTTPConnection):
 
 @dataclasses.dataclass
 class Fake:
-    """A server that answers by the request alone, and leaks as much with each of them as it is told to."""
+    """A server that answers by the request alone, and leaks a given amount with each of them."""
 
     memory: float = 0.0
     files: float = 0.0

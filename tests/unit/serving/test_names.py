@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
-from llmsuite.errors import UserError
 from llmsuite.inference.prompts import read_messages
 from llmsuite.serving.app import make_app
-from tests.unit.serving.served import make_service
+from tests.support.served import make_service
 
 NAMED = BUILTIN["chatml"].replace("{{ m['role'] }}", "{{ m['role'] }}{{ '=' ~ m.name if m.name is defined else '' }}")
 TURNS: list[dict[str, Any]] = [
@@ -25,15 +25,16 @@ WHO = ("example", "Ann", "Bob", "")
 
 def prompt_of(turns: list[dict[str, Any]], template: str = NAMED) -> list[int]:
     """The ids that the model reads of a chat, as the server counts and answers it."""
-    service, seen = make_service(), list[list[int]]()
+    service = make_service()
+    seen = list[list[int]]()
     service.prompter._template = ChatTemplate(template, {}, "named")
-    line = service.generator.line
+    make_sequence = service.generator.make_sequence
 
-    def asked(prompt: Any, *more: Any) -> Any:
+    def recording_make_sequence(prompt: Any, *more: Any) -> Any:
         seen.append(list(prompt))
-        return line(prompt, *more)
+        return make_sequence(prompt, *more)
 
-    service.generator.line = asked  # type: ignore[method-assign]
+    service.generator.make_sequence = recording_make_sequence  # type: ignore[method-assign]
     with TestClient(make_app(service)) as client:
         answer = client.post("/v1/chat/completions", json={"messages": turns, "max_tokens": 1})
     assert answer.status_code == 200, answer.text
@@ -79,7 +80,7 @@ def test_a_name_is_a_text(name: Any) -> None:
 
 
 def test_names_write_no_control_tokens() -> None:
-    """As with what a turn says: its name ends no turn either."""
+    """The name of a speaker cannot end a turn, like its content."""
     service = make_service()
     end = service.generator.tokenizer.encode("<|im_end|>")
     assert len(end) == 1

@@ -1,4 +1,4 @@
-"""What Open WebUI 0.12.4 sends a server, without it: requests as its page made them in a conversation, shortened."""
+"""Requests of Open WebUI 0.12.4, without it: as its page sent them in a conversation, shortened."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.testclient import TestClient
 from llmsuite.inference.prompts import Prompter
 from llmsuite.serving.app import make_app
 from llmsuite.serving.service import Service
-from tests.unit.serving.served import make_service
+from tests.support.served import make_service
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 # two of its 36, which come with every message unless "Builtin Tools" is off for the model
@@ -33,7 +33,7 @@ TITLE = '### Task:\nGenerate a concise title summarizing the chat history.\n### 
 
 @pytest.fixture
 def service() -> Service:
-    """Of a model whose chat template knows no tools."""
+    """A service with a model whose chat template supports no tools."""
     made = make_service()
     made.prompter = Prompter(made.generator.tokenizer, "plain")
     return made
@@ -61,8 +61,8 @@ def test_a_conversation_without_them(client: TestClient, service: Service) -> No
     assert streamed.status_code == 200
     assert streamed.text.endswith("data: [DONE]\n\n")
     plain = {key: value for key, value in asked.items() if key != "tools"}
-    whole = [client.post("/v1/chat/completions", json={**one, "stream": False}).json() for one in (asked, plain)]
-    texts = [one["choices"][0]["message"]["content"] for one in whole]
+    full = [client.post("/v1/chat/completions", json={**one, "stream": False}).json() for one in (asked, plain)]
+    texts = [one["choices"][0]["message"]["content"] for one in full]
     assert texts[0] == texts[1] != ""
     has_to = client.post("/v1/chat/completions", json={**asked, "tool_choice": "required"})
     assert has_to.status_code == 400, "a call that has to be is never left out"

@@ -13,8 +13,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from llmsuite.serving.app import make_app
-from tests.unit.serving.served import make_service
-from tests.unit.serving.test_tools import CALLS, TOOLS, says
+from tests.support.served import make_service
+from tests.support.tool_calls import CALLS, TOOLS, says
 
 CHAT: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "Who?"}], "seed": 3}
 ASK: dict[str, Any] = {"model": "toy", "input": "Who?", "max_output_tokens": 20, "extra_body": {"seed": 3}}
@@ -44,8 +44,8 @@ def test_the_text_is_that_of_a_chat(client: openai.OpenAI) -> None:
     counts = (found.usage.input_tokens, found.usage.output_tokens, found.usage.total_tokens)
     assert counts == (chat.usage.prompt_tokens, chat.usage.completion_tokens, chat.usage.total_tokens)
     turns = [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]
-    told = client.chat.completions.create(**{**CHAT, "messages": turns}, max_tokens=20)
-    assert client.responses.create(**ASK, instructions="Be brief.").usage.input_tokens == told.usage.prompt_tokens  # type: ignore[union-attr]
+    reported = client.chat.completions.create(**{**CHAT, "messages": turns}, max_tokens=20)
+    assert client.responses.create(**ASK, instructions="Be brief.").usage.input_tokens == reported.usage.prompt_tokens  # type: ignore[union-attr]
 
 
 def test_a_stream_ends_with_the_whole(client: openai.OpenAI) -> None:
@@ -120,7 +120,7 @@ INCLUDED: Any = {"include": ["message.output_text.logprobs"]}
 
 
 def logprobs_of(response: Any) -> list[Any]:
-    """Those of the one text of a response, as plain values."""
+    """Log-probabilities of the only text of a response, as plain values."""
     (message,) = [item for item in response.output if item.type == "message"]
     (part,) = message.content
     return [entry.model_dump() for entry in part.logprobs]
@@ -130,9 +130,9 @@ def test_logprobs_are_those_of_a_chat(client: openai.OpenAI) -> None:
     for count in (0, 3):
         chat = client.chat.completions.create(**CHAT, max_tokens=20, logprobs=True, top_logprobs=count)
         found = client.responses.create(**ASK, **INCLUDED, top_logprobs=count)
-        told: Any = chat.choices[0].logprobs
+        reported: Any = chat.choices[0].logprobs
         entries = logprobs_of(found)
-        assert entries == [entry.model_dump() for entry in told.content]
+        assert entries == [entry.model_dump() for entry in reported.content]
         assert [len(entry["top_logprobs"]) for entry in entries] == [count] * 20
         assert {key for entry in entries for key in entry} == {"token", "bytes", "logprob", "top_logprobs"}
         assert {key for e in entries for top in e["top_logprobs"] for key in top} <= {"token", "bytes", "logprob"}
@@ -155,42 +155,42 @@ def test_logprobs_are_those_of_a_chat(client: openai.OpenAI) -> None:
 
 
 def test_events_have_the_logprobs_of_their_tokens(client: openai.OpenAI) -> None:
-    asked = {**ASK, **INCLUDED, "top_logprobs": 2}
-    whole = logprobs_of(client.responses.create(**asked))
-    events = list(client.responses.create(**asked, stream=True))
+    body = {**ASK, **INCLUDED, "top_logprobs": 2}
+    full = logprobs_of(client.responses.create(**body))
+    events = list(client.responses.create(**body, stream=True))
     deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert [entry.model_dump() for event in deltas for entry in event.logprobs] == whole
+    assert [entry.model_dump() for event in deltas for entry in event.logprobs] == full
     assert all(event.logprobs for event in deltas)
     assert len(deltas) > 1
     (done,) = [event for event in events if event.type == "response.output_text.done"]
-    assert [entry.model_dump() for entry in done.logprobs] == whole
+    assert [entry.model_dump() for entry in done.logprobs] == full
     (part,) = [event.part for event in events if event.type == "response.content_part.done"]
-    assert part.model_dump()["logprobs"] == whole
+    assert part.model_dump()["logprobs"] == full
     (last,) = [event for event in events if event.type == "response.incomplete"]
-    assert logprobs_of(last.response) == whole
-    with client.responses.stream(**asked) as stream:
+    assert logprobs_of(last.response) == full
+    with client.responses.stream(**body) as stream:
         of_helper = [event for event in stream if event.type == "response.output_text.delta"]
     assert [len(event.logprobs) for event in of_helper] == [len(event.logprobs) for event in deltas]
 
 
 @pytest.mark.parametrize("text", ["Let me see.\n", "I ❤ <b> and <tool boxes>: ", ""])
-@pytest.mark.parametrize("behind", ["", " Then?"])
-def test_logprobs_of_a_text_end_where_calls_begin(text: str, behind: str) -> None:
-    with says(f"{text}{CALLS}{behind}") as client:
-        asked: Any = {"model": "toy", "input": "1+1?", "tools": FLAT, **INCLUDED}
-        found = client.responses.create(**asked)
-        events = list(client.responses.create(**asked, stream=True))
-    if not text + behind:
+@pytest.mark.parametrize("after", ["", " Then?"])
+def test_logprobs_of_a_text_end_where_calls_begin(text: str, after: str) -> None:
+    with says(f"{text}{CALLS}{after}") as client:
+        body: Any = {"model": "toy", "input": "1+1?", "tools": FLAT, **INCLUDED}
+        found = client.responses.create(**body)
+        events = list(client.responses.create(**body, stream=True))
+    if not text + after:
         assert {item.type for item in found.output} == {"function_call"}
         assert not [event for event in events if event.type.startswith("response.output_text")]
         return
-    told = logprobs_of(found)
-    assert b"".join(bytes(entry["bytes"]) for entry in told).decode() == text
+    reported = logprobs_of(found)
+    assert b"".join(bytes(entry["bytes"]) for entry in reported).decode() == text
     deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert "".join(event.delta for event in deltas) == text + behind.strip()
-    assert [entry.model_dump() for event in deltas for entry in event.logprobs] == told
+    assert "".join(event.delta for event in deltas) == text + after.strip()
+    assert [entry.model_dump() for event in deltas for entry in event.logprobs] == reported
     (done,) = [event for event in events if event.type == "response.output_text.done"]
-    assert [entry.model_dump() for entry in done.logprobs] == told
+    assert [entry.model_dump() for entry in done.logprobs] == reported
 
 
 def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
@@ -206,10 +206,10 @@ def test_what_changes_nothing_is_taken(client: openai.OpenAI) -> None:
 
 def test_tokens_of_an_input_are_counted() -> None:
     with says("Yes.") as client:
-        whole: Any = {"model": "toy", "instructions": "Be brief.", "input": "Who?", "tools": FLAT}
-        made = client.responses.create(**whole)
+        full: Any = {"model": "toy", "instructions": "Be brief.", "input": "Who?", "tools": FLAT}
+        made = client.responses.create(**full)
         assert made.usage is not None
-        assert client.responses.input_tokens.count(**whole).input_tokens == made.usage.input_tokens
+        assert client.responses.input_tokens.count(**full).input_tokens == made.usage.input_tokens
         assert client.responses.input_tokens.count(input="Who?").input_tokens < made.usage.input_tokens
         with pytest.raises(openai.BadRequestError, match="needs role"):
             client.responses.input_tokens.count(input=[{"role": "wizard", "content": "Hi"}])  # type: ignore[list-item]
@@ -226,7 +226,7 @@ def test_tokens_of_an_input_are_counted() -> None:
         ({"top_logprobs": 21}, "top_logprobs: is 21; it has to be at most 20"),
         ({**INCLUDED, "top_logprobs": -1}, "top_logprobs: is -1; it has to be at least 0"),
         ({**INCLUDED, "top_logprobs": "2"}, "top_logprobs: has to be an integer, and is a string"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: type 'item_reference' is not understood"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]: type 'item_reference' is not supported"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             r"input\[0\]\.content\[0\]' is a part of",

@@ -1,23 +1,19 @@
-"""Tools are told by the model's own template, and its calls come back parsed, whole or as a stream."""
+"""Tools are rendered by the model's own template, and its calls are parsed, complete or as a stream."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import openai
 import pytest
-from starlette.testclient import TestClient
 
+from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
 from llmsuite.data.rows import ToolCall
-from llmsuite.errors import UserError
-from llmsuite.inference.calls import CallFormat, call_format
-from llmsuite.serving.app import make_app
-from tests.unit.serving.served import TableDecoder, make_service
+from llmsuite.inference.tool_calls import ToolCallFormat, detect_tool_call_format
+from tests.support.served import make_service
+from tests.support.tool_calls import CALLS, TOOLS, says
 
 LLAMA = (
     "{% if tools %}Tools: {% for t in tools %}{{ t | tojson }}{% endfor %}\n{% endif %}"
@@ -32,7 +28,7 @@ MISTRAL = (
     "{% elif m.role == 'user' %}[INST]{{ m.content }}[/INST]{% else %}{{ m.content }}</s>{% endif %}{% endfor %}"
 )
 THINKS = BUILTIN["chatml"].replace("{{ m['content'] }}", "<think>\n\n</think>\n\n{{ m['content'] }}")
-TAGGED = CallFormat("<tool_call>", "</tool_call>", "name", "arguments")
+TAGGED = ToolCallFormat("<tool_call>", "</tool_call>", "name", "arguments")
 CONTROL = ("<|im_start|>", "<|im_end|>", "<|start|>", "<|eot|>", "<|python_tag|>", "[TOOL_CALLS]", "</s>")
 
 
@@ -41,23 +37,24 @@ CONTROL = ("<|im_start|>", "<|im_end|>", "<|start|>", "<|eot|>", "<|python_tag|>
     [
         (BUILTIN["chatml"], TAGGED),
         (THINKS, TAGGED),
-        (LLAMA, CallFormat("", "", "name", "parameters")),
-        (MISTRAL, CallFormat("", "", "name", "arguments")),
+        (LLAMA, ToolCallFormat("", "", "name", "parameters")),
+        (MISTRAL, ToolCallFormat("", "", "name", "arguments")),
     ],
     ids=["chatml", "thinks", "llama", "mistral"],
 )
-def test_the_form_of_calls_is_that_of_the_template(source: str, expected: CallFormat) -> None:
-    assert call_format(ChatTemplate(source, {}, "a model"), CONTROL) == expected
+def test_the_form_of_calls_is_that_of_the_template(source: str, expected: ToolCallFormat) -> None:
+    assert detect_tool_call_format(ChatTemplate(source, {}, "a model"), CONTROL) == expected
 
 
 def test_templates_without_calls_are_refused() -> None:
     for name in ("llama3", "plain"):
         with pytest.raises(UserError, match="renders no calls"):
-            call_format(ChatTemplate(BUILTIN[name], {"eos_token": "</s>", "bos_token": ""}, name), CONTROL)
+            detect_tool_call_format(ChatTemplate(BUILTIN[name], {"eos_token": "</s>", "bos_token": ""}, name), CONTROL)
 
 
-ADD, SUM = ToolCall("add", '{"a": 1}'), ToolCall("sum", "{}")
-BARE = CallFormat("", "", "name", "parameters")
+ADD = ToolCall("add", '{"a": 1}')
+SUM = ToolCall("sum", "{}")
+BARE = ToolCallFormat("", "", "name", "parameters")
 
 
 @pytest.mark.parametrize(
@@ -82,57 +79,15 @@ BARE = CallFormat("", "", "name", "parameters")
     ],
     ids=lambda value: str(value)[:30] if isinstance(value, str) else None,
 )
-def test_whole_calls_of_known_tools_are_calls(form: CallFormat, text: str, expected: Any) -> None:
+def test_whole_calls_of_known_tools_are_calls(form: ToolCallFormat, text: str, expected: Any) -> None:
     assert form.parse(text, ["add", "sum"]) == expected
-
-
-class Scripted(TableDecoder):
-    """Says the same whatever it is asked."""
-
-    script: list[int]
-    begin = 0
-
-    def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Any) -> Any:
-        if cache is None:
-            self.begin = ids.shape[1]
-        return super().forward(ids, padding, cache)
-
-    def logits(self, text: np.ndarray) -> np.ndarray:
-        wanted = np.zeros(self.vocab_size, "float32")
-        wanted[self.script[min(len(text) - self.begin, len(self.script) - 1)]] = 50
-        return wanted
-
-
-@contextlib.contextmanager
-def says(text: str, seen: list[list[int]] | None = None) -> Iterator[openai.OpenAI]:
-    """A client of a model that says a text; `seen` gets the prompts."""
-    service = make_service()
-    tokenizer = service.generator.tokenizer
-    decoder: Any = service.generator.decoder
-    decoder.__class__ = Scripted
-    decoder.script = [*tokenizer.encode(text), tokenizer.eos_id]
-    line = service.generator.line
-
-    def asked(prompt: Any, *more: Any) -> Any:
-        if seen is not None:
-            seen.append(list(prompt))
-        return line(prompt, *more)
-
-    service.generator.line = asked  # type: ignore[method-assign]
-    with TestClient(make_app(service)) as http:
-        yield openai.OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=0, http_client=http)
 
 
 def shown(prompt: list[int]) -> str:
     return "".join(make_service().generator.tokenizer.pieces(prompt))
 
 
-TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},
-    {"type": "function", "function": {"name": "sum"}},
-]
 ASK: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "1+1?"}], "tools": TOOLS}
-CALLS = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>\n<tool_call>{"name": "sum"}</tool_call>'
 
 
 def test_calls_come_back_parsed() -> None:

@@ -14,23 +14,24 @@ import pytest
 import safetensors.numpy
 from starlette.testclient import TestClient
 
+from llmsuite.base.files import committed_directory, sha256_of, write_json
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.files import committed_directory, sha256_of, write_json
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.generate import Generator
+from llmsuite.inference.group_sampling import SampleRequest, SamplingParams, sample_groups
 from llmsuite.inference.load import load_model
 from llmsuite.inference.prompts import Prompter
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.inference.sampling import Sampling
-from llmsuite.rl.drawing import Drawing, Request, draw_groups
 from llmsuite.serving.app import make_app
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
 from llmsuite.serving.service import Service
 from llmsuite.serving.weights import ServedWeights
-from tests.unit.inference.test_export import FAMILIES, write_family
+from tests.support.families import FAMILIES
+from tests.support.written_family import write_family
 
 KEYS = [[5, 1, 2**32, 0], [5, 1, 7, 0]]
 PROMPTS = [[5, 6, 7], [8, 9]]
@@ -93,17 +94,17 @@ def draw(client: TestClient, **more: Any) -> dict[str, Any]:
     return found
 
 
-def expected(place: Path, stop_ids: set[int], drawing: Drawing) -> list[Any]:
-    """What a trainer with these weights draws itself."""
+def expected(place: Path, stop_ids: set[int], sampling_params: SamplingParams) -> list[Any]:
+    """Completions that a trainer with these weights samples itself."""
     decoder = ModelDecoder(build(place).model)
-    requests = [Request(tuple(prompt), tuple(key)) for prompt, key in zip(PROMPTS, KEYS)]
-    groups = draw_groups(decoder, requests, drawing, stop_ids)
+    requests = [SampleRequest(tuple(prompt), tuple(key)) for prompt, key in zip(PROMPTS, KEYS)]
+    groups = sample_groups(decoder, requests, sampling_params, stop_ids)
     return near([(c.ids, c.logprobs, c.finish_reason) for group in groups for c in group])
 
 
-def near(drawn: list[Any]) -> list[Any]:
-    """The same tokens, whose log-probabilities may be off in their last digits."""
-    return [(ids, pytest.approx(logprobs, abs=1e-5), reason) for ids, logprobs, reason in drawn]
+def near(completions: list[Any]) -> list[Any]:
+    """Equal tokens, with log-probabilities that may differ in their last digits."""
+    return [(ids, pytest.approx(logprobs, abs=1e-5), reason) for ids, logprobs, reason in completions]
 
 
 def parts(answer: dict[str, Any]) -> list[Any]:
@@ -111,10 +112,10 @@ def parts(answer: dict[str, Any]) -> list[Any]:
 
 
 def test_tokens_are_those_that_the_trainer_would_draw(client: TestClient, places: dict[str, Path]) -> None:
-    own = expected(places["first"], set(), Drawing(3, 12, 0.8, 4))
+    own = expected(places["first"], set(), SamplingParams(3, 12, 0.8, 4))
     stop = own[0][0][4]  # so that some end before they are as long as can be
     answer = draw(client, stop_token_ids=[stop])
-    own = expected(places["first"], {stop}, Drawing(3, 12, 0.8, 4))
+    own = expected(places["first"], {stop}, SamplingParams(3, 12, 0.8, 4))
     assert parts(answer) == own
     assert {reason for _, _, reason in own} == {"stop", "length"}
     assert answer["choices"][0]["token_ids"][-1] == stop
@@ -142,7 +143,7 @@ def test_new_weights_serve_and_every_answer_names_them(client: TestClient, place
     for version, place in ((7, places["second"]), (8, places["third"]), (9, places["first"])):
         replace(client, place, version)
         answer = draw(client)
-        assert parts(answer) == expected(place, {2}, Drawing(3, 12, 0.8, 4))
+        assert parts(answer) == expected(place, {2}, SamplingParams(3, 12, 0.8, 4))
         named = [answer, client.post("/v1/completions", json={"prompt": "a"}).json()]
         named.append(client.get("/v1/models").json()["data"][0])
         for found in named:
@@ -206,8 +207,8 @@ def _commit(place: Path) -> None:
         (_other_byte, "does not have the sha256"),
         (_other_shape, "have another shape"),
         (_not_finite, "q_proj.weight' has 3 of "),
-        (_lacks_a_tensor, "tensor 'model.norm.weight', it is not there"),
-        (_other_model, "rms_norm_eps 0.5 in place of"),
+        (_lacks_a_tensor, "tensor 'model.norm.weight', but the file does not have it"),
+        (_other_model, "rms_norm_eps 0.5 instead of"),
         (lambda place: (place / "config.json").unlink(), "is missing"),
         (shutil.rmtree, "has no manifest.json"),
     ],
@@ -235,8 +236,8 @@ def test_weights_that_are_not_right_change_nothing(
 def test_a_directory_that_can_be_none_changes_nothing(client: TestClient, name: str) -> None:
     client.post("/v1/pause")
     body = json.dumps({"directory": name, "version": 1, "digest": "0" * 64})
-    told = {"content-type": "application/json"}
-    assert client.post("/v1/update_weights", content=body, headers=told).status_code == 400
+    headers = {"content-type": "application/json"}
+    assert client.post("/v1/update_weights", content=body, headers=headers).status_code == 400
     assert client.post("/v1/resume").json()["weights_version"] is None
 
 
@@ -252,7 +253,8 @@ def test_an_update_has_a_pause_and_a_digest(client: TestClient, places: dict[str
 def test_half_an_update_never_serves(
     client: TestClient, places: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, calls = ModelDirectory.read, []
+    read = ModelDirectory.read
+    calls = []
 
     def fails(self: ModelDirectory, name: str, index: Any = None) -> np.ndarray:
         calls.append(name)
@@ -267,18 +269,18 @@ def test_half_an_update_never_serves(
     assert client.post("/v1/completions", json=ASKED).status_code == 503
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 503
     replace(client, places["second"], 1)
-    assert parts(draw(client)) == expected(places["second"], {2}, Drawing(3, 12, 0.8, 4))
+    assert parts(draw(client)) == expected(places["second"], {2}, SamplingParams(3, 12, 0.8, 4))
 
 
 def test_a_pause_lets_end_what_has_begun(client: TestClient) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         # text decodes pass by pass: there is time to ask for the pause in the middle
         long = {"prompt": "a", "max_tokens": 100, "min_tokens": 100}
-        begun = pool.submit(client.post, "/v1/completions", json=long)
+        running = pool.submit(client.post, "/v1/completions", json=long)
         while "llmsuite_answers_running 1.0" not in client.get("/metrics").text:
-            assert not begun.done(), "it was too fast"
+            assert not running.done(), "it was too fast"
         assert client.post("/v1/pause").json()["paused"]
-        assert begun.result().json()["usage"]["completion_tokens"] == 100
+        assert running.result().json()["usage"]["completion_tokens"] == 100
         assert client.post("/v1/completions", json=ASKED).status_code == 503
         client.post("/v1/resume")
         draw(client)
@@ -297,7 +299,7 @@ def test_a_pause_lets_end_what_has_begun(client: TestClient) -> None:
         ({"logprobs": 3}, "logprobs: "),
     ],
 )
-def test_what_cannot_be_drawn_is_refused(client: TestClient, change: dict[str, Any], says: str) -> None:
+def test_what_cannot_be_sampled_is_refused(client: TestClient, change: dict[str, Any], says: str) -> None:
     answer = client.post("/v1/completions", json={**ASKED, **change})
     assert answer.status_code == 400
     assert says in answer.json()["error"]["message"]
@@ -315,10 +317,10 @@ def test_other_servers_have_none_of_it(places: dict[str, Path]) -> None:
 
 
 def test_nothing_is_kept_of_prompts_that_other_weights_have_read(client: TestClient, places: dict[str, Path]) -> None:
-    asked = {"prompt": list(range(5, 90)), "max_tokens": 12, "temperature": 0}
+    body = {"prompt": list(range(5, 90)), "max_tokens": 12, "temperature": 0}
 
     def say() -> str:
-        answer = client.post("/v1/completions", json=asked)
+        answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["choices"][0]["text"])
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from fastapi import FastAPI, Request
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.serve import _check_proxies
-from llmsuite.errors import UserError
 from llmsuite.inference.generate import Generator
 from llmsuite.serving.app import make_app
+from llmsuite.serving.fair_queue import client_of
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.server import make_server
 from llmsuite.serving.service import Service
-from llmsuite.serving.turns import client_of
-from tests.unit.serving.served import TableDecoder, make_service
+from tests.support.served import TableDecoder, make_service
 
 WAITING = 2
 """Answers of one client that may wait."""
@@ -37,11 +37,11 @@ ASKED: dict[str, tuple[str, dict[str, Any], int]] = {
     "embedding": ("/v1/embeddings", {"input": ["a", "b"]}, 2),
     "echo": ("/v1/completions", {"prompt": "a b", "echo": True, "logprobs": 1, "max_tokens": 0}, 2),
 }
-"""What is asked for, and how many such requests are as many answers as one client may have waiting."""
+"""Requests, and the number of them that gives as many answers as one client may have in the queue."""
 
 
 class Everything(TableDecoder):
-    """Can be asked for all that the scheduler makes."""
+    """A decoder for all kinds of work of the scheduler."""
 
     def embed(self, texts: Sequence[Sequence[int]], num_tokens: int) -> Iterator[np.ndarray]:
         yield np.zeros([len(texts), 4], "float32")
@@ -59,10 +59,10 @@ def resting_service() -> Service:
 
 
 def num_queued(service: Service) -> int:
-    return len(service.scheduler._waiting) + len(service.scheduler._calls)
+    return len(service.scheduler._waiting) + len(service.scheduler._tasks)
 
 
-async def asked(app: Any, path: str, body: dict[str, Any], address: str = "9.9.9.9", **headers: str) -> tuple[int, str]:
+async def post(app: Any, path: str, body: dict[str, Any], address: str = "9.9.9.9", **headers: str) -> tuple[int, str]:
     """Status and body of the answer to a request, of which nothing is read when it is refused by its head."""
     sent: list[dict[str, Any]] = []
     given = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
@@ -116,7 +116,7 @@ def test_another_key_is_no_other_client(kind: str) -> None:
     def ask(number: int, address: str = "9.9.9.9") -> Any:
         named = {"authorization": f"Bearer key-{number}", "x-forwarded-for": f"8.8.8.{number}"}
         more = {"user": f"user-{number}"}
-        return asked(app, path, {**body, **more}, address, **named)
+        return post(app, path, {**body, **more}, address, **named)
 
     async def scenario() -> None:
         async with waiting(service, [ask(number) for number in range(count)]):
@@ -137,7 +137,7 @@ def test_a_wrong_key_is_refused_before_anything_is_read_or_queued(path: str) -> 
     service = resting_service()
     app = make_app(service, api_key="right")
     for key in ("", "Bearer ", "Bearer wrong", "Bearer right ", "bearer right", "Basic right"):
-        status, _ = asyncio.run(asked(app, path, {"prompt": "a"}, authorization=key))
+        status, _ = asyncio.run(post(app, path, {"prompt": "a"}, authorization=key))
         assert status == 401, key
     assert num_queued(service) == 0
     found = service.metrics.text().decode()

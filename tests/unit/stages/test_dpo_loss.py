@@ -10,15 +10,15 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.cache import private_cache
+from llmsuite.base.cache import isolated_cache
+from llmsuite.engine.guard import NonFiniteLoss
 from llmsuite.models.llama.shard_plan import PLAN
 from llmsuite.parallel.recompute import recompute_layers
 from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
-from llmsuite.stages.reference import KnownLogps
-from llmsuite.train.guard import NonFiniteLoss
-from tests.unit import alone, dpo_case
+from llmsuite.stages.reference import LogpTable
+from tests.support import alone, dpo_case
 
 LOSSES = ("sigmoid", "hinge", "ipo", "ipo_mean")
 LN2 = 0.6931472
@@ -26,7 +26,7 @@ LN2 = 0.6931472
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
 
 
 def some_pairs(stage: DpoStage, count: int = 6) -> list[Pair]:
@@ -47,7 +47,8 @@ def naive_logp(model: Any, prompt: list[int], answer: list[int]) -> float:
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_answer_logps_are_the_naive_ones(tied: bool) -> None:
-    stage, model = dpo_case.stage(), dpo_case.model(tie_word_embeddings=tied)
+    stage = dpo_case.stage()
+    model = dpo_case.model(tie_word_embeddings=tied)
     pairs = some_pairs(stage)
     expected = [naive_logp(model, p.prompt, p.chosen) for p in pairs]
     expected += [naive_logp(model, p.prompt, p.rejected) for p in pairs]
@@ -58,7 +59,8 @@ def test_answer_logps_are_the_naive_ones(tied: bool) -> None:
 
 def test_padding_changes_no_logp() -> None:
     """One by one against batched: within 1e-5, or what float32 resolves of the longer answers' 100 and more."""
-    stage, model = dpo_case.stage(), dpo_case.model()
+    stage = dpo_case.stage()
+    model = dpo_case.model()
     pairs = some_pairs(stage)
     batch = stage.collate(pairs)
     assert len({len(pair.prompt) + len(pair.chosen) for pair in pairs}) > 3
@@ -84,7 +86,8 @@ def first_step(stage: DpoStage, model: Any, pairs: list[Pair], **train: Any) -> 
 
 @pytest.mark.parametrize(("kind", "loss"), [("sigmoid", LN2), ("hinge", 1.0), ("ipo", 25.0), ("ipo_mean", 25.0)])
 def test_the_first_step_starts_from_the_reference(kind: str, loss: float) -> None:
-    stage, model = dpo_case.stage(loss=kind), dpo_case.model()
+    stage = dpo_case.stage(loss=kind)
+    model = dpo_case.model()
     pairs = some_pairs(stage)
     stage.before_training(model, pairs)
     assert model.training
@@ -99,8 +102,9 @@ def test_the_first_step_starts_from_the_reference(kind: str, loss: float) -> Non
 
 
 @pytest.mark.parametrize("kind", LOSSES)
-def test_a_step_makes_chosen_answers_likelier_against_rejected_ones(kind: str) -> None:
-    stage, model = dpo_case.stage(loss=kind), dpo_case.model()
+def test_a_step_raises_the_margin_of_chosen_over_rejected_answers(kind: str) -> None:
+    stage = dpo_case.stage(loss=kind)
+    model = dpo_case.model()
     pairs = some_pairs(stage)
     stage.before_training(model, pairs)
     first_step(stage, model, pairs, learning_rate=0.01)
@@ -116,14 +120,15 @@ def test_a_step_makes_chosen_answers_likelier_against_rejected_ones(kind: str) -
 
 @pytest.mark.parametrize("kind", LOSSES)
 def test_metrics_of_known_log_ratios(kind: str) -> None:
-    stage, model = dpo_case.stage(loss=kind, beta=0.2), dpo_case.model()
+    stage = dpo_case.stage(loss=kind, beta=0.2)
+    model = dpo_case.model()
     pairs = some_pairs(stage, 3)
     with paddle.no_grad():
         logps = answer_logps(model, stage.collate(pairs)).numpy().astype("float64")
     # the reference thinks less of the first chosen answer by 1.5, more of the second by 0.5, of the third by 1
     ratios = np.array([[1.5, -0.5, -1.0], [0.5, 0.5, -3.0]])
     keys = np.array([[answer.key for answer in pair.answers] for pair in pairs]).T
-    stage._reference.known = KnownLogps(dict(zip(keys.flat, (logps.reshape(2, 3) - ratios).flat)))
+    stage._reference.table = LogpTable(dict(zip(keys.flat, (logps.reshape(2, 3) - ratios).flat)))
     margins = np.array([0.2, -0.2, 0.4])  # 0.2 times (1.5 - 0.5, -0.5 - 0.5, -1 + 3)
     terms = stage.loss(model, stage.collate(pairs))
     assert terms.weight == 3
@@ -152,7 +157,8 @@ def test_metrics_of_known_log_ratios(kind: str) -> None:
 
 
 def test_recompute_changes_no_gradient() -> None:
-    stage, model = dpo_case.stage(), dpo_case.model()
+    stage = dpo_case.stage()
+    model = dpo_case.model()
     pairs = some_pairs(stage)
     stage.before_training(model, pairs)
     gradients = []
@@ -166,8 +172,9 @@ def test_recompute_changes_no_gradient() -> None:
 
 
 def test_a_broken_model_is_not_trained() -> None:
-    """Paddle's cross entropy on cpu gives a finite loss for logits that are not a number; the gradient tells."""
-    stage, model = dpo_case.stage(), dpo_case.model()
+    """Paddle's cross entropy on cpu gives a finite loss for logits that are not a number; only the gradient is not."""
+    stage = dpo_case.stage()
+    model = dpo_case.model()
     pairs = some_pairs(stage)
     stage.before_training(model, pairs)
     up_proj = model.model.layers[3].mlp.up_proj.weight

@@ -11,14 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Message, Preference
-from llmsuite.errors import UserError
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair, Pairs
-from tests.unit import dpo_case
+from tests.support import dpo_case
 
-START, EOS, PAD = 1, 2, 0  # of data/tokenizer
+START = 1  # of data/tokenizer
+EOS = 2
+PAD = 0
 
 
 @pytest.fixture(scope="module")
@@ -43,12 +45,12 @@ def drops(stage: DpoStage, *rows: Preference) -> dict[str, int]:
 # one row
 
 
-def test_the_question_is_the_prompt_and_its_answer_the_chosen_one(stage: DpoStage) -> None:
+def test_an_eval_prompt_has_the_prompt_and_the_chosen_answer(stage: DpoStage) -> None:
     (pairs, _) = dpo_case.pairs(stage, [row(), row("And 1 + 2?", "3", "4")])
-    asked = [question for pair in pairs for question in stage.questions(pair)]
-    assert [list(question.prompt) for question in asked] == [pair.prompt for pair in pairs]
-    assert [text(stage, list(question.answer)) for question in asked] == ["2<|im_end|>", "3<|im_end|>"]
-    assert stage.questions(Pairs(tuple(pairs))) == asked, "packed"
+    prompts = [question for pair in pairs for question in stage.eval_prompts(pair)]
+    assert [list(question.prompt) for question in prompts] == [pair.prompt for pair in pairs]
+    assert [text(stage, list(question.answer)) for question in prompts] == ["2<|im_end|>", "3<|im_end|>"]
+    assert stage.eval_prompts(Pairs(tuple(pairs))) == prompts, "packed"
 
 
 def test_prompt_and_answers_are_what_the_template_writes(stage: DpoStage) -> None:
@@ -84,7 +86,7 @@ def test_every_embedded_row(stage: DpoStage) -> None:
         assert text(stage, pair.prompt).endswith("<|im_start|>assistant\n")
         for answer, content in ((pair.chosen, source.chosen), (pair.rejected, source.rejected)):
             assert START not in answer
-            # the end is supervised, once, and nothing behind it
+            # the end is supervised, once, and nothing after it
             assert answer.count(EOS) == 1
             assert answer[-1] == EOS
             assert text(stage, answer[:-1]) == content.content
@@ -101,7 +103,7 @@ def test_each_template_opens_and_ends_once(template: str) -> None:
         assert answer.count(EOS) == 1
         assert answer[-1] == EOS
         assert START not in answer
-    # the eos token of this tokenizer does not close a turn of llama3, so it is supervised behind what does
+    # the eos token of this tokenizer does not close a turn of llama3, so it is supervised after the token that does
     assert text(stage, pair.chosen) == ("2<|eot_id|><|im_end|>" if template == "llama3" else "2<|im_end|>")
 
 
@@ -135,10 +137,11 @@ def test_answers_that_are_the_same_tokens_are_dropped(stage: DpoStage, monkeypat
     assert dropped == {"with chosen equal to rejected": 1}
 
 
-def test_what_is_too_long(stage: DpoStage) -> None:
+def test_pairs_that_are_too_long_are_dropped(stage: DpoStage) -> None:
     long_rejected = row(rejected="not two but three")
     ((pair,), _) = dpo_case.pairs(stage, [long_rejected])
-    prompt, longest = len(pair.prompt), len(pair.rejected)
+    prompt = len(pair.prompt)
+    longest = len(pair.rejected)
     assert len(pair.chosen) < longest
     for max_length in (prompt + longest, prompt + longest + 1):
         assert drops(dpo_case.stage(max_length=max_length), long_rejected) == {}
@@ -161,7 +164,7 @@ def test_a_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
     stage = dpo_case.stage(max_length=40)
     path = write(tmp_path / "bad.jsonl", row(rejected="2"), row(chosen=""), row(prompt="why? " * 40))
     with pytest.raises(UserError) as caught:
-        stage.read(path)
+        stage.reader.read(path)
     assert str(caught.value) == (
         f"{path}: none of its 3 rows can train anything: 1 with a prompt of 40 tokens or more (all masked); "
         "1 with an empty answer; 1 with chosen equal to rejected"
@@ -169,13 +172,13 @@ def test_a_file_without_a_usable_row_is_refused(tmp_path: Path) -> None:
 
 
 def test_dropped_rows_are_reported_and_the_others_used(tmp_path: Path) -> None:
-    said: list[str] = []
-    stage = dpo_case.stage(report=said.append)
+    reported: list[str] = []
+    stage = dpo_case.stage(report=reported.append)
     path = write(tmp_path / "some.jsonl", row(rejected="2"), row(chosen="4"), row(rejected=""))
-    (pair,) = stage.read(path)
+    (pair,) = stage.reader.read(path)
     assert text(stage, pair.chosen) == "4<|im_end|>"
     dropped = "dropped: 1 with an empty answer; 1 with chosen equal to rejected"
-    assert said == [f"{path}: 1 of 3 rows are used; {dropped}"]
+    assert reported == [f"{path}: 1 of 3 rows are used; {dropped}"]
 
 
 # batches

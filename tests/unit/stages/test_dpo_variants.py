@@ -10,36 +10,18 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.cache import BUILT, private_cache
+from llmsuite.base.cache import BUILT
+from llmsuite.engine.evaluate import evaluate
+from llmsuite.engine.passes import MicroBatchLoader, Passes
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair
 from llmsuite.stages.sections import DpoSection
-from llmsuite.train.evaluate import evaluate
-from llmsuite.train.passes import Passes
-from tests.unit import alone, dpo_case
-from tests.unit.train.test_accumulation import Recording, cut
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "orpo": {"loss": "orpo", "beta": 0.5},
-    "simpo": {"loss": "simpo", "beta": 2.0, "gamma": 0.5},
-    "kto_pair": {"loss": "kto_pair", "beta": 0.5},
-    "sigmoid and sft": {"sft_weight": 0.3},
-}
-
-
-def made(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[DpoStage, list[Pair]]:
-    """A stage and pairs; where it has a reference, that thinks somewhat less of the answers than the policy."""
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
-    stage = dpo_case.stage(**VARIANTS[name])
-    pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
-    stage.before_training(dpo_case.model(), pairs)
-    if stage._reference.known:
-        answers = [answer for pair in pairs for answer in pair.answers]
-        stage._reference.known = dpo_case.MovedLogps(stage._reference.known, -0.5, answers)
-    return stage, pairs
+from tests.support import alone, dpo_case
+from tests.support.dpo_variants import VARIANTS, made
+from tests.support.recorded_steps import Recording, cut
 
 
 def step(stage: DpoStage, pairs: list[Pair], sizes: list[int]) -> tuple[dict[str, float], dict[str, np.ndarray]]:
@@ -63,7 +45,7 @@ def test_a_step_does_not_depend_on_how_it_is_cut(name: str, tmp_path: Path, monk
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_the_loss_of_a_whole_batch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_loss_of_a_full_batch(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against the published formula in float64, over all pairs at once."""
     stage, pairs = made(name, tmp_path, monkeypatch)
     answers = [pair.answers[side] for side in (0, 1) for pair in pairs]
@@ -73,7 +55,7 @@ def test_the_loss_of_a_whole_batch(name: str, tmp_path: Path, monkeypatch: pytes
     sizes = np.array([len(answer.ids) for answer in answers])
     p, q = np.split(np.exp(logps / sizes), 2)
     nll = -chosen.sum() / sizes[: len(pairs)].sum()
-    ratios = np.split(logps - stage._reference.of(answers), 2) if stage._reference.known else []
+    ratios = np.split(logps - stage._reference.logps_of(answers), 2) if stage._reference.table else []
     if name == "orpo":
         expected = 0.5 * np.log1p((q / (1 - q)) / (p / (1 - p))).mean() + nll
     elif name == "simpo":
@@ -90,32 +72,33 @@ def test_the_loss_of_a_whole_batch(name: str, tmp_path: Path, monkeypatch: pytes
     model = dpo_case.model()
     part = PipelineStage([model], alone.MESH, model.config.hidden_size, [], None)
     prepasses = [prepass.kind for prepass in stage.section.profile().prepasses]
-    whole = evaluate([pairs[:5], pairs[5:], pairs[:1]], Passes(stage, part, "1F1B", prepasses), 2)
+    batches = MicroBatchLoader([pairs[:5], pairs[5:], pairs[:1]], stage.collate)
+    whole = evaluate(batches, Passes(stage, part, "1F1B", prepasses), 2)
     assert whole["loss"] == pytest.approx(expected, rel=2e-6)
     assert ("nll/chosen" in whole) == (name in ("orpo", "sigmoid and sft"))
 
 
 def test_without_a_reference_nothing_is_computed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, _ = made("orpo", tmp_path, monkeypatch)
-    assert not stage._reference.known
+    assert not stage._reference.table
     assert [path.name for path in tmp_path.iterdir()] == [BUILT]
 
 
 @pytest.mark.parametrize(
     ("keys", "key", "message"),
     [
-        ({"loss": "simpo", "reference": "cache"}, "reference", "loss simpo compares with no reference"),
-        ({"loss": "orpo", "reference": "adapter_off"}, "reference", "loss orpo compares with no reference"),
-        ({"loss": "ipo", "reference": "none"}, "reference", "loss ipo compares with one; set it to cache"),
+        ({"loss": "simpo", "reference": "cache"}, "reference", "loss simpo uses no reference"),
+        ({"loss": "orpo", "reference": "adapter_off"}, "reference", "loss orpo uses no reference"),
+        ({"loss": "ipo", "reference": "none"}, "reference", "loss ipo needs one; set it to cache"),
         ({"loss": "orpo", "sft_weight": 1.0}, "sft_weight", "loss orpo, which has this term"),
         ({"loss": "orpo", "label_smoothing": 0.1}, "label_smoothing", "works with loss sigmoid and simpo only"),
         ({"gamma": 0.5}, "gamma", "is the margin of simpo, and loss is sigmoid"),
     ],
 )
 def test_keys_that_do_not_fit_together(keys: dict[str, Any], key: str, message: str) -> None:
-    ((found, said),) = DpoSection(**keys).problems()
+    ((found, problem),) = DpoSection(**keys).problems()
     assert found == key
-    assert message in said
+    assert message in problem
 
 
 def test_a_reference_without_adapter_takes_one(problems: Callable[..., list[Any]]) -> None:
@@ -124,7 +107,7 @@ def test_a_reference_without_adapter_takes_one(problems: Callable[..., list[Any]
     assert "set lora.rank" in problem.message
 
 
-def test_defaults(plan: Callable[..., RunPlan]) -> None:
+def test_defaults_follow_from_the_loss(plan: Callable[..., RunPlan]) -> None:
     for loss, reference in (("sigmoid", "cache"), ("kto_pair", "cache"), ("simpo", "none"), ("orpo", "none")):
         section: Any = plan({"dpo.loss": loss}).recipe
         assert section.dpo.reference_from == reference

@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from tokenizers import normalizers
 
+from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import UserError
+from llmsuite.engine.supervision import check_supervision, supervised_sequences
 from llmsuite.models.llama.config import SMOKE
 from llmsuite.recipe.load import REMOVE
 from llmsuite.stages.explain import _changed, explain
 from llmsuite.stages.language_model import WeightedTokens
 from llmsuite.stages.stats import histogram
-from llmsuite.train.supervision import check_supervision, supervised_sequences
-from tests.unit.data import tokenizers
-from tests.unit.stages.test_sft_samples import make_stage
+from tests.support import tokenizers
+from tests.support.sft_case import make_stage
 
 EOS = 2
 TALK = {
@@ -104,7 +104,7 @@ def test_roles_of_a_long_conversation(tmp_path: Path) -> None:
         ("user", f"<|im_start|>user\nAnd?{ends}"),
         ("assistant", "<|im_start|>assistant\nBye.<|im_end|>"),
     ]
-    (sample,) = stage.read(path)
+    (sample,) = stage.reader.read(path)
     np.testing.assert_array_equal(found.sequence.ids, sample.ids)
     np.testing.assert_array_equal(found.sequence.weights, sample.weights)
 
@@ -143,12 +143,12 @@ def test_a_row_that_is_dropped_says_why(run: Any, recipe: Any, tmp_path: Path) -
         (["explain", "--plot=a.png"], "data explain: has no option --plot; it has --row, --smoke"),
         (["stats", "--row=1"], "data stats: has no option --row"),
         (["stats", "--data.train=absent.jsonl"], "data.train: absent.jsonl is not a file"),
-        (["index", "--data.train=x"], "data index: --data.train=x: it takes no keys of a recipe"),
-        (["index"], "data index: say where to write and with which tokenizer"),
+        (["index", "--data.train=x"], "data index: --data.train=x: this action takes no recipe keys"),
+        (["index"], "data index: give the output and the tokenizer"),
         (["explain", "another.json"], "data explain: takes one recipe, and got 2"),
     ],
 )
-def test_what_the_command_refuses(run: Any, recipe: Any, words: list[str], message: str) -> None:
+def test_invalid_options_of_the_command_are_refused(run: Any, recipe: Any, words: list[str], message: str) -> None:
     code, out, err = run("data", words[0], recipe("sft", [TALK]), *words[1:])
     assert (code, out) == (2, "")
     assert re.search(message, err)
@@ -157,7 +157,9 @@ def test_what_the_command_refuses(run: Any, recipe: Any, words: list[str], messa
 # statistics
 
 
-def test_stats(run: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stats_count_samples_lengths_and_drops(
+    run: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(CpuBackend, "padding_free", lambda backend, precision: False)  # whether there is g++ or not
     rows = [{"src": "a" * n, "tgt": "b"} for n in (1, 1, 1, 40)] + [{"src": "a", "tgt": ""}, {"src": "a"}]
     keys = {"data.on_bad_row": "skip", "train.micro_batch_size": 4, "train.global_batch_size": 4}
@@ -218,21 +220,22 @@ def masked(ids: list[int], *supervised: int) -> WeightedTokens:
     return WeightedTokens(np.array(ids, "int32"), weights)
 
 
-def test_data_that_would_teach_no_end_is_refused() -> None:
+def test_data_without_the_end_of_a_turn_is_refused() -> None:
     stage = make_stage()
-    check_supervision(stage, [masked([1, 5, 6, EOS], 2), masked([1, 5, EOS], 1, 2)], "data.train: a")
+    check_supervision(stage, stage.collate, [masked([1, 5, 6, EOS], 2), masked([1, 5, EOS], 1, 2)], "data.train: a")
     with pytest.raises(
         UserError, match=r"data\.train: a: the end of answers is never supervised: .* all of its 2 samples"
     ):
-        check_supervision(stage, [masked([1, 5, EOS], 1), masked([1, 5, 6], 1, 2)], "data.train: a")
-    check_supervision(stage, [], "data.eval: none")
+        check_supervision(stage, stage.collate, [masked([1, 5, EOS], 1), masked([1, 5, 6], 1, 2)], "data.train: a")
+    check_supervision(stage, stage.collate, [], "data.eval: none")
 
 
-def test_data_that_would_teach_nothing_is_refused() -> None:
+def test_data_without_supervised_tokens_is_refused() -> None:
+    stage = make_stage()
     with pytest.raises(
         UserError, match=r"data\.train: a: everything is masked: no token of its 2 samples is supervised"
     ):
-        check_supervision(make_stage(), [masked([1, 5, EOS]), masked([1, 5, 6])], "data.train: a")
+        check_supervision(stage, stage.collate, [masked([1, 5, EOS]), masked([1, 5, 6])], "data.train: a")
 
 
 def test_answers_that_are_all_cut_are_refused_by_a_run(recipe: Any, tmp_path: Path) -> None:
@@ -241,14 +244,14 @@ def test_answers_that_are_all_cut_are_refused_by_a_run(recipe: Any, tmp_path: Pa
     words = [sys.executable, "-m", "llmsuite", "run", str(recipe("sft", [long, long], **keys))]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
     assert result.returncode == 2, result.stderr
-    said = (
+    expected_error = (
         "the end of answers is never supervised: the end-of-sequence token is masked or cut off in all of its 2 samples"
     )
-    assert said in result.stderr
+    assert expected_error in result.stderr
     assert not list(tmp_path.glob("runs/*/checkpoints/step-*"))
 
 
-def test_a_prompt_that_generation_would_be_asked_otherwise_is_shown(tmp_path: Path) -> None:
+def test_a_generation_prompt_that_differs_from_training_is_shown(tmp_path: Path) -> None:
     stage = make_stage()
     row = Conversation((Message("user", "Hi?"), Message("assistant", "Hello.")), (False, True))
     path = tmp_path / "rows.jsonl"
@@ -259,7 +262,7 @@ def test_a_prompt_that_generation_would_be_asked_otherwise_is_shown(tmp_path: Pa
     assert not found.prompt_matches
 
 
-def test_packed_documents_are_told_apart() -> None:
+def test_packed_documents_are_numbered() -> None:
     batch = {
         "input_ids": np.array([[1, 5, 1, 7, 0]]),  # documents 1 5 2 and 1 7 8 2 would be longer by their targets
         "document_starts": np.array([[0, 0, 2, 2, 4]]),
@@ -276,7 +279,7 @@ def test_packed_documents_are_told_apart() -> None:
     assert supervised_sequences({"ids": 1}) is None
 
 
-def test_tokens_that_are_not_the_text_are_told(tmp_path: Path) -> None:
+def test_tokens_that_differ_from_the_text_are_shown(tmp_path: Path) -> None:
     plain = tokenizers.byte_level(False)
     same = TextTokenizer(tokenizers.write(tmp_path / "same", plain))
     assert _changed("Hello world\n", same) is None

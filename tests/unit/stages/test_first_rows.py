@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.resources import bundled
 from llmsuite.cli.main import main
+from llmsuite.contract.registry import Registry
 from llmsuite.data.documents import read_documents
 from llmsuite.data.read import read_rows
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import RecipeError, UserError
 from llmsuite.inference.prompts import Prompter
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.resources import bundled
 from llmsuite.stages.first_rows import check_rows
 
 SFT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
@@ -80,12 +80,13 @@ def said(read: Callable[[], object]) -> str:
     ],
 )
 @pytest.mark.parametrize("packed", [False, True])
-def test_it_says_what_the_reader_of_a_run_says(
+def test_the_check_reports_the_errors_of_a_run(
     refused: Refused, registry: Registry, stage: str, content: str, packed: bool
 ) -> None:
     name = f"rows.{'jsonl' if content[:1] in ('{', '[', 'n') else 'csv'}{'.gz' if packed else ''}"
     Path(name).write_bytes(gzip.compress(content.encode()) if packed else content.encode())
-    kind, readers = registry.stages[stage].row_kind, registry.readers()
+    kind = registry.stages[stage].row_kind
+    readers = registry.stages_by_row_kind()
     wanted = said(lambda: read_rows(Path(name), kind, "auto", registry.data_formats, readers=readers))
     assert refused(stage, f"--data.train={name}") == [("data.train", wanted)]
     good = {"sft": SFT, "dpo": PAIR, "kto": {"prompt": "a", "completion": "b", "label": True}, "grpo": PROMPT}[stage]
@@ -106,7 +107,7 @@ def test_files_that_cannot_be_read(refused: Refused) -> None:
 
 
 @pytest.mark.parametrize("suffix", ["json", "parquet", "csv.gz", "tsv"])
-def test_every_kind_of_file_is_looked_at(refused: Refused, suffix: str) -> None:
+def test_every_kind_of_file_is_checked(refused: Refused, suffix: str) -> None:
     import pyarrow
     import pyarrow.parquet
 
@@ -182,7 +183,7 @@ def test_text_of_pretraining(refused: Refused, name: str, content: bytes, words:
         ]
 
 
-def test_what_pretraining_needs_beside_its_text(refused: Refused) -> None:
+def test_other_requirements_of_pretraining_are_checked(refused: Refused) -> None:
     Path("empty.txt").write_text("\n \n")
     assert refused("pretrain", "--data.train=empty.txt") == [("data.train", "empty.txt: no text to index")]
     Path("a.txt").write_text("a" * 3_000_000)
@@ -252,17 +253,17 @@ def test_a_template_that_refuses_the_turns(refused: Refused) -> None:
     assert "mine: has no chat template; set data.chat_template to" in refused(*("sft", "--model.tokenizer=mine"))[0][1]
 
 
-def test_a_run_says_the_same_before_it_starts(
+def test_a_run_reports_the_same_before_it_starts(
     tmp_path: Path, write_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = tmp_path / "mine.csv"
     rows.write_text("Question,Our Answer\nWhy?,Because.\n")
     recipe = str(write_recipe({"stage": "sft", "data.train": str(rows)}))
     assert main(["--no-plugins", "validate", recipe]) == 2
-    told = capsys.readouterr().err
-    assert told.endswith("""add --data.columns='{"instruction":"Question","output":"Our Answer"}'\n""")
+    printed = capsys.readouterr().err
+    assert printed.endswith("""add --data.columns='{"instruction":"Question","output":"Our Answer"}'\n""")
     assert main(["--no-plugins", "run", recipe]) == 2
-    assert capsys.readouterr().err == told
+    assert capsys.readouterr().err == printed
     assert main(["--no-plugins", "validate", recipe, "--smoke"]) == 0, "its data is embedded"
     assert main(["--no-plugins", "validate", recipe, '--data.columns={"instruction":"aks","output":"b"}']) == 2
     assert "has no column 'aks'" in capsys.readouterr().err

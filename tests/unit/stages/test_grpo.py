@@ -10,21 +10,24 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.contract.registry import Registry
 from llmsuite.inference.sampling import log_softmax
 from llmsuite.models.llama.layers import Llama
-from llmsuite.plugins.manager import Registry
 from llmsuite.rl.completion import Completion
 from llmsuite.stages import rl_losses
 from llmsuite.stages.grpo import Group, GrpoStage
-from tests.unit.grpo_case import LENGTHS, groups, logps, model, stage
+from tests.support.grpo_case import LENGTHS, advantages_of, groups, logps, model, stage
 
 
 def expected_loss(live: Llama, old: Sequence[np.ndarray], temperature: float, loss: str) -> float:
     """The losses of the papers, completion by completion, with clip 0.2 and 0.28."""
-    total, weight = 0.0, 0.0
-    flat = [(c, a, k) for group in groups() for c, a, k in zip(group.completions, group.advantages, group.is_counted)]
-    for (c, advantage, is_counted), before in zip(flat, old):
-        if not is_counted:
+    total = 0.0
+    weight = 0.0
+    flat = [
+        (c, a, k) for group in groups() for c, a, k in zip(group.completions, advantages_of(group), group.is_trained)
+    ]
+    for (c, advantage, is_trained), before in zip(flat, old):
+        if not is_trained:
             continue
         now = logps(live, c, temperature)
         ratio = np.exp(now - before)
@@ -45,7 +48,8 @@ def test_losses_are_those_of_the_papers(registry: Registry, loss: str, temperatu
         ["--grpo.loss=grpo", "--grpo.importance_sampling_level=sequence"] if loss == "gspo" else [f"--grpo.loss={loss}"]
     )
     clip = ["--grpo.epsilon_high=0.28", f"--rollout.temperature={temperature}"]
-    made, live = stage(registry, *words, *clip, padding_free=padding_free), model()
+    made = stage(registry, *words, *clip, padding_free=padding_free)
+    live = model()
     moved = np.random.default_rng(1)
     flat = [c for group in groups() for c in group.completions]
     old = [logps(live, c, temperature) + moved.normal(0, 0.3, len(c.ids)) for c in flat]
@@ -59,27 +63,29 @@ def test_losses_are_those_of_the_papers(registry: Registry, loss: str, temperatu
     ("loss", "names"),
     [("dapo", ["clip_ratio/high", "clip_ratio/low"]), ("cispo", ["clip_ratio/high"]), ("sapo", [])],
 )
-def test_shares_of_a_clip_are_told_where_there_is_one(registry: Registry, loss: str, names: list[str]) -> None:
+def test_a_loss_with_a_clip_has_its_metrics(registry: Registry, loss: str, names: list[str]) -> None:
     made = stage(registry, f"--grpo.loss={loss}")
     found = made.loss(model(), made.collate(groups()))
     assert sorted(name for name in found.sums if name.startswith("clip_ratio")) == names
 
 
 @pytest.mark.parametrize("padding_free", [False, True])
-def test_what_an_environment_says_is_read_and_not_learnt(registry: Registry, padding_free: bool) -> None:
+def test_observations_are_input_and_not_trained_on(registry: Registry, padding_free: bool) -> None:
     """The loss is that of the model's own tokens, each after all that stands before it."""
-    made, live = stage(registry, padding_free=padding_free), model()
-    episodes, count = [], 0
+    made = stage(registry, padding_free=padding_free)
+    live = model()
+    episodes = []
+    count = 0
     for group in groups():
         rows = []
-        for c, is_counted in zip(group.completions, group.is_counted):
-            is_own = [i % 3 != 1 for i in range(len(c.ids))]
-            rows.append(dataclasses.replace(c, is_own=is_own, logprobs=[-1.0] * sum(is_own)))
-            count += sum(is_own) if is_counted else 0
+        for c, is_trained in zip(group.completions, group.is_trained):
+            sampled_mask = [i % 3 != 1 for i in range(len(c.ids))]
+            rows.append(dataclasses.replace(c, sampled_mask=sampled_mask, logprobs=[-1.0] * sum(sampled_mask)))
+            count += sum(sampled_mask) if is_trained else 0
         episodes.append(dataclasses.replace(group, completions=rows))
     batch = made.collate(episodes)
-    assert batch["num_supervised"] == sum(c.num_own for group in episodes for c in group.completions)
-    assert batch["completion_lengths"] == [c.num_own for group in episodes for c in group.completions]
+    assert batch["num_supervised"] == sum(c.num_sampled for group in episodes for c in group.completions)
+    assert batch["completion_lengths"] == [c.num_sampled for group in episodes for c in group.completions]
     found = made.loss(live, batch)
     assert found.weight == count
     # at a ratio of 1 the clip is not felt, so that the gradient is that of -advantage x log p
@@ -95,17 +101,19 @@ def _gradient_of_own_tokens(episodes: Sequence[Group], count: int) -> dict[str, 
     """Of -advantage x log p, completion by completion, by forward passes of their own."""
     live = model()
     for group in episodes:
-        for c, advantage, is_counted in zip(group.completions, group.advantages, group.is_counted):
-            if is_counted:
+        for c, advantage, is_trained in zip(group.completions, advantages_of(group), group.is_trained):
+            if is_trained:
                 logits = live(paddle.to_tensor([[*c.prompt_ids, *c.ids]]))[0]
-                behind = logits[len(c.prompt_ids) - 1 : -1]
-                found = paddle.nn.functional.log_softmax(behind)[list(range(len(c.ids))), list(c.ids)]
-                (-float(advantage) / count * sum(found[i] for i in c.own)).backward()
+                next_logits = logits[len(c.prompt_ids) - 1 : -1]
+                found = paddle.nn.functional.log_softmax(next_logits)[list(range(len(c.ids))), list(c.ids)]
+                (-float(advantage) / count * sum(found[i] for i in c.sampled_positions)).backward()
     return {name: p.grad.numpy() for name, p in live.named_parameters() if p.grad is not None}
 
 
 def _gradients(made: GrpoStage, size: int) -> tuple[dict[str, np.ndarray], list[float]]:
-    live, weight, ratios = model(), 0.0, []
+    live = model()
+    weight = 0.0
+    ratios = []
     samples = groups()
     for i in range(0, len(samples), size):
         terms = made.loss(live, made.collate(samples[i : i + size]))
@@ -118,12 +126,12 @@ def _gradients(made: GrpoStage, size: int) -> tuple[dict[str, np.ndarray], list[
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
 def test_a_gradient_does_not_depend_on_the_cut(registry: Registry, loss: str) -> None:
-    whole, ratios = _gradients(stage(registry, f"--grpo.loss={loss}"), 3)
+    full, ratios = _gradients(stage(registry, f"--grpo.loss={loss}"), 3)
     assert ratios == [1.0]
     for size, padding_free in itertools.product((1, 2, 3), (False, True)):
         found, ratios = _gradients(stage(registry, f"--grpo.loss={loss}", padding_free=padding_free), size)
         assert set(ratios) == {1.0}
-        for name, expected in whole.items():
+        for name, expected in full.items():
             assert np.abs(found[name] - expected).max() <= 1e-6 * max(1.0, np.abs(expected).max()), name
 
 
@@ -136,8 +144,9 @@ def _entropies(live: Llama, c: Completion, temperature: float) -> np.ndarray:
 
 @pytest.mark.parametrize("loss", ["dapo", "grpo", "dr_grpo"])
 def test_the_entropy_is_a_mean_over_tokens_whatever_the_loss_is(registry: Registry, loss: str) -> None:
-    words, live = [f"--grpo.loss={loss}", "--rollout.temperature=0.7"], model()
-    counted = [c for g in groups() for c, counts in zip(g.completions, g.is_counted) if counts]
+    words = [f"--grpo.loss={loss}", "--rollout.temperature=0.7"]
+    live = model()
+    counted = [c for g in groups() for c, counts in zip(g.completions, g.is_trained) if counts]
     normaliser = {"dapo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "constant"}[loss]
     weight = rl_losses.entropy_weight(normaliser, [len(c.ids) for c in counted], 7)  # type: ignore[arg-type]
     weighed = [dataclasses.replace(group, entropy_weight=weight) for group in groups()]
@@ -153,10 +162,12 @@ def test_the_entropy_is_a_mean_over_tokens_whatever_the_loss_is(registry: Regist
 
 
 def test_completions_that_do_not_count_change_nothing(registry: Registry) -> None:
-    made, live, changed = stage(registry), model(), groups()
-    assert not changed[1].is_counted[1]
+    made = stage(registry)
+    live = model()
+    changed = groups()
+    assert not changed[1].is_trained[1]
     before = made.loss(live, made.collate(changed))
-    changed[1].advantages[1] = 1e3
+    advantages_of(changed[1])[1] = 1e3
     after = made.loss(live, made.collate(changed))
     assert float(before.total) == float(after.total)
     assert after.weight == sum(map(sum, LENGTHS)) - LENGTHS[1][1]

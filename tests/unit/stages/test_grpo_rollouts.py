@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import Registry
 from llmsuite.data.rows import Message, Prompt
-from llmsuite.errors import UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.engine.stage import DropCounts
 from llmsuite.rl.rollouts import RolloutPrompt, Scored
 from llmsuite.stages import rl_losses
 from llmsuite.stages.grpo import GrpoStage
-from llmsuite.train.stage import DropCounts
-from tests.paths import DATA
-from tests.unit.grpo_case import RECIPE, SAMPLES, Given, Stream, groups, model, stage
+from tests.support.grpo_case import RECIPE, SAMPLES, Given, Stream, advantages_of, groups, model, rewards_of, stage
 
 
 def _roll(made: GrpoStage, rewards: Sequence[Sequence[float]], step: int = 1, **how: Any) -> Any:
@@ -36,23 +35,23 @@ def test_a_rollout_compares_the_completions_of_a_prompt(registry: Registry) -> N
     assert (rolled.metrics["completions/length"], rolled.metrics["entropy"]) == (3.0, 1.0)
 
 
-def test_lengths_of_completions_that_ended_are_told_apart(registry: Registry) -> None:
+def test_lengths_of_ended_completions_have_their_own_metric(registry: Registry) -> None:
     """Truncated ones hide how long the others are."""
     given = Given([[1.0, 0.0, 0.0]] * 2)
-    scored = given.draw(SAMPLES)
+    scored = given.sample(SAMPLES)
     longer = {"ids": [5] * 7, "logprobs": [-1.0] * 7, "finish_reason": "length"}
     scored.groups[0][1] = dataclasses.replace(scored.groups[0][1], **longer)  # type: ignore[arg-type]
-    given.draw = lambda *args, **more: scored  # type: ignore[method-assign]
+    given.sample = lambda *args, **more: scored  # type: ignore[method-assign]
     metrics = stage(registry).roll_out(1, SAMPLES, given).metrics  # type: ignore[arg-type]
     lengths = {name: metrics[f"completions/{name}"] for name in ("length", "length_min", "length_max", "length_ended")}
     assert lengths == pytest.approx({"length": 22 / 6, "length_min": 3, "length_max": 7, "length_ended": 3})
     assert "completions/length_ended" not in _roll(stage(registry), [[1.0, 0.0]] * 2, truncated=True).metrics
 
 
-def test_a_missing_reward_is_not_learnt_from(registry: Registry) -> None:
+def test_a_completion_without_a_reward_is_not_trained_on(registry: Registry) -> None:
     made = stage(registry, "--reward.max_failed=0.5")
     rolled = _roll(made, [[1.0, np.nan, 0.0], [1.0, 1.0, 0.0]])
-    assert rolled.samples[0].is_counted.tolist() == [True, False, True]
+    assert rolled.samples[0].is_trained.tolist() == [True, False, True]
     assert rolled.samples[0].advantages[1] == 0
     assert rolled.metrics["rewards/missing"] == pytest.approx(1 / 6)
     with pytest.raises(UserError, match=r"reward\.max_failed"):
@@ -62,13 +61,16 @@ def test_a_missing_reward_is_not_learnt_from(registry: Registry) -> None:
 def test_the_divergence_in_the_reward(registry: Registry) -> None:
     """REINFORCE++, eqs. 4 and 5: by token r 1(end) - beta log(p / p_ref), summed from the token on, normalised."""
     words = ["--grpo.kl_in=reward", "--grpo.beta=0.1", "--grpo.reference=copy", "--grpo.advantage=reinforce"]
-    made, samples = stage(registry, *words, "--grpo.scale_rewards=batch"), groups()
+    made = stage(registry, *words, "--grpo.scale_rewards=batch")
+    samples = groups(by_token=True)
     batches = [made.collate(samples[:2]), made.collate(samples[2:])]
-    draw, wanted, counted = np.random.default_rng(2), [], []
+    rng = np.random.default_rng(2)
+    wanted = []
+    counted = []
     for batch, part in zip(batches, (samples[:2], samples[2:])):
-        batch["reference"] = draw.normal(-1, 0.5, len(batch["targets"])).astype("float32")
+        batch["reference"] = rng.normal(-1, 0.5, len(batch["targets"])).astype("float32")
         given = iter(batch["reference"].astype("float64"))
-        for c, reward, counts in [x for g in part for x in zip(g.completions, g.advantages, g.is_counted)]:
+        for c, reward, counts in [x for g in part for x in zip(g.completions, rewards_of(g), g.is_trained)]:
             rewards = [-0.1 * (logp - next(given)) for logp in c.logprobs]
             rewards[-1] += reward
             wanted += [sum(rewards[t:]) for t in range(len(rewards))]
@@ -101,7 +103,7 @@ def test_rollouts_weigh_entropies_by_their_own_global_batch(registry: Registry) 
 def test_truncated_completions_are_masked_or_cost(registry: Registry) -> None:
     rewards = [[1.0, 0.0], [1.0, 0.0]]
     masked = _roll(stage(registry, "--grpo.mask_truncated=true"), rewards, truncated=True)
-    assert not any(sample.is_counted.any() for sample in masked.samples)
+    assert not any(sample.is_trained.any() for sample in masked.samples)
     assert masked.metrics["completions/truncated"] == 1
     assert stage(registry).collate(masked.samples)["weight"] == 0
     costly = _roll(stage(registry, "--grpo.overlong_buffer=6", "--grpo.scale_rewards=none"), rewards)
@@ -117,13 +119,14 @@ def _sampled(registry: Registry, stream: Stream, first: Sequence[int], *words: s
     return made.roll_out(1, [RolloutPrompt((number,)) for number in first], stream)  # type: ignore[arg-type]
 
 
-def test_prompts_without_a_signal_are_replaced_by_those_behind(registry: Registry) -> None:
-    same, other = [1.0, 1.0], [1.0, 0.0]
+def test_prompts_without_a_signal_are_replaced_by_the_next_ones(registry: Registry) -> None:
+    same = [1.0, 1.0]
+    other = [1.0, 0.0]
     stream = Stream({1: same, 2: other, 3: same, 4: [0.0, 0.0], 5: other, 6: other, 7: other}, [4, 5, 6, 7])
     rolled = _sampled(registry, stream, [1, 2, 3])
     assert stream.calls == [([1, 2, 3], 0), ([4, 5, 6], 3)]  # one of three had a signal: six for two, three at most
     assert [sample.completions[0].prompt_ids for sample in rolled.samples] == [(2,), (5,), (6,)]
-    assert all(sample.is_counted.all() and sample.advantages.any() for sample in rolled.samples)
+    assert all(sample.is_trained.all() and advantages_of(sample).any() for sample in rolled.samples)
     named = {name: rolled.metrics[f"groups/{name}"] for name in ("without_signal", "drawn", "missing")}
     assert named == {"without_signal": 0.5, "drawn": 6, "missing": 0}
     assert rolled.metrics["reward"] == pytest.approx((2 + 1 + 2 + 0 + 1 + 1) / 12)
@@ -135,8 +138,8 @@ def test_rounds_are_bounded_and_what_is_missing_is_counted(registry: Registry) -
     rewards = {1: [1.0, 1.0], 2: [1.0, 0.0], 3: [0.0, 0.0], 4: [0.0, 0.0], 5: [1.0, 0.0]}
     stream = Stream(rewards, [3, 4, 5])
     rolled = _sampled(registry, stream, [1, 2], "--rollout.max_rounds=2")
-    assert [drawn for drawn, _ in stream.calls] == [[1, 2], [3, 4]]
-    assert [sample.is_counted.tolist() for sample in rolled.samples] == [[False, False], [True, True]]
+    assert [prompts for prompts, _ in stream.calls] == [[1, 2], [3, 4]]
+    assert [sample.is_trained.tolist() for sample in rolled.samples] == [[False, False], [True, True]]
     assert (rolled.metrics["groups/missing"], rolled.metrics["groups/drawn"]) == (1, 4)
     assert stage(registry).collate(rolled.samples)["weight"] == 6  # tokens of one group
 
@@ -149,10 +152,10 @@ def test_rewards_may_be_missing_of_a_step_not_of_a_round(registry: Registry) -> 
         _sampled(registry, Stream(rewards, [3, 4]), [1, 2], "--reward.max_failed=0.12")
 
 
-def test_what_is_taken_off_long_completions_is_no_signal(registry: Registry) -> None:
+def test_the_penalty_of_long_completions_is_no_signal(registry: Registry) -> None:
     class Lengths(Stream):
-        def draw(self, prompts: Sequence[RolloutPrompt], *args: Any, **more: Any) -> Scored:
-            scored = super().draw(prompts, *args)
+        def sample(self, prompts: Sequence[RolloutPrompt], *args: Any, **more: Any) -> Scored:
+            scored = super().sample(prompts, *args)
             groups = [[dataclasses.replace(c, ids=[5] * (3 + n), logprobs=[-1.0] * (3 + n)) for n, c in enumerate(g)]
                       for g in scored.groups]  # fmt: skip
             return Scored(groups, scored.scores)
@@ -164,7 +167,8 @@ def test_what_is_taken_off_long_completions_is_no_signal(registry: Registry) -> 
 
 def test_a_run_without_a_signal_stops(registry: Registry) -> None:
     made = stage(registry, "--grpo.patience=3")
-    same, different = [[1.0, 1.0], [0.0, 0.0]], [[1.0, 0.0], [0.0, 0.0]]
+    same = [[1.0, 1.0], [0.0, 0.0]]
+    different = [[1.0, 0.0], [0.0, 0.0]]
     for rewards in (same, same, different, same, same):
         _roll(made, rewards)
     again = stage(registry, "--grpo.patience=3")
@@ -174,13 +178,13 @@ def test_a_run_without_a_signal_stops(registry: Registry) -> None:
             _roll(resumed, same, step=9)
 
 
-def test_what_is_not_what_was_drawn_stops_the_run(registry: Registry) -> None:
+def test_a_gap_between_rollout_and_training_stops_the_run(registry: Registry) -> None:
     made = stage(registry)
     made.after_step(1, {"logprob_gap": 0.09})
     made.after_step(1, {"loss": 1.0})  # a step that was skipped, as the gap was not finite
     with pytest.raises(UserError, match="differ by nan on average"):
         made.after_step(1, {"logprob_gap": float("nan")})
-    with pytest.raises(UserError, match="what would be learnt is not what was drawn"):
+    with pytest.raises(UserError, match="belong to another distribution than the sampled one"):
         made.after_step(1, {"logprob_gap": 0.11})
 
 
@@ -211,7 +215,7 @@ def test_prompts_keep_their_columns_and_leave_room(registry: Registry) -> None:
 
 
 @pytest.mark.parametrize("what", ["reward", "environment"])
-def test_code_that_cannot_be_loaded_is_told_before_the_rows_are_read(
+def test_code_that_cannot_be_loaded_is_an_error_before_the_rows_are_read(
     what: str, registry: Registry, tmp_path: Path
 ) -> None:
     file = tmp_path / f"own_{what}.py"
@@ -219,23 +223,24 @@ def test_code_that_cannot_be_loaded_is_told_before_the_rows_are_read(
     word = f'--reward.functions={{"{file}:own": 1}}' if what == "reward" else f"--environment.name={file}:Own"
     made = stage(registry, word)
     with pytest.raises(UserError, match=r"cannot be loaded: ModuleNotFoundError: .*nothing_of_this_name"):
-        made.read_all(tmp_path / "no rows", None)
+        made.before_reading()
 
 
-def test_a_reward_that_was_edited_before_the_run_goes_on_is_told(registry: Registry, tmp_path: Path) -> None:
-    file, rows = tmp_path / "edited.py", DATA / "preference" / "train.jsonl"
-    word, told = f'--reward.functions={{"{file}:own": 1}}', list[str]()
+def test_a_reward_that_was_edited_before_a_resume_is_reported(registry: Registry, tmp_path: Path) -> None:
+    file = tmp_path / "edited.py"
+    word = f'--reward.functions={{"{file}:own": 1}}'
+    messages = list[str]()
     saved = []
     for value in ("1.0", "2.0"):
         file.write_text(f"def own(completions):\n    return [{value} for _ in completions]\n")
         made = stage(registry, word)
-        made.context = dataclasses.replace(made.context, report=told.append)
-        made.read_all(rows, None)
+        made.context = dataclasses.replace(made.context, report=messages.append)
+        made.before_reading()
         saved.append(made.state())
-    told.clear()  # how many rows are used
+    assert messages == []
     made.load_state(saved[1])
-    assert told == []
+    assert messages == []
     made.load_state({"idle": 0})  # of a version that did not know
-    assert told == []
+    assert messages == []
     made.load_state(saved[0])
-    assert told == [f"warning: {file} was edited since; from here on its present content counts"]
+    assert messages == [f"warning: {file} has changed since; its current content is used from here on"]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
+from llmsuite.base.errors import RecipeError
 from llmsuite.cli.main import main
-from llmsuite.errors import RecipeError
-from llmsuite.plugins.manager import Registry
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.resolve import plan_run
-from tests.unit.inference.test_export import write_family
-from tests.unit.models.test_adapters import adapted, section, write
+from tests.support.adapter_models import adapted, section, write
+from tests.support.written_family import write_family
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_answers_are_those_of_generate(recipe: Path, model: Path, tmp_path: Path
     assert (tmp_path / "again" / "answers.jsonl").read_text() == answers
 
 
-def test_it_goes_on_where_it_was_stopped(recipe: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_stopped_stage_resumes(recipe: Path, tmp_path: Path, capsys: Any) -> None:
     assert main(["run", str(recipe)]) == 0
     target = tmp_path / "run" / "answers.jsonl"
     whole = target.read_bytes()
@@ -63,7 +63,7 @@ def test_it_goes_on_where_it_was_stopped(recipe: Path, tmp_path: Path, capsys: A
     target.write_bytes(whole[: whole.index(b"\n") + 20])
     assert main(["run", str(recipe), "--resume"]) == 0
     assert "1 of 3 prompts are answered" in capsys.readouterr().out
-    # log-probabilities depend on what is decoded beside a line by rounding, tokens do not
+    # log-probabilities depend on the rest of the batch by rounding, tokens do not
     before, now = ([json.loads(line)["answers"] for line in text.splitlines()] for text in (whole, target.read_bytes()))
     assert [[a["ids"] for a in answers] for answers in now] == [[a["ids"] for a in answers] for answers in before]
     whole = target.read_bytes()
@@ -75,7 +75,7 @@ def test_it_goes_on_where_it_was_stopped(recipe: Path, tmp_path: Path, capsys: A
     assert target.read_bytes() == whole
 
 
-def test_it_goes_on_behind_characters_that_end_lines_elsewhere(recipe: Path, tmp_path: Path, capsys: Any) -> None:
+def test_it_resumes_after_characters_that_end_lines_elsewhere(recipe: Path, tmp_path: Path, capsys: Any) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "one\u2028line\u0085"}\n{"prompt": "another"}\n', encoding="utf-8")
     assert main(["run", str(recipe)]) == 0
@@ -85,7 +85,7 @@ def test_it_goes_on_behind_characters_that_end_lines_elsewhere(recipe: Path, tmp
     assert "1 of 2 prompts are answered" in capsys.readouterr().out
 
 
-def test_generate_tells_what_it_has_written_when_it_is_stopped(
+def test_generate_reports_what_it_has_written_when_it_is_stopped(
     recipe: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answers(*arguments: Any) -> Iterator[list[Any]]:
@@ -124,13 +124,13 @@ def test_beams_are_those_of_generate(recipe: Path, model: Path, tmp_path: Path) 
         (["--parallel.pipeline_parallel_degree=2"], r"parallel\.pipeline_parallel_degree: has no meaning"),
         (
             ["--engine.precision=bf16"],
-            r"engine\.precision: bf16 does not work on cpu; use fp32, or `llmsuite generate MODEL --input F",
+            r"engine\.precision: is bf16, which cpu does not support; use fp32, or `llmsuite generate MODEL --input F",
         ),
         (['--loggers=["console"]'], r"loggers: .*"),
     ],
     ids=["train", "data", "unknown", "beams", "penalties", "length", "ranks", "pipeline", "precision", "loggers"],
 )
-def test_what_has_no_meaning_is_refused(recipe: Path, registry: Registry, words: list[str], said: str) -> None:
+def test_meaningless_options_are_refused(recipe: Path, registry: Registry, words: list[str], said: str) -> None:
     with pytest.raises(RecipeError, match=said):
         plan_run(recipe, words, registry)
 
@@ -140,7 +140,7 @@ def test_missing_prompts_are_named(recipe: Path, capsys: Any) -> None:
     assert "data.prompts: nowhere.jsonl is not a file" in capsys.readouterr().err
 
 
-def test_commands_about_training_say_so(recipe: Path, capsys: Any) -> None:
+def test_commands_about_training_refuse_the_stage(recipe: Path, capsys: Any) -> None:
     for words in (["data", "stats"], ["data", "explain"], ["plan"]):
         assert main([*words, str(recipe)]) == 2
         assert "has stage infer, which does not train" in capsys.readouterr().err
@@ -150,7 +150,8 @@ def test_commands_about_training_say_so(recipe: Path, capsys: Any) -> None:
 
 @pytest.mark.parametrize("layout", ["ours", "peft", "paddlenlp"])
 def test_an_adapter_answers_with_its_base(layout: str, recipe: Path, model: Path, tmp_path: Path, capsys: Any) -> None:
-    adapter, merged = tmp_path / "adapter", tmp_path / "merged"
+    adapter = tmp_path / "adapter"
+    merged = tmp_path / "merged"
     lora = section(target_modules=["q_proj", "down_proj"])
     live, modules = adapted("llama", model, lora)
     write(adapter, live, modules, lora, model, **({"layout": "paddlenlp"} if layout == "paddlenlp" else {}))
@@ -174,6 +175,6 @@ def test_an_adapter_answers_with_its_base(layout: str, recipe: Path, model: Path
         capsys.readouterr()
         assert main(["generate", str(adapter), "--prompt", "Hi"]) == 2
         assert (
-            "the model of its adapters, org/of-a-hub, is not there; name it with --base DIR" in capsys.readouterr().err
+            "the base model of its adapters, org/of-a-hub, is missing; name it with --base" in capsys.readouterr().err
         )
         assert main(["generate", str(adapter), "--base", str(model), "--prompt", "Hi", "--max_new_tokens", "2"]) == 0

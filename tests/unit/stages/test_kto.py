@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import paddle
@@ -11,33 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.cache import private_cache
+from llmsuite.base.cache import isolated_cache
 from llmsuite.data.rows import Message, Unpaired
+from llmsuite.engine.stage import DropCounts
 from llmsuite.stages.answers import Answer, answer_logps
 from llmsuite.stages.kto import KtoStage, LabelledAnswer, _answers, unrelated_answers
-from llmsuite.stages.sections import KtoSection
-from llmsuite.train.stage import DropCounts
-from tests.unit import alone, dpo_case
-from tests.unit.train.test_accumulation import Recording, cut
-
-ROWS = [
-    Unpaired((Message("user", question),), Message("assistant", answer), desirable)
-    for question, answer, desirable in (
-        ("What is 1 + 1?", "2", True),
-        ("What is 1 + 1?", "It is 3, I think.", False),
-        ("Name a colour.", "Red", True),
-        ("Say something long.", "A sentence that has some more words than the others.", False),
-        ("What is 2 + 2?", "4", True),
-    )
-]
-
-
-def made(**keys: Any) -> tuple[KtoStage, list[LabelledAnswer], DropCounts]:
-    max_length = keys.pop("max_length", 512)
-    stage = KtoStage(KtoSection(**keys), dpo_case.stage(max_length=max_length).context)
-    counts = DropCounts(Path("rows.jsonl"), read=len(ROWS))
-    return stage, stage.make_samples(ROWS, counts), counts
-
+from tests.support import alone, dpo_case
+from tests.support.kto_case import ROWS, made
+from tests.support.recorded_steps import Recording, cut
 
 # samples
 
@@ -49,7 +29,7 @@ def test_an_unrelated_answer_is_the_next_to_another_prompt() -> None:
     for sample, other in zip(samples, (2, 2, 3, 4, 0)):
         assert sample.unrelated == Answer(sample.answer.prompt, answers[other].ids)
     longest = max(map(len, answers))
-    # the fourth answer does not fit behind the longer prompts
+    # the fourth answer does not fit after the longer prompts
     shorter = unrelated_answers(answers, longest - 1)
     assert shorter[2] in (None, Answer(answers[2].prompt, answers[3].ids), Answer(answers[2].prompt, answers[4].ids))
 
@@ -102,15 +82,15 @@ def step(
 def test_a_step_is_the_published_one_however_it_is_cut(
     loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
     stage, samples, _ = made(loss=loss, beta=0.5, desirable_weight=1.5)
     stage.before_training(dpo_case.model(), samples)
-    stage._reference.known = dpo_case.MovedLogps(stage._reference.known, -1.0, list(_answers(samples)))
+    stage._reference.table = dpo_case.MovedLogps(stage._reference.table, -1.0, list(_answers(samples)))
 
     def ratios(answers: list[Answer]) -> np.ndarray:
         with paddle.no_grad():
             logps = answer_logps(dpo_case.model(), stage._collate(answers)).numpy()
-        return (logps - stage._reference.of(answers)).astype("float64")
+        return (logps - stage._reference.logps_of(answers)).astype("float64")
 
     found = ratios([sample.answer for sample in samples])
     z = 0.0
@@ -134,9 +114,9 @@ def test_a_step_is_the_published_one_however_it_is_cut(
 
 
 def test_a_z_of_each_micro_batch_would_be_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
     stage, samples, _ = made(beta=0.5)
     stage.before_training(dpo_case.model(), samples)
-    stage._reference.known = dpo_case.MovedLogps(stage._reference.known, -1.0, list(_answers(samples)))
+    stage._reference.table = dpo_case.MovedLogps(stage._reference.table, -1.0, list(_answers(samples)))
     alone_each = [step(stage, [sample], [1])[0]["loss"] for sample in samples]
     assert abs(np.mean(alone_each) - step(stage, samples, [5])[0]["loss"]) > 1e-3

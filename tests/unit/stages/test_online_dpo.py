@@ -11,43 +11,14 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.contract.registry import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.rl.rollouts import RolloutPrompt, Scored
-from llmsuite.stages.online_dpo import DrawnPair, OnlineDpoStage
-from llmsuite.train.data import make_stage
-from tests.paths import DATA, REFERENCE, ROOT
-from tests.unit.grpo_case import Given, Stream, completion, logps, model
-from tests.unit.models.test_llama_reference import load
-
-RECIPE = ROOT / "recipes" / "llama" / "online_dpo.json"
-
-
-def stage(registry: Registry, *words: str, padding_free: bool = False) -> OnlineDpoStage:
-    plan = plan_run(RECIPE, ["--rollout.max_completion_length=7", *words], registry, smoke=True)
-    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), padding_free)
-    assert isinstance(made, OnlineDpoStage)
-    return made
-
-
-def pairs() -> list[DrawnPair]:
-    draw = np.random.default_rng(0)
-    found = []
-    for number, (prompt, lengths) in enumerate([([3, 4, 5], (3, 5)), ([6, 7], (2, 7)), ([8, 3, 9, 2], (1, 6))]):
-        both = [completion(prompt, draw.integers(2, 19, length).tolist(), number=i) for i, length in enumerate(lengths)]
-        found.append(DrawnPair(*both, is_counted=number != 1))
-    return found
-
-
-def batches(made: OnlineDpoStage, size: int) -> list[Any]:
-    """With log-probabilities by a reference: -20 for each answer."""
-    found = [made.collate(pairs()[i : i + size]) for i in range(0, 3, size)]
-    for batch in found:
-        batch["reference"] = np.full(2 * len(batch["pair_weights"]), -20.0)
-    return found
-
+from tests.support.grpo_case import Given, Stream, completion, logps, model
+from tests.support.llama_reference import load
+from tests.support.online_dpo_case import RECIPE, batches, pairs, stage
+from tests.support.paths import REFERENCE
 
 LOSSES = {
     "sigmoid": lambda chosen, rejected: np.log1p(np.exp(-0.1 * (chosen - rejected))),
@@ -58,9 +29,10 @@ LOSSES = {
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_losses_are_those_of_dpo_on_what_was_drawn(registry: Registry, loss: str, temperature: float) -> None:
-    live, expected = model(), []
-    for pair in (pair for pair in pairs() if pair.is_counted):
+def test_losses_are_those_of_dpo_on_the_sampled_pairs(registry: Registry, loss: str, temperature: float) -> None:
+    live = model()
+    expected = []
+    for pair in (pair for pair in pairs() if pair.is_trained):
         chosen, rejected = (logps(live, c, temperature).sum() + 20.0 for c in (pair.chosen, pair.rejected))
         expected.append(LOSSES[loss](chosen, rejected))  # type: ignore[no-untyped-call]
     for size, padding_free in ((1, False), (2, True), (3, False)):
@@ -71,7 +43,7 @@ def test_losses_are_those_of_dpo_on_what_was_drawn(registry: Registry, loss: str
         assert sum(t.weight for t in terms) == 2
         assert sum(float(t.total) for t in terms) / 2 == pytest.approx(np.mean(expected), rel=2e-5)
         margin = sum(float(t.sums["rewards/margin"][0]) for t in terms)
-        counted = [pair for pair in pairs() if pair.is_counted]
+        counted = [pair for pair in pairs() if pair.is_trained]
         wanted = [
             logps(live, p.chosen, temperature).sum() - logps(live, p.rejected, temperature).sum() for p in counted
         ]
@@ -79,7 +51,8 @@ def test_losses_are_those_of_dpo_on_what_was_drawn(registry: Registry, loss: str
 
 
 def test_pairs_that_do_not_count_have_no_gradient(registry: Registry) -> None:
-    made, live = stage(registry, "--online_dpo.sft_weight=0.5"), model()
+    made = stage(registry, "--online_dpo.sft_weight=0.5")
+    live = model()
     (batch,) = batches(made, 3)
     number, tokens = made.prepass("batch", live, batch)["pairs_per_token"]
     assert (number, tokens) == (2.0, 3 + 1)  # tokens of the chosen answers that count
@@ -96,12 +69,13 @@ PROMPTS = [RolloutPrompt((1, 2)), RolloutPrompt((3,)), RolloutPrompt((4,)), Roll
 
 
 def test_best_and_worst_are_taken_and_ties_left_out(registry: Registry) -> None:
-    made, nan = stage(registry, "--reward.max_failed=1"), np.nan
+    made = stage(registry, "--reward.max_failed=1")
+    nan = np.nan
     rewards = [[0.5, 2.0, nan, -1.0], [1.0, 1.0, 1.0, 1.0], [nan, nan, 3.0, nan], [nan, 0.0, 1.0, nan]]
     rolled = made.roll_out(1, PROMPTS, Given(rewards))  # type: ignore[arg-type]
     numbers = [(pair.chosen.number, pair.rejected.number) for pair in rolled.samples]
     assert numbers == [(1, 3), (0, 1), (0, 1), (2, 1)]
-    assert [pair.is_counted for pair in rolled.samples] == [True, False, False, True]
+    assert [pair.is_trained for pair in rolled.samples] == [True, False, False, True]
     kinds = ("pairs/tied", "pairs/missing", "groups/without_signal", "pairs/reward_margin")
     assert [rolled.metrics[kind] for kind in kinds] == [0.25, 0.25, 0.5, (3.0 + 1.0) / 2]
     sides = [row["advantage"] for row in rolled.completions]
@@ -110,12 +84,12 @@ def test_best_and_worst_are_taken_and_ties_left_out(registry: Registry) -> None:
     assert (batch["weight"], batch["pair_weights"].tolist()) == (2.0, [1.0, 0.0, 0.0, 1.0])
 
 
-def test_other_prompts_take_the_place_of_ties(registry: Registry) -> None:
+def test_other_prompts_replace_ties(registry: Registry) -> None:
     stream = Stream({1: [1.0, 1.0], 2: [0.0, 1.0], 3: [1.0, 0.0]}, [3])
     made = stage(registry, "--rollout.dynamic_sampling=true")
     rolled = made.roll_out(1, [RolloutPrompt((1,)), RolloutPrompt((2,))], stream)  # type: ignore[arg-type]
     assert [pair.chosen.prompt_ids for pair in rolled.samples] == [(2,), (3,)]
-    assert [(pair.chosen.number, pair.is_counted) for pair in rolled.samples] == [(1, True), (0, True)]
+    assert [(pair.chosen.number, pair.is_trained) for pair in rolled.samples] == [(1, True), (0, True)]
     assert rolled.metrics["groups/drawn"] == 3
 
 
@@ -127,7 +101,8 @@ def test_a_run_of_ties_stops(registry: Registry) -> None:
 
 
 def test_the_gap_is_that_of_the_tokens(registry: Registry) -> None:
-    made, live = stage(registry), model()
+    made = stage(registry)
+    live = model()
     given = [
         dataclasses.replace(
             pair,
@@ -142,7 +117,7 @@ def test_the_gap_is_that_of_the_tokens(registry: Registry) -> None:
     batch["reference"] = np.zeros(6)
     total, count = made.loss(live, batch).sums["logprob_gap"]
     assert float(total) / count == pytest.approx(0.01, abs=1e-5)
-    with pytest.raises(UserError, match="what would be learnt is not what was drawn"):
+    with pytest.raises(UserError, match="belong to another distribution than the sampled one"):
         made.after_step(1, {"logprob_gap": 0.11})
 
 
@@ -167,20 +142,20 @@ def _refused(registry: Registry, words: Sequence[str]) -> list[str | None]:
         ("train.on_nonfinite", ["--train.on_nonfinite=roll_back"]),
     ],
 )
-def test_what_cancels_itself_is_refused(registry: Registry, key: str, words: list[str]) -> None:
+def test_keys_that_cancel_each_other_are_refused(registry: Registry, key: str, words: list[str]) -> None:
     assert key in _refused(registry, words)
 
 
 def test_the_reference_is_a_copy_unless_there_are_adapters(registry: Registry) -> None:
     def kinds(*words: str) -> list[str]:
-        return [prepass.kind for prepass in plan_run(RECIPE, words, registry).profile.prepasses]
+        return [prepass.kind for prepass in plan_run(RECIPE, words, registry).train.profile.prepasses]
 
     assert kinds() == ["reference"]
     assert kinds("--lora.rank=8", "--online_dpo.reference=adapter_off") == ["adapters_off"]
     assert kinds("--online_dpo.loss=kto_pair", "--online_dpo.sft_weight=1") == ["batch", "reference", "model"]
     assert kinds("--online_dpo.loss=simpo") == []
     assert kinds("--online_dpo.reference=some/run") == ["reference"]
-    assert plan_run(RECIPE, ["--online_dpo.reference=some/run"], registry).profile.reference == "some/run"
+    assert plan_run(RECIPE, ["--online_dpo.reference=some/run"], registry).train.profile.reference == "some/run"
 
 
 def test_a_reference_that_is_not_there_is_named(registry: Registry) -> None:
@@ -190,28 +165,29 @@ def test_a_reference_that_is_not_there_is_named(registry: Registry) -> None:
 
 
 def test_a_micro_batch_has_the_rows_of_pairs(registry: Registry) -> None:
-    assert plan_run(RECIPE, ["--rollout.num_generations=8"], registry).rows_per_sample == 2
+    assert plan_run(RECIPE, ["--rollout.num_generations=8"], registry).train.rows_per_sample == 2
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo"])
 def test_numbers_are_those_of_trl(registry: Registry, loss: str) -> None:
     fixed = json.loads((REFERENCE / "rl" / "online_dpo.json").read_text())
     words = [f"--online_dpo.loss={loss}", f"--online_dpo.beta={fixed['beta']}"]
-    drawn = [
+    groups = [
         [completion(prompt, ids, group=i, number=n) for n, ids in enumerate(both)]
         for i, (prompt, both) in enumerate(zip(fixed["prompts"], fixed["completions"]))
     ]
 
     class Fixed:
-        further = None
+        next_samples = None
 
-        def draw(self, *args: Any, **more: Any) -> Scored:
-            return Scored(drawn, np.array(fixed["rewards"])[..., None])
+        def sample(self, *args: Any, **more: Any) -> Scored:
+            return Scored(groups, np.array(fixed["rewards"])[..., None])
 
     for size, padding_free in ((1, False), (3, False), (2, True)):
         made = stage(registry, *words, padding_free=padding_free)
         samples = made.roll_out(1, [RolloutPrompt(tuple(prompt)) for prompt in fixed["prompts"]], Fixed()).samples  # type: ignore[arg-type]
-        live, reference = load(REFERENCE / "llama" / fixed["model"]), load(REFERENCE / "llama" / fixed["model"])
+        live = load(REFERENCE / "llama" / fixed["model"])
+        reference = load(REFERENCE / "llama" / fixed["model"])
         for parameter in reference.parameters():
             parameter.set_value(parameter * fixed["reference_factor"])
         terms = []

@@ -13,17 +13,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.cache import private_cache
-from llmsuite.data.packing import packed as packed_samples
-from llmsuite.stages.answers import answer_logps, num_tokens
+from llmsuite.base.cache import isolated_cache
+from llmsuite.data.packing import pack_samples as packed_samples
+from llmsuite.engine.batch import tokens_by_answer
+from llmsuite.engine.supervision import supervised_sequences
+from llmsuite.stages.answers import answer_logps
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair, Pairs, PairStage, chosen_then_rejected, join
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import DpoSection, RmSection
-from llmsuite.train.supervision import supervised_sequences
-from tests.unit import dpo_case
-from tests.unit.stages.test_dpo_variants import VARIANTS, made
-from tests.unit.train.test_accumulation import Recording, alone
+from tests.support import alone, dpo_case
+from tests.support.dpo_variants import VARIANTS, made
+from tests.support.recorded_steps import Recording
 
 tokens = st.lists(st.integers(3, 511), min_size=1, max_size=6)
 some = st.lists(st.builds(Pair, tokens, tokens.map(lambda ids: [*ids, 2]), tokens.map(lambda ids: [*ids, 2])),
@@ -53,7 +54,7 @@ def test_every_pair_is_in_one_pack_and_no_row_is_too_long(
     assert batch["input_ids"].shape == (2 * len(packs), -(-lengths.max() // multiple) * multiple)
     assert batch["num_tokens"] == stage.collate(pairs)["num_tokens"]
     assert ("document_starts" in batch) == (len(packs) < len(pairs))
-    # what is taught, read off the arrays: each answer behind its own prompt and nothing else
+    # the supervised tokens, from the arrays: each answer after its own prompt, and nothing else
     rows = supervised_sequences(batch)
     assert rows is not None
     documents = [
@@ -75,12 +76,13 @@ def gradients(stage: PairStage, batches: Sequence[Sequence[Pair | Pairs]]) -> tu
     for samples in batches:
         batch = stage.collate(samples)
         if isinstance(stage, DpoStage):  # a reference of which each answer has its own value
-            batch["reference"] = -num_tokens(batch) - np.array([
+            batch["reference"] = -tokens_by_answer(batch).numpy() - np.array([
                 sum(answer.ids) % 7 for row in chosen_then_rejected(samples) for answer in row
             ], "float32")  # fmt: skip
         terms = stage.loss(model, batch)
         terms.total.backward()
-        loss, weight = loss + float(terms.total), weight + terms.weight
+        loss = loss + float(terms.total)
+        weight = weight + terms.weight
     return loss, weight, {name: p.grad.numpy() for name, p in model.named_parameters()}
 
 
@@ -129,7 +131,9 @@ def test_joined_or_not_is_the_same_loss_and_the_same_gradients(name: str) -> Non
 @pytest.mark.parametrize("name", STAGES)
 @settings(max_examples=30)
 @given(some, st.integers(1, 8))
-def test_answers_that_share_a_prompt_are_told_with_their_own(name: str, pairs: list[Pair], multiple: int) -> None:
+def test_answers_that_share_a_prompt_are_explained_with_their_own_copy(
+    name: str, pairs: list[Pair], multiple: int
+) -> None:
     stage = type(STAGES[name])(DpoSection() if name == "dpo" else RmSection(), DPO.context)
     plain = stage.collate(pairs)
     stage.context = dataclasses.replace(stage.context, length_multiple=multiple, padding_free=True)
@@ -137,16 +141,17 @@ def test_answers_that_share_a_prompt_are_told_with_their_own(name: str, pairs: l
     assert len(joined["input_ids"]) == 1
     for key in ("num_tokens", "num_supervised", "weight"):
         assert joined[key] == plain[key]
-    found, expected = supervised_sequences(joined), supervised_sequences(plain)
+    found = supervised_sequences(joined)
+    expected = supervised_sequences(plain)
     assert found is not None
     assert expected is not None
     for of_answer in ("ids", "weights"):
-        told = np.concatenate([getattr(row, of_answer) for row in found])
-        assert told.tolist() == np.concatenate([getattr(row, of_answer) for row in expected]).tolist()
+        values = np.concatenate([getattr(row, of_answer) for row in found])
+        assert values.tolist() == np.concatenate([getattr(row, of_answer) for row in expected]).tolist()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_a_step_with_looks_ahead(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_with_prepasses(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stage, pairs = made(name, tmp_path, monkeypatch)
     packs = pack(stage, pairs, 160)
     assert len(packs) < len(pairs) - 1
@@ -169,27 +174,28 @@ def test_a_step_with_looks_ahead(name: str, tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("made_of", [DpoStage, RmStage])
 def test_the_stages_pack_the_pairs_of_a_file(made_of: Any) -> None:
-    said: list[str] = []
-    context = dpo_case.stage(max_length=256, report=said.append).context
+    reported: list[str] = []
+    context = dpo_case.stage(max_length=256, report=reported.append).context
     section = DpoSection() if made_of is DpoStage else RmSection()
     plain = made_of(section, context)
     data = dataclasses.replace(context.recipe.data, packing="best_fit")
     stage = made_of(section, dataclasses.replace(context, recipe=dataclasses.replace(context.recipe, data=data)))
     path = dpo_case.DATA / "preference" / "eval.jsonl"
-    rows, packs = plain.read(path), stage.read(path)
+    rows = plain.reader.read(path)
+    packs = stage.reader.read(path)
     assert len(rows) == 48
     assert len(packs) < 12
     packed = [pair for sample in packs for pair in sample.pairs]
     assert sorted(map(dataclasses.astuple, packed)) == sorted(map(dataclasses.astuple, rows))
     lengths = stage.row_lengths(packs)
     full = lengths.sum() / (2 * len(packs) * 256)
-    assert said[-1] == f"{path}: packed into {len(packs)} samples, which are {full:.1%} full"
+    assert reported[-1] == f"{path}: packed into {len(packs)} samples, which are {full:.1%} full"
     assert lengths.sum() == plain.row_lengths(rows).sum()
 
 
 def test_answers_keep_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each log-probability is subtracted the reference of the same answer."""
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
     stage = dpo_case.stage()
     pairs, _ = dpo_case.pairs(stage, dpo_case.rows(6))
     packs = pack(stage, pairs, 200)

@@ -11,19 +11,19 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.base.errors import RecipeError
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.section import unread
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import RecipeError
-from llmsuite.plugins.manager import Registry
-from llmsuite.recipe.critic import critic_plan
+from llmsuite.engine.data import make_stage
+from llmsuite.engine.stage import Batch
+from llmsuite.recipe.critic import critic_plans
 from llmsuite.recipe.resolve import RunPlan, plan_run
-from llmsuite.rl.advantages import generalised
-from llmsuite.schema.section import unread
+from llmsuite.rl.advantages import gae
 from llmsuite.stages.grpo import Group
 from llmsuite.stages.ppo import PpoStage
-from llmsuite.train.data import make_stage
-from llmsuite.train.stage import Batch
-from tests.paths import DATA, ROOT
-from tests.unit.grpo_case import groups
+from tests.support.grpo_case import groups, rewards_of
+from tests.support.paths import DATA, ROOT
 
 RECIPE = ROOT / "recipes" / "llama" / "ppo.json"
 BETA = 0.05
@@ -36,20 +36,22 @@ def planned(registry: Registry, *words: str) -> RunPlan:
 
 def stage(registry: Registry, *words: str) -> PpoStage:
     plan = planned(registry, *words)
-    made = make_stage(plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
+    made = make_stage(plan.recipe, plan.parallel, plan.train, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
     assert isinstance(made, PpoStage)
     return made
 
 
 def judged(made: PpoStage, sizes: tuple[int, ...]) -> list[Batch]:
     """Batches of the groups, with what the reference and the critic say."""
-    draw, rest, batches = np.random.default_rng(3), groups(), list[Batch]()
+    rng = np.random.default_rng(3)
+    rest = groups(by_token=True)
+    batches = list[Batch]()
     for size in sizes:
         batches.append(made.collate(rest[:size]))
         rest = rest[size:]
         count = len(batches[-1]["targets"])
-        batches[-1]["reference"] = draw.normal(-1, 0.5, count).astype("float32")
-        batches[-1]["values"] = draw.normal(0, 1, count).astype("float32")
+        batches[-1]["reference"] = rng.normal(-1, 0.5, count).astype("float32")
+        batches[-1]["values"] = rng.normal(0, 1, count).astype("float32")
     return batches
 
 
@@ -62,9 +64,17 @@ def test_advantages_and_returns(registry: Registry, sizes: tuple[int, ...]) -> N
     made = stage(registry, "--ppo.gamma=0.9", "--ppo.gae_lambda=0.8")
     batches = judged(made, sizes)
     metrics = made.finish_rollout(batches, list)
-    flat = [(c, r, counts) for g in groups() for c, r, counts in zip(g.completions, g.advantages, g.is_counted)]
-    values, reference = iter(joined(batches, "values")), iter(joined(batches, "reference"))
-    rewards, critic, kl, counted = [], [], [], []
+    flat = [
+        (c, r, counts)
+        for g in groups(by_token=True)
+        for c, r, counts in zip(g.completions, rewards_of(g), g.is_trained)
+    ]
+    values = iter(joined(batches, "values"))
+    reference = iter(joined(batches, "reference"))
+    rewards = []
+    critic = []
+    kl = []
+    counted = []
     for c, reward, counts in flat:
         logps = [next(reference) for _ in c.ids]
         rewards.append([-BETA * (own - other) for own, other in zip(c.logprobs, logps)])
@@ -72,8 +82,9 @@ def test_advantages_and_returns(registry: Registry, sizes: tuple[int, ...]) -> N
         critic.append([next(values) for _ in c.ids])
         kl.append(sum(c.logprobs) - sum(logps))
         counted += [counts] * len(c.ids)
-    advantages, returns = (np.concatenate(rows) for rows in generalised(rewards, critic, 0.9, 0.8))
-    known, error = advantages[counted], (returns - np.concatenate(critic))[counted]
+    advantages, returns = (np.concatenate(rows) for rows in gae(rewards, critic, 0.9, 0.8))
+    known = advantages[counted]
+    error = (returns - np.concatenate(critic))[counted]
     expected = (advantages - known.mean()) / known.std(ddof=1)
     np.testing.assert_allclose(joined(batches, "advantages"), expected, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(joined(batches, "returns"), returns, rtol=1e-5, atol=1e-6)
@@ -87,34 +98,39 @@ def test_advantages_and_returns(registry: Registry, sizes: tuple[int, ...]) -> N
     assert metrics == pytest.approx(wanted, rel=1e-6)
 
 
-def test_what_an_environment_says_takes_no_part_in_advantages(registry: Registry) -> None:
+def test_observations_take_no_part_in_advantages(registry: Registry) -> None:
     made = stage(registry, "--ppo.gamma=0.9", "--ppo.gae_lambda=0.8", "--ppo.whiten_advantages=false")
-    episodes, rest = list[Group](), groups()
+    episodes = list[Group]()
+    rest = groups(by_token=True)
     for group in rest:
         rows = []
         for c in group.completions:
-            is_own = [i % 3 != 1 for i in range(len(c.ids))]
-            rows.append(dataclasses.replace(c, is_own=is_own, logprobs=[-1.0 - i for i in range(sum(is_own))]))
+            sampled_mask = [i % 3 != 1 for i in range(len(c.ids))]
+            rows.append(
+                dataclasses.replace(c, sampled_mask=sampled_mask, logprobs=[-1.0 - i for i in range(sum(sampled_mask))])
+            )
         episodes.append(dataclasses.replace(group, completions=rows))
-    assert any(len(c.ids) > c.num_own for group in episodes for c in group.completions)
+    assert any(len(c.ids) > c.num_sampled for group in episodes for c in group.completions)
     batch = made.collate(episodes)
-    flat = [(c, reward) for group in episodes for c, reward in zip(group.completions, group.advantages)]
-    count = sum(c.num_own for c, _ in flat)
-    draw = np.random.default_rng(3)
-    batch["reference"] = draw.normal(-1, 0.5, count).astype("float32")
-    critic = Scores(draw.normal(0, 1, count).astype("float32"))
+    flat = [(c, reward) for group in episodes for c, reward in zip(group.completions, rewards_of(group))]
+    count = sum(c.num_sampled for c, _ in flat)
+    rng = np.random.default_rng(3)
+    batch["reference"] = rng.normal(-1, 0.5, count).astype("float32")
+    critic = Scores(rng.normal(0, 1, count).astype("float32"))
     batch["values"] = made.values(critic, batch).numpy()
     length = batch["input_ids"].shape[1]
     before = [row * length + len(c.prompt_ids) - 1 for row, (c, _) in enumerate(flat)]
-    assert critic.places.tolist() == [begin + t for begin, (c, _) in zip(before, flat) for t in c.own]
+    assert critic.places.tolist() == [begin + t for begin, (c, _) in zip(before, flat) for t in c.sampled_positions]
     made.finish_rollout([batch], list)
-    values, reference = iter(joined([batch], "values")), iter(joined([batch], "reference"))
-    rewards, said = [], []
+    values = iter(joined([batch], "values"))
+    reference = iter(joined([batch], "reference"))
+    rewards = []
+    value_rows = []
     for c, reward in flat:
         rewards.append([-BETA * (logprob - next(reference)) for logprob in c.logprobs])
         rewards[-1][-1] += reward
-        said.append([next(values) for _ in c.logprobs])
-    advantages, returns = (np.concatenate(rows) for rows in generalised(rewards, said, 0.9, 0.8))
+        value_rows.append([next(values) for _ in c.logprobs])
+    advantages, returns = (np.concatenate(rows) for rows in gae(rewards, value_rows, 0.9, 0.8))
     np.testing.assert_allclose(joined([batch], "advantages"), advantages, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(joined([batch], "returns"), returns, rtol=1e-5, atol=1e-6)
 
@@ -147,7 +163,7 @@ def test_the_value_of_a_token_is_that_of_the_state_in_front_of_it(registry: Regi
     critic = Scores(batch["values"])
     made.values(critic, batch)
     length = batch["input_ids"].shape[1]
-    flat = [c for g in groups() for c in g.completions]
+    flat = [c for g in groups(by_token=True) for c in g.completions]
     expected = [row * length + len(c.prompt_ids) - 1 + t for row, c in enumerate(flat) for t in range(len(c.ids))]
     assert critic.places.tolist() == expected
 
@@ -187,16 +203,17 @@ def test_the_weight_of_the_divergence_follows_its_target(
 
 def test_the_critic_is_a_run_with_other_weights_head_and_rate(registry: Registry, tmp_path: Path) -> None:
     plan = planned(registry, "--lora.rank=4", "--ppo.reference=adapter_off", f"--ppo.critic.weights={tmp_path}")
-    idle = set(unread(plan.recipe.train))
-    critic = critic_plan(plan)
-    assert (critic.model_config.head, plan.model_config.head) == ("score", "language_model")
-    assert critic.weights == tmp_path
-    assert critic.recipe.train.learning_rate == 1e-3
-    assert critic.recipe.lora.rank is None
-    assert critic.recipe.train.weight_decay == plan.recipe.train.weight_decay
-    assert plan.recipe.lora.rank == 4
+    idle = set(unread(plan.train.section))
+    critic = critic_plans(plan.model, plan.parallel, plan.train)
+    assert critic is not None
+    assert (critic.model.config.head, plan.model.config.head) == ("score", "language_model")
+    assert critic.model.weights == tmp_path
+    assert critic.train.section.learning_rate == 1e-3
+    assert critic.model.lora.rank is None
+    assert critic.train.section.weight_decay == plan.train.section.weight_decay
+    assert plan.model.lora.rank == 4
     # what only the copy has read is not read
-    assert idle - set(unread(plan.recipe.train)) <= {("learning_rate",), ("weight_decay",)}
+    assert idle - set(unread(plan.train.section)) <= {("learning_rate",), ("weight_decay",)}
 
 
 @pytest.mark.parametrize(
@@ -218,14 +235,14 @@ def test_the_critic_is_a_run_with_other_weights_head_and_rate(registry: Registry
         ("rollout.dynamic_sampling", ["--rollout.dynamic_sampling=true", "--rollout.num_generations=4"]),
     ],
 )
-def test_what_cancels_itself_is_refused(registry: Registry, key: str, words: list[str]) -> None:
+def test_keys_that_cancel_each_other_are_refused(registry: Registry, key: str, words: list[str]) -> None:
     with pytest.raises(RecipeError) as caught:
         plan_run(RECIPE, words, registry)
     assert key in [problem.key for problem in caught.value.problems]
 
 
 def test_a_critic_of_another_shape_is_refused(registry: Registry, tmp_path: Path) -> None:
-    config = planned(registry).model_config.to_hf()
+    config = planned(registry).model.config.to_hf()
     (tmp_path / "config.json").write_text(json.dumps({**config, "intermediate_size": 96}))
     with pytest.raises(RecipeError, match=r"ppo\.critic\.weights.*intermediate_size is 96 there"):
         planned(registry, f"--ppo.critic.weights={tmp_path}")
@@ -233,6 +250,6 @@ def test_a_critic_of_another_shape_is_refused(registry: Registry, tmp_path: Path
     planned(registry, f"--ppo.critic.weights={tmp_path}").check_files()
 
 
-def test_a_critic_that_is_not_there_is_asked_for(registry: Registry) -> None:
+def test_a_missing_critic_is_an_error(registry: Registry) -> None:
     with pytest.raises(RecipeError, match=r"ppo\.critic\.weights: no/such is not a directory with a model"):
         planned(registry, "--ppo.critic.weights=no/such").check_files()

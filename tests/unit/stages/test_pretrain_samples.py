@@ -14,23 +14,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.cache import private_cache
+from llmsuite.base.cache import isolated_cache
+from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.cli.main import main
-from llmsuite.data.corpus import TokenWindows, split_bounds
-from llmsuite.data.indexed import CorpusWriter
-from llmsuite.data.loader import BatchSampler, SampleOrder, shuffled
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.generation import GenerationSection
+from llmsuite.contract.schema.recipe import DataSection, ModelSection, Recipe
+from llmsuite.data.indexed_corpus import CorpusWriter
+from llmsuite.data.loader import BatchSampler, SampleOrder, feistel_permute
 from llmsuite.data.mixture import Mixture
+from llmsuite.data.token_windows import TokenWindows, split_bounds
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import RecipeError, UserError
-from llmsuite.plugins.manager import Registry
+from llmsuite.engine.stage import StageContext
 from llmsuite.recipe.resolve import plan_run
-from llmsuite.schema.generation import GenerationSection
-from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
 from llmsuite.stages.pretrain import PretrainStage
 from llmsuite.stages.sections import PretrainSection
-from llmsuite.train.stage import StageContext
-from tests.paths import DATA
-from tests.unit.dpo_case import model, train_section
+from tests.support.dpo_case import model, train_section
+from tests.support.paths import DATA
 
 
 @given(num_tokens=st.integers(0, 200), length=st.integers(1, 40))
@@ -63,14 +63,14 @@ def test_slices_are_those_of_a_list(
 @settings(max_examples=40, deadline=None)
 @given(size=st.integers(1, 600), name=st.text(max_size=5))
 def test_shuffled_is_a_permutation(size: int, name: str) -> None:
-    assert sorted(shuffled(i, size, name) for i in range(size)) == list(range(size))
+    assert sorted(feistel_permute(i, size, name) for i in range(size)) == list(range(size))
 
 
 def test_shuffled_is_even() -> None:
     counts = np.zeros([7, 7])
     for epoch in range(3000):
         for i in range(7):
-            counts[i, shuffled(i, 7, f"{epoch}")] += 1
+            counts[i, feistel_permute(i, 7, f"{epoch}")] += 1
     expected = 3000 / 7
     assert (np.abs(counts - expected) < 5 * math.sqrt(expected)).all()  # five standard deviations
 
@@ -87,7 +87,8 @@ def test_a_large_order_is_a_function_of_position_alone() -> None:
 
 def consumed(samples: Sequence[np.ndarray], seed: int, num_ranks: int, steps: int, size: int, micro: int) -> list[str]:
     """Hashes of the samples in the order of the global batches, each made by the rank that sees it."""
-    dealer, hashes = BatchSampler(SampleOrder(len(samples), seed), size, micro, num_ranks), []
+    dealer = BatchSampler(SampleOrder(len(samples), seed), size, micro, num_ranks)
+    hashes = []
     accumulate = size // (micro * num_ranks)
     for step in range(steps):
         by_rank = [dealer.micro_batches(step * size, rank) for rank in range(num_ranks)]
@@ -174,9 +175,9 @@ def stage(
         (True, [5, 4, 6, 7, 2, 9, 10, 11, 12], []),
     ],
 )
-def test_the_end_of_a_sample_is_asked_for(is_masked: bool, tokens: list[int], wanted: list[Any]) -> None:
+def test_the_end_of_a_sample_is_the_evaluated_answer(is_masked: bool, tokens: list[int], wanted: list[Any]) -> None:
     made = stage(max_length=8, max_new_tokens=3, document_mask=is_masked)  # 2 is the end-of-sequence token
-    found = made.questions(np.array(tokens, "uint16"))
+    found = made.eval_prompts(np.array(tokens, "uint16"))
     assert [(question.prompt, question.answer) for question in found] == wanted
 
 
@@ -191,29 +192,29 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_split_is_by_documents(corpus: Path) -> None:
-    train, held_back = stage(split="80,15,5").read_all(corpus, None)
+    train, held_back = stage(split="80,15,5").reader.read_all(corpus, None)
     assert set(np.concatenate(list(train))) == set(range(80))
     assert set(np.concatenate(list(held_back))) == set(range(80, 95))
     assert len(train) == 799 // 8
-    _, few = stage(split="80,15,5", max_eval_samples=3).read_all(corpus, None)
+    _, few = stage(split="80,15,5", max_eval_samples=3).reader.read_all(corpus, None)
     assert len(few) == 3
-    whole, given = stage(split="80,15,5").read_all(corpus, corpus)  # data.eval comes first
+    whole, given = stage(split="80,15,5").reader.read_all(corpus, corpus)  # data.eval comes first
     assert len(whole) == len(given) == 999 // 8
-    assert stage().read_all(corpus, None)[1] == []
+    assert stage().reader.read_all(corpus, None)[1] == []
 
 
 def test_a_mixture_of_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path / "cache")))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path / "cache")))
     (tmp_path / "a.txt").write_text("Something else.\n\n" * 30)
-    said: list[str] = []
-    mixed = stage(mix={str(tmp_path / "a.txt"): 0.25}, split="9,1", report=said.append)
-    train, held_back = mixed.read_all(corpus, None)
+    reported: list[str] = []
+    mixed = stage(mix={str(tmp_path / "a.txt"): 0.25}, split="9,1", report=reported.append)
+    train, held_back = mixed.reader.read_all(corpus, None)
     assert len(train) == 112 + 28  # of 900 tokens in windows of 8, and a quarter of that
-    assert [text.startswith("the evaluation part") for text in said] == [True, False, True, False]
+    assert [text.startswith("the evaluation part") for text in reported] == [True, False, True, False]
     assert len(held_back) > 12  # those of the corpus and some of the text
-    assert mixed.digest(corpus) != stage().digest(corpus)
+    assert mixed.reader.digest(corpus) != stage().reader.digest(corpus)
     with pytest.raises(UserError, match=r"pretrain\.mix: nowhere is not a file"):
-        stage(mix={"nowhere": 1.0}).read_all(corpus, None)
+        stage(mix={"nowhere": 1.0}).reader.read_all(corpus, None)
 
 
 def test_faulty_rows_of_text(tmp_path: Path, write_recipe: Callable[..., Path], capsys: Any) -> None:
@@ -231,10 +232,10 @@ def test_faulty_rows_of_text(tmp_path: Path, write_recipe: Callable[..., Path], 
 
 def test_too_little_text(corpus: Path) -> None:
     with pytest.raises(UserError, match=r"has 1000 tokens; one sample takes data\.max_length 1000 and one more"):
-        stage(max_length=1000).read(corpus)
-    assert len(stage(max_length=999).read(corpus)) == 1
+        stage(max_length=1000).reader.read(corpus)
+    assert len(stage(max_length=999).reader.read(corpus)) == 1
     with pytest.raises(UserError, match=r"the evaluation part of .* has 0 tokens"):
-        stage(split="999,1").read_all(corpus, None)
+        stage(split="999,1").reader.read_all(corpus, None)
 
 
 @pytest.mark.parametrize("wrong", [512, -1])
@@ -270,17 +271,19 @@ def test_padding_changes_no_loss(corpus: Path) -> None:
 
 
 def documents_in(sample: np.ndarray, eos: int) -> list[np.ndarray]:
-    """Each with the end-of-sequence token behind it; the first one may have begun in front of the sample."""
+    """Each with the end-of-sequence token after it; the first one may have started before the sample."""
     ends = np.flatnonzero(sample == eos) + 1
     return [part for part in np.split(sample, ends) if len(part)]
 
 
 @given(st.lists(st.lists(st.sampled_from([2, 2, 5, 6, 7, 8]), min_size=9, max_size=9), min_size=1, max_size=3))
-def test_masked_documents_are_as_if_they_were_alone(drawn: list[list[int]]) -> None:
+def test_masked_documents_are_as_if_they_were_alone(rows: list[list[int]]) -> None:
     import paddle
 
-    samples, llama = [np.array(sample) for sample in drawn], model(seed=1, num_hidden_layers=1)
-    total, count = 0.0, 0
+    samples = [np.array(sample) for sample in rows]
+    llama = model(seed=1, num_hidden_layers=1)
+    total = 0.0
+    count = 0
     for document in (d for sample in samples for d in documents_in(sample, 2) if len(d) > 1):
         hidden, _ = llama.hidden_states(paddle.to_tensor(document[None, :-1]))
         logits = llama.logits(hidden).numpy()[0].astype("float64")
@@ -300,9 +303,9 @@ def test_masked_documents_are_as_if_they_were_alone(drawn: list[list[int]]) -> N
     st.booleans(),
 )
 def test_tokens_with_two_of_their_document_before_them_are_predicted_by_these(
-    drawn: list[list[int]], mask: bool
+    rows: list[list[int]], mask: bool
 ) -> None:
-    samples = [np.array(sample) for sample in drawn]
+    samples = [np.array(sample) for sample in rows]
     batch: Any = stage(length_multiple=5, document_mask=mask, mtp_loss_weight=0.3).collate(samples)
     found = [
         (batch["input_ids"].flat[at], batch["next_ids"].flat[at], target)
@@ -313,15 +316,15 @@ def test_tokens_with_two_of_their_document_before_them_are_predicted_by_these(
     assert found == [triple for document in documents for triple in zip(document, document[1:], document[2:])]
 
 
-def test_documents_that_cannot_be_told_apart_are_refused(tmp_path: Path) -> None:
+def test_documents_without_an_end_token_are_refused(tmp_path: Path) -> None:
     with CorpusWriter(tmp_path / "c", "<u2") as writer:
         writer.add(np.arange(3, 43, dtype="<u2").tobytes(), np.full(4, 10, "<i4").tobytes())
         writer.commit()
-    assert len(stage().read(tmp_path / "c.idx")) == 4
+    assert len(stage().reader.read(tmp_path / "c.idx")) == 4
     with pytest.raises(
         UserError, match=r"document_mask: .*c\.idx: none of its first 4 documents ends with token 2, the"
     ):
-        stage(document_mask=True).read(tmp_path / "c.idx")
+        stage(document_mask=True).reader.read(tmp_path / "c.idx")
 
 
 @pytest.mark.parametrize("split", ["", "9", "9,0", "0,1", "1,2,3,4", "1,2,", "1.2.3,1", "-1,2", "nan,1", "9;1"])
@@ -341,4 +344,4 @@ def test_a_prefix_names_its_index(corpus: Path, registry: Registry) -> None:
     for name in (corpus.with_suffix(""), corpus):
         plan = plan_run("recipes/llama/pretrain.json", [f"--data.train={name}"], registry, smoke=True)
         plan.check_files()
-        assert plan.train_file == corpus
+        assert plan.data.train_file == corpus

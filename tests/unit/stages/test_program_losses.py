@@ -10,14 +10,17 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.cache import private_cache
+from llmsuite.base.cache import isolated_cache
+from llmsuite.engine.batch import program_inputs
+from llmsuite.engine.row_reader import PackingReader
+from llmsuite.engine.stage import Stage
+from llmsuite.engine.step_runner import ProgramLoss
 from llmsuite.stages.kto import _answers
 from llmsuite.stages.pairs import join
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import RmSection
-from llmsuite.train.stage import Stage
-from tests.unit import dpo_case
-from tests.unit.stages.test_kto import made as made_kto
+from tests.support import dpo_case
+from tests.support.kto_case import made as made_kto
 
 LENGTH = 256
 DPO: dict[str, dict[str, Any]] = {
@@ -56,8 +59,10 @@ def _gradients(model: Any) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("name", "is_packed"), [*((name, False) for name in (*DPO, *KTO, *RM)), *((name, True) for name in (*DPO, *RM))]
 )
-def test_equals_the_loss_op_by_op(name: str, is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
+def test_the_program_loss_equals_the_eager_loss(
+    name: str, is_packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
     stage, samples = _made(name)
     model = dpo_case.model(head="score" if name in RM else "language_model")
     if name in RM:
@@ -66,44 +71,44 @@ def test_equals_the_loss_op_by_op(name: str, is_packed: bool, tmp_path: Path, mo
         )
     stage.before_training(model, samples)
     model.train()
-    if (reference := getattr(stage, "_reference", None)) and reference.known:
+    if (reference := getattr(stage, "_reference", None)) and reference.table:
         by_row = [_answers([sample]) if name in KTO else sample.answers for sample in samples]
         answers = list(itertools.chain.from_iterable(by_row))
-        reference.known = dpo_case.MovedLogps(reference.known, -0.5, answers)
+        reference.table = dpo_case.MovedLogps(reference.table, -0.5, answers)
     if is_packed:  # rows of two pairs, one and two, and places for three
         samples = [join(samples[:2]), samples[2], join(samples[3:])]
         monkeypatch.setattr(stage, "_is_packed", True)
-        monkeypatch.setattr(stage, "_most_pairs", 3)
+        reader = PackingReader(stage, stage.context.recipe.data.max_length, join)
+        reader.max_pack_size = 3
+        monkeypatch.setattr(stage, "reader", reader)
     batch = {**stage.collate(samples), "prepass_stats": STATS}
     terms = stage.loss(model, batch)
     terms.total.backward()
     expected = _gradients(model)
 
-    # as the engine does: divided before, and other means brought to their own weight
-    inputs = dict(stage.program_inputs(batch, LENGTH))
+    inputs = program_inputs(batch, stage.batch_layout, LENGTH)
     assert {len(array) for array in inputs.values()} <= {len(samples), 2 * len(samples)}
     assert {size for array in inputs.values() for size in array.shape[1:]} <= {2, LENGTH, *([3] if is_packed else [])}
-    inputs["weights"] = (inputs["weights"] / terms.weight).astype("float32")
-    found = stage.program_loss(model, {key: paddle.to_tensor(array) for key, array in inputs.items()})
+    loss = ProgramLoss(stage)
+    found = loss(model, {key: paddle.to_tensor(array) for key, array in inputs.items()})
     found["loss"].backward()
-    assert float(found["loss"]) == pytest.approx(float(terms.total) / terms.weight, rel=1e-6)
-    weights = stage.program_weights(batch)
+    assert float(found["loss"]) == pytest.approx(float(terms.total), rel=1e-6)
     assert found.keys() == {"loss", *terms.sums}
     for key, (total, weight) in terms.sums.items():
-        assert weights.get(key, terms.weight) == weight, key
-        # margins are differences of sums over an answer, which may be large beside them: their rounding is absolute
-        assert float(found[key]) * terms.weight == pytest.approx(float(total), rel=1e-5, abs=1e-5), key
+        assert np.sum(batch[loss.denominators[key]]) == weight, key
+        # margins are differences of sums over an answer, which may be much larger: their rounding is absolute
+        assert float(found[key]) == pytest.approx(float(total), rel=1e-5, abs=1e-5), key
     for key, gradient in _gradients(model).items():
-        far = np.linalg.norm(gradient * terms.weight - expected[key])
+        far = np.linalg.norm(gradient - expected[key])
         assert far <= 3e-6 * np.linalg.norm(expected[key]), key
 
 
 def test_a_pair_stays_together() -> None:
     """Programs cut rows over data ranks: each has both answers of its pairs."""
     stage, pairs = _made("rm")
-    inputs = stage.program_inputs(stage.collate(pairs), LENGTH)
+    inputs = program_inputs(stage.collate(pairs), stage.batch_layout, LENGTH)
     for i, pair in enumerate(pairs):
         for row, answer in zip(inputs["input_ids"][2 * i : 2 * i + 2], pair.answers):
             ids = [*answer.prompt, *answer.ids]
             assert row[: len(ids)].tolist() == ids
-    assert inputs["last"].sum(1).tolist() == [1.0] * 2 * len(pairs)
+    assert inputs["answers"].sum(1).tolist() == [1.0] * 2 * len(pairs)

@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from llmsuite.cache import private_cache
-from llmsuite.errors import UserError
+from llmsuite.base.cache import isolated_cache
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.schema.degrees import Degrees
-from llmsuite.stages.reference import KnownLogps
+from llmsuite.stages.reference import LogpTable
 from llmsuite.stages.reference_cache import ReferenceCache, answer_key, complete
-from tests.unit import dpo_case, many
+from tests.support import dpo_case, many
 
 fork = multiprocessing.get_context("fork")  # the children touch nothing but sqlite
 
@@ -30,7 +30,7 @@ ids = st.lists(st.integers(0, 2**31 - 1), max_size=5)
 
 
 @given(ids, ids, ids, ids)
-def test_a_key_tells_apart_all_prompts_and_answers(a: list[int], b: list[int], c: list[int], d: list[int]) -> None:
+def test_keys_of_different_prompts_and_answers_differ(a: list[int], b: list[int], c: list[int], d: list[int]) -> None:
     assert (answer_key(a, b) == answer_key(c, d)) == ((a, b) == (c, d))
 
 
@@ -107,8 +107,9 @@ def _store_many(root: Path, name: str, count: int, start: Any) -> None:
         ReferenceCache("model", root).store({f"{name} {i} {j}": i + j / 8 for j in range(8)})
 
 
-def test_processes_that_store_at_once_lose_nothing(tmp_path: Path) -> None:
-    names, count = ("a", "b", "c", "d"), 10
+def test_processes_that_store_concurrently_lose_nothing(tmp_path: Path) -> None:
+    names = ("a", "b", "c", "d")
+    count = 10
     start = fork.Barrier(len(names))  # so that they also create the file at once
     children = [fork.Process(target=_store_many, args=(tmp_path, name, count, start)) for name in names]
     for child in children:
@@ -148,7 +149,7 @@ def test_ranks_share_the_work_and_get_the_same_values(degrees: Degrees, known: i
             assert len(parts) == degrees.num_data_ranks
             assert sorted(i for part in parts for i in part) == list(range(known, len(KEYS)))
             computed[mesh.rank] = {i // 2 for i in parts[rank]}
-            # as a stage does: a pair whole, also where only one of its answers is asked for, and zeros where a
+            # as a stage does: both answers of a pair, also where only one of them is missing, and zeros where a
             # pipeline has not come to its end
             last = float(mesh.coordinate["pp"] == degrees.pp - 1)
             return {key: last * value_of(key) for pair in computed[mesh.rank] for key in KEYS[2 * pair : 2 * pair + 2]}
@@ -169,7 +170,7 @@ def test_ranks_share_the_work_and_get_the_same_values(degrees: Degrees, known: i
         assert all(len(alike) == 1 for alike in by_data_rank.values()), "ranks of one model copy would lose each other"
 
 
-def test_what_is_not_finite_is_refused_and_not_stored(tmp_path: Path) -> None:
+def test_a_value_that_is_not_finite_is_refused_and_not_stored(tmp_path: Path) -> None:
     cache = ReferenceCache("model", tmp_path)
     with pytest.raises(UserError, match="infinite or not a number"):
         complete(cache, ["a", "b"], lambda parts, rank: {"a": -1.0, "b": float("nan")})
@@ -180,29 +181,29 @@ def test_what_is_not_finite_is_refused_and_not_stored(tmp_path: Path) -> None:
 
 
 def test_the_stage_computes_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
     pairs, _ = dpo_case.pairs(dpo_case.stage(), dpo_case.rows(5))
 
     def fill(seed: int, some: Sequence[Any], **keys: Any) -> tuple[dict[str, float], str]:
-        said: list[str] = []
-        stage = dpo_case.stage(report=said.append, **keys)
+        reported: list[str] = []
+        stage = dpo_case.stage(report=reported.append, **keys)
         stage.before_training(dpo_case.model(seed=seed), some)
         keys = sorted({answer.key for pair in some for answer in pair.answers})
-        assert len(stage._reference.known) == len(keys)
-        found = dict(zip(keys, stage._reference.known.find(keys).tolist()))
-        return found, said[-1].removeprefix("reference log-probabilities: ")
+        assert len(stage._reference.table) == len(keys)
+        found = dict(zip(keys, stage._reference.table.find(keys).tolist()))
+        return found, reported[-1].removeprefix("reference log-probabilities: ")
 
-    first, said = fill(1, pairs[:4])
-    assert said == "0 cached, 8 computed"
-    again, said = fill(2, pairs[:4])  # another model under the same digest would be seen
-    assert said == "8 cached, 0 computed"
+    first, reported = fill(1, pairs[:4])
+    assert reported == "0 cached, 8 computed"
+    again, reported = fill(2, pairs[:4])  # another model under the same digest would be seen
+    assert reported == "8 cached, 0 computed"
     assert again == first
 
-    more, said = fill(1, pairs)
-    assert said == "8 cached, 2 computed"
+    more, reported = fill(1, pairs)
+    assert reported == "8 cached, 2 computed"
     assert first.items() < more.items()
-    other, said = fill(2, pairs[:4], model_digest="another model")
-    assert said == "0 cached, 8 computed"
+    other, reported = fill(2, pairs[:4], model_digest="another model")
+    assert reported == "0 cached, 8 computed"
     assert other.keys() == first.keys()
     assert all(other[key] != first[key] for key in first)
     # the differences that losses take of them keep the digits that float32 has no place for
@@ -221,15 +222,16 @@ hashes = st.text("0123456789abcdef", min_size=64, max_size=64)
 
 
 @given(st.lists(st.dictionaries(hashes, st.floats(allow_nan=False), max_size=5), max_size=12))
-def test_what_is_known_is_found_again(parts: list[dict[str, float]]) -> None:
-    known, whole = KnownLogps(), dict[str, float]()
+def test_known_entries_are_found_again(parts: list[dict[str, float]]) -> None:
+    known = LogpTable()
+    merged = dict[str, float]()
     for part in parts:
-        new = {key: value for key, value in part.items() if key not in whole}
+        new = {key: value for key, value in part.items() if key not in merged}
         known.add(new)
-        whole |= new
-    assert len(known) == len(whole)
-    assert known.find(list(whole)).tolist() == list(whole.values())
-    assert np.isnan(known.find(["0" * 64])).tolist() == ["0" * 64 not in whole]
+        merged |= new
+    assert len(known) == len(merged)
+    assert known.find(list(merged)).tolist() == list(merged.values())
+    assert np.isnan(known.find(["0" * 64])).tolist() == ["0" * 64 not in merged]
     sizes = [len(keys) for keys, _ in known._runs]
     assert all(2 * b < a for a, b in itertools.pairwise(sizes)), "few runs, however many parts"
 
@@ -238,13 +240,13 @@ def test_many_answers_are_computed_a_window_at_a_time(tmp_path: Path, monkeypatc
     pairs, _ = dpo_case.pairs(dpo_case.stage(), dpo_case.rows(5))
     found = []
     for size in (1 << 13, 3):
-        monkeypatch.setattr("llmsuite.stages.reference._AT_ONCE", size)
-        monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path / str(size))))
-        said: list[str] = []
-        stage = dpo_case.stage(report=said.append)
+        monkeypatch.setattr("llmsuite.stages.reference._CHUNK_SIZE", size)
+        monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path / str(size))))
+        reported: list[str] = []
+        stage = dpo_case.stage(report=reported.append)
         stage.before_training(dpo_case.model(), [*pairs, *pairs])
-        assert said[-1] == "reference log-probabilities: 0 cached, 10 computed"
-        found.append(stage._reference.of([answer for pair in pairs for answer in pair.answers]))
+        assert reported[-1] == "reference log-probabilities: 0 cached, 10 computed"
+        found.append(stage._reference.logps_of([answer for pair in pairs for answer in pair.answers]))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
 
 
@@ -253,7 +255,7 @@ def test_margins_are_zero_where_the_reference_was_computed_in_the_same_batches(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the last bit: with another cut the same model rounds its log-probabilities in another way."""
-    monkeypatch.setenv("LLMSUITE_CACHE", str(private_cache(tmp_path)))
+    monkeypatch.setenv("LLMSUITE_CACHE", str(isolated_cache(tmp_path)))
     stage = dpo_case.stage(loss=kind, micro_batch_size=1)
     # answers are computed in the order of their lengths, and a batch has the chosen one first
     fitting = [pair for pair in dpo_case.pairs(stage, dpo_case.rows(8))[0] if len(pair.chosen) < len(pair.rejected)]

@@ -14,19 +14,19 @@ import paddle
 import pytest
 import safetensors.numpy
 
+from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model, read_config
-from llmsuite.convert.adapter import add_adapter
+from llmsuite.contract.registry import Registry
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.errors import RecipeError, UserError
+from llmsuite.engine.trainer import run
 from llmsuite.inference.load import load_model
-from llmsuite.plugins.manager import Registry
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.rm import RmStage
 from llmsuite.stages.sections import RmSection
-from llmsuite.train.trainer import run
-from tests.paths import ROOT
-from tests.unit import dpo_case, tiny_llama
-from tests.unit.families import FAMILIES, tiny
+from tests.support import dpo_case, tiny_llama
+from tests.support.families import FAMILIES, tiny
+from tests.support.paths import ROOT
 
 SCORING = dataclasses.replace(tiny_llama.CONFIG, head="score")
 
@@ -68,7 +68,7 @@ def test_on_disk_it_is_as_hf_has_it(tmp_path: Path) -> None:
     np.testing.assert_array_equal(opened.read("score.weight"), parameters["score.weight"])
 
 
-def test_several_labels_are_no_score(tmp_path: Path) -> None:
+def test_several_labels_are_not_a_score(tmp_path: Path) -> None:
     for change in ({"id2label": {"0": "bad", "1": "good"}}, {"id2label": None}):
         data = {**SCORING.to_hf(), **change}
         (tmp_path / "config.json").write_text(json.dumps(data))
@@ -77,7 +77,8 @@ def test_several_labels_are_no_score(tmp_path: Path) -> None:
 
 
 def test_a_model_does_what_its_head_can() -> None:
-    scoring, speaking = tiny_llama.model(SCORING), tiny_llama.model()
+    scoring = tiny_llama.model(SCORING)
+    speaking = tiny_llama.model()
     hidden = paddle.randn([3, SCORING.hidden_size])
     expected = (hidden.numpy() @ scoring.score.weight.numpy())[:, 0]
     np.testing.assert_allclose(scoring.scores(hidden).numpy(), expected, rtol=1e-5)
@@ -135,7 +136,7 @@ def test_a_language_model_gets_a_new_head(
     def weights(name: str) -> Path:
         return tmp_path / name / "checkpoints" / "step-1"
 
-    new = "score.weight is new, drawn from seed 42"
+    new = "score.weight is new, initialized from seed 42"
     train("speaking", "orpo.json", "--train.learning_rate=1e-30")
     words = (f"--model.weights={weights('speaking')}", "--train.learning_rate=1e-30")
     assert new in train("scoring", "rm.json", *words)
@@ -154,11 +155,11 @@ def test_a_language_model_gets_a_new_head(
 
     with pytest.raises(RecipeError, match=r"is a reward model, but dpo trains a language model"):
         plan_run(ROOT / "recipes" / "llama" / "dpo.json", words[:1], registry, smoke=True)
-    with pytest.raises(UserError, match="is a reward model, which scores answers and gives none"):
+    with pytest.raises(UserError, match="is a reward model, which scores answers and generates none"):
         load_model(after, CpuBackend())
 
 
-def test_the_head_is_no_key(problems: Callable[..., list[Any]]) -> None:
+def test_the_head_is_not_a_recipe_key(problems: Callable[..., list[Any]]) -> None:
     (problem,) = problems({"stage": "rm", "model.config.head": "score"})
     assert "unknown key" in problem.message
 
@@ -195,7 +196,8 @@ def test_adapters_are_saved_with_the_head_and_resumed(
 
 def test_a_language_model_and_an_adapter_with_a_head_are_a_reward_model(tmp_path: Path) -> None:
     base = tiny_llama.write(tmp_path / "base")
-    module, size = "model.layers.0.mlp.down_proj", base["model.layers.0.mlp.down_proj.weight"].shape
+    module = "model.layers.0.mlp.down_proj"
+    size = base["model.layers.0.mlp.down_proj.weight"].shape
     random = np.random.default_rng(1)
     a, b = (random.normal(size=shape).astype("float32") for shape in ((2, size[0]), (size[1], 2)))
     score = random.normal(size=(1, tiny_llama.CONFIG.hidden_size)).astype("float32")

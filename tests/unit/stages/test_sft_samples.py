@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,82 +15,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.data.chat_template import ChatTemplate, load_template
-from llmsuite.data.control import ControlTokens
-from llmsuite.data.conversations import BUILTIN
+from llmsuite.base.errors import UserError
+from llmsuite.data.chat_template import load_template
+from llmsuite.data.control_tokens import ControlTokens
 from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Conversation, Message, ToolCall, turns_of
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.errors import UserError
-from llmsuite.schema.recipe import DataSection, ModelSection, Recipe
+from llmsuite.engine.supervision import supervised_sequences
 from llmsuite.stages.language_model import WeightedTokens, collate, join, weighted_loss
-from llmsuite.stages.sections import SftSection
 from llmsuite.stages.sft import SftStage
-from llmsuite.train.stage import DropCounts, StageContext
-from llmsuite.train.supervision import supervised_sequences
-from tests.paths import DATA
-from tests.unit import dpo_case
+from tests.support import dpo_case
+from tests.support.paths import DATA
+from tests.support.sft_case import FORMATS, make_stage, samples, talk
 
-START, EOS, PAD = 1, 2, 0  # of data/tokenizer
-FORMATS = {f.name: f for f in BUILTIN}
-
-
-def make_stage(
-    max_length: int = 512,
-    template: Any = "tokenizer",
-    truncate: bool = False,
-    report: Callable[[str], None] = lambda text: None,
-    packing: Any = "none",
-    on_bad_row: Any = "error",
-) -> SftStage:
-    """`template` is a choice of the recipe, or a source."""
-    recipe = Recipe(
-        stage="sft",
-        model=ModelSection(family="llama"),
-        data=DataSection(
-            train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing, on_bad_row=on_bad_row
-        ),
-        train=dpo_case.train_section(),
-        output_dir="nothing is written",
-    )
-    tokenizer = TextTokenizer(DATA / "tokenizer")
-
-    def load() -> ChatTemplate:
-        if "{" in template:
-            return ChatTemplate(template, tokenizer.special_tokens, "a stranger")
-        return load_template(template, tokenizer.directory, tokenizer.special_tokens)
-
-    context = StageContext(
-        recipe=recipe,
-        tokenizer=tokenizer,
-        template=load,
-        data_formats=FORMATS,
-        initial_digest=lambda: "model",
-        length_multiple=1,
-        report=report,
-    )
-    return SftStage(SftSection(truncate=truncate), context)
+START = 1  # of data/tokenizer
+EOS = 2
+PAD = 0
 
 
 @pytest.fixture(scope="module")
 def stage() -> SftStage:
     return make_stage()
-
-
-def talk(*texts: str, system: str | None = None, supervised: tuple[bool, ...] | None = None) -> Conversation:
-    """User and assistant in turn; `supervised` is for each answer."""
-    messages = [Message("user" if i % 2 == 0 else "assistant", text) for i, text in enumerate(texts)]
-    flags = [i % 2 == 1 and (supervised is None or supervised[i // 2]) for i in range(len(texts))]
-    if system is not None:
-        messages, flags = [Message("system", system), *messages], [False, *flags]
-    return Conversation(tuple(messages), tuple(flags))
-
-
-def samples(made: SftStage, *rows: Conversation) -> tuple[list[WeightedTokens], dict[str, int]]:
-    counts = DropCounts(Path("rows.jsonl"), read=len(rows))
-    found = made.make_samples(rows, counts)
-    assert len(found) + sum(counts.dropped.values()) == len(rows)
-    return found, counts.dropped
 
 
 def text(made: SftStage, ids: Any) -> str:
@@ -128,14 +72,14 @@ def test_a_turn_that_is_not_to_be_supervised_is_only_read(stage: SftStage) -> No
     assert parts(stage, first)[1:] == ["Hello.<|im_end|>"]  # what comes later would teach nothing
 
 
-def test_the_question_is_what_comes_before_the_last_answer(stage: SftStage) -> None:
+def test_an_eval_prompt_has_the_tokens_before_the_last_answer(stage: SftStage) -> None:
     ((long, short), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye."), talk("Yes?", "No."))
-    ((asked,), (other,)) = (stage.questions(sample) for sample in (long, short))
+    ((asked,), (other,)) = (stage.eval_prompts(sample) for sample in (long, short))
     assert text(stage, asked.answer) == "Bye.<|im_end|>"
     assert (*asked.prompt, *asked.answer) == tuple(long.ids)
     assert "Hello.<|im_end|>" in text(stage, asked.prompt)
     assert text(stage, other.answer) == "No.<|im_end|>"
-    assert stage.questions(join([long, short])) == [asked, other], "packed"
+    assert stage.eval_prompts(join([long, short])) == [asked, other], "packed"
 
 
 @pytest.mark.parametrize(
@@ -147,7 +91,7 @@ def test_the_question_is_what_comes_before_the_last_answer(stage: SftStage) -> N
         ("llama3", ["Hello.<|eot_id|>", "Bye.<|eot_id|><|im_end|>"]),
     ],
 )
-def test_each_template_learns_where_turns_end(template: str, supervised: list[str]) -> None:
+def test_each_template_supervises_the_end_of_turns(template: str, supervised: list[str]) -> None:
     made = make_stage(template=template)
     ((sample,), _) = samples(made, talk("Hi?", "Hello.", "And?", "Bye."))
     assert parts(made, sample)[1::2] == supervised
@@ -169,7 +113,7 @@ def test_tools_and_calls() -> None:
             samples(make_stage(template=choice), talk("Hi?", "Hello."), row)
     # one that shows the tools, but not that one is called, would teach to say nothing
     deaf = "{{ tools | tojson }}{% for m in messages %}{{ m['role'] }} {{ m['content'] }}{{ eos_token }}{% endfor %}"
-    with pytest.raises(UserError, match=r"row 1: .* leaves out a part of what messages\[1\] says"):
+    with pytest.raises(UserError, match=r"row 1: .* leaves out a part of the content of messages\[1\]"):
         samples(make_stage(template=deaf + "{% if add_generation_prompt %}assistant {% endif %}"), row)
 
 
@@ -193,7 +137,7 @@ ASK = "{% if add_generation_prompt %}assistant:{% endif %}"
         ),
         (
             "{% for m in messages %}{{ m['role'] }}:{{ m['content'] | upper }}{{ eos_token }}{% endfor %}" + ASK,
-            "leaves out a part of what messages[1] says",
+            "leaves out a part of the content of messages[1]",
         ),
         ("{% for m in messages %}" + TURN + "{% endfor %}" + ASK, "does not mark the end of messages[1]"),
     ],
@@ -205,7 +149,7 @@ def test_a_template_that_does_not_round_trip_is_refused(source: str, message: st
     assert message in str(caught.value)
 
 
-def test_a_token_over_the_border_is_cut_as_whoever_asks_would(stage: SftStage) -> None:
+def test_a_token_over_the_border_is_split_as_in_generation(stage: SftStage) -> None:
     made = make_stage(template="plain")
     encode = made.context.tokenizer.encode
     ((sample,), _) = samples(made, talk("and?", "\n\nand"))
@@ -218,7 +162,7 @@ texts = st.text(st.characters(codec="utf-8"), max_size=12).filter(lambda t: "<|"
 
 
 @given(st.lists(texts, min_size=2, max_size=6).filter(lambda t: len(t) % 2 == 0))
-def test_every_answer_is_supervised_whole_after_what_the_template_shows(stage: SftStage, words: list[str]) -> None:
+def test_every_answer_is_fully_supervised_after_its_rendered_prompt(stage: SftStage, words: list[str]) -> None:
     row = talk(*words)
     found, dropped = samples(stage, row)
     if not found:
@@ -255,11 +199,11 @@ def test_long_conversations_are_dropped_or_cut(tmp_path: Path) -> None:
         ((cut,), _) = samples(make_stage(max_length=kept, truncate=True), row)
         assert cut.ids.tolist() == whole.ids[:kept].tolist()
         assert cut.weights.tolist() == whole.weights[:kept].tolist()
-    said: list[str] = []
+    reported: list[str] = []
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"src": ["Hi?", "And?"], "tgt": ["Hello.", "Bye."]}))
-    make_stage(max_length=length - 1, truncate=True, report=said.append).read(path)
-    assert said == [f"{path}: 1 rows are cut to data.max_length {length - 1}", f"{path}: 1 of 1 rows are used"]
+    make_stage(max_length=length - 1, truncate=True, report=reported.append).reader.read(path)
+    assert reported == [f"{path}: 1 rows are cut to data.max_length {length - 1}", f"{path}: 1 of 1 rows are used"]
     masked = f"with no answer within data.max_length {first}"
     assert samples(make_stage(max_length=first, truncate=True), row)[1] == {masked: 1}
 
@@ -268,7 +212,7 @@ def test_a_file_without_a_usable_row_is_refused(tmp_path: Path, stage: SftStage)
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"src": "Hi?", "tgt": ""}))
     with pytest.raises(UserError, match="can train anything: 1 with no supervised turn of the assistant"):
-        stage.read(path)
+        stage.reader.read(path)
 
 
 def test_every_embedded_row(stage: SftStage) -> None:
@@ -339,7 +283,7 @@ def test_an_evaluation_counts_what_greedy_decoding_picks() -> None:
         model.eval()
         ids = np.array([1, *np.random.default_rng(0).integers(3, 500, 30)], "int32")
         chosen = model(paddle.to_tensor(ids[None].astype("int64"))).numpy()[0].argmax(-1)
-        ids[5:20:3] = chosen[4:19:3]  # which changes what is picked behind them
+        ids[5:20:3] = chosen[4:19:3]  # which changes what is picked after them
         weights = np.where(np.arange(31) > 0, np.float32(0.5), np.float32(0))
         sample = WeightedTokens(ids, weights)
         picked = model(paddle.to_tensor(ids[None].astype("int64"))).numpy()[0].argmax(-1)
@@ -348,8 +292,9 @@ def test_an_evaluation_counts_what_greedy_decoding_picks() -> None:
     assert weight == 30.0
 
 
-def test_joined_rows_teach_the_same_without_padding() -> None:
-    stage, text = make_stage(), "What is a prime number, and why?"
+def test_joined_rows_have_the_same_loss_without_padding() -> None:
+    stage = make_stage()
+    text = "What is a prime number, and why?"
     given = [samples(stage, talk(text[:size], text[size:] + "!"))[0][0] for size in (4, 20, 9)]
     padded = stage.collate(given)
     stage.context = dataclasses.replace(stage.context, padding_free=True)
@@ -368,17 +313,17 @@ def test_joined_rows_teach_the_same_without_padding() -> None:
 
 
 def test_control_tokens_in_turns_are_warned_of(tmp_path: Path) -> None:
-    said: list[str] = []
+    reported: list[str] = []
     rows = [
         {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "yes"}]}
         for text in ("a", "b<|im_start|>system", "c<|im_end|>", "d")
     ]
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    make_stage(report=said.append).read(path)
-    warned = [text for text in said if "control token" in text]
+    make_stage(report=reported.append).reader.read(path)
+    warned = [text for text in reported if "control token" in text]
     assert warned == [
-        f"warning: {path}:2: what a turn says has the control token <|im_start|>, and so have 1 more rows; it is "
+        f"warning: {path}:2: the text of a turn has the control token <|im_start|>, and so have 1 more rows; it is "
         "trained as that token and not as text. If it comes from users, take it out of the data"
     ]
 
@@ -403,7 +348,7 @@ def test_tokens_of_any_file_are_warned_of_and_thoughts_are_not(tmp_path: Path) -
     def warned(user: str, answer: str) -> bool:
         control = ControlTokens(tokenizer, lambda: load_template("tokenizer", directory, tokenizer.special_tokens))
         turns = (Message("user", user), Message("assistant", answer))
-        return control.find_said(turns_of(Conversation(turns, (False, True)))) is not None
+        return control.find_in_turns(turns_of(Conversation(turns, (False, True)))) is not None
 
     assert [warned(text, "b") for text in ("<|A|>", "<|im_end|>", "<think>", "a")] == [True, True, True, False]
     assert [warned("b", text) for text in ("<|A|>", "<|im_end|>", "<think>a</think>b")] == [True, True, False]

@@ -1,4 +1,4 @@
-"""What Paddle's CPU wheel lacks for several processes over Gloo."""
+"""Collectives over Gloo that Paddle's CPU wheel lacks."""
 
 GLOO_TIMEOUT = "LLMSUITE_GLOO_TIMEOUT_S"
-"""Variable: seconds that a rank waits for the others in a call. `front.cc` reads it too."""
+"""Environment variable: seconds that a rank waits for the others in a collective call. `front.cc` reads it too."""

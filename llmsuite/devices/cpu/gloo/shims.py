@@ -1,4 +1,4 @@
-"""Fixes for what Paddle 3.3.1 gets wrong with several CPU processes over Gloo. One line each on why.
+"""Workarounds for bugs of Paddle 3.3.1 with several CPU processes over Gloo; a comment at each says why.
 
 Import order matters: `preload` before `import paddle`, `install` right after it.
 """
@@ -15,9 +15,9 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from llmsuite.base.errors import UserError
 from llmsuite.devices.cpu.build import Library, library
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
-from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
 KERNELS = Library(
@@ -30,35 +30,36 @@ KERNELS = Library(
 )
 _FRONT_SOURCES = tuple(_HERE / name for name in ("front.cc", "types.h", "messages.h"))
 FRONT = dataclasses.replace(KERNELS, name="gloo_front", sources=_FRONT_SOURCES, links=())
-"""Definitions that are found before the wheel's stubs. It links nothing of Paddle: see front.cc."""
+"""Definitions that the linker finds before the wheel's stubs. It links no library of Paddle: see front.cc."""
 
-_STORE_SECONDS, _MOST_STORE_SECONDS = 1800, 86400  # the store counts milliseconds in 32 bits
+_STORE_SECONDS = 1800  # the store counts milliseconds in 32 bits
+_MOST_STORE_SECONDS = 86400
 _SIOCGIFADDR = 0x8915  # Linux: ask for the address of an interface
-_FIRST_RING = 100_000  # there are no more groups than that
-_stores: list[Any] = []  # a store serves its group as long as the process lives
+_FIRST_RING = 100_000  # above the numbers of all groups
+_stores: list[Any] = []  # kept alive: a store serves its group until the process ends
 _ranks_of_group: list[str] = []
 
 
 def build_kernels() -> None:
-    """Build the missing kernels, if need be. Raises UserError when they cannot be built."""
+    """Build the missing kernels, if necessary. Raises UserError if they cannot be built."""
     for what in (FRONT, KERNELS):
         library(what)
 
 
 def preload() -> None:
-    """Load the front, before Paddle, so that its symbols are found first. Raises UserError when it cannot be built."""
+    """Load `FRONT` before Paddle, so that its symbols are found first. Raises UserError if it cannot be built."""
     build_kernels()
     ctypes.CDLL(str(library(FRONT)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
 
 
 def load_kernels() -> None:
-    """Load the kernels that the front calls, once Paddle is loaded."""
+    """Load the kernels that `FRONT` calls, after Paddle is loaded."""
     kernels = ctypes.CDLL(str(library(KERNELS)), mode=ctypes.RTLD_LOCAL | os.RTLD_LAZY)
     ctypes.CDLL(str(library(FRONT))).use_kernels(ctypes.c_void_p(kernels._handle))
 
 
 def install() -> None:
-    """Patch Paddle; once a process."""
+    """Patch Paddle; to be called once per process."""
     import paddle
     import paddle.distributed as dist
     from paddle.base import core
@@ -68,13 +69,14 @@ def install() -> None:
 
     load_kernels()
 
-    # Gloo listens on the address of the host's own name, often the loopback, which other machines cannot reach.
+    # Gloo listens on the address of the host's name, often the loopback, which other machines cannot reach.
     if (interface := _interface(_own_address())) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
-    # Groups made back to back meet over un-prefixed keys of one store and mix up: each gets a store of its own.
+    # Groups created back to back use the same keys of one store and mix them up: each gets its own store.
     # Disjoint groups may share an id, so the store's name needs the ranks, which only new_group knows.
-    new_group, create = collective.new_group, core.ProcessGroupGloo.create
+    new_group = collective.new_group
+    create = core.ProcessGroupGloo.create
 
     def new_group_with_ranks(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         _ranks_of_group.append("all" if ranks is None else "-".join(map(str, sorted(ranks))))
@@ -95,7 +97,7 @@ def install() -> None:
     # Static programs: ProcessGroup.instantiate knows CUDA, XPU and custom devices only.
     def instantiate(self: Any) -> None:
         rank = dist.get_rank()
-        # ring 0 is the default group, which is there already
+        # ring 0 is the default group, which exists already
         if not self._is_instantiate and self.id != 0 and self.nranks > 1 and rank in self.ranks:
             members = "-".join(map(str, self.ranks))
             shared = core.create_or_get_global_tcp_store()
@@ -105,37 +107,37 @@ def install() -> None:
 
     process_group.ProcessGroup.instantiate = instantiate
 
-    # Rings of programs have numbers that groups which are made later would get again.
+    # Rings of programs get numbers that later groups would get again: start above them.
     process_group._new_ring_id = lambda: _FIRST_RING
 
-    # Pipelines in programs: their parts wait for events of CUDA that no operation of the CPU records, and run one after
-    # the other anyhow.
+    # Pipelines in programs: their stages wait for CUDA events that no CPU operation records, and run one after the
+    # other anyway.
     PipelinePassBase._add_dependency = lambda self, recorder_op, waiter_op, name: None
 
-    # The barrier inside to_static is an op of NCCL; the public one does the same over Gloo.
+    # The barrier inside to_static is an NCCL op; the public one does the same over Gloo.
     def barrier(x: Any, out: Any, *attributes: Any) -> Any:
         dist.barrier()
         return out
 
     paddle._legacy_C_ops.barrier = barrier
 
-    # dist.load_state_dict brings what one rank has read for another to a device that has a number.
+    # dist.load_state_dict moves tensors that one rank has read for another to a device with an index, by `cuda()`.
     paddle.Tensor.cuda = lambda self, *arguments, **named: self
 
 
 def _store_seconds() -> int:
-    """How long a rank waits for the others when a group is made."""
+    """Seconds that a rank waits for the others when a group is created."""
     return min(_MOST_STORE_SECONDS, int(os.environ.get(GLOO_TIMEOUT) or _STORE_SECONDS))
 
 
 def _private_store(shared: Any, name: str, rank: int) -> Any:
-    """A store for one group: its first rank serves it and tells the others where through the shared store."""
+    """A store for one group: its first rank serves it and publishes its address in the shared store."""
     from paddle.base import core
 
     key = f"llmsuite/{name}"
     if rank == 0:
         address = _own_address()
-        for _ in range(20):  # another process may take the port between asking for a free one and using it
+        for _ in range(20):  # another process may take the port after `_free_port` has returned it
             port = _free_port(address)
             try:
                 store = core.TCPStore(address, port, True, 0, _store_seconds())
@@ -143,7 +145,7 @@ def _private_store(shared: Any, name: str, rank: int) -> Any:
             except (RuntimeError, OSError):
                 continue
         else:
-            raise UserError(f"no free port on {address} for the ranks to meet at")
+            raise UserError(f"no free port on {address} for the rendezvous of the ranks")
         shared.set(key, f"{address}:{port}")
     else:
         address, _, text = bytes(shared.get(key)).decode().rpartition(":")
@@ -153,7 +155,7 @@ def _private_store(shared: Any, name: str, rank: int) -> Any:
 
 
 def _own_address() -> str:
-    """The address of this machine on the way to the master: one that the other machines can reach."""
+    """The address of this machine on the route to the master, which the other machines can reach."""
     host = os.environ.get("PADDLE_MASTER", "127.0.0.1:0").rpartition(":")[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
         s.connect((host, 9))  # sends nothing: only finds the route
@@ -161,7 +163,7 @@ def _own_address() -> str:
 
 
 def _interface(address: str) -> str | None:
-    """The network interface that has an address; None for the loopback, or when no interface has it."""
+    """The network interface with an address; None for the loopback, or if no interface has it."""
     if address.startswith("127."):
         return None
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:

@@ -1,9 +1,9 @@
 // Updates of AdamW, in place, in one pass on all threads:
 //   llmsuite_adamw  parameters, their gradients, both moments, and both decay rates to the power of the updates so far
 //                   and this one -> the first parameter; the gradients are multiplied by a factor first
-// As Paddle's operation computes it (Loshchilov and Hutter 2019, arXiv 1711.05101; Kingma and Ba 2015, arXiv 1412.6980,
-// section 2, in the order of computation it gives for efficiency), which takes twice as long. An element's numbers do not
-// depend on those beside it.
+// The same computation as Paddle's operation (Loshchilov and Hutter 2019, arXiv 1711.05101; Kingma and Ba 2015, arXiv
+// 1412.6980, section 2, in its efficient order of computation), which takes twice as long. The result of an element
+// does not depend on its neighbours.
 #include <cmath>
 
 #include "common.h"

@@ -65,7 +65,7 @@ class Block {
   int64_t first, rows;
   std::array<Range, 2> runs{};  // of keys; the first one may be empty
 
-  // A run begins and ends at multiples of `unit`, so the last one may end behind the last key.
+  // A run begins and ends at multiples of `unit`, so the last one may end after the last key.
   Block(const Shape& s, int64_t number, const int64_t* spans_of_row, int64_t unit = 1)
       : first(number * kBlock), rows(std::min(kBlock, s.L - first)), shift_(s.S - s.L), length_(s.L) {
     spans_ = spans_of_row ? spans_of_row + first : nullptr;

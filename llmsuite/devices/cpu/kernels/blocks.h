@@ -1,9 +1,10 @@
-// Sums of products of whole matrices by those of tiles.h, block by block:
+// Sums of products of matrices, computed block by block with tiles.h:
 //   c [m, n] = a [m, k] b [k, n] for one pair of a and b or several; sums are float32
 // Inputs are rounded to bfloat16, or split into three parts of it, which are all of a float32 number.
-// A thread makes a rectangle of c, in blocks whose sums stay in its cache, kDepth of k at a time. That much of b is
-// there too, in pairs of rows, while rows of a pass by. A block leaves for memory once. In which order an element is
-// summed depends on each k alone: it is the same whatever rows and columns are beside it, and for any number of threads.
+// A thread computes a rectangle of c, in blocks whose sums stay in its cache, kDepth of k at a time. The matching part
+// of b stays there too, in pairs of rows, while rows of a are read. A block is written to memory once. The order in
+// which an element is summed depends only on each k: it is the same for any other rows and columns, and any number of
+// threads.
 #pragma once
 #include <omp.h>
 
@@ -105,11 +106,11 @@ struct Slices {
     }
   }
 
-  // Whether the slices of b are kept, for so many columns of a thread.
+  // True if the slices of b are kept, for a number of columns of a thread.
   bool AreKept(int64_t columns) const { return kParts * rows * Pieces::OfAtMost(kColumns, columns).size <= Size::kKept; }
 };
 
-// Rows and columns of c that a thread makes, `across` threads side by side.
+// Rows and columns of c that a thread computes; `across` threads divide the columns.
 struct Grid {
   int64_t rows, columns, across;
 
@@ -168,7 +169,7 @@ inline void Right(const Matrix& b, int64_t depth, int64_t count, int64_t column,
     const int64_t some = std::min(columns - from, tiles::kStep);
     const auto take = [&](const auto* x) {
       if (!b.is_turned) return tiles::Pairs(x, b.lead, count, some, to, tiles::kStep, deep, tiles::kStep);
-      // rows of the transpose have pairs side by side: these are turned as one number
+      // rows of the transpose have the pairs as neighbours: a pair is transposed as one number
       tiles::Rows(x, b.lead, some, count, room, lead, tiles::kStep, deep);
       tiles::Turn(reinterpret_cast<const uint32_t*>(room), lead / 2, tiles::kStep, deep / 2, to, tiles::kStep);
     };
@@ -236,7 +237,7 @@ class Worker {
     for (int64_t i = 0; i < rows; i += tiles::kStep) {
       const int64_t some_rows = std::min(tiles::kStep, rows - i);
       const tiles::Left of_a = TakeLeft(slice, m + i, some_rows);
-      // what comes then: rows below, at the end of a block those of the next slice, behind the last one the next block
+      // what comes next: the rows below, after the last of a block the next slice, after the last slice the next block
       const bool is_end = i + tiles::kStep >= rows, is_last = is_end && number + 1 == slices_.all.size();
       const Slice& then = slices_.all[is_last ? 0 : number + is_end];
       const int64_t row = is_last ? m + rows : is_end ? m : m + i + tiles::kStep;
@@ -284,7 +285,7 @@ class Worker {
   const tiles::Multiplier multiply_{};
 };
 
-// m, n and each k are at least 1; what of the pairs is turned is the same in all.
+// m, n and each k are at least 1; all pairs have the same sides transposed.
 template <int kParts>
 void Multiply(int64_t m, int64_t n, const std::vector<Pair>& pairs, const Result& c) {
   const int64_t threads = omp_get_max_threads();

@@ -1,9 +1,10 @@
-// One decoding step: one new token of each row through the whole decoder. Every weight is read once, in memory order,
-// and all threads move from layer to layer together, with no operator launch and no thread wake-up in between. A row is
-// summed in the same order whatever rows are beside it and however many threads there are. Keys and values are kept in
-// float32 or bfloat16; all sums are float32. With `rounds` queries, keys, values and weights of attention are rounded to
-// bfloat16 where they are made, as in bf16_attention.cc, and with `rounds_inner` so are gate and up, as in training. With
-// `rounds` queries and keys without biases and norms are rounded before they are turned too: they are bfloat16 there.
+// One decoding step: one new token of each row through all layers of a decoder. Every weight is read once, in memory
+// order, and all threads move from layer to layer together, with no operator launch and no thread wake-up in between. A
+// row is summed in the same order whatever other rows and however many threads there are. Keys and values are stored in
+// float32 or bfloat16; all sums are float32. With `rounds` queries, keys, values and weights of attention are rounded
+// to bfloat16 when they are computed, as in bf16_attention.cc, and with `rounds_inner` so are gate and up, as in
+// training. With `rounds` queries and keys without biases and norms are also rounded before the rotation: training has
+// them in bfloat16 there.
 //
 // Shapes: B rows, D hidden, H query heads, J key-value heads, K head size, F intermediate, S columns of the cache,
 // V vocabulary.
@@ -33,7 +34,7 @@ class Team {
       if (asleep_ > 0) Futex(FUTEX_WAKE_PRIVATE, INT32_MAX);
       return;
     }
-    // the others are microseconds behind, unless they have no core to run on
+    // the others arrive within microseconds, unless they have no core to run on
     for (int spins = 0; spins < 2000; ++spins) {
       if (round_ != round) return;
       __builtin_ia32_pause();
@@ -122,7 +123,7 @@ struct Shape {
 // State shared by the threads.
 struct Work {
   Shape s;
-  Form form;  // of the matrices of layers; 32 bits: as they are
+  Form form;  // format of the matrices of layers; 32 bits: float32
   float eps;
   bool rounds, rounds_inner;
   int64_t filled;
@@ -159,7 +160,7 @@ void Times(const Form& form, const Matrix& w, int64_t B, const float* x, int64_t
   WithForm(form, [&](auto way) { StoredProduct(way, w.stored, B, x, x_step, from, to, y); });
 }
 
-// What is shared out among the threads whole: a vector of outputs, or a tile.
+// The unit of work that threads divide among them: a vector of outputs, or a tile.
 int64_t Unit(const Form& form) { return form.bits == 32 ? kWidth : kTile; }
 
 // x += this thread's part of a product

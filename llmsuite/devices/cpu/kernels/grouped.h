@@ -1,5 +1,5 @@
-// Products of consecutive rows with a matrix each, so many rows for each matrix: as operators, for programs, in which the
-// numbers of rows are known to no Python.
+// Grouped products: consecutive rows times one matrix of a stack. As operators, for static programs, in which Python
+// does not know the numbers of rows.
 //
 // Shapes: x [N, I], w [E, I, O], counts [E] int64; y [N, O], zeros in rows that belong to no matrix, which are the last.
 #pragma once
@@ -12,7 +12,7 @@ namespace grouped {
 using Dims = std::vector<int64_t>;
 using Type = paddle::DataType;
 
-// A matrix in a tensor, from an element on; what is stored is its transpose if it is turned.
+// A matrix in a tensor, from an element on; if it is turned, its transpose is stored.
 struct Matrix {
   const Tensor& tensor;
   int64_t from;
@@ -37,7 +37,7 @@ int64_t EachGroup(const Tensor& counts, int64_t rows, F f) {
 // and `Multiply(m, n, k, a, b, c)` writes c [m, n] = a [m, k] b [k, n].
 template <typename Kind>
 struct Products {
-  // Rows [N, K] times their matrices [E, K, M], or turned [E, M, K], to [N, M].
+  // Rows [N, K] times their matrices [E, K, M], or transposed [E, M, K], to [N, M].
   static Tensor Times(const Tensor& x, const Tensor& w, const Tensor& counts, bool turned) {
     const int64_t rows = x.shape()[0], wide = x.shape()[1], to = w.shape()[turned ? 1 : 2], size = wide * to;
     Tensor y = paddle::experimental::empty({rows, to}, Type::FLOAT32, x.place());

@@ -1,5 +1,6 @@
-// A product whose inputs are rounded to bfloat16, with its gradients, for programs: on their way back these have operators
-// and no Python. What is rounded, and kept for the way back, is as in llmsuite/models/products.py.
+// A product whose inputs are rounded to bfloat16, with its gradients, for static programs, whose backward pass consists
+// of operators and runs no Python. The same tensors are rounded, and saved for the backward pass, as in
+// llmsuite/models/linear_ops.py.
 //
 // Shapes: x [..., I], w [I, O], or transposed [O, I]; y [..., O].
 #pragma once
@@ -13,7 +14,7 @@ using Type = paddle::DataType;
 
 // `multiply(a, b, transpose a, transpose b, is narrow)` of matrices in bfloat16, or in float32 to be rounded, to bfloat16
 // where it is narrow, else float32; the leading dims of a, and of both where a is transposed, are rows. Returns y, as
-// bfloat16 where it `gives` an operand of further products, and x rounded.
+// bfloat16 where it `gives` the rounded input of other products, and x rounded.
 template <typename F>
 std::vector<Tensor> Forward(const Tensor& x, const Tensor& w, bool transpose, bool gives, F multiply) {
   const Tensor kept = rounding::IsBf16(x) ? Tensor(x.impl()) : rounding::ToBf16(x);  // not x, which has a gradient

@@ -1,7 +1,7 @@
 """The operations of `llmsuite.devices.ops` by the kernels of this directory; equal to the plain forms up to rounding.
 
-Each rank computes its local part of distributed tensors. What a kernel cannot take goes to the plain form: numbers that
-are not float32, and distributed tensors inside a program of `paddle.jit.to_static`.
+Each rank computes its local shard of distributed tensors. Inputs that a kernel does not support go to the plain form:
+dtypes other than float32, and distributed tensors inside a program of `paddle.jit.to_static`.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from typing import Any
 
 import paddle
 
+from llmsuite.base.typing import Tensor
 from llmsuite.devices import ops
 from llmsuite.devices.cpu.build import Library
 from llmsuite.devices.cpu.kernels.source import KERNELS, build_kernels
-from llmsuite.devices.decoder_weights import DecoderWeights, StoredMatrix
-from llmsuite.devices.local_parts import are_alike, constant_part, is_split, on_parts, on_rows
-from llmsuite.typing import Tensor
+from llmsuite.devices.decoder_weights import DecoderWeights, PackedWeight
+from llmsuite.devices.local_parts import have_same_layout, is_split, local_constant, on_local_rows, on_local_shards
 
 
 @functools.cache  # Paddle loads a library only once
 def load(what: Library = KERNELS) -> bool:
-    """Build the kernels, if need be, and register them with Paddle; False when they cannot be built."""
+    """Build the kernels if necessary, and register them with Paddle; False if they cannot be built."""
     library = build_kernels(what)
     if library is not None:
         paddle.utils.cpp_extension.load_op_meta_info_and_register_op(str(library))
@@ -30,43 +30,45 @@ def load(what: Library = KERNELS) -> bool:
 
 
 def no_mask(num_queries: int, num_keys: int, dtype: Any, window: int | None = None) -> Tensor | None:
-    """`causal_mask` of an attention that is causal by itself. With a window, as `spans`, [1, 3, L]."""
+    """Mask of a kernel that is causal by default: None, or with a window `spans`, [1, 3, L]."""
     if window is None:
         return None
-    assert num_queries == num_keys, "spans are of as many queries as keys"
+    assert num_queries == num_keys, "spans need as many queries as keys"
     return ops.document_spans(paddle.zeros([1, num_keys], "int64"), window)
 
 
 def spans(document_starts: Tensor, dtype: Any, window: int | None = None) -> Tensor:
-    """`document_mask` as `attention` takes it: `ops.document_spans`, [B, 3, L]."""
+    """`document_mask` in the form of `attention`: `ops.document_spans`, [B, 3, L]."""
     return ops.document_spans(document_starts, window)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Causal attention that computes no score of a key which a token does not see. A mask is in the form of `spans`, or
-    is added to the scores, as in generation."""
+    """Causal attention that skips the keys that a token does not see. A mask has the form of `spans`, or is added to
+    the scores, as in generation."""
     return _attention("attention", q, k, v, mask)
 
 
 def bf16_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """`attention` whose products, and those of its gradients, are of inputs rounded to bfloat16, with float32 sums. Of
-    bfloat16 inputs the output is bfloat16, and so are the gradients."""
+    """`attention` whose products, and those of its gradients, are of inputs rounded to bfloat16, with float32 sums.
+    With bfloat16 inputs the output and the gradients are bfloat16 too."""
     return _attention("bf16_attention", q, k, v, mask)
 
 
 def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     if mask is not None and mask.dtype != paddle.int64:
         return ops.attention(q, k, v, mask)
-    is_operand = q.dtype == paddle.bfloat16
-    if not _takes(q, k, v, dtype=paddle.bfloat16 if is_operand else paddle.float32):
+    is_bf16 = q.dtype == paddle.bfloat16
+    if not _takes(q, k, v, dtype=paddle.bfloat16 if is_bf16 else paddle.float32):
         plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.span_mask(mask, q.dtype)
         return ops.attention(q, k, v, plain)
-    given = None if mask is None else constant_part(mask)
-    return _on_parts(lambda *local: _run(kernel, *local, _spans(local[0]) if given is None else given)[0], q, k, v)
+    if mask is None:
+        return _on_local_shards(lambda *local: _run(kernel, *local, _spans(local[0]))[0], q, k, v)
+    given = local_constant(mask)
+    return _on_local_shards(lambda *local: _run(kernel, *local, given)[0], q, k, v)
 
 
 def cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
-    """`attention` of the newest tokens of a cache, which is read where it is; for generation, without a gradient."""
+    """`attention` of new tokens to a cache, which is read in place; for generation, without a gradient."""
     return _cached_attention("attention", q, keys, values, spans)
 
 
@@ -76,11 +78,11 @@ def bf16_cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor
 
 
 def _cached_attention(kernel: str, q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
-    columns = [part.transpose([0, 2, 1, 3]) for part in (keys, values)]  # views
-    found: list[Tensor] = paddle._C_ops._run_custom_op(
+    columns = [part.transpose([0, 2, 1, 3]) for part in (keys, values)]  # views, no copies
+    outputs: list[Tensor] = paddle._C_ops._run_custom_op(
         f"llmsuite_{kernel}", q.contiguous(), *columns, spans.contiguous()
     )
-    return found[0]
+    return outputs[0]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -89,69 +91,73 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.rms_norm(x, weight, eps)
     if not x.is_dist():
         return _run("rms_norm", x, weight, eps)[0]
-    return on_rows(lambda rows, gain: _run("rms_norm", rows, gain, eps)[0], x, weight)
+    return on_local_rows(lambda rows, gain: _run("rms_norm", rows, gain, eps)[0], x, weight)
 
 
 def rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """`ops.rotary` in one pass, of bfloat16 inputs too, which is computed in float32."""
+    """`ops.rotary` in one pass, computed in float32 also for bfloat16 inputs."""
     if not _takes(x, dtype=paddle.bfloat16 if x.dtype == paddle.bfloat16 else paddle.float32):
         return ops.rotary(x, cos, sin)
-    return _on_parts(lambda local: _run("rotary", local, constant_part(cos), constant_part(sin))[0], x)
+    return _on_local_shards(lambda local: _run("rotary", local, local_constant(cos), local_constant(sin))[0], x)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """`ops.swiglu` in one pass, of bfloat16 inputs too, which is computed in float32."""
-    is_operand = gate.dtype == paddle.bfloat16
-    if is_operand and 0 in gate.shape:  # no plain form takes bfloat16 here
+    """`ops.swiglu` in one pass, computed in float32 also for bfloat16 inputs."""
+    is_bf16 = gate.dtype == paddle.bfloat16
+    if is_bf16 and 0 in gate.shape:  # the plain form does not support bfloat16 on the CPU
         return _run("swiglu", gate, up)[0]
-    if not _takes(gate, up, dtype=paddle.bfloat16 if is_operand else paddle.float32):
+    if not _takes(gate, up, dtype=paddle.bfloat16 if is_bf16 else paddle.float32):
         return ops.swiglu(gate, up)
-    return _on_parts(lambda *local: _run("swiglu", *local)[0], gate, up)
+    return _on_local_shards(lambda *local: _run("swiglu", *local)[0], gate, up)
 
 
 def joined_swiglu(both: Tensor) -> Tensor:
     """`ops.joined_swiglu` in one pass; for generation, without a gradient."""
-    return _run("joined_swiglu", both, False)[0] if _takes(both) else ops.joined_swiglu(both)
+    if not _takes(both):
+        return ops.joined_swiglu(both)
+    return _run("joined_swiglu", both, False)[0]
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """`ops.cross_entropy` of logits that nothing else needs: their gradient takes their memory."""
+    """`ops.cross_entropy` whose gradient overwrites the logits, which nothing else needs."""
     if not _takes(logits) or (logits.is_dist() and paddle.in_dynamic_mode()):
         return ops.cross_entropy(logits, targets)
-    return _on_parts(lambda local: _run("cross_entropy", local, constant_part(targets))[0], logits)
+    return _on_local_shards(lambda local: _run("cross_entropy", local, local_constant(targets))[0], logits)
 
 
-def bf16_operand_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-    """`cross_entropy` whose gradient is rounded to bfloat16 where it is made, in memory of the logits."""
+def bf16_grad_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    """`cross_entropy` whose gradient is rounded to bfloat16 when it is computed, in the memory of the logits."""
     nll, sums = _run("cross_entropy", logits, targets)
     return nll, lambda given: _run("cross_entropy_back", logits, targets, sums, given)[0]
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`ops.grouped_matmul` by one product a matrix, of its rows and no others."""
-    return _grouped("grouped", x, weight, counts) if _takes(x, weight) else ops.grouped_matmul(x, weight, counts)
+    """`ops.grouped_matmul` by one product per matrix, of only its rows."""
+    if not _takes(x, weight):
+        return ops.grouped_matmul(x, weight, counts)
+    return _grouped("grouped", x, weight, counts)
 
 
-def dispatch_rows(tokens: Tensor, order: Tensor, places: Tensor, counts: Tensor) -> Tensor:
-    """`ops.dispatch_rows` in one pass each way; rows without an expert are zeros."""
+def dispatch_rows(tokens: Tensor, order: Tensor, inverse_order: Tensor, counts: Tensor) -> Tensor:
+    """`ops.dispatch_rows` in one pass forward and one backward; rows without an expert are zeros."""
     if not _takes(tokens):
-        return ops.dispatch_rows(tokens, order, places, counts)
-    return _run("dispatch_rows", tokens, order, places, counts)[0]
+        return ops.dispatch_rows(tokens, order, inverse_order, counts)
+    return _run("dispatch_rows", tokens, order, inverse_order, counts)[0]
 
 
-def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, places: Tensor, counts: Tensor) -> Tensor:
-    """`ops.combine_rows` in one pass each way, without a copy of the rows."""
+def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, inverse_order: Tensor, counts: Tensor) -> Tensor:
+    """`ops.combine_rows` in one pass forward and one backward, without a copy of the rows."""
     if not _takes(rows, weights):
-        return ops.combine_rows(rows, weights, order, places, counts)
-    return _run("combine_rows", rows, weights, order, places, counts)[0]
+        return ops.combine_rows(rows, weights, order, inverse_order, counts)
+    return _run("combine_rows", rows, weights, order, inverse_order, counts)[0]
 
 
 # products of inputs that are rounded to bfloat16, with float32 sums
 
 
 def bf16_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`ops.matmul` of inputs rounded to bfloat16, with float32 sums; they are float32, or rounded already. Nothing but
-    x has more than two dims."""
+    """`ops.matmul` of inputs that are rounded to bfloat16, if they are not yet, with float32 sums. Only x may have more
+    than two dims."""
     return _run("bf16_product", *_sides([(x, y)]), transpose_x, transpose_y, False)[0]
 
 
@@ -160,53 +166,52 @@ def bf16_sum_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
     return _run("bf16_product", *_sides(pairs), False, transpose_y, False)[0]
 
 
-def bf16_operand_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
-    """`bf16_sum_matmul`, whose sums are rounded to bfloat16 where they are made."""
+def bf16_rounded_output_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
+    """`bf16_sum_matmul` whose sums are rounded to bfloat16 when they are computed."""
     return _run("bf16_product", *_sides(pairs), False, transpose_y, True)[0]
 
 
-def bf16_operand(x: Tensor) -> Tensor:
-    """x rounded to bfloat16: half of the memory. What is rounded already is x itself."""
+def round_to_bf16(x: Tensor) -> Tensor:
+    """x rounded to bfloat16, half of the memory; x itself if it is bfloat16 already."""
     return x if x.dtype == paddle.bfloat16 else _run("round_bf16", x)[0]
 
 
-def bf16_attention_operand(x: Tensor) -> Tensor:
+def round_to_bf16_in_float32(x: Tensor) -> Tensor:
     """x rounded to bfloat16, as float32."""
     return _run("rounded", x)[0]
 
 
 def rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`bf16_matmul` for processors whose instructions for it are slower than those for float32, or that have none: a
-    float32 product of rounded inputs, by MKL."""
+    """`bf16_matmul` for processors without fast bfloat16 instructions: a float32 product of rounded inputs, by MKL."""
     x, y = (_run("rounded", t)[0] for t in (x, y))
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
-def rounded_operand_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
-    """`bf16_operand_matmul` likewise."""
+def rounded_io_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
+    """`bf16_rounded_output_matmul` by float32 products of rounded inputs, as `rounded_matmul`."""
     first, *rest = (rounded_matmul(x, y, False, transpose_y) for x, y in pairs)
     for product in rest:
         first.add_(product)
-    return bf16_operand(first)
+    return round_to_bf16(first)
 
 
-def bf16_linear(x: Tensor, y: Tensor, transpose_y: bool = False, gives_operand: bool = False) -> Tensor:
-    """`bf16_matmul`, or `bf16_operand_matmul`, of x [..., I] and a matrix, with a gradient: for programs."""
-    return _run("bf16_linear", x, y, transpose_y, x.dtype == paddle.bfloat16, gives_operand)[0]
+def bf16_linear(x: Tensor, y: Tensor, transpose_y: bool = False, round_output: bool = False) -> Tensor:
+    """`bf16_matmul`, or `bf16_rounded_output_matmul`, of x [..., I] and a matrix, with a gradient: for programs."""
+    return _run("bf16_linear", x, y, transpose_y, x.dtype == paddle.bfloat16, round_output)[0]
 
 
-def rounded_linear(x: Tensor, y: Tensor, transpose_y: bool = False, gives_operand: bool = False) -> Tensor:
-    """`rounded_matmul`, or `rounded_operand_matmul`, of x [..., I] and a matrix, with a gradient: for programs."""
-    return _run("rounded_linear", x, y, transpose_y, x.dtype == paddle.bfloat16, gives_operand)[0]
+def rounded_linear(x: Tensor, y: Tensor, transpose_y: bool = False, round_output: bool = False) -> Tensor:
+    """`rounded_matmul`, or `rounded_io_matmul`, of x [..., I] and a matrix, with a gradient: for programs."""
+    return _run("rounded_linear", x, y, transpose_y, x.dtype == paddle.bfloat16, round_output)[0]
 
 
 def rounded_joined_swiglu(both: Tensor) -> Tensor:
-    """`joined_swiglu` of gate and up as products give them in training: rounded to bfloat16, here as float32."""
+    """`joined_swiglu` of gate and up rounded to bfloat16 first, as the products in training return them."""
     return _run("joined_swiglu", both, True)[0]
 
 
 def rounded_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`grouped_matmul` of inputs rounded to bfloat16, by MKL's products of float32."""
+    """`grouped_matmul` of inputs rounded to bfloat16, by MKL's float32 products."""
     return _grouped("rounded_grouped", x, weight, counts)
 
 
@@ -216,13 +221,13 @@ def bf16_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def plain_rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`rounded_matmul` by Paddle's casts, where there is no compiler."""
+    """`rounded_matmul` by Paddle's casts, for machines without a compiler."""
     x, y = (t.astype("bfloat16").astype("float32") for t in (x, y))
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
-def plain_rounded_operand(x: Tensor) -> Tensor:
-    """`bf16_operand` by Paddle's cast."""
+def plain_round_to_bf16(x: Tensor) -> Tensor:
+    """`round_to_bf16` by Paddle's cast."""
     return x.astype("bfloat16")
 
 
@@ -230,12 +235,12 @@ def plain_rounded_operand(x: Tensor) -> Tensor:
 
 
 def split_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`ops.matmul` in three bfloat16 parts, which together are the float32 number: about as exact as by float32
-    instructions, and faster by AMX. An output is not finite where an input of it is not, or is above 3.39e38. Nothing
-    but x has more than two dims.
+    """`ops.matmul` of float32 inputs, each split into three bfloat16 parts whose sum is the float32 number: about as
+    exact as float32 instructions, and faster by AMX. An output is not finite where one of its inputs is not, or is
+    above 3.39e38. Only x may have more than two dims.
 
-    Thin products too, of which MKL's are faster: a mesh makes products thinner, and sums of two kinds would be further
-    from each other."""
+    Used for thin products too, though MKL's are faster there: a mesh makes products thinner, and results of two kinds
+    of kernels would differ more between meshes."""
     return _run("split_product", *_sides([(x, y)]), transpose_x, transpose_y)[0]
 
 
@@ -246,9 +251,9 @@ def split_sum_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
     return _run("split_product", *_sides(pairs), False, transpose_y)[0]
 
 
-def split_linear(x: Tensor, y: Tensor, transpose_y: bool = False, gives_operand: bool = False) -> Tensor:
+def split_linear(x: Tensor, y: Tensor, transpose_y: bool = False, round_output: bool = False) -> Tensor:
     """`split_matmul` of x [..., I] and a matrix, with a gradient: for programs."""
-    assert not gives_operand, "nothing is rounded between products"
+    assert not round_output, "outputs of float32 products are not rounded"
     return _run("split_linear", x, y, transpose_y)[0]
 
 
@@ -260,50 +265,51 @@ def _next_logits(
     sin: Tensor,
     padding: Tensor,
     cache: Sequence[Tensor],
-    filled: int,
+    cache_len: int,
 ) -> Tensor:
-    """`rounds`: whether what attention takes is rounded, and whether gate and up are."""
+    """`Ops.next_logits`; `rounds`: flags to round the inputs of attention, and to round gate and up."""
     inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
     sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
     has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
     codes = (weights.codes.bits, weights.head_codes.bits, list(weights.codes.levels))
-    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, *rounds, filled)[0]
+    return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, *rounds, cache_len)[0]
 
 
-# what `llmsuite doctor` shows of them
+# `llmsuite doctor` shows these docstrings
 next_logits = functools.partial(_next_logits, (False, False))
-next_logits.__doc__ = "One new token of each row through a whole decoder, in one operation; see `ops.Ops`."
+next_logits.__doc__ = "One new token of each row through all layers of a decoder, in one operation; see `ops.Ops`."
 rounded_next_logits = functools.partial(_next_logits, (False, True))
 rounded_next_logits.__doc__ = "`next_logits` with gate and up rounded to bfloat16, as in training."
 bf16_next_logits = functools.partial(_next_logits, (True, True))
 bf16_next_logits.__doc__ = (
     "`rounded_next_logits` with the attention of `bf16_attention`, and queries and keys rounded before the rotation as "
-    "in training; what is in the cache has to be rounded already."
+    "in training; the entries of the cache have to be rounded already."
 )
 
 
-def stored_product(x: Tensor, matrix: StoredMatrix) -> Tensor:
-    """x [..., I], rounded to bfloat16, times a stored matrix, [..., O]: for a few rows weights are widened in
-    registers, for more in parts that stay in the cache."""
+def packed_matmul(x: Tensor, matrix: PackedWeight) -> Tensor:
+    """x [..., I], rounded to bfloat16, times a packed weight, [..., O]: weights are dequantised in registers for a few
+    rows, and in blocks that stay in the processor's cache for more."""
     return _run("stored_product", x, matrix.bytes, matrix.codes.bits, list(matrix.codes.levels), matrix.num_outputs)[0]
 
 
-def stored_grouped(x: Tensor, stack: StoredMatrix, counts: Tensor) -> Tensor:
-    """`stored_product` of rows x [N, I], so many `counts` [E] for each matrix of a stack: [N, O]. Rows behind them give
-    zeros."""
+def packed_grouped_matmul(x: Tensor, stack: PackedWeight, counts: Tensor) -> Tensor:
+    """Grouped `packed_matmul`, [N, O]: rows x [N, I], `counts` [E] of them for each matrix of a stack. Trailing rows
+    give zeros."""
     codes = (stack.codes.bits, list(stack.codes.levels))
     return _run("stored_grouped", x, stack.bytes, counts, *codes, stack.num_outputs)[0]
 
 
-def stored_outputs(numbers: Tensor, matrix: StoredMatrix) -> Tensor:
-    """Outputs of a stored matrix by their numbers [...], [..., I]."""
+def packed_embedding(indices: Tensor, matrix: PackedWeight) -> Tensor:
+    """Columns of a packed weight by output index [...], [..., I]: embeddings of tokens."""
     codes = (matrix.codes.bits, list(matrix.codes.levels))
-    return _run("stored_outputs", numbers, matrix.bytes, *codes, matrix.num_inputs, matrix.num_outputs)[0]
+    return _run("stored_outputs", indices, matrix.bytes, *codes, matrix.num_inputs, matrix.num_outputs)[0]
 
 
-def stored_write(values: Tensor, matrix: StoredMatrix, first: int, turned: bool) -> None:
-    """Round values [I, n], or turned [n, I], into the outputs of a matrix stored in bf16, from the `first` on."""
-    _run("stored_write", values, matrix.bytes, matrix.num_outputs, first, turned)
+def write_packed(values: Tensor, matrix: PackedWeight, first: int, transposed: bool) -> None:
+    """Round values [I, n], or [n, I] with `transposed`, to bf16 into the outputs `first` and following of a packed
+    weight."""
+    _run("stored_write", values, matrix.bytes, matrix.num_outputs, first, transposed)
 
 
 def square_sum(tensors: Sequence[Tensor], factor: float) -> Tensor:
@@ -325,21 +331,22 @@ def adamw(
     parameters: Sequence[Tensor], gradients: Sequence[Tensor], factor: float, rates: Sequence[float],
     slots: Sequence[Sequence[Tensor]], betas: tuple[float, float], epsilon: float, decays: Sequence[float],
 ) -> None:  # fmt: skip
-    """Updates by AdamW of at least one parameter in one pass, on all threads.
+    """AdamW update of at least one parameter in one pass, on all threads (Loshchilov and Hutter 2019, arXiv
+    1711.05101).
 
     Args:
-        parameters: float32, like their gradients and moments; they change, and so do the slots.
-        gradients: of the parameters.
-        factor: what the gradients are multiplied by first.
-        rates: the learning rates, one for each parameter.
-        slots: first moments, second moments, and both decay rates to the power of this update's number, one number
-            each; every one as many as parameters.
+        parameters: float32, like their gradients and moments; updated in place, as are the slots.
+        gradients: gradients of the parameters.
+        factor: factor that the gradients are multiplied by first.
+        rates: learning rates, one for each parameter.
+        slots: first moments, second moments, and the powers of both betas for this update, one number each; four
+            lists with an entry for each parameter.
         betas: decay rates of the moments.
-        epsilon: what is added to the root of the second moment.
-        decays: of the weights, one for each parameter.
+        epsilon: term added to the root of the second moment.
+        decays: weight decays, one for each parameter.
     """
-    given = [gradient.contiguous() for gradient in gradients]
-    _run("adamw", list(parameters), given, *map(list, slots), factor, *betas, epsilon, list(rates), list(decays))
+    contiguous = [gradient.contiguous() for gradient in gradients]
+    _run("adamw", list(parameters), contiguous, *map(list, slots), factor, *betas, epsilon, list(rates), list(decays))
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -347,24 +354,26 @@ def _is_plain(x: Tensor) -> bool:
 
 
 def _takes(*tensors: Tensor, dtype: Any = paddle.float32) -> bool:
-    """Whether the kernels can take them."""
+    """True if the kernels support these tensors."""
     if any(t.dtype != dtype or 0 in t.shape for t in tensors):
         return False
-    return not tensors[0].is_dist() or (is_split(tensors[0]) and are_alike(tensors))
+    return not tensors[0].is_dist() or (is_split(tensors[0]) and have_same_layout(tensors))
 
 
 def _grouped(kernel: str, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    # of matrices that are not trained no gradient is made
+    # frozen matrices need no gradient: their operation does not compute it
     return _run(f"{kernel}_{'rows' if weight.stop_gradient else 'product'}", x, weight, counts)[0]
 
 
-def _on_parts(kernel: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    return on_parts(kernel, *tensors) if tensors[0].is_dist() else kernel(*tensors)
+def _on_local_shards(kernel: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    if not tensors[0].is_dist():
+        return kernel(*tensors)
+    return on_local_shards(kernel, *tensors)
 
 
 def _spans(q: Tensor) -> Tensor | None:
-    """Spans of rows of one document, where they have to be given: without an optional input Paddle 3.3.1 makes no
-    program of `dist.to_static`."""
+    """Spans of rows of one document in static programs, None otherwise: Paddle 3.3.1 cannot build a program of
+    `dist.to_static` with a missing optional input."""
     if paddle.in_dynamic_mode():
         return None
     return paddle.zeros([q.shape[0], 3, q.shape[1]], "int64")
@@ -378,5 +387,5 @@ def _sides(pairs: ops.Pairs) -> tuple[list[Tensor], list[Tensor]]:
 def _run(name: str, *inputs: Any) -> list[Tensor]:
     if paddle.in_dynamic_mode():
         inputs = tuple(x.contiguous() if isinstance(x, paddle.Tensor) else x for x in inputs)
-    found: list[Tensor] = paddle._C_ops._run_custom_op(f"llmsuite_{name}", *inputs)
-    return found
+    outputs: list[Tensor] = paddle._C_ops._run_custom_op(f"llmsuite_{name}", *inputs)
+    return outputs

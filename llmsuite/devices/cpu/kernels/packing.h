@@ -1,4 +1,4 @@
-// Puts matrices into the forms that tiles.h takes: rounded, in rows or in pairs of rows, turned, filled up with zeros.
+// Puts matrices into the forms that tiles.h takes: rounded, in rows or in pairs of rows, transposed, padded with zeros.
 #pragma once
 #include <immintrin.h>
 
@@ -82,7 +82,7 @@ inline void Stream(const float* x, int64_t count, uint16_t* to) {
   Round(x + i, count - i, to + i);
 }
 
-// x [rows, size], rounded, in rows `lead` apart; what is behind it, up to [rows_whole, size_whole], is 0
+// x [rows, size], rounded, in rows `lead` apart, padded with zeros up to [rows_whole, size_whole]
 template <typename T>
 void Rows(const T* x, int64_t step, int64_t rows, int64_t size, uint16_t* to, int64_t lead, int64_t rows_whole,
           int64_t size_whole) {
@@ -109,7 +109,7 @@ void Pairs(const T* x, int64_t step, int64_t rows, int64_t size, uint32_t* to, i
   }
 }
 
-// Zeros behind [rows, size] up to [rows_whole, size_whole].
+// Pads [rows, size] with zeros up to [rows_whole, size_whole].
 inline void FillUp(uint16_t* x, int64_t lead, int64_t rows, int64_t size, int64_t rows_whole, int64_t size_whole) {
   for (int64_t r = 0; r < rows_whole; ++r)
     std::fill(x + r * lead + (r < rows ? size : 0), x + r * lead + size_whole, 0);
@@ -147,7 +147,7 @@ inline void TurnBlock(const uint32_t* x, int64_t x_step, uint32_t* y, int64_t y_
 template <typename T>
 void TurnSome(const T* x, int64_t x_step, int64_t rows, int64_t columns, T* y, int64_t y_step) {
   constexpr int64_t kSide = 16 / sizeof(T);
-  for (int64_t c = 0; c < columns; c += kSide)  // a line of y is written at once
+  for (int64_t c = 0; c < columns; c += kSide)  // a cache line of y is written together
     for (int64_t r = 0; r < rows; r += kSide)
       if (r + kSide <= rows && c + kSide <= columns)
         TurnBlock(x + r * x_step + c, x_step, y + c * y_step + r, y_step);

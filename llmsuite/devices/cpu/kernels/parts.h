@@ -99,8 +99,8 @@ inline void SplitPairs(const float* even, const float* odd, int64_t count, uint3
   }
 }
 
-// Pairs of rows of x [rows, columns], kStep columns after the other, of each three parts that are `part` pairs apart; what
-// is behind it, up to rows_whole and a multiple of kStep, is 0.
+// Pairs of rows of x [rows, columns], kStep columns after the other, of each three parts that are `part` pairs apart;
+// padded with zeros up to rows_whole and a multiple of kStep.
 inline void PairsOfParts(const float* x, int64_t step, int64_t rows, int64_t columns, uint32_t* to, int64_t part,
                          int64_t rows_whole) {
   alignas(64) static constexpr float kNothing[kStep] = {};
@@ -187,8 +187,8 @@ inline void SplitFourPairs(const FourColumns<16>& four, uint32_t* to, int64_t le
 #endif
 }
 
-// The transpose of x [rows, columns], columns <= kStep, in three parts, in rows `lead` apart; what is behind it, up to
-// multiples of kStep, is 0. No numbers are stored between: stores take as long as the rest.
+// The transpose of x [rows, columns], columns <= kStep, in three parts, in rows `lead` apart, padded with zeros up
+// to multiples of kStep. No intermediate numbers are stored: stores would take as long as the rest.
 inline void SplitTurned(const float* x, int64_t step, int64_t rows, int64_t columns, uint16_t* to, int64_t lead,
                         int64_t part) {
   for (int64_t r = 0; r < rows; r += kStep)

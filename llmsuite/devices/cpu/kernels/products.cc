@@ -2,7 +2,7 @@
 //   llmsuite_bf16_product   the sum of the products of pairs of matrices, each float32 (rounded here) or bfloat16
 //                           -> float32, or rounded once to bfloat16
 //   llmsuite_split_product  the same of float32 matrices, of which nothing is rounded: in parts
-// They have no gradients of their own: see `llmsuite.models.products`. Those of llmsuite_bf16_linear and
+// They have no gradients of their own: see `llmsuite.models.linear_ops`. Those of llmsuite_bf16_linear and
 // llmsuite_split_linear have, for programs.
 #include <algorithm>
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Products of a few rows with a float32 matrix: each weight is read once, in the order in which it is in memory. A row is
-// summed in the same order whatever rows are beside it.
+// summed in the same order whatever other rows there are.
 #pragma once
 #include <algorithm>
 #include <type_traits>

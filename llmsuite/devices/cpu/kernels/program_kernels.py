@@ -1,6 +1,6 @@
 """Builds the operations of an exported program by Paddle's own tools, and registers them with Paddle.
 
-Lies in `kernels` of an exported model, beside their sources. It needs Paddle, g++ and setuptools, and not llmsuite:
+This file is in `kernels` of an exported model, with the sources. It needs Paddle, g++ and setuptools, but not llmsuite:
 
     import sys
 
@@ -9,9 +9,9 @@ Lies in `kernels` of an exported model, beside their sources. It needs Paddle, g
 
     program_kernels.register()  # once a process, before `paddle.inference.create_predictor`
 
-They are built once for each processor and Paddle, some twenty seconds, into Paddle's cache of extensions
-(PADDLE_EXTENSION_DIR). As a program, `python MODEL/kernels/program_kernels.py` prints the place of the library: a C++
-predictor links it, or opens it with `dlopen` before it is created.
+They are built once for each processor and Paddle, in about twenty seconds, into Paddle's cache of extensions
+(PADDLE_EXTENSION_DIR). `python MODEL/kernels/program_kernels.py` prints the path of the library: a C++ program links
+it, or opens it with `dlopen` before it creates the predictor.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def register() -> None:
-    """Let predictors of this process open the program.
+    """Build and register the operations, so that predictors of this process can load the program.
 
     Raises:
         RuntimeError: the operations cannot be built.
@@ -35,9 +35,9 @@ def register() -> None:
     from paddle.utils.cpp_extension import load
 
     libraries = os.path.join(os.path.dirname(paddle.__file__), "libs")
-    # OpenMP's runtime is Paddle's own: with a second one beside it each thread would do all the work
+    # OpenMP's runtime is Paddle's own: with a second runtime in the process each thread would do all the work
     names = ("libiomp5.so", "libmklml_intel.so", "libphi_core.so", "libcommon.so")
-    with contextlib.redirect_stdout(sys.stderr):  # what it says of the build
+    with contextlib.redirect_stdout(sys.stderr):  # messages about the build
         load(
             name=_name(),
             sources=[os.path.join(_HERE, "stored.cc")],
@@ -47,7 +47,7 @@ def register() -> None:
 
 
 def library() -> str:
-    """Where the library is, once it is registered."""
+    """Path of the library, after `register`."""
     from paddle.utils.cpp_extension.extension_utils import get_build_directory
 
     (found,) = glob.glob(os.path.join(get_build_directory(), _name(), "*.so"))
@@ -55,7 +55,7 @@ def library() -> str:
 
 
 def _name() -> str:
-    """A name that differs by processor, Paddle and source: machines may share a home directory."""
+    """A name that depends on processor, Paddle and sources: machines may share a home directory."""
     import paddle
 
     content = [paddle.__version__.encode(), os.path.dirname(paddle.__file__).encode()]

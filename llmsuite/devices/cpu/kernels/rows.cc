@@ -225,8 +225,8 @@ std::vector<Tensor> CrossEntropyBackward(const Tensor& logits, const Tensor& tar
   return {d_logits};
 }
 
-// The same rounded to bfloat16, in the first half of the logits' memory. A few rows at a time are rounded beside it
-// before they are put there, in order: what they overwrite was read before.
+// The same rounded to bfloat16, in the first half of the logits' memory. A few rows at a time are rounded in a buffer
+// and then copied there, in order, so that they overwrite only logits that have been read.
 std::vector<Tensor> NarrowCrossEntropyBackward(const Tensor& logits, const Tensor& targets, const Tensor& sums,
                                                const Tensor& d_nll) {
   Check(logits, "logits");

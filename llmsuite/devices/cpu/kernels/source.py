@@ -1,4 +1,4 @@
-"""How the kernels are built, and whether they can be. Imports no Paddle."""
+"""Build of the kernels, and the check that they can be built. Imports no Paddle."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from llmsuite.base.errors import UserError
 from llmsuite.devices.cpu.build import Library, library
-from llmsuite.errors import UserError
 
 _HERE = Path(__file__).parent
 _FILES = (
@@ -30,10 +30,10 @@ _HEADERS = (
 KERNELS = Library(
     name="kernels",
     sources=tuple(_HERE / name for name in (*_FILES, *_HEADERS)),
-    # OpenMP's runtime is Paddle's own libiomp5: with a second one beside it each thread would do all the work
+    # OpenMP's runtime is Paddle's own libiomp5: with a second runtime in the process each thread would do all the work
     options=(
         "-O3",
-        "-mprefer-vector-width=512",  # GCC's own choice on Intel is 256: attention takes a tenth longer by it
+        "-mprefer-vector-width=512",  # GCC's default on Intel is 256, with which attention takes 10% longer
         "-fno-math-errno",
         "-fno-trapping-math",
         "-fopenmp",
@@ -72,28 +72,28 @@ PRODUCTS = dataclasses.replace(
 PROGRAM_FILES = tuple(
     _HERE / name for name in ("stored.cc", "products.h", "rounding.h", "stored.h", "common.h", "program_kernels.py")
 )
-"""What is written beside a program with stored matrices."""
+"""Files that are written with an exported program that has packed weights."""
 
 
 def can_be_built(what: Library = KERNELS) -> bool:
-    """Whether this machine has a compiler, and a Paddle with Intel's MKL. That the compiler fails to build the kernels
-    is known once `build_kernels` has tried."""
+    """True if this machine has a compiler, and a Paddle with Intel's MKL. A compiler that fails is known only after
+    `build_kernels` has tried."""
     is_there = platform.machine() == "x86_64" and platform.system() == "Linux" and shutil.which("g++") is not None
     return is_there and what.name not in _FAILED
 
 
 def build_kernels(what: Library = KERNELS) -> Path | None:
-    """The kernels for the installed Paddle. None when they cannot be built: plain operations do the same, slower, so
-    that is a warning and no error."""
+    """The library of kernels for the installed Paddle. None if it cannot be built: plain operations compute the same,
+    slower, so that is a warning, not an error."""
     if not can_be_built(what):
         return None
     try:
         return library(what)
     except UserError as error:
         _FAILED[what.name] = str(error)
-        print(f"warning: {error}; going on with plain operations, which are slower", file=sys.stderr, flush=True)
+        print(f"warning: {error}; continuing with plain operations, which are slower", file=sys.stderr, flush=True)
         return None
 
 
 _FAILED: dict[str, str] = {}
-"""Why libraries could not be built, in this process or the one it is a fork of."""
+"""Errors by the names of libraries that could not be built, in this process or the one that forked it."""

@@ -21,14 +21,14 @@ Dims WithLast(Dims shape, int64_t last) {
 }
 
 constexpr int64_t kFewRows = 16;   // up to here weights are widened in registers
-constexpr int64_t kWideTiles = 8;  // tiles that are widened at once
+constexpr int64_t kWideTiles = 8;  // tiles that are widened together
 
 #ifdef __AVX512BF16__
 constexpr int64_t kWideInputs = 768;  // and their inputs: 384 KiB, which stay in the core's cache
-constexpr int kAtOnce = 6;            // rows of x that are multiplied at once with two tiles
+constexpr int kAtOnce = 6;            // rows of x that are multiplied together by two tiles
 static_assert(kTile == 32 && kWideInputs % kMaxBlock == 0, "a row of a tile is two vectors");
 
-// Two numbers, which are bfloat16 already, side by side.
+// Pairs of two vectors' numbers, which are bfloat16 already.
 inline __m512i Paired(Vector even, Vector odd) {
   return _mm512_or_si512(_mm512_srli_epi32((__m512i)even, 16), _mm512_and_si512((__m512i)odd, _mm512_set1_epi32(~0xFFFF)));
 }
@@ -176,7 +176,7 @@ std::vector<Tensor> Forward(const Tensor& x, const Tensor& stored, int64_t bits,
   return {y};
 }
 
-// Rows x [M, I], so many `counts` [E] for each matrix of a stack, to [M, N]; rows behind them give zeros.
+// Grouped product [M, N]: rows x [M, I], `counts` [E] of them for each matrix of a stack; trailing rows give zeros.
 std::vector<Tensor> Grouped(const Tensor& x, const Tensor& stored, const Tensor& counts, int64_t bits,
                             std::vector<float> levels, int64_t num_outputs) {
   Check(x, "x");
@@ -226,7 +226,7 @@ std::vector<Tensor> Outputs(const Tensor& ids, const Tensor& stored, int64_t bit
   return {y};
 }
 
-// Rounds values [I, n], or turned [n, I], into the outputs from `first` on of a matrix in bf16, in place.
+// Rounds values [I, n], or transposed [n, I], into the outputs from `first` on of a matrix in bf16, in place.
 std::vector<Tensor> Write(const Tensor& values, const Tensor& stored, int64_t num_outputs, int64_t first, bool turned) {
   Check(values, "values");
   const int64_t I = values.shape()[turned], n = values.shape()[!turned];

@@ -1,6 +1,6 @@
-// Matrices in 16, 8 or 4 bits, widened in registers as a product reads them. The inputs of a product are rounded to
-// bfloat16, in which codes and levels are exact; sums are float32, and so are scales. The layout is that of
-// llmsuite/inference/packing.py: tiles of kTile outputs, the last one filled up; in a tile one block of inputs after
+// Packed weights: matrices in 16, 8 or 4 bits, widened in registers as a product reads them. The inputs of a product
+// are rounded to bfloat16, in which codes and levels are exact; sums are float32, and so are scales. The layout is that
+// of llmsuite/inference/packing.py: tiles of kTile outputs, the last one padded; in a tile one block of inputs after
 // the other. A block is the scale of each output (float32; none in 16 bits), then the codes, input by input. In 4 bits
 // two inputs share the bytes of a row, the even one in the upper half.
 //
@@ -171,7 +171,7 @@ inline void AddBlock(const Way& way, const uint8_t* bytes, int64_t block, const 
   }
 }
 
-// Vectors of outputs that are summed at once for R rows: as many as there are registers for.
+// Vectors of outputs that are summed together for R rows: as many as there are registers for.
 constexpr int AtOnce(int R) {
   int count = kVectors;
   while (count > 1 && count * R > kWidth) count /= 2;
@@ -206,7 +206,7 @@ inline __m512bh TwoInputs(const uint16_t* x) {
   return (__m512bh)_mm512_set1_epi32(both);
 }
 
-// The same by the processor's products of bfloat16, two inputs at a time; behind an odd number of inputs x has a zero.
+// The same by the processor's products of bfloat16, two inputs at a time; x is padded with a zero to an even number.
 template <int R>
 inline void SumTile(const Bf16&, const uint8_t* bytes, int64_t I, const uint16_t* x, int64_t x_step,
                     float (&sums)[R][kTile]) {
@@ -270,7 +270,7 @@ template <typename Way>
       });
 }
 
-// The float32 values of `count` tiles from `tile` on, inputs [from, end), whole blocks: [end - from, count kTile].
+// The float32 values of `count` tiles from `tile` on, inputs [from, end), full blocks: [end - from, count kTile].
 template <typename Way>
 void Widen(const Way& way, const Stored& w, int64_t tile, int64_t count, int64_t from, int64_t end, float* out) {
   const int64_t block = Block(w.I), size = BlockBytes<Way>(block), step = count * kTile;

@@ -70,14 +70,14 @@ struct Right {
   int64_t lead, part;  // `lead` in pairs
 };
 
-// A block of c, at most kStep x kStep, and of how many products each number is. What is behind these in a and b, up to
-// multiples of kStep, is 0.
+// The size of a block of c, at most kStep x kStep, and the number of products in each sum. a and b are padded with
+// zeros up to multiples of kStep.
 struct Size {
   int64_t rows, columns, depth;
 };
 
-// Memory that is needed soon, which comes to the second-level cache line by line between products: many lines at once
-// would keep these from theirs.
+// Memory that is needed soon, which comes to the second-level cache line by line between products: many requests
+// together would delay those of the products.
 class Ahead {
  public:
   Ahead() = default;
@@ -101,7 +101,7 @@ class Ahead {
 #if defined(__AVX512BF16__)
 inline __m512bh Words(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
-// kRows rows and kVectors times 16 columns of c, whose sums are registers: so many that none waits for the one before it
+// kRows rows and kVectors times 16 columns of c, whose sums are registers: enough that no sum waits for its last addition
 template <int kRows, int kVectors>
 inline void Sums(int64_t k, const uint16_t* a, int64_t lda, const uint16_t* b, int64_t ldb, float* c, int64_t ldc,
                  bool adds) {
@@ -227,7 +227,7 @@ class Multiplier {
         Block<1>({kStep, kStep, k}, {a + i * lda, lda, 0}, {b + 2 * j, ldb, 0}, c + i * ldc + j, ldc, adds, nothing);
   }
 
-  // c has room for kStep rows and columns; what is in those behind the block is of no use.
+  // c has room for kStep rows and columns; the values outside the block are meaningless.
   template <int kParts>
   void Block(const Size& size, const Left& a, const Right& b, float* c, int64_t ldc, bool adds, Ahead& ahead) const {
 #if defined(__AMX_BF16__)

@@ -9,19 +9,19 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.models.lora import adapted_modules, add_adapters
-from llmsuite.models.peft_configs import lora_config
-from llmsuite.models.shard_plan import WHOLE
-from llmsuite.models.targets import is_trained
+from llmsuite.adapters.add import adapted_modules, add_adapters
+from llmsuite.adapters.methods import adapter_config
+from llmsuite.adapters.parameters import is_trained
+from llmsuite.models.initial_values import initial_values
+from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
-from llmsuite.stages.language_model import program_loss
-from llmsuite.train.initial_values import initial_values
-from tests.unit import alone, tiny_llama
-from tests.unit.parallel.program.test_kernels import TRAIN, random_batch
+from tests.support import alone, tiny_llama
+from tests.support.program_batches import TRAIN, random_batch
+from tests.support.program_loss import program_loss
 
 KINDS: dict[str, dict[str, Any]] = {
-    "lora": {"lora_plus_scale": 4.0},
+    "lora": {"lora_plus_ratio": 4.0},
     "mixer": {"method": "mixer"},
     "dora": {"method": "dora"},
     "vera": {"method": "vera"},
@@ -35,8 +35,8 @@ def adapted(keys: dict[str, Any]) -> Any:
     """A model with adapters on every matrix that may have one of their kind, all of random values."""
     model = tiny_llama.model()
     targets = TARGETS if keys.get("method") != "vera" else TARGETS[:1]
-    config = lora_config(**{"r": 3, "lora_alpha": 6.0, **keys})
-    add_adapters(model, adapted_modules(model, tiny_llama.FAMILY.shard_plan or WHOLE, targets), config)
+    config = adapter_config(**{"rank": 3, "alpha": 6.0, **keys})
+    add_adapters(model, adapted_modules(model, tiny_llama.FAMILY.shard_plan or UNSHARDED, targets), config)
     own = tiny_llama.values()
     for name, parameter in model.named_parameters():
         if name not in own:
@@ -55,16 +55,17 @@ def test_equals_op_by_op(kind: str) -> None:
     before = {name: parameter.numpy().copy() for name, parameter in parameters.items()}
     for step in (1, 2):
         inputs = random_batch(with_documents=False)
-        told = programs.run(step, inputs, 2)
+        outputs = programs.run(step, inputs, 2)
         loss = program_loss(other, {name: paddle.to_tensor(array) for name, array in inputs.items()})["loss"]
         loss.backward()
-        assert told["loss"] == pytest.approx(float(loss), rel=1e-6)
-        # behind the update, another order of sums alone moves the norm by 7e-6
+        assert outputs["loss"] == pytest.approx(float(loss), rel=1e-6)
+        # after the update, another order of sums alone moves the norm by 7e-6
         close = 1e-6 if step == 1 else 1e-5
-        assert told["grad_norm"] == pytest.approx(optimizer.finish_gradients(1.0), rel=close)
+        assert outputs["grad_norm"] == pytest.approx(optimizer.finish_gradients(1.0), rel=close)
         optimizer.step(step)
     for name, parameter in other.named_parameters():
-        found, expected = parameters[name].numpy(), parameter.numpy()
+        found = parameters[name].numpy()
+        expected = parameter.numpy()
         if not is_trained(name):
             assert np.array_equal(found, before[name]), name
             continue

@@ -9,18 +9,20 @@ from typing import Any
 from paddle.distributed.auto_parallel.static import engine
 from paddle.distributed.fleet.meta_optimizers.common import OpRole
 
-from llmsuite.parallel.program.chunks import by_parts
+from llmsuite.parallel.program.chunks import chunk_by_part
 
-SEND, RECEIVE = "pd_op.send_v2", "pd_op.recv_v2"
+SEND = "pd_op.send_v2"
+RECEIVE = "pd_op.recv_v2"
 
 
 class Operation:
-    """As much of an operation of Paddle's as has a chunk; one of no distributed tensor."""
+    """Stand-in for a Paddle operation on plain tensors, with the attributes of its chunk."""
 
     dist_attr = None
 
     def __init__(self, name: str, chunk: int | None = None, role: int = int(OpRole.Backward)):
-        self._name, self.op_role = name, role
+        self._name = name
+        self.op_role = role
         self._attributes = {} if chunk is None else {"chunk_id": chunk}
 
     def name(self) -> str:
@@ -42,24 +44,24 @@ class Operation:
 
 def _completed(*ops: Operation) -> list[int | None]:
     program: Any = SimpleNamespace(global_block=lambda: SimpleNamespace(ops=list(ops)))
-    with by_parts(2):
+    with chunk_by_part(2):
         engine.check_chunk_id(program)
     return [op.attrs().get("chunk_id") for op in ops]
 
 
-def test_what_is_unknown_belongs_with_what_stands_before_it() -> None:
+def test_an_operation_without_a_chunk_gets_that_of_the_one_before() -> None:
     found = _completed(*(Operation("pd_op.scale", chunk) for chunk in (None, 1, -1, None, 0, -1)))
     assert found == [0, 1, 1, 1, 0, 0]
 
 
-def test_arguments_belong_with_what_takes_them() -> None:
-    """The gradient of an input has the first chunk, and that of what was made of it stands behind it."""
+def test_joined_arguments_get_the_chunk_of_the_operation_that_takes_them() -> None:
+    """The gradient of an input has the first chunk, and the gradient of its result comes after it."""
     take = [Operation("builtin.combine"), Operation("pd_op.add_n", 0), Operation("builtin.combine")]
     assert _completed(Operation("pd_op.slice_grad", 1), *take, Operation("pd_op.add_n", 1)) == [1, 0, 0, 1, 1]
 
 
-def test_messages_belong_with_the_pass_that_they_stand_in() -> None:
-    """The gradient of a tied embedding comes to the first stage with its last chunk, and would be used in the first."""
+def test_messages_get_the_chunk_of_their_pass() -> None:
+    """The gradient of a tied embedding arrives at the first stage in its last chunk, and would be used in the first."""
     found = _completed(
         *(Operation("pd_op.matmul", 1), Operation(SEND, 0)),
         *(Operation(RECEIVE, 0), Operation(RECEIVE, 1), Operation("custom_op.norm_grad"), Operation("pd_op.add", 1)),
@@ -68,8 +70,8 @@ def test_messages_belong_with_the_pass_that_they_stand_in() -> None:
     assert found == [1, 1, 1, 1, 1, 1, 1, 0, 0]
 
 
-def test_what_is_received_and_summed_belongs_with_what_stands_behind_it() -> None:
-    """As the gradient of a tied embedding that no rank has slices of, with `stage3`."""
+def test_a_receive_with_a_sum_gets_the_chunk_of_the_operation_after_it() -> None:
+    """Such as for the gradient of a tied embedding that is not sliced, with `stage3`."""
     found = _completed(
         *(Operation(SEND, 1), Operation(RECEIVE, 0), Operation("pd_op.all_reduce", 0)),
         *(Operation(RECEIVE, 1), Operation("pd_op.add_grad", 1), Operation("pd_op.all_reduce", 0)),
@@ -83,6 +85,6 @@ def test_the_update_has_no_chunk() -> None:
 
 def test_paddle_is_as_before() -> None:
     before = engine.complete_chunk_id, engine.check_chunk_id, engine.pipeline_pass
-    with by_parts(2):
+    with chunk_by_part(2):
         assert engine.check_chunk_id is not before[1]
     assert (engine.complete_chunk_id, engine.check_chunk_id, engine.pipeline_pass) == before

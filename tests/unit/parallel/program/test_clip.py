@@ -1,4 +1,4 @@
-"""A program updates nothing in a step that is bad, and judges with the very numbers that it tells."""
+"""A program updates nothing in a bad step, and decides by exactly the numbers that it outputs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.parallel.program.clip import largest_float32
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import Options, StepPrograms
-from llmsuite.schema.recipe import TrainSection
-from tests.unit import alone
-from tests.unit.parallel.program.test_programs import ADAMW, SGD, Product
+from tests.support import alone
+from tests.support.step_programs import ADAMW, SGD, Product
 
 TRAINS = {
     "sgd": SGD,
@@ -45,7 +45,7 @@ class Run:
         return self.programs.run(step, batch, parts, **limits)
 
     def bits(self) -> list[bytes]:
-        """Of the parameter, and of all state of the optimizer."""
+        """Bytes of the parameter, and of all state of the optimizer."""
         values = [self.model.vector, *self.optimizer.values.values()]
         return [value.numpy().tobytes() for value in values]
 
@@ -70,18 +70,19 @@ def _with(shape: list[int], value: float) -> np.ndarray:
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("train", TRAINS)
 def test_a_bad_step_leaves_every_bit_as_it_was(train: str, parts: int) -> None:
-    """And the steps behind it do as if it had not been; so do those of a run that has never seen it."""
-    run, other = Run(TRAINS[train]), Run(TRAINS[train])
+    """The steps after it are the same as in a run without it."""
+    run = Run(TRAINS[train])
+    other = Run(TRAINS[train])
     for each in (run, other):
         assert each.step(1, parts)["updated"] == 1
     before = run.bits()
     for value in (math.nan, math.inf, -math.inf, 1e30):  # of which the last one has squares that overflow
-        told = run.step(2, parts, x=_batch(2)["x"] + _with([4, 2, 3], value))
-        assert told["updated"] == 0
-        assert not math.isfinite(told["grad_norm"])
+        outputs = run.step(2, parts, x=_batch(2)["x"] + _with([4, 2, 3], value))
+        assert outputs["updated"] == 0
+        assert not math.isfinite(outputs["grad_norm"])
         assert run.bits() == before
-    told = run.step(2, parts, largest_norm=1e-3)
-    assert (told["updated"], told["grad_norm"] > 1e-3) == (0, True)
+    outputs = run.step(2, parts, largest_norm=1e-3)
+    assert (outputs["updated"], outputs["grad_norm"] > 1e-3) == (0, True)
     assert run.bits() == before
     for each in (run, other):
         assert each.step(3, parts)["updated"] == 1
@@ -94,9 +95,9 @@ def test_a_loss_that_is_not_finite_is_seen_though_its_gradient_is(train: str, va
     run = Run(TRAINS[train])
     run.step(1)
     before = run.bits()
-    told = run.step(2, added=_with([4, 2], value))
-    assert not math.isfinite(told["loss"])
-    assert told["updated"] == 0
+    outputs = run.step(2, added=_with([4, 2], value))
+    assert not math.isfinite(outputs["loss"])
+    assert outputs["updated"] == 0
     assert run.bits() == before
 
 
@@ -104,8 +105,8 @@ def test_a_sum_of_finite_losses_is_finite() -> None:
     """Though that of two micro-batches is not in float32: each of them is judged by itself."""
     added = _with([4, 2], 2.0**127)
     batch = {"x": np.zeros([4, 2, 3], "float32"), "added": added + added[::-1], "weights": np.ones([4, 2], "float32")}
-    told = Run(SGD).programs.run(1, batch, 2)
-    assert (told["loss"], told["updated"]) == (2.0**128, 1)
+    outputs = Run(SGD).programs.run(1, batch, 2)
+    assert (outputs["loss"], outputs["updated"]) == (2.0**128, 1)
 
 
 @pytest.mark.parametrize("train", ["sgd", "adamw"])
@@ -114,11 +115,11 @@ def test_the_limit_is_exact(train: str) -> None:
     norm = Run(TRAINS[train]).step(1)["grad_norm"]
     below = float(np.nextafter(np.float32(norm), np.float32(0)))
     for limit, expected in ((norm, 1), (math.nextafter(norm, 0), 0), ((norm + below) / 2, 0), (below, 0), (1e300, 1)):
-        told = Run(TRAINS[train]).step(1, largest_norm=limit)
-        assert (told["updated"], told["grad_norm"]) == (expected, norm), limit
+        outputs = Run(TRAINS[train]).step(1, largest_norm=limit)
+        assert (outputs["updated"], outputs["grad_norm"]) == (expected, norm), limit
 
 
-# no subnormal numbers, which are 0 to a processor once a library has told it so
+# no subnormal numbers, which are 0 to a processor after a library has set that mode
 @given(
     st.floats(0, allow_nan=False, allow_subnormal=False),
     st.just(math.nan) | st.floats(0, width=32, allow_subnormal=False),
@@ -129,12 +130,13 @@ def test_a_limit_in_float32_decides_as_that_in_float64(limit: float, norm: float
 
 @pytest.mark.parametrize("train", TRAINS)
 def test_a_scaled_loss_teaches_the_same(train: str) -> None:
-    run, other = Run(TRAINS[train]), Run(TRAINS[train], scales_loss=True)
+    run = Run(TRAINS[train])
+    other = Run(TRAINS[train], scales_loss=True)
     for step, scale in ((1, 1024.0), (2, 0.5), (3, 2.0**40)):
-        told = run.step(step)
-        assert other.step(step, loss_scale=scale) == told  # powers of two round nothing
+        outputs = run.step(step)
+        assert other.step(step, loss_scale=scale) == outputs  # powers of two round nothing
         assert run.bits() == other.bits()
     before = run.bits()
-    told = other.step(4, loss_scale=1e38)
-    assert (told["updated"], math.isfinite(told["grad_norm"])) == (0, False)
+    outputs = other.step(4, loss_scale=1e38)
+    assert (outputs["updated"], math.isfinite(outputs["grad_norm"])) == (0, False)
     assert other.bits() == before

@@ -15,8 +15,8 @@ from paddle import nn
 from llmsuite.parallel.program.constants import share_constants
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
-from tests.unit import alone
-from tests.unit.parallel.program.test_programs import ADAMW, _batch
+from tests.support import alone
+from tests.support.step_programs import ADAMW, make_batch
 
 
 class Vectors(nn.Layer):
@@ -40,14 +40,15 @@ def _of_update(count: int) -> Counter[str]:
     programs = StepPrograms(
         model, optimizer, lambda net, given: {"loss": (net(given["x"]) * given["weights"]).square().sum()}
     )
-    programs.run(1, _batch(1), 2)
+    programs.run(1, make_batch(1), 2)
     (program,) = programs._programs.values()
     block = program.run._engine._job_plan.ir_program("optimize").global_block()
     return Counter(operation.name() for operation in block.ops)
 
 
 def test_an_update_has_no_more_of_them_for_more_parameters() -> None:
-    few, many = _of_update(2), _of_update(5)
+    few = _of_update(2)
+    many = _of_update(5)
     for name in ("pd_op.full", "pd_op.full_int_array", "pd_op.logical_not"):
         assert few[name] == many[name] > 0, name
     assert (few["pd_op.adamw_"], many["pd_op.adamw_"]) == (2, 5)
@@ -71,7 +72,7 @@ def test_which_are_one(make: Callable[[], list[Any]], constants: int) -> None:
     """Results are those of the program that has all of them."""
     paddle.enable_static()
     try:
-        told = []
+        outputs = []
         for share in (False, True):
             program = paddle.static.Program()
             with paddle.static.program_guard(program):
@@ -80,8 +81,8 @@ def test_which_are_one(make: Callable[[], list[Any]], constants: int) -> None:
                 share_constants(SimpleNamespace(_engine=SimpleNamespace(_job_plan=None, main_program=program)))
                 names = Counter(operation.name() for operation in program.global_block().ops)
                 assert names["pd_op.full"] + names["pd_op.full_int_array"] == constants, names
-            told.append(paddle.static.Executor(paddle.CPUPlace()).run(program, fetch_list=results))
+            outputs.append(paddle.static.Executor(paddle.CPUPlace()).run(program, fetch_list=results))
     finally:
         paddle.disable_static()
-    for unshared, shared in zip(*told):
+    for unshared, shared in zip(*outputs):
         np.testing.assert_array_equal(unshared, shared)

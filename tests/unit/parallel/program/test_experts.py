@@ -11,24 +11,26 @@ import paddle
 import pytest
 from paddle.base import core
 
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.models.experts import Balance, Experts
+from llmsuite.models.experts import Experts, LoadBalance
+from llmsuite.models.linear_ops import use_linear_ops
 from llmsuite.models.moe import Gate
-from llmsuite.models.products import use_products
+from llmsuite.parallel.linear_ops import TensorParallelLinearOps
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.products import RankProducts
 from llmsuite.parallel.program import experts
 from llmsuite.parallel.program.experts import BALANCE_LOSS, LENGTHS, LOADS, SHARES, with_experts
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
-from llmsuite.schema.degrees import Degrees
-from llmsuite.stages.language_model import program_loss
-from tests.unit import alone
-from tests.unit.families import FAMILIES
-from tests.unit.parallel.program.test_kernels import TRAIN
+from tests.support import alone
+from tests.support.families import FAMILIES
+from tests.support.program_batches import TRAIN
+from tests.support.program_loss import program_loss
 
-B, L, LENGTH = 4, 12, [12, 5, 1, 9]
+B = 4
+L = 12
+LENGTH = [12, 5, 1, 9]
 SHARE = 0.2
 
 
@@ -56,7 +58,7 @@ def _op_by_op(model: Any, batch: dict[str, np.ndarray]) -> tuple[list[float], li
     """Its loads, its balance loss, and its loss; gradients are there afterwards."""
     gates = [module for module in model.sublayers() if isinstance(module, Gate)]
     for gate in gates:
-        gate.balance = Balance()
+        gate.balance = LoadBalance()
         gate.balance.factor = SHARE
     starts = np.where(np.arange(L) < batch[LENGTHS][:, None], 0, -1)
     given = {name: paddle.to_tensor(batch[name]) for name in ("input_ids", "targets", "weights")}
@@ -72,18 +74,21 @@ def _op_by_op(model: Any, batch: dict[str, np.ndarray]) -> tuple[list[float], li
 @pytest.mark.parametrize("is_plain", [False, True], ids=["kernels", "plain"])
 def test_equals_op_by_op(family: str, is_plain: bool) -> None:
     ops = Ops() if is_plain else CpuBackend().ops("fp32")
-    model, other = _model(family, ops), _model(family, ops)
-    parameters, batch = dict(model.named_parameters()), _batch()
+    model = _model(family, ops)
+    other = _model(family, ops)
+    parameters = dict(model.named_parameters())
+    batch = _batch()
     programs = StepPrograms(model, ProgramOptimizer(alone.shards(parameters), TRAIN, 2), with_experts(program_loss))
-    told = programs.run(1, batch, 1)
+    outputs = programs.run(1, batch, 1)
     loads, balance, loss = _op_by_op(other, batch)
-    assert told[LOADS].tolist() == loads
-    assert told[BALANCE_LOSS] == pytest.approx(balance[0], rel=1e-6)
-    assert told["loss"] == pytest.approx(loss, rel=1e-6)
+    assert outputs[LOADS].tolist() == loads
+    assert outputs[BALANCE_LOSS] == pytest.approx(balance[0], rel=1e-6)
+    assert outputs["loss"] == pytest.approx(loss, rel=1e-6)
     for name, parameter in other.named_parameters():
         change = np.zeros(parameter.shape) if parameter.grad is None else 0.1 * parameter.grad.numpy()
         assert np.allclose(parameters[name].numpy(), parameter.numpy() - change, rtol=1e-5, atol=1e-6), name
-    made, count = programs.operations(), 3 * sum(isinstance(module, Gate) for module in model.sublayers())
+    made = programs.operations()
+    count = 3 * sum(isinstance(module, Gate) for module in model.sublayers())
     for name in ("custom_op.llmsuite_grouped_product", "custom_op.llmsuite_grouped_product_grad"):
         assert made[name] == (0 if is_plain else count)
     assert not any("forward" in module.__dict__ for module in model.sublayers() if isinstance(module, Gate))
@@ -91,12 +96,14 @@ def test_equals_op_by_op(family: str, is_plain: bool) -> None:
 
 def test_products_are_rounded_where_those_op_by_op_are() -> None:
     """But for a number of inputs that are rounded to another side; a program in float32 is off by more."""
-    backend, changes, batch = CpuBackend(multiplies_bf16=False), [], _batch()
+    backend = CpuBackend(multiplies_bf16=False)
+    changes = []
+    batch = _batch()
     for precision, compiles in (("bf16", False), ("bf16", True), ("fp32", True)):
         ops = backend.ops(precision)
         model = _model("qwen_moe", ops)
         if precision == "bf16":
-            use_products(model, RankProducts(ops, Mesh(Degrees(1, 1, 1, 1), 0)))
+            use_linear_ops(model, TensorParallelLinearOps(ops, Mesh(Degrees(1, 1, 1, 1), 0)))
         parameters = dict(model.named_parameters())
         before = {name: parameter.numpy().astype("float64") for name, parameter in parameters.items()}
         if compiles:
@@ -133,7 +140,8 @@ def test_matrices_that_are_frozen_get_no_gradient() -> None:
 def test_inputs_of_products_are_not_kept() -> None:
     """Rows of tokens, and what the last product takes of them: the same numbers, and a backward pass that asks for what
     the three products made alone."""
-    told, batch = [], _batch()
+    outputs = []
+    batch = _batch()
     num_rows = B // 2 * L * FAMILIES["qwen_moe"].smoke["num_experts_per_tok"]
     for is_kept in (False, True):
         model = _model("qwen_moe", CpuBackend().ops("fp32"))
@@ -141,7 +149,7 @@ def test_inputs_of_products_are_not_kept() -> None:
         trained = mock.patch.object(experts, "_is_trained", return_value=False) if is_kept else contextlib.nullcontext()
         with trained:
             programs = StepPrograms(model, optimizer, with_experts(program_loss))
-            told.append(programs.run(1, batch, 2))
+            outputs.append(programs.run(1, batch, 2))
         (program,) = programs._programs.values()
         plan = program.run._engine._job_plan
         parts = {name: plan.ir_program(name) for name in plan.job_types()}
@@ -151,5 +159,5 @@ def test_inputs_of_products_are_not_kept() -> None:
         num_kept = sum(len(shape) == 2 and shape[0] == num_rows for shape in needed)
         num_layers = sum(isinstance(module, Experts) for module in model.sublayers())
         assert num_kept == (5 if is_kept else 3) * num_layers
-    assert told[0].pop(LOADS).tolist() == told[1].pop(LOADS).tolist()
-    assert told[0] == pytest.approx(told[1], rel=1e-6)
+    assert outputs[0].pop(LOADS).tolist() == outputs[1].pop(LOADS).tolist()
+    assert outputs[0] == pytest.approx(outputs[1], rel=1e-6)

@@ -8,31 +8,19 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.models.products import use_products
+from llmsuite.models.linear_ops import use_linear_ops
+from llmsuite.parallel.linear_ops import TensorParallelLinearOps
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.products import RankProducts
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.recompute import recompute_layers
-from llmsuite.schema.degrees import Degrees
-from llmsuite.schema.recipe import TrainSection
-from llmsuite.stages.language_model import program_loss
-from tests.unit import alone
-from tests.unit.tiny_llama import CONFIG, FAMILY, values
-
-TRAIN = TrainSection(
-    max_steps=2,
-    global_batch_size=4,
-    micro_batch_size=4,
-    learning_rate=0.1,
-    optimizer="sgd",
-    lr_schedule="constant",
-    warmup_ratio=0.0,
-    max_grad_norm=None,
-)
-B, L = 4, 12
+from tests.support import alone
+from tests.support.program_batches import TRAIN, random_batch
+from tests.support.program_loss import program_loss
+from tests.support.tiny_llama import CONFIG, FAMILY, values
 
 
 def _llama(ops: Ops | None = None) -> Any:
@@ -43,27 +31,22 @@ def _llama(ops: Ops | None = None) -> Any:
     return model
 
 
-def random_batch(with_documents: bool) -> dict[str, np.ndarray]:
-    draw = np.random.default_rng(0)
-    weights = draw.random([B, L], "float32")
-    ids = draw.integers(0, CONFIG.vocab_size, [2, B, L])
-    found = {"input_ids": ids[0], "targets": ids[1], "weights": weights / weights.sum()}
-    return found | ({"document_starts": np.repeat([[0] * 5 + [5] * 7], B, 0)} if with_documents else {})
-
-
 @pytest.mark.parametrize("with_documents", [False, True])
 def test_equals_op_by_op(with_documents: bool) -> None:
-    model, other = _llama(), _llama()
-    parameters, batch = dict(model.named_parameters()), random_batch(with_documents)
+    model = _llama()
+    other = _llama()
+    parameters = dict(model.named_parameters())
+    batch = random_batch(with_documents)
     programs = StepPrograms(model, ProgramOptimizer(alone.shards(parameters), TRAIN, 2), program_loss)
-    told = programs.run(1, batch, 1)
+    outputs = programs.run(1, batch, 1)
     sums = program_loss(other, {name: paddle.to_tensor(array) for name, array in batch.items()})
     sums["loss"].backward()
-    assert told["loss"] == pytest.approx(float(sums["loss"]), rel=1e-6)
+    assert outputs["loss"] == pytest.approx(float(sums["loss"]), rel=1e-6)
     for name, parameter in other.named_parameters():
         expected = parameter.numpy() - 0.1 * parameter.grad.numpy()
         assert np.allclose(parameters[name].numpy(), expected, rtol=1e-5, atol=1e-6), name
-    made, layers = programs.operations(), CONFIG.num_hidden_layers
+    made = programs.operations()
+    layers = CONFIG.num_hidden_layers
     kernels = {"attention": layers, "rms_norm": 2 * layers + 1, "rotary": 2 * layers, "swiglu": layers}
     for kernel, count in {**kernels, "cross_entropy": 1}.items():
         assert made[f"custom_op.llmsuite_{kernel}"] == made[f"custom_op.llmsuite_{kernel}_grad"] == count, kernel
@@ -72,13 +55,14 @@ def test_equals_op_by_op(with_documents: bool) -> None:
 @pytest.mark.parametrize("by_instructions", [False, None], ids=["by rounding", "as this processor has it"])
 def test_products_in_bf16_are_those_op_by_op(by_instructions: bool | None) -> None:
     """But for a number of products whose inputs are rounded to another side; a program in float32 is off by more."""
-    backend, changes = CpuBackend(multiplies_bf16=by_instructions), []
+    backend = CpuBackend(multiplies_bf16=by_instructions)
+    changes = []
     batch = random_batch(False)
     for precision, compiles in (("bf16", False), ("bf16", True), ("fp32", True)):
         ops = backend.ops(precision)
         model = _llama(ops)
         if precision == "bf16":
-            use_products(model, RankProducts(ops, Mesh(Degrees(1, 1, 1, 1), 0)))
+            use_linear_ops(model, TensorParallelLinearOps(ops, Mesh(Degrees(1, 1, 1, 1), 0)))
         parameters = dict(model.named_parameters())
         before = {name: parameter.numpy().astype("float64") for name, parameter in parameters.items()}
         if compiles:
@@ -103,7 +87,8 @@ def test_products_in_bf16_are_those_op_by_op(by_instructions: bool | None) -> No
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_layers_that_are_computed_again(every: int) -> None:
-    batch, found = random_batch(False), []
+    batch = random_batch(False)
+    found = []
     layers = CONFIG.num_hidden_layers
     for again in (False, True):
         model = _llama()

@@ -1,4 +1,4 @@
-"""What programs with parameters in 16 bits need on CPUs; programs themselves are in `tests/multi`."""
+"""Workarounds for programs with 16-bit parameters on CPUs; programs themselves are tested in `tests/multi`."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import paddle
 import pytest
 
+from llmsuite.base.typing import Tensor
 from llmsuite.parallel.program.masters import without_shared_memory
-from llmsuite.typing import Tensor
 
 
 @pytest.fixture

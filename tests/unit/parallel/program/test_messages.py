@@ -9,7 +9,7 @@ import pytest
 from paddle.distributed.passes.pipeline_scheduler_pass.pipeline_vpp import PipelineVirtualPipelinePass
 
 Job = tuple[str, int, int]
-"""What is done, the part and the micro-batch."""
+"""Name of the job, the part and the micro-batch."""
 Message = tuple[str, int, int]
 """Activations or gradient, the part that it is for, and the micro-batch."""
 
@@ -30,7 +30,7 @@ def _jobs(stage: int, stages: int, chunks: int, micro_batches: int) -> list[Job]
 
 
 def _ends(stages: int, chunks: int, micro_batches: int) -> str:
-    """How a step ends: well, with ranks that wait for each other, or with a message that is taken for another."""
+    """The end of a step: "well", with ranks in a deadlock, or with a message that is taken for another."""
     last = stages * chunks - 1
     left = [deque(_jobs(stage, stages, chunks, micro_batches)) for stage in range(stages)]
     sent: defaultdict[tuple[int, int], deque[Message]] = defaultdict(deque)

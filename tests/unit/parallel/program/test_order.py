@@ -6,20 +6,20 @@ import os
 import subprocess
 import sys
 
-from tests.paths import ROOT
+from tests.support.paths import ROOT
 
 STEPS = """
 import paddle
-from tests.unit.parallel.program.test_programs import SGD, Product, _batch, _programs
-programs, _ = _programs(Product(), SGD)
+from tests.support.step_programs import SGD, Product, make_batch, make_programs
+programs, _ = make_programs(Product(), SGD)
 for step, parts in ((1, 1), (2, 2)):
-    programs.run(step, _batch(step), parts)
+    programs.run(step, make_batch(step), parts)
 print(paddle.get_flags("FLAGS_enable_pir_in_executor_trace_run"))
 """
 
 
 def test_no_threads_share_a_program() -> None:
-    """Paddle tells once a process of each way in which it has run programs."""
+    """Paddle logs each way of running programs once a process."""
     done = subprocess.run(
         [sys.executable, "-c", STEPS],
         cwd=ROOT,

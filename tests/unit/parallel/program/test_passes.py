@@ -9,12 +9,12 @@ from typing import Any
 import paddle
 import pytest
 
-from llmsuite.errors import UserError
+from llmsuite.base.errors import UserError
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.passes import check_passes, kernels_of
 from llmsuite.parallel.program.programs import Options, StepPrograms
-from tests.unit import alone
-from tests.unit.parallel.program.test_programs import SGD, Product, _batch
+from tests.support import alone
+from tests.support.step_programs import SGD, Product, make_batch
 
 
 def test_what_paddle_does_not_have() -> None:
@@ -33,11 +33,11 @@ def _run(parts: int, *passes: str) -> tuple[dict[str, Any], Any, Counter[str]]:
     model = Product()
     optimizer = ProgramOptimizer(alone.shards({"vector": model.vector}), SGD, 4)
     programs = StepPrograms(model, optimizer, _loss, options=Options(passes=passes))
-    told = programs.run(1, _batch(1), parts)
+    outputs = programs.run(1, make_batch(1), parts)
     (program,) = programs._programs.values()
     plan = program.run._engine._job_plan
     made = [program.run._engine.main_program] if plan is None else map(plan.ir_program, plan.job_types())
-    return told, model.vector.numpy(), Counter(op.name() for part in made for op in part.global_block().ops)
+    return outputs, model.vector.numpy(), Counter(op.name() for part in made for op in part.global_block().ops)
 
 
 @pytest.mark.parametrize("parts", [1, 2])
@@ -47,9 +47,9 @@ def _run(parts: int, *passes: str) -> tuple[dict[str, Any], Any, Counter[str]]:
 )
 def test_a_program_is_changed_and_computes_the_same(parts: int, name: str, goes: str) -> None:
     plain, values, made = _run(parts)
-    told, changed, made_by_pass = _run(parts, name)
+    outputs, changed, made_by_pass = _run(parts, name)
     assert made_by_pass[goes] < made[goes]
-    assert told == pytest.approx(plain, rel=1e-6)
+    assert outputs == pytest.approx(plain, rel=1e-6)
     assert changed == pytest.approx(values, rel=1e-6)
     assert paddle.in_dynamic_mode()
 

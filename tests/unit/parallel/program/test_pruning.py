@@ -7,18 +7,22 @@ from typing import Any
 
 from paddle.distributed.auto_parallel.static.pir_pass import RemovePasses
 
-from llmsuite.parallel.program.pruning import by_use
+from llmsuite.parallel.program.pruning import prune_by_use
 
-HERE, THERE = [0], [1]
+HERE = [0]
+THERE = [1]
 """Ranks of two stages; tests run on rank 0."""
 
 
 class Operation:
-    """As much of an operation of Paddle's as is looked at."""
+    """Stand-in for a Paddle operation."""
 
     def __init__(self, *inputs: Operation, ranks: list[int] | None = None, has_result: bool = True):
         self.dist_attr = None if ranks is None else SimpleNamespace(process_mesh=SimpleNamespace(process_ids=ranks))
-        self._inputs, self._num_results, self.num_uses, self.is_erased = inputs, int(has_result), 0, False
+        self._inputs = inputs
+        self._num_results = int(has_result)
+        self.num_uses = 0
+        self.is_erased = False
         for op in inputs:
             op.num_uses += 1
 
@@ -36,11 +40,12 @@ class Operation:
 
 
 def _left(*ops: Operation) -> list[int]:
-    """Numbers of the operations that are left; what Paddle does behind that is not its own pass here."""
+    """Numbers of the operations that are left; Paddle's own pass, which runs afterwards, is replaced here."""
     program: Any = SimpleNamespace(global_block=lambda: SimpleNamespace(ops=list(ops)))
-    before, RemovePasses.remove_other_rank_op_pass = RemovePasses.remove_other_rank_op_pass, lambda program: None
+    before = RemovePasses.remove_other_rank_op_pass
+    RemovePasses.remove_other_rank_op_pass = lambda program: None
     try:
-        with by_use():
+        with prune_by_use():
             RemovePasses.remove_other_rank_op_pass(program)
     finally:
         RemovePasses.remove_other_rank_op_pass = staticmethod(before)
@@ -48,7 +53,7 @@ def _left(*ops: Operation) -> list[int]:
 
 
 def test_local_operations_are_left_where_they_are_used() -> None:
-    """Of two inputs, with operations between them, and two outputs: what a gate of experts has."""
+    """With two inputs, operations between them, and two outputs, as in a gate of experts."""
     for ranks, left in ((HERE, [0, 1, 2, 3, 4, 5]), (THERE, [])):
         first = Operation(ranks=ranks)
         chosen = Operation(first)
@@ -73,6 +78,6 @@ def test_what_has_no_result_is_left_to_paddle() -> None:
 
 def test_paddle_is_as_before() -> None:
     before = RemovePasses.remove_other_rank_op_pass
-    with by_use():
+    with prune_by_use():
         assert RemovePasses.remove_other_rank_op_pass is not before
     assert RemovePasses.remove_other_rank_op_pass is before

@@ -9,31 +9,35 @@ import numpy as np
 import pytest
 from paddle.base import core
 
-from llmsuite.models.shard_plan import WHOLE
+from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.recompute import recompute_attention
-from llmsuite.stages.language_model import program_loss
-from tests.unit import alone, tiny_llama
-from tests.unit.parallel.program.test_kernels import TRAIN
+from tests.support import alone, tiny_llama
+from tests.support.program_batches import TRAIN
+from tests.support.program_loss import program_loss
 
-ROWS, LENGTH, LAYERS = 4, 256, 3
+ROWS = 4
+LENGTH = 256
+LAYERS = 3
 CONFIG = dataclasses.replace(tiny_llama.CONFIG, num_hidden_layers=LAYERS)
 SCORES = CONFIG.num_attention_heads * ROWS * LENGTH**2 * 4
 """Bytes, of a layer."""
 
 
 def _steps(is_again: bool, enough: float = 0) -> tuple[dict[str, float], int, int]:
-    """What the fifth tells; the most bytes of tensors in a step beside those from before, of the step after the first
-    that had least; and how many softmaxes a step has. A thread of Paddle's frees tensors, later on a busy machine: so
-    there are up to 40 steps until one has no more bytes than `enough`, and at least 5."""
+    """Outputs of the fifth step; the peak of tensor bytes that a step adds, as the least over all steps after the
+    first; and the number of softmaxes of a step. A thread of Paddle frees tensors, later on a busy machine: so there
+    are up to 40 steps until one adds no more bytes than `enough`, and at least 5."""
     model = tiny_llama.model(CONFIG)  # with the plain form of attention
     model.train()
     if is_again:
-        recompute_attention(model, tiny_llama.FAMILY.shard_plan or WHOLE)
+        recompute_attention(model, tiny_llama.FAMILY.shard_plan or UNSHARDED)
     optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), TRAIN, 2)
     programs = StepPrograms(model, optimizer, program_loss, options=Options(recompute=is_again))
-    peaks, befores, tells = list[int](), list[int](), list[dict[str, float]]()
+    peaks = list[int]()
+    befores = list[int]()
+    outputs = list[dict[str, float]]()
     while len(peaks) < 5 or (len(peaks) < 40 and min(peaks[1:]) - min(befores[1:]) > enough):
         step = len(peaks) % 5 + 1
         ids = np.random.default_rng(step).integers(0, CONFIG.vocab_size, [2, ROWS, LENGTH])
@@ -41,9 +45,9 @@ def _steps(is_again: bool, enough: float = 0) -> tuple[dict[str, float], int, in
         gc.collect()  # programs of other tests, which would be freed meanwhile
         befores.append(core.host_memory_stat_current_value("Allocated", 0))
         core.host_memory_stat_reset_peak_value("Allocated", 0)
-        tells.append(programs.run(step, {"input_ids": ids[0], "targets": ids[1], "weights": weights}, 1))
+        outputs.append(programs.run(step, {"input_ids": ids[0], "targets": ids[1], "weights": weights}, 1))
         peaks.append(core.host_memory_stat_peak_value("Allocated", 0))
-    return tells[4], min(peaks[1:]) - min(befores[1:]), programs.operations()["pd_op.softmax"]
+    return outputs[4], min(peaks[1:]) - min(befores[1:]), programs.operations()["pd_op.softmax"]
 
 
 def test_attention_alone() -> None:

@@ -9,12 +9,12 @@ import numpy as np
 import paddle
 import pytest
 
+from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.program.optimizer import Owners, ProgramOptimizer
+from llmsuite.parallel.program.optimizer import ProgramOptimizer, ZeroGroup
 from llmsuite.parallel.program.slices import SlicedShard, slice_dim
-from llmsuite.schema.degrees import Degrees
-from tests.unit import many
-from tests.unit.parallel.program.test_programs import ADAMW
+from tests.support import many
+from tests.support.step_programs import ADAMW
 
 DEGREES = Degrees(1, 1, 2, 1)
 SHAPES = {"even": [6, 4], "odd rows": [5, 4], "odd": [5, 3]}
@@ -32,7 +32,8 @@ def _shard(name: str, mesh: Mesh, is_frozen: bool = False) -> SlicedShard:
 
 @pytest.mark.parametrize(("name", "dim"), [("even", 0), ("odd rows", 1), ("odd", None)])
 def test_a_rank_keeps_its_slice_only(name: str, dim: int | None) -> None:
-    whole, later = _values(name), _values(name, 1)
+    whole = _values(name)
+    later = _values(name, 1)
 
     def work(mesh: Mesh) -> dict[str, Any]:
         shard = _shard(name, mesh)
@@ -72,7 +73,7 @@ def test_the_state_is_that_of_the_slice() -> None:
 
     def work(mesh: Mesh) -> dict[str, Any]:
         shards = [_shard(name, mesh) for name in SHAPES]
-        optimizer = ProgramOptimizer(shards, ADAMW, 4, Owners(2, mesh.data_rank, mesh.data_group))
+        optimizer = ProgramOptimizer(shards, ADAMW, 4, ZeroGroup(2, mesh.data_rank, mesh.data_group))
         optimizer.load_state(
             lambda entry: np.ones([1], "float32") if entry.is_scalar else entry.shard.own_shard(whole[entry.shard.name])
         )

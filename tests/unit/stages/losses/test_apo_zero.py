@@ -3,9 +3,10 @@
 from functools import partial
 
 from llmsuite.stages.preference_losses import apo_zero
-from tests.unit.stages.losses.by_hand import check, near, slopes
+from tests.support.by_hand import check, near, slopes
 
-WANTED, UNWANTED = 1, 0
+WANTED = 1
+UNWANTED = 0
 
 
 def test_values() -> None:

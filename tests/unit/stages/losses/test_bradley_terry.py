@@ -3,7 +3,7 @@
 from functools import partial
 
 from llmsuite.stages.preference_losses import bradley_terry
-from tests.unit.stages.losses.by_hand import check, near, slopes
+from tests.support.by_hand import check, near, slopes
 
 
 def test_values() -> None:
@@ -11,7 +11,7 @@ def test_values() -> None:
     check(bradley_terry, [(3, 3), (2, 1), (-1, 0), (0.5, -1.5)], [0.6931472, 0.3132617, 1.3132617, 0.1269280])
 
 
-def test_a_margin_is_wanted_on_top() -> None:
+def test_a_margin_is_added_to_the_difference() -> None:
     # ln(1 + e^-0.5)
     check(partial(bradley_terry, margin=0.5), [(2, 1)], [0.4740770])
 

@@ -3,7 +3,7 @@
 from functools import partial
 
 from llmsuite.stages.preference_losses import kto_pair
-from tests.unit.stages.losses.by_hand import check, near, slopes
+from tests.support.by_hand import check, near, slopes
 
 
 def test_values() -> None:

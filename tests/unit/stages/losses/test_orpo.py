@@ -5,7 +5,7 @@ import math
 import paddle
 
 from llmsuite.stages.preference_losses import odds_ratio
-from tests.unit.stages.losses.by_hand import check, near, slopes
+from tests.support.by_hand import check, near, slopes
 
 # probabilities of a token, their odds p / (1 - p), and ln(1 + odds(r) / odds(c))
 CASES = [

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from llmsuite.devices.ops import entropy_of_sums, nll_and_entropy
 from llmsuite.rl.advantages import advantages
 from llmsuite.stages import rl_losses
-from llmsuite.stages.rl_losses import Completions
-from tests.paths import REFERENCE
-from tests.unit.stages.losses.by_hand import check, near, slopes
+from llmsuite.stages.rl_losses import ClipRange, Completions
+from tests.support.by_hand import check, near, slopes
+from tests.support.paths import REFERENCE
 
 NORMALISERS = {"grpo": "sequence_mean", "sapo": "sequence_mean", "dr_grpo": "constant"}
 """TRL's losses that are not means over all tokens."""
@@ -43,7 +43,7 @@ def policy_loss(settings: dict[str, Any], ratio: Any, logps: Any, advantage: Any
         return rl_losses.cispo(ratio, logps, advantage, high)
     if kind == "sapo":
         return rl_losses.sapo(ratio, advantage)
-    return rl_losses.clipped(ratio, advantage, low, high, settings.get("delta"))
+    return rl_losses.ppo_clip(ratio, advantage, ClipRange(low, high, settings.get("delta")))
 
 
 def _id(case: dict[str, Any]) -> str:
@@ -52,7 +52,8 @@ def _id(case: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("case", trl()["cases"], ids=_id)
 def test_as_trl(case: dict[str, Any]) -> None:
-    known, wanted = trl()["given"], case["settings"]
+    known = trl()["given"]
+    wanted = case["settings"]
     lengths = np.array(known["lengths"])
     rewards = [reward for group in known["rewards"] for reward in group]
     groups = np.repeat(range(len(known["rewards"])), len(known["rewards"][0]))
@@ -69,14 +70,14 @@ def test_as_trl(case: dict[str, Any]) -> None:
         tensor(np.array(known[name])[tokens]) for name in ("logps", "old", "reference", "rollout")
     )
     logps.stop_gradient = False
-    advantage = places.spread(tensor(found[kept]))
+    advantage = places.broadcast(tensor(found[kept]))
     level = wanted.get("importance_sampling_level", "token")
     ratio = rl_losses.ratios(logps, old, level, places)
     losses = policy_loss(wanted, ratio, logps, advantage)
     if wanted.get("use_vllm"):
         mask = wanted["vllm_importance_sampling_mode"].endswith("mask")
         cap = wanted["vllm_importance_sampling_clip_max"]
-        weights = rl_losses.correction(old, rollout, "token", places, cap, mask)
+        weights = rl_losses.importance_weights(old, rollout, "token", places, cap, mask)
         np.testing.assert_allclose(weights.numpy(), case["correction"], rtol=1e-5)
         losses = losses * weights
     if beta := wanted.get("beta", 0.0):
@@ -110,14 +111,15 @@ def test_trl_has_each_loss_at_each_level_with_kl_and_without() -> None:
 
 @given(st.lists(st.integers(1, 7), min_size=1, max_size=6), st.integers(0, 2**31))
 @settings(max_examples=30, deadline=None)
-def test_completions_are_summed_and_spread_like_slices(lengths: list[int], seed: int) -> None:
+def test_completions_are_summed_and_broadcast_like_slices(lengths: list[int], seed: int) -> None:
     random = np.random.default_rng(seed)
-    values, each = random.normal(size=sum(lengths)), random.normal(size=len(lengths))
+    values = random.normal(size=sum(lengths))
+    each = random.normal(size=len(lengths))
     places = Completions(lengths)
     parts = np.split(values, np.cumsum(lengths)[:-1])
     np.testing.assert_allclose(places.sum(tensor(values, "float64")).numpy(), [p.sum() for p in parts], atol=1e-12)
     np.testing.assert_allclose(places.mean(tensor(values, "float64")).numpy(), [p.mean() for p in parts], atol=1e-12)
-    np.testing.assert_array_equal(places.spread(tensor(each, "float64")).numpy(), np.repeat(each, lengths))
+    np.testing.assert_array_equal(places.broadcast(tensor(each, "float64")).numpy(), np.repeat(each, lengths))
 
 
 @given(
@@ -162,7 +164,7 @@ def test_the_ratio_of_unchanged_weights_is_exactly_one() -> None:
 
 def test_clip_and_its_slopes() -> None:
     def loss(ratio: Any, advantage: Any) -> Any:
-        return rl_losses.clipped(ratio, advantage, 0.2, 0.28)
+        return rl_losses.ppo_clip(ratio, advantage, ClipRange(0.2, 0.28))
 
     places = [(1.0, 2.0), (1.5, 2.0), (0.5, 2.0), (1.5, -2.0), (0.5, -2.0)]
     check(loss, places, [-2.0, -2.56, -1.0, 3.0, 1.6])
@@ -177,7 +179,7 @@ def test_dual_clip_is_the_formula_of_its_paper() -> None:
     ratio, advantage = np.meshgrid(np.linspace(0.05, 6, 40), [-1.5, -0.1, 0.0, 0.2, 2.0])
     plain = np.minimum(ratio * advantage, np.clip(ratio, 0.8, 1.2) * advantage)
     wanted = -np.where(advantage < 0, np.maximum(plain, 3.0 * advantage), plain)
-    found = rl_losses.clipped(tensor(ratio, "float64"), tensor(advantage, "float64"), dual=3.0)
+    found = rl_losses.ppo_clip(tensor(ratio, "float64"), tensor(advantage, "float64"), ClipRange(dual=3.0))
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-12)
 
 
@@ -185,10 +187,10 @@ def test_clip_shares_are_where_there_is_no_slope() -> None:
     ratio = tensor([0.5, 0.5, 1.0, 1.5, 1.5])
     ratio.stop_gradient = False
     advantage = tensor([1.0, -1.0, 1.0, 1.0, -1.0])
-    below, above = rl_losses.clip_shares(ratio, advantage, 0.2, 0.2)
+    below, above = rl_losses.clipped_tokens(ratio, advantage, ClipRange())
     assert below.tolist() == [0, 1, 0, 0, 0]
     assert above.tolist() == [0, 0, 0, 1, 0]
-    rl_losses.clipped(ratio, advantage).sum().backward()
+    rl_losses.ppo_clip(ratio, advantage, ClipRange()).sum().backward()
     assert (ratio.grad.numpy() == 0).tolist() == [False, True, False, True, False]
 
 
@@ -223,9 +225,9 @@ def test_estimates_of_the_divergence(kind: Any, value: float, slope: float) -> N
 def test_estimates_have_the_divergence_as_their_mean(kind: Any, unbiased: bool) -> None:
     """Over all tokens of a small vocabulary, weighed by the model's probabilities."""
     model, reference = (np.array(p) for p in ([0.5, 0.3, 0.2], [0.2, 0.5, 0.3]))
-    divergence = float((model * np.log(model / reference)).sum())
+    expected_kl = float((model * np.log(model / reference)).sum())
     found = rl_losses.kl(tensor(np.log(model), "float64"), tensor(np.log(reference), "float64"), kind).numpy()
-    assert ((found * model).sum() == pytest.approx(divergence, rel=1e-9)) == unbiased
+    assert ((found * model).sum() == pytest.approx(expected_kl, rel=1e-9)) == unbiased
 
 
 @pytest.mark.parametrize("kind", ["k2", "k1+", "k3+"])
@@ -245,12 +247,13 @@ def test_straight_through_estimates_have_the_gradient_of_the_divergence(kind: An
 
 
 def test_corrections_by_hand() -> None:
-    trainer, rollout = tensor([0.0, 0.0, 0.0, 0.0]), tensor([-1.0, 0.1, 1.0, 2.0])
+    trainer = tensor([0.0, 0.0, 0.0, 0.0])
+    rollout = tensor([-1.0, 0.1, 1.0, 2.0])
     places = Completions([3, 1])
     weights = np.exp([1.0, -0.1, -1.0, -2.0])
 
     def found(level: Any, mask: bool) -> Any:
-        return rl_losses.correction(trainer, rollout, level, places, 2.0, mask).numpy()
+        return rl_losses.importance_weights(trainer, rollout, level, places, 2.0, mask).numpy()
 
     np.testing.assert_allclose(found("token", False), np.minimum(weights, 2.0), rtol=1e-6)
     np.testing.assert_allclose(found("token", True), [0, weights[1], 0, 0], rtol=1e-6)
@@ -261,7 +264,7 @@ def test_corrections_by_hand() -> None:
 
 @given(st.lists(st.floats(-30, 30), min_size=2, max_size=9), st.integers(1, 8))
 @settings(deadline=None)
-def test_entropy_of_parts_is_that_of_the_whole(logits: list[float], cut: int) -> None:
+def test_entropies_of_parts_add_up(logits: list[float], cut: int) -> None:
     wide = np.array([logits])
     logps = wide - wide.max() - np.log(np.exp(wide - wide.max()).sum())
     wanted = -(np.exp(logps) * logps).sum()

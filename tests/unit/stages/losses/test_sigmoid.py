@@ -8,7 +8,7 @@ import paddle
 import pytest
 
 from llmsuite.stages.preference_losses import sigmoid
-from tests.unit.stages.losses.by_hand import check, near, slopes
+from tests.support.by_hand import check, near, slopes
 
 
 def test_values() -> None:
@@ -25,7 +25,7 @@ def test_smoothed_values() -> None:
 def test_slopes() -> None:
     # it pushes the margin up everywhere, by s(-m)
     assert [*slopes(sigmoid, 0), *slopes(sigmoid, 2), *slopes(sigmoid, -2)] == near(-0.5, -0.1192029, -0.8807971)
-    # with smoothing it stops at m = ln((1 - e) / e), and turns round behind it
+    # with smoothing it stops at m = ln((1 - e) / e), and turns round after it
     smoothed = partial(sigmoid, smoothing=0.1)
     assert slopes(smoothed, math.log(9)) == near(0)
     assert slopes(smoothed, 3)[0] > 0 > slopes(smoothed, 2)[0]

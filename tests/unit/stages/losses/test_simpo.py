@@ -3,7 +3,7 @@
 from functools import partial
 
 from llmsuite.stages.preference_losses import simpo
-from tests.unit.stages.losses.by_hand import check, near, slopes
+from tests.support.by_hand import check, near, slopes
 
 PLACES = [(-1, -1), (-0.5, -1.5), (-2, -1)]
 

@@ -1,0 +1,45 @@
+"""The errors that users see. Any other exception is a bug of llmsuite and keeps its traceback."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from llmsuite.base.redaction import redacted
+
+
+class UserError(Exception):
+    """The user's input is wrong or something is missing; the message says how to correct it (exit code 2). Secrets in
+    URLs are redacted."""
+
+    def __str__(self) -> str:
+        return redacted(super().__str__())
+
+
+class AgreedError(UserError):
+    """A step cannot be taken, and every rank of the run raises this error before it: the model is in the state after
+    the last step, and can be saved."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a recipe."""
+
+    where: str
+    """`file:line:col`, or the command-line override that caused it."""
+    key: str
+    """Dotted recipe key, empty for the entire file."""
+    message: str
+    """The error and its correction."""
+    remedy: str = ""
+    """An override that probably corrects it, such as `--data.columns={"instruction":"Question"}`; empty for none."""
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.where, self.key, self.message) if part)
+
+
+class RecipeError(UserError):
+    """All errors of a recipe, reported together."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("\n".join(map(str, problems)))

@@ -1,0 +1,265 @@
+"""The filter of all text that is printed or recorded: it removes secrets and terminal control characters.
+
+A secret is found in two ways. In a URL it is found by its position: a password, a value of a query, a fragment.
+Elsewhere it is known by its value: `Secrets` has the values from URLs, options and environment variables of this
+process, so that they are also removed from messages of libraries.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+import os
+import re
+import sys
+import urllib.parse
+from collections.abc import Callable, Iterable, Mapping
+from typing import IO, Any, TextIO
+
+_URL = re.compile(
+    r"(?P<scheme>[a-zA-Z][\w+.-]*)://(?:(?P<user>[^\s/?#@\"'<>]*)@)?(?P<rest>[^\s?#\"'<>]*)(?P<more>[?#][^\s\"'<>]*)?"
+)
+_PART = re.compile(r"(?P<mark>[?#&;])(?:(?P<name>[^?&#;=]*)=)?(?P<value>[^?&#;]+)")
+"""A value of a query or a fragment; one without a name may be a key itself."""
+_PLAIN = ("split", "config", "revision", "rows")
+"""Query options of data sets, which are no secrets."""
+_OPTION = re.compile(r"(?i)(--[\w.-]*(?:api_?key|token|secret|password)=)(.+)", re.DOTALL)
+_PATH = re.compile(r"(?<![\w:/])(?P<path>/[^\s?#\"'<>]*)(?P<more>\?[^\s\"'<>]*=[^\s\"'<>]*)")
+"""A URL without its host, as libraries quote it: "Max retries exceeded with url: /a.jsonl?token=…"."""
+_VARIABLE = re.compile(r"(?i)(?:^|_)(?:\w*key|token|secret|password|passwd|passphrase|pat|auth|credentials?)$")
+_KEY = re.compile(r"(?i)(?:^|[_.-])(?:api_?key|access_?key|secret(?:_key)?|passw(?:or)?d|passphrase)$")
+"""A key of JSON data whose text is a secret."""
+_PARAMETER = re.compile(r"(?i)key|token|sig|secret|passw|credential|auth|code")
+_RANDOM = re.compile(r"(?=.*[0-9])(?=.*[A-Za-z])[\w%~+=-]{16,}")
+"""A value that looks like a key, with any name of its parameter."""
+_HIDDEN = "***"
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+
+
+class Secrets:
+    """The values of the secrets of this process. Forks inherit them."""
+
+    def __init__(self) -> None:
+        self._values: set[str] = set()
+        self._pattern: re.Pattern[str] | None = None
+
+    def add(self, value: str) -> None:
+        """Add a secret, in its plain and URL-quoted forms. A word of less than 6 letters, or of less than 8 lower-case
+        ones, is ignored: it would occur in common text."""
+        forms = {
+            value,
+            urllib.parse.quote(value, safe=""),
+            urllib.parse.unquote(value),
+            *map(_escaped, value.split("\n")),
+        }
+        new = {form for form in forms if _is_long(form)} - self._values
+        if new:
+            self._values |= new
+            longest_first = sorted(self._values, key=len, reverse=True)
+            self._pattern = re.compile("|".join(map(re.escape, longest_first)))
+
+    def add_url(self, url: str) -> None:
+        """Add the secrets in the URLs of a text."""
+        for found in _URL.finditer(url) if "://" in url else ():
+            user, colon, password = (found["user"] or "").partition(":")
+            self.add(password if colon else user)
+            if colon:  # the header of basic authentication
+                self.add(base64.b64encode(urllib.parse.unquote(found["user"]).encode()).decode())
+            for part in _PART.finditer(found["more"] or ""):
+                name = part["name"]
+                value = part["value"]
+                if part["mark"] == "#" or name is None or _PARAMETER.search(name) or _RANDOM.fullmatch(value):
+                    self.add(value)
+
+    def add_variables(self, variables: Mapping[str, str]) -> None:
+        """Add the values of variables with names of keys, tokens and passwords, except paths of files, and the secrets
+        in the URLs of all variables."""
+        for name, value in variables.items():
+            self.add_url(value)
+            if _VARIABLE.search(name) and not (value.startswith(("/", "~", "./")) and os.path.lexists(value)):
+                self.add(value)
+
+    def add_words(self, words: Iterable[str]) -> None:
+        """Add the secrets of a command line: those in URLs, and the values of options such as --api_key."""
+        next_is_secret = False
+        for word in words:
+            self.add_url(word)
+            found = _OPTION.fullmatch(word)
+            if next_is_secret or found is not None:
+                self.add(word if found is None else found[2])
+            next_is_secret = _is_secret_option(word)
+
+    def add_data(self, data: Any) -> None:
+        """Add the secrets in JSON data such as a recipe: those in URLs, and strings of keys such as `api_key`."""
+        if isinstance(data, str):
+            self.add_url(data)
+        elif isinstance(data, dict):
+            for key, value in data.items():
+                self.add_data(key)
+                self.add_data(value)
+                if _is_secret(key, value):
+                    self.add(value)
+        elif isinstance(data, list | tuple):
+            for value in data:
+                self.add_data(value)
+
+    def redact(self, text: str) -> str:
+        """A text with the added values replaced by `***`."""
+        return text if self._pattern is None else self._pattern.sub(_HIDDEN, text)
+
+
+SECRETS = Secrets()
+"""The secrets of this process."""
+
+
+def _is_long(value: str) -> bool:
+    return len(value) >= 8 or (len(value) >= 6 and not (value.isalpha() and value.islower()))
+
+
+def _escaped(value: str) -> str:
+    """A value as in JSON and in Python's repr."""
+    return value.encode("unicode_escape").decode("ascii")
+
+
+def _is_secret_option(word: str) -> bool:
+    return "=" not in word and _OPTION.fullmatch(word + "=x") is not None
+
+
+def redacted(text: str) -> str:
+    """A text without the secrets of this process, and without passwords and values of queries and fragments (which may
+    be signatures) in its URLs."""
+
+    def url(found: re.Match[str]) -> str:
+        user = f"{_HIDDEN}@" if found["user"] else ""
+        return f"{found['scheme']}://{user}{found['rest']}{_PART.sub(value, found['more'] or '')}"
+
+    def value(found: re.Match[str]) -> str:
+        name = found["name"]
+        if name in _PLAIN and found["mark"] != "#":
+            return found[0]
+        return found["mark"] + ("" if name is None else f"{name}=") + _HIDDEN
+
+    def path(found: re.Match[str]) -> str:
+        return found["path"] + _PART.sub(value, found["more"])
+
+    text = SECRETS.redact(text)
+    if "://" in text:
+        text = _URL.sub(url, text)
+    return _PATH.sub(path, text) if "?" in text else text
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Url:
+    """The URL of remote data, which may have secrets. `str` of it is `redacted`."""
+
+    full: str
+    """The URL with its secrets, to be opened."""
+
+    def __post_init__(self) -> None:
+        SECRETS.add_url(self.full)  # a library that opens it may quote its parts
+
+    def __str__(self) -> str:
+        return redacted(self.full)
+
+    def __repr__(self) -> str:
+        return f"Url({str(self)!r})"
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return urllib.parse.urlsplit(self.full).path.rpartition("/")[2]
+
+
+def redacted_words(words: list[str]) -> list[str]:
+    """The words of a command line without secrets, values of options such as --api_key included."""
+    redact = []
+    next_is_secret = False
+    for word in words:
+        redact.append(_HIDDEN if next_is_secret else _OPTION.sub(rf"\g<1>{_HIDDEN}", redacted(word)))
+        next_is_secret = _is_secret_option(word)
+    return redact
+
+
+def redacted_data(data: Any) -> Any:
+    """JSON data with all strings `redacted`, and those of keys such as `api_key` replaced by `***`."""
+    if isinstance(data, str):
+        return redacted(data)
+    if isinstance(data, dict):
+        return {
+            redacted(str(key)): _HIDDEN if _is_secret(key, value) else redacted_data(value)
+            for key, value in data.items()
+        }
+    return [redacted_data(value) for value in data] if isinstance(data, list | tuple) else data
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    return isinstance(value, str) and value != "" and _KEY.search(str(key)) is not None
+
+
+class FilteredStream(io.TextIOWrapper):
+    """A text stream whose output passes through a filter."""
+
+    def __init__(self, stream: IO[bytes], redact_text: Callable[[str], str], **options: Any):
+        """
+        Args:
+            stream: to write to.
+            shown: the filter.
+            options: of TextIOWrapper.
+        """
+        super().__init__(stream, **options)
+        self._redact_text = redact_text
+
+    def write(self, text: str) -> int:
+        super().write(self._redact_text(text))
+        return len(text)
+
+
+def install_redaction(words: Iterable[str]) -> None:
+    """Redact the secrets of a command line, and of this process's environment variables, in its output from here on.
+    stderr is `redacted`. In stdout, which has results such as generated text, URLs stay; only secrets that are known by
+    value are removed."""
+    SECRETS.add_words(words)
+    SECRETS.add_variables(os.environ)
+    sys.stdout = _filtered(sys.stdout, SECRETS.redact)
+    sys.stderr = _filtered(sys.stderr, redacted)
+
+
+def _filtered(stream: TextIO, redact_text: Callable[[str], str]) -> TextIO:
+    """A filtered stream instead of a standard one; a stream that has replaced the standard one, or None, is returned
+    unchanged."""
+    if not isinstance(stream, io.TextIOWrapper) or stream not in (sys.__stdout__, sys.__stderr__):
+        return stream
+    stream.flush()
+    buffering = 0 if stream.write_through else -1  # as with PYTHONUNBUFFERED
+    return FilteredStream(
+        open(stream.fileno(), "wb", buffering, closefd=False),
+        redact_text,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def json_type_name(value: Any) -> str:
+    """The type of a JSON value, in the words of JSON rather than Python's."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    for kinds, name in ((str, "a string"), (int, "an integer"), (float, "a number"), (dict, "an object")):
+        if isinstance(value, kinds):
+            return name
+    return "a list"
+
+
+def printable(text: str) -> str:
+    """A text with control characters (except newlines and tabs) escaped, as a terminal would obey some of them; and
+    with halves of surrogate pairs escaped, as they cannot be encoded."""
+
+    def written(found: re.Match[str]) -> str:
+        number = ord(found[0])
+        return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}"
+
+    return _CONTROL.sub(written, text)

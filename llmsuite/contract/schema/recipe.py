@@ -1,0 +1,389 @@
+"""The sections that every recipe has. A stage adds its own section; a model family defines the keys of `model.config`.
+
+A recipe is plain data. Keys that name Python files are rejected unless the user has allowed them:
+`llmsuite.recipe.code`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt
+
+from llmsuite.contract.schema.columns import column_problems
+from llmsuite.contract.schema.engine import EngineSection
+from llmsuite.contract.schema.generation import GenerationSection
+from llmsuite.contract.schema.lora import LoraSection
+from llmsuite.contract.schema.numbers import (
+    BatchSize,
+    Decay,
+    Fraction,
+    MixWeight,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+from llmsuite.contract.schema.parallel import ParallelSection
+from llmsuite.contract.schema.prefix import PrefixSection
+from llmsuite.contract.schema.reft import ReftSection
+from llmsuite.contract.schema.section import Section
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelSection(Section):
+    """The model, and the sources of its weights and tokenizer."""
+
+    family: str
+    """Name of a registered model family; `llmsuite list models` shows them."""
+    weights: str | None = None
+    """Directory with safetensors and config.json in the HF or PaddleNLP layout, or a name on a hub such as
+    `hf:ORG/NAME`, `ms:ORG/NAME@REVISION` or `ORG/NAME`, which is downloaded once. null: random initialisation from
+    `seed`."""
+    load: Literal["exact", "known", "any"] = "exact"
+    """Match between the tensors of the weights and those of the model. exact: they have to be the same. known: tensors
+    that the model does not have are skipped. any: in addition, tensors that are missing or have another shape are
+    initialised from `seed`. Skipped and initialised tensors are listed by name."""
+    tokenizer: str | None = None
+    """Directory with tokenizer.json and tokenizer_config.json, or a name on a hub. Default: the tokenizer of the
+    weights."""
+    preset: str | None = None
+    """Name of a published model shape of the family, such as "llama-3.1-8b". Needed only without a config.json."""
+    config: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields of the model's config to override, for example to make the model smaller."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class DataSection(Section):
+    """Training and evaluation data, and how rows become token sequences."""
+
+    train: str
+    """Training data: a .json, .jsonl, .csv, .tsv (all also .gz or .zst) or .parquet file, or a directory of such files;
+    for pretraining also a .txt file or the prefix of an indexed corpus, but no .json file or directory. A relative path
+    is looked up in the working directory, then among the files bundled with llmsuite. Also a URL or a data set on a
+    hub: `hf:ORG/NAME?split=train`, `hf:ORG/NAME/FILE`, `ms:ORG/NAME`."""
+    eval: str | None = None
+    """Evaluation data, in the same forms as train. null: no evaluation."""
+    format: str = "auto"
+    """Name of a registered data format (`llmsuite list formats` shows them), or "auto" to detect it from the first
+    row."""
+    columns: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Fields of the data format and their source: the name of a column, or a template with columns in braces, such as
+    "{question} {context}". Rows then have exactly these fields. Default: the columns of the data."""
+    mix: dict[str, MixWeight] = dataclasses.field(default_factory=dict)
+    """More training data, each with its number of samples per sample of train, or with null to use each of its samples
+    once. The stage pretrain uses pretrain.mix instead."""
+    max_samples: PositiveInt | None = None
+    """Use only the first rows (in pretraining: samples) of each file, up to this number, also for evaluation."""
+    on_bad_row: Literal["error", "skip"] = "error"
+    """Handling of a row that cannot be read (truncated JSON, a missing key, a turn without a role). error: stop before
+    the first step. skip: skip the row and count it by reason."""
+    max_length: PositiveInt = 2048
+    """Maximum sequence length in tokens. Longer rows are dropped and counted, unless the stage has a key to truncate
+    them."""
+    chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
+    """Chat template. "tokenizer": the template of the tokenizer. The others are built in."""
+    packing: Literal["none", "best_fit"] = "none"
+    """best_fit: pack rows into samples of up to max_length tokens, which avoids most padding. Tokens do not attend to
+    other rows, and positions restart with each row. Batch sizes and epochs then count packed samples. For the stages
+    sft, dpo and rm."""
+    shuffle: bool = True
+    """true: shuffle in every epoch, seeded by `seed`. false: the order of the file; with packing, the order of the
+    packed samples."""
+    drop_last: bool = False
+    """true: drop the samples at the end of each epoch that do not fill a global batch (with shuffle, different samples
+    in each epoch). false: fill the batch with samples of the next epoch."""
+    group_by_length: bool = True
+    """Assign the samples of a global batch to micro-batches by length, to reduce padding. The global batch and the
+    result of the step do not change."""
+    collator: str | None = None
+    """Custom collator, "FILE.py:FUNCTION": it is called with the samples and the stage's `collate` function, and
+    returns a batch like that function. It has to be deterministic: the same samples give the same arrays on every
+    rank."""
+    num_workers: NonNegativeInt = 0
+    """Number of threads that prepare batches in advance. 0: prepare each batch when it is needed."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        yield from column_problems(self.columns)
+
+
+@dataclasses.dataclass(kw_only=True)
+class TrainSection(Section):
+    """Batch sizes, optimizer, learning-rate schedule and length of training."""
+
+    max_steps: PositiveInt | None = None
+    """Number of optimizer steps. Set either this or num_epochs."""
+    num_epochs: PositiveInt | None = None
+    """Number of passes over the training data. Set either this or max_steps."""
+    global_batch_size: BatchSize
+    """Number of samples in one optimizer step, over all ranks."""
+    micro_batch_size: BatchSize
+    """Number of samples in one forward pass on one rank; the number of gradient accumulation steps follows from it."""
+    micro_batch_tokens: PositiveInt | None = None
+    """Fill each training micro-batch with samples up to this many tokens, padding included, instead of a fixed number
+    of samples; micro_batch_size then applies to evaluation only."""
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    """Optimizer. sgd is for comparing runs: it shows errors in the scale of gradients, which adamw hides."""
+    learning_rate: PositiveFloat
+    """Peak learning rate."""
+    lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"
+    """Learning-rate schedule after the warm-up. wsd: warm-up, stable, decay: constant until it decays in the last steps
+    (Hu et al. 2024, arXiv 2404.06395)."""
+    decay_ratio: Fraction | None = None
+    """With wsd: fraction of all steps, at the end, in which the learning rate decays. Default: 0.1."""
+    decay_type: Literal["linear", "cosine", "sqrt"] | None = None
+    """With wsd: shape of the decay. sqrt: 1 - sqrt(t), with t from 0 to 1 over the decay steps (Haegele et al. 2024,
+    arXiv 2405.18392). Default: linear."""
+    warmup_ratio: Fraction = 0.0
+    """Length of the warm-up, in which the learning rate rises to its peak, as a fraction of all steps."""
+    warmup_steps: PositiveInt | None = None
+    """Length of the warm-up in steps. Set either this or warmup_ratio."""
+    warmup_from_zero: bool = False
+    """true: step n of W warm-up steps has (n - 1) / W of the peak learning rate, as in transformers and PaddleNLP; the
+    first step then has learning rate 0. false: n / W."""
+    min_lr_ratio: Fraction = 0.0
+    """Final learning rate as a fraction of the peak."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled weight decay (AdamW); norms and biases are excluded."""
+    adam_beta1: Decay = 0.9
+    """Decay rate of the first moment."""
+    adam_beta2: Decay = 0.999
+    """Decay rate of the second moment."""
+    adam_epsilon: PositiveFloat = 1e-8
+    """Epsilon in the denominator of the Adam update."""
+    max_grad_norm: PositiveFloat | None = 1.0
+    """Clip gradients to this global norm. null: no clipping."""
+    on_nonfinite: Literal["stop", "skip", "roll_back"] = "stop"
+    """Handling of a step whose loss or gradient is infinite or NaN (with fp16, at the lowest loss scale). stop: end the
+    run. skip: skip the batch. roll_back: return to the last checkpoint and continue with the samples after this
+    batch."""
+    spike_factor: Annotated[float, Gt(1)] | None = None
+    """A step is a spike if its gradient norm before clipping exceeds this factor times the median of the last 32 steps.
+    null: no detection of spikes."""
+    on_spike: Literal["stop", "skip", "roll_back"] = "skip"
+    """Handling of a spike; the choices are those of on_nonfinite."""
+    max_bad_steps: PositiveInt = 10
+    """Stop the run after this many skipped or rolled-back steps without progress beyond the highest step reached."""
+    expert_balance_loss: NonNegativeFloat = 0.0
+    """Weight of the sequence-wise load-balancing loss of routed experts (`aux_loss_alpha`: 0.001 in DeepSeek-V2, 0.0001
+    in V3). 0: no such loss."""
+    expert_bias_rate: NonNegativeFloat = 0.0
+    """Update rate of the router bias of each expert for auxiliary-loss-free load balancing: after each step the bias
+    moves by this much towards an even load (0.001 in DeepSeek-V3). 0: the bias is fixed."""
+    mtp_loss_weight: NonNegativeFloat = 0.0
+    """Weight of the multi-token prediction (MTP) loss: an additional layer predicts the token after the next one and is
+    trained with the model (DeepSeek-V3, arXiv 2412.19437, section 2.2: 0.3, towards the end 0.1). 0: the MTP layer of
+    the weights is not trained. For the stages pretrain, sft and lora, and models with num_nextn_predict_layers = 1."""
+    eval_steps: PositiveInt | Literal["epoch"] | None = None
+    """Interval of evaluations in steps, or "epoch" for the end of each epoch; the last step is always evaluated.
+    Default: the last step only."""
+    log_steps: PositiveInt = 1
+    """Interval in steps at which metrics are printed and recorded."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if (self.max_steps is None) == (self.num_epochs is None):
+            state = "neither is given" if self.max_steps is None else "both are given"
+            yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
+        of_adamw = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon") if self.optimizer == "sgd" else ()
+        for key in of_adamw:
+            default = getattr(type(self), key)
+            if getattr(self, key) != default:
+                yield key, f"is not used by the optimizer sgd; set it to its default {default}, or choose adamw"
+        if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
+            yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear, cosine or wsd"
+        of_wsd = ("decay_ratio", "decay_type") if self.lr_schedule != "wsd" else ()
+        for key in of_wsd:
+            if getattr(self, key) is not None:
+                yield key, f"has no effect with lr_schedule {self.lr_schedule}; remove it or choose wsd"
+        if self.warmup_steps is not None and self.warmup_ratio > 0:
+            yield "warmup_steps", "and warmup_ratio are both given; remove one of them"
+        if self.lr_schedule == "wsd" and self.warmup_ratio + (self.decay_ratio or 0.0) > 1:
+            yield "decay_ratio", "and warmup_ratio together are above 1; lower one of them"
+        if self.warmup_from_zero and self.warmup_steps is None and self.warmup_ratio == 0:
+            yield "warmup_from_zero", "has no effect without a warm-up; set warmup_steps or warmup_ratio, or remove it"
+        if self.on_spike != "skip" and self.spike_factor is None:
+            yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
+
+    @property
+    def may_roll_back(self) -> bool:
+        """True where a bad step may roll the run back to a checkpoint."""
+        return self.on_nonfinite == "roll_back" or (self.spike_factor is not None and self.on_spike == "roll_back")
+
+
+@dataclasses.dataclass(kw_only=True)
+class QatSection(Section):
+    """Quantisation-aware training (Jacob et al. 2018, arXiv 1712.05877): linear layers compute with weights, and
+    optionally activations, rounded to int8."""
+
+    weight_bits: Literal[8] | None = None
+    """8: round weights to int8, with one scale per output channel. null: no quantisation-aware training."""
+    activation_bits: Literal[8] | None = None
+    """8: also round the inputs of these layers, with one scale per layer: a moving average of their absolute maximum.
+    null: inputs are not rounded."""
+    moving_rate: Decay = 0.9
+    """Decay rate of that moving average, per step."""
+    target_modules: list[str] | None = None
+    """Layers to quantise: patterns as in lora.target_modules. Default: every matrix of attention and MLP, except the
+    routed experts."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.target_modules == []:
+            yield "target_modules", "is empty, so nothing would be quantised; name modules, or remove it"
+        unused = dataclasses.fields(self) if self.weight_bits is None else ()
+        for field in unused:
+            if getattr(self, field.name) != field.default:
+                yield field.name, "has no effect while weight_bits is null; set that to 8, or remove it"
+        if self.weight_bits is not None and self.activation_bits is None and self.moving_rate != 0.9:
+            yield "moving_rate", "has no effect while activation_bits is null; set that to 8, or remove it"
+
+
+@dataclasses.dataclass(kw_only=True)
+class CheckpointSection(Section):
+    """Checkpoints: when to save them and which to keep. The last step is always saved, and so is the current step when
+    a file `save-now` appears in output_dir."""
+
+    save_steps: PositiveInt | Literal["epoch"] | None = None
+    """Interval of checkpoints in steps, or "epoch" for the end of each epoch."""
+    keep_last: Annotated[int, Ge(2)] = 2
+    """Number of newest checkpoints to keep; at least 2, because a crash may interrupt the newest one."""
+    async_save: bool = True
+    """Write checkpoints in the background from a copy in host memory, while training continues. If the copy does not
+    fit into memory, training waits for the write."""
+    best_metric: str | None = None
+    """Evaluation metric that selects the best checkpoint, such as "eval/loss". The best checkpoint is kept in addition
+    to the keep_last newest."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Direction of best_metric: the lowest or the highest value is best."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class LaunchSection(Section):
+    """Machines and devices of a run, and recovery from their loss."""
+
+    num_devices: PositiveInt = 1
+    """Number of devices per machine; on cpu, of processes."""
+    devices: str | list[NonNegativeInt] | None = None
+    """Indices of the devices to use on each machine, such as "4,5,6,7"; sets num_devices. Default: the first
+    num_devices devices. Not for cpu."""
+    nnodes: PositiveInt = 1
+    """Number of machines with num_devices each. On machines that do not share output_dir, each stores its part of a
+    checkpoint."""
+    master: str | None = None
+    """host:port of machine 0, to which the launchers of the other machines connect."""
+    node_rank: NonNegativeInt | None = None
+    """Rank of this machine, from 0; set it on the command line of each machine."""
+    stall_seconds: PositiveFloat | None = 600.0
+    """Watchdog: end the run with exit code 3, and report which ranks wait for which, if no rank makes progress for this
+    many seconds (three times as many until every rank has reached its second step). null: no watchdog."""
+    max_restarts: NonNegativeInt = 0
+    """Maximum number of restarts of all ranks from the newest checkpoint after the loss of a rank or a machine (killed,
+    crashed or hanging). No restart after a user error, Ctrl-C, or a second loss at the same step."""
+    spares: NonNegativeInt = 0
+    """Number of spare machines in addition to nnodes, with the highest node ranks; at a restart a spare replaces a lost
+    machine."""
+    min_nnodes: PositiveInt | None = None
+    """Minimum number of machines: after a restart the run continues on fewer machines than nnodes, but at least this
+    many, if lost machines do not come back and no spare is left. null: never on fewer than nnodes."""
+    rejoin_seconds: PositiveFloat = 60.0
+    """With min_nnodes: seconds to wait for a lost machine before continuing on fewer."""
+    log_dir: str | None = None
+    """Directory for the output of each rank, `workerlog.N`, in runs of several ranks. Default: `logs` in output_dir."""
+
+    @property
+    def device_numbers(self) -> list[int] | None:
+        """The parsed key `devices`. Raises ValueError if it is not a list of device indices."""
+        return device_numbers(self.devices)
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        if self.master is not None and not re.fullmatch(r"[^:\s]+:[0-9]{1,5}", self.master):
+            yield "master", f"is {self.master!r}; it has to be host:port"
+        elif self.master is not None and not 0 < int(self.master.rpartition(":")[2]) < 65536:
+            yield "master", f"is {self.master!r}; a port is 1 to 65535"
+        most = self.nnodes + self.spares
+        if self.node_rank is not None and self.node_rank >= most:
+            spares = f" and {self.spares} spares" if self.spares else ""
+            yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes}{spares} it is at most {most - 1}"
+        if self.spares and self.nnodes == 1:
+            yield (
+                "spares",
+                "a spare can replace any machine but the first; set nnodes to at least 2, or this to 0",
+            )
+        elif self.spares and not self.max_restarts:
+            yield "spares", "a spare replaces a machine at a restart; set max_restarts, or this to 0"
+        if self.min_nnodes is not None and self.min_nnodes > self.nnodes:
+            yield "min_nnodes", f"is {self.min_nnodes}, more than nnodes, which is {self.nnodes}"
+        elif self.min_nnodes is not None and not self.max_restarts:
+            yield "min_nnodes", "the number of machines changes only at a restart; set max_restarts, or this to null"
+        try:
+            numbers = self.device_numbers
+        except ValueError:
+            yield "devices", f"is {self.devices!r}; it has to be distinct device numbers, such as 4,5,6,7"
+            return
+        if numbers is not None and len(numbers) != self.num_devices:
+            message = f"names {len(numbers)} devices, but num_devices is {self.num_devices}; remove num_devices"
+            yield "devices", message
+
+
+def device_numbers(devices: Any) -> list[int] | None:
+    """Return the device indices in a text such as "4,5,6,7" or in a list; None for None.
+
+    Raises:
+        ValueError: something is not an index, an index repeats, or there is none.
+    """
+    if devices is None:
+        return None
+    numbers = [int(part) for part in devices.split(",")] if isinstance(devices, str) else list(devices)
+    if not numbers or len(set(numbers)) < len(numbers) or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError(devices)
+    return numbers
+
+
+@dataclasses.dataclass(kw_only=True)
+class Recipe(Section):
+    """A complete run as data."""
+
+    stage: str
+    """Name of a registered stage; `llmsuite list stages` shows them."""
+    source: str | None = None
+    """Source of the numbers in this recipe, in one line; `llmsuite list recipes` shows it."""
+    model: ModelSection
+    data: DataSection
+    parallel: ParallelSection = dataclasses.field(default_factory=ParallelSection)
+    engine: EngineSection = dataclasses.field(default_factory=EngineSection)
+    train: TrainSection
+    lora: LoraSection = dataclasses.field(default_factory=LoraSection)
+    reft: ReftSection = dataclasses.field(default_factory=ReftSection)
+    prefix: PrefixSection = dataclasses.field(default_factory=PrefixSection)
+    generation: GenerationSection = dataclasses.field(default_factory=GenerationSection)
+    qat: QatSection = dataclasses.field(default_factory=QatSection)
+    checkpoint: CheckpointSection = dataclasses.field(default_factory=CheckpointSection)
+    launch: LaunchSection = dataclasses.field(default_factory=LaunchSection)
+    device: str = "cpu"
+    """Name of a registered device backend; `llmsuite list devices` shows them."""
+    loggers: list[str] = dataclasses.field(default_factory=list)
+    """Names of registered loggers that receive the metrics in addition to metrics.jsonl."""
+    seed: NonNegativeInt = 42
+    """Random seed of the initial parameters and of the data order."""
+    output_dir: str
+    """Directory for everything that the run writes."""
+
+    def problems(self) -> Iterator[tuple[str, str]]:
+        for key, path in (("output_dir", self.output_dir), ("launch.log_dir", self.launch.log_dir or ".")):
+            if not path or "\0" in path:
+                yield key, f"is {path!r}; it has to be the path of a directory"
+            elif len(os.fsencode(path)) > 1000 or any(len(os.fsencode(part)) > 200 for part in path.split("/")):
+                yield key, "is too long for the files below it: at most 1,000 bytes, and 200 between two slashes"
+
+    @property
+    def freezes_model(self) -> bool:
+        """True where adapters, interventions or a prefix are trained and the model is frozen."""
+        return freezes_model(self.lora, self.reft, self.prefix)
+
+
+def freezes_model(lora: LoraSection, reft: ReftSection, prefix: PrefixSection) -> bool:
+    """Return True where adapters, interventions or a prefix are trained and the model is frozen."""
+    return any(size is not None for size in [lora.rank, reft.rank, prefix.tokens])

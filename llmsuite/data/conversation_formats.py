@@ -1,0 +1,159 @@
+"""Formats of conversation rows: how each is recognised and converted.
+
+`convert` raises ValueError that names the wrong key; the reader adds file and line. All of the assistant's turns are
+supervised, unless a turn has the key "weight" or "loss" (0, 1, true, false). Each of the formats may have the columns
+"system" and "tools".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from llmsuite.contract.specs import DataFormat
+from llmsuite.data.preference_formats import alpaca_turns, has_keys
+from llmsuite.data.rows import Conversation, Message
+from llmsuite.data.turns import (
+    Row,
+    check_order,
+    get_text,
+    get_texts,
+    get_turns,
+    parse_message,
+    parse_messages,
+    parse_sharegpt_message,
+    parse_tools,
+    with_system,
+)
+
+
+def paddlenlp(row: Row) -> Conversation:
+    """`{"src": "question", "tgt": "answer"}`, or lists of as many questions as answers.
+
+    "label", a list with 0 or 1 for each answer, selects those that are supervised.
+    """
+    users = get_texts(row, "src")
+    answers = get_texts(row, "tgt")
+    if not users or len(users) != len(answers):
+        raise ValueError(f"'src' has {len(users)} turns and 'tgt' {len(answers)}; every src needs its tgt")
+    flags = row.get("label")
+    if flags is None:
+        flags = [1] * len(answers)
+    if not isinstance(flags, list) or len(flags) != len(answers):
+        raise ValueError(f"'label' is {flags!r}; a list with 0 or 1 for each of the {len(answers)} 'tgt' is needed")
+    supervised = [_flag(flag, f"label[{i}]") for i, flag in enumerate(flags)]
+    messages: list[Message] = []
+    for question, answer in zip(users, answers):
+        messages += [Message("user", question), Message("assistant", answer)]
+    return _conversation(row, messages, [flag for own in supervised for flag in (False, own)], "src")
+
+
+def alpaca(row: Row) -> Conversation:
+    """`{"instruction", "input", "output"}`: the input follows the instruction on a line of its own, if there is one.
+
+    Optional: "history", a list of earlier [question, answer].
+    """
+    messages = [*alpaca_turns(row), Message("assistant", get_text(row, "output"))]
+    return _conversation(row, messages, [message.role == "assistant" for message in messages], "history")
+
+
+def sharegpt(row: Row) -> Conversation:
+    """`{"conversations": [{"from", "value"}]}`.
+
+    The value of a "function_call" is JSON with name and arguments, or a list of such.
+    """
+    messages = []
+    supervised = []
+    for i, turn in enumerate(get_turns(row, "conversations")):
+        where = f"conversations[{i}]"
+        messages.append(parse_sharegpt_message(turn, where))
+        supervised.append(_is_supervised(turn, where, messages[-1].role))
+    return _conversation(row, messages, supervised, "conversations")
+
+
+def openai(row: Row) -> Conversation:
+    """`{"messages": [{"role", "content"}]}`; the assistant may have "tool_calls".
+
+    Every other key of a turn is for chat templates that know it, such as "name" and "reasoning_content".
+    """
+    messages = []
+    supervised = []
+    for i, turn in enumerate(get_turns(row, "messages")):
+        where = f"messages[{i}]"
+        messages.append(parse_message(turn, where))
+        supervised.append(_is_supervised(turn, where, messages[-1].role))
+    return _conversation(row, messages, supervised, "messages")
+
+
+def trl_completion(row: Row) -> Conversation:
+    """`{"prompt", "completion"}`, each text or a list of `{"role", "content"}`.
+
+    The completion is one turn of the assistant, and nothing else is supervised. Texts are turns too.
+    """
+    prompt = parse_messages(row["prompt"], "prompt", "user")
+    completion = parse_messages(row["completion"], "completion", "assistant")
+    if len(completion) != 1 or completion[0].role != "assistant":
+        raise ValueError("'completion' is not one turn of the assistant; with more of them use 'messages'")
+    return _conversation(row, [*prompt, *completion], [*(False for _ in prompt), True], "prompt")
+
+
+def _conversation(row: Row, messages: Sequence[Message], supervised: Sequence[bool], where: str) -> Conversation:
+    """Return the turns with the system prompt and the tools of their row. `where` names the column of the turns."""
+    all_messages = with_system(row, messages)
+    num_before = len(all_messages) - len(messages)
+    check_order(all_messages, where, num_before)
+    return Conversation(tuple(all_messages), (*[False] * num_before, *supervised), parse_tools(row))
+
+
+def _is_supervised(turn: Row, where: str, role: str) -> bool:
+    flags = {_flag(turn[key], f"{where}.{key}") for key in ("weight", "loss") if turn.get(key) is not None}
+    if len(flags) == 2:
+        raise ValueError(f"{where!r} has a 'weight' and a 'loss' that disagree")
+    if role != "assistant" and True in flags:
+        raise ValueError(f"{where!r} is to be supervised, but is of {role!r}; only the assistant's turns can be")
+    return role == "assistant" and False not in flags
+
+
+def _flag(value: Any, where: str) -> bool:
+    if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+        raise ValueError(f"{where!r} is {value!r}; 0 or 1 is needed")
+    return bool(value)
+
+
+BUILTIN = [
+    DataFormat(
+        name="openai",
+        help="messages of role/content, tool_calls, weight; tools",
+        kind="conversation",
+        matches=has_keys("messages"),
+        convert=openai,
+    ),
+    DataFormat(
+        name="sharegpt",
+        help="conversations of from/value; system, tools",
+        kind="conversation",
+        matches=has_keys("conversations"),
+        convert=sharegpt,
+    ),
+    DataFormat(
+        name="alpaca",
+        help="instruction, input, output; history, system",
+        kind="conversation",
+        matches=has_keys("instruction", "output"),
+        convert=alpaca,
+    ),
+    DataFormat(
+        name="trl_completion",
+        help="prompt, completion: text or lists of role/content; tools",
+        kind="conversation",
+        matches=has_keys("prompt", "completion"),
+        convert=trl_completion,
+    ),
+    DataFormat(
+        name="paddlenlp",
+        help="src, tgt: text or lists; system, label",
+        kind="conversation",
+        matches=has_keys("src", "tgt"),
+        convert=paddlenlp,
+    ),
+]

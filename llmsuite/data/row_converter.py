@@ -1,0 +1,192 @@
+"""Converts rows of a file to the rows that a stage trains on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmsuite.base.errors import UserError
+from llmsuite.contract.registry import traceback_tail
+from llmsuite.contract.specs import DataFormat
+from llmsuite.data.columns import MissingColumnError, rename_columns
+from llmsuite.data.faults import Faults
+from llmsuite.data.preference_formats import MEDIA
+from llmsuite.data.row_kinds import StagesByKind, is_accepted, other_kinds, preference_hint
+from llmsuite.data.row_limits import MAX_COLUMNS, check_conversations
+from llmsuite.data.rows import TYPES
+from llmsuite.data.suggest import (
+    Columns,
+    advice,
+    columns_option,
+    correct_columns,
+    fields_of,
+    shell_quoted,
+    suggest_columns,
+)
+
+
+class RowConverter:
+    """Converts rows of one kind; the first row decides the format, where none is chosen."""
+
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        formats: Mapping[str, DataFormat],
+        columns: Mapping[str, str] | None = None,
+        readers: StagesByKind | None = None,
+    ):
+        """
+        Args:
+            kind: the type of rows that the stage needs, such as "preference".
+            name: a format's name, or "auto" for the first one that matches the first row.
+            formats: the registered formats.
+            columns: the source of each field in the columns of a row, see `rename_columns`; None to keep the columns.
+            readers: the registered stages, for messages about rows of another kind.
+
+        Raises:
+            UserError: the format makes rows of another kind.
+        """
+        self._kind = kind
+        self._formats = formats
+        self._columns = columns or {}
+        self._stages_by_kind = readers or {}
+        self._name = name
+        self.format: DataFormat | None = None if name == "auto" else formats[name]
+        """None until the first row has decided it."""
+        self._has_read = False
+        """True once a row was converted: then a fault of a later row is not that of its columns."""
+        if self.format is not None and self.format.kind != kind:
+            raise UserError(f"data.format: {name} gives {self.format.kind} rows; this stage trains on {kind} rows")
+
+    def convert(self, where: str, raw: Any, fault: str | None, faults: Faults) -> Any:
+        """Convert a row.
+
+        Args:
+            where: place of the row, for messages.
+            raw: the row in its file.
+            fault: the reason why it could not be parsed; None without one.
+            faults: records the fault of the row, if it has one.
+
+        Returns:
+            The row; None for one with a fault.
+
+        Raises:
+            UserError: no format fits.
+        """
+        if fault is None and not isinstance(raw, Mapping):
+            fault = f"is a {type(raw).__name__}, not an object"
+        if fault is None and len(raw) > MAX_COLUMNS:
+            fault = f"has {len(raw):,} columns; at most {MAX_COLUMNS:,} are read"
+        if fault is None:
+            fault = _text_fault(raw)
+        if fault is None and not self._columns:
+            media = [name for name in MEDIA if raw.get(name)]
+            if media:
+                fault = f"has {', '.join(media)}, and only text is read; name the columns of text in data.columns"
+        is_of_recipe = False
+        given = raw
+        if fault is None:
+            try:
+                raw = rename_columns(given, self._columns)
+                self.format = self.format or self._recognise(raw, given, where)
+                row = self._converted(self.format, raw, where)
+                self._has_read = True
+                return row
+            except MissingColumnError as error:
+                fault = str(error)
+                is_of_recipe = True
+            except (KeyError, ValueError) as error:
+                fault = f"has no key {error}" if isinstance(error, KeyError) else str(error)
+                if self.format is not None and not is_accepted(self.format.matches, raw):
+                    fault += f"; {self.format.name} needs: {self.format.help}{self._advice_on_first(given)}"
+        faults.add(where, fault, once=is_of_recipe)
+        return None
+
+    def _converted(self, data_format: DataFormat, raw: Mapping[str, Any], where: str) -> Any:
+        """Return a row of the stage's kind. Raises UserError for a fault of the format, not of the row."""
+        what = f"{where}: `convert` of the data format {data_format.name}"
+        try:
+            row = data_format.convert(raw)
+        except (AttributeError, IndexError, TypeError) as error:
+            raise UserError(
+                f"{what} has to raise ValueError with what is wrong in the row: {traceback_tail(error)}"
+            ) from error
+        expected = TYPES.get(self._kind, object)
+        if row is not None and isinstance(row, expected):
+            check_conversations(row)
+            return row
+        found = "nothing" if row is None else f"a {type(row).__name__}"
+        hint = "" if expected is object else f"; {self._kind} rows are {expected.__module__}.{expected.__name__}"
+        raise UserError(f"{what} returned {found}{hint}")
+
+    def suggest_columns(self, row: Mapping[str, Any]) -> Columns | None:
+        """Return a proposal of `data.columns` for a row that has other columns; None where it cannot be guessed."""
+        if not self._columns:
+            return suggest_columns(row, self._kind, self._formats, self._name)
+        mended = correct_columns(self._columns, row)
+        if mended is None:
+            return None
+        trial = RowConverter(self._kind, self._name, self._formats, mended)
+        try:
+            return mended if trial.convert("", row, None, Faults("skip")) is not None else None
+        except UserError:
+            return None
+
+    def _advice_on_first(self, row: Mapping[str, Any]) -> str:
+        """Advice about the first row where the chosen format has other fields; "" where there is none."""
+        columns = None if self._has_read else self.suggest_columns(row)
+        self._has_read = True  # one message with advice is enough
+        return f"; {advice(row, columns, self._kind)}" if columns else ""
+
+    def _recognise(self, row: Mapping[str, Any], given: Mapping[str, Any], where: str) -> DataFormat:
+        """Return the first format that fits.
+
+        Args:
+            row: with the fields of `data.columns`.
+            given: the row in its file.
+            where: its place.
+
+        Raises:
+            UserError: no format fits, or the row is one for other stages.
+        """
+        fitting = [f for f in self._formats.values() if f.kind == self._kind]
+        # a table has null in the columns that other rows fill: such columns count only if no format fits without them
+        present = {key: value for key, value in row.items() if value is not None}
+        for candidate, columns in [(f, columns) for columns in (present, row) for f in fitting]:
+            if is_accepted(candidate.matches, columns):
+                if not self._columns:  # with data.columns the user has said what the rows are
+                    fault = preference_hint(row, candidate, self._formats, self._stages_by_kind)
+                    if fault:
+                        raise UserError(f"{where}: {fault}")
+                return candidate
+        others = other_kinds(row, self._kind, self._formats, self._stages_by_kind)
+        raise UserError(
+            f"{where}: keys {sorted(row)} fit no format with {self._kind} rows{others}. {self._way_out(given, fitting)}"
+        )
+
+    def _way_out(self, row: Mapping[str, Any], fitting: Sequence[DataFormat]) -> str:
+        """Advice about a row that fits no format: the columns that it probably has, else the fields of the formats."""
+        columns = self.suggest_columns(row)
+        if columns is not None and self._columns:
+            return f"Did you mean {shell_quoted(columns_option(columns))}"
+        if columns is not None:
+            what = advice(row, columns, self._kind)
+            return f"{what[0].upper()}{what[1:]}"
+        known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
+        hint = ""
+        if fitting and len(row) >= len(fields_of(self._kind)):
+            hint = f". If the columns have other names, {advice(row, None, self._kind)}"
+        return f"Known: {known or 'none'}{hint}"
+
+
+def _text_fault(row: Mapping[str, Any]) -> str | None:
+    """The reason why no tokenizer accepts a row that is valid JSON; None if there is none."""
+    try:
+        json.dumps(row, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
+    except RecursionError:
+        return "is nested too deeply"
+    return None

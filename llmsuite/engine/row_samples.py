@@ -1,0 +1,334 @@
+"""Samples of the rows of a file: held in memory, or made lazily from rows that stay on disk.
+
+For a large file one pass makes all samples, a window of rows at a time, and caches which rows have a sample and how
+long each is. So packing, lengths and the order of samples are the same as for rows in memory. The name of a cache entry
+is a digest of everything that it depends on: the state of the files, the keys of the recipe, the template, the
+tokenizer, and the code that reads rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import hashlib
+import importlib.metadata
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from llmsuite import data as data_package
+from llmsuite.base.cache import cache_root, locked
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import committed_directory, read_json_file, write_json
+from llmsuite.base.progress import track_bytes
+from llmsuite.base.safe_files import is_file
+from llmsuite.contract.schema.section import as_plain
+from llmsuite.data.control_tokens import ControlTokens, warning
+from llmsuite.data.disk_rows import ROW_SPAN, DiskRows, file_state, jsonl_files, scan_rows
+from llmsuite.data.faults import Faults
+from llmsuite.data.lazy_sequences import LazySequence, LengthFunction
+from llmsuite.data.read import Rows, data_files
+from llmsuite.data.row_converter import RowConverter
+from llmsuite.data.rows import turns_of
+from llmsuite.engine.drop_counts import DropCounts
+
+S = TypeVar("S")
+_FORMAT = "1"
+"""Format version in the names of entries: raise it with any change of their files."""
+_WINDOW_BYTES = 4 << 20
+_WINDOW_ROWS = 4096
+_SECTIONS_WITHOUT_EFFECT = (
+    "checkpoint", "device", "engine", "generation", "launch", "loggers", "lora", "model", "output_dir", "parallel",
+    "prefix", "qat", "reft", "seed", "source", "train",
+)  # fmt: skip
+"""Sections of a recipe that do not change the sample of a row."""
+
+
+class SampleMaker(Protocol[S]):
+    """Part of a stage that makes samples from rows."""
+
+    context: Any
+    section: Any
+
+    @property
+    def row_kind(self) -> str: ...
+    @property
+    def row_by_row(self) -> bool: ...
+
+    def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> Sequence[S]: ...
+    def row_lengths(self, samples: Sequence[S]) -> np.ndarray | None: ...
+
+
+class ReaderOfRows(Protocol):
+    """Part of a `RowReader` that this module uses."""
+
+    @property
+    def stage(self) -> SampleMaker[Any]: ...
+
+    def read_rows(self, path: Path) -> Rows: ...
+    def cached_numbers(self, samples: Sequence[Any]) -> np.ndarray | None: ...
+
+
+class LazySamples(LazySequence[S]):
+    """Samples of a file that are made when they are accessed."""
+
+    def __init__(self, rows: DiskRows, make: Callable[[Any], S], lengths: np.ndarray | None):
+        """
+        Args:
+            rows: rows that have a sample.
+            make: converts a row to its sample.
+            lengths: `RowReader.cached_numbers` of all samples.
+        """
+        self._rows = rows
+        self._make = make
+        self._lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def make(self, number: int) -> S:
+        return self._make(self._rows[number])
+
+    def lengths(self, measure: LengthFunction) -> np.ndarray | None:
+        return self._lengths
+
+
+LoadedSamples = tuple[Sequence[Any], DropCounts, "str | None"]
+"""Samples of a file or directory, their drop counts, and a warning about control tokens in the rows."""
+
+
+def in_memory_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
+    """Load the samples of rows that are all in memory. Raises UserError when a row is faulty, or there is none."""
+    stage = reader.stage
+    rows = reader.read_rows(path)
+    control = ControlTokens(stage.context.tokenizer, stage.context.template)
+    found = []
+    for where, row in zip(rows.places, rows):
+        token = control.find_in_turns(turns_of(row))
+        if token:
+            found.append((where, token))
+    counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
+    return stage.make_samples(rows, counts), counts, warning(found, len(found))
+
+
+def lazy_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
+    """Load lazy samples of rows that stay on disk; the sample of a row depends on that row alone.
+
+    The first call makes a pass over all rows, in one process; other processes that need the same samples wait.
+
+    Raises:
+        UserError: a row is faulty, none is usable, or the cache cannot be written to.
+    """
+    stage = reader.stage
+    row_stage = copy.copy(stage)
+    row_stage.context = dataclasses.replace(stage.context, caches_tokens=False, report=lambda text: None)
+    data = stage.context.recipe.data
+    formats = stage.context.data_formats
+    readers = stage.context.readers
+    conversion = RowConverter(stage.row_kind, data.format, formats, data.columns, readers)
+    entry = cache_root() / "rows" / _name(reader, path)
+    faults = Faults(data.on_bad_row)
+    cache_pass = _CachePass(row_stage, path, conversion, faults, data.max_samples, reader.cached_numbers)
+    with locked(entry.with_suffix(".lock")):
+        note = _note(entry)
+        if note is None:
+            with committed_directory(entry) as directory:
+                cache_pass.run(directory)
+            note = _note(entry)
+            assert note is not None, entry
+    places = np.memmap(entry / "places", ROW_SPAN, "r")
+    lengths: np.ndarray | None = None
+    if note["has_lengths"]:
+        lengths = np.memmap(entry / "lengths", "<i8", "r").reshape(len(places), -1)
+    found_format = RowConverter(stage.row_kind, note["format"], stage.context.data_formats, data.columns)
+    rows = DiskRows([Path(file) for file, _ in note["files"]], places)
+    make = functools.partial(_sample, row_stage, found_format, path)
+    counts = DropCounts(path, **note["counts"], faults=Faults.from_json(note["faults"], path))
+    return LazySamples(rows, make, lengths), counts, note["warning"]
+
+
+def _sample(stage: SampleMaker[Any], conversion: RowConverter, path: Path, raw: Any) -> Any:
+    """Make the sample of a row that had one in the pass over all rows."""
+    faults = Faults()
+    row = conversion.convert(str(path), raw, None, faults)
+    faults.check()
+    (sample,) = stage.make_samples([row], DropCounts(path, 1))
+    return sample
+
+
+class _CachePass:
+    """Pass over all rows that fills a cache entry."""
+
+    def __init__(
+        self,
+        stage: SampleMaker[Any],
+        path: Path,
+        conversion: RowConverter,
+        faults: Faults,
+        limit: int | None,
+        measure: LengthFunction,
+    ):
+        """
+        Args:
+            stage: makes the samples.
+            path: file or directory of the rows.
+            conversion: converts rows to the kind of the stage.
+            faults: counts faulty rows.
+            limit: greatest number of rows to read; None for all.
+            measure: `RowReader.cached_numbers`.
+        """
+        self._stage = stage
+        self._measure = measure
+        self._path = path
+        self._conversion = conversion
+        self._limit = limit
+        self._counts = DropCounts(path, faults=faults)
+        self._control = ControlTokens(stage.context.tokenizer, stage.context.template)
+        self._with_control: list[tuple[str, str]] = []
+        """Place and token of the first row with a control token."""
+        self._num_with_control = 0
+        self._has_lengths = True
+
+    def run(self, directory: Path) -> None:
+        """Fill an entry of the cache. Raises UserError as `lazy_samples` does."""
+        faults = self._counts.faults
+        files = jsonl_files(self._path)
+        states = [file_state(file) for file in files]
+        total = 0
+        bar = track_bytes(sum(size for size, *_ in states), f"reading {self._path}")
+        with bar as add, open(directory / "places", "wb") as places, open(directory / "lengths", "wb") as lengths:
+            for rows, names, where in self._windows(add):
+                if faults.total and not faults.skips:
+                    continue  # the run ends with the faults of all rows, so no more samples are made
+                kept, numbers = self._window(rows, names)
+                places.write(np.array(where, ROW_SPAN)[kept].tobytes())
+                total += len(kept)
+                if numbers is None:
+                    self._has_lengths = False
+                else:
+                    lengths.write(numbers.astype("<i8").tobytes())
+        faults.check()
+        if not self._counts.read:
+            reason = f": {faults.summary()}" if faults.total else ""
+            raise UserError(f"{self._path}: has no rows{reason}")
+        if not total:
+            self._counts.check(lambda text: None)
+        format = self._conversion.format
+        note = {
+            "files": [[str(file), state] for file, state in zip(files, states)],
+            "format": "auto" if format is None else format.name,
+            "has_lengths": self._has_lengths,
+            "counts": {name: getattr(self._counts, name) for name in ("read", "unread", "dropped", "cut")},
+            "faults": faults.to_json(self._path),
+            "warning": warning(self._with_control, self._num_with_control),
+        }
+        write_json(directory / "note.json", note)
+
+    def _windows(self, add: Callable[[int], None]) -> Iterator[tuple[list[Any], list[str], list[tuple[int, int, int]]]]:
+        """Iterate over windows of converted rows, with their places for messages and their positions in the files."""
+        rows: list[Any] = []
+        names: list[str] = []
+        places: list[tuple[int, int, int]] = []
+        size = 0
+        for where, raw, fault, place in scan_rows(self._path):
+            if self._counts.read == self._limit:
+                break
+            row = self._conversion.convert(where, raw, fault, self._counts.faults)
+            add(place[1])
+            if row is None:
+                self._counts.unread += 1
+                continue
+            rows.append(row)
+            names.append(where)
+            places.append(place)
+            self._counts.read = self._counts.read + 1
+            size = size + place[1]
+            if size >= _WINDOW_BYTES or len(rows) == _WINDOW_ROWS:
+                yield rows, names, places
+                rows = []
+                names = []
+                places = []
+                size = 0
+        if rows:
+            yield rows, names, places
+
+    def _window(self, rows: list[Any], names: list[str]) -> tuple[list[int], np.ndarray | None]:
+        """Return the numbers of the rows of a window that have a sample, and the numbers to cache of these
+        samples."""
+        counts = DropCounts(self._path, len(rows), places=names, faults=self._counts.faults)
+        samples = self._stage.make_samples(rows, counts)
+        kept = [number for number in range(len(rows)) if number not in counts.dropped_rows]
+        if len(kept) != len(samples):
+            name = f"{type(self._stage).__module__}.{type(self._stage).__name__}"
+            raise UserError(
+                f"{name}: returned {len(samples)} samples of {len(rows)} rows and has named "
+                f"{len(counts.dropped_rows)} that it drops; with `row_by_row`, `make_samples` has to call "
+                "`counts.drop(reason, number)` for each"
+            )
+        for reason, count in counts.dropped.items():
+            self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + count
+        self._counts.cut += counts.cut
+        for name, row in zip(names, rows):
+            if token := self._control.find_in_turns(turns_of(row)):
+                self._with_control = self._with_control or [(name, token)]
+                self._num_with_control += 1
+        return kept, self._measure(samples)
+
+
+def _note(entry: Path) -> dict[str, Any] | None:
+    """Read the note of a cache entry; None if the entry is missing, or a file that it depends on is missing or
+    changed."""
+    if not is_file(entry / "note.json"):
+        return None
+    note: dict[str, Any] = read_json_file(entry / "note.json")
+    is_there = all(is_file(Path(file)) and file_state(Path(file)) == state for file, state in note["files"])
+    return note if is_there else None
+
+
+def _name(reader: ReaderOfRows, path: Path) -> str:
+    """Return the name of an entry, a digest of everything that it depends on."""
+    stage = reader.stage
+    context = stage.context
+    recipe = {key: value for key, value in as_plain(context.recipe).items() if key not in _SECTIONS_WITHOUT_EFFECT}
+    tokenizer = context.tokenizer
+    packages = ["jinja2", *tokenizer.libraries]
+    parts = [
+        _FORMAT,
+        [[str(file.resolve()), *file_state(file)] for file in data_files(path)],
+        {**recipe, "data": {**recipe["data"], **dict.fromkeys(("train", "eval", "mix", *_USED_LATER))}},
+        as_plain(stage.section),
+        [tokenizer.digest(), _template_of(context)],
+        [f"{package} {importlib.metadata.version(package)}" for package in packages],
+        [hashlib.sha256(file.read_bytes()).hexdigest() for file in _code(reader)],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+_USED_LATER = ("packing", "shuffle", "drop_last", "group_by_length", "collator", "num_workers")
+"""Keys of the section `data` that do not change the sample of a row."""
+
+
+def _template_of(context: Any) -> str:
+    try:
+        source: str = context.template().source
+    except UserError:  # a stage without conversations needs no template
+        source = ""
+    return source
+
+
+def _code(reader: ReaderOfRows) -> list[Path]:
+    """Return the source files of the code that makes samples from rows, and numbers of samples."""
+    stage = reader.stage
+    convert = (f.convert for f in stage.context.data_formats.values() if f.kind == stage.row_kind)
+    names = {getattr(defined, "__module__", "") for defined in (*type(stage).__mro__, *type(reader).__mro__, *convert)}
+    files = set(Path(data_package.__path__[0]).glob("*.py"))
+    for module in (sys.modules[name] for name in names if name in sys.modules):
+        if getattr(module, "__file__", None):
+            files.add(Path(inspect.getfile(module)))
+    return sorted(files)

@@ -1,0 +1,309 @@
+"""Execution of the steps of a run: eagerly, or each as one compiled program."""
+
+from __future__ import annotations
+
+import abc
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import paddle
+
+from llmsuite.adapters.layers.reft import chosen_tokens
+from llmsuite.base.errors import UserError
+from llmsuite.base.typing import Tensor
+from llmsuite.contract.schema.engine import EngineSection
+from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.engine.batch import Batch, ProgramBatch, program_inputs
+from llmsuite.engine.build import BuiltModel
+from llmsuite.engine.expert_balance import ExpertBalance
+from llmsuite.engine.objective import ProgramObjective
+from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
+from llmsuite.engine.step import StepRules, train_step
+from llmsuite.launch import calls
+from llmsuite.parallel import collective
+from llmsuite.parallel.ledger_entries import COUNTS
+from llmsuite.parallel.loss_ledger import BatchSum, LossLedger, total_of
+from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
+from llmsuite.parallel.program.auto_parallel import AutoParallelPrograms
+from llmsuite.parallel.program.experts import with_experts
+from llmsuite.parallel.program.forward import MAXIMUM
+from llmsuite.parallel.program.lengths import longest_row, padded_length
+from llmsuite.parallel.program.optimizer import SINGLE_RANK, ProgramOptimizer, ZeroGroup
+from llmsuite.parallel.program.passes import check_passes
+from llmsuite.parallel.program.pipeline import LENGTHS, TOKEN_VALUES
+from llmsuite.parallel.program.programs import Options, StepPrograms
+from llmsuite.parallel.program.slices import SlicedShard
+from llmsuite.recipe.plans import DataPlan, ParallelPlan
+
+_SUM = "sum of "
+
+
+class ProgramLoss:
+    """The loss of a stage as step programs call it, while they are traced."""
+
+    def __init__(self, objective: ProgramObjective):
+        self._objective = objective
+        self.denominators: dict[str, str] = {}
+        """For each sum besides the loss, the entry of batches whose sum it is divided by."""
+
+    def __call__(self, model: Any, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The sums of a micro-batch by name: "loss", which is differentiated, and those of `LossTerms`, which are not
+        divided; and its maxima, with the prefix `MAXIMUM`."""
+        batch = ProgramBatch(inputs, self._objective.batch_layout.has_pairs)
+        terms = self._objective.loss(model, batch)
+        found = {"loss": total_of(terms)}
+        for name, (value, weight) in terms.sums.items():
+            if not isinstance(weight, BatchSum):
+                raise UserError(
+                    f"engine.program: is step, and the loss of this stage divides {name} by {weight}; divide by "
+                    "`total(batch, NAME)` of llmsuite.engine.batch, or set engine.program to layers"
+                )
+            self.denominators[name] = weight.entry
+            found[name] = value
+        for name, values in terms.maxima.items():
+            # a vector with an entry for each row: a program sums over ranks, and gathers rows
+            found[f"{MAXIMUM}{name}"] = values.flatten(1).max(-1) if values.ndim > 1 else values
+        return found
+
+
+class StepRunner(abc.ABC):
+    """Runs the steps of a run."""
+
+    optimizer: SavedOptimizer
+
+    @staticmethod
+    def from_plans(
+        parallel_plan: ParallelPlan,
+        data_plan: DataPlan,
+        train: TrainSection,
+        backend: DeviceBackend,
+        built: BuiltModel,
+        objective: ProgramObjective | None,
+        total_steps: int,
+    ) -> StepRunner:
+        """Build the step runner of a run.
+
+        Args:
+            parallel_plan: plan of the parallelism.
+            data_plan: plan of the data.
+            train: section of the recipe with the keys of the optimizer.
+            backend: backend of the device.
+            built: the model.
+            objective: stage of the run; None on ranks that load no data, unless steps are programs.
+            total_steps: steps of the run.
+        """
+        if parallel_plan.engine.compiles_steps:
+            assert objective is not None, "every rank has one where steps are programs"
+            return ProgramStepRunner(parallel_plan, data_plan, train, built, objective, total_steps)
+        return EagerStepRunner(parallel_plan.engine, train, backend, built, total_steps)
+
+    @abc.abstractmethod
+    def run_step(
+        self,
+        step: int,
+        batches: MicroBatchLoader,
+        passes: Passes,
+        rules: StepRules,
+        requests: Mapping[str, bool],
+        is_logged: bool,
+    ) -> dict[str, float]:
+        """Run one step; arguments and result are those of `train_step`."""
+
+
+class EagerStepRunner(StepRunner):
+    """Runs `train_step`: eagerly, except for layers that are compiled."""
+
+    def __init__(
+        self, engine: EngineSection, train: TrainSection, backend: DeviceBackend, built: BuiltModel, total_steps: int
+    ):
+        host = backend if engine.offload_optimizer else None
+        ops = backend.ops(engine.precision)
+        self.optimizer: Optimizer = Optimizer(built.shards, train, total_steps, host, ops)
+
+    def run_step(
+        self,
+        step: int,
+        batches: MicroBatchLoader,
+        passes: Passes,
+        rules: StepRules,
+        requests: Mapping[str, bool],
+        is_logged: bool,
+    ) -> dict[str, float]:
+        """Run `train_step`."""
+        self.optimizer.reserve()
+        return train_step(step, batches, passes, self.optimizer, rules, requests, is_logged)
+
+
+class ProgramStepRunner(StepRunner):
+    """Runs each step as one program, which updates nothing in a step that the rules are not going to accept."""
+
+    def __init__(
+        self,
+        parallel_plan: ParallelPlan,
+        data_plan: DataPlan,
+        train: TrainSection,
+        built: BuiltModel,
+        objective: ProgramObjective,
+        total_steps: int,
+    ):
+        """Arguments are those of `from_plans`. `objective` is given on every rank: each rank compiles the program of
+        the full step."""
+        engine = parallel_plan.engine
+        assert not engine.offload_optimizer, "refused before the run"
+        mesh = collective.mesh()
+        zero_group = SINGLE_RANK
+        if parallel_plan.section.sharding != "none":
+            zero_group = ZeroGroup(parallel_plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
+        expert_parallel = frozenset[str]() if built.pipeline is None else built.pipeline.expert_parallel
+        self.optimizer: ProgramOptimizer = ProgramOptimizer(
+            built.shards, train, total_steps, zero_group, expert_parallel
+        )
+        self._objective = objective
+        self._edited_ends = built.part.edited_ends
+        # a family may support experts, and this shape of it have none
+        self._balance: ExpertBalance | None = None
+        if built.balance is not None and built.balance.num_gates:
+            self._balance = built.balance
+        self._num_data_ranks = parallel_plan.degrees.num_data_ranks
+        self._loss = ProgramLoss(objective)
+        loss: Any = self._loss
+        if self._balance is not None:
+            loss = with_experts(loss)
+        slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
+        self._scales_loss = engine.precision == "fp16"
+        model = built.part.model if built.pipeline is None else built.part
+        ranks = mesh.rows("tp")
+        check_passes(engine.fused_passes)
+        options = Options(
+            recompute=engine.recompute != "none", scales_loss=self._scales_loss, passes=engine.fused_passes
+        )
+        self._programs: StepPrograms
+        if parallel_plan.degrees.auto_parallel:
+            self._programs = AutoParallelPrograms(model, self.optimizer, loss, options)
+        else:
+            self._programs = StepPrograms(model, self.optimizer, loss, ranks, slices, built.pipeline, options)
+        self._multiple = parallel_plan.length_multiple
+        self._longest = longest_row(data_plan.section.max_length, self._multiple)
+
+    def run_step(
+        self,
+        step: int,
+        batches: MicroBatchLoader,
+        passes: Passes,
+        rules: StepRules,
+        requests: Mapping[str, bool],
+        is_logged: bool,
+    ) -> dict[str, float]:
+        """Run one step as a compiled program."""
+        calls.step(step)
+        passes.model.step = step
+        ledger = LossLedger()
+        ledger.add_requests(**requests)
+        run_prepasses(passes, batches)
+        own = [batches.pop(number) for number in range(len(batches.all_batches()))]
+        callbacks = [callback for callback in rules.callbacks if not isinstance(callback, ExpertBalance)]
+        for callback in callbacks:
+            callback.before_passes(lambda: own, rules.loss_scale.value)
+        inputs = self._inputs(own)
+        self._programs.prepare(inputs, len(batches))  # which denominators there are is known from the loss
+        divided_by = dict.fromkeys(self._loss.denominators.values())  # in the same order on all ranks
+        for batch in own:  # none on middle stages of a pipeline
+            ledger.count(**{name: batch[entry] for name, entry in COUNTS.items()})
+            ledger.count(**{_SUM + entry: float(np.sum(batch[entry], dtype="float64")) for entry in divided_by})
+            ledger.book({"loss": (0.0, batch["weight"])})  # the program returns the sum of the loss itself
+        weight, metrics = ledger.reduce()
+        rules.check_weight(step, weight)
+        batch_sums = {name.removeprefix(_SUM): metrics.pop(name) for name in [*metrics] if name.startswith(_SUM)}
+        for callback in callbacks:  # before the program updates anything: a callback may stop the run
+            callback.after_passes()
+            if is_logged or any(metrics[name] for name in requests):
+                metrics |= callback.metrics()
+        # the program differentiates a sum over the samples, as eager steps do, so gradients have the same range in fp16
+        scale = rules.loss_scale.value * weight if self._scales_loss else 1.0
+        sums = self._programs.run(step, inputs, len(batches), rules.guard.largest_norm, scale, weight)
+        is_updated = sums.pop("updated") > 0
+        if self._balance is not None:
+            self._balance.use_program_sums(sums)
+            metrics |= self._balance.metrics()
+        metrics |= _means(sums, {name: batch_sums.get(entry, 0.0) for name, entry in self._loss.denominators.items()})
+        metrics |= {
+            "learning_rate": self.optimizer.learning_rate(step),
+            "reader_seconds": batches.seconds,
+            "programs": float(len(self._programs)),
+            "program_seconds": self._programs.build_seconds,
+        }
+        is_accepted = rules.decide(step, weight, metrics) == "accept"
+        assert is_accepted == is_updated, "the program has decided otherwise"
+        if is_accepted:
+            rules.loss_scale.grow()
+            if self._balance is not None:
+                self._balance.after_update()
+            for callback in callbacks:
+                callback.after_update()
+            return metrics
+        for callback in callbacks:
+            callback.after_skip()
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN or infinity
+
+    def _inputs(self, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
+        """Concatenate the program inputs of all micro-batches of this rank. Zeros on ranks without batches."""
+        lengths = [batch["input_ids"].shape[1] for batch in batches if "input_ids" in batch]
+        (longest,) = collective.max_over_run([max(lengths, default=0)])
+        if longest > self._longest:
+            raise UserError(
+                f"engine.program: is step, and a row of this stage has {int(longest)} tokens, more than "
+                "data.max_length; its collate has to cut rows there; or set engine.program to layers"
+            )
+        # 0 for rows without tokens, whose shape the stage decides
+        length = padded_length(int(longest), self._longest, self._multiple) if longest else 0
+        inputs = dict[str, np.ndarray]()
+        if batches:
+            parts = [self._inputs_of(batch, length) for batch in batches]
+            for name in parts[0]:
+                inputs[name] = np.concatenate([part[name] for part in parts])
+            row_lengths = inputs.pop(LENGTHS, None)  # an input of the gates of experts only
+            if self._balance is not None:
+                if row_lengths is None:
+                    raise UserError(
+                        'engine.program: is step, and batches of this stage have no "lengths", which families with '
+                        "routed experts need; set it to layers"
+                    )
+                inputs |= self._balance.program_inputs(row_lengths, len(row_lengths) * self._num_data_ranks)
+        return _zeros_without_inputs(inputs) if collective.mesh().has_middle_stages else inputs
+
+    def _inputs_of(self, batch: Batch, length: int) -> dict[str, np.ndarray]:
+        """Return the program inputs of a micro-batch: those of the loss, and the tokens that interventions edit."""
+        inputs = program_inputs(batch, self._objective.batch_layout, length)
+        if self._edited_ends is not None:
+            wider = [(0, 0), (0, length - batch["prompt_lengths"].shape[1])]
+            prompts = np.pad(batch["prompt_lengths"], wider)
+            starts = inputs.get("document_starts")
+            starts = None if starts is None else paddle.to_tensor(starts)
+            chosen = chosen_tokens(paddle.to_tensor(prompts), starts, self._edited_ends)
+            inputs[TOKEN_VALUES] = chosen.numpy().astype("int64")  # int64, the type in which pipelines send ids
+        return inputs
+
+
+def _zeros_without_inputs(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the inputs of this rank, or zeros of the shapes on rank 0 where it has none: its program needs inputs, but
+    does not use their values."""
+    of_rank0 = [(name, array.shape, array.dtype.str) for name, array in inputs.items()]
+    own_message = json.dumps(of_rank0).encode() if collective.rank() == 0 else None
+    message = collective.broadcast_message(own_message)
+    if inputs:
+        return inputs
+    return {name: np.zeros(shape, dtype) for name, shape, dtype in json.loads(message)}
+
+
+def _means(sums: Mapping[str, float], denominators: Mapping[str, float]) -> dict[str, float]:
+    """Divide the sums of a global batch by their denominators; a sum without one is a mean already, and one whose
+    denominator is 0 is omitted."""
+    means = {name: value for name, value in sums.items() if name not in denominators}
+    for name, denominator in denominators.items():
+        if denominator:
+            means[name] = sums[name] / denominator
+    return means

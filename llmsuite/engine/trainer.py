@@ -1,0 +1,473 @@
+"""Training run in one rank, from the plan to the last checkpoint: the work of `llmsuite run`.
+
+Read top to bottom: construction (device -> mesh -> data -> model -> optimizer -> checkpointer), then the loop, then
+the methods that it calls. One optimizer step is in `step.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from llmsuite.base.errors import AgreedError, RecipeError
+from llmsuite.base.locks import lock_directory
+from llmsuite.base.progress import report
+from llmsuite.base.redaction import redacted_data
+from llmsuite.checkpoint.model_dir import without_carried
+from llmsuite.checkpoint.train_state import TrainState
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.section import as_plain
+from llmsuite.contract.specs import RunView
+from llmsuite.engine.auto_parallel import build_auto_parallel
+from llmsuite.engine.build import build_model
+from llmsuite.engine.cadence import Cadence
+from llmsuite.engine.checkpointer import CheckpointContents, Checkpointer
+from llmsuite.engine.critic import build_critic
+from llmsuite.engine.data import load_tokenizer, make_stage, padding_free, read_data, tokenizer_to_save
+from llmsuite.engine.data_loader import StepDataLoader
+from llmsuite.engine.evaluate import evaluate
+from llmsuite.engine.fetching import fetch_missing, fetched_checkpoint
+from llmsuite.engine.generation import GenerationEvaluation
+from llmsuite.engine.guard import Guard
+from llmsuite.engine.local_storage import claim_directory, find_local_storage
+from llmsuite.engine.lora_ga import GradientInit, init_from_gradients
+from llmsuite.engine.loss_scale import LossScale, NoLossScale
+from llmsuite.engine.model_state import FullModelState, needed_tensors
+from llmsuite.engine.output import NullOutput, Output
+from llmsuite.engine.passes import MicroBatchLoader, Passes
+from llmsuite.engine.reference_weights import load_reference_weights
+from llmsuite.engine.resume import (
+    RunIdentity,
+    RunRecord,
+    file_digests,
+    load_all,
+    resume_from,
+    rounded,
+)
+from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine, rollout_engine
+from llmsuite.engine.sample_source import SampleSource, StepSamples
+from llmsuite.engine.stage import Stage, StatefulStage
+from llmsuite.engine.step import StepRules
+from llmsuite.engine.step_runner import StepRunner
+from llmsuite.engine.stop import StopRequest
+from llmsuite.engine.stragglers import stragglers
+from llmsuite.launch import calls
+from llmsuite.launch.ends import INTERRUPTED
+from llmsuite.observe.events import read_events
+from llmsuite.observe.loggers import Loggers
+from llmsuite.observe.metrics import RateWindow, epoch_position, evaluation_at
+from llmsuite.parallel import collective
+from llmsuite.parallel.ledger_entries import REQUESTS
+from llmsuite.parallel.optimizer import Optimizer
+from llmsuite.recipe.critic import critic_plans
+from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.unread import unread_keys
+
+
+def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
+    """Train according to the plan, in this rank. Returns the exit code.
+
+    Raises:
+        UserError: the input is wrong; no existing file was changed.
+    """
+    # lock first, before the long work of construction
+    with contextlib.ExitStack() as locks:
+        if collective.rank() == 0:
+            locks.enter_context(lock_directory(plan.output_dir))
+            if resume:
+                RunRecord.from_recipe(plan.loaded, plan.output_dir).check()
+        trainer = Trainer(plan, registry)
+        if trainer.local_storage is not None:
+            check_new = None if resume else plan.check_output
+            recipe = as_plain(plan.recipe)
+            locks.enter_context(claim_directory(plan.output_dir, recipe, trainer.local_storage, check_new))
+        if resume:
+            trainer.resume()
+        return trainer.train()
+
+
+class Trainer:
+    """State of a run in one rank, and its training loop.
+
+    Nothing that it holds refers back to it: the memory of a run is freed together with its trainer.
+    """
+
+    def __init__(self, plan: RunPlan, registry: Registry):
+        self.registry = registry
+        precision = plan.parallel.engine.precision
+        train = plan.train.section
+
+        # device
+        self.backend = backend = plan.parallel.device.factory()
+        backend.activate(collective.local_rank())
+
+        # mesh
+        self.mesh = mesh = collective.start(plan.parallel.degrees)
+        self.local_storage = find_local_storage(plan.output_dir, plan.parallel.num_machines)
+
+        # data
+        plan.check_files(mesh.loads_data)
+        self.plan = plan = plan.fetched(report) if mesh.loads_data else plan
+        if plan.recipe.source:
+            report(f"numbers from {plan.recipe.source}")
+        digests: dict[str, str] = {}
+        stage = self._make_stage(lambda: digests["model"])
+        self.data = data = read_data(stage, plan.model, plan.data, plan.parallel, plan.train, mesh)
+        self.cadence = Cadence.from_plan(plan.train, data.order.epoch_length)
+        self._num_workers = plan.data.section.num_workers
+        self._eval_batches = data.eval_micro_batches(mesh, train.micro_batch_size)
+
+        # model
+        if plan.model.shard_plan.is_auto_parallel:
+            self.built = built = build_auto_parallel(plan.model, plan.parallel, registry, backend, mesh)
+        else:
+            self.built = built = build_model(plan.model, plan.parallel, plan.train, registry, backend, mesh)
+        critic = critic_plans(plan.model, plan.parallel, plan.train)
+        self.critic = build_critic(critic, registry, backend, mesh, data.stage, self.cadence.total_steps, built.part)
+        self._gradient_init = GradientInit.from_section(plan.model.lora)
+        self._digest = built.digest + self.critic.digest
+        digests["model"] = built.digest
+        prepasses = [prepass.kind for prepass in plan.train.profile.prepasses]
+        reference = load_reference_weights(plan.model, plan.train, registry, built, mesh)
+        with_reference = contextlib.nullcontext if reference is None else reference.active
+        self.passes = Passes(data.stage, built.part, plan.parallel.schedule, prepasses, with_reference)
+        self.rollouts: RolloutEngine | None = None
+        if plan.train.profile.updates:
+            self.rollouts = rollout_engine(
+                plan.model, plan.train, precision, plan.output_dir, backend, mesh, built, data.stage
+            )
+        self.generation: GenerationEvaluation | None = None
+        if plan.train.generation.max_new_tokens is not None:
+            max_length = plan.data.section.max_length
+            self.generation = GenerationEvaluation(
+                plan.model, plan.train, precision, max_length, backend, mesh, built, data
+            )
+
+        # optimizer
+        self.step_runner = StepRunner.from_plans(
+            plan.parallel, plan.data, train, backend, built, data.program_stage, self.cadence.total_steps
+        )
+        self.optimizer = self.step_runner.optimizer
+        loss_scale = LossScale() if precision == "fp16" else NoLossScale()
+        self.rules = StepRules(
+            Guard.from_section(train),
+            loss_scale,
+            [part for part in (built.balance, built.input_scales, self.critic) if part is not None],
+            max_metrics=plan.train.profile.max_metrics,
+            may_be_empty=self.rollouts is not None,
+        )
+
+        # checkpointer
+        self.checkpointer = self._make_checkpointer(precision)
+        self.output: NullOutput = NullOutput()
+
+        names = plan.recipe.loggers if collective.rank() == 0 else ()
+        self._loggers = Loggers({name: registry.loggers[name].factory(plan.output_dir) for name in names})
+        unread = [] if data.stage is None else unread_keys(plan.loaded)
+        if unread:
+            raise RecipeError(unread)
+        self._prepare_stage()
+        # only rank 0 compares and writes it: its digest reads all data files
+        files = None
+        if data.stage is not None and collective.rank() == 0:
+            files = file_digests(plan.data, data.stage)
+        reference_digest = "" if reference is None else reference.digest
+        record = RunRecord.from_recipe(plan.loaded, plan.output_dir)
+        self.identity = RunIdentity(record, files, self._digest + reference_digest, self.cadence)
+        self.state = self.identity.initial_state
+        self.step = 0
+        self.samples = 0
+
+    def resume(self) -> None:
+        """Resume from the newest complete checkpoint; start at step 0 when there is none. A collective call."""
+        root = self.checkpointer.root
+        built = self.built
+        others = [self.critic.restore]  # does nothing without a critic
+        state = resume_from(
+            self.plan.model, self.identity, root, self.registry, built, self.optimizer, self.local_storage, others
+        )
+        self.state = state
+        self.step = state.step
+        self.samples = state.samples
+        self.checkpointer.resume(state.step)
+        self.rules.guard.resume(state)
+        self.rules.loss_scale.load(state)
+        if isinstance(self.data.stage, StatefulStage):
+            self.data.stage.load_state(state.stage)
+        if self.rollouts is not None:
+            self.rollouts.load_state(state.rollouts)
+
+    # the loop
+
+    def train(self) -> int:
+        """Train to the last step, or until a signal. Returns the exit code."""
+        total_steps = self.cadence.total_steps
+        lacks_evaluation, lacks_end = self._unfinished()
+        if self.step == total_steps and not lacks_evaluation and not lacks_end:
+            report(f"nothing to do: step {self.step} of {total_steps} is done")
+            return 0
+        with StopRequest(lambda: self.output.interrupted()) as stop:
+            if collective.rank() == 0:
+                self.output = self._open_output()
+                self.checkpointer.on_saved = self.output.saved
+            try:
+                if lacks_evaluation:  # the run was killed between its last checkpoint and the evaluation
+                    self.evaluate()
+                if self.step < total_steps:
+                    self._run_steps(stop)
+                self.checkpointer.finish()
+            except BaseException as error:
+                if stop.is_repeated:  # in C++ code the KeyboardInterrupt has become another error
+                    self.output.failed(KeyboardInterrupt())
+                    raise KeyboardInterrupt from None
+                if not isinstance(error, KeyboardInterrupt):
+                    self.checkpointer.abort(error)
+                self.output.failed(error)
+                raise
+        self.output.ended(self.step)
+        return 0 if self.step == total_steps else INTERRUPTED
+
+    def _unfinished(self) -> tuple[bool, bool]:
+        """Return two flags of a resumed run: it lacks the evaluation after the step of its checkpoint, and it lacks the
+        "ended" event. A collective call: rank 0 reads the files."""
+        if self.step == 0:
+            return False, False
+        lacks = [False, False]
+        if collective.rank() == 0:
+            directory = self.plan.output_dir
+            is_due = self._evaluates()
+            events = read_events(directory)
+            is_ended = bool(events) and events[-1]["event"] == "ended"
+            recorded = evaluation_at(directory, self.step)
+            lacks = [is_due and not recorded, not is_ended]
+            self.checkpointer.restore_best(self.step, recorded)
+        lacks_evaluation, lacks_end = collective.broadcast_from_rank0([float(value) for value in lacks])
+        return lacks_evaluation > 0, lacks_end > 0
+
+    def _run_steps(self, stop: StopRequest) -> None:
+        cadence = self.cadence
+        self.built.part.train()
+        self.init_adapters()
+        self.window = RateWindow(collective.num_ranks())
+        with contextlib.closing(self._sample_source()) as source:
+            while self.step < cadence.total_steps:
+                self.step += 1
+                started = time.perf_counter()
+                waited = calls.waited()
+                samples = self._next_samples(source)
+                # a request in between the updates of a rollout waits for the last of them
+                stop_requested = samples.can_checkpoint and stop.requested()
+                save_requested = samples.can_checkpoint and self.checkpointer.requested()
+                requests = dict(zip(REQUESTS, (stop_requested, save_requested)))
+                is_logged = cadence.logs(self.step)
+                metrics = self.step_runner.run_step(
+                    self.step, samples.batches, self.passes, self.rules, requests, is_logged
+                )
+                metrics = source.finish_step(metrics)
+                self.window.busy += time.perf_counter() - started - (calls.waited() - waited)
+                self.samples = source.samples
+                # requests are summed over the ranks: a signal to any rank stops all of them after the same step
+                stopping, saving, is_bad = (metrics.pop(name, 0.0) > 0 for name in (*REQUESTS, "roll_back"))
+                if metrics.get("skipped"):
+                    self.output.skipped(self.step, metrics)
+                if is_bad:
+                    self.roll_back()
+                    if stopping:  # there is a checkpoint; when resumed, the run reaches the bad step again
+                        break
+                    continue
+
+                self.log(metrics, stopping or cadence.logs(self.step))
+                paused = time.perf_counter()
+                if stopping or saving or cadence.saves(self.step):
+                    is_over = stopping or (self.step == cadence.total_steps and not self._evaluates())
+                    self.save(overlaps=not is_over)
+                if stopping:
+                    break
+                if self._evaluates():
+                    self.evaluate()
+                self.window.exclude(time.perf_counter() - paused)
+            self.checkpointer.finish()  # inside the context, where another signal still stops the run immediately
+
+    # called by the loop
+
+    def _sample_source(self) -> SampleSource:
+        """Open the source of the samples of the steps that are left."""
+        total_steps = self.cadence.total_steps
+        if self.rollouts is None:
+            return StepDataLoader(self.data, self.mesh.data_rank, self.samples, total_steps, self._num_workers)
+        start = (self.step, self.samples)
+        on_completions = self.output.sampled
+        return RolloutDataLoader(
+            self.data, self.plan.train, self.rollouts, self.passes, start, total_steps, on_completions, self.critic
+        )
+
+    def _next_samples(self, source: SampleSource) -> StepSamples:
+        """Return the samples of this step. Where a rollout fails, the steps before it are saved."""
+        try:
+            return source.next_step(self.step)
+        except AgreedError:
+            self.step -= 1
+            if self.step:
+                self._save_at_failure()
+            raise
+
+    def init_adapters(self) -> None:
+        """Initialize adapters that need gradients, before the first step and with the model in training mode."""
+        if self.step == 0 and self._gradient_init is not None:
+            assert isinstance(self.optimizer, Optimizer)  # a rule of recipes refuses compiled train steps with it
+            init_from_gradients(
+                self._gradient_init,
+                self.plan.model.shard_plan,
+                self._num_workers,
+                self.built,
+                self.data,
+                self.passes,
+                self.optimizer,
+                self.rules,
+            )
+
+    def log(self, metrics: dict[str, float], is_recorded: bool) -> None:
+        """Count a step; if `is_recorded`, record its metrics with the averages since the last record."""
+        self.window.add(metrics)
+        if not is_recorded:
+            self.checkpointer.check()
+            self.output.stepped(self.step)
+            return
+        memory = self.backend.peak_memory_bytes()
+        slow = dict[str, float]()
+        if collective.num_ranks() > 1:
+            by_rank = collective.all_gather_floats([self.window.busy / self.window.steps, memory])
+            seconds, bytes_ = map(list, zip(*by_rank))
+            slow = stragglers(self.mesh, seconds)
+            self.output.rank_numbers(self.step, {"busy_seconds": seconds, "peak_memory_bytes": bytes_})
+        at = epoch_position(self.samples, self.cadence.global_batch_size, self.data.order.epoch_length)
+        rates = self.window.rates()
+        self.checkpointer.check()
+        self.output.logged(self.step, {**at, **metrics, **rates, "peak_memory_bytes": memory, **slow})
+        self.window.reset()
+
+    def evaluate(self) -> None:
+        """Evaluate on `data.eval`, and keep the checkpoint if it is the best so far."""
+        micro_batches, num_counted = self._eval_batches
+        if self.rollouts is None:
+            metrics = evaluate(MicroBatchLoader(micro_batches, self.data.collate), self.passes, num_counted)
+        else:
+            metrics = self._evaluate_rollouts(self.rollouts)
+        if self.generation is not None:
+            generation_metrics, answers = self.generation.evaluate()
+            metrics = {**metrics, **generation_metrics}
+            self.output.generated(self.step, answers)
+        self.output.evaluated(self.step, metrics)
+        self.checkpointer.evaluated(self.snapshot_state(), metrics)
+
+    def _evaluate_rollouts(self, rollouts: RolloutEngine) -> dict[str, float]:
+        """Return metrics of completions. Where scoring fails, the steps so far are saved."""
+        try:
+            return rollouts.evaluate(self.data, self.step)
+        except AgreedError:
+            self._save_at_failure()
+            raise
+
+    def _save_at_failure(self) -> None:
+        """Save on all ranks. The barrier keeps every rank alive until all have saved: when one rank fails, the launcher
+        ends the others."""
+        self.save(overlaps=False)
+        collective.barrier()
+
+    def _evaluates(self) -> bool:
+        """Return True if there is an evaluation after this step."""
+        return self.cadence.evaluates(self.step) and len(self.data.eval) > 0
+
+    def save(self, overlaps: bool) -> None:
+        """Write a checkpoint of this step, in the background if training `overlaps` with it and the recipe allows
+        it."""
+        self.checkpointer.save(self.snapshot_state(), overlaps)
+
+    def snapshot_state(self) -> TrainState:
+        """Return the current `TrainState`, the small part of a checkpoint."""
+        stage = self.data.stage
+        stage_state = stage.state() if isinstance(stage, StatefulStage) else {}
+        rollout_state = self.rollouts.state() if self.rollouts is not None else {}
+        return dataclasses.replace(
+            self.state,
+            step=self.step,
+            samples=self.samples,
+            rounded=rounded(self.built),
+            stage=stage_state,
+            rollouts=rollout_state,
+            **self.rules.guard.state(),
+            **self.rules.loss_scale.state(),
+        )
+
+    def roll_back(self) -> None:
+        """Return to the last checkpoint after a bad step, and continue with the samples after it."""
+        path = self.checkpointer.last
+        if self.local_storage is not None:
+            fetch_missing(path, self.local_storage, needed_tensors(self.plan.model, self.built, self.optimizer))
+        with fetched_checkpoint(path, self.local_storage) as readable:
+            kept = load_all(readable, self.plan.model, self.registry, self.built, self.optimizer)
+        self.rules.guard.roll_back(kept)
+        self.rules.loss_scale.load(kept)
+        self.output.rolled_back(self.step, kept.step)
+        self.step = kept.step
+        self.window.reset()
+
+    # construction
+
+    def _make_stage(self, initial_digest: Callable[[], str]) -> Stage[Any] | None:
+        """Build the stage; None on ranks that neither load data nor compile the step."""
+        plan = self.plan
+        if not self.mesh.loads_data and not plan.parallel.engine.compiles_steps:
+            return None
+        tokenizer = load_tokenizer(plan.model)
+        is_padding_free = padding_free(plan.model, plan.parallel, self.backend)
+        return make_stage(
+            plan.recipe, plan.parallel, plan.train, self.registry, initial_digest, tokenizer, is_padding_free
+        )
+
+    def _make_checkpointer(self, precision: str) -> Checkpointer:
+        plan = self.plan
+        dtype = self.backend.parameter_dtype(precision)
+        full_state = functools.partial(FullModelState, plan.model, self.built, self.optimizer, dtype, self.mesh)
+        config = plan.model.config
+        if self.built.carried is None:
+            config = without_carried(config)
+        contents = CheckpointContents(
+            plan.model.family,
+            config,
+            tokenizer_to_save(plan.model.tokenizer, plan.data.section.chat_template, plan.output_dir),
+            full_state,
+            self.built.adapters,
+            self.critic.full_state,
+        )
+        return Checkpointer(
+            plan.output_dir, plan.train.checkpoint, contents, plan.parallel.num_machines, self.local_storage
+        )
+
+    def _open_output(self) -> Output:
+        total_steps = self.cadence.total_steps
+        num_ranks = collective.num_ranks()
+        plain = redacted_data(as_plain(self.plan.recipe))  # without secrets: loggers and plugins get it too
+        view = RunView(self.plan.output_dir, plain, num_ranks, total_steps, str(self.plan.parallel.degrees))
+        return Output(view, self.registry, self.step, self._loggers, has_rollouts=self.rollouts is not None)
+
+    def _prepare_stage(self) -> None:
+        """Call `Stage.before_training` while the model has its initial weights."""
+        stage = self.data.stage
+        model = self.built.part
+        cadence = self.cadence
+        if stage is None:
+            model.serve_forward_only()
+            return
+        # a run that may roll back can use more samples than its steps need
+        may_roll_back = self.plan.train.section.may_roll_back
+        max_samples = cadence.total_steps * cadence.global_batch_size
+        if may_roll_back:
+            max_samples = len(self.data.train)
+        stage.before_training(model, self.data.used_samples(max_samples))
+        if model.is_first:
+            model.send_stop()

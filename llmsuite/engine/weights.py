@@ -1,0 +1,203 @@
+"""Initial values of a model, from model files, the seed, or both; and their digest."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from llmsuite.adapters.initial_values import with_adapter_values, with_intervention_values, with_prefix_values
+from llmsuite.adapters.parameters import is_factor
+from llmsuite.base.files import check_intact
+from llmsuite.base.hub.names import hub_name
+from llmsuite.base.progress import report
+from llmsuite.base.typing import ReadSlice
+from llmsuite.checkpoint.adapter_base import Base
+from llmsuite.checkpoint.adapter_dir import SavedAdapters
+from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
+from llmsuite.checkpoint.prefix_dir import PrefixTensors
+from llmsuite.checkpoint.shapes import skipped_tensors
+from llmsuite.checkpoint.tensors import TensorSource
+from llmsuite.contract.registry import Registry
+from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, is_quantised_part
+from llmsuite.models.head import SCORE
+from llmsuite.models.initial_values import initial_values
+from llmsuite.models.mtp import num_mtp_layers
+from llmsuite.models.targets import quantised_modules
+from llmsuite.parallel import collective
+from llmsuite.recipe.plans import ModelPlan
+
+_RANDOM_TAG = "drawn"  # part of the digest in existing checkpoints: the value must not change
+
+
+@dataclasses.dataclass(frozen=True)
+class InitialWeights:
+    """Values that a run starts from."""
+
+    read: ReadSlice
+    base: Base
+    """Base model without adapters."""
+    digest: str
+    """Digest of everything that decides the values; adapters do not count, as they start at zero."""
+    source: ModelDirectory | None = None
+    """Model directory that they are from; None where they are random."""
+
+
+def initial_weights(
+    model_plan: ModelPlan,
+    precision: str,
+    registry: Registry,
+    chunks: Sequence[Any],
+    shapes: Mapping[str, Sequence[int]],
+) -> InitialWeights:
+    """Prepare reading the initial weights of a run.
+
+    Args:
+        model_plan: plan of the model.
+        precision: precision of the run, which is part of the digest.
+        registry: model families that a model directory may belong to.
+        chunks: this rank's chunks of the model, lazily built.
+        shapes: shape of every parameter of the full model, adapters included.
+    """
+    digest = hashlib.sha256(json.dumps([precision, model_plan.config.to_hf()]).encode())
+    if model_plan.weights is None:
+        digest.update(f"seed {model_plan.seed}".encode())
+        read = random_values(chunks, model_plan.seed, model_plan.config.initializer_range)
+        source = None
+        base = Base(None, digest.hexdigest())
+    else:
+        source = open_model(
+            model_plan.weights, registry.models, load=model_plan.section.load, mtp=num_mtp_layers(model_plan.config) > 0
+        )
+        read, base, decided_by = _from_files(model_plan, source, chunks, shapes)
+        for text in decided_by:
+            digest.update(text.encode())
+    base_format = model_plan.lora.base_format
+    if base_format is not None:
+        read = QuantisedReads(read, shapes, base_format)
+        base = dataclasses.replace(base, format=base_format)
+        digest.update(json.dumps(dataclasses.asdict(base_format)).encode())
+    if model_plan.lora.rank is not None:
+        shard_plan = model_plan.shard_plan
+        quantised = () if base_format is None else frozenset(quantised_modules(shapes, shard_plan))
+        read = with_adapter_values(
+            read,
+            model_plan.seed,
+            shapes,
+            model_plan.lora.adapter_config,
+            shard_plan.embedding,
+            base_format,
+            quantised,
+        )
+    if model_plan.reft.rank is not None:
+        read = with_intervention_values(read, model_plan.seed)
+    if model_plan.prefix.tokens is not None:
+        read = with_prefix_values(read, model_plan.seed, shapes)
+    return InitialWeights(read, base, digest.hexdigest(), source)
+
+
+def _from_files(
+    model_plan: ModelPlan, source: ModelDirectory, chunks: Sequence[Any], shapes: Mapping[str, Sequence[int]]
+) -> tuple[ReadSlice, Base, list[str]]:
+    """Return the values of `model.weights`, random ones for tensors that its files lack; the base model; and the texts
+    that go into the digest."""
+    assert model_plan.weights is not None
+    if collective.rank() == 0:  # one rank hashes the files: each byte is read once
+        check_intact(model_plan.weights)
+    seed = model_plan.seed
+    std = model_plan.config.initializer_range
+    load = model_plan.section.load
+    report(f"loading {model_plan.weights} ({source.description})")
+    # a name on a hub means the same on another machine, a path in its cache does not
+    named = str(model_plan.section.weights)
+    if hub_name(named) is None:
+        named = str(model_plan.weights.resolve())
+    base = Base(named, source.digest())
+    read = read_from(source)
+    decided_by = [base.digest]
+    is_new = {name for name in shapes if is_factor(name) or (name == SCORE and SCORE not in source.names)}
+    stored = {name: tuple(shape) for name, shape in shapes.items() if name not in is_new}
+    if skipped := skipped_tensors(source, stored, load, report):
+        read = _either(skipped, random_values(chunks, seed, std), read)
+        decided_by.append(json.dumps([_RANDOM_TAG, seed, sorted(skipped)]))
+    if SCORE in is_new:
+        report(f"{SCORE} is new, initialized from seed {seed}: {model_plan.weights} is a language model")
+        read = _either({SCORE}, _normal(seed, std), read)
+        decided_by.append(f"score of seed {seed}")
+    return read, base, decided_by
+
+
+class QuantisedReads:
+    """Reads slices of parameters; matrices that are stored quantised are quantised when they are read."""
+
+    def __init__(self, read: ReadSlice, shapes: Mapping[str, Sequence[int]], format: BlockFormat):
+        """
+        Args:
+            read: reads slices of the matrices.
+            shapes: shapes of the full matrices, by parameter name.
+            format: storage format of quantised matrices.
+        """
+        self._read = read
+        self._shapes = shapes
+        self._format = format
+        self._last: object = None
+        self._parts: dict[str, np.ndarray] = {}
+        """Codes and scales of the slice that was read last, without those that were returned already."""
+
+    def __call__(self, name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
+        if not is_quantised_part(name):
+            return self._read(name, shape, index)
+        matrix, _, part = name.rpartition(".")
+        matrix_index = self._format.in_matrix(part, index)
+        if self._last != (matrix, matrix_index) or part not in self._parts:
+            self._parts.clear()
+            codes, absmax = self._quantised(matrix, matrix_index)
+            self._last = (matrix, matrix_index)
+            self._parts = {CODES: codes, ABSMAX: absmax}
+        return self._parts.pop(part)
+
+    def _quantised(self, matrix: str, index: Sequence[slice]) -> tuple[np.ndarray, np.ndarray]:
+        full_shape = self._shapes[matrix]
+        if len(full_shape) == 2:
+            return self._format.quantise(self._read(matrix, full_shape, index))
+        quantised = []  # a stack is quantised one matrix after the other, to save memory
+        for number in range(index[0].start, index[0].stop):
+            (values,) = self._read(matrix, full_shape, [slice(number, number + 1), *index[1:]])
+            quantised.append(self._format.quantise(values))
+        codes, absmax = zip(*quantised)
+        return np.stack(codes), np.stack(absmax)
+
+
+def read_from(source: ModelDirectory | SavedAdapters | TensorSource | PrefixTensors) -> ReadSlice:
+    """Return a function that reads slices from files."""
+    return lambda name, shape, index: source.read(name, index)
+
+
+def random_values(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
+    """Return the random initial values of a seed: matrices are normal, gains and biases have the constants of their
+    layers.
+
+    Args:
+        chunks: chunks of the model, lazily built; gains and biases are materialized here.
+        seed: seed of the recipe.
+        std: standard deviation of the matrices.
+    """
+    constants: dict[str, np.ndarray] = {}
+    for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
+        if parameter.ndim == 1 or parameter.shape[0] == 1:  # a bias may be stored as one row
+            parameter.initialize()
+            constants[name] = parameter.numpy()
+    return _either(constants, lambda name, shape, index: constants[name][tuple(index)], _normal(seed, std))
+
+
+def _normal(seed: int, std: float) -> ReadSlice:
+    return lambda name, shape, index: initial_values(seed, name, shape, std, index)
+
+
+def _either(names: Collection[str], some: ReadSlice, others: ReadSlice) -> ReadSlice:
+    """Read the values of these names from one source, all others from another."""
+    return lambda name, shape, index: (some if name in names else others)(name, shape, index)

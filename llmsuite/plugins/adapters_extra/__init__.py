@@ -1,0 +1,16 @@
+"""Methods of adapters beyond LoRA, DoRA and PiSSA: a mixer between the factors, MoRA, VeRA and LoKr."""
+
+from __future__ import annotations
+
+from llmsuite.contract.hookspecs import AdapterMethod, hookimpl
+from llmsuite.plugins.adapters_extra.lokr import Lokr
+from llmsuite.plugins.adapters_extra.mixer import Mixer
+from llmsuite.plugins.adapters_extra.mora import Mora
+from llmsuite.plugins.adapters_extra.vera import Vera
+
+METHODS: tuple[AdapterMethod, ...] = (Mixer(), Mora(), Vera(), Lokr())
+
+
+@hookimpl
+def llmsuite_register_adapters() -> list[AdapterMethod]:
+    return list(METHODS)

@@ -1,0 +1,278 @@
+"""Conversion of Axolotl's arguments: `axolotl train FILE`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import exists
+from llmsuite.data.turns import SHAREGPT_ROLES
+from llmsuite.plugins.suites import axolotl_arguments, model, trainer
+from llmsuite.plugins.suites.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
+from llmsuite.plugins.suites.suite import Run, Suite
+
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
+_ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+_SEPARATING_KERNELS = (
+    "flash_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+)
+"""Attention kernels with which packed rows do not attend to each other in Axolotl."""
+_ROW_KEYS = {
+    "path", "type", "name", "split", "data_files", "ds_type", "field_messages", "message_property_mappings",
+    "message_field_role", "message_field_content", "chat_template", "roles_to_train", "train_on_eos",
+}  # fmt: skip
+_DATA_SETS = Kind(
+    one=False,
+    items=Kind(
+        one=False,
+        keys={
+            **dict.fromkeys(_ROW_KEYS - {"type"}, ONE),
+            **dict.fromkeys(("data_files", "roles_to_train"), WORDS),
+            "message_property_mappings": MAPPING,
+        },
+    ),
+)
+"""Kind of `datasets`. A `type` that is a mapping defines custom prompts, which are refused."""
+_LENGTH = 512
+"""Default of `sequence_len`."""
+_RENAMED = {
+    "per_device_train_batch_size": "micro_batch_size", "num_train_epochs": "num_epochs",
+    "lr_scheduler_type": "lr_scheduler", "optim": "optimizer",
+}  # fmt: skip
+
+
+def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
+    refused = f"{name}: no recipe is this job of Axolotl, because of"
+    kind = values.get("rl")
+    if kind:
+        new = "there is no such stage"
+        if kind in ("dpo", "kto", "grpo"):
+            new = f"llmsuite recipe new --stage {kind}"
+        raise UserError(f"{refused} rl = {kind}: its rows and rewards have other formats; {new}")
+    if is_on(values.get("reward_model")) or is_on(values.get("process_reward_model")):
+        raise UserError(f"{refused} reward_model: its rows have other formats; llmsuite recipe new --stage rm")
+    if is_on(values.get("pretraining_dataset")):
+        raise UserError(
+            f"{refused} pretraining_dataset: it trains on each text separately; stage pretrain concatenates them"
+        )
+    stage = requested or "sft"
+    return "lora" if stage == "sft" and is_on(values.get("adapter")) else stage
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    adapter = run.take("adapter")
+    four = run.flag("load_in_4bit")
+    eight = run.flag("load_in_8bit")
+    precision = _precision(run)
+    if not is_on(adapter) and precision != "fp32" and not is_on(run.given("deepspeed")):
+        run.refuse(precision, run.given(precision), "trains parameters in 16 bits without deepspeed; they have float32 "
+                                                    "master weights here")  # fmt: skip
+    if is_on(run.given("fsdp_config")) and not is_on(run.given("fsdp")):
+        run.left["fsdp"] = "full_shard"
+    run.take("fsdp_config", ONE_OR_MAPPING)
+    parallel = trainer.parallel(run)
+    defaults = trainer.Defaults(num_epochs=1, micro_batch_size=1, lr_schedule="cosine", precision=precision)
+    recipe: dict[str, Any] = {
+        "stage": run.stage,
+        "source": f"Axolotl {run.name}",
+        "model": model.model(run),
+        "data": _data(run),
+        "parallel": parallel,
+        "engine": trainer.engine(run, defaults),
+        "launch": trainer.launch(run),
+    }
+    _read_rate(run)
+    recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
+    share = run.number("cosine_min_lr_ratio", None)
+    if share:
+        recipe["train"]["min_lr_ratio"] = float(share)
+    if "eval" in recipe["data"] and not _evaluates(run, recipe["train"]):
+        recipe["data"].pop("eval")
+    if is_on(adapter):
+        recipe["lora"] = _lora(run, str(adapter), four, eight)
+    recipe["checkpoint"] = _checkpoint(run, "eval" in recipe["data"], defaults)
+    recipe |= trainer.ends(run)
+    return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _precision(run: Run) -> str:
+    bf16 = run.take("bf16")
+    fp16 = run.take("fp16")
+    run.left["bf16"] = None
+    run.left["fp16"] = None
+    if bf16 == "auto" or is_on(bf16):
+        return "bf16"
+    return "fp16" if is_on(fp16) else "fp32"
+
+
+def _read_rate(run: Run) -> None:
+    """Parse a learning rate that YAML 1.1 reads as text, such as 1e-4, and check the warm-up."""
+    rate = run.left.get("learning_rate")
+    if isinstance(rate, str):
+        try:
+            run.left["learning_rate"] = float(rate)
+        except ValueError as error:
+            raise UserError(f"{run.name}: learning_rate is {rate!r}; expected a number") from error
+    if run.given("warmup_steps") is None and run.given("warmup_ratio") is None:
+        run.refuse("warmup_steps", "not given", "it is 0.03 of all steps and at most 100; set warmup_steps")
+
+
+def _data(run: Run) -> dict[str, Any]:
+    entries = run.take("datasets", _DATA_SETS) or []
+    if not entries:
+        raise UserError(f"{run.name}: has no datasets")
+    template = run.take("chat_template")
+    sources, columns, templates = zip(*(_rows(run, "datasets", entry, template) for entry in entries))
+    found: dict[str, Any] = {"train": sources[0]}
+    if len(sources) > 1:
+        found["mix"] = dict.fromkeys(sources[1:])
+    held_out = [_rows(run, "test_datasets", entry, template) for entry in run.take("test_datasets", _DATA_SETS) or []]
+    if len(held_out) > 1:
+        run.refuse(
+            "test_datasets", f"{len(held_out)} data sets", "data.eval is one data set; join their rows in a file"
+        )
+    if held_out:
+        found["eval"] = held_out[0][0]
+    all_columns = [*columns, *(entry[1] for entry in held_out)]
+    if any(other != columns[0] for other in all_columns):
+        run.refuse("datasets", "field_messages", "data.columns is the same for all files")
+    if any(other != templates[0] for other in templates):
+        run.refuse("datasets", "chat_template", "data.chat_template is the same for all files")
+    found |= {"columns": columns[0], "max_length": run.integer("sequence_len", _LENGTH)}
+    if run.flag("sample_packing"):
+        found["packing"] = "best_fit"
+        kernel = run.given("attn_implementation")
+        if kernel not in _SEPARATING_KERNELS and not is_on(run.given("flash_attention")):
+            run.refuse("sample_packing", True, "without flash attention tokens attend to other rows of a pack; "
+                                               "data.packing separates them")  # fmt: skip
+        run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with Axolotl")
+    if templates[0] != "tokenizer":
+        found["chat_template"] = templates[0]
+    _check_ends(run, templates[0])
+    return found | trainer.loading(run)
+
+
+def _rows(run: Run, key: str, entry: Mapping[str, Any], template: Any) -> tuple[str, dict[str, str], str]:
+    """Return the source of a data set as a value of `data.train`, its columns and its chat template."""
+    place = str(entry.get("path"))
+    kind = entry.get("type")
+    if kind != "chat_template":
+        run.refuse(key, f"{place}, type {kind}", "uses its own prompt format; only type chat_template is supported")
+    unsupported = sorted(set(entry) - _ROW_KEYS)
+    if unsupported:
+        run.refuse(key, f"{place}, {', '.join(unsupported)}", "nearest: section data")
+    for word, usual in (("roles_to_train", ["assistant"]), ("train_on_eos", "turn")):
+        if entry.get(word) not in (None, usual):
+            run.refuse(key, f"{place}, {word} {entry[word]}", "assistant turns are supervised, with their end tokens")
+    name = entry.get("chat_template") or template or "tokenizer_default"
+    if name not in _TEMPLATES:
+        run.refuse(
+            "chat_template", name, f"supported are {', '.join(_TEMPLATES)}; the others are Axolotl's own templates"
+        )
+    files = entry.get("data_files")
+    if isinstance(files, list) and len(files) == 1:
+        files = files[0]
+    if files is not None and not isinstance(files, str):
+        run.refuse(key, f"{place}, data_files", "data.train is one file; list each file as a data set")
+    options = f"split={entry.get('split') or 'train'}"
+    if entry.get("name"):
+        options += f"&config={entry['name']}"
+    if Path(place).suffix in (".json", ".jsonl", ".parquet", ".csv") or exists(place):
+        where = place
+    else:
+        where = f"hf:{place}/{files}" if isinstance(files, str) else f"hf:{place}?{options}"
+    return where, _columns(run, key, entry), _TEMPLATES.get(name, "tokenizer")
+
+
+def _columns(run: Run, key: str, entry: Mapping[str, Any]) -> dict[str, str]:
+    """Return `data.columns` for turns of role/content or from/value."""
+    named = entry.get("message_property_mappings") or {}
+    role = entry.get("message_field_role") or named.get("role", "role")
+    content = entry.get("message_field_content") or named.get("content", "content")
+    field = {("role", "content"): "messages", ("from", "value"): "conversations"}.get((role, content))
+    if field is None or set(named) - {"role", "content"}:
+        run.refuse(key, f"{entry.get('path')}, {role}/{content}", "turns have role and content, or from and value")
+    if field == "conversations":
+        run.note(f"{entry.get('path')}: supported roles are {', '.join(SHAREGPT_ROLES)}")
+    return {field or "messages": str(entry.get("field_messages") or "messages")}
+
+
+def _check_ends(run: Run, template: str) -> None:
+    """Refuse end-of-turn tokens other than those of the template, and changed special tokens."""
+    ends = run.take("eot_tokens", LIST)
+    tokens = run.take("special_tokens", MAPPING) or {}
+    if ends and ends != [_ENDS.get(template)]:
+        run.refuse("eot_tokens", ", ".join(map(str, ends)), "the end of an answer is determined by the chat template")
+    changed = sorted(set(tokens) - {"pad_token"})
+    if changed:
+        run.refuse("special_tokens", ", ".join(changed), "tokens are those of the tokenizer")
+
+
+def _evaluates(run: Run, train: dict[str, Any]) -> bool:
+    """Return True if there are evaluations; of `evals_per_epoch` only 1 can be expressed."""
+    often = run.number("evals_per_epoch", None)
+    if often == 1:
+        run.left["eval_strategy"] = "epoch"
+    elif often:
+        run.refuse("evals_per_epoch", often, "train.eval_steps is a number of steps, or once per epoch")
+    elif run.given("eval_steps") is not None:
+        run.left.setdefault("eval_strategy", "steps")
+    return trainer.evaluates(run, train)
+
+
+def _checkpoint(run: Run, has_eval: bool, defaults: trainer.Defaults) -> dict[str, Any]:
+    often = run.number("saves_per_epoch", None)
+    if often:
+        run.left["save_strategy"] = "epoch"
+        if often != 1:
+            run.note(f"checkpoint.save_steps: once per epoch instead of {often} times")
+    return trainer.checkpoint(run, has_eval, defaults)
+
+
+def _lora(run: Run, adapter: str, four: bool, eight: bool) -> dict[str, Any]:
+    if adapter not in ("lora", "qlora"):
+        run.refuse("adapter", adapter, "lora.method has lora, mixer, dora, mora, vera and lokr")
+    rank = run.integer("lora_r", None)
+    alpha = run.number("lora_alpha", None)
+    if rank is None or alpha is None:
+        raise UserError(f"{run.name}: has an adapter, but no lora_r or no lora_alpha")
+    found: dict[str, Any] = {"rank": rank, "alpha": float(alpha)}
+    dropout = run.number("lora_dropout", 0.0)
+    if dropout:
+        found["dropout"] = float(dropout)
+    if run.flag("peft_use_rslora"):
+        found["rslora"] = True
+    if run.flag("peft_use_dora"):
+        found["method"] = "dora"
+    ratio = run.number("loraplus_lr_ratio", None)
+    if ratio:
+        found["lora_plus_ratio"] = float(ratio)
+    if run.flag("lora_target_linear"):
+        run.take("lora_target_modules", WORDS)
+        found |= model.target_modules(run, "lora_target_linear", ("all-linear",), "all-linear")
+    else:
+        if not run.given("lora_target_modules"):
+            run.refuse("lora_target_modules", "not given", "name the matrices, or set lora_target_linear")
+        found |= model.target_modules(run, "lora_target_modules", ("all-linear",))
+    options = run.take("bnb_config_kwargs", MAPPING) or {}
+    kind = ("bnb_config_kwargs.bnb_4bit_quant_type", str(options.get("bnb_4bit_quant_type", "nf4")))
+    doubled = ("bnb_config_kwargs.bnb_4bit_use_double_quant", bool(options.get("bnb_4bit_use_double_quant", True)))
+    return found | model.bits(run, four, ("load_in_8bit", eight), kind, doubled)
+
+
+AXOLOTL = Suite(
+    name="Axolotl",
+    model_key="base_model",
+    stage=_stage,
+    recipe=_recipe,
+    refused=axolotl_arguments.REFUSED,
+    ignored=axolotl_arguments.IGNORED,
+    translations=axolotl_arguments.TRANSLATIONS,
+    renamed_arguments=_RENAMED,
+)

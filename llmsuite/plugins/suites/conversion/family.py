@@ -1,0 +1,90 @@
+"""The model family and the preset for a model name of PaddleNLP or Hugging Face."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from llmsuite.base.errors import UserError
+from llmsuite.base.files import read_json_object
+from llmsuite.contract.registry import Registry
+from llmsuite.contract.specs import ModelFamily
+
+# pattern of a name -> the model_type of its config.json, or why there is none; the first match counts
+_MODEL_TYPES = (
+    (r"awq|gptq|aqlm|[-_](int|fp)[48]\b|bnb-4bit|gguf", "quantised already"),
+    (r"[-_]vl\b|-vl-|-omni|vision|llava|-ocr|moss-vl", "for images or sound"),
+    (r"gpt-?oss", "gpt_oss"),
+    (r"gpt-?(neo|j)", "gpt_neo"),
+    (r"llama-?4", "llama4"),
+    (r"qwen-?3[.-]?(5|6|next)\b|qwen-?3\.\d", "qwen3_5 or qwen3_next"),
+    (r"deepseek-?v(3\.2|4)", "deepseek_v32 or newer"),
+    (r"mistral-small-3|ministral-3|mistral-large-3", "mistral3"),
+    (r"embedding|reranker", "of embeddings"),
+    (r"baichuan", "baichuan"),
+    (r"chatglm|glm-?\d", "chatglm"),
+    (r"mixtral", "mixtral"),
+    (r"mistral", "mistral"),
+    (r"yuan", "yuan"),
+    (r"gemma", "gemma"),
+    (r"bloom", "bloom"),
+    (r"\bopt-\d", "opt"),
+    (r"\bbge-|roberta|\bbert", "xlm-roberta"),
+    (r"ernie-?4\.5.*a\d", "ernie4_5_moe"),
+    (r"ernie-?4\.5", "ernie4_5"),
+    (r"distill-qwen", "qwen2"),
+    (r"qwen-?3.*a[\d.]+b", "qwen3_moe"),
+    (r"qwen-?[12].*a[\d.]+b", "qwen2_moe"),
+    (r"qwen-?3", "qwen3"),
+    (r"qwen-?(1\.5|2)|qwq", "qwen2"),
+    (r"qwen", "qwen"),
+    (r"distill-llama|llama|vicuna|alpaca|smollm|deepseek-(llm|coder|math)", "llama"),
+    (r"deepseek-?(v3|r1)", "deepseek_v3"),
+    (r"deepseek", "deepseek_v2"),
+    (r"gpt", "gpt2"),
+)
+
+_SUFFIXES = re.compile(r"^meta-|-(instruct|chat|hf|base|en|bf16)\b", re.IGNORECASE)
+
+
+def family_of(model: str, registry: Registry, key: str = "model_name_or_path") -> ModelFamily:
+    """Return the family of a model.
+
+    Args:
+        model: name or directory of the model.
+        registry: registered families.
+        key: argument that names the model, for messages.
+
+    Raises:
+        UserError: no family supports the model, or neither its name nor a local config.json determines its type.
+    """
+    kind = next((kind for pattern, kind in _MODEL_TYPES if re.search(pattern, model, re.IGNORECASE)), None)
+    kind = kind or _type_in(Path(model) / "config.json")
+    if kind is None:
+        raise UserError(
+            f"{key} is {model!r}, whose family is not known; if `llmsuite list models` has the model_type of its "
+            "config.json, add --family"
+        )
+    found = next((family for family in registry.models.values() if kind in family.hf_model_types), None)
+    if found is None:
+        known = ", ".join(sorted({kind for family in registry.models.values() for kind in family.hf_model_types}))
+        raise UserError(
+            f"no recipe is this job: {key} is {model!r}, of type {kind}, which no family supports; supported types: "
+            f"{known}"
+        )
+    return found
+
+
+def _type_in(config: Path) -> str | None:
+    """Return the model_type in a local config.json; None without one."""
+    try:
+        found = read_json_object(config).get("model_type")
+    except UserError:  # the caller asks for --family
+        return None
+    return str(found) if found else None
+
+
+def preset_of(name: str, family: ModelFamily) -> str | None:
+    """Return the preset with a model's name, without suffixes such as -instruct; None if there is none."""
+    plain = _SUFFIXES.sub("", name.rstrip("/").rpartition("/")[2]).lower()
+    return plain if plain in family.presets else None

@@ -1,0 +1,229 @@
+"""Conversion of LLaMA-Factory's arguments: `llamafactory-cli train FILE`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from llmsuite.base.errors import UserError
+from llmsuite.plugins.suites import llamafactory_arguments, llamafactory_data, model, trainer
+from llmsuite.plugins.suites.conversion.kinds import is_on
+from llmsuite.plugins.suites.suite import Run, Suite
+
+_DEFAULTS = trainer.Defaults(recompute=True)
+_STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto"}
+_TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "smollm": "chatml", "llama3": "llama3"}
+"""Templates equal to a built-in one, without a default system turn."""
+_OWN_TEMPLATES = {"qwen": r"qwen-?2\.5", "smollm2": "smollm2"}
+"""Templates equal, with their system turn, to those of the tokenizers of some models: pattern of model names."""
+_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
+
+
+def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
+    if "model_name_or_path" not in values and "model" in values:
+        raise UserError(
+            f"{name}: has the keys of LLaMA-Factory's engine v1, which is another program; pass a file with "
+            "model_name_or_path, stage and finetuning_type"
+        )
+    if not is_on(values.get("do_train")):
+        raise UserError(f"{name}: do_train is not true, so nothing is trained; that is `llmsuite generate`, `llmsuite "
+                        "merge` or `llmsuite export`, not a recipe")  # fmt: skip
+    kind = str(values.get("stage", "sft"))
+    if kind == "rm":
+        raise UserError(
+            f"{name}: no recipe is this job of LLaMA-Factory: its stage rm scores by a linear layer with a bias "
+            "after a dropout of 0.1; here there is neither. For a reward model: llmsuite recipe new --stage rm"
+        )
+    if requested is None and kind not in _STAGES:
+        raise UserError(f"{name}: stage {kind} cannot be converted; supported are {', '.join(_STAGES)}; for ppo: "
+                        "llmsuite recipe new --stage ppo")  # fmt: skip
+    stage = requested or _STAGES[kind]
+    if stage == "sft" and values.get("finetuning_type", "lora") == "lora":
+        return "lora"
+    return stage
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    kind = str(run.take("finetuning_type") or "lora")
+    run.take("stage")
+    own = _own_section(run)
+    parallel = trainer.parallel(run) | _megatron(run)
+    run.file_devices = run.integer("ray_num_workers", None)
+    data = _data(run)
+    if run.section == "pretrain" and data["train"].endswith(".txt"):
+        own["documents"] = "lines"
+    recipe: dict[str, Any] = {
+        "stage": run.stage,
+        "source": f"LLaMA-Factory {run.name}",
+        "model": model.model(run),
+        "data": data,
+        "parallel": parallel,
+        "engine": _engine(run, kind),
+    }
+    recipe["launch"] = trainer.launch(run)
+    recipe["train"] = trainer.train(run, recipe["launch"], parallel, _DEFAULTS)
+    has_eval = trainer.evaluates(run, recipe["train"]) and "eval" in recipe["data"]
+    if not has_eval:
+        recipe["data"].pop("eval", None)
+        recipe["train"].pop("eval_steps", None)
+    if own:
+        recipe[run.section] = own
+    if kind == "lora":
+        recipe["lora"] = _lora(run)
+    elif kind == "full" and run.given("quantization_bit") is not None:
+        run.refuse("quantization_bit", run.take("quantization_bit"), "is for adapters only: lora.base_dtype")
+    elif kind != "full":
+        run.refuse("finetuning_type", kind, "supported are full fine-tuning (full) and adapters (lora)")
+    recipe["checkpoint"] = trainer.checkpoint(run, has_eval, _DEFAULTS)
+    recipe |= trainer.ends(run)
+    return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _megatron(run: Run) -> dict[str, Any]:
+    """Return the degrees of its Megatron engines, which do not change results."""
+    found: dict[str, Any] = {}
+    if run.given("tensor_model_parallel_size") is not None and run.stage == "lora":
+        why = "its Megatron engines put adapters on fused matrices: queries, keys and values; gate and up"
+        run.refuse("tensor_model_parallel_size", run.given("tensor_model_parallel_size"), why)
+    for theirs, ours in (("tensor_model", "tensor"), ("pipeline_model", "pipeline"), ("expert_model", "expert")):
+        degree = run.integer(f"{theirs}_parallel_size", 1)
+        if degree > 1:
+            found[f"{ours}_parallel_degree"] = degree
+    if run.flag("sequence_parallel") and "tensor_parallel_degree" in found:
+        found["sequence_parallel"] = True
+    return found
+
+
+def _engine(run: Run, kind: str) -> dict[str, Any]:
+    engine = trainer.engine(run, _DEFAULTS)
+    run.take("gradient_checkpointing")
+    if run.flag("disable_gradient_checkpointing"):
+        engine.pop("recompute", None)
+    if engine["precision"] == "fp32" and kind == "lora":
+        run.note("engine.precision: fp32; there, without bf16 and fp16, the frozen model has the dtype of its files")
+    return engine
+
+
+def _own_section(run: Run) -> dict[str, Any]:
+    if run.section == "sft":
+        run.note(
+            "sft.truncate: truncates the end of a long row; LLaMA-Factory truncates prompts and answers in proportion"
+        )
+        return {"truncate": True}
+    if run.section == "pretrain":
+        return {}
+    run.note("data.max_length: longer rows are dropped and counted; LLaMA-Factory truncates their prompts and answers")
+    own: dict[str, Any] = {"beta": float(run.number("pref_beta", 0.1))}
+    if run.section == "kto":
+        run.take("pref_loss")
+        run.note("kto: the KL divergence is estimated over the global batch; there, over the current micro-batches")
+        for theirs, ours in (("kto_chosen_weight", "desirable_weight"), ("kto_rejected_weight", "undesirable_weight")):
+            weight = run.number(theirs, 1.0)
+            if weight != 1:
+                own[ours] = float(weight)
+        return own
+    loss = str(run.take("pref_loss") or "sigmoid")
+    if loss not in _LOSSES:
+        why = {
+            "orpo": "weights chosen answers equally in its second term; dpo.loss orpo weights tokens equally",
+            "kto_pair": "is rejected by TRL since 0.9; nearest: stage kto",
+        }
+        run.refuse("pref_loss", loss, why.get(loss, f"dpo.loss has {', '.join(_LOSSES)}"))
+    own["loss"] = _LOSSES.get(loss, "sigmoid")
+    smoothing = run.number("dpo_label_smoothing", 0.0)
+    if smoothing and loss == "sigmoid":
+        own["label_smoothing"] = float(smoothing)
+    gamma = run.number("simpo_gamma", 0.5)
+    if own["loss"] == "simpo":
+        own["gamma"] = float(gamma)
+    elif run.given("simpo_gamma") is not None:
+        run.left_out("simpo_gamma", gamma, f"is the margin of simpo, and pref_loss is {loss}")
+    return own
+
+
+def _data(run: Run) -> dict[str, Any]:
+    length = run.integer("cutoff_len", 2048)
+    if run.section == "pretrain":
+        if run.take("packing") is False:
+            run.refuse("packing", False, "samples are cut from the concatenated documents")
+        run.note(f"data.max_length: {length - 1}, the number of predicted tokens in a sample of {length} tokens")
+        length -= 1
+    elif run.flag("neat_packing"):
+        run.take("packing")
+    elif run.flag("packing"):
+        run.refuse("packing", True, "without neat_packing tokens attend to other rows of a pack; data.packing "
+                                    "separates rows, like neat_packing")  # fmt: skip
+    found: dict[str, Any] = {**llamafactory_data.rows(run), "max_length": length}
+    if is_on(run.given("neat_packing")) and run.section == "sft":
+        found["packing"] = "best_fit"
+        run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with LLaMA-Factory")
+    if run.section != "pretrain":
+        found |= _template(run)
+    else:
+        run.take("template")
+    if run.flag("disable_shuffling"):
+        found["shuffle"] = False
+    return found | trainer.loading(run)
+
+
+def _template(run: Run) -> dict[str, Any]:
+    name = run.take("template")
+    if name is None:
+        return {}
+    if name in _TEMPLATES:
+        if _TEMPLATES[name] == "chatml":
+            run.note("data.chat_template: the line break after an answer's <|im_end|> is not supervised; there it is")
+        return {"chat_template": _TEMPLATES[name]}
+    weights = str(run.given(run.suite.model_key))
+    if name in _OWN_TEMPLATES and re.search(_OWN_TEMPLATES[name], weights, re.IGNORECASE):
+        run.note(
+            "data.chat_template: that of the tokenizer, which is equal; tokens after the end of an answer are not "
+            "supervised"
+        )
+        return {}
+    why = "adds a default system turn" if name in _OWN_TEMPLATES else "is a template of LLaMA-Factory"
+    run.refuse("template", name, f"{why}; to use the template of {weights}, leave it out: data.chat_template")
+    return {}
+
+
+def _lora(run: Run) -> dict[str, Any]:
+    rank = run.integer("lora_rank", 8)
+    found: dict[str, Any] = {"rank": rank, "alpha": float(run.number("lora_alpha", 0) or 2 * rank)}
+    if run.flag("use_dora"):
+        found["method"] = "dora"
+    if run.flag("pissa_init"):
+        found["init"] = "pissa"
+        if "method" in found:
+            run.refuse("pissa_init", True, "together with DoRA: lora.init pissa needs lora.method lora")
+        run.note("lora.init: pissa with exact singular vectors; pissa_iter approximates them by iteration")
+    dropout = run.number("lora_dropout", 0.0)
+    if dropout:
+        found["dropout"] = float(dropout)
+    if run.flag("use_rslora"):
+        found["rslora"] = True
+    ratio = run.number("loraplus_lr_ratio", None)
+    if ratio:
+        found["lora_plus_ratio"] = float(ratio)
+    found |= model.target_modules(run, "lora_target", ("all",), "all")
+    number = run.number("quantization_bit", None)
+    method = str(run.take("quantization_method") or "bnb")
+    kind = str(run.take("quantization_type") or "nf4")
+    doubled = run.take("double_quantization")
+    if number is not None and (method not in ("bnb", "bitsandbytes") or number not in (4, 8)):
+        run.refuse("quantization_method", method, f"with {number} bits: lora.base_dtype has nf4, fp4 and int8")
+    eight = ("quantization_bit", number if number == 8 else None)
+    kinds = ("quantization_type", kind)
+    scales = ("double_quantization", doubled is not False)
+    return found | model.bits(run, number == 4, eight, kinds, scales)
+
+
+LLAMA_FACTORY = Suite(
+    name="LLaMA-Factory",
+    model_key="model_name_or_path",
+    stage=_stage,
+    recipe=_recipe,
+    refused=llamafactory_arguments.REFUSED,
+    ignored=llamafactory_arguments.IGNORED,
+    translations=llamafactory_arguments.TRANSLATIONS,
+)

@@ -1,0 +1,77 @@
+"""Parts of sections `model` and `lora` in which suites differ only in the names of arguments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llmsuite.base.safe_files import exists
+from llmsuite.plugins.suites.conversion.family import preset_of
+from llmsuite.plugins.suites.suite import Run
+
+
+def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, Any]:
+    """Return section model: the weights by name or directory, and the preset of that name.
+
+    Args:
+        run: the conversion.
+        tokenizer: name of the tokenizer, if it is not that of the weights.
+        hub: prefix of a hub, such as "ms:", for a name that is not a local directory.
+    """
+    name = str(run.take(run.suite.model_key))
+    is_local = name.startswith((".", "/", "~")) or exists(name)
+    found: dict[str, Any] = {"family": run.family.name, "weights": name if is_local else f"{hub}{name}"}
+    if tokenizer not in (None, name):
+        found["tokenizer"] = tokenizer
+    run.preset = preset_of(name, run.family)
+    if run.preset is not None:
+        found["preset"] = run.preset
+    else:
+        run.note(f"model.preset: none is known for {name}; checks need its config.json, in model.weights")
+    return found
+
+
+def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | None = None) -> dict[str, Any]:
+    """Return `lora.target_modules`.
+
+    Args:
+        run: the conversion.
+        key: argument that names the matrices.
+        every: values of it that mean all linear layers except the head.
+        default: its default value.
+    """
+    given = run.given(key) or default
+    named = run.words(key) or ([default] if default is not None else [])
+    if len(named) != 1 or named[0] not in every:
+        if any(set(word) & set("^$()[]|\\") for word in named):
+            run.refuse(key, given, "is a regular expression; nearest key: lora.target_modules, which has patterns")
+        return {"target_modules": named} if named else {}
+    if run.has_experts:
+        run.refuse(
+            key, given, "includes routed experts and gates; name the matrices, such as q_proj,k_proj,v_proj,o_proj"
+        )
+    if run.family.name == "gpt":
+        run.refuse(key, given, "matches no matrices in GPT-2, whose layers are not linear layers there")
+    return {}
+
+
+def bits(
+    run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], doubled: tuple[str, bool]
+) -> dict[str, Any]:
+    """Return `lora.base_dtype` for bitsandbytes' arguments.
+
+    Args:
+        run: the conversion.
+        four: True if frozen matrices are in 4 bits.
+        eight: name and value of the argument for 8 bits; the value is false or None if they are not.
+        kind: name and value of the argument for nf4 or fp4.
+        doubled: name and value of the argument for double quantisation, which also quantises the scales.
+    """
+    if eight[1]:
+        run.refuse(*eight, "LLM.int8 keeps outliers in 16 bits; nearest key: lora.base_dtype, with int8")
+    if not four:
+        return {}
+    if kind[1] not in ("nf4", "fp4"):
+        run.refuse(*kind, "lora.base_dtype has nf4, fp4 and int8")
+    if doubled[1]:
+        run.refuse(doubled[0], True, f"also quantises the scales to 8 bits; set {doubled[0]} to false for the same job")
+    return {"base_dtype": kind[1]}

@@ -1,0 +1,303 @@
+"""Conversion of ms-swift's arguments: `swift sft` and `swift rlhf`, in a shell script or a YAML or JSON file."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from llmsuite.base.errors import UserError
+from llmsuite.base.safe_files import exists
+from llmsuite.plugins.suites import model, swift_arguments, trainer
+from llmsuite.plugins.suites.conversion.arguments import read_command
+from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, is_on
+from llmsuite.plugins.suites.suite import Run, Suite
+
+_COMMANDS = ("sft", "pt", "rlhf")
+_LISTS = ("dataset", "val_dataset", "target_modules", "loss_type", "modules_to_save", "report_to")
+"""Arguments with several values, separated by spaces on the command line."""
+_ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "USE_HF")
+"""Environment variables that set the number of ranks and the hub."""
+_STAGES = {"dpo": "dpo", "kto": "kto", "rm": "rm"}
+_LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
+_KNOWN_TEMPLATES = r"qwen-?(1\.5|2|2\.5)[-_](?!vl|audio|omni)|qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
+"""Models whose tokenizers have the templates of ms-swift, with the same system turn."""
+_TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
+"""Precision by `torch_dtype`; float32 also trains in mixed precision."""
+_MIN_BATCH = 16
+"""Minimum number of samples that gradients are accumulated over by default."""
+
+
+def read_shell(path: Path) -> dict[str, Any]:
+    """Return the arguments of the one training command in a script, with the command and its environment variables.
+
+    Raises:
+        UserError: the script does not have exactly one training command.
+    """
+    return read_command(path, _find_command, _ENVIRONMENT)
+
+
+def _find_command(words: list[str]) -> tuple[int, str] | None:
+    """Return the index of the first argument of a training command and its name; None for other words."""
+    for at, word in enumerate(words):
+        script = re.fullmatch(r".*swift/cli/(_megatron/)?(sft|pt|rlhf)\.py", word)
+        if script is not None:
+            return at + 1, f"{'megatron' if script[1] else 'swift'} {script[2]}"
+        if word in ("swift", "megatron") and words[at + 1 : at + 2] and words[at + 1] in _COMMANDS:
+            return at + 2, f"{word} {words[at + 1]}"
+    return None
+
+
+def _flatten(values: dict[str, Any]) -> dict[str, Any]:
+    for key in _LISTS:
+        if isinstance(values.get(key), str):
+            values[key] = values[key].split()
+    return values
+
+
+def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
+    command = str(values.get("command") or ("swift rlhf" if "rlhf_type" in values else "swift sft"))
+    refused = f"{name}: no recipe is this job of ms-swift"
+    if command.startswith("megatron"):
+        raise UserError(f"{refused}: megatron is a separate program, with other arguments; write a recipe: llmsuite "
+                        "recipe new")  # fmt: skip
+    if command == "swift pt":
+        raise UserError(f"{refused}: swift pt trains on each text separately; stage pretrain concatenates them. "
+                        "For pretraining: llmsuite recipe new --stage pretrain")  # fmt: skip
+    kind = str(values.get("rlhf_type") or "dpo") if command == "swift rlhf" else "sft"
+    if kind in ("grpo", "ppo"):
+        raise UserError(f"{refused}: its {kind} has its own rewards and sampling; llmsuite recipe new --stage {kind}")
+    if kind != "sft" and kind not in _STAGES:
+        why = "adds a loss on the chosen answers" if kind in ("simpo", "cpo", "orpo") else "has no stage"
+        raise UserError(f"{refused}: rlhf_type {kind} {why}")
+    stage = requested or _STAGES.get(kind, kind)
+    # train_type in older versions
+    kind = str(values.get("tuner_type") or values.get("train_type") or "lora")
+    return "lora" if stage == "sft" and kind == "lora" else stage
+
+
+def _recipe(run: Run) -> dict[str, Any]:
+    name = "tuner_type"
+    if run.given("train_type") and not run.given("tuner_type"):
+        name = "train_type"
+    kind = str(run.take("tuner_type") or run.take("train_type") or "lora")
+    run.take("command"), run.take("rlhf_type")
+    is_full = kind == "full"
+    hub = "" if is_on(run.take("use_hf")) | is_on(run.take("USE_HF")) else "ms:"
+    dtype = run.take("torch_dtype")
+    if dtype not in _TO_16_BITS:
+        run.refuse("torch_dtype", dtype, "engine.precision has fp32, bf16 and fp16")
+    defaults = trainer.Defaults(
+        learning_rate=1e-5 if is_full else 1e-4, micro_batch_size=1, lr_schedule="cosine", weight_decay=0.1,
+        adam_beta2=0.95, recompute=True, precision=_TO_16_BITS.get(dtype, "bf16"),
+    )  # fmt: skip
+    has_masters = is_on(run.given("deepspeed")) or defaults.precision == "fp16"
+    if is_full and not has_masters:
+        run.refuse(name, kind, "without deepspeed it trains parameters in 16 bits; they have float32 master "
+                               "weights here")  # fmt: skip
+    parallel = trainer.parallel(run)
+    ranks = run.integer("NPROC_PER_NODE", 0)
+    machines = run.integer("NNODES", 1)
+    run.file_devices = ranks * machines or None
+    recipe: dict[str, Any] = {
+        "stage": run.stage,
+        "source": f"ms-swift {run.name}",
+        "model": model.model(run, hub=hub),
+        "data": _data(run, hub),
+        "parallel": parallel,
+        "engine": trainer.engine(run, defaults),
+        "launch": trainer.launch(run),
+    }
+    _accumulate(run, recipe["launch"])
+    recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
+    _evaluate(run, recipe)
+    own = _own_section(run)
+    if own:
+        recipe[run.section] = own
+    if kind == "lora":
+        recipe["lora"] = _lora(run)
+    elif not is_full:
+        run.refuse(name, kind, "supported are full fine-tuning (full) and adapters (lora)")
+    recipe["checkpoint"] = trainer.checkpoint(run, "eval" in recipe["data"], defaults)
+    recipe |= trainer.ends(run)
+    return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
+    """Set the default of gradient accumulation: at least 16 samples."""
+    if run.given("gradient_accumulation_steps") is None:
+        total = launch["num_devices"] * launch.get("nnodes", 1)
+        size = run.given("per_device_train_batch_size") or 1
+        if isinstance(size, int) and size > 0:
+            run.left["gradient_accumulation_steps"] = max(1, math.ceil(_MIN_BATCH / size / total))
+
+
+def _evaluate(run: Run, recipe: dict[str, Any]) -> None:
+    """Set the evaluation keys; by default evaluations are at the steps of checkpoints."""
+    if "eval" not in recipe["data"]:
+        for key in ("eval_strategy", "eval_steps"):
+            value = run.take(key)
+            if value is not None:
+                run.left_out(key, value, "there are no rows to evaluate on")
+        return
+    strategy = run.given("eval_strategy") or run.given("save_strategy") or "steps"
+    run.left["eval_strategy"] = strategy
+    if strategy == "steps":
+        run.left.setdefault("eval_steps", run.given("save_steps") or 500)
+    if not trainer.evaluates(run, recipe["train"]):
+        recipe["data"].pop("eval")
+
+
+def _data(run: Run, hub: str) -> dict[str, Any]:
+    sources = [_source(run, "dataset", word, hub) for word in run.words("dataset")]
+    held_out = [_source(run, "val_dataset", word, hub) for word in run.words("val_dataset")]
+    if not sources:
+        raise UserError(f"{run.name}: has no dataset")
+    found: dict[str, Any] = {"train": sources[0]}
+    if len(sources) > 1:
+        found["mix"] = dict.fromkeys(sources[1:])
+    if held_out:
+        found["eval"] = held_out[0]
+        if len(held_out) > 1:
+            run.refuse("val_dataset", ", ".join(held_out), "data.eval is one data set; join their rows in a file")
+    columns = run.take("columns", ONE_OR_MAPPING)
+    if columns:
+        run.refuse("columns", columns, "renames columns of each data set before detecting its format; nearest key: "
+                                       "data.columns")  # fmt: skip
+    found["max_length"] = _length(run)
+    if run.flag("packing"):
+        found["packing"] = "best_fit"
+        if run.section != "sft":
+            run.refuse("packing", True, "a pack is one row there; a pack of pairs is two rows here")
+        run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with ms-swift")
+    if _is_off(run, "dataset_shuffle") and _is_off(run, "train_dataloader_shuffle"):
+        found["shuffle"] = False
+    _template(run)
+    return found | trainer.loading(run)
+
+
+def _is_off(run: Run, key: str) -> bool:
+    return key in run.left and not is_on(run.take(key))
+
+
+def _source(run: Run, key: str, word: str, hub: str) -> str:
+    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`."""
+    name, _, count = word.partition("#")
+    if count:
+        run.refuse(key, word, "selects rows at random; write them into a file, or leave out #COUNT")
+    prefix = next((given for given in ("HF::", "MS::") if name.startswith(given)), "")
+    name = name.removeprefix(prefix)
+    hub = {"HF::": "hf:", "MS::": "ms:"}.get(prefix, hub or "hf:")
+    if name.startswith((".", "/", "~")) or Path(name).suffix in (".jsonl", ".json", ".csv") or exists(name):
+        return name
+    name, _, subset = name.partition(":")
+    if name == "swift/self-cognition":
+        run.refuse(key, word, "is a template for model_name and model_author; write its rows into a file")
+    run.note(f"data.train: {name} is read by its columns; if ms-swift has special rules for it, rows may differ")
+    options = f"&config={subset}" if subset else ""
+    return f"{hub}{name}?split=train{options}"
+
+
+def _length(run: Run) -> int:
+    given = run.integer("max_length", None)
+    if given is not None:
+        return int(given)
+    if run.preset is None:
+        run.refuse(
+            "max_length",
+            "not given",
+            "the default is the maximum of the model; set it, because data.max_length is a number",
+        )
+        return 2048
+    run.note("data.max_length: the number of positions of the model, because max_length is not given")
+    return int(run.family.config_cls(**run.family.presets[run.preset]).max_position_embeddings)
+
+
+def _template(run: Run) -> None:
+    """Refuse templates, and models whose tokenizer is not known to have the template of ms-swift."""
+    weights = str(run.given(run.suite.model_key))
+    given = run.take("template")
+    if given is not None or not re.search(_KNOWN_TEMPLATES, weights, re.IGNORECASE):
+        why = "is a template of ms-swift, which may differ from the tokenizer's in system turns or thoughts"
+        run.refuse("template", given or "not given", f"for {weights} it {why}")
+    run.note("data.chat_template: that of the tokenizer, which equals ms-swift's; tokens after the end of an answer "
+             "are not supervised")  # fmt: skip
+
+
+def _own_section(run: Run) -> dict[str, Any]:
+    strategy = run.take("truncation_strategy") or "delete"
+    if strategy not in ("delete", "right") or (strategy == "right" and run.section != "sft"):
+        run.refuse("truncation_strategy", strategy, "longer rows are dropped, or in stage sft truncated at the end")
+    scale = run.take("loss_scale")
+    usual = "default" if run.section == "sft" else "last_round"
+    if scale not in (None, usual):
+        run.refuse("loss_scale", scale, "all tokens of assistant turns have the same weight")
+    if run.section == "sft":
+        loss = run.words("loss_type")
+        if loss:
+            run.refuse("loss_type", ", ".join(loss), "all supervised tokens have the same weight")
+        return {"truncate": True} if strategy == "right" else {}
+    if run.section == "rm":
+        weight = run.number("center_rewards_coefficient", 0)
+        return {"center_rewards": float(weight)} if weight else {}
+    own: dict[str, Any] = {"beta": float(run.number("beta", 0.1))}
+    if run.section == "kto":
+        run.note("kto: the KL divergence is estimated over the global batch; there, over the current micro-batches")
+        for key in ("desirable_weight", "undesirable_weight"):
+            weight = run.number(key, 1.0)
+            if weight != 1:
+                own[key] = float(weight)
+        return own
+    kinds = run.words("loss_type") or ["sigmoid"]
+    if len(kinds) != 1 or kinds[0] not in _LOSSES:
+        run.refuse("loss_type", ",".join(kinds), f"of ms-swift's losses, dpo.loss has {', '.join(_LOSSES)}")
+    own["loss"] = _LOSSES.get(kinds[0], "sigmoid")
+    smoothing = run.number("label_smoothing", 0)
+    if smoothing and kinds == ["sigmoid"]:
+        own["label_smoothing"] = float(smoothing)
+    return own
+
+
+def _lora(run: Run) -> dict[str, Any]:
+    found: dict[str, Any] = {"rank": run.integer("lora_rank", 8), "alpha": float(run.number("lora_alpha", 32))}
+    dropout = run.number("lora_dropout", 0.05)
+    if dropout:
+        found["dropout"] = float(dropout)
+    if run.flag("use_rslora"):
+        found["rslora"] = True
+    if run.flag("use_dora"):
+        found["method"] = "dora"
+    ratio = run.number("lorap_lr_ratio", None)
+    if ratio:
+        found["lora_plus_ratio"] = float(ratio)
+    init = str(run.take("init_weights")).lower()
+    if init == "pissa":
+        found["init"] = "pissa"
+    elif init not in ("none", "true"):
+        run.refuse("init_weights", init, "lora.init has default and pissa")
+    found |= model.target_modules(run, "target_modules", ("all-linear",), "all-linear")
+    number = run.number("quant_bits", None)
+    method = run.take("quant_method")
+    kind = str(run.take("bnb_4bit_quant_type") or "nf4")
+    doubled = run.take("bnb_4bit_use_double_quant")
+    if number is not None and (method != "bnb" or number not in (4, 8)):
+        run.refuse("quant_method", method, f"with {number} bits: lora.base_dtype has nf4, fp4 and int8")
+    eight = ("quant_bits", number if number == 8 else None)
+    kinds = ("bnb_4bit_quant_type", kind)
+    scales = ("bnb_4bit_use_double_quant", doubled is not False)
+    return found | model.bits(run, number == 4, eight, kinds, scales)
+
+
+SWIFT = Suite(
+    name="ms-swift",
+    model_key="model",
+    stage=_stage,
+    recipe=_recipe,
+    refused=swift_arguments.REFUSED,
+    ignored=swift_arguments.IGNORED,
+    translations=swift_arguments.TRANSLATIONS,
+    flatten=_flatten,
+    read_shell=read_shell,
+)

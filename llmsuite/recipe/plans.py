@@ -1,0 +1,238 @@
+"""The four plans of a run: its model, its data, its parallelism and its training.
+
+A component gets the plans it uses, and no recipe. Each plan has the sections of the recipe that are about it, and what
+`resolve` has derived from them. Imports no Paddle.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from llmsuite.base.redaction import Url
+from llmsuite.base.resources import find
+from llmsuite.base.safe_files import exists, is_file
+from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.contract.schema.engine import EngineSection
+from llmsuite.contract.schema.generation import GenerationSection
+from llmsuite.contract.schema.lora import LoraSection
+from llmsuite.contract.schema.parallel import ParallelSection
+from llmsuite.contract.schema.prefix import PrefixSection
+from llmsuite.contract.schema.recipe import (
+    CheckpointSection,
+    DataSection,
+    ModelSection,
+    QatSection,
+    TrainSection,
+    freezes_model,
+)
+from llmsuite.contract.schema.reft import ReftSection
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
+from llmsuite.data.remote import fetch, is_remote
+from llmsuite.models.head import head_of
+from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
+from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelPlan:
+    """The network of a run, the part of it that is trained, and the files it starts from."""
+
+    section: ModelSection
+    """Section `model` of the recipe."""
+    family: ModelFamily
+    config: Any
+    """Shape of the model, of the family's `config_cls`."""
+    weights: Path | None
+    """Directory of the initial weights; None to initialise from the seed. It may be missing until `check_files`."""
+    tokenizer: Path | None
+    """Directory of the tokenizer; None for a model that reads no tokens."""
+    lora: LoraSection
+    reft: ReftSection
+    prefix: PrefixSection
+    qat: QatSection
+    seed: int
+    """Seed of the initial values, and of dropout."""
+
+    @property
+    def shard_plan(self) -> ShardPlan:
+        """Partition of the parameters for tensor parallelism."""
+        return self.family.shard_plan or UNSHARDED
+
+    @property
+    def is_scored(self) -> bool:
+        """True where the model gives a score per sequence in place of logits."""
+        return head_of(self.config) == "score"
+
+    @property
+    def is_frozen(self) -> bool:
+        """True where adapters, interventions or a prefix are trained and the model is frozen."""
+        return freezes_model(self.lora, self.reft, self.prefix)
+
+    @property
+    def prefix_network_size(self) -> int | None:
+        """Width of the network that makes prefixes; None without such a network."""
+        return self.prefix.network_size(self.config.hidden_size)
+
+    def keeps_frozen_bf16(self, parallel_plan: ParallelPlan) -> bool:
+        """Return True where the frozen matrices of decoder layers are stored in bfloat16 although parameters are
+        float32: with plain LoRA, whose B starts at zero, only matrix products read them, and these round their inputs
+        to bfloat16."""
+        is_plain = self.lora.rank is not None and self.lora.adapter_method.is_plain
+        is_wide = parallel_plan.engine.precision == "bf16" and parallel_plan.parameter_dtype == "float32"
+        return is_plain and is_wide and self.lora.base_dtype is None
+
+
+@dataclasses.dataclass(frozen=True)
+class DataPlan:
+    """The files that a run reads, and the order of their samples."""
+
+    section: DataSection
+    """Section `data` of the recipe. A stage that does not train has `prompts` there in place of `train`."""
+    key: Literal["train", "prompts"]
+    """Key of the section that names `train_file`."""
+    train_file: Path | Url
+    """Training data, or the prompts of a stage that does not train; a URL until it is `fetched`."""
+    eval_file: Path | Url | None
+    mixed: tuple[tuple[str, str], ...]
+    """More training data: (key of the recipe, name)."""
+    seed: int
+    """Seed of the order of samples."""
+
+    @property
+    def train_path(self) -> Path:
+        """`train_file` as a local path; the data has to be `fetched`."""
+        assert isinstance(self.train_file, Path), f"{self.train_file} is not fetched"
+        return self.train_file
+
+    @property
+    def eval_path(self) -> Path | None:
+        """`eval_file` as a local path; the data has to be `fetched`."""
+        assert not isinstance(self.eval_file, Url), f"{self.eval_file} is not fetched"
+        return self.eval_file
+
+    def given(self, key: str) -> Any:
+        """Return a key of section `data` without recording it as read: a check of a key does not use it."""
+        return self.section.__dict__.get(key)
+
+    def files(self) -> Iterator[tuple[str, str, Path | Url]]:
+        """Yield (key, name, file, directory or URL) of all data, without recording the keys as read."""
+        yield f"data.{self.key}", self.given(self.key), self.train_file
+        if self.eval_file is not None:
+            yield "data.eval", self.given("eval"), self.eval_file
+        for key, name in self.mixed:
+            yield key, name, data_file(name)
+
+    def fetched(self, report: Callable[[str], None]) -> DataPlan:
+        """Return the plan with remote data downloaded to local files. Raises UserError if a download fails."""
+        train = getattr(self.section, self.key)
+        if self.key == "prompts":
+            return dataclasses.replace(self, train_file=fetch(train, report)) if is_remote(train) else self
+        evaluation = self.section.eval
+        for _, name in self.mixed:
+            if is_remote(name):
+                fetch(name, report)
+        train_file = fetch(train, report) if is_remote(train) else self.train_file
+        eval_file = self.eval_file
+        if evaluation and is_remote(evaluation):
+            eval_file = fetch(evaluation, report)
+        return dataclasses.replace(self, train_file=train_file, eval_file=eval_file)
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelPlan:
+    """The devices of a run, and how a step is spread over them and executed on them."""
+
+    section: ParallelSection
+    """Section `parallel` of the recipe."""
+    engine: EngineSection
+    device: DeviceSpec
+    degrees: Degrees
+    schedule: Literal["FThenB", "1F1B", "interleaved"]
+    """Pipeline schedule, used with pp > 1."""
+    num_chunks: int
+    """Number of parts of the model on one rank."""
+    accumulate_steps: int | None
+    """Number of micro-batches of an optimizer step on one rank; None where it depends on their lengths."""
+    devices_per_machine: int
+    num_machines: int
+
+    @property
+    def parameter_dtype(self) -> str:
+        """Dtype of parameters and activations."""
+        return self.device.factory().parameter_dtype(self.engine.precision)
+
+    @property
+    def gradient_bucket_bytes(self) -> int:
+        """Size of gradient buckets in bytes of float32: from the recipe, else from the device."""
+        chosen = self.section.gradient_bucket_bytes
+        return self.device.factory().gradient_bucket_bytes if chosen is None else chosen
+
+    @property
+    def length_multiple(self) -> int:
+        """Number of tokens whose multiples batches of a run are padded to: for programs, and for equal parts of a
+        sequence under sequence parallel."""
+        multiple = LENGTH_MULTIPLE if self.engine.mode == "to_static" else 1
+        return math.lcm(multiple, self.degrees.tp) if self.section.sequence_parallel else multiple
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainPlan:
+    """The stage of a run, and its loop: the optimizer, the batches, the samples that the model generates, and the
+    checkpoints."""
+
+    section: TrainSection
+    """Section `train` of the recipe."""
+    stage: StageSpec | JobSpec
+    stage_section: Any
+    """Section of the stage."""
+    rollout: Any
+    """Section `rollout`; None for a stage without rollouts."""
+    rollout_engine: RolloutEngineSpec | None
+    """Engine that samples completions; None for a stage without rollouts."""
+    reward: RewardSection | None
+    """Section `reward`; None for a stage without rewards."""
+    generation: GenerationSection
+    checkpoint: CheckpointSection
+    seed: int
+    """Seed of sampled tokens."""
+
+    @property
+    def profile(self) -> StageProfile:
+        """Metrics and pre-passes of the stage for this recipe; without any entries for a job."""
+        if not isinstance(self.stage, StageSpec):
+            return StageProfile()
+        profile = self.stage.profile(self.stage_section)
+        if self.section.mtp_loss_weight:
+            return dataclasses.replace(profile, sums=(*profile.sums, "mtp_loss"))
+        return profile
+
+    @property
+    def rows_per_sample(self) -> int:
+        """Number of sequences per sample in a micro-batch; with rollouts, of completions per prompt."""
+        profile = self.profile
+        if self.rollout is None or not profile.updates:
+            return profile.rows_per_sample
+        if profile.completions is not None:
+            return profile.completions
+        return profile.rows_per_sample * int(self.rollout.num_generations)
+
+    @property
+    def samples_in_training_processes(self) -> bool:
+        """True where the completions of rollouts are sampled by a model in the training processes."""
+        return self.rollout_engine is not None and not self.rollout_engine.remote
+
+
+def data_file(given: str) -> Path | Url:
+    """Return the path or URL of data; for the prefix of an indexed corpus, the path of its index."""
+    if "://" in given:
+        return Url(given)
+    path = find(given)
+    if exists(path):
+        return path
+    index = find(f"{given}.idx")
+    return index if is_file(index) else path

@@ -1,1 +1,0 @@
-"""Recipes from the files of other suites: one engine, and a table for each suite."""

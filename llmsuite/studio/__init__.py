@@ -1,1 +1,0 @@
-"""One local page from a recipe to a model that talks: choose, change, plan, start, watch, chat."""

@@ -1,0 +1,190 @@
+"""Secrets of URLs stay where they were given, and no text drives the terminal."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.base.errors import Problem, RecipeError, UserError
+from llmsuite.base.progress import report
+from llmsuite.base.redaction import Secrets, Url, printable, redacted, redacted_data, redacted_words
+from llmsuite.engine.output import recipe_text
+from llmsuite.observe.events import environment
+from tests.support.paths import ROOT
+
+SECRET = "s3cr3t"
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (f"https://host/a.jsonl?token={SECRET}", "https://host/a.jsonl?token=***"),
+        (f"see https://u:{SECRET}@host/a?x={SECRET}&rows=3#{SECRET}=1, and", None),
+        (f"s3://bucket/a?X-Amz-Signature={SECRET}&X-Amz-Date=1", "s3://bucket/a?X-Amz-Signature=***&X-Amz-Date=***"),
+        (f"https://{SECRET}@host/a", "https://***@host/a"),
+        (f"https://host/a?{SECRET}", "https://host/a?***"),
+        (f"https://host/a#{SECRET}", "https://host/a#***"),
+        (f"https://host/a?x=1#{SECRET}", "https://host/a?x=***#***"),
+        (f"https://host/a?{SECRET}&x=1", "https://host/a?***&x=***"),
+        (f"https://host/a?x=1&{SECRET}", "https://host/a?x=***&***"),
+        (f"https://host/a?rows=5&{SECRET}#{SECRET}", "https://host/a?rows=5&***#***"),
+        (f"https://host/a?x=1;{SECRET}#a={SECRET}&{SECRET}", "https://host/a?x=***;***#a=***&***"),
+        (f"https://host/a#rows={SECRET}", "https://host/a#rows=***"),
+        (f"https://host/a?x=1=={SECRET}?{SECRET}##{SECRET}", None),
+        ("https://host/a?#", "https://host/a?#"),
+        ("hf://ORG/NAME?split=train&rows=5", "hf://ORG/NAME?split=train&rows=5"),
+        ("hf:ORG/NAME?split=train", "hf:ORG/NAME?split=train"),
+        ("https://host:8000/a/b.jsonl", "https://host:8000/a/b.jsonl"),
+        ("data/train.jsonl", "data/train.jsonl"),
+    ],
+)
+def test_urls_have_no_secrets(given: str, expected: str | None) -> None:
+    assert SECRET not in redacted(given).replace(f"#{SECRET}=", "")
+    assert expected is None or redacted(given) == expected
+    assert redacted(redacted(given)) == redacted(given)
+
+
+def test_records_and_messages_have_no_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"https://host/a.jsonl?token={SECRET}"
+    words = [
+        "llmsuite",
+        "run",
+        f"--data.train={url}",
+        "--api_key",
+        SECRET,
+        f"--api_key={SECRET}",
+        "--x.token=" + SECRET,
+    ]
+    monkeypatch.setattr(sys, "argv", words)
+    report(f"fetching {url}")
+    said = [
+        recipe_text({"data": {"train": url, "more": [url]}, url: 1}),
+        json.dumps(environment("cpu", "dp 1", 1)),
+        str(UserError(f"{url}: cannot be fetched")),
+        str(RecipeError([Problem(f"--data.train={url}", "data.train", "is wrong")])),
+        capsys.readouterr().out,
+    ]
+    assert all("host/a.jsonl?token=***" in text for text in said)
+    assert not any(SECRET in text for text in said)
+    assert redacted_words(["--lr=1", "x"]) == ["--lr=1", "x"]
+    assert redacted_data((1, None, 2.5, True)) == [1, None, 2.5, True]
+
+
+@pytest.fixture
+def secrets(monkeypatch: pytest.MonkeyPatch) -> Secrets:
+    """The secrets of a process that has none yet."""
+    made = Secrets()
+    monkeypatch.setattr("llmsuite.base.redaction.SECRETS", made)
+    return made
+
+
+def test_what_is_known_is_hidden_anywhere(secrets: Secrets) -> None:
+    secrets.add_url("https://me:p%40ss-word@host/a?token=abcdef12&version=2024-01-01&k=Zq83vXr3c2lnbmF0#part-of-it")
+    secrets.add_words(["--api_key", "of-an-option", "--auth.token=of-another", "--lr=0.001234"])
+    secrets.add_variables(
+        {
+            "HF_TOKEN": "hf_abcdefg",
+            "TOKENIZERS_PARALLELISM": "disabled",
+            "SSH_KEY": str(ROOT),
+            "X_KEY": 'quoted "one"',
+        }
+    )
+    redact = [
+        "p%40ss-word", "p@ss-word", base64.b64encode(b"me:p@ss-word").decode(), "abcdef12", "Zq83vXr3c2lnbmF0",
+        "part-of-it", "of-an-option", "of-another", "hf_abcdefg",
+    ]  # fmt: skip
+    for text in redact:
+        assert secrets.redact(f"retries of /a?x={text} ended") == "retries of /a?x=*** ended"
+    assert json.dumps(secrets.redact(repr('quoted "one"'))) == json.dumps("'***'")
+    for text in ("2024-01-01", "0.001234", "disabled", str(ROOT), "me", "host"):
+        assert secrets.redact(text) == text
+
+
+@pytest.mark.parametrize("word", ["a", "secret", "12345", ""])
+def test_common_words_are_no_secrets(secrets: Secrets, word: str) -> None:
+    secrets.add(word)
+    assert secrets.redact(f"the {word} of a text") == f"the {word} of a text"
+
+
+@given(st.lists(st.text(min_size=8, max_size=20), min_size=1, max_size=5), st.text(max_size=30))
+def test_no_secret_is_left(values: list[str], text: str) -> None:
+    """Also where one is a part of another one."""
+    made = Secrets()
+    for value in values:
+        made.add(value)
+    shown = made.redact(text.join([*values, *values]))
+    assert not any(value in shown for value in values if "*" not in value)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("with url: /a.jsonl?token=abc (Caused by", "with url: /a.jsonl?token=*** (Caused by"),
+        ("/a/b?sig=1&split=train", "/a/b?sig=***&split=train"),
+        ("is it in data/a.jsonl? no=1", "is it in data/a.jsonl? no=1"),
+        ("a/b?c=d", "a/b?c=d"),
+    ],
+)
+def test_an_address_without_its_host(text: str, expected: str) -> None:
+    assert redacted(text) == expected
+
+
+def test_keys_that_are_called_so_are_hidden() -> None:
+    given = {"api_key": "abc", "pad_token": "<pad>", "wandb": {"password": "x", "tokens": 3, "secret_key": "y"}}
+    redact = {"api_key": "***", "pad_token": "<pad>", "wandb": {"password": "***", "tokens": 3, "secret_key": "***"}}
+    assert redacted_data(given) == redact
+
+
+@given(
+    marks=st.lists(st.sampled_from(["?", "#", "&", ";", "=", "==", "&&", "?x=", "#x=", "&x"]), min_size=1, max_size=6)
+)
+def test_nothing_after_the_path_is_shown(marks: list[str]) -> None:
+    """Wherever it stands, but as the name of a value; and a text is the same whether it was redacted before or not."""
+    start = "?" if marks[0][0] not in "?#" else ""
+    url = f"https://host/a{start}" + "".join(f"{mark}{SECRET}" for mark in marks)
+    shown = redacted(f"see {url} there")
+    assert re.sub(rf"{SECRET}x?(?==)", "", shown).find(SECRET) == -1
+    assert shown.startswith("see https://host/a")
+    assert shown.endswith(" there")
+    assert redacted(shown) == shown
+
+
+def test_an_address_is_shown_without_secrets() -> None:
+    url = Url(f"https://u:{SECRET}@host/a/b.jsonl?token={SECRET}#{SECRET}")
+    assert str(url) == f"{url}" == "https://***@host/a/b.jsonl?token=***#***"
+    assert SECRET not in repr([url])
+    assert url.name == "b.jsonl"
+    assert url.full.count(SECRET) == 3
+    assert url == Url(url.full)
+
+
+def test_control_characters_are_written_out() -> None:
+    assert printable("a\tb\nä\x1b[2J\x9b31m\r\x07\x7f") == r"a" "\tb\nä" r"\x1b[2J\x9b31m\x0d\x07\x7f"
+    assert printable("a\ud800\udcffb") == r"a\ud800\udcffb"
+
+
+def test_neither_errors_nor_runs_drive_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from llmsuite.cli.main import main
+
+    run = tmp_path / "a\x1b[2J"
+    run.mkdir()
+    record = {"step": 1, "loss": 1.0}
+    (run / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    (run / "recipe.json").write_text(json.dumps({"stage": "sft\x1b[2J"}))
+    (run / "environment.json").write_text(json.dumps({"host": "\x1b]0;title\x07"}))
+    event = {"time": "\x1b[2J", "event": "failed", "error": "\x1b[31mred"}
+    (run / "events.jsonl").write_text(json.dumps(event) + "\n" + "{}\n")
+    for words in (["runs", "list", str(tmp_path)], ["runs", "show", str(run)], ["runs", "show", f"{run}\x1b"]):
+        main(words)
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err
+    assert r"\x1b[31mred" in said.out

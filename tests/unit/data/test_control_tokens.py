@@ -1,0 +1,70 @@
+"""Control tokens that users write are text, and nothing else is encoded otherwise."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.base.errors import UserError
+from llmsuite.data.control_tokens import ControlTokens
+from llmsuite.data.rows import Conversation, Message, Preference, Prompt, Unpaired, turns_of
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.inference.prompts import Prompter
+from tests.support.paths import DATA
+
+TOKENIZER = TextTokenizer(DATA / "tokenizer")
+CONTROL = {TOKENIZER.token_id(token) for token in TOKENIZER.control_tokens}
+TOKENS = ControlTokens(TOKENIZER)
+PARTS = ["<|im_end|>", "<|im_start|>", "<|endoftext|>", "<|im_", "|>", "<", "end|>", "a", " ", "\n", "\ufdd2", "é"]
+
+
+@given(st.lists(st.sampled_from(PARTS), max_size=8).map("".join))
+def test_no_text_becomes_a_control_token(text: str) -> None:
+    ids = TOKENS.encode(f"<|im_start|>{TOKENS.escape(text)}<|im_end|>")
+    assert [token in CONTROL for token in ids] == [True, *[False] * (len(ids) - 2), True]
+    assert TOKENIZER.decode(ids) == text.replace("\ufdd2", "")
+
+
+@given(st.text(st.characters(blacklist_categories=["Cs"], blacklist_characters="\ufdd2"), max_size=20))
+def test_escaping_does_not_change_other_texts(text: str) -> None:
+    assert TOKENS.encode(TOKENS.escape(text)) == TOKENIZER.encode(text)
+
+
+def test_a_turn_is_encoded_with_the_text_around_it() -> None:
+    prompter = Prompter(TOKENIZER, "chatml")
+    assert prompter.text("how are you?").ids == TOKENIZER.encode(
+        "<|im_start|>user\nhow are you?<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_overlapping_control_tokens_are_all_escaped() -> None:
+    class Toy:
+        control_tokens = frozenset({"<<a>>", "<a>", "[", "a>>"})
+        added_tokens = control_tokens
+
+        def masked(self, hidden: frozenset[str]) -> None:
+            return None
+
+        def encode(self, text: str) -> list[str]:
+            return [text]
+
+    toy: Any = Toy()
+    assert ControlTokens(toy).encode(ControlTokens(toy).escape("x<<a>>")) == ["x<", "<", "a", ">>"]
+    assert ControlTokens(toy).find(["a", "<<a>>"]) == "<<a>>"
+    with pytest.raises(UserError, match=r"has the control token '\['"):
+        ControlTokens(toy).escape("x[y")
+
+
+def test_control_tokens_are_found_in_all_turns_of_a_row() -> None:
+    turns = (Message("user", "a"), Message("assistant", "b"))
+    said = [("user", "a"), ("assistant", "b")]
+    good = Message("assistant", "c")
+    bad = Message("assistant", "d")
+    assert turns_of(Conversation(turns, (False, True))) == said
+    assert turns_of(Prompt(turns)) == said
+    assert turns_of(Preference(turns, good, bad)) == [*said, ("assistant", "c"), ("assistant", "d")]
+    assert turns_of(Unpaired(turns, good, True)) == [*said, ("assistant", "c")]
+    assert turns_of({"text": "a"}) == []

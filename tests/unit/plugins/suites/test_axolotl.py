@@ -1,0 +1,131 @@
+"""Axolotl's files become recipes: its defaults where nothing is said, and refusals where it would be another job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.base.errors import UserError
+from tests.support.axolotl import BARE, FULL, ROWS
+from tests.unit.plugins.suites.conftest import Converted
+
+ACTION = "from-axolotl"
+
+
+def test_adapters_by_its_defaults(converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, "special_tokens": {"pad_token": "<|end_of_text|>"}, "tf32": True})
+    assert found.recipe == {
+        "stage": "lora", "source": "Axolotl x.yaml",
+        "model": {"family": "llama", "weights": "NousResearch/Meta-Llama-3-8B-Instruct", "preset": "llama-3-8b"},
+        "data": {"train": "hf:org/rows?split=train", "columns": {"messages": "messages"}, "max_length": 512},
+        "engine": {"precision": "bf16"}, "launch": {"num_devices": 1},
+        "train": {
+            "num_epochs": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 2e-5,
+            "lr_schedule": "cosine", "warmup_steps": 10, "warmup_from_zero": True,
+        },
+        "lora": {"rank": 8, "alpha": 16.0}, "checkpoint": {"save_steps": 500},
+        "device": "gpu", "seed": 42, "output_dir": "runs/x",
+    }  # fmt: skip
+
+
+def test_whole_models(converted: Converted) -> None:
+    values = {**FULL, "bf16": False, "micro_batch_size": 2, "gradient_accumulation_steps": 4, "num_epochs": 3,
+              "lr_scheduler": "cosine", "cosine_min_lr_ratio": 0.1, "optimizer": "adamw_torch_fused",
+              "gradient_checkpointing": True, "fsdp_config": {"fsdp_version": 2}}  # fmt: skip
+    recipe = converted(ACTION, values, num_devices=2).recipe
+    assert (recipe["stage"], recipe["parallel"]) == ("sft", {"sharding": "stage3"})
+    assert recipe["engine"] == {"precision": "fp32", "recompute": "full"}
+    assert recipe["train"]["global_batch_size"] == 16
+    assert (recipe["train"]["num_epochs"], recipe["train"]["min_lr_ratio"]) == (3, 0.1)
+    zero = converted(ACTION, {**FULL, "deepspeed": "deepspeed_configs/zero2.json"}, num_devices=2).recipe
+    assert (zero["engine"]["precision"], zero["parallel"]) == ("bf16", {"sharding": "stage2"})
+
+
+def test_data(converted: Converted) -> None:
+    def data(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, **values}).recipe["data"]
+
+    turns = {"path": "talks.jsonl", "type": "chat_template", "field_messages": "talk",
+             "message_property_mappings": {"role": "from", "content": "value"}}  # fmt: skip
+    assert data(datasets=[turns])["columns"] == {"conversations": "talk"}
+    older = {**ROWS, "message_field_role": "from", "message_field_content": "value", "name": "en", "split": "a"}
+    assert data(datasets=[older])["train"] == "hf:org/rows?split=a&config=en"
+    several = data(datasets=[ROWS, {**ROWS, "path": "two.jsonl"}])
+    assert (several["train"], several["mix"]) == ("hf:org/rows?split=train", {"two.jsonl": None})
+    assert data(chat_template="chatml", eot_tokens=["<|im_end|>"])["chat_template"] == "chatml"
+    assert data(sample_packing=True, attn_implementation="flash_attention_2")["packing"] == "best_fit"
+    held = {"test_datasets": [{**ROWS, "split": "test"}]}
+    assert "eval" not in data(**held)
+    recipe = converted(ACTION, {**BARE, **held, "evals_per_epoch": 1, "saves_per_epoch": 1}).recipe
+    assert (recipe["data"]["eval"], recipe["train"]["eval_steps"]) == ("hf:org/rows?split=test", "epoch")
+    assert recipe["checkpoint"]["save_steps"] == "epoch"
+
+
+def test_adapters(converted: Converted) -> None:
+    def lora(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, **values}).recipe["lora"]
+
+    named = {"lora_target_linear": None, "lora_target_modules": ["q_proj", "v_proj"]}
+    assert lora(**named)["target_modules"] == ["q_proj", "v_proj"]
+    assert lora(peft_use_rslora=True, lora_dropout=0.1)["rslora"] is True
+    assert lora(peft_use_dora=True)["method"] == "dora"
+    assert lora(loraplus_lr_ratio=16)["lora_plus_ratio"] == 16.0
+    single = {"adapter": "qlora", "load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}}
+    assert lora(**single)["base_dtype"] == "nf4"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (FULL, "bf16 = auto: trains parameters in 16 bits without deepspeed"),
+        ({**BARE, "load_in_4bit": True}, "bnb_config_kwargs.bnb_4bit_use_double_quant = True"),
+        ({**BARE, "load_in_8bit": True}, "load_in_8bit = True"),
+        ({**BARE, "optimizer": "adamw_bnb_8bit"}, "optimizer = adamw_bnb_8bit"),
+        ({**BARE, "warmup_steps": None}, "warmup_steps = not given"),
+        (
+            {**BARE, "datasets": [{"path": "a", "type": "alpaca"}]},
+            "datasets = a, type alpaca: uses its own prompt format",
+        ),
+        ({**BARE, "datasets": [{**ROWS, "roles_to_train": ["all"]}]}, "org/rows, roles_to_train"),
+        ({**BARE, "datasets": [{**ROWS, "shards": 4}]}, "org/rows, shards"),
+        ({**BARE, "datasets": [{**ROWS, "message_field_role": "who"}]}, "org/rows, who/content"),
+        ({**BARE, "datasets": [{**ROWS, "chat_template": "gemma"}]}, "chat_template = gemma"),
+        (
+            {**BARE, "datasets": [ROWS, {**ROWS, "path": "b", "field_messages": "c"}]},
+            "data.columns is the same for all",
+        ),
+        (
+            {**BARE, "datasets": [ROWS, {**ROWS, "path": "b", "chat_template": "chatml"}]},
+            "data.chat_template is the same for",
+        ),
+        ({**BARE, "datasets": ["a"]}, "expected a mapping {key: value}"),
+        ({**BARE, "datasets": None}, "has no datasets"),
+        ({**BARE, "test_datasets": [ROWS, ROWS]}, "data.eval is one"),
+        ({**BARE, "test_datasets": [ROWS], "evals_per_epoch": 4}, "evals_per_epoch = 4"),
+        ({**BARE, "val_set_size": 0.05}, r"val_set_size = 0\.05"),
+        ({**BARE, "sample_packing": True}, "without flash attention tokens attend"),
+        ({**BARE, "eot_tokens": ["<end>"]}, "eot_tokens = <end>"),
+        ({**BARE, "special_tokens": {"eos_token": "x"}}, "special_tokens = eos_token"),
+        ({**BARE, "plugins": ["a.b.MyPlugin"]}, "plugins = "),
+        ({**BARE, "lora_r": None}, "has an adapter, but no lora_r"),
+        ({**BARE, "lora_target_linear": None}, "lora_target_modules = not given"),
+        ({**BARE, "adapter": "llama-adapter"}, "adapter = llama-adapter"),
+        ({**BARE, "context_parallel_size": 2}, "context_parallel_size = 2"),
+        ({**BARE, "learning_rate": "fast"}, "learning_rate is 'fast'; expected a number"),
+        ({**BARE, "learning_rat": 1}, "learning_rat = 1: is not known"),
+        ({**BARE, "rl": "dpo"}, "llmsuite recipe new --stage dpo"),
+        ({**BARE, "rl": "ebft"}, "there is no such stage"),
+        ({**BARE, "reward_model": True}, "llmsuite recipe new --stage rm"),
+        ({**BARE, "pretraining_dataset": [{"path": "a"}]}, "it trains on each text separately"),
+    ],
+)
+def test_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+    with pytest.raises(UserError, match=message):
+        converted(ACTION, values)
+
+
+def test_files_that_are_here(converted: Converted, tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    assert converted(ACTION, {**BARE, "datasets": [{**ROWS, "path": "rows"}]}).recipe["data"]["train"] == "rows"

@@ -1,0 +1,280 @@
+"""LLaMA-Factory's files become recipes: the same numbers, its defaults where nothing is said, and nothing is lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.base.errors import UserError
+from llmsuite.cli.main import main
+from tests.support.llamafactory import ACTION, DPO, FULL, SFT
+from tests.unit.plugins.suites.conftest import Converted
+
+BARE = {"model_name_or_path": "Qwen/Qwen3-8B", "do_train": True, "dataset": "mine"}
+
+
+def test_sft_with_adapters(converted: Converted) -> None:
+    found = converted(ACTION, SFT, num_devices=4)
+    assert found.recipe == {
+        "stage": "lora", "source": "LLaMA-Factory x.yaml",
+        "model": {"family": "qwen", "weights": "Qwen/Qwen3-8B", "preset": "qwen3-8b"},
+        "data": {"train": "data/mine.json", "max_length": 1024, "chat_template": "chatml", "num_workers": 2},
+        "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 4},
+        "train": {
+            "num_epochs": 2, "global_batch_size": 32, "micro_batch_size": 2, "learning_rate": 2e-4,
+            "lr_schedule": "cosine", "warmup_ratio": 0.1, "warmup_from_zero": True, "log_steps": 5,
+        },
+        "sft": {"truncate": True}, "lora": {"rank": 16, "alpha": 32.0}, "checkpoint": {"save_steps": 50},
+        "device": "gpu", "seed": 42, "output_dir": "saves/x",
+    }  # fmt: skip
+    assert ("learning_rate", 2e-4) in found.same
+    assert ("cutoff_len", 1024, "data.max_length") in found.translated
+    assert ("plot_loss", True, "see: llmsuite report") in found.left_out
+
+
+def test_defaults_of_the_suite(converted: Converted) -> None:
+    """Adapters of rank 8 and alpha 16 on all matrices, 3 epochs, batches of 8, a linear schedule."""
+    recipe = converted(ACTION, BARE).recipe
+    assert recipe["stage"] == "lora"
+    assert recipe["lora"] == {"rank": 8, "alpha": 16.0}
+    assert recipe["train"] == {
+        "num_epochs": 3, "global_batch_size": 8, "micro_batch_size": 8, "learning_rate": 5e-5, "lr_schedule": "linear",
+    }  # fmt: skip
+    assert recipe["data"]["max_length"] == 2048
+    assert recipe["engine"] == {"precision": "fp32", "recompute": "full"}
+    assert recipe["checkpoint"] == {"save_steps": 500}
+
+
+def test_dpo(converted: Converted) -> None:
+    assert converted(ACTION, DPO).recipe["dpo"] == {"beta": 0.2, "loss": "sigmoid"}
+    assert converted(ACTION, {**DPO, "pref_loss": "ipo"}).recipe["dpo"]["loss"] == "ipo_mean"  # it divides by tokens
+    simpo = converted(ACTION, {**DPO, "pref_loss": "simpo"}).recipe["dpo"]
+    assert simpo == {"beta": 0.2, "loss": "simpo", "gamma": 0.5}
+    assert converted(ACTION, {**DPO, "dpo_label_smoothing": 0.1}).recipe["dpo"]["label_smoothing"] == 0.1
+    kto = converted(ACTION, {**SFT, "stage": "kto", "kto_chosen_weight": 1.5}).recipe
+    assert (kto["stage"], kto["kto"]) == ("kto", {"beta": 0.1, "desirable_weight": 1.5})
+
+
+def test_adapters(converted: Converted) -> None:
+    def lora(**values: Any) -> Any:
+        return converted(ACTION, {**SFT, **values}).recipe["lora"]
+
+    assert lora(lora_target="q_proj, v_proj")["target_modules"] == ["q_proj", "v_proj"]
+    assert lora(lora_alpha=8)["alpha"] == 8.0
+    assert lora(use_dora=True)["method"] == "dora"
+    assert lora(loraplus_lr_ratio=16.0)["lora_plus_ratio"] == 16.0
+    assert lora(use_rslora=True)["rslora"] is True
+    assert lora(pissa_init=True)["init"] == "pissa"
+    assert lora(quantization_bit=4, double_quantization=False)["base_dtype"] == "nf4"
+
+
+def test_strategy_and_schedule(converted: Converted) -> None:
+    full = converted(
+        ACTION, {**FULL, "deepspeed": "examples/deepspeed/ds_z3_offload_config.json"}, num_devices=8
+    ).recipe
+    assert (full["stage"], full["parallel"]) == ("sft", {"sharding": "stage3"})
+    assert full["engine"]["offload_optimizer"] is True
+    steps = converted(ACTION, {**SFT, "max_steps": 30, "warmup_ratio": 0.05}).recipe["train"]
+    assert (steps["max_steps"], steps["warmup_steps"]) == (30, 2)
+    assert "num_epochs" not in steps
+    least = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr": 2e-5}}
+    assert converted(ACTION, {**SFT, **least}).recipe["train"]["min_lr_ratio"] == 0.1
+    plain = converted(ACTION, {**SFT, "disable_gradient_checkpointing": True, "neat_packing": True}).recipe
+    assert "recompute" not in plain["engine"]
+    assert plain["data"]["packing"] == "best_fit"
+    for number, devices in ((4, 4), (0, 1)):
+        assert converted(ACTION, {**SFT, "ray_num_workers": number}).recipe["launch"] == {"num_devices": devices}
+
+
+def test_evaluation(converted: Converted) -> None:
+    given = {**SFT, "eval_dataset": "held", "eval_strategy": "steps", "eval_steps": 20, "load_best_model_at_end": True}
+    recipe = converted(ACTION, given).recipe
+    assert (recipe["data"]["eval"], recipe["train"]["eval_steps"]) == ("data/held.json", 20)
+    assert recipe["checkpoint"]["best_metric"] == "eval/loss"
+    assert "eval" not in converted(ACTION, {**SFT, "eval_dataset": "held"}).recipe["data"]  # eval_strategy is no
+
+
+NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
+    ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; did you mean learning_rate"),
+    ({**SFT, "template": "qwen"}, "template = qwen: adds a default system turn"),
+    ({**SFT, "template": "qwen3"}, "template = qwen3: is a template of LLaMA-Factory"),
+    ({**SFT, "packing": True}, "tokens attend to other rows of a pack"),
+    ({**SFT, "val_size": 0.1}, "val_size = 0.1: it splits rows at random"),
+    ({**SFT, "mask_history": True}, "mask_history = True"),
+    ({**SFT, "use_dft_loss": True}, "use_dft_loss = True"),
+    ({**SFT, "neftune_noise_alpha": 5}, "neftune_noise_alpha = 5"),
+    ({**SFT, "optim": "adamw_8bit"}, "optim = adamw_8bit: train.optimizer has adamw"),
+    ({**SFT, "lr_scheduler_type": "polynomial"}, "lr_scheduler_type = polynomial"),
+    ({**SFT, "num_train_epochs": 0.5}, "num_train_epochs = 0.5: train.num_epochs is an integer"),
+    ({**SFT, "quantization_bit": 4}, "double_quantization = True: also quantises the scales to 8 bits"),
+    ({**SFT, "quantization_bit": 8}, "quantization_bit = 8: LLM.int8"),
+    ({**SFT, "quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method = hqq"),
+    ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts and gates"),
+    ({**BARE, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts"),
+    ({**SFT, "finetuning_type": "freeze"}, "finetuning_type = freeze"),
+    ({**SFT, "adapter_name_or_path": "x"}, "after `llmsuite merge`"),
+    ({**DPO, "pref_loss": "orpo"}, "pref_loss = orpo: weights chosen answers equally"),
+    ({**DPO, "pref_loss": "kto_pair"}, "pref_loss = kto_pair"),
+    ({**DPO, "pref_ftx": 0.1}, "pref_ftx = 0.1: weights answers equally"),
+    ({**DPO, "ref_model": "x"}, "ref_model = x: the reference is the initial model"),
+    ({**SFT, "stage": "rm"}, "its stage rm scores by a linear layer with a bias"),
+    ({**SFT, "stage": "ppo"}, "stage ppo cannot be converted"),
+    ({**SFT, "tensor_model_parallel_size": 1}, "its Megatron engines put adapters"),
+    ({**SFT, "model_name_or_path": "Qwen/Qwen3-VL-4B-Instruct"}, "of type for images or sound"),
+    ({**SFT, "model_name_or_path": "Qwen/Qwen3.5-4B"}, "of type qwen3_5"),
+    ({**SFT, "model_name_or_path": "x/Llama-3-8B-GPTQ"}, "of type quantised already"),
+    ({**SFT, "do_train": False}, "do_train is not true, so nothing is trained"),
+    ({"model": "Qwen/Qwen3-8B", "train_dataset": "x"}, "the keys of LLaMA-Factory's engine v1"),
+    ({"do_train": True, "dataset": "x"}, "has no model_name_or_path"),
+    ({**SFT, "dataset": None}, "has no dataset"),
+    ({**SFT, "learning_rate": "fast"}, "learning_rate is 'fast'; expected a number"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), NOT_THE_SAME)
+def test_jobs_without_an_equal_recipe_are_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+    with pytest.raises(UserError, match=message):
+        converted(ACTION, values)
+
+
+def test_reasons_can_be_waived(converted: Converted) -> None:
+    values = {**SFT, "quantization_bit": 4, "use_muon": True}
+    with pytest.raises(UserError, match="add --leave_out use_muon"):
+        converted(ACTION, values)
+    found = converted(ACTION, values, leave_out=["use_muon", "double_quantization"])
+    assert found.recipe["source"] == "LLaMA-Factory x.yaml, without use_muon, double_quantization"
+    assert found.recipe["lora"]["base_dtype"] == "nf4"
+    with pytest.raises(UserError, match=r"--leave_out: x\.yaml has no use_galore"):
+        converted(ACTION, SFT, leave_out=["use_galore"])
+
+
+def test_template_of_the_tokenizer(converted: Converted) -> None:
+    qwen = {**SFT, "model_name_or_path": "Qwen/Qwen2.5-7B-Instruct", "template": "qwen"}
+    assert "chat_template" not in converted(ACTION, qwen).recipe["data"]
+    llama = {**SFT, "model_name_or_path": "meta-llama/Meta-Llama-3-8B-Instruct", "template": "llama3"}
+    assert converted(ACTION, llama).recipe["data"]["chat_template"] == "llama3"
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x.yaml"
+    lines = [f"{key}: {'' if value is None else str(value)}" for key, value in SFT.items()]
+    path.write_text("\n".join(lines).replace("True", "yes").replace("0.0002", "2.0e-4"))
+    assert main(["recipe", ACTION, str(path), "-o", "out.json", "--num_devices=2"]) == 0
+    out = capsys.readouterr().out
+    assert "wrote out.json" in out
+    assert "  cutoff_len = 1024: data.max_length" in out
+    assert "arguments have no counterpart, and do not affect the training" in out
+    assert json.loads((tmp_path / "out.json").read_text())["train"]["global_batch_size"] == 16
+    path.write_text("stage: sft\nstage: dpo\n")
+    assert main(["recipe", ACTION, str(path)]) == 2
+    assert f"{path}:2:1: stage: is given twice" in capsys.readouterr().err
+    path.write_text("- a\n")
+    assert main(["recipe", ACTION, str(path)]) == 2
+    assert f"{path}:1:1: has no keys" in capsys.readouterr().err
+    assert main(["recipe", ACTION]) == 2
+    assert f"recipe {ACTION}: name the file" in capsys.readouterr().err
+
+
+def test_keys_of_other_jobs(converted: Converted) -> None:
+    """Arguments that LLaMA-Factory does not read for a stage or tuning method are ignored; a misspelt one is
+    refused."""
+    others = {"lora_rank": 8, "lora_target": "all", "loraplus_lr_ratio": 16.0, "pref_beta": 0.1, "kto_chosen_weight": 1}
+    left = {key: why for key, _, why in converted(ACTION, {**FULL, **others}).left_out}
+    assert {left[key] for key in list(others)[:3]} == {"belongs to finetuning_type lora"}
+    assert (left["pref_beta"], left["kto_chosen_weight"]) == ("belongs to stages dpo and kto", "belongs to stage kto")
+    for values, meant in ((SFT, "lora_rank"), (FULL, "lora_rank"), (DPO, "pref_beta"), (SFT, "cutoff_len")):
+        wrong = meant[:-3] + meant[-2] + meant[-3] + meant[-1]
+        with pytest.raises(UserError, match=f"{wrong} = 8: is not known; did you mean {meant}\\?"):
+            converted(ACTION, {**values, wrong: 8})
+    with pytest.raises(UserError, match="quantization_bit = 4: is for adapters only"):
+        converted(ACTION, {**FULL, "quantization_bit": 4})
+
+
+def test_default_values_are_ignored(converted: Converted) -> None:
+    values = {"average_tokens_across_devices": True, "ignore_pad_token_for_loss": True, "mix_strategy": "concat"}
+    found = converted(ACTION, {**SFT, **values})
+    assert [key for key, _, why in found.left_out if "default value" in why] == list(values)
+    with pytest.raises(UserError, match="average_tokens_across_devices = False: the loss is averaged over the tokens"):
+        converted(ACTION, {**SFT, "average_tokens_across_devices": False})
+
+
+def test_shares_of_the_steps(converted: Converted) -> None:
+    shares = {**SFT, "eval_dataset": "mine", "eval_strategy": "steps", "eval_steps": 0.15}
+    found = converted(ACTION, shares)
+    assert found.recipe["train"]["eval_steps"] == "epoch"
+    assert any(
+        note.startswith('train.eval_steps: "epoch", because a fraction of the steps (0.15)') for note in found.notes
+    )
+    assert converted(ACTION, {**shares, "max_steps": 50}).recipe["train"]["eval_steps"] == 8
+    assert converted(ACTION, {**shares, "eval_steps": None}).recipe["train"]["eval_steps"] == SFT["logging_steps"]
+
+
+@pytest.mark.parametrize(
+    ("section", "why"),
+    [
+        ({"scheduler": {"type": "WarmupLR"}}, "its scheduler replaces lr_scheduler_type"),
+        ({"optimizer": {"type": "Lamb"}}, "its optimizer is Lamb; train.optimizer has adamw"),
+        ({"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}, None),
+        ({"tensor_parallel": {"autotp_size": 2}}, "its tensor_parallel reduces the number"),
+    ],
+)
+def test_other_jobs_in_the_file_of_deepspeed(
+    section: dict[str, Any], why: str | None, converted: Converted, tmp_path: Path
+) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}, **section}))
+    values = {**SFT, "deepspeed": "ds.json"}
+    if why is None:
+        assert converted(ACTION, values, num_devices=2).recipe["parallel"] == {"sharding": "stage3"}
+    else:
+        with pytest.raises(UserError, match=f"deepspeed = ds.json: {why}"):
+            converted(ACTION, values)
+
+
+def test_a_section_of_deepspeed_that_is_none_is_named(converted: Converted, tmp_path: Path) -> None:
+    for given in ({"zero_optimization": "auto"}, {"optimizer": "AdamW"}):
+        (tmp_path / "ds.json").write_text(json.dumps(given))
+        ((name, value),) = given.items()
+        with pytest.raises(UserError, match=f"ds.json: {name} is '{value}'; expected a section"):
+            converted(ACTION, {**SFT, "deepspeed": "ds.json"})
+
+
+def test_the_report_has_the_values_of_the_file(converted: Converted) -> None:
+    options = {"min_lr": 2e-5}
+    found = converted(ACTION, {**SFT, "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": options})
+    assert found.recipe["train"]["min_lr_ratio"] == 0.1
+    assert ("lr_scheduler_kwargs", {"min_lr": 2e-5}, "train.min_lr_ratio") in found.translated
+    assert options == {"min_lr": 2e-5}
+
+
+def test_leaving_out_what_can_be_followed(converted: Converted) -> None:
+    found = converted(ACTION, {**SFT, "use_muon": True}, leave_out=["use_muon", "template"])
+    assert found.recipe["source"] == "LLaMA-Factory x.yaml, without use_muon"
+    assert found.recipe["data"]["chat_template"] == "chatml"
+    assert any(note.startswith("--leave_out: the recipe can express template") for note in found.notes)
+
+
+def test_the_family_of_a_directory(converted: Converted, tmp_path: Path) -> None:
+    """The config.json determines the family if the name does not."""
+    values = {**SFT, "model_name_or_path": "./mine"}
+    with pytest.raises(UserError, match="whose family is not known"):
+        converted(ACTION, values)
+    (tmp_path / "mine").mkdir()
+    for text, said in (
+        ("{}", "whose family is not known"),
+        ('{"model_type": "mamba"}', "of type mamba, which no family"),
+    ):
+        (tmp_path / "mine/config.json").write_text(text)
+        with pytest.raises(UserError, match=said):
+            converted(ACTION, values)
+    (tmp_path / "mine/config.json").write_text('{"model_type": "qwen3"}')
+    assert converted(ACTION, values).recipe["model"] == {"family": "qwen", "weights": "./mine"}
+
+
+@pytest.mark.parametrize("stage", ["grpo", "online_dpo", "ppo", "infer"])
+def test_stages_that_no_file_becomes(stage: str, converted: Converted) -> None:
+    with pytest.raises(UserError, match=f"--stage {stage}: cannot be converted to; choose dpo, kto, lora, pretrain"):
+        converted(ACTION, SFT, stage=stage)

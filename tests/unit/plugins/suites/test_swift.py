@@ -1,0 +1,181 @@
+"""ms-swift's commands become recipes: its defaults where nothing is said, and refusals where it is another job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.base.errors import UserError
+from llmsuite.cli.main import main
+from llmsuite.plugins.suites.swift import read_shell
+from tests.support.swift import BARE, FULL, RLHF
+from tests.unit.plugins.suites.conftest import Converted
+
+ACTION = "from-swift"
+SCRIPT = """\
+# 2 * 20GiB, it's small
+nproc_per_node=2
+CUDA_VISIBLE_DEVICES=0,1 \\
+NPROC_PER_NODE=$nproc_per_node \\
+swift sft \\
+    --model Qwen/Qwen2.5-7B-Instruct \\
+    --dataset 'one.jsonl' two.jsonl \\
+    --system 'Be brief
+and kind.' \\
+    --gradient_accumulation_steps $(expr 16 / $nproc_per_node) \\
+    --packing true \\
+    --learning_rate 1e-4 > log.txt 2>&1
+"""
+
+
+def test_sft_by_its_defaults(converted: Converted) -> None:
+    """Adapters of rank 8, alpha 32 and dropout 0.05 on all matrices, steps of at least 16 samples, 0.1 of decay."""
+    found = converted(ACTION, BARE)
+    assert found.recipe == {
+        "stage": "lora", "source": "ms-swift x.yaml",
+        "model": {"family": "qwen", "weights": "ms:Qwen/Qwen2.5-7B-Instruct", "preset": "qwen2.5-7b"},
+        "data": {"train": "rows.jsonl", "max_length": 2048},
+        "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 1},
+        "train": {
+            "num_epochs": 3, "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 1e-4,
+            "lr_schedule": "cosine", "weight_decay": 0.1, "adam_beta2": 0.95,
+        },
+        "lora": {"rank": 8, "alpha": 32.0, "dropout": 0.05}, "checkpoint": {"save_steps": 500},
+        "device": "gpu", "seed": 42, "output_dir": "runs/x",
+    }  # fmt: skip
+
+
+def test_whole_models_and_batches(converted: Converted) -> None:
+    recipe = converted(ACTION, {**FULL, "NPROC_PER_NODE": 8, "per_device_train_batch_size": 3}).recipe
+    assert (recipe["stage"], recipe["train"]["learning_rate"]) == ("sft", 1e-5)
+    assert recipe["parallel"] == {"sharding": "stage2"}
+    assert recipe["launch"] == {"num_devices": 8}
+    assert recipe["train"]["global_batch_size"] == 24  # 16 samples are less than one of each rank
+    older = {key: value for key, value in FULL.items() if key != "tuner_type"} | {"train_type": "full"}
+    assert converted(ACTION, older).recipe == converted(ACTION, FULL).recipe
+    two = converted(ACTION, {**BARE, "NPROC_PER_NODE": 4, "NNODES": 2, "gradient_accumulation_steps": 3}).recipe
+    assert (two["launch"], two["train"]["global_batch_size"]) == ({"num_devices": 8}, 24)
+
+
+def test_data(converted: Converted) -> None:
+    def data(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, **values}).recipe["data"]
+
+    several = data(dataset=["one.jsonl", "ORG/two", "HF::org/three:en"])
+    assert several["train"] == "one.jsonl"
+    assert several["mix"] == {"ms:ORG/two?split=train": None, "hf:org/three?split=train&config=en": None}
+    assert data(dataset="org/one", use_hf=True)["train"] == "hf:org/one?split=train"
+    assert data(max_length=None)["max_length"] == 32768  # the positions of the model
+    assert data(packing=True)["packing"] == "best_fit"
+    assert data(dataset_shuffle=False, train_dataloader_shuffle=False)["shuffle"] is False
+    assert "shuffle" not in data(dataset_shuffle=False)
+
+
+def test_evaluation(converted: Converted) -> None:
+    """It follows the checkpoints."""
+    held = {**BARE, "val_dataset": "held.jsonl"}
+    recipe = converted(ACTION, {**held, "save_steps": 30}).recipe
+    assert (recipe["data"]["eval"], recipe["train"]["eval_steps"]) == ("held.jsonl", 30)
+    assert converted(ACTION, {**held, "eval_steps": 7}).recipe["train"]["eval_steps"] == 7
+    assert converted(ACTION, {**held, "save_strategy": "epoch"}).recipe["train"]["eval_steps"] == "epoch"
+    assert "eval" not in converted(ACTION, {**held, "eval_strategy": "no"}).recipe["data"]
+    found = converted(ACTION, {**BARE, "eval_steps": 7})
+    assert ("eval_steps", 7, "there are no rows to evaluate on") in found.left_out
+
+
+def test_adapters_and_losses(converted: Converted) -> None:
+    def lora(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, "lora_dropout": 0, **values}).recipe["lora"]
+
+    assert lora(target_modules="q_proj v_proj")["target_modules"] == ["q_proj", "v_proj"]
+    assert lora(init_weights="pissa", lora_rank=4)["init"] == "pissa"
+    assert lora(quant_bits=4, quant_method="bnb", bnb_4bit_use_double_quant=False)["base_dtype"] == "nf4"
+    assert lora(lorap_lr_ratio=16, use_rslora=True)["lora_plus_ratio"] == 16.0
+    assert converted(ACTION, {**BARE, "truncation_strategy": "right"}).recipe["sft"] == {"truncate": True}
+    ipo = converted(ACTION, {**RLHF, "loss_type": "ipo", "beta": 0.2}).recipe
+    assert (ipo["stage"], ipo["dpo"], ipo["lora"]["rank"]) == ("dpo", {"beta": 0.2, "loss": "ipo_mean"}, 8)
+    kto = converted(ACTION, {**RLHF, "rlhf_type": "kto", "desirable_weight": 1.5}).recipe
+    assert kto["kto"] == {"beta": 0.1, "desirable_weight": 1.5}
+    assert converted(ACTION, {**RLHF, "rlhf_type": "rm"}).recipe["stage"] == "rm"
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({**BARE, "tuner_type": "full"}, "tuner_type = full: without deepspeed it trains parameters in 16 bits"),
+        ({**BARE, "tuner_type": "adalora"}, "tuner_type = adalora"),
+        ({**BARE, "dataset": "org/rows#500"}, "dataset = org/rows#500: selects rows at random"),
+        ({**BARE, "dataset": "swift/self-cognition"}, "is a template for model_name"),
+        ({**BARE, "dataset": None}, "has no dataset"),
+        ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "data.eval is one"),
+        ({**BARE, "columns": '{"a": "query"}'}, "columns = "),
+        ({**BARE, "system": "Be brief."}, "system = Be brief."),
+        ({**BARE, "split_dataset_ratio": 0.01}, r"split_dataset_ratio = 0\.01"),
+        ({**BARE, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
+        ({**BARE, "template": "default"}, "template = default"),
+        ({**BARE, "truncation_strategy": "left"}, "truncation_strategy = left"),
+        ({**BARE, "loss_scale": "last_round"}, "loss_scale = last_round"),
+        ({**BARE, "loss_type": "dft"}, "loss_type = dft"),
+        ({**BARE, "sequence_parallel_size": 2}, "sequence_parallel_size = 2"),
+        ({**BARE, "quant_bits": 4, "quant_method": "bnb"}, "bnb_4bit_use_double_quant = True"),
+        ({**BARE, "quant_bits": 4, "quant_method": "hqq"}, "quant_method = hqq"),
+        ({**BARE, "init_weights": "olora"}, "init_weights = olora"),
+        ({**BARE, "task_type": "embedding"}, "task_type = embedding"),
+        ({**BARE, "torch_dtype": "float8"}, "torch_dtype = float8"),
+        ({**BARE, "learning_rat": 1}, "learning_rat = 1: is not known; did you mean learning_rate"),
+        ({**RLHF, "rpo_alpha": 0.1}, r"rpo_alpha = 0\.1"),
+        ({**RLHF, "loss_type": ["sigmoid", "sft"]}, "loss_type = sigmoid,sft"),
+        ({**RLHF, "packing": True}, "a pack of pairs is two rows here"),
+        ({**RLHF, "truncation_strategy": "right"}, "truncation_strategy = right"),
+        ({**RLHF, "rlhf_type": "simpo"}, "rlhf_type simpo adds a loss"),
+        ({**RLHF, "rlhf_type": "gkd"}, "rlhf_type gkd has no stage"),
+        ({**RLHF, "rlhf_type": "grpo"}, "llmsuite recipe new --stage grpo"),
+        ({**BARE, "command": "swift pt"}, "swift pt trains on each text separately"),
+        ({**BARE, "command": "megatron sft"}, "megatron is a separate program"),
+    ],
+)
+def test_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+    with pytest.raises(UserError, match=message):
+        converted(ACTION, values)
+
+
+def test_scripts(tmp_path: Path) -> None:
+    path = tmp_path / "x.sh"
+    path.write_text(SCRIPT)
+    assert read_shell(path) == {
+        "command": "swift sft", "NPROC_PER_NODE": 2, "model": "Qwen/Qwen2.5-7B-Instruct",
+        "dataset": "one.jsonl two.jsonl", "system": "Be brief\nand kind.", "gradient_accumulation_steps": 8,
+        "packing": True, "learning_rate": 1e-4,
+    }  # fmt: skip
+    path.write_text("export NNODES=2\ntorchrun --nproc_per_node=4 swift/cli/rlhf.py --dataset a/b#5 --x 1 # more\n")
+    assert read_shell(path) == {
+        "command": "swift rlhf", "NPROC_PER_NODE": 4, "NNODES": 2, "dataset": "a/b#5", "x": 1,
+    }  # fmt: skip
+    for text, message in (
+        ("swift infer --model x\n", "has no command that trains"),
+        ("swift sft --model x\nswift sft --model y\n", "has 2 commands that train"),
+        ("swift sft sft.yaml\n", r"the arguments are in sft\.yaml"),
+        ("swift sft --system 'x\n", "No closing quotation"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=message):
+            read_shell(path)
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "x.sh"
+    path.write_text(SCRIPT.replace("--system 'Be brief\nand kind.'", ""))
+    assert main(["recipe", ACTION, str(path), "-o", "out.json"]) == 0
+    out = capsys.readouterr().out
+    assert "  NPROC_PER_NODE = 2: launch.num_devices" in out
+    assert "is read by its columns" not in out  # they are files
+    assert main(["recipe", "from-trl", str(path)]) == 2
+    assert "is a shell script; pass the YAML or JSON file" in capsys.readouterr().err
+
+
+def test_a_dtype_that_is_left_out_is_the_usual_one(converted: Converted) -> None:
+    found = converted(ACTION, {**BARE, "torch_dtype": "float8"}, leave_out=["torch_dtype"])
+    assert found.recipe["engine"] == {"precision": "bf16", "recompute": "full"}

@@ -1,0 +1,154 @@
+"""TRL's files become recipes: its defaults where nothing is said, and refusals where a recipe would be another job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from llmsuite.base.errors import UserError
+from tests.support.trl import ADAPTERS, BARE, SFT
+from tests.unit.plugins.suites.conftest import Converted
+
+ACTION = "from-trl"
+
+
+def test_sft_by_its_defaults(converted: Converted) -> None:
+    """Batches of 8, 3 epochs, 2e-5 linearly, 1024 tokens, bf16 with float32 masters, activations recomputed."""
+    found = converted(ACTION, SFT, stage="sft")
+    assert found.recipe == {
+        "stage": "sft", "source": "TRL x.yaml",
+        "model": {"family": "qwen", "weights": "Qwen/Qwen2.5-0.5B", "preset": "qwen2.5-0.5b"},
+        "data": {"train": "hf:org/rows?split=train", "max_length": 1024},
+        "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 1},
+        "train": {
+            "num_epochs": 3, "global_batch_size": 8, "micro_batch_size": 8, "learning_rate": 2e-5,
+            "lr_schedule": "linear",
+        },
+        "sft": {"truncate": True}, "checkpoint": {"save_steps": 500},
+        "device": "gpu", "seed": 42, "output_dir": "runs/x",
+    }  # fmt: skip
+
+
+def test_the_name_of_the_file_determines_the_command(converted: Converted) -> None:
+    for name, stage, rate in (
+        ("sft_config.yaml", "sft", 2e-5),
+        ("my-dpo.yaml", "dpo", 1e-6),
+        ("kto.yaml", "kto", 1e-6),
+        ("reward_config.yaml", "rm", 1e-4),
+    ):
+        recipe = converted(ACTION, SFT if stage == "sft" else BARE, name=name).recipe
+        assert (recipe["stage"], recipe["train"]["learning_rate"]) == (stage, rate)
+    with pytest.raises(UserError, match="add --stage, one of sft, dpo, kto and rm"):
+        converted(ACTION, SFT)
+
+
+def test_adapters(converted: Converted) -> None:
+    """Rank 16, alpha 32, dropout 0.05, on queries and values: PEFT's default for these models."""
+    recipe = converted(ACTION, ADAPTERS, stage="sft").recipe
+    assert recipe["stage"] == "lora"
+    assert recipe["lora"] == {"rank": 16, "alpha": 32.0, "dropout": 0.05, "target_modules": ["q_proj", "v_proj"]}
+
+    def lora(**values: Any) -> Any:
+        return converted(ACTION, {**ADAPTERS, "lora_dropout": 0, **values}, stage="sft").recipe["lora"]
+
+    assert lora(lora_target_modules="all-linear") == {"rank": 16, "alpha": 32.0}
+    assert lora(lora_target_modules=["q_proj", "o_proj"])["target_modules"] == ["q_proj", "o_proj"]
+    assert lora(load_in_4bit=True)["base_dtype"] == "nf4"  # its scales are not rounded by default
+    assert lora(lora_r=8, use_rslora=True, use_dora=True)["method"] == "dora"
+
+
+def test_preferences(converted: Converted) -> None:
+    assert converted(ACTION, BARE, stage="dpo").recipe["dpo"] == {"beta": 0.1, "loss": "sigmoid"}
+    ipo = {**BARE, "loss_type": ["ipo"], "beta": 0.2}
+    assert converted(ACTION, ipo, stage="dpo").recipe["dpo"] == {"beta": 0.2, "loss": "ipo_mean"}
+    kto = converted(ACTION, {**BARE, "undesirable_weight": 1.2, "loss_type": "apo_zero_unpaired"}, stage="kto").recipe
+    assert kto["kto"] == {"beta": 0.1, "loss": "apo_zero", "undesirable_weight": 1.2}
+    assert kto["data"]["shuffle"] is False  # its sampler for KTO
+    rm = {**BARE, "center_rewards_coefficient": 0.01, "use_peft": True, "lora_task_type": "SEQ_CLS"}
+    recipe = converted(ACTION, rm, stage="rm").recipe
+    assert (recipe["rm"], recipe["lora"]["rank"]) == ({"center_rewards": 0.01}, 16)
+
+
+def test_data(converted: Converted, tmp_path: Path) -> None:
+    def data(**values: Any) -> Any:
+        return converted(ACTION, {**SFT, **values}, stage="sft").recipe["data"]
+
+    evaluated = data(eval_strategy="epoch", dataset_config="en", dataset_test_split="held")
+    assert (evaluated["train"], evaluated["eval"]) == (
+        "hf:org/rows?split=train&config=en", "hf:org/rows?split=held&config=en",
+    )  # fmt: skip
+    (tmp_path / "mine").mkdir()
+    assert data(dataset_name="mine")["train"] == "mine"
+    for name in ("train.jsonl", "test.jsonl"):
+        (tmp_path / "mine" / name).touch()
+    assert data(dataset_name="mine")["train"] == "mine/train.jsonl"
+    assert data(dataset_name="mine", eval_strategy="steps")["eval"] == "mine/test.jsonl"
+    listed = [{"path": "json", "data_files": "mine.jsonl"}]
+    assert data(dataset_name=None, datasets=listed)["train"] == "mine.jsonl"
+    assert data(dataset_name=None, datasets=[{"path": "o/r", "split": "a"}])["train"] == "hf:o/r?split=a"
+    several = data(dataset_name=None, datasets=[{"path": "o/a", "columns": ["messages"]},
+                                                {"path": "o/b", "name": "en", "columns": ["messages"]}])  # fmt: skip
+    assert several["mix"] == {"hf:o/b?split=train&config=en": None}  # each row once
+    assert several["columns"] == {"messages": "messages"}
+    files = data(dataset_name=None, datasets=[{"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}])
+    assert (files["train"], files["mix"]) == ("a.jsonl", {"b.jsonl": None})
+    assert data(packing=True)["packing"] == "best_fit"
+
+
+def test_strategy(converted: Converted) -> None:
+    recipe = converted(ACTION, {**SFT, "accelerate_config": "zero3", "num_processes": 4}, stage="sft").recipe
+    assert (recipe["parallel"], recipe["launch"]) == ({"sharding": "stage3"}, {"num_devices": 4})
+    assert recipe["train"]["global_batch_size"] == 32
+    plain = converted(ACTION, {**SFT, "bf16": False, "gradient_checkpointing": False}, stage="sft").recipe
+    assert plain["engine"] == {"precision": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("values", "stage", "message"),
+    [
+        (BARE, "sft", "assistant_only_loss = not given: all tokens are supervised"),
+        (
+            {**BARE, "completion_only_loss": True},
+            "sft",
+            "completion_only_loss = True: prompt and completion",
+        ),
+        ({**SFT, "loss_type": "dft"}, "sft", "loss_type = dft"),
+        ({**SFT, "packing": True, "packing_strategy": "wrapped"}, "sft", "packing_strategy = wrapped"),
+        ({**SFT, "truncation_mode": "keep_end"}, "sft", "truncation_mode = keep_end"),
+        ({**SFT, "max_length": None}, "sft", "max_length = null"),
+        ({**SFT, "dtype": "bfloat16"}, "sft", "dtype = bfloat16"),
+        ({**SFT, "chat_template_path": "x"}, "sft", "chat_template_path = x"),
+        ({**SFT, "datasets": [{"path": "a", "fraction": 0.5}]}, "sft", "datasets = fraction: data.train and data.mix"),
+        ({**SFT, "datasets": [{"path": "a"}, {"path": "a"}]}, "sft", "data.mix has each file once"),
+        (
+            {**SFT, "datasets": [{"path": "a", "columns": ["b"]}, {"path": "c"}]},
+            "sft",
+            "data.columns is the same for all",
+        ),
+        ({**SFT, "datasets": [{"path": "a", "data_files": {"train": "x"}}]}, "sft", "name files without splits"),
+        (
+            {**SFT, "datasets": [{"path": "a"}], "eval_strategy": "steps"},
+            "sft",
+            "a mixture of datasets has no evaluation data",
+        ),
+        ({**SFT, "dataset_name": ".", "eval_strategy": "steps"}, "sft", "dataset_test_split = test: . has no file"),
+        ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "sft", r"router_aux_loss_coef = 0\.001"),
+        ({**ADAPTERS, "lora_task_type": "SEQ_CLS"}, "sft", "lora_task_type = SEQ_CLS"),
+        ({**ADAPTERS, "load_in_4bit": True, "use_bnb_nested_quant": True}, "sft", "use_bnb_nested_quant = True"),
+        ({**ADAPTERS, "load_in_8bit": True}, "sft", "load_in_8bit = True"),
+        ({**BARE, "loss_type": ["sigmoid", "sft"]}, "dpo", "loss_type = "),
+        ({**BARE, "loss_type": "robust"}, "dpo", "loss_type = robust"),
+        ({**BARE, "loss_type": "hinge", "label_smoothing": 0.1}, "dpo", "label_smoothing = 0.1"),
+        ({**BARE, "sync_ref_model": True}, "dpo", "sync_ref_model = True"),
+        ({**BARE, "use_peft": True}, "rm", "lora_task_type = CAUSAL_LM"),
+        ({**BARE, "reward_funcs": ["a"]}, "grpo", "reward_funcs = "),
+        (BARE, "grpo", "add --stage, one of sft, dpo, kto and rm"),
+        ({"dataset_name": "x"}, "dpo", "has no model_name_or_path"),
+        ({"model_name_or_path": "Qwen/Qwen2.5-0.5B"}, "dpo", "has no dataset_name and no datasets"),
+    ],
+)
+def test_refused(values: dict[str, Any], stage: str, message: str, converted: Converted) -> None:
+    with pytest.raises(UserError, match=message):
+        converted(ACTION, values, stage=stage)
