@@ -43,9 +43,9 @@ WORKERS = -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 test: $(VENV)/test
 	$(BIN)/python -m pytest tests/multi tests/unit $(WORKERS) -q --durations=60 -m "not further"
 
-# what takes long, and cases of which `test` runs a sample, by tests/further.py; CI runs both
+# what takes long, and cases of which `test` runs a sample, by tests/further.py; PART=2/3 runs the second third of the files
 test-further: $(VENV)/test
-	$(BIN)/python -m pytest $$($(BIN)/python -m tests.further) $(WORKERS) -q --durations=60 -m further
+	$(BIN)/python -m pytest $$($(BIN)/python -m tests.further --part $(or $(PART),1/1)) $(WORKERS) -q --durations=60 -m further
 
 # files of which the two run some cases only
 ON_ALL_MESHES = $(patsubst %,tests/multi/test_%.py,answers bf16 bf16_lora bf16_programs bf16_rollouts \

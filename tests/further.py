@@ -6,14 +6,17 @@
 | `make test-further` | files of FURTHER, tests marked `@pytest.mark.further`, and the other cases of SAMPLED |
 | `make parity` | everything in files of ALIKE, and what `tests.parity.cases.few` takes out of tables of runs |
 
-CI runs the first two, which share no case. Each command prints the slowest of what it runs. `python -m tests.further`
-prints the files that have something for `make test-further`.
+The first two share no case. Each command prints the slowest of what it runs. `python -m tests.further` prints the files
+that have something for `make test-further`; with `--part 2/3`, the second of three parts of them. CI runs `make test`
+and one part, which goes round with the number of commits: all of it takes longer than CI may.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
+import re
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import PurePath
@@ -153,5 +156,27 @@ def files() -> list[str]:
     return sorted(FURTHER_FILES | SAMPLED_FILES.keys() | marked)
 
 
+def part_of(listed: Sequence[str], part: str) -> list[str]:
+    """Every n-th file, so that parts of an ordered list hold as much of each room.
+
+    Args:
+        listed: paths of files.
+        part: as in `2/3`: the second of three.
+
+    Raises:
+        ValueError: The part is written otherwise, or there is none of this number.
+    """
+    written = re.fullmatch(r"([0-9]+)/([0-9]+)", part)
+    number, n = (int(text) for text in written.groups()) if written else (0, 0)
+    if not 1 <= number <= n:
+        raise ValueError(f"a part is written K/N, with K from 1 to N, as in 2/3; got {part!r}")
+    return [*listed[number - 1 :: n]]
+
+
 if __name__ == "__main__":
-    print("\n".join(files()))
+    parser = argparse.ArgumentParser(description="Print the files that have something for `make test-further`.")
+    parser.add_argument("--part", default="1/1", metavar="K/N", help="every N-th of them, from the K-th on")
+    try:
+        print("\n".join(part_of(files(), parser.parse_args().part)))
+    except ValueError as error:
+        parser.error(str(error))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests.further import ALIKE_FILES, FURTHER_FILES, SAMPLED_FILES, files, sample
+import pytest
+
+from tests.further import ALIKE_FILES, FURTHER_FILES, SAMPLED_FILES, files, part_of, sample
 from tests.support.paths import ROOT
 
 
@@ -28,6 +30,19 @@ def test_what_make_test_leaves_out_is_there() -> None:
     listed = [*files(), *ALIKE_FILES]
     assert [path for path in listed if not (ROOT / path).is_file()] == []
     assert [path for path in listed if path in FURTHER_FILES and path in SAMPLED_FILES] == []
+
+
+def test_parts_have_each_file_once() -> None:
+    for n in (1, 2, 3, 5):
+        parts = [part_of(files(), f"{number}/{n}") for number in range(1, n + 1)]
+        assert sorted(path for part in parts for path in part) == files()
+        assert max(map(len, parts)) - min(map(len, parts)) <= 1
+
+
+@pytest.mark.parametrize("part", ["0/3", "4/3", "1", "one/3", "1/0"])
+def test_a_part_that_is_none_is_refused(part: str) -> None:
+    with pytest.raises(ValueError, match="K from 1 to N"):
+        part_of(files(), part)
 
 
 CASES = [
