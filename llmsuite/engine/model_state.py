@@ -25,9 +25,9 @@ from llmsuite.engine.weights import read_from
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
+from llmsuite.parallel.base_optimizer import BaseOptimizer, StateTensor
 from llmsuite.parallel.materialize import read_local_values
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.optimizer import SavedOptimizer, StateTensor
 from llmsuite.parallel.partition import local_slice
 from llmsuite.parallel.pipeline_split import owner_stage
 from llmsuite.parallel.sharding import ParameterShard
@@ -45,7 +45,7 @@ class FullModelState:
     optimizer_state: list[GatheredTensor]
     """Optimizer slots, named `parameter/slot`."""
 
-    def __init__(self, model_plan: ModelPlan, built: BuiltModel, optimizer: SavedOptimizer, dtype: str, mesh: Mesh):
+    def __init__(self, model_plan: ModelPlan, built: BuiltModel, optimizer: BaseOptimizer, dtype: str, mesh: Mesh):
         """
         Args:
             model_plan: plan of the model.
@@ -106,7 +106,7 @@ def _from_file(source: ModelDirectory, name: str, dtype: str) -> GatheredTensor:
 
 
 def _optimizer_state(
-    shapes: Mapping[str, Sequence[int]], owners: Mapping[str, int], optimizer: SavedOptimizer, mesh: Mesh
+    shapes: Mapping[str, Sequence[int]], owners: Mapping[str, int], optimizer: BaseOptimizer, mesh: Mesh
 ) -> list[GatheredTensor]:
     held = {entry.name: entry for entry in optimizer.state()}
     slots = []
@@ -158,7 +158,7 @@ def _gather(entry: StateTensor) -> Callable[[], Any]:
 
 
 def restore(
-    path: Path, model_plan: ModelPlan, registry: Registry, built: BuiltModel, optimizer: SavedOptimizer, mesh: Mesh
+    path: Path, model_plan: ModelPlan, registry: Registry, built: BuiltModel, optimizer: BaseOptimizer, mesh: Mesh
 ) -> None:
     """Load parameters and optimizer state of a checkpoint, whatever mesh it was written on; each rank reads its
     slices."""
@@ -187,7 +187,7 @@ def restore(
     _restore_slots(files, shard_plan, built, optimizer, mesh)
 
 
-def needed_tensors(model_plan: ModelPlan, built: BuiltModel, optimizer: SavedOptimizer) -> Callable[[str, str], bool]:
+def needed_tensors(model_plan: ModelPlan, built: BuiltModel, optimizer: BaseOptimizer) -> Callable[[str, str], bool]:
     """Return a predicate: True for a tensor of a checkpoint, given its file and its name, that `restore` reads on this
     rank."""
     names = model_plan.family.names()
@@ -210,7 +210,7 @@ def needed_tensors(model_plan: ModelPlan, built: BuiltModel, optimizer: SavedOpt
 
 
 def restore_from_stem(
-    path: Path, stem: str, model_plan: ModelPlan, built: BuiltModel, optimizer: SavedOptimizer, mesh: Mesh
+    path: Path, stem: str, model_plan: ModelPlan, built: BuiltModel, optimizer: BaseOptimizer, mesh: Mesh
 ) -> None:
     """Load parameters and optimizer slots of a model from its own set of files in a checkpoint, named by `stem`."""
     shard_plan = model_plan.shard_plan
@@ -226,7 +226,7 @@ def restore_from_stem(
 
 
 def _restore_slots(
-    files: TensorFiles, shard_plan: ShardPlan, built: BuiltModel, optimizer: SavedOptimizer, mesh: Mesh
+    files: TensorFiles, shard_plan: ShardPlan, built: BuiltModel, optimizer: BaseOptimizer, mesh: Mesh
 ) -> None:
     def read(entry: StateTensor) -> np.ndarray:
         if entry.is_scalar:

@@ -26,8 +26,8 @@ from llmsuite.engine.fetching import fetched_checkpoint, find_on_local_storage, 
 from llmsuite.engine.model_state import needed_tensors, restore
 from llmsuite.engine.stage import Stage
 from llmsuite.parallel import collective
+from llmsuite.parallel.base_optimizer import BaseOptimizer
 from llmsuite.parallel.learning_rate import COURSE, LearningRate, Schedule
-from llmsuite.parallel.optimizer import SavedOptimizer
 from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.recipe.plans import DataPlan, ModelPlan
 
@@ -178,7 +178,7 @@ def resume_from(
     checkpoints: Path,
     registry: Registry,
     built: BuiltModel,
-    optimizer: SavedOptimizer,
+    optimizer: BaseOptimizer,
     local_storage: LocalStorage | None = None,
     others: Sequence[Callable[[Path], None]] = (),
 ) -> TrainState:
@@ -230,7 +230,7 @@ def resume_from(
 
 
 def load_all(
-    path: Path, model_plan: ModelPlan, registry: Registry, built: BuiltModel, optimizer: SavedOptimizer
+    path: Path, model_plan: ModelPlan, registry: Registry, built: BuiltModel, optimizer: BaseOptimizer
 ) -> TrainState:
     """Load model, optimizer and input scales of a checkpoint; returns its state."""
     state = load_state(path)

@@ -25,9 +25,10 @@ from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
 from llmsuite.engine.step import StepRules, train_step
 from llmsuite.launch import calls
 from llmsuite.parallel import collective
+from llmsuite.parallel.base_optimizer import BaseOptimizer
 from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import BatchSum, LossLedger, total_of
-from llmsuite.parallel.optimizer import Optimizer, SavedOptimizer
+from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.program.auto_parallel import AutoParallelPrograms
 from llmsuite.parallel.program.experts import with_experts
 from llmsuite.parallel.program.forward import MAXIMUM
@@ -73,7 +74,7 @@ class ProgramLoss:
 class StepRunner(abc.ABC):
     """Runs the steps of a run."""
 
-    optimizer: SavedOptimizer
+    optimizer: BaseOptimizer
 
     @staticmethod
     def from_plans(

@@ -1,12 +1,11 @@
-"""The optimizer: learning rate as a function of the step, gradient norm, and its state by parameter name."""
+"""The optimizer of eager steps: reduction and clipping of gradients, and the update of this rank's shards."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import paddle
@@ -16,20 +15,9 @@ from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.parallel import collective
-from llmsuite.parallel.learning_rate import LearningRate
-from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
+from llmsuite.parallel.base_optimizer import MASTER, PADDLE_CLASSES, BaseOptimizer, OptimizerClasses, StateTensor
 from llmsuite.parallel.sharding import ParameterShard
 
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerClasses:
-    """Paddle's optimizer classes, or subclasses of them."""
-
-    adamw: Any = paddle.optimizer.AdamW
-    sgd: Any = paddle.optimizer.SGD
-
-
-PADDLE_CLASSES = OptimizerClasses()
 DEFAULT_OPS = Ops()
 
 
@@ -66,58 +54,8 @@ def _create_slots(optimizer: Any, parameters: Sequence[Tensor]) -> None:
     optimizer._create_accumulators(paddle.static.default_main_program().global_block(), parameters)
 
 
-def paddle_optimizer(
-    train: TrainSection,
-    parameters: Sequence[Tensor],
-    rate: Any,
-    decay: Collection[str],
-    clip: Any = None,
-    classes: OptimizerClasses = PADDLE_CLASSES,
-) -> Any:
-    """Paddle's optimizer for a recipe.
-
-    Args:
-        train: section of the recipe.
-        parameters: to update.
-        rate: the learning rate, a number or a scheduler.
-        decay: names of the parameters with weight decay.
-        clip: gradient clipping before the update.
-        classes: to choose from.
-    """
-    if train.optimizer == "adamw":
-        return classes.adamw(
-            learning_rate=rate,
-            parameters=parameters,
-            beta1=train.adam_beta1,
-            beta2=train.adam_beta2,
-            epsilon=train.adam_epsilon,
-            weight_decay=train.weight_decay,
-            apply_decay_param_fun=decay.__contains__,
-            grad_clip=clip,
-        )
-    assert not train.weight_decay, "sgd has no decoupled decay, and the section refuses it"
-    return classes.sgd(learning_rate=rate, parameters=parameters, grad_clip=clip)
-
-
-class SavedOptimizer(Protocol):
-    """Interface of an optimizer for saving and resuming."""
-
-    shards: list[ParameterShard]
-    slots: list[str]
-
-    def state(self) -> Iterator[StateTensor]:
-        """Every tensor of the state, the same names in the same order on every rank."""
-
-    def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
-        """Load a state: `read` returns this rank's shard of each tensor."""
-
-    def to_host(self, shard: ParameterShard) -> None:
-        """Called after a parameter was loaded."""
-
-
-class Optimizer:
-    """Paddle's AdamW or SGD over this rank's shards, with reduction and clipping of gradients, and a state that can be
-    saved and resumed."""
+class Optimizer(BaseOptimizer):
+    """The optimizer of eager steps: reduces gradients over the ranks, clips them, and updates this rank's shards."""
 
     def __init__(
         self,
@@ -135,25 +73,17 @@ class Optimizer:
             host: device that moves moments and masters to host memory between updates; None to leave them in place.
             ops: the device's operations on gradients.
         """
-        self.shards = list(shards)
+        super().__init__(shards, train, total_steps)
         self._host = host
         self._ops = ops
         self._finished: list[tuple[ParameterShard, Tensor]] = []
         self._factor = 1.0
         """Factor that the finished gradients have not been multiplied by yet."""
         owned = [shard.main_param for shard in self.shards if not shard.is_empty]
-        self.learning_rate = LearningRate(train, total_steps).at
-        self._max_norm = train.max_grad_norm
-        decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
         classes = PADDLE_CLASSES
         if ops.adamw is not None:
             classes = OptimizerClasses(functools.partial(_KernelAdamW, ops.adamw))
-        self._paddle = paddle_optimizer(train, owned, train.learning_rate, decay, classes=classes)
-        # of these slots only: a recipe key that is read here would not be reported as unused
-        own_slots = OPTIMIZER_SLOTS[train.optimizer]
-        self._decay_rates = {slot: FIRST_VALUES[slot](train) for slot in own_slots if slot in FIRST_VALUES}
-        has_master = any(shard.has_master for shard in self.shards)
-        self.slots = [*own_slots, *(["master"] if has_master else [])]
+        self._paddle = self._new_paddle_optimizer(owned, train.learning_rate, classes=classes)
         for shard in self.shards:
             self.to_host(shard)
 
@@ -191,7 +121,7 @@ class Optimizer:
         # summed over all ranks: each holds shards of some parameters only. In float64, as it adds up squares of all
         # parameters of the model
         norm = math.sqrt(collective.sum_over_run([paddle.add_n(squares) if squares else 0.0])[0])
-        clipped = 1.0 if self._max_norm is None or not norm > self._max_norm else self._max_norm / norm
+        clipped = 1.0 if self.max_norm is None or not norm > self.max_norm else self.max_norm / norm
         self._finished = finished
         self._factor = clipped / weight
         return norm
@@ -257,7 +187,7 @@ class Optimizer:
 
     def _move(self, shard: ParameterShard, move: Callable[[Tensor], Tensor]) -> None:
         for slot, values in self._paddle._accumulators.items():
-            if shard.name in values and slot not in self._decay_rates:  # Paddle itself keeps those on the host
+            if shard.name in values and slot not in self._first_numbers:  # Paddle itself keeps those on the host
                 moved = move(values[shard.name])
                 moved.name = values[shard.name].name
                 values[shard.name] = moved
@@ -265,26 +195,19 @@ class Optimizer:
             moved = move(shard.main_param.detach())
             shard.main_param.get_tensor()._share_data_with(moved.get_tensor())
 
-    def state(self) -> Iterator[StateTensor]:
-        """Every tensor of the state; "master" is the float32 copy of a 16-bit parameter.
-
-        The names are the same on every rank, in the same order, also where a rank owns no element of a parameter.
-        """
+    def _slot_values(self) -> Mapping[tuple[str, str], Tensor]:
         # loaded slots wait in the holder until the first gradient of their parameter
         stored = {**self._paddle._accumulators_holder, **self._paddle.state_dict()}
+        values = {}
         for shard in self.shards:
-            for slot in self.slots:
+            for slot in self.own_slots:
                 value = stored.get(_paddle_name(shard.name, slot))
-                if slot == "master":
-                    value = shard.main_param.detach()
-                value = self._first_value(shard, slot) if value is None else value
-                yield StateTensor(shard, slot, value, self._host)
+                if value is not None:
+                    values[shard.name, slot] = value
+        return values
 
-    def _first_value(self, shard: ParameterShard, slot: str) -> Tensor:
-        """Value of a slot before the first gradient; some parameters never get a gradient."""
-        if slot in self._decay_rates:
-            return paddle.full([1], self._decay_rates[slot], dtype="float32")
-        return paddle.zeros_like(shard.main_param.detach())
+    def _state_tensor(self, shard: ParameterShard, slot: str, value: Tensor) -> StateTensor:
+        return StateTensor(shard, slot, value, self._host)
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Load a state: `read` returns this rank's shard of each tensor."""
@@ -293,41 +216,12 @@ class Optimizer:
             if entry.shard.is_empty:
                 continue
             value = paddle.to_tensor(read(entry), place=paddle.CPUPlace())  # the first step moves it to the device
-            if entry.slot == "master":
+            if entry.slot == MASTER:
                 entry.shard.load_master(value)
                 self.to_host(entry.shard)
             else:
                 slots[_paddle_name(entry.shard.name, entry.slot)] = value
         self._paddle.set_state_dict(slots)
-
-
-@dataclasses.dataclass(frozen=True)
-class StateTensor:
-    """One tensor of an optimizer's state: a slot of a parameter."""
-
-    shard: ParameterShard
-    slot: str
-    value: Tensor
-    """This rank's shard; empty where the rank owns no element."""
-    host: DeviceBackend | None = None
-    """Device that may have moved the value to host memory; None when it never does."""
-
-    @property
-    def name(self) -> str:
-        return f"{self.shard.name}/{self.slot}"
-
-    def on_device(self) -> Tensor:
-        """The value on the device, for collectives."""
-        return self.host.to_device(self.value) if self.host else self.value
-
-    @property
-    def is_scalar(self) -> bool:
-        """True where there is one number for the full parameter, the same on every rank."""
-        return self.slot_is_scalar(self.slot)
-
-    @staticmethod
-    def slot_is_scalar(slot: str) -> bool:
-        return slot.endswith("pow_acc")
 
 
 def _paddle_name(name: str, slot: str) -> str:

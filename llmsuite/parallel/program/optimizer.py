@@ -7,7 +7,7 @@ names of the programs: so a program continues where another one stopped, and che
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,9 +18,7 @@ from paddle._pir_ops import parameter
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.parallel import collective
-from llmsuite.parallel.learning_rate import LearningRate
-from llmsuite.parallel.optimizer import OptimizerClasses, StateTensor, paddle_optimizer
-from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
+from llmsuite.parallel.base_optimizer import MASTER, BaseOptimizer, OptimizerClasses, StateTensor
 from llmsuite.parallel.program.clip import LARGEST, NormClip, StepScalar, over_data
 from llmsuite.parallel.program.slices import SlicedShard, over_tp, slice_dim
 from llmsuite.parallel.sharding import ParameterShard
@@ -83,9 +81,8 @@ class StateShards(dist.ShardingStage1):
         return self._apply_placement(tensor, parameter, placements)
 
 
-class ProgramOptimizer:
-    """AdamW or SGD with its state, which programs update. For saving and resuming it has the interface of
-    `parallel.optimizer.Optimizer`."""
+class ProgramOptimizer(BaseOptimizer):
+    """AdamW or SGD whose state programs update."""
 
     def __init__(
         self,
@@ -103,14 +100,8 @@ class ProgramOptimizer:
             zero_group: the data ranks that the state is sharded over.
             expert_parallel: names of stacks of experts where each data rank has its own, on other pipeline stages.
         """
-        self.shards = list(shards)
-        self._train = train
+        super().__init__(shards, train, total_steps)
         self._zero_group = zero_group
-        self._max_norm = train.max_grad_norm
-        self.own_slots = [*OPTIMIZER_SLOTS[train.optimizer]]
-        """The slots that Paddle's optimizer keeps of a parameter."""
-        has_master = any(shard.has_master for shard in self.shards)
-        self.slots = [*self.own_slots, *(["master"] if has_master else [])]
         # a shard that is itself a slice gathers its state in the same way as the parameter
         self._has_slices = any(isinstance(shard, SlicedShard) for shard in self.shards)
         self._expert_parallel = frozenset(
@@ -118,18 +109,14 @@ class ProgramOptimizer:
         )
         uncut = {shard.name for shard in self.shards if self._has_slices} | self._expert_parallel
         self._cuts = {shard.name: None if shard.name in uncut else zero_group.dim(shard) for shard in self.shards}
-        self.learning_rate = LearningRate(train, total_steps).at
         self._values = {
             f"{shard.name}_{slot}": self._first_value(shard, slot) for shard in self.shards for slot in self.own_slots
         }
         # Paddle checks the settings here, before anything is built
         self._of_paddle([], StepRate(self.learning_rate), None)
 
-    def _first_value(self, shard: ParameterShard, slot: str) -> Tensor:
-        first = FIRST_VALUES.get(slot)
-        if first is not None:
-            return paddle.full([1], first(self._train), dtype="float32")
-        return paddle.zeros_like(self._zero_group.shard(shard.main_param.detach(), self._cuts[shard.name]))
+    def _slot_part(self, shard: ParameterShard) -> Tensor:
+        return self._zero_group.shard(shard.main_param.detach(), self._cuts[shard.name])
 
     @property
     def values(self) -> dict[str, Tensor]:
@@ -152,7 +139,7 @@ class ProgramOptimizer:
         """
         dims = {p.name: self._state_dim(p) for p in parameters}
         rate = StepRate(self.learning_rate)
-        clip = NormClip(self._max_norm, dims, scale, loss_scale, self._expert_parallel)
+        clip = NormClip(self.max_norm, dims, scale, loss_scale, self._expert_parallel)
         made = self._of_paddle(parameters, rate, clip)
         # the state of a slice has the shape of the slice, so it needs no cut
         shares = StateShards(mesh, dims) if self._zero_group.count > 1 and not self._has_slices else None
@@ -168,29 +155,27 @@ class ProgramOptimizer:
         return slice_dim(parameter.shape, others, self._zero_group.count)
 
     def _of_paddle(self, parameters: Sequence[Tensor], rate: StepRate, clip: NormClip | None) -> Any:
-        decay = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
-        made = paddle_optimizer(self._train, list(parameters), rate, decay, clip, _KINDS)
+        made = self._new_paddle_optimizer(list(parameters), rate, clip, _KINDS)
         made.factors = {shard.name: shard.parameter.optimize_attr["learning_rate"] for shard in self.shards}
         made.kept = self._values.get
         return made
 
     # the interface for checkpoints
 
-    def state(self) -> Iterator[StateTensor]:
-        """Every tensor of the state, with the same names in the same order on every rank."""
-        for shard in self.shards:
-            for slot in self.own_slots:
-                yield ShardedState(
-                    shard, slot, self._values[f"{shard.name}_{slot}"], None, self._zero_group, self._cuts
-                )
-            if "master" in self.slots:  # the parameter of the programs: replicated, or this rank's slice
-                yield StateTensor(shard, "master", shard.main_param.detach())
+    def _slot_values(self) -> Mapping[tuple[str, str], Tensor]:
+        names = [(shard.name, slot) for shard in self.shards for slot in self.own_slots]
+        return {(name, slot): self._values[f"{name}_{slot}"] for name, slot in names}
+
+    def _state_tensor(self, shard: ParameterShard, slot: str, value: Tensor) -> StateTensor:
+        if slot == MASTER:  # the parameter of the programs: replicated, or this rank's slice
+            return StateTensor(shard, slot, value)
+        return ShardedState(shard, slot, value, None, self._zero_group, self._cuts)
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Load a state: `read` returns each tensor before it is sharded over the ZeRO group."""
         for entry in self.state():
             full = paddle.to_tensor(read(entry))
-            if entry.slot == "master":
+            if entry.slot == MASTER:
                 entry.shard.load_master(full)
                 continue
             dim = None if entry.is_scalar else self._cuts[entry.shard.name]
