@@ -29,9 +29,10 @@ from llmsuite.parallel.base_optimizer import BaseOptimizer
 from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import BatchSum, LossLedger, total_of
 from llmsuite.parallel.optimizer import Optimizer
-from llmsuite.parallel.program.auto_parallel import AutoParallelPrograms
+from llmsuite.parallel.program.auto_parallel import AutoParallelLayout
 from llmsuite.parallel.program.experts import with_experts
 from llmsuite.parallel.program.forward import MAXIMUM
+from llmsuite.parallel.program.layout import Layout, MeshLayout
 from llmsuite.parallel.program.lengths import longest_row, padded_length
 from llmsuite.parallel.program.optimizer import SINGLE_RANK, ProgramOptimizer, ZeroGroup
 from llmsuite.parallel.program.passes import check_passes
@@ -182,11 +183,12 @@ class ProgramStepRunner(StepRunner):
         options = Options(
             recompute=engine.recompute != "none", scales_loss=self._scales_loss, passes=engine.fused_passes
         )
-        self._programs: StepPrograms
+        layout: Layout
         if parallel_plan.degrees.auto_parallel:
-            self._programs = AutoParallelPrograms(model, self.optimizer, loss, options)
+            layout = AutoParallelLayout(model, built.shards)
         else:
-            self._programs = StepPrograms(model, self.optimizer, loss, ranks, slices, built.pipeline, options)
+            layout = MeshLayout(model, ranks, slices, built.pipeline)
+        self._programs = StepPrograms(layout, self.optimizer, loss, options)
         self._multiple = parallel_plan.length_multiple
         self._longest = longest_row(data_plan.section.max_length, self._multiple)
 

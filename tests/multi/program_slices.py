@@ -26,6 +26,7 @@ def main(directory: str, num_frozen: str) -> int:
     from llmsuite.contract.schema.degrees import Degrees
     from llmsuite.models.shard_plan import ShardPlan
     from llmsuite.parallel import collective
+    from llmsuite.parallel.program.layout import MeshLayout
     from llmsuite.parallel.program.optimizer import ProgramOptimizer, ZeroGroup
     from llmsuite.parallel.program.programs import StepPrograms
     from llmsuite.parallel.program.slices import SlicedShard
@@ -77,7 +78,7 @@ def main(directory: str, num_frozen: str) -> int:
     optimizer = ProgramOptimizer(trained, ADAMW, 4, ZeroGroup(2, mesh.data_rank, mesh.data_group))
     ranks = np.array([[0], [1]])
     slices = {shard.name: shard for shard in shards}
-    programs = StepPrograms(model, optimizer, loss, ranks, slices)
+    programs = StepPrograms(MeshLayout(model, ranks, slices), optimizer, loss)
     kept = []
     for step in (1, 2, 3):
         x = np.random.default_rng([step, mesh.rank]).standard_normal([2, SIZE]).astype("float32")

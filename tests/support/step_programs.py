@@ -10,6 +10,7 @@ import numpy as np
 from paddle import nn
 
 from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from tests.support import alone
@@ -47,7 +48,7 @@ def _loss(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def make_programs(model: Any, train: TrainSection) -> tuple[StepPrograms, ProgramOptimizer]:
     optimizer = ProgramOptimizer(alone.shards({"vector": model.vector}), train, 4)
-    return StepPrograms(model, optimizer, _loss), optimizer
+    return StepPrograms(MeshLayout(model), optimizer, _loss), optimizer
 
 
 def make_batch(step: int, width: int = 2) -> dict[str, np.ndarray]:

@@ -17,8 +17,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,33 +25,21 @@ import paddle
 import paddle.distributed as dist
 from paddle.base.framework import EagerParamBase
 from paddle.distributed.auto_parallel.api import dtensor_from_local
-from paddle.distributed.auto_parallel.static.dist_input_spec import DistributedInputSpec
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.local_parts import tracing_step_program
 from llmsuite.parallel import schedule
-from llmsuite.parallel.program.clip import NormClip, StepScalar, over_data
+from llmsuite.parallel.program.clip import NormClip, StepScalar
 from llmsuite.parallel.program.constants import share_constants
 from llmsuite.parallel.program.experts import recomputes_expert_rows
 from llmsuite.parallel.program.forward import LossFactor, Step, over_micro_batches, split, trained_sums
 from llmsuite.parallel.program.jobs import Jobs, in_order
+from llmsuite.parallel.program.layout import Inputs, Layout, Loss
 from llmsuite.parallel.program.masters import without_shared_memory
 from llmsuite.parallel.program.optimizer import ProgramOptimizer, StepRate
 from llmsuite.parallel.program.passes import kernels_of, use_passes
-from llmsuite.parallel.program.pipeline import FIRST_INPUTS, Pipeline, StagedModel
-from llmsuite.parallel.program.slices import SlicedShard, gather_where_used
+from llmsuite.parallel.program.slices import gather_where_used
 from llmsuite.parallel.schedule import Action
-from llmsuite.parallel.tensor import local_value
-
-Inputs = Mapping[str, np.ndarray]
-"""Arrays of this rank's rows of a global batch by name, with micro-batches concatenated along the rows (dim 0)."""
-ONE_RANK = np.zeros([1, 1], "int64")
-Loss = Callable[[Any, Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Function from the model and the inputs of a micro-batch to sums by name, numbers and vectors. The sum "loss" is
-differentiated, and with it `experts.BALANCE_LOSS`."""
-
-ROWS = [dist.Shard(0), dist.Replicate()]
-"""Placements of inputs: each data rank has rows of its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,46 +75,33 @@ _NO_OPTIONS = Options()
 
 
 class StepPrograms:
-    """The programs of a run, one for each shape of its batches, over one model and one optimizer."""
+    """The programs of a run, one for each shape of its batches, over one model and one optimizer.
 
-    def __init__(
-        self,
-        model: Any,
-        optimizer: ProgramOptimizer,
-        loss: Loss,
-        ranks: np.ndarray = ONE_RANK,
-        slices: Mapping[str, SlicedShard] = MappingProxyType({}),
-        pipeline: Pipeline | None = None,
-        options: Options = _NO_OPTIONS,
-    ):
+    The layout knows where everything lies. So our models and those that shard themselves have the same programs."""
+
+    def __init__(self, layout: Layout, optimizer: ProgramOptimizer, loss: Loss, options: Options = _NO_OPTIONS):
         """
         Args:
-            model: this rank's part of the model in eager mode; in a pipeline, all its chunks.
+            layout: of the model over the ranks.
             optimizer: over its parameters.
             loss: of the stage.
-            ranks: all ranks, [data, tp]: a row has the ranks with the same samples, each with a part of the model.
-                Ranks of one pipeline stage come before those of the next.
-            slices: shards of the parameters that are sliced over the data ranks, by name; the model does not have them.
-            pipeline: split of the model over stages; None where this rank has all of it.
             options: of the programs.
         """
+        self._layout = layout
         self._optimizer = optimizer
         self._loss = loss
-        self._pipeline = pipeline
-        self._recompute = options.recompute or (pipeline is None and recomputes_expert_rows(model))
+        has_no_pipeline = layout.pipeline is None
+        self._recompute = options.recompute or (has_no_pipeline and recomputes_expert_rows(layout.full_model))
         self._scales_loss = options.scales_loss
         self._passes = options.passes
-        stages = np.split(ranks, 1 if pipeline is None else pipeline.num_stages)
-        self._meshes = [dist.ProcessMesh(of_stage, dim_names=["data", "tp"]) for of_stage in stages]
         self._programs: dict[Any, Program] = {}
         self._scope = paddle.static.Scope()
         """The variables of all programs, separate from other variables of this process."""
-        self._slices = slices
-        self._full_model = model if pipeline is None else pipeline.model
-        self._own = dict(model.named_parameters())
-        updated = [name for name in self._own if self._updates(name)]
+        self._own = layout.own_parameters
+        updated = [name for name in self._own if layout.updates(name)]
         self._masters = {s.name: s for s in optimizer.shards if s.has_master and s.name in updated}
-        trained = {name: self._dtype(name, p) for name, p in self._full_model.named_parameters() if not p.stop_gradient}
+        all_parameters = layout.full_model.named_parameters()
+        trained = {name: layout.dtype_of(name, p) for name, p in all_parameters if not p.stop_gradient}
         self._compute_dtypes = {
             name: dtype for name, dtype in trained.items() if dtype in (paddle.bfloat16, paddle.float16)
         }
@@ -140,20 +114,10 @@ class StepPrograms:
     def __len__(self) -> int:
         return len(self._programs)
 
-    def _updates(self, name: str) -> bool:
-        """True where this rank updates a parameter."""
-        return self._pipeline is None or self._pipeline.stage_of(name) == self._pipeline.stage
-
-    def _dtype(self, name: str, parameter: Tensor) -> Any:
-        """Dtype in which the model computes with a parameter, on any rank."""
-        return parameter.dtype if self._pipeline is None else self._pipeline.dtype_of(name, parameter)
-
     def _kept(self, name: str) -> Tensor:
         """The tensor that a program uses for a parameter that this rank updates: where the model computes in 16 bits,
         the float32 master."""
-        if name in self._masters:
-            return self._masters[name].main_param
-        return self._slices[name].stored if name in self._slices else self._own[name]
+        return self._masters[name].main_param if name in self._masters else self._layout.stored(name)
 
     def operations(self) -> Counter[str]:
         """Number of operations of each name in all programs."""
@@ -204,7 +168,11 @@ class StepPrograms:
             parts = np.asarray(returned, "float64").reshape(num_micro_batches, -1)[:, 1:]
             own = over_micro_batches(parts, program.sums)
         count = sum(size or 1 for size in program.sums.values())
-        outputs, norm = self._synchronise(own, norm, count)
+        outputs, norm = self._layout.synchronise(own, norm, count)
+        # the copy of a tied embedding is a parameter of the model, in its dtype: other stages have no master of it
+        self._layout.update_copies(
+            {name: self._own[name] if name in self._compute_dtypes else self._kept(name) for name in self._own}
+        )
         return {**split(outputs, program.sums), "grad_norm": float(norm[0]), "updated": float(norm[1])}
 
     def prepare(self, inputs: Inputs, num_micro_batches: int) -> Program:
@@ -222,44 +190,31 @@ class StepPrograms:
         """Run a program. Returns its outputs of all micro-batches, concatenated; None on ranks without outputs."""
         if program.jobs is not None:
             return program.jobs.run(inputs, num_micro_batches)
-        return program.run(*(self._given(name, paddle.to_tensor(array)) for name, array in inputs.items()))
-
-    def _synchronise(self, own: np.ndarray | None, norm: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The `count` outputs of a step on every rank, and [2] the norm of its gradient and 1 where it was accepted;
-        `own` are the outputs of this rank's program."""
-        if self._pipeline is not None:
-            own = self._pipeline.broadcast_from_last(own, count)
-            # the copy of a tied embedding is a parameter of the model, in its dtype: other stages have no master of it
-            of_model = {
-                name: self._own[name] if name in self._compute_dtypes else self._kept(name) for name in self._own
-            }
-            self._pipeline.update_copies(of_model)
-        assert own is not None
-        return own, norm
+        return program.run(*(self._layout.place_input(name, paddle.to_tensor(array)) for name, array in inputs.items()))
 
     def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
+        layout = self._layout
+        layout.find_meshes(self._loss, {name: a[: len(a) // num_micro_batches] for name, a in inputs.items()})
         scale = self._scale(num_micro_batches)
         loss_scale = StepScalar() if self._scales_loss else None
         inverse_weight = StepScalar()
         with self._distributed() as parameters, _quiet(), tracing_step_program(), _without_callstacks():
-            called = self._full_model if self._pipeline is None else StagedModel(self._pipeline, self._meshes)
-            loss = functools.partial(self._loss, called)
             net = Step(
-                self._full_model,
+                layout.full_model,
                 tuple(inputs),
-                loss,
-                self._replicated_number,
+                functools.partial(self._traced_loss, layout.model_to_trace()),
+                layout.replicate,
                 LossFactor(scale, loss_scale),
                 self._compute_dtypes,
                 inverse_weight,
             )
             trained = [parameter for parameter in parameters.values() if not parameter.stop_gradient]
-            optimizer, rate, clip = self._optimizer.make_paddle_optimizer(trained, self._meshes[0], scale, loss_scale)
-            specs = [self._spec(name, array, num_micro_batches) for name, array in inputs.items()]
+            optimizer, rate, clip = self._optimizer.make_paddle_optimizer(trained, layout.data_mesh, scale, loss_scale)
+            specs = [layout.input_spec(name, array, num_micro_batches) for name, array in inputs.items()]
             strategy = self._strategy(num_micro_batches)
             run = dist.to_static(net, None, trained_sums, optimizer, strategy=strategy, input_spec=[specs, []])
             use_passes(run, self._passes)
-            build_context = contextlib.nullcontext() if self._pipeline is None else self._pipeline.build_context()
+            build_context = contextlib.nullcontext() if layout.pipeline is None else layout.pipeline.build_context()
             with build_context, without_shared_memory():
                 run.train()
         share_constants(run)
@@ -268,48 +223,32 @@ class StepPrograms:
         jobs = None if num_micro_batches == 1 else Jobs(run, self._order(num_micro_batches))
         return Program(run, jobs, rate, clip, inverse_weight, net.sums, variables)
 
+    def _traced_loss(self, model: Any, inputs: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        with self._layout.loss_context():
+            return self._loss(model, inputs)
+
     def _order(self, num_micro_batches: int) -> Sequence[Action] | None:
         """The passes of a step on this rank; None for Paddle's own order."""
-        if self._pipeline is None:
+        if self._layout.pipeline is None:
             return schedule.order("1F1B", 0, 1, num_micro_batches)
-        return self._pipeline.order(num_micro_batches)
+        return self._layout.pipeline.order(num_micro_batches)
 
     def _scale(self, num_micro_batches: int) -> int:
         """A factor of the loss. Pipelines average over micro-batches, whatever their settings are (Paddle 3.3.1); with
         this factor the mean becomes the sum."""
-        return 1 if self._pipeline is None else num_micro_batches
+        return 1 if self._layout.pipeline is None else num_micro_batches
 
     def _strategy(self, num_micro_batches: int) -> Any:
         strategy = dist.Strategy()
         strategy._recompute.enable = self._recompute
-        if self._pipeline is not None:
-            self._pipeline.configure(strategy, num_micro_batches)
+        if self._layout.pipeline is not None:
+            self._layout.pipeline.configure(strategy, num_micro_batches)
         elif num_micro_batches > 1:
             merge = strategy.gradient_merge
             merge.enable = True
             merge.k_steps = num_micro_batches
             merge.avg = False
         return strategy
-
-    def _mesh_of(self, given: str) -> Any:
-        """The mesh of an input."""
-        return self._meshes[0 if given in FIRST_INPUTS else -1]
-
-    def _spec(self, name: str, array: np.ndarray, num_micro_batches: int) -> Any:
-        """The spec of an input of a program, which gets the rows of this rank in micro-batches."""
-        rows = self._meshes[0].shape[0] * len(array) // num_micro_batches
-        shape = [rows, *array.shape[1:]]
-        mesh = self._mesh_of(name)
-        return DistributedInputSpec(shape, array.dtype.name, name=name, mesh=mesh, placements=ROWS)
-
-    def _given(self, name: str, rows: Tensor) -> Tensor:
-        """An input of a step."""
-        return dtensor_from_local(rows, self._mesh_of(name), ROWS)
-
-    def _replicated_number(self, number: Tensor) -> Tensor:
-        """A sum of the loss, replicated on the mesh of the loss."""
-        # partial sums over data ranks and tp become one number: an all-reduce on the last stage
-        return dist.reshard(number, self._meshes[-1], [dist.Replicate()] * 2)
 
     def _state(self, run: Any, others: Collection[str]) -> dict[str, Tensor]:
         """The state of the optimizer by its variable names in a program, in which Paddle counts the programs of a
@@ -328,8 +267,8 @@ class StepPrograms:
     @contextlib.contextmanager
     def _distributed(self) -> Iterator[dict[str, Tensor]]:
         """While active, the parameters of the model are distributed tensors with the names of program variables."""
-        modules = dict(self._full_model.named_sublayers(include_self=True))
-        own = dict(self._full_model.named_parameters())
+        modules = dict(self._layout.full_model.named_sublayers(include_self=True))
+        own = dict(self._layout.full_model.named_parameters())
         slots = {name: (modules[name.rpartition(".")[0]]._parameters, name.rpartition(".")[2]) for name in own}
         placed = {name: self._placed(name, parameter) for name, parameter in own.items()}
         try:
@@ -343,18 +282,11 @@ class StepPrograms:
 
     def _placed(self, name: str, parameter: Tensor) -> Tensor:
         """A distributed parameter in the memory of a parameter of the model, with the name of a program variable."""
-        mesh = self._meshes[0 if self._pipeline is None else self._pipeline.stage_of(name)]
-        if self._pipeline is not None and name not in self._parameters:
-            dtype = paddle.float32 if name in self._compute_dtypes else self._dtype(name, parameter)
-            local, over_tp, dim = self._pipeline.placeholder(name, parameter.shape, dtype, mesh.shape[1])
-        else:
-            own = self._own[name]
-            over_tp = own.placements if own.is_dist() else [dist.Replicate()]
-            local = local_value(self._parameters[name]).detach()
-            dim = self._slices[name].dim if name in self._slices else None
+        dtype = paddle.float32 if name in self._compute_dtypes else self._layout.dtype_of(name, parameter)
+        found = self._layout.place(name, parameter, self._parameters.get(name), dtype)
         trained = not parameter.stop_gradient
-        placed = EagerParamBase(shape=parameter.shape, dtype=local.dtype, name=name, trainable=trained)
-        placed._set_impl(dtensor_from_local(local, mesh, over_data([dist.Replicate(), *over_tp], dim)))
+        placed = EagerParamBase(shape=parameter.shape, dtype=found.local.dtype, name=name, trainable=trained)
+        placed._set_impl(dtensor_from_local(found.local, found.mesh, found.placements))
         return placed
 
     def _bind_variables(self, variables: Mapping[str, Tensor]) -> None:

@@ -14,6 +14,7 @@ from llmsuite.adapters.methods import adapter_config
 from llmsuite.adapters.parameters import is_trained
 from llmsuite.models.initial_values import initial_values
 from llmsuite.models.shard_plan import UNSHARDED
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from tests.support import alone, tiny_llama
@@ -51,7 +52,7 @@ def test_equals_op_by_op(kind: str) -> None:
     parameters = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if is_trained(name)}
     optimizer = alone.optimizer({n: p for n, p in other.named_parameters() if is_trained(n)}, SLOW, 2)
-    programs = StepPrograms(model, ProgramOptimizer(alone.shards(trained), SLOW, 2), program_loss)
+    programs = StepPrograms(MeshLayout(model), ProgramOptimizer(alone.shards(trained), SLOW, 2), program_loss)
     before = {name: parameter.numpy().copy() for name, parameter in parameters.items()}
     for step in (1, 2):
         inputs = random_batch(with_documents=False)

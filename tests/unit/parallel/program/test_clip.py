@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.parallel.program.clip import largest_float32
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import Options, StepPrograms
 from tests.support import alone
@@ -33,7 +34,9 @@ class Run:
     def __init__(self, train: TrainSection, scales_loss: bool = False):
         self.model = Product()
         self.optimizer = ProgramOptimizer(alone.shards({"vector": self.model.vector}), train, 4)
-        self.programs = StepPrograms(self.model, self.optimizer, self._loss, options=Options(scales_loss=scales_loss))
+        self.programs = StepPrograms(
+            MeshLayout(self.model), self.optimizer, self._loss, options=Options(scales_loss=scales_loss)
+        )
 
     @staticmethod
     def _loss(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import pytest
 from paddle import nn
 
 from llmsuite.parallel.program.constants import share_constants
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from tests.support import alone
@@ -38,7 +39,7 @@ def _of_update(count: int) -> Counter[str]:
     model = Vectors(count)
     optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), ADAMW, 4)
     programs = StepPrograms(
-        model, optimizer, lambda net, given: {"loss": (net(given["x"]) * given["weights"]).square().sum()}
+        MeshLayout(model), optimizer, lambda net, given: {"loss": (net(given["x"]) * given["weights"]).square().sum()}
     )
     programs.run(1, make_batch(1), 2)
     (program,) = programs._programs.values()

@@ -21,6 +21,7 @@ from llmsuite.parallel.linear_ops import TensorParallelLinearOps
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.program import experts
 from llmsuite.parallel.program.experts import BALANCE_LOSS, LENGTHS, LOADS, SHARES, with_experts
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from tests.support import alone
@@ -78,7 +79,9 @@ def test_equals_op_by_op(family: str, is_plain: bool) -> None:
     other = _model(family, ops)
     parameters = dict(model.named_parameters())
     batch = _batch()
-    programs = StepPrograms(model, ProgramOptimizer(alone.shards(parameters), TRAIN, 2), with_experts(program_loss))
+    programs = StepPrograms(
+        MeshLayout(model), ProgramOptimizer(alone.shards(parameters), TRAIN, 2), with_experts(program_loss)
+    )
     outputs = programs.run(1, batch, 1)
     loads, balance, loss = _op_by_op(other, batch)
     assert outputs[LOADS].tolist() == loads
@@ -108,7 +111,7 @@ def test_products_are_rounded_where_those_op_by_op_are() -> None:
         before = {name: parameter.numpy().astype("float64") for name, parameter in parameters.items()}
         if compiles:
             optimizer = ProgramOptimizer(alone.shards(parameters), TRAIN, 2)
-            StepPrograms(model, optimizer, with_experts(program_loss)).run(1, batch, 1)
+            StepPrograms(MeshLayout(model), optimizer, with_experts(program_loss)).run(1, batch, 1)
         else:
             _op_by_op(model, batch)
             for parameter in parameters.values():
@@ -128,7 +131,9 @@ def test_matrices_that_are_frozen_get_no_gradient() -> None:
     parameters = dict(model.named_parameters())
     trained = {name: parameter for name, parameter in parameters.items() if not parameter.stop_gradient}
     before = {name: parameter.numpy() for name, parameter in parameters.items()}
-    programs = StepPrograms(model, ProgramOptimizer(alone.shards(trained), TRAIN, 2), with_experts(program_loss))
+    programs = StepPrograms(
+        MeshLayout(model), ProgramOptimizer(alone.shards(trained), TRAIN, 2), with_experts(program_loss)
+    )
     programs.run(1, _batch(), 1)
     made = programs.operations()
     assert made["custom_op.llmsuite_grouped_rows"] == made["custom_op.llmsuite_grouped_rows_grad"] > 0
@@ -148,7 +153,7 @@ def test_inputs_of_products_are_not_kept() -> None:
         optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), TRAIN, 2)
         trained = mock.patch.object(experts, "_is_trained", return_value=False) if is_kept else contextlib.nullcontext()
         with trained:
-            programs = StepPrograms(model, optimizer, with_experts(program_loss))
+            programs = StepPrograms(MeshLayout(model), optimizer, with_experts(program_loss))
             outputs.append(programs.run(1, batch, 2))
         (program,) = programs._programs.values()
         plan = program.run._engine._job_plan

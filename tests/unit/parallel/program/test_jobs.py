@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from llmsuite.parallel.program.jobs import assign_slots, order_jobs
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from llmsuite.parallel.schedule import Kind, order
@@ -67,7 +68,7 @@ def test_inputs_may_have_fewer_rows() -> None:
     for parts in (1, 2):
         model = Product()
         optimizer = ProgramOptimizer(alone.shards({"vector": model.vector}), SGD, 4)
-        outputs.append(StepPrograms(model, optimizer, loss).run(1, batch, parts))
+        outputs.append(StepPrograms(MeshLayout(model), optimizer, loss).run(1, batch, parts))
     assert outputs[0]["loss"] > 0
     assert outputs[1] == pytest.approx(outputs[0], rel=1e-6)
 

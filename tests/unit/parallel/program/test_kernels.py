@@ -14,6 +14,7 @@ from llmsuite.devices.ops import Ops
 from llmsuite.models.linear_ops import use_linear_ops
 from llmsuite.parallel.linear_ops import TensorParallelLinearOps
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.recompute import recompute_layers
@@ -37,7 +38,7 @@ def test_equals_op_by_op(with_documents: bool) -> None:
     other = _llama()
     parameters = dict(model.named_parameters())
     batch = random_batch(with_documents)
-    programs = StepPrograms(model, ProgramOptimizer(alone.shards(parameters), TRAIN, 2), program_loss)
+    programs = StepPrograms(MeshLayout(model), ProgramOptimizer(alone.shards(parameters), TRAIN, 2), program_loss)
     outputs = programs.run(1, batch, 1)
     sums = program_loss(other, {name: paddle.to_tensor(array) for name, array in batch.items()})
     sums["loss"].backward()
@@ -66,7 +67,9 @@ def test_products_in_bf16_are_those_op_by_op(by_instructions: bool | None) -> No
         parameters = dict(model.named_parameters())
         before = {name: parameter.numpy().astype("float64") for name, parameter in parameters.items()}
         if compiles:
-            programs = StepPrograms(model, ProgramOptimizer(alone.shards(parameters), TRAIN, 2), program_loss)
+            programs = StepPrograms(
+                MeshLayout(model), ProgramOptimizer(alone.shards(parameters), TRAIN, 2), program_loss
+            )
             programs.run(1, batch, 1)
             made = programs.operations()
             name = f"custom_op.llmsuite_{backend.kernels('bf16')['program_matmul']}"
@@ -97,7 +100,7 @@ def test_layers_that_are_computed_again(every: int) -> None:
         model.train()
         parameters = dict(model.named_parameters())
         optimizer = ProgramOptimizer(alone.shards(parameters), TRAIN, 2)
-        programs = StepPrograms(model, optimizer, program_loss, options=Options(recompute=again))
+        programs = StepPrograms(MeshLayout(model), optimizer, program_loss, options=Options(recompute=again))
         programs.run(1, batch, 1)
         found.append({name: parameter.numpy() for name, parameter in parameters.items()})
         times = layers + again * -(-layers // every)

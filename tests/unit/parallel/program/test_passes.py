@@ -10,6 +10,7 @@ import paddle
 import pytest
 
 from llmsuite.base.errors import UserError
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.passes import check_passes, kernels_of
 from llmsuite.parallel.program.programs import Options, StepPrograms
@@ -32,7 +33,7 @@ def _loss(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _run(parts: int, *passes: str) -> tuple[dict[str, Any], Any, Counter[str]]:
     model = Product()
     optimizer = ProgramOptimizer(alone.shards({"vector": model.vector}), SGD, 4)
-    programs = StepPrograms(model, optimizer, _loss, options=Options(passes=passes))
+    programs = StepPrograms(MeshLayout(model), optimizer, _loss, options=Options(passes=passes))
     outputs = programs.run(1, make_batch(1), parts)
     (program,) = programs._programs.values()
     plan = program.run._engine._job_plan

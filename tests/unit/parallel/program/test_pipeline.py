@@ -13,6 +13,7 @@ import pytest
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.pipeline import Pipeline
 from llmsuite.parallel.program.programs import Options, StepPrograms
@@ -51,7 +52,7 @@ def test_micro_batches_are_added_up(schedule: Any, train: Any) -> None:
         model = _llama(CONFIG)
         pipeline = dataclasses.replace(_pipeline(model, [0, NUM_LAYERS]), schedule=schedule) if is_pipeline else None
         optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), train, 4)
-        programs = StepPrograms(model, optimizer, program_loss, pipeline=pipeline)
+        programs = StepPrograms(MeshLayout(model, pipeline=pipeline), optimizer, program_loss)
         outputs = [programs.run(step, random_batch(with_documents=True), 2) for step in (1, 2)]
         found.append((outputs, {name: value.numpy() for name, value in model.named_parameters()}))
     (expected, whole), (outputs, parameters) = found
@@ -86,7 +87,9 @@ def test_layers_are_computed_again() -> None:
     recompute_layers(model, FAMILY.shard_plan, 1)
     optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), SGD, 4)
     pipeline = _pipeline(model, [0, NUM_LAYERS])
-    programs = StepPrograms(model, optimizer, program_loss, pipeline=pipeline, options=Options(recompute=True))
+    programs = StepPrograms(
+        MeshLayout(model, pipeline=pipeline), optimizer, program_loss, options=Options(recompute=True)
+    )
     programs.run(1, random_batch(with_documents=False), 2)
     made = programs.operations()
     assert made["custom_op.llmsuite_attention"] == 2 * made["custom_op.llmsuite_attention_grad"] == 2 * NUM_LAYERS

@@ -10,6 +10,7 @@ import pytest
 from paddle.base import core
 
 from llmsuite.models.shard_plan import UNSHARDED
+from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.recompute import recompute_attention
@@ -34,7 +35,7 @@ def _steps(is_again: bool, enough: float = 0) -> tuple[dict[str, float], int, in
     if is_again:
         recompute_attention(model, tiny_llama.FAMILY.shard_plan or UNSHARDED)
     optimizer = ProgramOptimizer(alone.shards(dict(model.named_parameters())), TRAIN, 2)
-    programs = StepPrograms(model, optimizer, program_loss, options=Options(recompute=is_again))
+    programs = StepPrograms(MeshLayout(model), optimizer, program_loss, options=Options(recompute=is_again))
     peaks = list[int]()
     befores = list[int]()
     outputs = list[dict[str, float]]()
