@@ -74,10 +74,11 @@ def measure(plan: Any, registry: Any) -> dict[str, Any]:
             super().init_adapters()
             model = self.built.part.model
             recorder.watch(model)
-            step_runner = self.step_runner
-            optimizer = self.step_runner.optimizer
-            step_runner.optimizer = _Recorded(optimizer, {"finish_gradients": parts.GRADIENTS, "step": parts.OPTIMIZER})
-            run_step = step_runner.run_step
+            engine: Any = self.engine
+            engine.optimizer = _Recorded(
+                engine.optimizer, {"finish_gradients": parts.GRADIENTS, "step": parts.OPTIMIZER}
+            )
+            run_step = engine.step
 
             collate = _recorded(self.data.collate, WITHIN + parts.ROWS)
 
@@ -85,7 +86,7 @@ def measure(plan: Any, registry: Any) -> dict[str, Any]:
                 recorder.rows_are_there()
                 return run_step(step, MicroBatchLoader(batches.samples, collate), *rest)
 
-            step_runner.run_step = recorded  # type: ignore[method-assign]
+            engine.step = recorded
             recorder.begin()
 
         def log(self, metrics: dict[str, float], is_recorded: bool) -> None:

@@ -84,17 +84,17 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 @contextlib.contextmanager
 def counted(last: int) -> Iterator[dict[str, Any]]:
     """Around a run of `last` steps, which takes the times of all but the last; that one is counted."""
-    from llmsuite.engine import step_runner
+    from llmsuite.engine import eager_engine
     from llmsuite.parallel.optimizer import Optimizer
     from tests.support import gloo_trace
 
     record: dict[str, Any] = {"seconds": [], "cpu_seconds": []}
-    train_step = step_runner.train_step
+    train_step = eager_engine.train_step
     finish = Optimizer.finish_gradients
     before = live_bytes()
     since: list[tuple[float, float]] = []
 
-    def noted(step: int, samples: Any, passes: Any, optimizer: Any, *args: Any, **more: Any) -> Any:
+    def noted(engine: Any, step: int, *args: Any) -> Any:
         now = time.perf_counter(), time.process_time()
         if since:
             clock, cpu = since.pop()
@@ -102,9 +102,9 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
             record["cpu_seconds"].append(now[1] - cpu)
         if step != last:
             since.append(now)
-            return train_step(step, samples, passes, optimizer, *args, **more)
+            return train_step(engine, step, *args)
         between = live_bytes() - before
-        record["held"] = {**held(passes.model, optimizer), "between_steps": between}
+        record["held"] = {**held(engine.passes.model, engine.optimizer), "between_steps": between}
 
         def finished(self: Optimizer, weight: float) -> Any:
             record["held"]["gradients"] = live_bytes() - before - between
@@ -113,15 +113,15 @@ def counted(last: int) -> Iterator[dict[str, Any]]:
         messages: gloo_trace.Messages = collections.Counter()
         Optimizer.finish_gradients = finished  # type: ignore[method-assign]
         with gloo_trace.traced(messages):
-            result = train_step(step, samples, passes, optimizer, *args, **more)
+            result = train_step(engine, step, *args)
         record["sent"] = [[operation, shape, width, n] for (_, operation, shape, width), n in messages.items()]
         return result
 
-    step_runner.train_step = noted
+    eager_engine.train_step = noted
     try:
         yield record
     finally:
-        step_runner.train_step = train_step  # type: ignore[method-assign]
+        eager_engine.train_step = train_step  # type: ignore[method-assign]
         Optimizer.finish_gradients = finish
 
 

@@ -19,6 +19,7 @@ from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.data_loader import StepDataLoader
+from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.step import train_step
 from llmsuite.engine.step_recording import StepRecording
 from llmsuite.engine.trainer import Trainer
@@ -29,7 +30,6 @@ from llmsuite.observe.activations.recording import ActivationHooks, Tokens
 from llmsuite.observe.activations.samples import sample_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.parallelize import parallelize_inference
 from llmsuite.recipe.resolve import RunPlan
 
@@ -46,17 +46,18 @@ def record_step(plan: RunPlan, registry: Registry, directory: Path, every: int) 
     if plan.parallel.engine.compiles_steps:
         raise UserError("engine.program: is step, inside of which nothing can be recorded; set it to layers")
     trainer = Trainer(plan, registry)
-    assert isinstance(trainer.optimizer, Optimizer)  # as no step is one program
+    engine = trainer.engine
+    assert isinstance(engine, EagerEngine)  # as no step is one program
     built = trainer.built
     mesh = trainer.mesh
     built.part.train()
     trainer.init_adapters()
-    recording = StepRecording(built, trainer.optimizer, mesh, directory, every)
-    rules = dataclasses.replace(trainer.rules, callbacks=[*trainer.rules.callbacks, recording])
+    recording = StepRecording(built, engine.optimizer, mesh, directory, every)
+    rules = dataclasses.replace(engine.rules, callbacks=[*engine.rules.callbacks, recording])
     loader = StepDataLoader(trainer.data, mesh.data_rank, 0, 1, num_workers=0)
     with contextlib.closing(loader):
         samples = loader.next_step(1)
-        metrics = train_step(1, samples.batches, trainer.passes, trainer.optimizer, rules, requests={})
+        metrics = train_step(engine.with_rules(rules), 1, samples.batches, requests={})
     if collective.rank() == 0:
         del metrics["reader_seconds"]
         (directory / "metrics.json").write_text(json.dumps(metrics), encoding="utf-8")

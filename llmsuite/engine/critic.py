@@ -15,16 +15,16 @@ from llmsuite.contract.specs import PrePassKind
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.batch import Batch
 from llmsuite.engine.build import build_model
+from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.guard import Guard
 from llmsuite.engine.model_state import CRITIC, FullModelState, restore_from_stem
 from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
+from llmsuite.engine.rules import StepRules
 from llmsuite.engine.stage import CriticStage, Stage
-from llmsuite.engine.step import forward_backward
 from llmsuite.engine.step_callback import StepCallback
 from llmsuite.parallel import collective
 from llmsuite.parallel.loss_ledger import LossLedger, LossTerms, Sums
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.pipeline import PipelineStage
 from llmsuite.recipe.critic import CriticPlans
 
@@ -94,13 +94,14 @@ class Critic(StepCallback):
             assert isinstance(stage, CriticStage), "`make_stage` checks the class"
             objective = _CriticObjective(stage)
         part = self.built.part
-        self._passes = Passes(objective, part, plans.parallel.schedule, ("model",))
+        passes = Passes(objective, part, plans.parallel.schedule, ("model",))
         part.train()
-        host = backend if engine.offload_optimizer else None
-        self.optimizer = Optimizer(self.built.shards, train, total_steps, host, backend.ops(engine.precision))
-        self._dtype = backend.parameter_dtype(engine.precision)
         self._callbacks = [] if self.built.balance is None else [self.built.balance]
         self._guard = Guard(train.on_nonfinite, max_bad_steps=train.max_bad_steps)
+        rules = StepRules(self._guard, callbacks=self._callbacks)
+        self._engine = EagerEngine.from_plans(passes, rules, self.built, train, engine, backend, total_steps)
+        self.optimizer = self._engine.optimizer
+        self._dtype = backend.parameter_dtype(engine.precision)
         self._batches = list[Any]()
         self._scale = 1.0
         self._is_accepted = False
@@ -108,7 +109,7 @@ class Critic(StepCallback):
 
     def estimate_values(self, batches: Sequence[Any]) -> None:
         """Add "values" to the batches of a rollout; every rank has to call it with the same number of batches."""
-        run_prepasses(self._passes, MicroBatchLoader.collated(batches))
+        run_prepasses(self._engine.passes, MicroBatchLoader.collated(batches))
 
     # in a step
 
@@ -128,7 +129,7 @@ class Critic(StepCallback):
         """Run the critic's forward and backward passes. Raises NonFiniteLoss before anything is updated."""
         ledger = LossLedger()
         reader = MicroBatchLoader.collated(self._batches)
-        forward_backward(self._passes, reader, self.optimizer, ledger, self._scale)
+        self._engine.forward_backward(reader, ledger, self._scale)
         weight, metrics = ledger.reduce()
         norm = self.optimizer.finish_gradients((weight or 1.0) * self._scale)
         for callback in self._callbacks:

@@ -26,13 +26,13 @@ from llmsuite.contract.schema.lora import LoraSection
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.data import TrainingData
 from llmsuite.engine.data_loader import StepDataLoader
+from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.guard import StepDecision
-from llmsuite.engine.passes import Passes
-from llmsuite.engine.step import StepRules, train_step
+from llmsuite.engine.rules import StepRules
+from llmsuite.engine.step import train_step
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.materialize import read_local_values
-from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.vocabulary import pad_values, without_padding
 from llmsuite.parallel.weight_gradients import CapturedWeightGradient
 
@@ -64,9 +64,7 @@ def init_from_gradients(
     num_workers: int,
     built: BuiltModel,
     data: TrainingData,
-    passes: Passes,
-    optimizer: Optimizer,
-    rules: StepRules,
+    engine: EagerEngine,
 ) -> None:
     """Initialize the adapters of a new run from gradients. A collective call: every rank makes it before the first
     step.
@@ -77,9 +75,7 @@ def init_from_gradients(
         num_workers: threads that prepare batches.
         built: the model.
         data: data of the run.
-        passes: passes of the model.
-        optimizer: optimizer of the run, which has the adapters.
-        rules: rules of the steps of the run.
+        engine: engine of the run, whose optimizer has the adapters.
 
     Raises:
         UserError: a gradient has too few singular vectors for the rank, or is not finite.
@@ -105,14 +101,14 @@ def init_from_gradients(
             shape = [first.shape[0], second.shape[1]]
             local = [first.local_shape[0], second.local_shape[1]]
             watched[name] = CapturedWeightGradient(layers[name], shape, local, shard_plan.dim(f"{name}.weight"), mesh)
-        _run_gradient_steps(init.batches, data, num_workers, passes, optimizer, rules)
+        _run_gradient_steps(init.batches, data, num_workers, engine)
         values |= _factors(watched, {name: shapes[f"{name}.weight"] for name in watched}, init)
     read = pad_values(lambda name, shape, index: values[name][tuple(index)], shapes)
     for shard in built.every_shard:
         if shard.name in values:
             shard.load(read_local_values(shard.name, shard.shape, shard_plan, mesh, read))
-    for shard in optimizer.shards:
-        optimizer.to_host(shard)
+    for shard in engine.optimizer.shards:
+        engine.optimizer.to_host(shard)
 
 
 def _check_ranks(rank: int, shapes: Mapping[str, Sequence[int]]) -> None:
@@ -142,16 +138,15 @@ class _GradientOnlyRules(StepRules):
         return "skip"
 
 
-def _run_gradient_steps(
-    count: int, data: TrainingData, num_workers: int, passes: Passes, optimizer: Optimizer, rules: StepRules
-) -> None:
+def _run_gradient_steps(count: int, data: TrainingData, num_workers: int, engine: EagerEngine) -> None:
     """Run the passes of the first steps, which leave gradients. The run trains on the same samples afterwards."""
-    gradient_only = _GradientOnlyRules(loss_scale=rules.loss_scale, callbacks=rules.callbacks)
+    rules = engine.rules
+    gradient_only = engine.with_rules(_GradientOnlyRules(loss_scale=rules.loss_scale, callbacks=rules.callbacks))
     loader = StepDataLoader(data, collective.mesh().data_rank, 0, count, num_workers)
     with contextlib.closing(loader):
         for number in range(1, count + 1):
             batches = loader.next_step(number).batches
-            metrics = train_step(1, batches, passes, optimizer, gradient_only, requests={}, is_logged=False)
+            metrics = train_step(gradient_only, 1, batches, requests={}, is_logged=False)
             loader.finish_step(metrics)
 
 

@@ -1,6 +1,6 @@
 """Training run in one rank, from the plan to the last checkpoint: the work of `llmsuite run`.
 
-Read top to bottom: construction (device -> mesh -> data -> model -> optimizer -> checkpointer), then the loop, then
+Read top to bottom: construction (device -> mesh -> data -> model -> engine -> checkpointer), then the loop, then
 the methods that it calls. One optimizer step is in `step.py`.
 """
 
@@ -29,6 +29,7 @@ from llmsuite.engine.checkpointer import CheckpointContents, Checkpointer
 from llmsuite.engine.critic import build_critic
 from llmsuite.engine.data import load_tokenizer, make_stage, padding_free, read_data, tokenizer_to_save
 from llmsuite.engine.data_loader import StepDataLoader
+from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.evaluate import evaluate
 from llmsuite.engine.fetching import fetch_missing, fetched_checkpoint
 from llmsuite.engine.generation import GenerationEvaluation
@@ -39,6 +40,7 @@ from llmsuite.engine.loss_scale import LossScale, NoLossScale
 from llmsuite.engine.model_state import FullModelState, needed_tensors
 from llmsuite.engine.output import NullOutput, Output
 from llmsuite.engine.passes import MicroBatchLoader, Passes
+from llmsuite.engine.program_engine import ProgramEngine
 from llmsuite.engine.reference_weights import load_reference_weights
 from llmsuite.engine.resume import (
     RunIdentity,
@@ -49,12 +51,12 @@ from llmsuite.engine.resume import (
     rounded,
 )
 from llmsuite.engine.rollouts import RolloutDataLoader, RolloutEngine, rollout_engine
+from llmsuite.engine.rules import StepRules
 from llmsuite.engine.sample_source import SampleSource, StepSamples
 from llmsuite.engine.stage import Stage, StatefulStage
-from llmsuite.engine.step import StepRules
-from llmsuite.engine.step_runner import StepRunner
 from llmsuite.engine.stop import StopRequest
 from llmsuite.engine.stragglers import stragglers
+from llmsuite.engine.train_engine import TrainEngine
 from llmsuite.launch import calls
 from llmsuite.launch.ends import INTERRUPTED
 from llmsuite.observe.events import read_events
@@ -62,7 +64,6 @@ from llmsuite.observe.loggers import Loggers
 from llmsuite.observe.metrics import RateWindow, epoch_position, evaluation_at
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import REQUESTS
-from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.recipe.critic import critic_plans
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.recipe.unread import unread_keys
@@ -134,7 +135,7 @@ class Trainer:
         prepasses = [prepass.kind for prepass in plan.train.profile.prepasses]
         reference = load_reference_weights(plan.model, plan.train, registry, built, mesh)
         with_reference = contextlib.nullcontext if reference is None else reference.active
-        self.passes = Passes(data.stage, built.part, plan.parallel.schedule, prepasses, with_reference)
+        passes = Passes(data.stage, built.part, plan.parallel.schedule, prepasses, with_reference)
         self.rollouts: RolloutEngine | None = None
         if plan.train.profile.updates:
             self.rollouts = rollout_engine(
@@ -147,19 +148,8 @@ class Trainer:
                 plan.model, plan.train, precision, max_length, backend, mesh, built, data
             )
 
-        # optimizer
-        self.step_runner = StepRunner.from_plans(
-            plan.parallel, plan.data, train, backend, built, data.program_stage, self.cadence.total_steps
-        )
-        self.optimizer = self.step_runner.optimizer
-        loss_scale = LossScale() if precision == "fp16" else NoLossScale()
-        self.rules = StepRules(
-            Guard.from_section(train),
-            loss_scale,
-            [part for part in (built.balance, built.input_scales, self.critic) if part is not None],
-            max_metrics=plan.train.profile.max_metrics,
-            may_be_empty=self.rollouts is not None,
-        )
+        # engine, with the optimizer
+        self.engine = self._make_engine(passes)
 
         # checkpointer
         self.checkpointer = self._make_checkpointer(precision)
@@ -186,16 +176,16 @@ class Trainer:
         """Resume from the newest complete checkpoint; start at step 0 when there is none. A collective call."""
         root = self.checkpointer.root
         built = self.built
+        optimizer = self.engine.optimizer
         others = [self.critic.restore]  # does nothing without a critic
         state = resume_from(
-            self.plan.model, self.identity, root, self.registry, built, self.optimizer, self.local_storage, others
+            self.plan.model, self.identity, root, self.registry, built, optimizer, self.local_storage, others
         )
         self.state = state
         self.step = state.step
         self.samples = state.samples
         self.checkpointer.resume(state.step)
-        self.rules.guard.resume(state)
-        self.rules.loss_scale.load(state)
+        self.engine.load_state_dict(state)
         if isinstance(self.data.stage, StatefulStage):
             self.data.stage.load_state(state.stage)
         if self.rollouts is not None:
@@ -264,9 +254,7 @@ class Trainer:
                 save_requested = samples.can_checkpoint and self.checkpointer.requested()
                 requests = dict(zip(REQUESTS, (stop_requested, save_requested)))
                 is_logged = cadence.logs(self.step)
-                metrics = self.step_runner.run_step(
-                    self.step, samples.batches, self.passes, self.rules, requests, is_logged
-                )
+                metrics = self.engine.step(self.step, samples.batches, requests, is_logged)
                 metrics = source.finish_step(metrics)
                 self.window.busy += time.perf_counter() - started - (calls.waited() - waited)
                 self.samples = source.samples
@@ -299,10 +287,11 @@ class Trainer:
         total_steps = self.cadence.total_steps
         if self.rollouts is None:
             return StepDataLoader(self.data, self.mesh.data_rank, self.samples, total_steps, self._num_workers)
+        passes = self.engine.passes
         start = (self.step, self.samples)
         on_completions = self.output.sampled
         return RolloutDataLoader(
-            self.data, self.plan.train, self.rollouts, self.passes, start, total_steps, on_completions, self.critic
+            self.data, self.plan.train, self.rollouts, passes, start, total_steps, on_completions, self.critic
         )
 
     def _next_samples(self, source: SampleSource) -> StepSamples:
@@ -318,16 +307,14 @@ class Trainer:
     def init_adapters(self) -> None:
         """Initialize adapters that need gradients, before the first step and with the model in training mode."""
         if self.step == 0 and self._gradient_init is not None:
-            assert isinstance(self.optimizer, Optimizer)  # a rule of recipes refuses compiled train steps with it
+            assert isinstance(self.engine, EagerEngine)  # a rule of recipes refuses compiled train steps with it
             init_from_gradients(
                 self._gradient_init,
                 self.plan.model.shard_plan,
                 self._num_workers,
                 self.built,
                 self.data,
-                self.passes,
-                self.optimizer,
-                self.rules,
+                self.engine,
             )
 
     def log(self, metrics: dict[str, float], is_recorded: bool) -> None:
@@ -354,7 +341,7 @@ class Trainer:
         """Evaluate on `data.eval`, and keep the checkpoint if it is the best so far."""
         micro_batches, num_counted = self._eval_batches
         if self.rollouts is None:
-            metrics = evaluate(MicroBatchLoader(micro_batches, self.data.collate), self.passes, num_counted)
+            metrics = evaluate(MicroBatchLoader(micro_batches, self.data.collate), self.engine.passes, num_counted)
         else:
             metrics = self._evaluate_rollouts(self.rollouts)
         if self.generation is not None:
@@ -399,19 +386,17 @@ class Trainer:
             rounded=rounded(self.built),
             stage=stage_state,
             rollouts=rollout_state,
-            **self.rules.guard.state(),
-            **self.rules.loss_scale.state(),
+            **self.engine.state_dict(),
         )
 
     def roll_back(self) -> None:
         """Return to the last checkpoint after a bad step, and continue with the samples after it."""
         path = self.checkpointer.last
         if self.local_storage is not None:
-            fetch_missing(path, self.local_storage, needed_tensors(self.plan.model, self.built, self.optimizer))
+            fetch_missing(path, self.local_storage, needed_tensors(self.plan.model, self.built, self.engine.optimizer))
         with fetched_checkpoint(path, self.local_storage) as readable:
-            kept = load_all(readable, self.plan.model, self.registry, self.built, self.optimizer)
-        self.rules.guard.roll_back(kept)
-        self.rules.loss_scale.load(kept)
+            kept = load_all(readable, self.plan.model, self.registry, self.built, self.engine.optimizer)
+        self.engine.roll_back(kept)
         self.output.rolled_back(self.step, kept.step)
         self.step = kept.step
         self.window.reset()
@@ -429,10 +414,29 @@ class Trainer:
             plan.recipe, plan.parallel, plan.train, self.registry, initial_digest, tokenizer, is_padding_free
         )
 
+    def _make_engine(self, passes: Passes) -> TrainEngine:
+        """Build the engine of the run: each step is one program, or passes and an update."""
+        plan = self.plan
+        train = plan.train.section
+        built = self.built
+        total_steps = self.cadence.total_steps
+        rules = StepRules(
+            Guard.from_section(train),
+            LossScale() if plan.parallel.engine.precision == "fp16" else NoLossScale(),
+            [part for part in (built.balance, built.input_scales, self.critic) if part is not None],
+            max_metrics=plan.train.profile.max_metrics,
+            may_be_empty=self.rollouts is not None,
+        )
+        if not plan.parallel.engine.compiles_steps:
+            return EagerEngine.from_plans(passes, rules, built, train, plan.parallel.engine, self.backend, total_steps)
+        objective = self.data.program_stage
+        assert objective is not None, "every rank has one where steps are programs"
+        return ProgramEngine(passes, rules, built, objective, plan.parallel, plan.data, train, total_steps)
+
     def _make_checkpointer(self, precision: str) -> Checkpointer:
         plan = self.plan
         dtype = self.backend.parameter_dtype(precision)
-        full_state = functools.partial(FullModelState, plan.model, self.built, self.optimizer, dtype, self.mesh)
+        full_state = functools.partial(FullModelState, plan.model, self.built, self.engine.optimizer, dtype, self.mesh)
         config = plan.model.config
         if self.built.carried is None:
             config = without_carried(config)

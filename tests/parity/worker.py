@@ -119,48 +119,48 @@ def _gradients_of_first_step(directory: Path) -> Iterator[None]:
 def _samples_of_each_step(directory: Path, rank: int) -> Iterator[None]:
     """While active, each training step adds a line to `samples-RANK.jsonl`: the step, the data rank, and of each
     micro-batch the sha256 of what its samples hold, None where nothing is read."""
-    from llmsuite.engine import step_runner
+    from llmsuite.engine import eager_engine
     from llmsuite.parallel import collective
 
-    train_step = step_runner.train_step
+    train_step = eager_engine.train_step
 
-    def noted_step(step: int, batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
+    def noted_step(engine: Any, step: int, batches: Any, *args: Any) -> Any:
         told = None
-        if passes.objective is not None and all(
+        if engine.passes.objective is not None and all(
             isinstance(samples, list) for samples in batches.samples
         ):  # no thread reads them
             told = [[hashlib.sha256(repr(sample).encode()).hexdigest() for sample in b] for b in batches.samples]
         record = {"step": step, "data_rank": collective.mesh().data_rank, "micro_batches": told}
         with open(directory / f"samples-{rank}.jsonl", "a") as file:
             file.write(json.dumps(record) + "\n")
-        return train_step(step, batches, passes, *args, **more)
+        return train_step(engine, step, batches, *args)
 
-    step_runner.train_step = noted_step
+    eager_engine.train_step = noted_step
     try:
         yield
     finally:
-        step_runner.train_step = train_step
+        eager_engine.train_step = train_step
 
 
 @contextlib.contextmanager
 def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[None]:
     """While active, step `last` leaves what this rank has sent in it, the shape of its batch, the order of its passes,
     and the bytes of its tensors."""
-    from llmsuite.engine import step_runner
+    from llmsuite.engine import eager_engine
 
     under_way = _UnderWay()
-    train_step = step_runner.train_step
+    train_step = eager_engine.train_step
     before = under_way.live_bytes()
 
-    def traced_step(step: int, batches: Any, passes: Any, *args: Any, **more: Any) -> Any:
+    def traced_step(engine: Any, step: int, batches: Any, *args: Any) -> Any:
         if step != last:
-            return train_step(step, batches, passes, *args, **more)
+            return train_step(engine, step, batches, *args)
         collated = batches.all_batches()  # before the step, which lets go of them
         ranks = traffic.communicators()
         messages: traffic.Messages = collections.Counter()
         memory = _memory_of_a_step(before, under_way.live_bytes)
         with traffic.traced(messages), memory as held, _passes_of_a_step() as traced:
-            result = train_step(step, batches, passes, *args, **more)
+            result = train_step(engine, step, batches, *args)
         sent: traffic.Traffic = collections.Counter()
         for (_, name, shape, _), count in messages.items():
             sent[name, shape] += count
@@ -177,12 +177,12 @@ def _traffic_of_last_step(directory: Path, rank: int, last: int) -> Iterator[Non
         (directory / f"traffic-{rank}.json").write_text(json.dumps(record))
         return result
 
-    step_runner.train_step = traced_step
+    eager_engine.train_step = traced_step
     try:
         with under_way.counted():
             yield
     finally:
-        step_runner.train_step = train_step
+        eager_engine.train_step = train_step
 
 
 def _num_logits(batch: dict[str, Any]) -> int:

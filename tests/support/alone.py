@@ -11,10 +11,12 @@ from llmsuite.checkpoint.save import GatheredTensor
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.contract.specs import StageProfile
+from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.guard import Guard
 from llmsuite.engine.loss_scale import LossScale, NoLossScale
 from llmsuite.engine.passes import MicroBatchLoader, Passes
-from llmsuite.engine.step import StepRules, train_step
+from llmsuite.engine.rules import StepRules
+from llmsuite.engine.step import train_step
 from llmsuite.parallel.loss_ledger import LossTerms
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.optimizer import Optimizer
@@ -101,7 +103,7 @@ def step(
     passes = Passes(objective, part, "1F1B", [p.kind for p in profile.prepasses])
     rules = StepRules(guard or Guard(), scale or NoLossScale())
     batches = MicroBatchLoader(micro_batches, objective.collate)
-    return train_step(number, batches, passes, optimizer, rules, {"stop": stop})
+    return train_step(EagerEngine(passes, optimizer, rules), number, batches, {"stop": stop})
 
 
 # checkpoint

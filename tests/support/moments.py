@@ -69,13 +69,13 @@ def mark(owner, name, moment):
     setattr(owner, name, outer)
 
 def marked(plan, registry, resume):
-    from llmsuite.engine import checkpointer, output, rollouts, step_runner, trainer
+    from llmsuite.engine import checkpointer, eager_engine, output, rollouts, trainer
     last = lambda self: "last evaluation" if self.step == self.cadence.total_steps else "evaluation"
     mark(trainer, "read_data", "data")
     mark(trainer, "build_model", "model")
     mark(trainer.Trainer, "_prepare_stage", "reference pass")
     mark(rollouts.RolloutDataLoader, "_roll_out", "rollout")
-    mark(step_runner.EagerStepRunner, "run_step", "step")
+    mark(eager_engine.EagerEngine, "step", "step")
     mark(checkpointer, "save", "save")
     mark(trainer.Trainer, "evaluate", last)
     mark(output.Output, "ended", "end")

@@ -23,7 +23,7 @@ from llmsuite.engine.batch import (
     tokens_by_answer,
     total,
 )
-from llmsuite.engine.step_runner import ProgramLoss
+from llmsuite.engine.program_engine import ProgramLoss
 from llmsuite.parallel.loss_ledger import BatchSum
 from llmsuite.parallel.program.forward import MAXIMUM
 from tests.support import grpo_case

@@ -12,9 +12,11 @@ import pytest
 
 from llmsuite.devices.ops import Ops
 from llmsuite.engine.batch import Batch
+from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.expert_balance import ExpertBalance
 from llmsuite.engine.passes import MicroBatchLoader, Passes
-from llmsuite.engine.step import StepRules, train_step
+from llmsuite.engine.rules import StepRules
+from llmsuite.engine.step import train_step
 from llmsuite.models.deepseek.config import SMOKE, DeepSeekConfig
 from llmsuite.models.deepseek.layers import DeepSeek
 from llmsuite.models.deepseek.shard_plan import PLAN
@@ -109,10 +111,9 @@ def run_of_experts(log_steps: int) -> list[dict[str, float]]:
     found = []
     for number in range(1, STEPS + 1):
         rows = [[[number + 3, 8, 5, 7]], [[9, 4, 6, number + 30]]]
-        metrics = train_step(
-            number, MicroBatchLoader(rows, NextTokens().collate), Passes(NextTokens(), part, "1F1B"), optimizer,
-            StepRules(callbacks=[balance]), {"stop": False}, is_logged=number % log_steps == 0,
-        )  # fmt: skip
+        engine = EagerEngine(Passes(NextTokens(), part, "1F1B"), optimizer, StepRules(callbacks=[balance]))
+        batches = MicroBatchLoader(rows, NextTokens().collate)
+        metrics = train_step(engine, number, batches, {"stop": False}, is_logged=number % log_steps == 0)
         metrics.pop("reader_seconds")
         found.append(metrics)
     return found
@@ -147,11 +148,9 @@ def test_a_step_with_a_request_returns_all_metrics() -> None:
     optimizer = alone.optimizer(dict(made.named_parameters()), train, total_steps=2)
     balance = ExpertBalance([made], PLAN, optimizer.shards, alone.MESH, 0.0, 0.0)
     part = PipelineStage([made], alone.MESH, made.config.hidden_size, [], None)
+    engine = EagerEngine(Passes(NextTokens(), part, "1F1B"), optimizer, StepRules(callbacks=[balance]))
     all_metrics = [
-        train_step(
-            1, MicroBatchLoader([[[5, 6, 7]]], NextTokens().collate), Passes(NextTokens(), part, "1F1B"), optimizer,
-            StepRules(callbacks=[balance]), {"stop": asked}, is_logged=False,
-        )
+        train_step(engine, 1, MicroBatchLoader([[[5, 6, 7]]], NextTokens().collate), {"stop": asked}, is_logged=False)
         for asked in (False, True)
-    ]  # fmt: skip
+    ]
     assert ["experts/max_load" in metrics for metrics in all_metrics] == [False, True]

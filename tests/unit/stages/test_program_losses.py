@@ -12,9 +12,9 @@ import pytest
 
 from llmsuite.base.cache import isolated_cache
 from llmsuite.engine.batch import program_inputs
+from llmsuite.engine.program_engine import ProgramLoss
 from llmsuite.engine.row_reader import PackingReader
 from llmsuite.engine.stage import Stage
-from llmsuite.engine.step_runner import ProgramLoss
 from llmsuite.stages.kto import _answers
 from llmsuite.stages.pairs import join
 from llmsuite.stages.rm import RmStage

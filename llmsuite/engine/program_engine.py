@@ -1,10 +1,8 @@
-"""Execution of the steps of a run: eagerly, or each as one compiled program."""
+"""Engine whose steps are compiled programs, each with the passes and the update."""
 
 from __future__ import annotations
 
-import abc
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,21 +12,18 @@ import paddle
 from llmsuite.adapters.layers.reft import chosen_tokens
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.recipe import TrainSection
-from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.batch import Batch, ProgramBatch, program_inputs
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.expert_balance import ExpertBalance
 from llmsuite.engine.objective import ProgramObjective
 from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
-from llmsuite.engine.step import StepRules, train_step
+from llmsuite.engine.rules import StepRules, finite_metrics
+from llmsuite.engine.train_engine import TrainEngine
 from llmsuite.launch import calls
 from llmsuite.parallel import collective
-from llmsuite.parallel.base_optimizer import BaseOptimizer
 from llmsuite.parallel.ledger_entries import COUNTS
 from llmsuite.parallel.loss_ledger import BatchSum, LossLedger, total_of
-from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.program.auto_parallel import AutoParallelLayout
 from llmsuite.parallel.program.experts import with_experts
 from llmsuite.parallel.program.forward import MAXIMUM
@@ -72,88 +67,34 @@ class ProgramLoss:
         return found
 
 
-class StepRunner(abc.ABC):
-    """Runs the steps of a run."""
+class ProgramEngine(TrainEngine):
+    """Runs each step as one compiled program, which has the passes and the update: it updates nothing in a step that
+    the rules are not going to accept."""
 
-    optimizer: BaseOptimizer
+    optimizer: ProgramOptimizer
 
-    @staticmethod
-    def from_plans(
+    def __init__(
+        self,
+        passes: Passes,
+        rules: StepRules,
+        built: BuiltModel,
+        objective: ProgramObjective,
         parallel_plan: ParallelPlan,
         data_plan: DataPlan,
         train: TrainSection,
-        backend: DeviceBackend,
-        built: BuiltModel,
-        objective: ProgramObjective | None,
         total_steps: int,
-    ) -> StepRunner:
-        """Build the step runner of a run.
-
+    ):
+        """
         Args:
+            passes: passes of the model, for pre-passes.
+            rules: rules of the steps.
+            built: the model.
+            objective: stage of the run, on every rank: each compiles the program of the full step.
             parallel_plan: plan of the parallelism.
             data_plan: plan of the data.
             train: section of the recipe with the keys of the optimizer.
-            backend: backend of the device.
-            built: the model.
-            objective: stage of the run; None on ranks that load no data, unless steps are programs.
             total_steps: steps of the run.
         """
-        if parallel_plan.engine.compiles_steps:
-            assert objective is not None, "every rank has one where steps are programs"
-            return ProgramStepRunner(parallel_plan, data_plan, train, built, objective, total_steps)
-        return EagerStepRunner(parallel_plan.engine, train, backend, built, total_steps)
-
-    @abc.abstractmethod
-    def run_step(
-        self,
-        step: int,
-        batches: MicroBatchLoader,
-        passes: Passes,
-        rules: StepRules,
-        requests: Mapping[str, bool],
-        is_logged: bool,
-    ) -> dict[str, float]:
-        """Run one step; arguments and result are those of `train_step`."""
-
-
-class EagerStepRunner(StepRunner):
-    """Runs `train_step`: eagerly, except for layers that are compiled."""
-
-    def __init__(
-        self, engine: EngineSection, train: TrainSection, backend: DeviceBackend, built: BuiltModel, total_steps: int
-    ):
-        host = backend if engine.offload_optimizer else None
-        ops = backend.ops(engine.precision)
-        self.optimizer: Optimizer = Optimizer(built.shards, train, total_steps, host, ops)
-
-    def run_step(
-        self,
-        step: int,
-        batches: MicroBatchLoader,
-        passes: Passes,
-        rules: StepRules,
-        requests: Mapping[str, bool],
-        is_logged: bool,
-    ) -> dict[str, float]:
-        """Run `train_step`."""
-        self.optimizer.reserve()
-        return train_step(step, batches, passes, self.optimizer, rules, requests, is_logged)
-
-
-class ProgramStepRunner(StepRunner):
-    """Runs each step as one program, which updates nothing in a step that the rules are not going to accept."""
-
-    def __init__(
-        self,
-        parallel_plan: ParallelPlan,
-        data_plan: DataPlan,
-        train: TrainSection,
-        built: BuiltModel,
-        objective: ProgramObjective,
-        total_steps: int,
-    ):
-        """Arguments are those of `from_plans`. `objective` is given on every rank: each rank compiles the program of
-        the full step."""
         engine = parallel_plan.engine
         assert not engine.offload_optimizer, "refused before the run"
         mesh = collective.mesh()
@@ -161,9 +102,8 @@ class ProgramStepRunner(StepRunner):
         if parallel_plan.section.sharding != "none":
             zero_group = ZeroGroup(parallel_plan.degrees.num_data_ranks, mesh.data_rank, mesh.data_group)
         expert_parallel = frozenset[str]() if built.pipeline is None else built.pipeline.expert_parallel
-        self.optimizer: ProgramOptimizer = ProgramOptimizer(
-            built.shards, train, total_steps, zero_group, expert_parallel
-        )
+        optimizer = ProgramOptimizer(built.shards, train, total_steps, zero_group, expert_parallel)
+        super().__init__(passes, optimizer, rules)
         self._objective = objective
         self._edited_ends = built.part.edited_ends
         # a family may support experts, and this shape of it have none
@@ -175,38 +115,25 @@ class ProgramStepRunner(StepRunner):
         loss: Any = self._loss
         if self._balance is not None:
             loss = with_experts(loss)
-        slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
         self._scales_loss = engine.precision == "fp16"
-        model = built.part.model if built.pipeline is None else built.part
-        ranks = mesh.rows("tp")
         check_passes(engine.fused_passes)
         options = Options(
             recompute=engine.recompute != "none", scales_loss=self._scales_loss, passes=engine.fused_passes
         )
-        layout: Layout
-        if parallel_plan.degrees.auto_parallel:
-            layout = AutoParallelLayout(model, built.shards)
-        else:
-            layout = MeshLayout(model, ranks, slices, built.pipeline)
-        self._programs = StepPrograms(layout, self.optimizer, loss, options)
+        self._programs = StepPrograms(_layout(built, parallel_plan), optimizer, loss, options)
         self._multiple = parallel_plan.length_multiple
         self._longest = longest_row(data_plan.section.max_length, self._multiple)
 
-    def run_step(
-        self,
-        step: int,
-        batches: MicroBatchLoader,
-        passes: Passes,
-        rules: StepRules,
-        requests: Mapping[str, bool],
-        is_logged: bool,
+    def step(
+        self, step: int, batches: MicroBatchLoader, requests: Mapping[str, bool], is_logged: bool = True
     ) -> dict[str, float]:
         """Run one step as a compiled program."""
+        rules = self.rules
         calls.step(step)
-        passes.model.step = step
+        self.passes.model.step = step
         ledger = LossLedger()
         ledger.add_requests(**requests)
-        run_prepasses(passes, batches)
+        run_prepasses(self.passes, batches)
         own = [batches.pop(number) for number in range(len(batches.all_batches()))]
         callbacks = [callback for callback in rules.callbacks if not isinstance(callback, ExpertBalance)]
         for callback in callbacks:
@@ -250,7 +177,7 @@ class ProgramStepRunner(StepRunner):
             return metrics
         for callback in callbacks:
             callback.after_skip()
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}  # JSON has no NaN or infinity
+        return finite_metrics(metrics)
 
     def _inputs(self, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
         """Concatenate the program inputs of all micro-batches of this rank. Zeros on ranks without batches."""
@@ -289,6 +216,15 @@ class ProgramStepRunner(StepRunner):
             chosen = chosen_tokens(paddle.to_tensor(prompts), starts, self._edited_ends)
             inputs[TOKEN_VALUES] = chosen.numpy().astype("int64")  # int64, the type in which pipelines send ids
         return inputs
+
+
+def _layout(built: BuiltModel, parallel_plan: ParallelPlan) -> Layout:
+    """Return the layout of a model: the one of our own meshes, or that of a model which shards itself."""
+    model = built.part.model if built.pipeline is None else built.part
+    if parallel_plan.degrees.auto_parallel:
+        return AutoParallelLayout(model, built.shards)
+    slices = {s.name: s for s in built.every_shard if isinstance(s, SlicedShard) and s.is_sliced}
+    return MeshLayout(model, collective.mesh().rows("tp"), slices, built.pipeline)
 
 
 def _zeros_without_inputs(inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

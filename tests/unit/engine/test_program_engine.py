@@ -13,9 +13,10 @@ import safetensors.numpy
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
-from llmsuite.engine import step_runner
+from llmsuite.engine import program_engine
+from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.guard import NonFiniteLoss
-from llmsuite.engine.step_runner import EagerStepRunner, ProgramStepRunner
+from llmsuite.engine.program_engine import ProgramEngine
 from llmsuite.engine.trainer import run
 from llmsuite.observe.events import read_events
 from llmsuite.observe.runs import read_run
@@ -76,15 +77,15 @@ def test_a_run_that_stops_has_updated_nothing(
     train: Train, tmp_path: Path, mode: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[bytes] = []
-    for kind in (EagerStepRunner, ProgramStepRunner):
+    for kind in (EagerEngine, ProgramEngine):
 
-        def watched(self: Any, step: int, *args: Any, run_step: Any = kind.run_step) -> Any:
+        def watched(self: Any, step: int, *args: Any, run_step: Any = kind.step) -> Any:
             try:
                 return run_step(self, step, *args)
             finally:
                 seen.append(b"".join(shard.parameter.numpy().tobytes() for shard in self.optimizer.shards))
 
-        monkeypatch.setattr(kind, "run_step", watched)
+        monkeypatch.setattr(kind, "step", watched)
     with pytest.raises(NonFiniteLoss, match=rf"^step {BAD}: loss is nan, gradient norm nan; nothing was updated\. L"):
         train("stop", *mode)
     assert len(seen) == BAD
@@ -117,7 +118,7 @@ def test_bad_steps_are_handled_as_in_eager_mode(train: Train, answer: str) -> No
 
 
 def test_rows_longer_than_a_program_are_refused(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_runner, "longest_row", lambda max_length, multiple: 1)
+    monkeypatch.setattr(program_engine, "longest_row", lambda max_length, multiple: 1)
     with pytest.raises(
         UserError, match=r"^engine\.program: is step, and a row of this stage has \d+ tokens, more than"
     ):

@@ -1,0 +1,99 @@
+"""Engine whose steps run eagerly: forward and backward passes one by one, then the update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.engine import EngineSection
+from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.devices.base import DeviceBackend
+from llmsuite.engine.build import BuiltModel
+from llmsuite.engine.passes import MicroBatchLoader, Passes
+from llmsuite.engine.rules import StepRules
+from llmsuite.engine.step import train_step
+from llmsuite.engine.train_engine import TrainEngine
+from llmsuite.parallel.ledger_entries import COUNTS
+from llmsuite.parallel.loss_ledger import LossLedger
+from llmsuite.parallel.optimizer import Optimizer
+
+
+class EagerEngine(TrainEngine):
+    """Runs `train_step`. Only layers may be compiled, not the order of the passes and the update."""
+
+    optimizer: Optimizer
+
+    def __init__(self, passes: Passes, optimizer: Optimizer, rules: StepRules):
+        super().__init__(passes, optimizer, rules)
+
+    @classmethod
+    def from_plans(
+        cls,
+        passes: Passes,
+        rules: StepRules,
+        built: BuiltModel,
+        train: TrainSection,
+        engine: EngineSection,
+        backend: DeviceBackend,
+        total_steps: int,
+    ) -> EagerEngine:
+        """Build the engine with its optimizer.
+
+        Args:
+            passes: passes of the model.
+            rules: rules of the steps.
+            built: the model.
+            train: section of the recipe with the keys of the optimizer.
+            engine: section of the recipe.
+            backend: backend of the device.
+            total_steps: steps of the run.
+        """
+        host = backend if engine.offload_optimizer else None
+        optimizer = Optimizer(built.shards, train, total_steps, host, backend.ops(engine.precision))
+        return cls(passes, optimizer, rules)
+
+    def with_rules(self, rules: StepRules) -> EagerEngine:
+        """Return an engine of the same model and optimizer, with other rules."""
+        return EagerEngine(self.passes, self.optimizer, rules)
+
+    def step(
+        self, step: int, batches: MicroBatchLoader, requests: Mapping[str, bool], is_logged: bool = True
+    ) -> dict[str, float]:
+        """Run `train_step`."""
+        self.optimizer.reserve()
+        return train_step(self, step, batches, requests, is_logged)
+
+    def forward_backward(self, batches: MicroBatchLoader, ledger: LossLedger, scale: float) -> None:
+        """Run all passes of a step, in the order of the pipeline schedule. The gradients are those of the sum of the
+        losses: they are divided by the weight of the global batch once, after the last pass.
+
+        A `ProgramEngine` has no such method: its program has the passes and the update in one, and no gradients lie
+        between them that could be looked at, or dropped.
+
+        Args:
+            batches: micro-batches of this rank.
+            ledger: gets the sums and weights of the losses.
+            scale: factor of the losses in the backward passes.
+        """
+        passes = self.passes
+        model = passes.model
+        loss = passes.objective.loss if passes.objective is not None else None
+        actions = passes.actions(len(batches))
+        last_backward = {action.chunk: action for action in actions if not action.forward}.values()
+        for action in actions:
+            if not action.forward:
+                self.optimizer.begin_backward(is_last=action in last_backward)
+                model.backward(action, scale)
+                continue
+            batch = passes.batch_of(action, batches.pop)
+            if batch is not None:
+                ledger.count(**{name: batch[entry] for name, entry in COUNTS.items()})
+            lengths = batch.get("lengths") if batch is not None else None
+            terms = passes.forward(action, loss, batch, lengths)
+            if terms is not None:
+                if model.is_last and terms.total.stop_gradient:
+                    raise UserError(
+                        f"step {model.step}: the stage's loss depends on no trained parameter; it has to be computed "
+                        "from what the model returns, without detach() or no_grad()"
+                    )
+                ledger.add(terms)
