@@ -102,6 +102,17 @@ def test_decay_leaves_gains_alone() -> None:
         assert np.abs(decayed[name] - plain[name]).max() > 1e-3
 
 
+def test_both_optimizers_begin_with_the_same_state() -> None:
+    """So a checkpoint of one is taken up by the other."""
+    train = section(weight_decay=0.1, adam_beta1=0.8)
+    states = []
+    for make in (Optimizer, ProgramOptimizer):
+        optimizer = make(alone.shards(parameters(initial())), train, NUM_STEPS)
+        states.append({entry.name: entry.value.numpy() for entry in optimizer.state()})
+    assert alone.same(*states)
+    assert float(states[0]["norm.weight/beta1_pow_acc"][0]) == pytest.approx(0.8)
+
+
 @pytest.mark.parametrize("make", [Optimizer, ProgramOptimizer])
 def test_sgd_reads_no_key_of_adamw(make: Any) -> None:
     """So that a recipe with such a key gets a warning, in every mode."""
