@@ -204,7 +204,7 @@ class FilteredStream(io.TextIOWrapper):
         """
         Args:
             stream: to write to.
-            shown: the filter.
+            redact_text: the filter, from a text to what is written of it.
             options: of TextIOWrapper.
         """
         super().__init__(stream, **options)

@@ -50,7 +50,7 @@ def render(source: str, variables: Mapping[str, Any] | None) -> str:
         variables: its variables: values of JSON.
 
     Raises:
-        Refused: it is no valid Jinja, raises an error, or takes too much time or memory.
+        RenderError: it is no valid Jinja, raises an error, or takes too much time or memory.
     """
     (text,) = render_all(source, [variables])
     if isinstance(text, RenderError):

@@ -36,7 +36,7 @@ def read_adapters(paths: Mapping[str, Path], base: ModelDirectory, allow_pickle:
     """Read the factors of each adapter, by its name.
 
     Args:
-        places: directories of the adapters by their names.
+        paths: directories of the adapters by their names.
         base: the model.
         allow_pickle: read pickles too.
 

@@ -236,7 +236,7 @@ class _Packer:
             shapes: of their matrices, [I, O] each.
             precision: to store them in.
             orders: the outputs of each in the order in which they are to lie; None for their own.
-            turned: whether the parameters are [O, I].
+            transposed: the parameters are [O, I].
         """
         num_inputs = int(shapes[0][0])
         _check_blocks(names[0], num_inputs, precision)

@@ -35,7 +35,7 @@ class PackedLinear(nn.Layer):
         Args:
             matrix: [I, O].
             bias: [O], or none.
-            product: the device's matmul, which rounds inputs to bfloat16.
+            matmul: the device's matmul, which rounds inputs to bfloat16.
             name: of the layer, for messages; "" where only llmsuite's code uses it.
         """
         super().__init__()
@@ -76,7 +76,7 @@ class PackedExperts(GroupedMatrix):
         """
         Args:
             stack: of matrices [I, O].
-            product: the device's grouped matmul.
+            matmul: the device's grouped matmul.
         """
         self.shape = [stack.bytes.shape[0], stack.num_inputs, stack.num_outputs]
         self.matrix = stack

@@ -54,7 +54,7 @@ class SupervisedProcess:
             command: program and arguments.
             pass_fds: file descriptors that the command finds open.
             output: receives what the command and its children print; None for the output of this process.
-            most_output: bytes of that; what goes beyond them is left out. None for all.
+            max_output_bytes: bytes of that; what goes beyond them is left out. None for all.
             grace_seconds: seconds between SIGTERM and SIGKILL for the command, where it does not end on its own.
             environment: its variables; None for those of this process.
             max_memory_bytes: memory that the command and all its descendants may take together; they are killed when

@@ -24,7 +24,7 @@ Lookup = Callable[[Tensor, Tensor], Tensor]
 class WithLookup:
     """A layer that looks up rows of its tables by a function of its own choice."""
 
-    lookup: Lookup
+    lookup: Lookup = staticmethod(F.embedding)
     """Lookup of ids in a table: other ones than Paddle's are for ranks that have some of the rows of all tables, and
     for sparse gradients."""
 
@@ -34,7 +34,6 @@ class Embedding(nn.Embedding, WithLookup):
 
     def __init__(self, num_rows: int, width: int, weight_attr: Any = None):
         super().__init__(num_rows, width, weight_attr=weight_attr)
-        self.lookup = F.embedding
 
     @classmethod
     def adopt(cls, embedding: nn.Embedding) -> Self:

@@ -45,7 +45,6 @@ class GroupedLinear(nn.Layer, WithMatmul):
 
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
         super().__init__()
-        self.matmul = matmul
         self.in_program = grouped_in_program
         self.weight = self.create_parameter([num_experts, num_inputs, num_outputs], attr=ZEROS)
 

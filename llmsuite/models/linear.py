@@ -14,6 +14,7 @@ from paddle import nn
 from typing_extensions import Self
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices import ops
 
 LinearKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Maps x [..., I], a matrix [I, O] and a bias [O] or None to x W + bias, [..., O]."""
@@ -22,15 +23,15 @@ LinearKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class WithMatmul:
     """A layer that multiplies x [..., I] with matrices [I, O] by a function of its own choice."""
 
-    matmul: Callable[..., Tensor]
-    """The function, with the arguments of `paddle.matmul`; without another choice `llmsuite.devices.ops.matmul`."""
+    matmul: Callable[..., Tensor] = staticmethod(ops.matmul)
+    """The function, with the arguments of `paddle.matmul`."""
 
 
 class WithLinear:
     """A layer that computes x W + bias by a function of its own choice."""
 
-    linear: LinearKernel
-    """The function; without another choice `llmsuite.devices.ops.linear`."""
+    linear: LinearKernel = staticmethod(ops.linear)
+    """The function."""
 
 
 class Linear(nn.Linear):

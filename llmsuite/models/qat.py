@@ -20,7 +20,6 @@ import paddle
 from paddle import nn
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices import ops
 from llmsuite.devices.ops import identity
 from llmsuite.models.blocks import is_mtp
 from llmsuite.models.int8_grid import LEAST, LEVELS
@@ -68,7 +67,6 @@ class FakeQuantLinear(nn.Layer, WithLinear):
             rounds_weight: False where the weight is already on the grid.
         """
         super().__init__()
-        self.linear = ops.linear
         self.weight = linear.weight
         self.bias = linear.bias
         self.rounds_weight = rounds_weight

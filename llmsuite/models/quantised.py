@@ -16,7 +16,6 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.utils.dlpack import from_dlpack
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.ops import matmul
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, byte_levels
 from llmsuite.models.linear import WithMatmul, is_matrix
 
@@ -37,7 +36,6 @@ class QuantisedMatrix(nn.Layer, WithMatmul, GroupedMatrix):
 
     def __init__(self, shape: Sequence[int], format: BlockFormat):
         super().__init__()
-        self.matmul = matmul
         self.shape = list(shape)
         self.format = format
         dtypes = {CODES: format.stored_dtype, ABSMAX: "float32"}

@@ -1,8 +1,10 @@
-"""Programs that are text, in tests, tools and pages, import what there is: no linter follows into them."""
+"""Texts name what there is: programs in tests, tools and pages what can be imported, docstrings parameters and errors.
+No linter follows into them."""
 
 from __future__ import annotations
 
 import ast
+import builtins
 import functools
 import json
 import re
@@ -19,6 +21,9 @@ IMPORT = re.compile(
 TEXTS = ("tests", "benchmarks", "docs", "examples", "recipes", "README.md", "README.zh.md", "CONTRIBUTING.md")
 PLANTED = ("test_names_in_texts.py", "test_house.py", "test_public.py")
 """Tests of rules, with modules that are made up."""
+SECTION = r"^{}:\n((?:    .*\n?|\n)+)"
+ENTRY = re.compile(r"^    (\*{0,2}\w[\w.]*(?:, \*{0,2}\w[\w.]*)*):", re.MULTILINE)
+"""The names that begin an entry of a docstring's section."""
 
 
 @functools.cache
@@ -88,6 +93,69 @@ def test_programs_in_texts_import_what_there_is() -> None:
         for name in stale(text)
     }
     assert sorted(found) == []
+
+
+def entries(docstring: str, section: str) -> list[str]:
+    """Names that a section of a docstring, such as Args, describes."""
+    found = re.search(SECTION.format(section), docstring, re.MULTILINE)
+    return [name.strip("* ") for names in ENTRY.findall(found[1] if found else "") for name in names.split(",")]
+
+
+def wrong_entries(tree: ast.Module, errors: frozenset[str]) -> Iterator[str]:
+    """Entries of the docstrings of a module that are neither parameters of their function nor classes of errors."""
+    imported = {
+        (alias.asname or alias.name).partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for alias in node.names
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        text = ast.get_docstring(node) or ""
+        parts = node.args
+        given = [*parts.posonlyargs, *parts.args, *parts.kwonlyargs, parts.vararg, parts.kwarg]
+        parameters = {argument.arg for argument in given if argument is not None}
+        yield from (f"{node.name}: {name}" for name in entries(text, "Args") if name not in parameters)
+        for error in entries(text, "Raises"):
+            name = error.partition(".")[0]
+            if not (name in errors or name in imported or hasattr(builtins, name)):
+                yield f"{node.name}: {error}"
+
+
+def test_docstrings_name_parameters_and_errors() -> None:
+    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "llmsuite").rglob("*.py")}
+    classes = frozenset(
+        node.name for tree in trees.values() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)
+    )
+    found = [
+        f"{path.relative_to(ROOT).as_posix()} {wrong}"
+        for path, tree in trees.items()
+        for wrong in wrong_entries(tree, classes)
+    ]
+    assert sorted(found) == []
+
+
+def test_a_wrong_entry_of_a_docstring_is_found() -> None:
+    tree = ast.parse(
+        """
+import http.client
+def f(a, b, *rest, key=None, **options):
+    \'\'\'Do it.
+
+    Args:
+        a, c: numbers. One of them: the first.
+        rest, options: others.
+            more: of them.
+        kee: gone.
+
+    Raises:
+        ValueError: a is none.
+        Lost, http.client.Other, client.Gone: b is none.
+    \'\'\'
+"""
+    )
+    assert [*wrong_entries(tree, frozenset(["Lost"]))] == ["f: c", "f: kee", "f: client.Gone"]
 
 
 def test_what_is_not_there_is_found(tmp_path: Path) -> None:

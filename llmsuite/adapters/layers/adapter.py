@@ -8,7 +8,6 @@ from typing import Any
 from paddle import nn
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices import ops
 from llmsuite.devices.ops import identity
 from llmsuite.models.linear import WithLinear, WithMatmul
 from llmsuite.models.quantised import QuantisedMatrix
@@ -32,8 +31,6 @@ class Adapter(nn.Layer, WithMatmul, WithLinear):
 
     def take(self, linear: nn.Linear | nn.Embedding) -> None:
         """Adopt W and bias of a layer."""
-        self.matmul = ops.matmul
-        self.linear = ops.linear
         self.lora_dropout = self.reduce_partial_sum = identity
         self.weight = linear.weight
         self.bias = linear.bias if isinstance(linear, nn.Linear) else None

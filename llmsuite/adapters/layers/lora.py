@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import paddle
-import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.adapters.layers.adapter import Adapter
@@ -142,7 +141,6 @@ class LoraEmbedding(Adapter, WithLookup):
         self.take(embedding)
         self.scaling = config.scale
         self.is_enabled = True
-        self.lookup = F.embedding
         _create_parameters(self, config, embedding.weight.shape)
 
     def forward(self, input_ids: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def send(request: urllib.request.Request, deadline: Deadline) -> http.client.HTT
     """Send a request. Returns the response of any status: no redirect is followed. Proxies of the environment are used.
 
     Raises:
-        OSError, HTTPException: there is no response before the deadline.
+        OSError, http.client.HTTPException: there is no response before the deadline.
     """
     opener = urllib.request.OpenerDirector()
     for handler in (

@@ -170,8 +170,9 @@ def test_the_second_factor_learns_faster(optimizer: Any) -> None:
 def test_base_and_adapter_make_the_same_logits(made: Any) -> None:
     _, directory, _, _, logits = made
     merged = load_model(add_adapter(open_model(directory / "base", FAMILIES), directory / "adapter"), CpuBackend())
-    # rounded to float32 with its adapter in it, a matrix moves the logits of ERNIE, up to 5, by 3.2e-6 of the largest
-    np.testing.assert_allclose(merged(paddle.to_tensor(IDS)).numpy(), logits, rtol=0, atol=4e-6 * np.abs(logits).max())
+    # rounded to float32 with its adapter in it, a matrix moves the logits of ERNIE, up to 5, by 3.2e-6 of the largest;
+    # on a processor with AVX-512, whose products sum in another order, those of Llama by 4.1e-6
+    np.testing.assert_allclose(merged(paddle.to_tensor(IDS)).numpy(), logits, rtol=0, atol=8e-6 * np.abs(logits).max())
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
@@ -198,7 +199,7 @@ def test_a_quantised_base_and_adapter_make_the_same_logits(family: str, tmp_path
     logits = model(paddle.to_tensor(IDS)).numpy()
     merged = load_model(add_adapter(opened, tmp_path / "adapter"), CpuBackend())(paddle.to_tensor(IDS)).numpy()
     assert np.abs(load_model(opened, CpuBackend())(paddle.to_tensor(IDS)).numpy() - logits).max() > 0.1
-    np.testing.assert_allclose(merged, logits, rtol=0, atol=4e-6 * np.abs(logits).max())
+    np.testing.assert_allclose(merged, logits, rtol=0, atol=8e-6 * np.abs(logits).max())
 
 
 def test_what_was_written_is_read(made: Any) -> None:

@@ -15,6 +15,7 @@ from paddle import nn
 
 from llmsuite.adapters.add import adapted_modules, add_adapters
 from llmsuite.adapters.initial_values import with_adapter_values
+from llmsuite.adapters.layers.adapter import Adapter
 from llmsuite.adapters.layers.dora import DoraLinear
 from llmsuite.adapters.methods import adapter_config, find_method
 from llmsuite.adapters.parameters import is_factor, shard_dim, with_adapters
@@ -24,7 +25,9 @@ from llmsuite.checkpoint.adapter_dir import Adapters, check_layout
 from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.ops import Ops
 from llmsuite.inference.load import load_model
+from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 from llmsuite.models.quantised import quantise_matrices
 from llmsuite.models.targets import quantised_modules
 from tests.support.adapter_models import IDS, adapted, base_of, section, write
@@ -66,6 +69,27 @@ def test_gradients_of_dora_take_the_lengths_as_constants() -> None:
     change = 2.0 * x @ direction @ layer.lora_B * (layer.lora_magnitude / lengths)
     expected = float((change * weights).sum())
     assert float((layer.lora_A.grad * direction).sum()) == pytest.approx(expected, rel=1e-3, abs=1e-3)
+
+
+@pytest.mark.parametrize("method", ["lora", *METHODS])
+@pytest.mark.parametrize("family", ["llama", "deepseek"])
+def test_every_layer_takes_the_kernels_of_a_device(method: str, family: str, tmp_path: Path) -> None:
+    """Adapters of experts too. Not every processor has kernels of its own, so these are Paddle's, and counted."""
+    base_of(family, tmp_path / "base")
+    has_experts = section(**keys_of(method)).adapter_config.method.layers().experts is not None
+    targets = ["*_proj"] if has_experts else ["self_attn.*"]
+    model, _ = adapted(family, tmp_path / "base", section(**keys_of(method), target_modules=targets))
+    expected = model(paddle.to_tensor(IDS)).numpy()
+    calls = 0
+
+    def counted(x: Any, y: Any, transpose_x: bool, transpose_y: bool) -> Any:
+        nonlocal calls
+        calls += 1
+        return paddle.matmul(x, y, transpose_x, transpose_y)
+
+    use_linear_ops(model, LinearOps(Ops(matmul=counted)))
+    np.testing.assert_allclose(model(paddle.to_tensor(IDS)).numpy(), expected, rtol=1e-5, atol=1e-5)
+    assert calls >= sum(isinstance(layer, (nn.Linear, Adapter)) for layer in model.sublayers())
 
 
 @pytest.mark.parametrize("method", METHODS)

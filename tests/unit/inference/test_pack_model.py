@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import paddle
+import paddle.nn.functional as F
 import pytest
 
 from llmsuite.base.errors import UserError
@@ -32,6 +33,7 @@ from llmsuite.inference.load import load_model, open_any
 from llmsuite.inference.pack_model import head_precision, pack_matrices
 from llmsuite.inference.packing import Part, block_format, pack_parts, pack_stack, rounded
 from llmsuite.inference.sampling import Sampling
+from llmsuite.models.linear import Linear
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 from llmsuite.models.qat import fake_quantize_layers
 from tests.support.adapter_models import adapted, section, write
@@ -78,7 +80,6 @@ def dequantised(path: Path, precision: str, base: Path | None = None, rounds_inp
     """A plain float32 model of the values that are stored, which NumPy has rounded. It rounds the inputs of its
     matmuls to bfloat16 by default."""
     model = load_model(open_any(path, FAMILIES, base, runs=True), CpuBackend())
-    kept = [layer for name, layer in model.named_sublayers() if name.endswith(KEPT)]
     for name, parameter in model.named_parameters():
         if ".experts." in name:
             parameter.set_value(np.stack([rounded(values, precision) for values in parameter.numpy()]))
@@ -89,8 +90,9 @@ def dequantised(path: Path, precision: str, base: Path | None = None, rounds_inp
             parameter.set_value(rounded(values.T, kind).T if is_embedding else rounded(values, kind))
     if rounds_inputs:
         use_linear_ops(model, LinearOps(Ops(round_activation=lambda x: x.astype("bfloat16").astype("float32"))))
-        for layer in kept:
-            layer.__dict__.pop("forward", None)
+        for name, layer in model.named_sublayers():
+            if name.endswith(KEPT) and isinstance(layer, Linear):
+                layer.kernel = F.linear
     return model
 
 
