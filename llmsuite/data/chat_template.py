@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.files import read_json_object
 from llmsuite.base.safe_files import is_file, read_regular
 from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
@@ -401,7 +401,7 @@ def tokenizer_template(directory: Path) -> str | None:
         try:
             return read_regular(separate, _MAX_SOURCE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{separate}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise UserError(f"{separate}: cannot be read: {reason_of(error)}") from error
     path = directory / "tokenizer_config.json"
     if not is_file(path):
         return None

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.cache import cache_root, locked
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.files import sha256_of
 from llmsuite.base.hub.fetch import fetch as fetch_hub
 from llmsuite.base.hub.fetch import find_commit
@@ -71,7 +71,7 @@ def _saved_rows(directory: Path) -> Iterator[tuple[str, Any, str | None]]:
                         # through JSON, so that a row is equal to its copy by `_converted`
                         yield f"{directory}: row {number}", json.loads(json.dumps(row, default=str)), None
         except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"{directory}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise UserError(f"{directory}: cannot be read: {reason_of(error)}") from error
 
 
 def pin_data(given: str, report: Report) -> str:

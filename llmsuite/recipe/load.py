@@ -25,7 +25,7 @@ from llmsuite.contract.registry import Registry, left_out
 from llmsuite.contract.schema import keys as recipe_keys
 from llmsuite.contract.schema.lora import LoraSection
 from llmsuite.contract.schema.recipe import ModelSection, Recipe, device_numbers
-from llmsuite.contract.schema.section import Section, forget_reads, unread
+from llmsuite.contract.schema.section import Section, default_of, forget_reads, stored, unread, values_of
 from llmsuite.recipe.document import other_suite_hint, read_document
 from llmsuite.recipe.inference_sections import SECTIONS
 from llmsuite.recipe.problems import first_problems
@@ -74,14 +74,9 @@ class LoadedRecipe:
         return sorted(found)
 
     def _is_default(self, key: Key) -> bool:
-        section: Any = self.recipe
-        for part in key[:-1]:
-            section = section.__dict__[part]
+        section = stored(self.recipe, *key[:-1])
         field = next(f for f in dataclasses.fields(section) if f.name == key[-1])
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        return bool(section.__dict__[key[-1]] == default)
+        return bool(stored(section, key[-1]) == default_of(field))
 
 
 def load(
@@ -417,10 +412,9 @@ def _expected(annotation: Any) -> str:
 
 def _section_rules(section: Section, prefix: str = "") -> list[tuple[str, str]]:
     found = [(prefix + key, message) for key, message in section.problems()]
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
+    for key, value in values_of(section).items():
         if isinstance(value, Section):
-            found += _section_rules(value, f"{prefix}{field.name}.")
+            found += _section_rules(value, f"{prefix}{key}.")
     return found
 
 

@@ -31,6 +31,7 @@ from llmsuite.contract.schema.recipe import (
 )
 from llmsuite.contract.schema.reft import ReftSection
 from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.section import stored, subsection
 from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.models.head import head_of
@@ -117,7 +118,7 @@ class DataPlan:
 
     def given(self, key: str) -> Any:
         """Return a key of section `data` without recording it as read: a check of a key does not use it."""
-        return self.section.__dict__.get(key)
+        return stored(self.section, key)
 
     def files(self) -> Iterator[tuple[str, str, Path | Url]]:
         """Yield (key, name, file, directory or URL) of all data, without recording the keys as read."""
@@ -129,7 +130,7 @@ class DataPlan:
 
     def fetched(self, report: Callable[[str], None]) -> DataPlan:
         """Return the plan with remote data downloaded to local files. Raises UserError if a download fails."""
-        train = getattr(self.section, self.key)
+        train = subsection(self.section, self.key)
         if self.key == "prompts":
             return dataclasses.replace(self, train_file=fetch(train, report)) if is_remote(train) else self
         evaluation = self.section.eval

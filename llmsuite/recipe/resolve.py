@@ -16,14 +16,15 @@ from llmsuite.base.python_files import python_function, static_fault
 from llmsuite.base.safe_files import exists, is_dir, is_file, listed
 from llmsuite.contract.registry import BUILTIN, Registry
 from llmsuite.contract.schema.degrees import Degrees, accumulate_steps, degrees_of
-from llmsuite.contract.schema.recipe import Recipe
-from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of, rollout_of
 from llmsuite.contract.schema.rule import Violation
+from llmsuite.contract.schema.section import subsection
 from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, StageSpec
 from llmsuite.data.read import data_files
 from llmsuite.data.remote import is_remote
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.plain import reads_tokens
+from llmsuite.models.protocols import REQUIRED_FUNCTIONS
 from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.recipe.code import code_problems, rewards_and_environments
 from llmsuite.recipe.document import read_document
@@ -227,15 +228,14 @@ def parallel_plan_of(recipe: Recipe, stage: StageSpec | JobSpec, device: DeviceS
 
 
 def _train_plan(recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry) -> TrainPlan:
-    rollout = getattr(recipe, "rollout", None)
-    reward = getattr(recipe, "reward", None)
+    rollout = rollout_of(recipe)
     return TrainPlan(
         section=recipe.train,
         stage=stage,
-        stage_section=getattr(recipe, stage.section_name),
+        stage_section=subsection(recipe, stage.section_name),
         rollout=rollout,
-        rollout_engine=registry.rollout_engines.get(getattr(rollout, "engine", "")),
-        reward=reward if isinstance(reward, RewardSection) else None,
+        rollout_engine=None if rollout is None else registry.rollout_engines.get(rollout.engine),
+        reward=reward_of(recipe),
         generation=recipe.generation,
         checkpoint=recipe.checkpoint,
         seed=recipe.seed,
@@ -265,7 +265,7 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
         message = f"{recipe.device} cannot be made deterministic to the last bit; set it to false"
         yield "engine.deterministic", message
     yield from _format_problems(recipe, registry)
-    yield from _collator_problems(getattr(recipe.data, "collator", None))  # stage infer has no collator
+    yield from _collator_problems(recipe.data.collator)
     for name in recipe.loggers:
         if name not in registry.loggers:
             yield "loggers", registry.unknown("logger", name)
@@ -309,8 +309,7 @@ def _names_problems(family: ModelFamily, registry: Registry) -> Iterator[Violati
     if registry.owner("model", family.name).distribution == BUILTIN:
         return
     names = family.names()
-    required = ("parameter_names", "is_linear", "hf_tensors", "from_hf", "paddlenlp_prefix")
-    missing = [name for name in required if not callable(getattr(names, name, None))]
+    missing = [name for name in REQUIRED_FUNCTIONS if not callable(getattr(names, name, None))]
     if missing:
         yield (
             "model.family",
@@ -343,18 +342,19 @@ def _collator_problems(collator: str | None) -> Iterator[Violation]:
 
 def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
     """Yield the settings that the rollout engine does not support, or the stage not with this engine."""
-    rollout: Any = getattr(recipe, "rollout", None)
-    name = getattr(rollout, "engine", None)
+    rollout = rollout_of(recipe)
     stage = registry.stages[recipe.stage]
-    if name is None:
+    if rollout is None:
         return
+    name = rollout.engine
     if name not in registry.rollout_engines:
         hint = ""
         if name == "vllm":
             hint = "; for a vLLM server use engine openai with rollout.openai.dialect vllm"
         yield "rollout.engine", registry.unknown("rollout engine", name) + hint
         return
-    if registry.rollout_engines[name].remote and getattr(getattr(recipe, "environment", None), "name", None):
+    environment = environment_of(recipe)
+    if registry.rollout_engines[name].remote and environment is not None and environment.name is not None:
         message = f"is {name}, which samples single-turn completions and does not support environments"
         yield "rollout.engine", f"{message}; set it to local, or environment.name to null"
     lag = rollout.max_staleness

@@ -13,7 +13,7 @@ from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-define
 from pathlib import Path
 from typing import Any
 
-from llmsuite.base.errors import Problem, RecipeError, UserError
+from llmsuite.base.errors import Problem, RecipeError, UserError, reason_of
 from llmsuite.base.resources import find
 
 MAX_BYTES = 200_000
@@ -57,7 +57,7 @@ def read_text(path: str | Path) -> str:
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a directory; a recipe is a file, in a run recipe.json") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: `~USER` without a home directory
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{path}: cannot be read: {reason_of(error)}") from error
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path}: is too long; a recipe has at most {MAX_BYTES:,} bytes")
     try:

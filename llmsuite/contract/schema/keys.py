@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union
 
 from typing_extensions import is_typeddict
 
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, default_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +59,7 @@ def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
         if isinstance(annotation, type) and issubclass(annotation, Section):
             yield from walk(annotation, (*prefix, field.name))
             continue
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        yield KeyInfo((*prefix, field.name), annotation, default, cls)
+        yield KeyInfo((*prefix, field.name), annotation, default_of(field), cls)
         if is_typeddict(annotation):
             for name, hint in type_hints(annotation).items():
                 yield KeyInfo((*prefix, field.name, name), hint, None, annotation)

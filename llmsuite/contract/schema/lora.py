@@ -9,7 +9,7 @@ from typing import Literal
 from llmsuite.adapters.method import AdapterConfig, AdapterMethod
 from llmsuite.adapters.methods import METHODS, find_method
 from llmsuite.contract.schema.numbers import Decay, PositiveFloat, PositiveInt, Rank
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, changed_keys
 from llmsuite.models.block_quant import BlockFormat
 
 
@@ -88,7 +88,7 @@ class LoraSection(Section):
         yield from self._without_effect()
 
     def _without_effect(self) -> Iterator[tuple[str, str]]:
-        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        given = changed_keys(self)
         if self.rank is None:
             for key in given:
                 yield key, "has no effect while rank is null; set that too, or remove it"

@@ -7,7 +7,12 @@ from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.contract.schema.degrees import Degrees
-from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of, rollout_of
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.rollout import RolloutSection
+from llmsuite.contract.schema.section import subsection
+from llmsuite.contract.schema.stage_keys import HasSplit
 from llmsuite.contract.specs import JobSpec, ModelFamily, StageProfile, StageSpec
 from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
 
@@ -33,7 +38,22 @@ class RuleContext:
     @property
     def section(self) -> Any:
         """Section of the stage."""
-        return getattr(self.recipe, self.stage.section_name)
+        return subsection(self.recipe, self.stage.section_name)
+
+    @property
+    def rollout(self) -> RolloutSection | None:
+        """Section `rollout`; None for a stage without rollouts."""
+        return rollout_of(self.recipe) if self.profile.updates else None
+
+    @property
+    def reward(self) -> RewardSection | None:
+        """Section `reward`; None for a stage without rewards."""
+        return reward_of(self.recipe)
+
+    @property
+    def environment(self) -> EnvironmentSection | None:
+        """Section `environment`; None for a stage without environments."""
+        return environment_of(self.recipe)
 
     @property
     def profile(self) -> StageProfile:
@@ -64,8 +84,8 @@ class RuleContext:
     def evaluates(self) -> bool:
         """True where the recipe has evaluation data."""
         # a stage with a key `split` takes its evaluation data from data.train
-        split = getattr(getattr(self.recipe, self.recipe.stage, None), "split", None)
-        return bool(self.recipe.data.eval or split)
+        splits = isinstance(self.section, HasSplit) and self.section.split
+        return bool(self.recipe.data.eval or splits)
 
     @property
     def ranks_per_replica(self) -> int:

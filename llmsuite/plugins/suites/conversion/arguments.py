@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.recipe.source import parse_json, read_text
 
 _QUOTIENT = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+)\s*/\s*(\d+)\s*\)\)?")
@@ -43,7 +43,7 @@ def read_arguments(path: Path) -> Arguments:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not text.lstrip().startswith("{"):
         return _shell(text, path)
     values = parse_json(text, str(path)).value
