@@ -9,7 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -60,6 +60,15 @@ class TensorSource(Protocol):
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """Read the values of a tensor, or of a slice of it (one slice a dim, none empty)."""
+
+
+@runtime_checkable
+class MergedSource(Protocol):
+    """A `TensorSource` of a model with an adapter that was merged into it."""
+
+    @property
+    def added(self) -> TensorSource:
+        """The adapter's own tensors."""
 
 
 class InMemoryTensors:

@@ -20,6 +20,7 @@ from typing import Any
 from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
+from llmsuite.base.fields import field_values
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
 from llmsuite.contract.registry import Registry
@@ -67,8 +68,10 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(
             "--master: is required with several machines: host:port of machine 0, to which the others connect"
         )
-    given = {name: getattr(args, name) for name in ("num_devices", "nnodes", "master", "node_rank")}
-    for key, message in LaunchSection(**given).problems():
+    section = LaunchSection(
+        num_devices=args.num_devices, nnodes=args.nnodes, master=args.master, node_rank=args.node_rank
+    )
+    for key, message in section.problems():
         raise UserError(f"--{key}: {message}")
     if is_worker() and not is_worker_of_others():
         return _rank(args, registry)
@@ -115,13 +118,13 @@ def _show_ops(name: str, registry: Registry) -> int:
 def _forms(ops: Any) -> Iterator[tuple[str, bool, str]]:
     """For each operation: its name, True where a kernel replaces the plain form, and the first paragraph of the
     docstring of the form that is used."""
-    for field in dataclasses.fields(ops):
-        form = getattr(ops, field.name)
+    defaults = {field.name: field.default for field in dataclasses.fields(ops)}
+    for name, form in field_values(ops).items():
         if form is None:
-            yield field.name, False, "None: the other operations, one after the other."
+            yield name, False, "None: the other operations, one after the other."
         elif callable(form):
             summary = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
-            yield field.name, form is not field.default, summary
+            yield name, form is not defaults[name], summary
 
 
 def _findings(args: Any, registry: Registry) -> Iterator[Finding]:
@@ -308,10 +311,10 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
 
     backend = registry.devices[args.device].factory()
     output: list[str] = []
-    options = ["device", "num_devices", "nnodes", "node_rank"]
+    command = [sys.executable, "-m", "llmsuite", "doctor", f"--device={args.device}"]
+    command += [f"--num_devices={args.num_devices}", f"--nnodes={args.nnodes}", f"--node_rank={args.node_rank}"]
     if args.master:
-        options.append("master")
-    command = [sys.executable, "-m", "llmsuite", "doctor", *(f"--{name}={getattr(args, name)}" for name in options)]
+        command.append(f"--master={args.master}")
     machines = Machines(args.node_rank, args.nnodes, args.master or "", f"doctor {args.num_devices}")
     with scratch_directory() as logs:
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from llmsuite.base.safe_files import is_file
 from llmsuite.cli.exits import exit_code
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection, Recipe
-from llmsuite.contract.schema.section import as_plain
+from llmsuite.contract.schema.section import as_plain, values_of
 from llmsuite.contract.specs import Command, JobSpec, ModelFamily, StageSpec
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.recipe.load import LoadedRecipe
@@ -219,8 +218,7 @@ def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
     plan = fetch_names(plan, registry, lambda text: None, True)
     # this launcher keeps the settings that it has read before; marked as read, or they would be keys without effect
     for section in (plan.recipe.launch, plan.parallel.engine):
-        for key in dataclasses.fields(section):
-            getattr(section, key.name)
+        values_of(section)
     words = overrides_for_machines(sys.argv[1:], count)
     return _rank_work(plan.parallel.device.factory(), partial(run_rank, plan, registry), True, words)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from llmsuite.contract.schema.section import Section
 from llmsuite.devices.base import DeviceBackend
@@ -368,8 +368,7 @@ class Reply:
 
 class Environment(Protocol):
     """One episode. It is pickled between turns, and each turn may run in another process: keep all state in attributes.
-    If it has an attribute `tools` after `begin`, a list of functions in OpenAI's format, the chat template receives
-    it."""
+    One with tools is a `ToolEnvironment` after `begin`."""
 
     def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, str]]:
         """Return the prompt as messages with "role" and "content". All completions of a prompt start from this state.
@@ -381,6 +380,14 @@ class Environment(Protocol):
 
     def step(self, turn: Turn) -> Reply:
         """Return the reply to a turn of the model."""
+
+
+@runtime_checkable
+class ToolEnvironment(Protocol):
+    """An `Environment` with tools, once it has begun."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Functions in OpenAI's format; the chat template receives them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

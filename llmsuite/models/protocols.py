@@ -1,15 +1,15 @@
 """Optional parts of a model family: fields of its config, and functions of its names. Imports no Paddle.
 
-A family need not derive its config from a class of ours. `isinstance(config, HasScoreHead)` tells whether it has the
-declared fields; a field that is declared here is read nowhere without that.
+A family need not derive its config from a class of ours: `isinstance(config, HasScoreHead)` is true where a config has
+the fields that `HasScoreHead` declares.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from llmsuite.base.fields import field_values
 from llmsuite.models.head import Head
 
 # configs
@@ -107,7 +107,7 @@ class HasMtpLayers(Protocol):
 
 def shape_fields(config: Any) -> dict[str, Any]:
     """Return the value of each field of a config, by name: for fields that a recipe or a shard plan names."""
-    return {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return field_values(config)
 
 
 def window_of(config: Any) -> int | None:

@@ -23,6 +23,7 @@ from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.models.protocols import HasShapes
 from llmsuite.parallel import edges
 from llmsuite.parallel.mesh import AXES, Mesh
 from llmsuite.parallel.schedule import Action
@@ -88,7 +89,7 @@ def check_order(plan: RunPlan) -> OrderCheck | None:
     Raises:
         UserError: ranks would make different calls, or deadlock; the message names rank and call.
     """
-    if not hasattr(plan.model.family.names(), "parameter_shapes"):
+    if not isinstance(plan.model.family.names(), HasShapes):
         return None
     batch = full_micro_batch(plan.model, plan.data, plan.parallel, plan.train)
     pp = plan.parallel.degrees.pp

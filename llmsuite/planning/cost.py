@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from llmsuite.adapters.prefix_shapes import INNER, NETWORK, OUTER
 from llmsuite.base.errors import UserError
+from llmsuite.base.fields import field_values
 from llmsuite.models.shape_spec import GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
@@ -199,7 +200,7 @@ def axis_size(layout: Layout, message: Message) -> int:
     if message.axis in GROUP_AXES:
         mesh = Mesh(degrees, 0)
         sizes = (mesh.expert_mesh if message.is_expert else mesh).degrees
-        return math.prod(getattr(sizes, axis) for axis in GROUP_AXES[message.axis])
+        return math.prod(field_values(sizes)[axis] for axis in GROUP_AXES[message.axis])
     return {PIPELINE: 2, TIED: 2, LOADER_RANKS: degrees.num_ranks // degrees.pp * 2}.get(
         message.axis, degrees.num_ranks
     )

@@ -19,6 +19,7 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
+from llmsuite.models.protocols import HasShapes
 from llmsuite.models.targets import adaptable_modules, frozen_matrices, linear_modules, pick_modules, quantised_modules
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import (
@@ -383,13 +384,12 @@ def model_shapes(model_plan: ModelPlan) -> Mapping[str, Sequence[int]]:
         UserError: the family does not provide them.
     """
     names = model_plan.family.names()
-    if not hasattr(names, "parameter_shapes"):
+    if not isinstance(names, HasShapes):
         raise UserError(
             f"model.family: the names of {model_plan.family.name} have no `parameter_shapes(config)`, without which "
             "nothing can be planned; see docs/reference/plugins.md"
         )
-    shapes: Mapping[str, Sequence[int]] = names.parameter_shapes(model_plan.config)
-    return shapes
+    return names.parameter_shapes(model_plan.config)
 
 
 def ranks(degrees: Degrees) -> list[Mesh]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from llmsuite.contract.schema.stage_keys import HasDocumentMask
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
 from llmsuite.parallel.mesh import Mesh
@@ -171,7 +172,8 @@ def full_micro_batch(
     supervised = rows if model_plan.is_scored else rows * length
     if num_mtp_layers(model_plan.config):
         supervised += rows * (length - 1)
-    documents = data_plan.section.packing != "none" or getattr(train_plan.stage_section, "document_mask", False)
+    own = train_plan.stage_section
+    documents = data_plan.section.packing != "none" or (isinstance(own, HasDocumentMask) and own.document_mask)
     return MicroBatch(rows, length, supervised, documents, needs_token_metadata(model_plan))
 
 

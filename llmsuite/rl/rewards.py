@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import pickle
 import sys
@@ -15,7 +14,7 @@ from llmsuite.base.errors import AgreedError, UserError
 from llmsuite.base.python_files import python_function
 from llmsuite.base.redaction import redacted
 from llmsuite.contract.schema.reward import RewardSection
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, subsection, values_of
 from llmsuite.contract.specs import RewardSpec, Score
 from llmsuite.rl.checks import LARGEST
 from llmsuite.rl.completion import Completion
@@ -173,9 +172,8 @@ def _options(spec: RewardSpec | None, section: RewardSection) -> Section | None:
     """The section of a reward's own keys; reading them here marks them as used."""
     if spec is None or spec.config_cls is None:
         return None
-    options: Section = getattr(section, spec.name)
-    for field in dataclasses.fields(options):
-        getattr(options, field.name)
+    options: Section = subsection(section, spec.name)
+    values_of(options)  # marks them as read
     return options
 
 

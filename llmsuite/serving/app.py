@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -114,9 +114,17 @@ class _Guard:
         await self._app(scope, receive, counted)
 
 
+@runtime_checkable
+class HttpFault(Protocol):
+    """`HTTPException` of FastAPI, or of the framework below it, which raises its own for paths that do not exist."""
+
+    status_code: int
+    detail: str
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     """Respond with an error in the format of OpenAI's API."""
-    assert hasattr(error, "status_code")
+    assert isinstance(error, HttpFault)
     status = error.status_code
     if status >= 500:
         kind = "server_error"
@@ -127,7 +135,7 @@ async def _refuse(request: Request, error: Exception) -> Response:
     path = request.url.path
     code = "model_not_found" if status == 404 and (path in _PATHS or path.startswith(_MODEL)) else None
     headers = {"Retry-After": "1"} if status == 429 else None
-    message = str(getattr(error, "detail", error))
+    message = str(error.detail)
     if message in ("Not Found", "Method Not Allowed"):  # the messages of the framework
         message = f"{message}: {request.method} {path[:200]} does not exist"
         if f"/v1{path}" in _PATHS:

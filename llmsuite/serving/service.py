@@ -6,9 +6,10 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 from fastapi import HTTPException, Request
 from pydantic import BaseModel
 
@@ -33,6 +34,30 @@ from llmsuite.serving.thread_pool import FairThreadPool
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 B = TypeVar("B", bound=BaseModel)
+
+
+@runtime_checkable
+class AdapterDecoder(Protocol):
+    """A decoder that also has adapters of its model."""
+
+    adapters: tuple[str, ...]
+    """Their names."""
+
+
+@runtime_checkable
+class EmbeddingDecoder(Protocol):
+    """A decoder that also embeds texts."""
+
+    def embed(self, texts: Sequence[Sequence[int]], num_tokens: int | None = None) -> Iterator[np.ndarray | None]:
+        """Embed texts chunk by chunk, see `ModelDecoder.embed`."""
+
+
+@runtime_checkable
+class NamesModel(Protocol):
+    """Body of a request that may name a model."""
+
+    model: str | None
+    """The name; None for the default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +89,9 @@ class Service:
         self.scheduler = Scheduler(generator.decoder, metrics, limits, prefix_cache)
         self.threads = FairThreadPool()
         """Threads for work that would block the event loop."""
-        self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
+        self.adapters: tuple[str, ...] = ()
+        if isinstance(generator.decoder, AdapterDecoder):
+            self.adapters = generator.decoder.adapters
         self.adapter_models: Mapping[str, ServedModel] = {}
         """Adapters that have a tokenizer or template of their own, by their names."""
         self.aliases: tuple[str, ...] = ()
@@ -95,7 +122,7 @@ class Service:
             body = validate_body(raw, model_of, max_length)
         else:
             body = await self.threads.run(client_of(request), validate_body, raw, model_of, max_length)
-        self.check_model(getattr(body, "model", None))
+        self.check_model(body.model if isinstance(body, NamesModel) else None)
         return body
 
     def check_model(self, name: str | None) -> None:

@@ -30,7 +30,7 @@ from llmsuite.inference.generate import Answer, Generator
 from llmsuite.inference.load import broadcast_tokens, build_model, load_model, open_any
 from llmsuite.inference.prompts import Prompt, Prompter
 from llmsuite.inference.sampling import Sampling
-from llmsuite.inference.sampling_defaults import NAMES, read_defaults
+from llmsuite.inference.sampling_defaults import read_defaults
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.recipe.plans import ModelPlan
@@ -63,7 +63,14 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     generator, configs = _generator(plan.model, recipe.engine.precision, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template
     prompts = Prompter(generator.tokenizer, template, section.system).read(plan.data.train_path, recipe.data.columns)
-    given = {name: value for name in NAMES if (value := getattr(section, name)) is not None}
+    given: dict[str, Any] = {
+        "temperature": section.temperature,
+        "top_k": section.top_k,
+        "top_p": section.top_p,
+        "min_p": section.min_p,
+        "repetition_penalty": section.repetition_penalty,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
     sampling = Sampling(
         **given,
         frequency_penalty=section.frequency_penalty,

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, Union
 
 from typing_extensions import is_typeddict
 
+from llmsuite.base.fields import field_values
 from llmsuite.contract.schema.section import Section, default_of
 
 
@@ -118,11 +119,11 @@ def describe(annotation: Any) -> str:
         base, *limits = typing.get_args(annotation)
         words = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
         rules = [
-            f"{words[f.name]} {getattr(limit, f.name)}"
+            f"{words[name]} {value}"
             for limit in limits
             if dataclasses.is_dataclass(limit)
-            for f in dataclasses.fields(limit)
-            if f.name in words
+            for name, value in field_values(limit).items()
+            if name in words
         ]
         return " ".join([describe(base), " and ".join(rules)]).strip()
     if origin is Literal:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from llmsuite.base.fields import field_values
+
 
 @dataclasses.dataclass(kw_only=True)
 class Section:
@@ -78,7 +80,7 @@ def stored(section: object, *path: str) -> Any:
 
 def values_of(section: Section) -> dict[str, Any]:
     """Return the value of each key of a section, recorded as read."""
-    return {field.name: getattr(section, field.name) for field in dataclasses.fields(section)}
+    return field_values(section)
 
 
 def subsection(section: Section, name: str) -> Any:

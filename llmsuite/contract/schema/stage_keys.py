@@ -1,7 +1,7 @@
 """Keys that the section of a stage may have, and that rules between sections or the planner read.
 
-`isinstance(section, HasMix)` tells whether the section of a stage has such a key. A plugin's stage has them by
-declaring keys of these names.
+`isinstance(section, HasMix)` is true where the section of a stage has such a key; the stage of a plugin declares a key
+of that name.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
+from llmsuite.base.fields import field_values
 from llmsuite.base.typing import Tensor
 from llmsuite.models.blocks import DecoderLayer, LayerExecution
 from llmsuite.observe.activations.contexts import contexts, select_tokens
@@ -66,7 +67,7 @@ class Tokens:
     def write(self, path: Path) -> None:
         """Write the tokens for ranks in the middle of the pipeline, which have no ids; the file appears atomically."""
         unfinished = path.with_suffix(".part.npz")
-        np.savez(unfinished, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        np.savez(unfinished, **field_values(self))
         os.replace(unfinished, path)
 
     @classmethod
@@ -206,10 +207,11 @@ class ActivationHooks:
         """The record of this rank."""
         arrays: dict[str, np.ndarray] = {}
         modules: dict[str, Any] = {}
+        by_kind = {"inputs": self.inputs, "outputs": self.outputs, "gradients": self.gradients}
         for name, place in self.order.items():
             modules[name] = {"order": place, "class": self.kinds.get(name, "")}
-            for kind in ("inputs", "outputs", "gradients"):
-                pieces = getattr(self, kind).get(name, {})
+            for kind, by_module in by_kind.items():
+                pieces = by_module.get(name, {})
                 if pieces:
                     modules[name][kind] = next(iter(pieces.values())).part
                     ordered = [pieces[number] for number in sorted(pieces)]

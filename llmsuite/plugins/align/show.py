@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,11 +75,12 @@ def _outermost(name: str, names: set[str]) -> str:
 
 def _folded(row: Row, inside: Sequence[Row]) -> Row:
     """A row with the parameters of all modules inside it."""
-
-    def merged(kind: str) -> Mapping[str, float]:
-        return {name: value for other in inside for name, value in getattr(other, kind).items()}
-
-    return Row(row.module, row.output, row.gradient, merged("parameters"), merged("parameter_gradients"))
+    parameters: dict[str, float] = {}
+    gradients: dict[str, float] = {}
+    for other in inside:
+        parameters.update(other.parameters)
+        gradients.update(other.parameter_gradients)
+    return Row(row.module, row.output, row.gradient, parameters, gradients)
 
 
 def table(report: Report, every: bool = False) -> Any:
