@@ -103,7 +103,7 @@ def load_recipe(
     registry = _registry(plugins)
     with _recipe_file(recipe) as path:
         plan = plan_run(path, _override_args(overrides), registry, smoke)
-        check_rows(plan, registry)
+        check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
         return plan.recipe
 
 

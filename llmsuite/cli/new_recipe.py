@@ -144,7 +144,10 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
     problems: list[Problem] = []
     try:
         with _planned(recipe, registry) as plan:
-            for check in (plan.check_files, lambda: check_rows(plan, registry)):
+            for check in (
+                plan.check_files,
+                lambda: check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry),
+            ):
                 try:
                     check()
                 except RecipeError as error:
@@ -179,7 +182,7 @@ def _ask_columns(recipe: dict[str, Any], registry: Registry) -> None:
     """Ask for the column of each field, where the columns of the data fit no format, and set them in the recipe."""
     try:
         with _planned(recipe, registry) as plan:
-            found = unread_columns(plan, registry)
+            found = unread_columns(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
     except UserError:  # reported later as a problem: the recipe is written anyway
         return
     if found is None:

@@ -73,15 +73,15 @@ def run(args: Any, registry: Registry) -> int:
     if args.search:
         if memory is None or device is None:
             raise UserError("--search: needs a device: --hardware, or --memory, --flops and --bandwidth")
-        fitting, rejected = search(plan, memory, device)
+        fitting, rejected = search(plan.loaded, plan.model, plan.data, plan.parallel, plan.train, memory, device)
         for line in show_search(fitting, rejected, _MAX_SHOWN, ("engine", "recompute_every") in plan.loaded.given):
             print(line)
         return 0 if fitting else 3
-    found = estimate(plan)
+    found = estimate(plan.model, plan.data, plan.parallel, plan.train)
     for line in show_plan(found, memory, device):
         print(line)
     if plan.parallel.degrees.num_ranks > 1:
-        check = check_order(plan)
+        check = check_order(plan.loaded.name, plan.model, plan.data, plan.parallel, plan.train)
         print(summary(check, plan.model.family.name, plan.parallel.degrees.num_ranks))
     if args.plot is not None:
         plot_schedule(found.timeline, Path(args.plot))

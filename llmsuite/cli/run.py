@@ -82,7 +82,7 @@ def run(args: Any, registry: Registry) -> int:
         if plan.train.stage.trains and not plan.parallel.degrees.auto_parallel:
             from llmsuite.planning.call_order import check_order
 
-            check_order(plan)
+            check_order(plan.loaded.name, plan.model, plan.data, plan.parallel, plan.train)
         backend.prepare_ranks()
     local_ranks = where.num_devices
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
@@ -161,7 +161,9 @@ def _check(args: Any, plan: RunPlan, registry: Registry, machine: int) -> None:
 
     if not is_worker():  # a rank checks the files it reads itself
         plan.check_files()
-        check_rows(plan, registry)  # before Paddle is imported and ranks are started
+        check_rows(
+            plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry
+        )  # before Paddle is imported and ranks are started
         first = machine == 0  # only machine 0 writes there
     else:
         first = is_worker_of_others() and os.environ["PADDLE_TRAINER_ID"] == "0"
@@ -214,7 +216,7 @@ def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
 
     plan = plan_run(args.recipe, overrides_for_machines(args.overrides, count), registry, args.smoke)
     if plan.train.stage.trains:
-        check_order(plan)
+        check_order(plan.loaded.name, plan.model, plan.data, plan.parallel, plan.train)
     plan = fetch_names(plan, registry, lambda text: None, True)
     # this launcher keeps the settings that it has read before; marked as read, or they would be keys without effect
     for section in (plan.recipe.launch, plan.parallel.engine):

@@ -44,8 +44,7 @@ from llmsuite.planning.communication import (
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Layout, LocalParameter
 from llmsuite.planning.memory import full_micro_batch
-from llmsuite.recipe.plans import TrainPlan
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,23 +82,32 @@ class OrderCheck:
     num_calls: int
 
 
-def check_order(plan: RunPlan) -> OrderCheck | None:
+def check_order(
+    name: str, model_plan: ModelPlan, data_plan: DataPlan, parallel_plan: ParallelPlan, train_plan: TrainPlan
+) -> OrderCheck | None:
     """Simulate the calls of a training step and an evaluation; None for a family that does not list its parameters.
+
+    Args:
+        name: of the recipe, for the message.
+        model_plan: of the run.
+        data_plan: of the run.
+        parallel_plan: of the run.
+        train_plan: of the run.
 
     Raises:
         UserError: ranks would make different calls, or deadlock; the message names rank and call.
     """
-    if not isinstance(plan.model.family.names(), HasShapes):
+    if not isinstance(model_plan.family.names(), HasShapes):
         return None
-    batch = full_micro_batch(plan.model, plan.data, plan.parallel, plan.train)
-    pp = plan.parallel.degrees.pp
+    batch = full_micro_batch(model_plan, data_plan, parallel_plan, train_plan)
+    pp = parallel_plan.degrees.pp
     # enough to show the order: warm-up, one steady round, and the remainder of a division by the stages
-    count = micro_batches(plan.parallel, plan.train, batch)
+    count = micro_batches(parallel_plan, train_plan, batch)
     count = min(count, 2 * pp + count % pp)
-    calls = calls_of_ranks(Layout(plan.model, plan.parallel), plan.train, batch, count)
+    calls = calls_of_ranks(Layout(model_plan, parallel_plan), train_plan, batch, count)
     problem = first_problem(calls)
     if problem:
-        raise UserError(f"{plan.loaded.name}: the calls of this run's ranks do not match: {problem}")
+        raise UserError(f"{name}: the calls of this run's ranks do not match: {problem}")
     return OrderCheck(len(calls), sum(map(len, calls.values())))
 
 

@@ -23,7 +23,6 @@ from llmsuite.planning.rollouts import rollout_seconds
 from llmsuite.planning.storage import Storage, storage
 from llmsuite.recipe.critic import critic_plans
 from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
-from llmsuite.recipe.resolve import RunPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,17 +163,19 @@ class Estimate:
         return 1 - (sum(forward) + sum(backward)) * self.num_micro_batches / (self.parallel_plan.degrees.pp * duration)
 
 
-def estimate(plan: RunPlan) -> Estimate:
+def estimate(
+    model_plan: ModelPlan, data_plan: DataPlan, parallel_plan: ParallelPlan, train_plan: TrainPlan
+) -> Estimate:
     """The estimate of a run whose micro-batches are full.
 
     Raises:
         UserError: the family has no shape spec.
     """
-    layout = Layout(plan.model, plan.parallel)
-    shape_spec = shape_spec_of(plan.model)
-    meshes = ranks(plan.parallel.degrees)
-    stages = memory_of(layout, plan.data, plan.train, shape_spec, meshes)
-    return estimate_of(layout, plan.data, plan.train, shape_spec, meshes, stages)
+    layout = Layout(model_plan, parallel_plan)
+    shape_spec = shape_spec_of(model_plan)
+    meshes = ranks(parallel_plan.degrees)
+    stages = memory_of(layout, data_plan, train_plan, shape_spec, meshes)
+    return estimate_of(layout, data_plan, train_plan, shape_spec, meshes, stages)
 
 
 def memory_of(

@@ -34,7 +34,7 @@ from llmsuite.data.suggest import columns_option, correct_columns, fields_of, ke
 from llmsuite.inference.prompts import guess_prompt_columns, parse_prompt_at
 from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.recipe.plans import DataPlan, TrainPlan
-from llmsuite.recipe.resolve import RunPlan, data_fault
+from llmsuite.recipe.resolve import data_fault
 from llmsuite.rl.columns import missing_columns
 
 _MAX_FAULTS = 10
@@ -57,8 +57,17 @@ class Columns:
     """Each needed field with the column that probably holds it; "" where no column was found."""
 
 
-def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
+def check_rows(
+    loaded: LoadedRecipe, data_plan: DataPlan, train_plan: TrainPlan, tokenizer: Path | None, registry: Registry
+) -> list[str]:
     """Check the data files of a recipe that are available locally.
+
+    Args:
+        loaded: the recipe, for the positions of keys.
+        data_plan: of the run.
+        train_plan: of the run.
+        tokenizer: directory of the tokenizer; None for a model that reads no tokens.
+        registry: has the data formats.
 
     Returns:
         Notes about files that were not checked.
@@ -68,9 +77,9 @@ def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
     """
     problems: list[Problem] = []
     notes: list[str] = []
-    checker = _RowChecker(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
+    checker = _RowChecker(loaded, data_plan, train_plan, tokenizer, registry)
     checked = set[Path | Url]()
-    for key, given, path in plan.data.files():
+    for key, given, path in data_plan.files():
         if path in checked:  # with --smoke, training and evaluation may use the same rows
             continue
         checked.add(path)
@@ -83,11 +92,13 @@ def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
     return notes
 
 
-def unread_columns(plan: RunPlan, registry: Registry) -> Columns | None:
+def unread_columns(
+    loaded: LoadedRecipe, data_plan: DataPlan, train_plan: TrainPlan, tokenizer: Path | None, registry: Registry
+) -> Columns | None:
     """The columns of the training data if the stage cannot read it because of them; None where it can be read, or has
-    another problem."""
-    checker = _RowChecker(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
-    key, given, path = next(plan.data.files())
+    another problem. Parameters as of `check_rows`."""
+    checker = _RowChecker(loaded, data_plan, train_plan, tokenizer, registry)
+    key, given, path = next(data_plan.files())
     if (
         isinstance(path, Url)
         or is_remote(given)
