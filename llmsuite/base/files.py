@@ -214,7 +214,9 @@ def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True
         expected = ranges[-1].end
         if size != expected:
             return f"{path} has {size:,} bytes instead of {expected:,}"
-    return next(iter(_damaged_ranges(files)), None) if check_hashes else None
+    if check_hashes:
+        return next(iter(_damaged_ranges(files)), None)
+    return None
 
 
 def damaged_tensors(directory: Path) -> list[str]:
@@ -305,7 +307,9 @@ def _damaged_ranges(
         except OSError as error:
             return name(path, expected, f"cannot be read: {error.strerror}")
         where = f" in tensor {expected.tensor}" if expected.tensor else ""
-        return None if is_same else name(path, expected, f"does not have the sha256 it was written with{where}")
+        if is_same:
+            return None
+        return name(path, expected, f"does not have the sha256 it was written with{where}")
 
     places = ((path, part) for path, parts in files.items() for part in parts)
     yield from (found for found in map_in_threads(check, places) if found is not None)

@@ -46,7 +46,9 @@ def import_file(path: Path) -> ModuleType:
 def python_function(key: str) -> tuple[str, str] | None:
     """File and name of "FILE.py:NAME"; None for the name of something that is registered."""
     match = _NAMED.fullmatch(key)
-    return (match["path"], match["name"]) if match else None
+    if match:
+        return (match["path"], match["name"])
+    return None
 
 
 def static_fault(key: str, arguments: Sequence[str] = ()) -> str | None:

@@ -51,7 +51,9 @@ def exists(path: Path | str) -> bool:
 def listed(directory: Path, pattern: str = "*") -> list[Path]:
     """The paths in a directory that match a pattern of `Path.glob`, sorted; empty where there is no directory. Raises
     UserError without permission."""
-    return sorted(directory.glob(pattern)) if is_dir(directory) else []
+    if is_dir(directory):
+        return sorted(directory.glob(pattern))
+    return []
 
 
 def path_name_error(path: Path | str) -> str | None:
@@ -61,7 +63,9 @@ def path_name_error(path: Path | str) -> str | None:
     except ValueError as error:  # NUL, or half of a surrogate pair
         return str(error)
     except OSError as error:
-        return error.strerror if error.errno == errno.ENAMETOOLONG else None
+        if error.errno == errno.ENAMETOOLONG:
+            return error.strerror
+        return None
     return None
 
 

@@ -131,7 +131,9 @@ def factor_name(pair: FactorPair, factor: str, layout: Layout) -> str:
         return f"base_model.model.{module}.lora_magnitude_vector"  # PEFT's name of it
     if pair.is_embedding:
         return f"base_model.model.{module}.{factor.replace('lora_', 'lora_embedding_')}"
-    return f"base_model.model.{module}.{factor}.weight" if layout == "hf" else f"{module}.{factor}"
+    if layout == "hf":
+        return f"base_model.model.{module}.{factor}.weight"
+    return f"{module}.{factor}"
 
 
 def structured_name(pair: FactorPair, kind: str) -> str:

@@ -70,4 +70,6 @@ def _file_of(directory: Path | None, files: TensorSource, name: str) -> Path | s
     """Return the file of a tensor, as far as it is known."""
     if isinstance(files, TensorFiles) and name in files.names:
         return files.stored(name).path
-    return files.paths[0] if len(files.paths) == 1 else directory or "the weights"
+    if len(files.paths) == 1:
+        return files.paths[0]
+    return directory or "the weights"

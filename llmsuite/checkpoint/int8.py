@@ -54,7 +54,9 @@ class Int8Weights:
 
     def spec(self, name: str) -> TensorSpec:
         spec = self._model.spec(name)
-        return dataclasses.replace(spec, dtype=INT8) if name in self._scales else spec
+        if name in self._scales:
+            return dataclasses.replace(spec, dtype=INT8)
+        return spec
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         value = self._model.read(name, index)

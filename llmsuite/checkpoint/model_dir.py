@@ -98,7 +98,9 @@ class ModelDirectory:
 
         Raises UserError as `tokenizer_of_adapter`.
         """
-        return self.path if self.adapter is None else tokenizer_of_adapter(self.adapter, self.path)
+        if self.adapter is None:
+            return self.path
+        return tokenizer_of_adapter(self.adapter, self.path)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """Read a parameter by our name, or a slice (one slice a dim): oriented as in memory, in the stored dtype."""
@@ -146,14 +148,18 @@ class ModelDirectory:
             return None  # `read` compares it with the tied copy
         if found is None or not isinstance(self.files, TensorFiles | Fp8Tensors):
             return None
-        return self.files.stored(found) if not is_linear or transposed == self.linears_transposed else None
+        if not is_linear or transposed == self.linears_transposed:
+            return self.files.stored(found)
+        return None
 
     def stored_scales(self, name: str, transposed: bool, index: int | None = None) -> StoredTensor | None:
         """Return the scales of a matrix in FP8 that `stored` returns; None for other tensors."""
         found = self._stored_name(name, index)
         if found is None or not isinstance(self.files, Fp8Tensors) or not self.files.is_quantised(found):
             return None
-        return self.files.stored_scales(found) if transposed == self.linears_transposed else None
+        if transposed == self.linears_transposed:
+            return self.files.stored_scales(found)
+        return None
 
     def _stored_name(self, name: str, index: int | None) -> str | None:
         place = self.tensors[name]

@@ -149,7 +149,9 @@ class TensorLayout:
     def stack_index(self, name: str) -> int | None:
         """Return the index of a tensor in a stacked parameter; None for others."""
         pieces = self._pieces[name]
-        return pieces[0].index if len(pieces) == 1 else None
+        if len(pieces) == 1:
+            return pieces[0].index
+        return None
 
     def is_transposed(self, name: str) -> bool:
         """Return True if a matrix is [outputs, inputs]."""

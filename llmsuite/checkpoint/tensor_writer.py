@@ -343,7 +343,9 @@ class _Journal:
         done = self._done.get(path.name)
         if done is None or not is_file(path):
             return None
-        return done if first_fault({path: ranges_of(dataclasses.asdict(done))[path.name]}) is None else None
+        if first_fault({path: ranges_of(dataclasses.asdict(done))[path.name]}) is None:
+            return done
+        return None
 
     def add(self, path: Path, done: ManifestPart) -> None:
         # a line end first: the last line may be a partial one of a killed process

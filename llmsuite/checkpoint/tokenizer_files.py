@@ -109,12 +109,16 @@ def _merged_settings(own: dict[str, Path], theirs: dict[str, Path]) -> dict[str,
     if _CONFIG not in own or _TEMPLATE in own or _TEMPLATE in theirs or _has_own(_TEMPLATE, own):
         return None
     template = _template_in(theirs)
-    return None if template is None else {**read_json_object(own[_CONFIG]), "chat_template": template}
+    if template is None:
+        return None
+    return {**read_json_object(own[_CONFIG]), "chat_template": template}
 
 
 def _template_in(files: dict[str, Path]) -> Any:
     """Return the chat template in a tokenizer_config.json; None without one."""
-    return read_json_object(files[_CONFIG]).get("chat_template") if _CONFIG in files else None
+    if _CONFIG in files:
+        return read_json_object(files[_CONFIG]).get("chat_template")
+    return None
 
 
 def _check_added(config: Path, vocabulary: Path) -> None:

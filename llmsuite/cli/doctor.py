@@ -179,7 +179,9 @@ def _rank_variables() -> Iterator[Finding]:
 
 
 def _level(found: float, least: float, what: str, text: str, fix: str) -> Finding:
-    return (_OK, what, text) if found >= least else (_WARN, what, f"{text}; {fix}")
+    if found >= least:
+        return _OK, what, text
+    return _WARN, what, f"{text}; {fix}"
 
 
 def _available_memory() -> int | None:

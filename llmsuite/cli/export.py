@@ -133,7 +133,9 @@ def find_program(path: Path) -> Path:
     """The directory of the exported model, given that directory or the output of `deploy`."""
     from llmsuite.inference.export_manifest import is_exported
 
-    return path / PROGRAM if not is_exported(path) and is_exported(path / PROGRAM) else path
+    if not is_exported(path) and is_exported(path / PROGRAM):
+        return path / PROGRAM
+    return path
 
 
 def find_weights(path: Path) -> Path:

@@ -215,7 +215,9 @@ def run_convert(args: Any, registry: Registry) -> int:
 
     resolve_model_arguments(args, needs_base=not args.config)  # for the config of an adapter's model
     adapter = find_adapter(Path(args.source))
-    return run(args, registry) if adapter is None else _convert_adapter(adapter, args, registry)
+    if adapter is None:
+        return run(args, registry)
+    return _convert_adapter(adapter, args, registry)
 
 
 def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:

@@ -127,7 +127,9 @@ def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any
             print(f"{error}; so its family and shape are unknown", file=sys.stderr)
             return None, None
         place = found.directory
-    return read_config(place, registry.models) if is_file(place / "config.json") else (None, None)
+    if is_file(place / "config.json"):
+        return read_config(place, registry.models)
+    return None, None
 
 
 def _num_parameters(choice: Choice, registry: Registry) -> int:
@@ -287,7 +289,9 @@ def _ask_data(embedded: str) -> tuple[str | None, str | None]:
     """The data to train and to evaluate on; None and None for the rows that come with llmsuite."""
     print(f"  {embedded} has a few rows for a first try")
     data = _ask_data_path("data (a file such as rows.jsonl, or a name such as hf:ORG/NAME)", embedded)
-    return (None, None) if data in (None, embedded) else (data, _ask_data_path("eval_data (empty for none)"))
+    if data in (None, embedded):
+        return None, None
+    return (data, _ask_data_path("eval_data (empty for none)"))
 
 
 def _ask_data_path(question: str, default: str = "") -> str | None:

@@ -114,4 +114,6 @@ def _expected(kind: Any) -> str | None:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     parts = [part for part in get_args(kind) if part is not type(None)]
-    return _expected(parts[0]) if len(parts) == 1 else _KINDS.get(getattr(kind, "__name__", ""))
+    if len(parts) == 1:
+        return _expected(parts[0])
+    return _KINDS.get(getattr(kind, "__name__", ""))

@@ -86,7 +86,9 @@ def run(args: Any, registry: Registry) -> int:
     if args.plot is not None:
         plot_schedule(found.timeline, Path(args.plot))
         print(f"the schedule is plotted in {args.plot}")
-    return 0 if memory is None or found.peak <= memory else 3
+    if memory is None or found.peak <= memory:
+        return 0
+    return 3
 
 
 def _for_search(recipe: str, words: list[str], registry: Registry) -> RunPlan:
@@ -112,7 +114,9 @@ def _devices(count: int | None) -> list[str]:
 
 
 def _amount(option: str, text: str | None, unit: Unit) -> float | None:
-    return None if text is None else parse_amount(option, text, unit)
+    if text is None:
+        return None
+    return parse_amount(option, text, unit)
 
 
 COMMAND = Command(

@@ -205,7 +205,9 @@ def _rank_work(backend: DeviceBackend, run_stage: Callable[[bool], int], resume:
         backend.after_paddle()
         return exit_code(lambda: run_stage(resume or is_restarted()))
 
-    return forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *words]
+    if backend.forks and can_fork():
+        return forked
+    return [sys.executable, "-m", "llmsuite", *words]
 
 
 def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
@@ -235,7 +237,9 @@ def _restarts(run: Path, stage: StageSpec | JobSpec, max_restarts: int) -> Resta
 
     def begins_at() -> int:
         if answers is not None:
-            return len(answers.read_bytes().splitlines()) if is_file(answers) else 0
+            if is_file(answers):
+                return len(answers.read_bytes().splitlines())
+            return 0
         return max((step for step, _ in list_steps(run / "checkpoints")), default=0)
 
     def note(decision: Decision) -> None:

@@ -93,7 +93,9 @@ def _describe(hint: Any) -> str:
         return f"a tuple of {_describe(parts[0])}"
     if origin is type:
         return "a class"
-    return "None" if hint is type(None) else describe(hint)
+    if hint is type(None):
+        return "None"
+    return describe(hint)
 
 
 _WORD = re.compile(r"[A-Za-z][\w-]*")

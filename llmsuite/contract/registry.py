@@ -376,7 +376,9 @@ def _load(entry_point: importlib.metadata.EntryPoint, distribution: str) -> Plug
 def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
     """Return the package and version of an entry point."""
     dist = entry_point.dist
-    return f"{dist.name} {dist.version}" if dist else "unknown package"
+    if dist:
+        return f"{dist.name} {dist.version}"
+    return "unknown package"
 
 
 def _load_bundled() -> list[PluginInfo]:

@@ -156,7 +156,9 @@ class RunSpec:
     @property
     def head(self) -> Literal["language_model", "score"]:
         """Output of the model: logits, or one score per sequence."""
-        return "score" if "score_head" in self.capabilities else "language_model"
+        if "score_head" in self.capabilities:
+            return "score"
+        return "language_model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

@@ -149,7 +149,9 @@ class ChatTemplate:
         text = self._prerendered.get(key)
         if isinstance(text, RenderError):
             raise text
-        return render(self.source, self._variables(*key)) if text is None else text
+        if text is None:
+            return render(self.source, self._variables(*key))
+        return text
 
     def _variables(self, messages: Sequence[Message], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
         return self._named([self._turn(message) for message in messages], add_generation_prompt, tools)

@@ -125,7 +125,9 @@ def _split_of(member: str) -> str | None:
     """Return the split that a file of an archive is named as; None for other files."""
     stem = PurePosixPath(member).name.partition(".")[0]
     split = _SPLITS.get(stem.partition("_")[0].lower())
-    return split if member.endswith((".json", ".jsonl")) else None
+    if member.endswith((".json", ".jsonl")):
+        return split
+    return None
 
 
 def _rows(data: bytes, where: str) -> Iterator[dict[str, Any]]:

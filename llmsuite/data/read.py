@@ -141,7 +141,9 @@ def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
 
 def first_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     """Yield `raw_rows` for a caller that needs only a few of them: the file is read in parts."""
-    return _list_in_parts(path) if unpacked_suffix(path) == ".json" else raw_rows(path)
+    if unpacked_suffix(path) == ".json":
+        return _list_in_parts(path)
+    return raw_rows(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any, str | None]]:

@@ -53,7 +53,9 @@ def saved_rows(name: str) -> Iterator[tuple[str, Any, str | None]] | None:
 
     They have the form of `llmsuite.data.read.raw_rows`, and no copy is made. Raises UserError when they cannot be read.
     """
-    return _saved_rows(Path(name)) if is_file(Path(name) / "state.json") else None
+    if is_file(Path(name) / "state.json"):
+        return _saved_rows(Path(name))
+    return None
 
 
 def _saved_rows(directory: Path) -> Iterator[tuple[str, Any, str | None]]:

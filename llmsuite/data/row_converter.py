@@ -130,7 +130,9 @@ class RowConverter:
             return None
         trial = RowConverter(self._kind, self._name, self._formats, mended)
         try:
-            return mended if trial.convert("", row, None, Faults("skip")) is not None else None
+            if trial.convert("", row, None, Faults("skip")) is not None:
+                return mended
+            return None
         except UserError:
             return None
 
@@ -138,7 +140,9 @@ class RowConverter:
         """Advice about the first row where the chosen format has other fields; "" where there is none."""
         columns = None if self._has_read else self.suggest_columns(row)
         self._has_read = True  # one message with advice is enough
-        return f"; {advice(row, columns, self._kind)}" if columns else ""
+        if columns:
+            return f"; {advice(row, columns, self._kind)}"
+        return ""
 
     def _recognise(self, row: Mapping[str, Any], given: Mapping[str, Any], where: str) -> DataFormat:
         """Return the first format that fits.

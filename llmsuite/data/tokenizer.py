@@ -105,7 +105,9 @@ class TextTokenizer:
     @functools.cached_property
     def vocab_size(self) -> int:
         """Number of ids, which start at 0."""
-        return self._fast.get_vocab_size() if self._fast else len(self._paddlenlp)
+        if self._fast:
+            return self._fast.get_vocab_size()
+        return len(self._paddlenlp)
 
     @functools.cached_property
     def _added(self) -> dict[int, str]:

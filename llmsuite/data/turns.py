@@ -298,7 +298,9 @@ def parse_tools(row: Row) -> str:
             raise ValueError(f"'tools[{i}]' is not a function with a name")
         body = tool if "function" in tool else {"function": tool}
         wrapped.append({"type": "function", **body})
-    return _as_json(wrapped, "tools") if wrapped else ""
+    if wrapped:
+        return _as_json(wrapped, "tools")
+    return ""
 
 
 def from_json(text: str, where: str) -> Any:

@@ -73,7 +73,9 @@ class Decision:
             )
         except (TypeError, KeyError, ValueError):
             return None
-        return None if end is None and message["end"] is not None else found
+        if end is None and message["end"] is not None:
+            return None
+        return found
 
 
 class Restarts:

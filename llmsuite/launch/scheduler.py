@@ -129,4 +129,6 @@ def _volcano(variables: Mapping[str, str]) -> ScheduledMachine | None:
 
 def _indexed_job(variables: Mapping[str, str]) -> ScheduledMachine | None:
     name = "JOB_COMPLETION_INDEX"
-    return ScheduledMachine("Kubernetes", number_in(variables, name)) if name in variables else None
+    if name in variables:
+        return ScheduledMachine("Kubernetes", number_in(variables, name))
+    return None

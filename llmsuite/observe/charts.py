@@ -157,7 +157,9 @@ def _label(chart: Chart, name: str, pattern_of: dict[str, str]) -> str | None:
     for pattern, label in chart.metrics:
         if pattern_of.get(name) == pattern:
             start, _, end = pattern.partition("*")
-            return name[len(start) : len(name) - len(end)] if "*" in pattern else label
+            if "*" in pattern:
+                return name[len(start) : len(name) - len(end)]
+            return label
     return None
 
 

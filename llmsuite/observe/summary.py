@@ -32,11 +32,15 @@ class Card:
 def total_steps(run: Run) -> int | None:
     """The total number of steps of a run; None where it is unknown."""
     reported = [e["of"] for e in run.events if e["event"] in _BEGINS and isinstance(e.get("of"), int)]
-    return reported[-1] if reported else (run.recipe.get("train") or {}).get("max_steps")
+    if reported:
+        return reported[-1]
+    return (run.recipe.get("train") or {}).get("max_steps")
 
 
 def last_step(run: Run) -> int:
-    return int(run.steps[-1]["step"]) if run.steps else 0
+    if run.steps:
+        return int(run.steps[-1]["step"])
+    return 0
 
 
 def duration(run: Run, now: float) -> float | None:
@@ -225,7 +229,9 @@ def _mesh(run: Run) -> Card | None:
 
 def _memory(run: Run) -> Card | None:
     peaks = run.series("peak_memory_bytes")[1]
-    return Card("Peak memory", f"{max(peaks) * 1e-9:.3g} GB", "of rank 0") if peaks else None
+    if peaks:
+        return Card("Peak memory", f"{max(peaks) * 1e-9:.3g} GB", "of rank 0")
+    return None
 
 
 def _seconds(event: Record) -> float | None:
@@ -272,8 +278,12 @@ def _numbers(event: Record) -> str:
 
 
 def _error(event: Record) -> str:
-    return f": {event['error']}" if event.get("error") else "; see logs/workerlog.0"
+    if event.get("error"):
+        return f": {event['error']}"
+    return "; see logs/workerlog.0"
 
 
 def _code(event: Record) -> str:
-    return f" with exit code {event['exit_code']}" if event.get("exit_code") is not None else ""
+    if event.get("exit_code") is not None:
+        return f" with exit code {event['exit_code']}"
+    return ""

@@ -107,7 +107,9 @@ def kept_by_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, setting
     """Bytes that a layer keeps, including its output, without its input."""
     between = hidden_state_bytes(shape_spec.hidden, batch, settings)
     if number in settings.unreached:
-        return between + _edit(shape_spec, number, batch, settings) if number in settings.edited else 0.0
+        if number in settings.edited:
+            return between + _edit(shape_spec, number, batch, settings)
+        return 0.0
     mtp_inputs = 0.0
     if shape_spec.layers[number].is_mtp:  # its inputs: no other layer keeps them
         mtp_inputs = 2 * between + INDEX_BYTES * batch.tokens
@@ -331,7 +333,9 @@ def _num_consumers(layer: LayerSpec, name: str) -> int:
     if word in _OWN_INPUT:
         return 1
     if word == "self_attn":
-        return 2 if isinstance(layer.attention, Latent) else 3
+        if isinstance(layer.attention, Latent):
+            return 2
+        return 3
     if isinstance(layer.mlp, MoE):
         return 3  # with the gate, which is not rounded
     return 2 if isinstance(layer.mlp, GatedMLP) else 1
@@ -401,11 +405,15 @@ def mask_bytes(batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the mask that plain attention adds to its scores."""
     rows = batch.rows if batch.documents else 1
     length = batch.length + settings.prefix
-    return 0.0 if "attention" in settings.fused else rows * length**2 * settings.num_bytes
+    if "attention" in settings.fused:
+        return 0.0
+    return rows * length**2 * settings.num_bytes
 
 
 def scores_bytes(layer: LayerSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the attention scores of every pair of tokens."""
     heads = layer.attention.heads / settings.tp
     length = batch.length + settings.prefix
-    return 0.0 if "attention" in settings.fused else heads * batch.rows * length**2 * settings.num_bytes
+    if "attention" in settings.fused:
+        return 0.0
+    return heads * batch.rows * length**2 * settings.num_bytes

@@ -218,7 +218,9 @@ def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
         neighbours = degrees.num_ranks // size if degrees.pp > 1 else 1
     elif message.axis == DP:
         neighbours *= degrees.num_data_ranks // axis_size(layout, message)
-    return device.local if neighbours * size <= per_machine else device.network
+    if neighbours * size <= per_machine:
+        return device.local
+    return device.network
 
 
 def total_bytes(counts: Mapping[Message, int]) -> int:

@@ -120,7 +120,9 @@ class Estimate:
         busiest = max(sum(forward[stage::pp]) for stage in range(pp))
         prepasses = self._prepass_rows * ((self.num_micro_batches - 1) * busiest + sum(forward))
         own = self._length(simulated, forward, backward) + prepasses + max(time.at_the_end for time in times)
-        return own if self.critic is None else own + self.critic._seconds(device, efficiency)
+        if self.critic is None:
+            return own
+        return own + self.critic._seconds(device, efficiency)
 
     def rollout_seconds(self, device: Hardware) -> tuple[float, float] | None:
         """Shortest and longest likely time to sample for a step, in seconds, with completions of the maximum length.
@@ -129,7 +131,9 @@ class Estimate:
             rollout_seconds(self.layout, self.train_plan, self.max_length, self.shape_spec, device, by)
             for by in (FAST, SLOW)
         )
-        return None if fast is None or slow is None else (fast, slow)
+        if fast is None or slow is None:
+            return None
+        return fast, slow
 
     @property
     def _prepass_rows(self) -> int:
@@ -138,7 +142,9 @@ class Estimate:
 
     @property
     def _num_chunks(self) -> int:
-        return self.parallel_plan.num_chunks if self.parallel_plan.degrees.pp > 1 else 1
+        if self.parallel_plan.degrees.pp > 1:
+            return self.parallel_plan.num_chunks
+        return 1
 
     @property
     def _num_simulated(self) -> int:

@@ -54,7 +54,9 @@ def recomputes_logits(layout: Layout, batch: MicroBatch, uses_entropy: bool) -> 
 
 
 def _chunk_size(batch: MicroBatch, settings: ActivationSettings) -> int:
-    return batch.supervised if settings.loss_chunk is None else min(batch.supervised, settings.loss_chunk)
+    if settings.loss_chunk is None:
+        return batch.supervised
+    return min(batch.supervised, settings.loss_chunk)
 
 
 def _logits_bytes(shape_spec: ShapeSpec, settings: ActivationSettings) -> float:

@@ -94,7 +94,9 @@ class LocalParameter:
     @property
     def sum_size(self) -> int:
         """Elements of the gradient when it is reduced, with the padding of its shards."""
-        return self.num_shards * self.shard_size if self.reduces_each_pass else self.size
+        if self.reduces_each_pass:
+            return self.num_shards * self.shard_size
+        return self.size
 
     # bytes that live between two steps; of a gradient, until the last micro-batch is done
 
@@ -107,7 +109,9 @@ class LocalParameter:
         """Bytes of the float32 master, or under sharding of the shard that the optimizer updates."""
         if self.has_master:
             return self.num_owned * 4
-        return self.num_owned * self.num_bytes if self.num_shards > 1 and not self.is_stored_sharded else 0
+        if self.num_shards > 1 and not self.is_stored_sharded:
+            return self.num_owned * self.num_bytes
+        return 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -119,7 +123,9 @@ class LocalParameter:
 
     def moment_bytes(self, optimizer: str) -> int:
         """Bytes of the optimizer's moments; the powers of AdamW's decay rates are single numbers on the host."""
-        return num_moments(optimizer) * 4 * self.num_owned if self.has_gradient else 0
+        if self.has_gradient:
+            return num_moments(optimizer) * 4 * self.num_owned
+        return 0
 
 
 class ModelParameters:

@@ -208,7 +208,9 @@ def _default_of(section: type[Section]) -> Any:
         f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         for f in dataclasses.fields(section)
     )
-    return dataclasses.field() if required else dataclasses.field(default_factory=section)
+    if required:
+        return dataclasses.field()
+    return dataclasses.field(default_factory=section)
 
 
 def _extended(section: type[Section], specs: tuple[tuple[str, Any], ...]) -> type[Section]:

@@ -75,7 +75,9 @@ def warmup_notes(train_plan: TrainPlan) -> list[str]:
 
 def _files_in(directory: Path) -> list[Path]:
     try:
-        return data_files(directory) if is_dir(directory) else []
+        if is_dir(directory):
+            return data_files(directory)
+        return []
     except (UserError, OSError):  # the run reports it
         return []
 

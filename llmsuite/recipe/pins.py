@@ -43,7 +43,9 @@ class HubReference:
         now = stored(self.section, self.key.partition(".")[2])
         if isinstance(value, dict) and isinstance(now, dict) and len(value) == len(now):
             return str(list(value)[list(now).index(self.name)])
-        return value if isinstance(value, str) and isinstance(now, str) else None
+        if isinstance(value, str) and isinstance(now, str):
+            return value
+        return None
 
 
 def apply_pins(loaded: LoadedRecipe) -> None:

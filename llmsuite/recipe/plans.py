@@ -132,7 +132,9 @@ class DataPlan:
         """Return the plan with remote data downloaded to local files. Raises UserError if a download fails."""
         train = subsection(self.section, self.key)
         if self.key == "prompts":
-            return dataclasses.replace(self, train_file=fetch(train, report)) if is_remote(train) else self
+            if is_remote(train):
+                return dataclasses.replace(self, train_file=fetch(train, report))
+            return self
         evaluation = self.section.eval
         for _, name in self.mixed:
             if is_remote(name):
@@ -171,14 +173,18 @@ class ParallelPlan:
     def gradient_bucket_bytes(self) -> int:
         """Size of gradient buckets in bytes of float32: from the recipe, else from the device."""
         chosen = self.section.gradient_bucket_bytes
-        return self.device.factory().gradient_bucket_bytes if chosen is None else chosen
+        if chosen is None:
+            return self.device.factory().gradient_bucket_bytes
+        return chosen
 
     @property
     def length_multiple(self) -> int:
         """Number of tokens whose multiples batches of a run are padded to: for programs, and for equal parts of a
         sequence under sequence parallel."""
         multiple = LENGTH_MULTIPLE if self.engine.mode == "to_static" else 1
-        return math.lcm(multiple, self.degrees.tp) if self.section.sequence_parallel else multiple
+        if self.section.sequence_parallel:
+            return math.lcm(multiple, self.degrees.tp)
+        return multiple
 
 
 @dataclasses.dataclass(frozen=True)

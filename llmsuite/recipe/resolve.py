@@ -144,7 +144,9 @@ def data_fault(path: Path) -> str | None:
         except UserError as error:
             return str(error)
         return None
-    return None if is_file(path) else f"{path} is not a file (working directory: {Path.cwd()})"
+    if is_file(path):
+        return None
+    return f"{path} is not a file (working directory: {Path.cwd()})"
 
 
 def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:

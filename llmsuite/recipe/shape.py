@@ -70,7 +70,9 @@ def base_named(weights: Path) -> str | None:
 
     adapter = find_adapter(weights)
     named = base_name(adapter) if adapter is not None else None
-    return named if named is not None and hub_name(named) is not None else None
+    if named is not None and hub_name(named) is not None:
+        return named
+    return None
 
 
 def base_of_adapter(weights: Path, fetches_config: bool = False) -> Path:

@@ -128,7 +128,9 @@ def _reading(loaded: LoadedRecipe, stage: RunSpec) -> dict[str, Any]:
         return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {})}
     # rewards and environments read columns
     reads_columns = data.columns or data.format != "auto" or "reward" in stage.smoke
-    return {"data.eval": data.train} if first == "train" and reads_columns else {}
+    if first == "train" and reads_columns:
+        return {"data.eval": data.train}
+    return {}
 
 
 _ANSWERS = {"generation.max_new_tokens": 16, "generation.max_samples": 8}
@@ -144,7 +146,9 @@ _SMALL_BLOCK = 8
 def _warmup(recipe: Recipe) -> dict[str, Any]:
     """Return the warm-up steps of the recipe, at most a quarter of all steps."""
     steps = recipe.train.warmup_steps
-    return {} if steps is None else {"train.warmup_steps": min(steps, SMOKE_STEPS // 4)}
+    if steps is None:
+        return {}
+    return {"train.warmup_steps": min(steps, SMOKE_STEPS // 4)}
 
 
 def _model(shape: dict[str, Any]) -> dict[str, Any]:
@@ -206,7 +210,9 @@ def _power_of_two(number: int) -> int:
 def _experts(recipe: Recipe, data: int, sharding: int) -> int:
     """Return the expert parallel degree of the recipe, reduced to the number of data ranks."""
     ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
-    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
+    if sharding % ep == 0 or ep % sharding == 0:
+        return ep
+    return 1
 
 
 def _pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:

@@ -250,4 +250,6 @@ def _hint(word: str) -> str:
         return f"; write {meant}"
     if re.match(r"[-+.0-9]", word):
         return "; numbers look like 10, -0.5 or 1e-6"
-    return "; strings need double quotes" if word[:1] == "'" or word[:1].isalpha() else ""
+    if word[:1] == "'" or word[:1].isalpha():
+        return "; strings need double quotes"
+    return ""

@@ -103,7 +103,9 @@ def _numbers(value: Any, parts: Sequence[str]) -> list[float | None]:
 
 
 def _score(value: Any) -> float | None:
-    return None if value is None else _converted(number_of, value)
+    if value is None:
+        return None
+    return _converted(number_of, value)
 
 
 def _converted(read: Callable[[Any], float | None], value: Any) -> float | None:

@@ -45,7 +45,9 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def finished(result: Any) -> Any:
     """The result of a user function; a coroutine is run to completion first, and its errors are raised."""
-    return _loop().run_until_complete(result) if inspect.iscoroutine(result) else result
+    if inspect.iscoroutine(result):
+        return _loop().run_until_complete(result)
+    return result
 
 
 def describe(error: BaseException) -> str:

@@ -167,7 +167,9 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
     async def complete(request: Request) -> Response:
         def model_of(content: Any) -> type[CompletionRequest | training.TokenIdsRequest]:
             is_from_trainer = weights is not None and training.wants_token_ids(content)
-            return training.TokenIdsRequest if is_from_trainer else CompletionRequest
+            if is_from_trainer:
+                return training.TokenIdsRequest
+            return CompletionRequest
 
         body = await service.parse_body_as(request, model_of)
         if isinstance(body, training.TokenIdsRequest):

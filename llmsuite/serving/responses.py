@@ -423,7 +423,9 @@ class _Response:
 def _status(sequence: DecodingSequence | None) -> str:
     if sequence is None:
         return "in_progress"
-    return "incomplete" if sequence.finish_reason == "length" else "completed"
+    if sequence.finish_reason == "length":
+        return "incomplete"
+    return "completed"
 
 
 def _part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:

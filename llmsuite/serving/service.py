@@ -220,7 +220,9 @@ class Service:
             if body.tools_as_text and any(tool.function.strict for tool in body.tools or ()):
                 calls = served_model.prompter.tool_call_format
                 return served_model.generator.grammars.text_or_tool_calls(calls, body.callable_tools, schema)
-            return None if schema is None else served_model.generator.grammars.from_schema(schema, "response_format")
+            if schema is None:
+                return None
+            return served_model.generator.grammars.from_schema(schema, "response_format")
         if schema is not None:
             raise UserError("response_format: not with a tool_choice that asks for a call")
         if not body.callable_tools:
@@ -351,7 +353,9 @@ def _prompt_names(body: ChatRequest | CompletionRequest, count: int) -> list[str
     """Names of the prompts of a request, for messages."""
     if isinstance(body, ChatRequest):
         return ["messages: the prompt"]
-    return [f"prompt[{number}]: the prompt" for number in range(count)] if count > 1 else ["prompt: the prompt"]
+    if count > 1:
+        return [f"prompt[{number}]: the prompt" for number in range(count)]
+    return ["prompt: the prompt"]
 
 
 def _mean_logprob(sequence: DecodingSequence) -> float:

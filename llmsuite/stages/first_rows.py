@@ -112,7 +112,9 @@ def unread_columns(
     fields = checker.proposed(row)
     if not fields and not checker.fits_others(row):
         fields = dict.fromkeys(checker.fields, "")
-    return Columns(tuple(row), fields) if fields else None
+    if fields:
+        return Columns(tuple(row), fields)
+    return None
 
 
 class _RowChecker:
@@ -261,7 +263,9 @@ class _RowChecker:
         """The fields that every row needs."""
         if self._reads_text:
             return (self._section["key"],)
-        return ("prompt",) if self._reads_prompts else fields_of(self._row_kind)
+        if self._reads_prompts:
+            return ("prompt",)
+        return fields_of(self._row_kind)
 
     def first(self, given: str, path: Path) -> Mapping[str, Any] | None:
         """The first readable row of the data, as it is in the file; None where there is none."""
@@ -290,7 +294,9 @@ class _RowChecker:
         """The column of each field, for the fields whose column can be guessed."""
         if self._reads_text:
             text = suggest_text_column(row) if not self._columns else None
-            return {self.fields[0]: text} if text else correct_columns(self._columns, row) or {}
+            if text:
+                return {self.fields[0]: text}
+            return correct_columns(self._columns, row) or {}
         if self._reads_prompts:
             return guess_prompt_columns(row, self._columns) or {}
         return self._conversion().suggest_columns(row) or {}
@@ -332,7 +338,9 @@ class _FewFaults(Faults):
 
 def _summary(faults: Faults) -> str:
     """The summary of faults for the end of a message; "" without faults."""
-    return f": {faults.summary()}" if faults.total else ""
+    if faults.total:
+        return f": {faults.summary()}"
+    return ""
 
 
 def _as_copied(

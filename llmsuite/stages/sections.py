@@ -73,7 +73,9 @@ class DpoSection(Section):
     @property
     def effective_sft_weight(self) -> float:
         """Weight of the mean negative log-probability of the tokens of chosen answers."""
-        return 1.0 if self.loss == "orpo" else self.sft_weight
+        if self.loss == "orpo":
+            return 1.0
+        return self.sft_weight
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.label_smoothing > 0 and self.loss not in _SMOOTHED:

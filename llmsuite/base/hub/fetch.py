@@ -88,7 +88,9 @@ def find_commit(given: HubName, report: Report) -> HubName:
 
 
 def _joined_errors(errors: Sequence[UserError]) -> UserError:
-    return errors[0] if len(errors) == 1 else UserError("\n".join(map(str, errors)))
+    if len(errors) == 1:
+        return errors[0]
+    return UserError("\n".join(map(str, errors)))
 
 
 def _fetch_from(name: HubName, want: Want, report: Report, kind: Kind) -> Fetched:

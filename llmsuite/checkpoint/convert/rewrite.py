@@ -245,7 +245,9 @@ def _dtype_of(spec: TensorSpec, form: OutputFormat, model: ModelDirectory) -> st
     """The dtype in which a parameter is written; `Fp8Writer` decides later which matrices become FP8."""
     if form.dtype != FP8:
         return str(form.dtype)
-    return "float32" if (model.family.shard_plan or UNSHARDED).is_gate_bias(spec.name) else "bfloat16"
+    if (model.family.shard_plan or UNSHARDED).is_gate_bias(spec.name):
+        return "float32"
+    return "bfloat16"
 
 
 def _unfinished(target: Path) -> Path:

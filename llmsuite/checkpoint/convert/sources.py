@@ -119,4 +119,6 @@ def _open_pdparams(
 def _shape_of_head(parts: Sequence[TensorSource], embedding: tuple[int, ...]) -> tuple[int, ...]:
     """The full shape of a sharded tied head: that of the embedding [V, D], or its transpose."""
     part = next(part.spec(OUTPUT) for part in parts if OUTPUT in part.names)
-    return embedding if part.shape[-1] == embedding[-1] else embedding[::-1]
+    if part.shape[-1] == embedding[-1]:
+        return embedding
+    return embedding[::-1]

@@ -241,4 +241,6 @@ def did_you_mean(key: tuple[str, ...], cls: type) -> str:
         return f"did you mean {near[0]!r}?"
     if elsewhere:
         return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
-    return "known keys here: " + ", ".join(sorted(siblings)) if siblings else ""
+    if siblings:
+        return "known keys here: " + ", ".join(sorted(siblings))
+    return ""

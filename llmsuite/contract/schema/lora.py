@@ -63,7 +63,9 @@ class LoraSection(Section):
     @property
     def base_format(self) -> BlockFormat | None:
         """Quantisation format of the frozen matrices; None where they are kept in engine.precision."""
-        return None if self.base_dtype is None else BlockFormat(self.base_dtype, self.base_block)
+        if self.base_dtype is None:
+            return None
+        return BlockFormat(self.base_dtype, self.base_block)
 
     @property
     def adapter_method(self) -> AdapterMethod:

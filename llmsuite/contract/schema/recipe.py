@@ -399,17 +399,23 @@ class Recipe(Section):
 
 def rollout_of(recipe: Recipe) -> RolloutSection | None:
     """Return section `rollout`; None for a stage without rollouts, or with another section of that name."""
-    return recipe.rollout if isinstance(recipe.rollout, RolloutSection) else None
+    if isinstance(recipe.rollout, RolloutSection):
+        return recipe.rollout
+    return None
 
 
 def reward_of(recipe: Recipe) -> RewardSection | None:
     """Return section `reward`; None for a stage without rewards, or with another section of that name."""
-    return recipe.reward if isinstance(recipe.reward, RewardSection) else None
+    if isinstance(recipe.reward, RewardSection):
+        return recipe.reward
+    return None
 
 
 def environment_of(recipe: Recipe) -> EnvironmentSection | None:
     """Return section `environment`; None for a stage without it, or with another section of that name."""
-    return recipe.environment if isinstance(recipe.environment, EnvironmentSection) else None
+    if isinstance(recipe.environment, EnvironmentSection):
+        return recipe.environment
+    return None
 
 
 def freezes_model(lora: LoraSection, reft: ReftSection, prefix: PrefixSection) -> bool:

@@ -222,7 +222,9 @@ class ActivationHooks:
 
 
 def _first(given: Any) -> Any:
-    return given[0] if isinstance(given, (tuple, list)) and given else given
+    if isinstance(given, (tuple, list)) and given:
+        return given[0]
+    return given
 
 
 @dataclasses.dataclass(frozen=True)

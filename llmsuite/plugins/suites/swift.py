@@ -75,7 +75,9 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     stage = requested or _STAGES.get(kind, kind)
     # train_type in older versions
     kind = str(values.get("tuner_type") or values.get("train_type") or "lora")
-    return "lora" if stage == "sft" and kind == "lora" else stage
+    if stage == "sft" and kind == "lora":
+        return "lora"
+    return stage
 
 
 def _recipe(run: Run) -> dict[str, Any]:

@@ -43,7 +43,9 @@ class RuleContext:
     @property
     def rollout(self) -> RolloutSection | None:
         """Section `rollout`; None for a stage without rollouts."""
-        return rollout_of(self.recipe) if self.profile.updates else None
+        if self.profile.updates:
+            return rollout_of(self.recipe)
+        return None
 
     @property
     def reward(self) -> RewardSection | None:
@@ -58,7 +60,9 @@ class RuleContext:
     @property
     def profile(self) -> StageProfile:
         """Profile of the stage for this recipe; without any entries for a job."""
-        return self.stage.profile(self.section) if isinstance(self.stage, StageSpec) else StageProfile()
+        if isinstance(self.stage, StageSpec):
+            return self.stage.profile(self.section)
+        return StageProfile()
 
     @property
     def shard_plan(self) -> ShardPlan:
@@ -68,12 +72,16 @@ class RuleContext:
     @property
     def precisions(self) -> Sequence[str] | None:
         """Precisions that the device supports for the stage; None for an unknown device."""
-        return None if self.backend is None else self.backend.precisions_of(self.stage.trains)
+        if self.backend is None:
+            return None
+        return self.backend.precisions_of(self.stage.trains)
 
     @property
     def matmul_precisions(self) -> Sequence[str]:
         """Precisions that the device uses for matrix products only, with float32 parameters."""
-        return () if self.backend is None else self.backend.training_precisions
+        if self.backend is None:
+            return ()
+        return self.backend.training_precisions
 
     @property
     def num_devices(self) -> int:
