@@ -188,7 +188,9 @@ def broken_file(
 
 def check_intact(directory: Path) -> None:
     """Raise UserError if a directory has a manifest and differs from it."""
-    fault = broken_file(directory) if is_file(directory / MANIFEST) else None
+    fault = None
+    if is_file(directory / MANIFEST):
+        fault = broken_file(directory)
     if fault:
         raise UserError(f"{fault}; it is not what was saved: take another checkpoint, or copy it again")
 
@@ -306,7 +308,9 @@ def _damaged_ranges(
             is_same = sha256_of(path, expected.start, expected.end) == expected.sha256
         except OSError as error:
             return name(path, expected, f"cannot be read: {error.strerror}")
-        where = f" in tensor {expected.tensor}" if expected.tensor else ""
+        where = ""
+        if expected.tensor:
+            where = f" in tensor {expected.tensor}"
         if is_same:
             return None
         return name(path, expected, f"does not have the sha256 it was written with{where}")

@@ -70,7 +70,9 @@ def static_fault(key: str, arguments: Sequence[str] = ()) -> str | None:
             module = ast.parse(source, path)
             symbols = symtable.symtable(source, path, "exec")
     except (SyntaxError, ValueError) as error:
-        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        where = ""
+        if isinstance(error, SyntaxError) and error.lineno:
+            where = f", line {error.lineno}"
         return f"{path}{where}: is no Python: {error.msg if isinstance(error, SyntaxError) else error}"
     imported = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
     if any(alias.name == "*" for node in imported for alias in node.names):

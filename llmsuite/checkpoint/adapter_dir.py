@@ -89,7 +89,9 @@ def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: L
             f"a {config.to_hf()['model_type']} has no PaddleNLP layout that we know; its adapters are PEFT's"
         )
     found: dict[str, FactorPair] = {}
-    embedding = None if family.shard_plan is None else family.shard_plan.embedding
+    embedding = None
+    if family.shard_plan is not None:
+        embedding = family.shard_plan.embedding
     for module in adapters.modules:
         place = names.hf_tensors(f"{module}.weight", config)
         for index, name in enumerate(place.names):

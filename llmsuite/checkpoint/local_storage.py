@@ -249,7 +249,9 @@ def _find_files(paths: Sequence[Path]) -> dict[str, Path] | str:
         holding = [path for path in there if is_file(path / name)]
         if not holding:
             wrote = next((p for path in there if (p := remote_files(path).get(name)) is not None), None)
-            who = f"; rank {wrote['rank']} wrote it on machine {wrote['machine']}" if wrote else ""
+            who = ""
+            if wrote:
+                who = f"; rank {wrote['rank']} wrote it on machine {wrote['machine']}"
             return f"{there[0].name}: none of the directories has {name}{who}"
         found[name] = holding[0] / name
     return found

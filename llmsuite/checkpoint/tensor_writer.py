@@ -152,7 +152,9 @@ def write_tensors(
     groups = _by_writer(specs, options)
     paths = [directory / f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}" for number in range(1, len(groups) + 1)]
     own = [(path, group) for path, (writer, group) in zip(paths, groups) if writer == options.rank]
-    journal = _Journal(directory / _JOURNAL) if options.resumable else None
+    journal = None
+    if options.resumable:
+        journal = _Journal(directory / _JOURNAL)
     written = _FileSet(read, metadata, options, journal).write(own)
     if options.rank == 0:
         index = {"metadata": {"total_size": sum(s.num_bytes for s in specs)}}

@@ -126,7 +126,9 @@ def _check_added(config: Path, vocabulary: Path) -> None:
     named = read_json_object(config).get("added_tokens_decoder")
     known = vocabulary_ids(read_json_object(vocabulary))
     for number, entry in named.items() if isinstance(named, dict) else ():
-        content = entry.get("content") if isinstance(entry, dict) else None
+        content = None
+        if isinstance(entry, dict):
+            content = entry.get("content")
         if not isinstance(content, str) or str(known.get(content)) != str(number):
             raise UserError(
                 f"{config}: has the added token {content!r} with id {number}, which {vocabulary} does not have; put "
@@ -138,7 +140,9 @@ def vocabulary_ids(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ids of the tokens of a tokenizer.json; parts of another form are ignored."""
     model = tokenizer.get("model")
     added = tokenizer.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    vocabulary = None
+    if isinstance(model, dict):
+        vocabulary = model.get("vocab")
     found: list[tuple[Any, Any]] = []
     if isinstance(vocabulary, dict):
         found = list(vocabulary.items())

@@ -106,9 +106,13 @@ def _show_ops(name: str, registry: Registry) -> int:
         print(f"  {'products':14}  {backend.matmul_backend(precision)}: {speed}")
     print(f"{name}, sums of gradients over data ranks ({backend.collectives})")
     limit = backend.gradient_bucket_bytes
-    bucket = f"up to {limit / 2**20:g} MiB in one call" if limit else "one call for each parameter"
+    bucket = "one call for each parameter"
+    if limit:
+        bucket = f"up to {limit / 2**20:g} MiB in one call"
     print(f"  calls           {bucket}, unless parallel.gradient_bucket_bytes is set")
-    overlap = "continue during a call" if backend.overlaps_communication else "wait for each call"
+    overlap = "wait for each call"
+    if backend.overlaps_communication:
+        overlap = "continue during a call"
     print(f"  passes          {overlap}")
     print(f"{name}, sums of gradients over tensor parallel ranks")
     print(f"  products        of a weight's gradient {overlap}")
@@ -162,7 +166,9 @@ def _machine() -> Iterator[Finding]:
     free = shutil.disk_usage(Path.cwd()).free
     yield _level(free, _LEAST_DISK, "free disk", f"{free / 1e9:.0f} GB here", "free some, or choose another output_dir")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reachable = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
+    reachable = 4096
+    if hard != resource.RLIM_INFINITY:
+        reachable = min(4096, hard)
     yield _level(soft, _LEAST_FILES, "open files", str(soft), f"ulimit -n {reachable}")
     if is_dir(Path("/dev/shm")):
         shared = shutil.disk_usage("/dev/shm").total

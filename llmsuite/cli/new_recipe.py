@@ -118,7 +118,9 @@ def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any
         if find_adapter(place) is not None:
             raise UserError(f"--weights: {missing_model(place)}")
         if not is_file(place / "config.json"):
-            later = "" if exists(place) else "; if it will exist later, give its shape with --family and --preset"
+            later = ""
+            if not exists(place):
+                later = "; if it will exist later, give its shape with --family and --preset"
             raise UserError(f"--weights: {missing_model(place, '')}{later}")
     else:
         try:
@@ -273,7 +275,9 @@ def _ask_number(what: str, default: int) -> int:
 
 def _ask_weights(stage: str) -> str | None:
     """The path or name of the weights; None for a shape by its name."""
-    without = "to train from scratch" if stage == "pretrain" else "to choose a shape by its name first"
+    without = "to choose a shape by its name first"
+    if stage == "pretrain":
+        without = "to train from scratch"
     while True:
         answer = _ask(f"weights (a directory, a run, or a name such as hf:ORG/NAME; empty {without})")
         if not answer:

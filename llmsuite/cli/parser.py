@@ -68,7 +68,9 @@ def _plain_message(message: str, parser: ArgumentParser, commands: Mapping[str, 
         wrong = _WRONG_KEY.search(message)
         value = _FOUND.search(message)
         action = None if wrong is None else _action(parser, wrong[1])
-        expected = None if action is None else _expected(getattr(action, "_typehint", None) or action.type)
+        expected = None
+        if action is not None:
+            expected = _expected(getattr(action, "_typehint", None) or action.type)
         if value is not None and action is not None and expected is not None:
             given = next(text for text in value.groups() if text is not None)
             found = f"{_option_name(action)}: expected {expected}, found {given!r}"

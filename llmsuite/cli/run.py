@@ -233,7 +233,9 @@ def _restarts(run: Path, stage: StageSpec | JobSpec, max_restarts: int) -> Resta
     from llmsuite.launch.restarts import Decision, Restarts
     from llmsuite.observe.events import add_event
 
-    answers = run / stage.result if isinstance(stage, JobSpec) and stage.result else None
+    answers = None
+    if isinstance(stage, JobSpec) and stage.result:
+        answers = run / stage.result
 
     def begins_at() -> int:
         if answers is not None:

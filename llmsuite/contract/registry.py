@@ -251,7 +251,9 @@ class Registry:
             for impl in caller.get_hookimpls():
                 is_async = inspect.iscoroutinefunction(impl.function)
                 if impl.plugin is plugin and (is_async or inspect.isgeneratorfunction(impl.function)):
-                    what = "an async function" if is_async else "a generator or a wrapper"
+                    what = "a generator or a wrapper"
+                    if is_async:
+                        what = "an async function"
                     raise UserError(f"{caller.name} is {what}, whose body would never run; make it a plain function")
 
     def require(self, info: PluginInfo) -> None:

@@ -344,7 +344,9 @@ class ChatTemplate:
 
     def _unfit(self, what: str, others: Sequence[str] = tuple(BUILTIN)) -> UserError:
         fit = ", ".join(name for name in others if name != self._name)
-        advice = f"choose another data.chat_template ({fit})" if fit else "give the tokenizer another chat template"
+        advice = "give the tokenizer another chat template"
+        if fit:
+            advice = f"choose another data.chat_template ({fit})"
         return UserError(
             f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; {advice}"
         )

@@ -79,7 +79,9 @@ def read_rows(
             rows.places.append(where)
     rows.faults.check()
     if not rows:
-        skipped = f": {rows.faults.summary()}" if rows.faults.total else ""
+        skipped = ""
+        if rows.faults.total:
+            skipped = f": {rows.faults.summary()}"
         raise UserError(f"{path}: has no rows{skipped}")
     return rows
 

@@ -118,7 +118,9 @@ class RowConverter:
             check_conversations(row)
             return row
         found = "nothing" if row is None else f"a {type(row).__name__}"
-        hint = "" if expected is object else f"; {self._kind} rows are {expected.__module__}.{expected.__name__}"
+        hint = ""
+        if expected is not object:
+            hint = f"; {self._kind} rows are {expected.__module__}.{expected.__name__}"
         raise UserError(f"{what} returned {found}{hint}")
 
     def suggest_columns(self, row: Mapping[str, Any]) -> Columns | None:

@@ -367,7 +367,9 @@ def _are_turns(value: Any) -> bool:
 
 
 def _is_turn(value: Any) -> bool:
-    speaker = value.get("role", value.get("from")) if isinstance(value, Mapping) else None
+    speaker = None
+    if isinstance(value, Mapping):
+        speaker = value.get("role", value.get("from"))
     return isinstance(speaker, str) and speaker in (*ROLES, *SHAREGPT_ROLES)
 
 

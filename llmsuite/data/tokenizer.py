@@ -313,7 +313,9 @@ class TextTokenizer:
         text = self.token_text(token, is_first)
         if "\ufffd" not in text:
             return text.encode()
-        piece = str(self._fast.id_to_token(token)) if self._fast else ""
+        piece = ""
+        if self._fast:
+            piece = str(self._fast.id_to_token(token))
         byte_piece = _BYTE_PIECE.fullmatch(piece)
         if byte_piece:
             return bytes.fromhex(byte_piece[1])

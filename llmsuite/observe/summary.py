@@ -146,7 +146,9 @@ def _loss(run: Run) -> Card | None:
     if not values:
         return None
     at, evaluated = run.series("eval/loss")
-    note = f"{evaluated[-1]:.4g} in the evaluation of step {at[-1]}" if at else ""
+    note = ""
+    if at:
+        note = f"{evaluated[-1]:.4g} in the evaluation of step {at[-1]}"
     return Card("Loss", f"{values[-1]:.4g}", note)
 
 
@@ -155,7 +157,9 @@ def _reward(run: Run) -> Card | None:
         if values := run.series(name)[1]:
             at, evaluated = run.series(f"eval/{name}")
             form = ".1%" if name == "rewards/accuracy" else ".4g"
-            note = f"{evaluated[-1]:{form}} in the evaluation of step {at[-1]}" if at else ""
+            note = ""
+            if at:
+                note = f"{evaluated[-1]:{form}} in the evaluation of step {at[-1]}"
             return Card(label, f"{values[-1]:{form}}", note)
     return None
 

@@ -354,7 +354,9 @@ def embedding_kept_bytes(shape_spec: ShapeSpec, batch: MicroBatch, settings: Act
         return -norm_kept(shape_spec.layers[0].norm, shape_spec.hidden, batch, settings)
     if settings.prefix and settings.recompute != "full":
         return -_without_gradient(shape_spec, batch, settings)
-    positions = INDEX_BYTES * batch.length if shape_spec.learned_positions else 0
+    positions = 0
+    if shape_spec.learned_positions:
+        positions = INDEX_BYTES * batch.length
     return batch.tokens * INDEX_BYTES + positions + hidden_state_bytes(shape_spec.hidden, batch, settings)
 
 
@@ -382,7 +384,9 @@ def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: Acti
     """Bytes that all layers share: the rotary tables, and the attention mask where attention is recomputed."""
     attention = shape_spec.layers[0].attention
     outside = dataclasses.replace(settings, fused=settings.fused_outside)
-    kept = mask_bytes(batch, outside) if settings.recompute != "none" else 0.0
+    kept = 0.0
+    if settings.recompute != "none":
+        kept = mask_bytes(batch, outside)
     if (
         settings.recompute == "full"
         and batch.has_token_metadata

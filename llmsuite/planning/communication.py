@@ -222,7 +222,9 @@ class Traffic:
         """Number of times that a forward pass through a part runs the module of a unit."""
         last = len(self._layout.bounds) - 2
         is_lookup = unit.position == "first" and unit.module == self._layout.shard_plan.embedding
-        mtp_lookups = self._layout.num_mtp_layers if is_lookup and part == last else 0
+        mtp_lookups = 0
+        if is_lookup and part == last:
+            mtp_lookups = self._layout.num_mtp_layers
         return unit.runs_in(part, last + 1) + mtp_lookups
 
     # pipeline
@@ -232,7 +234,9 @@ class Traffic:
         num_parts = len(self._layout.bounds) - 1
         length = batch.length // (self._mesh.degrees.tp if self._sequence_parallel else 1)
         shape = (batch.rows, length, self._shape_spec.hidden)
-        documents_length = batch.length if batch.documents or batch.has_token_metadata else 0
+        documents_length = 0
+        if batch.documents or batch.has_token_metadata:
+            documents_length = batch.length
         for forward in (True, False) if with_backward else (True,):
             if edges.target(part, num_parts, forward) is None:
                 continue
@@ -263,7 +267,9 @@ class Traffic:
         if degrees.tp > 1 and self._is_partial(parameter):
             why = "gradients of norms, from each rank's tokens or heads"
             inside = self._compiled and self._is_compiled(parameter)
-            times = len(self._batches) if parameter.reduce_in_backward or inside else 1
+            times = 1
+            if parameter.reduce_in_backward or inside:
+                times = len(self._batches)
             self._add(TENSOR, "all_reduce", parameter.local_shape, why, times, width)
         if parameter.is_tied:
             why = "gradient of the embedding, of first and last stage"

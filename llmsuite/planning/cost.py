@@ -138,7 +138,9 @@ def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, bat
             for i in layout.layers_of(part)
         }
         again = sum(f for i, f in each.items() if engine.recomputes_layer(i))
-        head = head_flops(shape_spec, batch) if part == last and not model_plan.is_scored else 0.0
+        head = 0.0
+        if part == last and not model_plan.is_scored:
+            head = head_flops(shape_spec, batch)
         forward = sum(each.values()) + head
         again += head if recomputes_logits(layout, batch, train_plan.profile.entropy) else 0.0
         costs.append(PartCost(forward, times * forward + again))

@@ -34,7 +34,9 @@ def temporaries(
     the layers, in bytes."""
     # forward: logits in addition to the softmax; backward: its gradient; a fused kernel works in place. 16-bit logits
     # are copied to float32 first
-    wide = 0 if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy else 4
+    wide = 4
+    if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy:
+        wide = 0
     wide += 4 if settings.entropy else 0  # the gradient of the exponentials, in addition to that of the logits
     wide += settings.num_bytes if settings.num_bytes < 4 else 0
     each = shape_spec.vocabulary / settings.tp * wide

@@ -91,7 +91,9 @@ def _reward_values(reward: Any) -> int:
     this machine."""
     from llmsuite.checkpoint.tensors import TensorFiles
 
-    weights = reward.model.weights if "model" in reward.functions else None
+    weights = None
+    if "model" in reward.functions:
+        weights = reward.model.weights
     if weights is None or not is_file(local_weights(weights) / "config.json"):
         return 0
     files = TensorFiles(local_weights(weights), "model")

@@ -37,7 +37,9 @@ def code_files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
         if parsed is not None:
             yield key, Path(parsed[0])
     collator = stored(recipe, "data", "collator")
-    parsed = python_function(collator) if isinstance(collator, str) else None
+    parsed = None
+    if isinstance(collator, str):
+        parsed = python_function(collator)
     if parsed is not None:
         yield "data.collator", Path(parsed[0])
     verifiers = stored(recipe, "environment", "verifiers", "id")

@@ -159,8 +159,12 @@ def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe],
     if isinstance(family, str) and family not in registry.models:
         problems.append(("model.family", registry.unknown("model", family)))
         family = None
-    stage_spec = registry.stages[stage] if isinstance(stage, str) else None
-    family_spec = registry.models[family] if isinstance(family, str) else None
+    stage_spec = None
+    if isinstance(stage, str):
+        stage_spec = registry.stages[stage]
+    family_spec = None
+    if isinstance(family, str):
+        family_spec = registry.models[family]
     extensions = [(kind, spec) for kind in EXTENSIONS for spec in registry.specs(kind).values()]
     added = tuple(name for name, method in registry.adapter_methods.items() if method not in BUILT_IN)
     return _typed_recipe(stage_spec, family_spec, tuple(extensions), added), problems
@@ -408,7 +412,9 @@ def _expected(annotation: Any) -> str:
     """Return a type in words; with an example for types that are written as JSON on the command line."""
     if annotation is Section:
         return 'a section, such as {"key": 1}'
-    example = ', such as ["a", "b"]' if annotation == list[str] else ""
+    example = ""
+    if annotation == list[str]:
+        example = ', such as ["a", "b"]'
     return recipe_keys.describe(annotation) + example
 
 

@@ -181,7 +181,9 @@ class ParallelPlan:
     def length_multiple(self) -> int:
         """Number of tokens whose multiples batches of a run are padded to: for programs, and for equal parts of a
         sequence under sequence parallel."""
-        multiple = LENGTH_MULTIPLE if self.engine.mode == "to_static" else 1
+        multiple = 1
+        if self.engine.mode == "to_static":
+            multiple = LENGTH_MULTIPLE
         if self.section.sequence_parallel:
             return math.lcm(multiple, self.degrees.tp)
         return multiple

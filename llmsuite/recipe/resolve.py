@@ -86,7 +86,9 @@ class RunPlan:
             and not is_dir(self.model.tokenizer)
             and not _on_hub(self.model.tokenizer)
         ):
-            key = "model.tokenizer" if self.model.section.tokenizer is not None else "model.weights"
+            key = "model.weights"
+            if self.model.section.tokenizer is not None:
+                key = "model.tokenizer"
             problems.append(self.loaded.problem(key, missing_model(self.model.tokenizer, key)))
         if problems:
             raise RecipeError(problems)
@@ -121,7 +123,9 @@ class RunPlan:
 
     def check_output(self) -> None:
         """Raise RecipeError if the output directory has results or checkpoints of an earlier run."""
-        result = self.train.stage.result if isinstance(self.train.stage, JobSpec) else ""
+        result = ""
+        if isinstance(self.train.stage, JobSpec):
+            result = self.train.stage.result
         if result and exists(self.output_dir / result):
             message = f"{self.output_dir} holds {result}; add --resume to continue it, or choose another"
             raise RecipeError([self.loaded.problem("output_dir", message)])
@@ -250,7 +254,9 @@ def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterato
     kind = config.to_hf().get("model_type")
     if kind not in family.hf_model_types:
         found = next((other.name for other in registry.models.values() if kind in other.hf_model_types), None)
-        reader = "no family reads" if found is None else f"family {found!r} reads"
+        reader = "no family reads"
+        if found is not None:
+            reader = f"family {found!r} reads"
         yield (
             "model.family",
             f"checkpoints of {family.name!r} would have the model_type {kind!r}, which {reader}; `to_hf` of its "
@@ -278,7 +284,9 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
             if fault:
                 yield key, fault
         elif name not in registry.specs(kind):
-            what = "a function: FILE.py:FUNCTION" if kind == "reward" else "a class: FILE.py:CLASS"
+            what = "a class: FILE.py:CLASS"
+            if kind == "reward":
+                what = "a function: FILE.py:FUNCTION"
             yield key, f"{registry.unknown(kind, name)}; or name {what}"
     yield from _engine_problems(recipe, registry)
 

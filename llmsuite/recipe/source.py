@@ -219,8 +219,12 @@ class _Reader:
         match = _SPACE.match(self.text, self._at)
         while match is not None:
             self._at = match.end()
-            comment = _COMMENT.match(self.text, self._at) if self.comments else None
-            match = _SPACE.match(self.text, comment.end()) if comment is not None else None
+            comment = None
+            if self.comments:
+                comment = _COMMENT.match(self.text, self._at)
+            match = None
+            if comment is not None:
+                match = _SPACE.match(self.text, comment.end())
         if self.text.startswith(("//", "/*", "#"), self._at):
             if not self.comments:
                 self._fatal("JSON has no comments; name the file .jsonc, or write YAML into a .yaml", ())

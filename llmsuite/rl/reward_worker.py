@@ -56,7 +56,9 @@ class RewardSource:
         except (Exception, SystemExit) as error:  # user code may raise anything
             raise UserError(f"reward {self.key}: cannot be loaded: {describe(error)}") from error
         if not callable(score):
-            what = f"its factory returned {score!r}, which" if self.factory else "it"
+            what = "it"
+            if self.factory:
+                what = f"its factory returned {score!r}, which"
             raise UserError(f"reward {self.key}: {what} is not a function that scores completions")
         return score
 

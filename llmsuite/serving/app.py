@@ -133,7 +133,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
     else:
         kind = "invalid_request_error"
     path = request.url.path
-    code = "model_not_found" if status == 404 and (path in _PATHS or path.startswith(_MODEL)) else None
+    code = None
+    if status == 404 and (path in _PATHS or path.startswith(_MODEL)):
+        code = "model_not_found"
     headers = {"Retry-After": "1"} if status == 429 else None
     message = str(error.detail)
     if message in ("Not Found", "Method Not Allowed"):  # the messages of the framework
@@ -225,7 +227,9 @@ async def _answer(
         tokenizer = service.served_model(body.model).generator.tokenizer
         for one, sequence, of_prompt in zip(choices, returned, prompt_logprobs):
             # with the stop token: evaluation harnesses request one token and remove the last entry
-            stop = [sequence.stop_logprob] if sequence.stop_logprob is not None else []
+            stop = []
+            if sequence.stop_logprob is not None:
+                stop = [sequence.stop_logprob]
             logprobs = of_prompt + sequence.logprobs + stop
             one["logprobs"] = protocol.echoed_logprobs(sequence.prompt[0], logprobs, tokenizer)
         head = protocol.envelope(name, body.model or service.name)

@@ -179,7 +179,9 @@ class ResponseFormat(BaseModel):
         """The schema of an answer; None for any text."""
         if self.type == "text":
             return None
-        found = self.json_schema.json_schema if self.json_schema is not None else None
+        found = None
+        if self.json_schema is not None:
+            found = self.json_schema.json_schema
         return {"type": "object"} if found is None else found
 
 
@@ -226,7 +228,9 @@ class ChatRequest(Request):
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """The tools that may be called where the answer has to be a tool call."""
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        named = None
+        if isinstance(self.tool_choice, NamedTool):
+            named = self.tool_choice.function.name
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         return [tool for tool in tools if named in (None, tool["function"]["name"])]
 

@@ -179,7 +179,9 @@ class ResponseRequest(_Strict):
             raise HTTPException(400, _with_own_keys(faults(ChatRequest, error))) from None
 
     def _messages(self) -> list[dict[str, Any]]:
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        system = []
+        if self.instructions is not None:
+            system = [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             return [*system, {"role": "user", "content": self.input}]
         if not self.input:
@@ -198,7 +200,9 @@ class ResponseRequest(_Strict):
                     parse_tool_calls([call], where)
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from None
-                last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+                last = None
+                if messages and messages[-1]["role"] == "assistant":
+                    last = messages[-1]
                 if last is None:
                     last = {"role": "assistant", "content": None}
                     messages.append(last)

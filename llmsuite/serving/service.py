@@ -85,7 +85,9 @@ class Service:
         self.name = name
         self.limits = limits
         self.metrics = metrics
-        prefix_cache = PrefixCache(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
+        prefix_cache = None
+        if limits.prefix_cache_mb:
+            prefix_cache = PrefixCache(limits.prefix_cache_mb * 1_000_000)
         self.scheduler = Scheduler(generator.decoder, metrics, limits, prefix_cache)
         self.threads = FairThreadPool()
         """Threads for work that would block the event loop."""
@@ -211,7 +213,9 @@ class Service:
         if isinstance(body, CompletionRequest):
             return None
         served_model = self.served_model(body.model)
-        schema = body.response_format.schema_of_answer if body.response_format is not None else None
+        schema = None
+        if body.response_format is not None:
+            schema = body.response_format.schema_of_answer
         if (schema is not None or body.has_to_call) and body.min_tokens:
             raise UserError(
                 "min_tokens: not with response_format or a tool_choice that ends the answer where it is complete"

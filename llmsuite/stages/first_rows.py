@@ -167,7 +167,9 @@ class _RowChecker:
 
     def _row_problems(self, given: str, path: Path) -> Iterator[Problem]:
         rewards = self._loaded.recipe.__dict__.get("reward")
-        num_rows = _ROWS_FOR_REWARDS if isinstance(rewards, RewardSection) else 1
+        num_rows = 1
+        if isinstance(rewards, RewardSection):
+            num_rows = _ROWS_FOR_REWARDS
         rows = self._converted(given, path, num_rows)
         template = self._template()
         if rows and template is not None and not self._skips:

@@ -94,7 +94,9 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
     assert isinstance(plan.train.stage, JobSpec)
     target = plan.output_dir / plan.train.stage.result
-    done = _answered(plan.output_dir, recipe, target, prompts) if is_first and resume else 0
+    done = 0
+    if is_first and resume:
+        done = _answered(plan.output_dir, recipe, target, prompts)
     # the file is on the first rank, and all ranks have to generate the same answers
     done = int(collective.broadcast_from_rank0([float(done)])[0])
     if is_first:

@@ -27,7 +27,9 @@ class ModelScope(CacheFolders):
             raise
         files = {}
         for entry in entries:
-            digest = f"sha256:{entry['Sha256']}" if entry.get("Sha256") else None
+            digest = None
+            if entry.get("Sha256"):
+                digest = f"sha256:{entry['Sha256']}"
             files[entry["Path"]] = RemoteFile(entry.get("Size"), digest)
         return Listing(_commit(entries) or revision, files)
 

@@ -188,7 +188,9 @@ class AdaptedTensors:
         if replacing is not None and not full_heads and self._is_one_sided(config, replacing):
             untied.append(replacing)
         if added or untied:
-            hint = ", or save it with ensure_weight_tying" if untied and not config.get("ensure_weight_tying") else ""
+            hint = ""
+            if untied and not config.get("ensure_weight_tying"):
+                hint = ", or save it with ensure_weight_tying"
             raise UserError(
                 f"{self._path}: {(added or untied)[0]!r} changes only the embedding or only the head, and "
                 f"{self._base.path} has one matrix for both (tie_word_embeddings); use a base with two{hint}"

@@ -155,7 +155,9 @@ class GgufExport:
         odd = [row for row in rows if row % block]
         if not odd:
             return []
-        others = "Q5_0, Q8_0 or F16, as llama.cpp does" if block == K_BLOCK else "F16"
+        others = "F16"
+        if block == K_BLOCK:
+            others = "Q5_0, Q8_0 or F16, as llama.cpp does"
         return [
             f"{len(odd)} of {len(rows)} matrices have rows of {', '.join(map(str, sorted(set(odd))))}, which is no "
             f"multiple of {block}: these are {others}"
@@ -262,7 +264,9 @@ class GgufExport:
         if (count and tensor.kind != kinds.BF16) or not np.nanmax(np.abs(value), initial=0.0) <= max_magnitude(
             tensor.kind
         ):
-            nonfinite = f" ({count:,} of {value.size:,} are NaN or infinite)" if count else ""
+            nonfinite = ""
+            if count:
+                nonfinite = f" ({count:,} of {value.size:,} are NaN or infinite)"
             raise UserError(
                 f"{self.model.path}: {tensor.ours!r} has values that are not finite, or too large for the scales of "
                 f"{tensor.kind.name}, which are fp16{nonfinite}; use --dtype bf16"

@@ -296,7 +296,9 @@ class _Machine:
 
     def new(self) -> None:
         cls, arguments = self.pop_pair()
-        kind = _RECORDS.get((cls.module, cls.name)) if isinstance(cls, _Name) else None
+        kind = None
+        if isinstance(cls, _Name):
+            kind = _RECORDS.get((cls.module, cls.name))
         if kind is None or arguments != ():
             raise ValueError("makes an object of a class that no checkpoint has")
         self._push(Record(kind))

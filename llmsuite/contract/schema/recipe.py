@@ -189,7 +189,9 @@ class TrainSection(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if (self.max_steps is None) == (self.num_epochs is None):
-            state = "neither is given" if self.max_steps is None else "both are given"
+            state = "both are given"
+            if self.max_steps is None:
+                state = "neither is given"
             yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
         if self.optimizer == "sgd":
             yield from self._without_effect_in_sgd()

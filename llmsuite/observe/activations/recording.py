@@ -148,13 +148,17 @@ class ActivationHooks:
         if not paddle.in_dynamic_mode() or not isinstance(output, paddle.Tensor):
             return
         tokens = self._current_tokens()
-        piece = None if tokens is None else self._local_part(output.detach(), tokens)
+        piece = None
+        if tokens is not None:
+            piece = self._local_part(output.detach(), tokens)
         if tokens is None or piece is None:
             return
         number = tokens.micro_batch
         self.order.setdefault(name, (part, len(self.order)))
         # under recompute a layer runs twice, the second time for the gradients: the first values are kept
-        found = self._local_part(given.detach(), tokens) if isinstance(given, paddle.Tensor) else None
+        found = None
+        if isinstance(given, paddle.Tensor):
+            found = self._local_part(given.detach(), tokens)
         if found is not None:
             self.inputs.setdefault(name, {}).setdefault(number, found)
         self.outputs.setdefault(name, {}).setdefault(number, piece)

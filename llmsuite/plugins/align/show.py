@@ -35,7 +35,9 @@ def summary_lines(report: Report) -> Iterator[str]:
     elif forward is not None:
         yield f"first difference in the forward pass: {_say(forward)}"
     if backward is not None:
-        follows = " (it may follow from that)" if forward is not None else ""
+        follows = ""
+        if forward is not None:
+            follows = " (it may follow from that)"
         yield f"first difference in the backward pass: {_say(backward)}{follows}"
     if report.scale is not None:
         yield f"every gradient of a parameter in {b} is {report.scale:.6g} times that in {a}"

@@ -51,7 +51,9 @@ def _other_shape(context: RuleContext) -> Iterator[Violation]:
     except UserError as error:
         yield key, str(error)
         return
-    kept = context.config.kept if isinstance(context.config, KeepsKeys) else None
+    kept = None
+    if isinstance(context.config, KeepsKeys):
+        kept = context.config.kept
     there, here = (_plain(config, kept) for config in (found, context.config))
     differing = [
         f"{name} is {there.get(name)!r} there and {here.get(name)!r} in the model"

@@ -54,7 +54,9 @@ def _no_room(context: RuleContext) -> Iterator[Violation]:
         return
     if longest + tokens > config.max_position_embeddings:
         room = config.max_position_embeddings - tokens
-        advice = f"lower data.max_length to {room}" if room > 0 else "lower it"
+        advice = "lower it"
+        if room > 0:
+            advice = f"lower data.max_length to {room}"
         yield (
             "prefix.tokens",
             f"is {tokens}, and data.max_length {longest}; the model has at most {config.max_position_embeddings} "

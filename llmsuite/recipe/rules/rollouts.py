@@ -25,7 +25,9 @@ def _one_completion(context: RuleContext) -> Iterator[Violation]:
         name = context.stage.section_name
         message = f"is 1, but {name}.advantage compares the completions of a prompt; set it to 2 or more"
         yield "rollout.num_generations", message
-    least = None if rollout is None else context.profile.completions
+    least = None
+    if rollout is not None:
+        least = context.profile.completions
     if rollout is not None and least is not None and rollout.num_generations < least:
         message = f"is {rollout.num_generations}, but {context.recipe.stage} compares {least} completions of a prompt"
         yield "rollout.num_generations", f"{message}; set it to {least} or more"
@@ -68,7 +70,9 @@ def _uneven_epochs(context: RuleContext) -> Iterator[Violation]:
 
 def _rolled_back(context: RuleContext) -> Iterator[Violation]:
     if context.profile.updates and context.recipe.train.may_roll_back:
-        key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
+        key = "on_spike"
+        if context.recipe.train.on_nonfinite == "roll_back":
+            key = "on_nonfinite"
         yield f"train.{key}", f"is roll_back, which stage {context.recipe.stage} does not support; choose skip"
 
 

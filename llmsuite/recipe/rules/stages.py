@@ -41,7 +41,9 @@ def _mixed_elsewhere(context: RuleContext) -> Iterator[Violation]:
 
 def _no_checkpoint_to_roll_back_to(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.train.may_roll_back and context.recipe.checkpoint.save_steps is None:
-        key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
+        key = "on_spike"
+        if context.recipe.train.on_nonfinite == "roll_back":
+            key = "on_nonfinite"
         yield f"train.{key}", "is roll_back, which needs checkpoints: set checkpoint.save_steps, or choose skip"
 
 
@@ -131,7 +133,9 @@ def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
         parts = tp if cut else 1
         inputs = shapes[name][-2]
         if inputs % (parts * block):
-            per_rank = f", {inputs // parts} on each of {tp} ranks" if parts > 1 else ""
+            per_rank = ""
+            if parts > 1:
+                per_rank = f", {inputs // parts} on each of {tp} ranks"
             divisor = math.gcd(block, inputs // parts)
             message = f"is {block}, which does not divide the {inputs} inputs of {module}{per_rank}"
             yield "lora.base_block", f"{message}; use {divisor}"

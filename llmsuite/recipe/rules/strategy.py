@@ -123,7 +123,9 @@ def _uneven_experts(context: RuleContext) -> Iterator[Violation]:
         return
     count = shape_fields(context.config)[context.shard_plan.num_experts]
     if count % (d.ep * d.tp):
-        of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}" if d.tp > 1 else ""
+        of_tp = ""
+        if d.tp > 1:
+            of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}"
         yield key, f"is {d.ep}{of_tp}, which does not divide {context.shard_plan.num_experts} = {count}"
 
 

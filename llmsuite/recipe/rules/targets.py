@@ -19,7 +19,9 @@ def _no_such_matrix(context: RuleContext) -> Iterator[Violation]:
         requested.append(("lora.target_modules", lora.target_modules, adaptable_modules))
     if qat.weight_bits is not None and qat.target_modules:
         requested.append(("qat.target_modules", qat.target_modules, linear_modules))
-    names = context.family.names() if requested and context.config is not None else None
+    names = None
+    if requested and context.config is not None:
+        names = context.family.names()
     if not isinstance(names, HasShapes):
         return
     shapes = names.parameter_shapes(context.config)

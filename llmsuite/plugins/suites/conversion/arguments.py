@@ -62,7 +62,9 @@ def _shell(text: str, path: Path) -> Arguments:
         elif any(word.endswith(".py") for word in words):
             found.append([string.Template(word).safe_substitute(names) for word in words])
     if len(found) != 1:
-        many = f"{len(found)} lines start" if found else "no line starts"
+        many = "no line starts"
+        if found:
+            many = f"{len(found)} lines start"
         raise UserError(f"{path}: is not a JSON object, and as a shell script {many} a Python file; pass one run")
     (words,) = found
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -100,7 +102,9 @@ def read_command(
         elif len(assigned) == len([word for word in words if word != "export"]):
             names |= {match[1]: match[2] for match in assigned}
     if len(found) != 1:
-        many = f"{len(found)} commands that train" if found else "no command that trains"
+        many = "no command that trains"
+        if found:
+            many = f"{len(found)} commands that train"
         raise UserError(f"{path}: has {many}; pass a script with one, or a file of arguments")
     command, words, at = found[0]
     if words[at : at + 1] and words[at].endswith((".yaml", ".yml", ".json")):

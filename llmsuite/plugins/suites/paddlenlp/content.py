@@ -75,7 +75,9 @@ def _refuse_model_defaults(run: Conversion, preset: str | None) -> None:
     dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     if run.family.name == "gpt" and any(key not in run.left for key in dropouts):
         run.refuse(dropouts[0], "not given", f"with GPT it is 0.1, and {DROPOUT}; set {' and '.join(dropouts)} to 0")
-    model_type = run.family.presets[preset].get("model_type", "deepseek_v3") if preset else None
+    model_type = None
+    if preset:
+        model_type = run.family.presets[preset].get("model_type", "deepseek_v3")
     if run.family.name == "deepseek" and model_type != "deepseek_v2":
         key = "num_nextn_predict_layers"
         if run.left.pop(key, None) != 0:
