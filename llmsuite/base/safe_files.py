@@ -141,7 +141,9 @@ def check_local(path: Path) -> None:
     """
     here = path.parent.resolve()
     real = path.resolve()
-    inside = here.parent.parent / "blobs" if here.parent.name == "snapshots" else here
+    inside = here
+    if here.parent.name == "snapshots":
+        inside = here.parent.parent / "blobs"
     if here not in real.parents and inside not in real.parents:
         raise OSError(errno.ELOOP, f"is a link to {real}; put a copy of that file in its place", str(path))
     open_regular(path).close()

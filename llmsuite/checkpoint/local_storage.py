@@ -213,7 +213,9 @@ def joined_directory(paths: Sequence[Path], place: Path) -> Iterator[Path]:
     steps = {step for path in paths for step, _ in list_steps(path / "checkpoints")} if are_runs else {0}
     faults = []
     for step in sorted(steps, reverse=True):
-        directories = [path / "checkpoints" / f"step-{step}" for path in paths] if are_runs else paths
+        directories = paths
+        if are_runs:
+            directories = [path / "checkpoints" / f"step-{step}" for path in paths]
         found = _find_files(directories)
         if isinstance(found, str):
             faults.append(found)

@@ -41,7 +41,9 @@ def hf_name(family: ModelFamily, config: Any, theirs: str) -> str | None:
     """Return HF's full name of a tensor in a file of either layout; None for one that is no parameter."""
     names = family.names()
     prefix = family.names().paddlenlp_prefix(config)
-    name = f"model.{theirs[len(prefix) :]}" if prefix and theirs.startswith(prefix) else theirs
+    name = theirs
+    if prefix and theirs.startswith(prefix):
+        name = f"model.{theirs[len(prefix) :]}"
     found: str | None = names.from_hf(name, config)
     return found
 

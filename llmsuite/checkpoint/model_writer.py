@@ -114,7 +114,9 @@ class TensorLayout:
         for spec in specs:
             place = names.hf_tensors(spec.name, config)
             for number, name in enumerate((*place.names, *place.copies)):
-                theirs = name if layout == "hf" else re.sub(r"^model\.", str(prefix), name)
+                theirs = name
+                if layout != "hf":
+                    theirs = re.sub(r"^model\.", str(prefix), name)
                 pieces = self._pieces.setdefault(theirs, [])
                 pieces.append(_Piece(spec, number if place.stacked else None, place.part))
                 if len(pieces) < place.num_parts:

@@ -194,7 +194,9 @@ class _FileSet:
     def _tasks(self, files: Sequence[tuple[Path, Sequence[TensorSpec]]]) -> Iterator[Callable[[], None]]:
         """Yield a task for each tensor. A file is created when the first of its tasks is taken."""
         for path, group in files:
-            found = self._journal.find(path) if self._journal else None
+            found = None
+            if self._journal:
+                found = self._journal.find(path)
             if found is not None:
                 self._done[path.name] = found
                 self._progress(sum(spec.num_bytes for spec in group))

@@ -67,7 +67,9 @@ def _plain_message(message: str, parser: ArgumentParser, commands: Mapping[str, 
     else:
         wrong = _WRONG_KEY.search(message)
         value = _FOUND.search(message)
-        action = None if wrong is None else _action(parser, wrong[1])
+        action = None
+        if wrong is not None:
+            action = _action(parser, wrong[1])
         expected = None
         if action is not None:
             expected = _expected(getattr(action, "_typehint", None) or action.type)

@@ -278,7 +278,9 @@ def check_keys(section: str, spec: RewardSpec | RolloutEngineSpec | EnvironmentS
         spec: the spec to check.
         taken: keys that the section has already.
     """
-    kind = "rollout engine" if isinstance(spec, RolloutEngineSpec) else section
+    kind = section
+    if isinstance(spec, RolloutEngineSpec):
+        kind = "rollout engine"
     article = "an" if kind == "environment" else "a"
     if not spec.name.isidentifier() or keyword.iskeyword(spec.name) or spec.name in taken:
         raise UserError(

@@ -195,7 +195,9 @@ class Registry:
             return f"{message}. --no-plugins leaves out all plugins"
         allowed = os.environ.get(ALLOW_LIST)
         if allowed is not None:
-            names = f"only {allowed}" if allowed.strip() else "no plugins"
+            names = "no plugins"
+            if allowed.strip():
+                names = f"only {allowed}"
             message += f". {ALLOW_LIST} allows {names}"
         return message
 
@@ -456,7 +458,9 @@ def _check_unmarked_hooks(plugin: Any, hooks: list[str]) -> None:
 def _arguments(error: str) -> str:
     """Return the parameters of a hook, to append to pluggy's message about an unknown parameter."""
     found = re.search(r"for hook '(\w+)'", error)
-    hook = getattr(hookspecs, found[1], None) if found else None
+    hook = None
+    if found:
+        hook = getattr(hookspecs, found[1], None)
     if hook is None:
         return ""
     return f"\nIts parameters, each of which is optional: {', '.join(inspect.signature(hook).parameters) or 'none'}"

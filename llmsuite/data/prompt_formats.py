@@ -71,7 +71,9 @@ def paddlenlp_prompt(row: Row) -> Prompt:
     """
     messages = _paddlenlp_turns(row, (0, 1))
     answers = get_texts(row, "tgt", allow_missing=True)[len(get_texts(row, "src")) - 1 :]
-    answer = Message("assistant", answers[0]) if answers else None
+    answer = None
+    if answers:
+        answer = Message("assistant", answers[0])
     return _prompt(messages, parse_tools(row), _columns(row, ("src", "tgt", "system", "tools"), answer))
 
 

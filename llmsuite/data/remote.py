@@ -135,7 +135,9 @@ def _downloaded(url: Url, directory: Path, report: Report) -> Path:
     note = directory / "source.json"
     part = directory / "part"
     cached = _read_entry(note)
-    source = _by_http if url.full.lower().startswith(("http://", "https://")) else _by_fsspec
+    source = _by_fsspec
+    if url.full.lower().startswith(("http://", "https://")):
+        source = _by_http
     try:
         with source(url) as (version, pieces):
             if cached is not None and cached.version == version:

@@ -117,7 +117,9 @@ class RowConverter:
         if row is not None and isinstance(row, expected):
             check_conversations(row)
             return row
-        found = "nothing" if row is None else f"a {type(row).__name__}"
+        found = "nothing"
+        if row is not None:
+            found = f"a {type(row).__name__}"
         hint = ""
         if expected is not object:
             hint = f"; {self._kind} rows are {expected.__module__}.{expected.__name__}"

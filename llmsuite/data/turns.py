@@ -76,7 +76,9 @@ def parse_sharegpt_message(turn: Any, where: str) -> Message:
         if not fields["tool_calls"]:
             raise ValueError(f"'{where}.value' is empty")
     others = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
-    calls_key = f"{where}.value" if "tool_calls" in fields else ""
+    calls_key = ""
+    if "tool_calls" in fields:
+        calls_key = f"{where}.value"
     return _message({**others, **fields}, role, where, calls_key)
 
 

@@ -66,7 +66,9 @@ def duration(run: Run, now: float) -> float | None:
             start = None
         before = at
     if start is not None:
-        end = now if run.status == "running" else run.last_record_time or start
+        end = now
+        if run.status != "running":
+            end = run.last_record_time or start
         total += max(0.0, end - start)
     return total if before is not None else None
 

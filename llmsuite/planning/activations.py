@@ -132,7 +132,9 @@ def inside_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings
     layer = shape_spec.layers[number]
     between = hidden_state_bytes(shape_spec.hidden, batch, settings)
     # in a layer with experts only attention and the norm before it are compiled
-    of_mlp = dataclasses.replace(settings, fused=settings.fused_outside) if isinstance(layer.mlp, MoE) else settings
+    of_mlp = settings
+    if isinstance(layer.mlp, MoE):
+        of_mlp = dataclasses.replace(settings, fused=settings.fused_outside)
     norms = sum(norm_kept(layer.norm, shape_spec.hidden, batch, how) for how in (settings, of_mlp))
     # of attention and MLP; gathered under sequence parallel
     inputs = sum(_input(shape_spec, number, region, batch, settings) for region in ("self_attn", "mlp"))
@@ -166,10 +168,14 @@ def _inputs_of_last(layer: LayerSpec, number: int, batch: MicroBatch, settings: 
         for name, width in (("q_b_proj", what.q_rank or 0), ("kv_b_proj", what.kv_rank)):  # every rank has them whole
             left += settings.tp * width * (e - _of_last(number, f"self_attn.{name}", e, settings))
     elif "attention" in settings.fused and not settings.attention_keeps_output:
-        made = settings.head_bytes or e if what.rotary and not what.biased and not what.normed else e
+        made = e
+        if what.rotary and not what.biased and not what.normed:
+            made = settings.head_bytes or e
         left += what.heads * what.head_size * (made - _of_last(number, "self_attn.o_proj", made, settings))
     if not isinstance(layer.mlp, MoE):
-        made = settings.inner_bytes or e if isinstance(layer.mlp, GatedMLP) and not layer.mlp.biased else e
+        made = e
+        if isinstance(layer.mlp, GatedMLP) and not layer.mlp.biased:
+            made = settings.inner_bytes or e
         left += layer.mlp.width * (made - _of_last(number, "mlp.down_proj", made, settings))
     return left * batch.tokens / settings.tp
 
@@ -397,7 +403,8 @@ def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: Acti
         extended = batch.tokens + batch.rows * settings.prefix
         kept += extended * settings.document_mask_bytes
     elif isinstance(attention, GroupedQuery) and attention.window is not None and attention.window < batch.length:
-        kept += batch.length * settings.document_mask_bytes if "attention" in outside.fused else 0
+        if "attention" in outside.fused:
+            kept += batch.length * settings.document_mask_bytes
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
     size = attention.rope if isinstance(attention, Latent) else attention.head_size

@@ -329,7 +329,9 @@ class _Rank:
 
     def _ledger(self) -> Iterator[Call]:
         if self._mesh.loads_data:
-            name = LOADER_RANKS if self._mesh.has_middle_stages else RUN
+            name = RUN
+            if self._mesh.has_middle_stages:
+                name = LOADER_RANKS
             yield from self._call(name, "all_reduce", (), "ledger of the loss")
         if self._mesh.has_middle_stages:
             yield from self._call(RUN, "all_reduce", (), "ledger of the loss, for ranks that load no data")
@@ -341,7 +343,9 @@ class _Rank:
         for other in bucket:
             sums.pop(other.name, None)
         if bucket and parameter.reduces_each_pass:
-            together = why if len(bucket) == 1 else f"gradients of {len(bucket)} parameters with {parameter.name}"
+            together = why
+            if len(bucket) != 1:
+                together = f"gradients of {len(bucket)} parameters with {parameter.name}"
             pieces = (sum(other.shard_size for other in bucket),)
             yield from self._call(_axis(DP, parameter), "all_reduce", pieces, together)
         if parameter.is_tied:

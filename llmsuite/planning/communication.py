@@ -215,7 +215,9 @@ class Traffic:
                 for held in (inside[name] for name in unit.parameters if inside[name].is_stored_sharded):
                     # no backward pass reaches a frozen module before the layers
                     is_passed_back = with_backward and (held.is_trained or unit.position != "first")
-                    count = 2 * times if is_passed_back and held.name in unit.in_backward else times
+                    count = times
+                    if is_passed_back and held.name in unit.in_backward:
+                        count = 2 * times
                     self._add(SHARDING, "all_gather", (held.shard_size,), why, count, held.num_bytes, held.is_expert)
 
     def _runs(self, unit: GatherUnit, part: int) -> int:
@@ -325,7 +327,9 @@ class Traffic:
             return
         sums = 1 + len(profile.sums)  # the loss, and the stage's metrics
         if self._mesh.loads_data:
-            axis = LOADER_RANKS if self._mesh.has_middle_stages else RUN
+            axis = RUN
+            if self._mesh.has_middle_stages:
+                axis = LOADER_RANKS
             self._add(axis, "all_reduce", (ledger_entries.num_for_loader_ranks(sums),), "ledger of the loss", width=8)
             if known := sum(len(prepass.sums) for prepass in profile.prepasses):
                 self._add(axis, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)

@@ -142,7 +142,8 @@ def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, bat
         if part == last and not model_plan.is_scored:
             head = head_flops(shape_spec, batch)
         forward = sum(each.values()) + head
-        again += head if recomputes_logits(layout, batch, train_plan.profile.entropy) else 0.0
+        if recomputes_logits(layout, batch, train_plan.profile.entropy):
+            again += head
         costs.append(PartCost(forward, times * forward + again))
     return costs
 
@@ -217,7 +218,9 @@ def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
     if message.axis in (PIPELINE, TIED):
         neighbours = degrees.num_ranks // degrees.pp
     elif message.axis == MODEL:
-        neighbours = degrees.num_ranks // size if degrees.pp > 1 else 1
+        neighbours = 1
+        if degrees.pp > 1:
+            neighbours = degrees.num_ranks // size
     elif message.axis == DP:
         neighbours *= degrees.num_data_ranks // axis_size(layout, message)
     if neighbours * size <= per_machine:

@@ -38,7 +38,8 @@ def temporaries(
     if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy:
         wide = 0
     wide += 4 if settings.entropy else 0  # the gradient of the exponentials, in addition to that of the logits
-    wide += settings.num_bytes if settings.num_bytes < 4 else 0
+    if settings.num_bytes < 4:
+        wide += settings.num_bytes
     each = shape_spec.vocabulary / settings.tp * wide
     chunk = _chunk_size(batch, settings)
     if chunk == batch.supervised:

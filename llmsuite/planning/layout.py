@@ -340,7 +340,9 @@ class Layout:
                     known[key] = local, size, shard_range(size, own_mesh, stage, not trained)
                 local, size, owned = known[key]
                 bias = self.shard_plan.is_gate_bias(name)
-                dtype = "bfloat16" if name in self.model.bf16_frozen else of_device
+                dtype = of_device
+                if name in self.model.bf16_frozen:
+                    dtype = "bfloat16"
                 if bias:
                     dtype = "float32"
                 codes = name.endswith(f".{CODES}")

@@ -143,7 +143,11 @@ def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
     tp = layout.parallel_plan.degrees.tp
     inputs, outputs = layout.shapes[name][-2:]
     dim = None if layout.shard_plan.is_expert(name) else layout.shard_plan.dim(name)
-    return inputs // (tp if dim == 0 else 1), outputs // (tp if dim == 1 else 1)
+    if dim == 0:
+        return inputs // tp, outputs
+    if dim == 1:
+        return inputs, outputs // tp
+    return inputs, outputs
 
 
 def _adapter_width(layout: Layout, module: str) -> float:
@@ -334,8 +338,10 @@ def _kept_by_programs(layout: Layout, shape_spec: ShapeSpec, held: Iterable[Loca
         return 0.0
     kept = 0.0
     for h in held:
-        if h.is_stored_sharded and h.layer is not None and shape_spec.layers[h.layer].compiles(h.name):
-            kept += 0 if engine.recomputes_layer(h.layer) else h.size * h.num_bytes
+        if h.layer is None or engine.recomputes_layer(h.layer):
+            continue
+        if h.is_stored_sharded and shape_spec.layers[h.layer].compiles(h.name):
+            kept += h.size * h.num_bytes
     return kept
 
 

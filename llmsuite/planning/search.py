@@ -34,16 +34,20 @@ class Strategy:
 
     def __str__(self) -> str:
         words = [f"tp{self.tp}", f"pp{self.pp}", f"sharding {self.sharding}"]
-        words += [f"ep{self.ep}"] if self.ep > 1 else []
+        if self.ep > 1:
+            words += [f"ep{self.ep}"]
         return ", ".join([*words, f"recompute {self.recompute}"])
 
     @property
     def overrides(self) -> str:
         """The command-line options that choose it."""
         parallel = [f'"tensor_parallel_degree": {self.tp}', f'"pipeline_parallel_degree": {self.pp}']
-        parallel += [f'"sharding": "{self.sharding}"'] if self.sharding != "none" else []
-        parallel += [f'"expert_parallel_degree": {self.ep}'] if self.ep > 1 else []
-        parallel += ['"sequence_parallel": true'] if self.tp > 1 else []
+        if self.sharding != "none":
+            parallel += [f'"sharding": "{self.sharding}"']
+        if self.ep > 1:
+            parallel += [f'"expert_parallel_degree": {self.ep}']
+        if self.tp > 1:
+            parallel += ['"sequence_parallel": true']
         return f"--parallel='{{{', '.join(parallel)}}}' --engine.recompute={self.recompute}"
 
 

@@ -135,7 +135,9 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
     tp = 1
     pp = 1
     if choice.device != "cpu" and plan.layers:
-        held = num_parameters // 4 if choice.method == "qlora" else num_parameters
+        held = num_parameters
+        if choice.method == "qlora":
+            held = num_parameters // 4
         tp, pp = choose_degrees(held, choice.num_devices, adapters, can_shard)
     ranks = choice.num_devices // (tp * pp)
     place = choice.weights or f"models/{choice.preset}"

@@ -174,7 +174,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     stage = registry.stages[recipe.stage]
     backend = _backend_of(loaded, registry)
     config, violations = model_config(recipe, family, shaped, stage)
-    violations += [] if violations else _model_type(config, family, registry)
+    if not violations:
+        violations += _model_type(config, family, registry)
     violations += _names_problems(family, registry)
     violations += _registered_names(recipe, registry)
     violations += code_problems(loaded)

@@ -69,7 +69,9 @@ def base_named(weights: Path) -> str | None:
     from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(weights)
-    named = base_name(adapter) if adapter is not None else None
+    named = None
+    if adapter is not None:
+        named = base_name(adapter)
     if named is not None and hub_name(named) is not None:
         return named
     return None

@@ -147,7 +147,9 @@ class Rewards:
     def _in_main(self, which: int, spec: RewardSpec) -> Score:
         """The function of a reward that is computed in this process; it is loaded once."""
         if which not in self._loaded:
-            services = [self._services] if spec.needs_services else []
+            services = []
+            if spec.needs_services:
+                services = [self._services]
             self._loaded[which] = spec.factory(self._options[which], *services)
         return self._loaded[which]
 

@@ -136,7 +136,9 @@ async def _refuse(request: Request, error: Exception) -> Response:
     code = None
     if status == 404 and (path in _PATHS or path.startswith(_MODEL)):
         code = "model_not_found"
-    headers = {"Retry-After": "1"} if status == 429 else None
+    headers = None
+    if status == 429:
+        headers = {"Retry-After": "1"}
     message = str(error.detail)
     if message in ("Not Found", "Method Not Allowed"):  # the messages of the framework
         message = f"{message}: {request.method} {path[:200]} does not exist"

@@ -366,7 +366,9 @@ class _Response:
         self, text: str | None, sequence: DecodingSequence | None, logprobs: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
         """The turn of the assistant; `text` and `sequence`: None at its start."""
-        content = [] if text is None else [_part(text, logprobs)]
+        content = []
+        if text is not None:
+            content = [_part(text, logprobs)]
         status = _status(sequence)
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 

@@ -163,7 +163,9 @@ class Service:
         self._check_biases(body)
         guide = self._guide(body)
         served_model = self.served_model(body.model)
-        adapter = [body.model] if body.model in self.adapters else []
+        adapter = []
+        if body.model in self.adapters:
+            adapter = [body.model]
         sequences = []
         if requested is not None and requested > self.limits.max_new_tokens:
             raise UserError(f"{option}: is {requested}; this server gives at most {self.limits.max_new_tokens}")

@@ -53,7 +53,9 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     backend = plan.parallel.device.factory()
     backend.activate(collective.local_rank())
     is_first = collective.rank() == 0
-    lock = lock_directory(plan.output_dir) if is_first else None
+    lock = None
+    if is_first:
+        lock = lock_directory(plan.output_dir)
     mesh = collective.start(plan.parallel.degrees)
     plan.check_files()
     plan = plan.fetched(report)

@@ -143,7 +143,9 @@ def disk_errors(name: HubName) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        hint = f"; {_elsewhere(name)}" if error.errno in _FULL else ""
+        hint = ""
+        if error.errno in _FULL:
+            hint = f"; {_elsewhere(name)}"
         where = "the cache "
         if error.filename:
             where = f"{error.filename} "

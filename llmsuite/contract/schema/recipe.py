@@ -312,7 +312,9 @@ class LaunchSection(Section):
             yield "master", f"is {self.master!r}; a port is 1 to 65535"
         most = self.nnodes + self.spares
         if self.node_rank is not None and self.node_rank >= most:
-            spares = f" and {self.spares} spares" if self.spares else ""
+            spares = ""
+            if self.spares:
+                spares = f" and {self.spares} spares"
             yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes}{spares} it is at most {most - 1}"
         if self.spares and self.nnodes == 1:
             yield (

@@ -96,7 +96,9 @@ def compare(a: Side, b: Side, names: tuple[str, str], tolerance: float | None = 
     apart = (len(np.setdiff1d(a.tokens, common)), len(np.setdiff1d(b.tokens, common)))
     metrics = {name: (a.metrics[name], b.metrics[name]) for name in a.metrics if name in b.metrics}
     backward = next(_backward(rows, limit), None)
-    scale = None if backward is None else _scale(a, b, limit)
+    scale = None
+    if backward is not None:
+        scale = _scale(a, b, limit)
     compared = [np.intersect1d(a.outputs[m].names, b.outputs[m].names).size for m in a.outputs if m in b.outputs]
     return Report(
         names=names,

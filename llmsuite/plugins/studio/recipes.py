@@ -55,7 +55,9 @@ class FilledRecipe:
     @property
     def words(self) -> list[str]:
         """The arguments of `llmsuite run`."""
-        return [self.recipe, *(["--smoke"] if self.smoke else []), *self.overrides]
+        if self.smoke:
+            return [self.recipe, "--smoke", *self.overrides]
+        return [self.recipe, *self.overrides]
 
     @property
     def command(self) -> str:

@@ -88,7 +88,9 @@ def _accelerate(run: Run) -> dict[str, Any]:
 
 
 def _data(run: Run) -> dict[str, Any]:
-    length = run.given("max_length") if "max_length" in run.left else _LENGTH
+    length = _LENGTH
+    if "max_length" in run.left:
+        length = run.given("max_length")
     run.take("max_length")
     if length is None:
         run.refuse("max_length", "null", "data.max_length is a number")

@@ -212,7 +212,9 @@ def _no_such_target(context: RuleContext) -> Iterator[Violation]:
     shapes = names.parameter_shapes(context.config)
     linear = linear_modules(shapes, plan)
     experts = expert_modules(shapes, plan)
-    embedding = [plan.embedding] if has_own_head(shapes) else []
+    embedding = []
+    if has_own_head(shapes):
+        embedding = [plan.embedding]
     for pattern in lora.target_modules:
         for modules, reason, what, others in (
             (experts, method.on_experts, "routed experts", "shared_experts.* and "),

@@ -55,7 +55,9 @@ def _shell(text: str, path: Path) -> Arguments:
     found: list[list[str]] = []
     for line in re.sub(r"\\\n", " ", text).splitlines():
         words = _words(line, path)
-        assigned = _ASSIGNMENT.match(line) if len(words) == 1 else None
+        assigned = None
+        if len(words) == 1:
+            assigned = _ASSIGNMENT.match(line)
         if assigned:
             value = _words(assigned[2], path)
             names[assigned[1]] = string.Template(value[0] if value else "").safe_substitute(names)

@@ -328,7 +328,8 @@ def prefix(run: Conversion, uses_lora: bool) -> dict[str, Any]:
     if run.flag("prefix_projection"):
         found["projection"] = True  # hidden_size of the model, as in every script that has it
         width = run.number("prefix_projection_hidden_size", None)
-        found |= {} if width is None else {"projection_hidden_size": width}
+        if width is not None:
+            found |= {"projection_hidden_size": width}
     run.note(
         "prefix.tokens: positions of the text start after the prefix, as in HF PEFT; in PaddleNLP at 0. Both can "
         "express the same, as only the rotary phase of the prefix keys differs"
