@@ -212,11 +212,12 @@ class ModelFamily:
     `parameter_names(config)`, the names of our parameters in the order of the model; `is_linear(name)`, True for a
     matrix that HF stores transposed; `hf_tensors(name, config)`, the HF tensors that a parameter consists of
     (`llmsuite.models.hf_tensors`); `from_hf(name, config)`, our name of an HF tensor, or None to ignore it;
-    `paddlenlp_prefix(config)`, PaddleNLP's prefix for our `model.`, or None if PaddleNLP has no such layout. Optional:
-    `from_paddlenlp(name, config)`, our name of a tensor whose name in PaddleNLP follows no prefix rule, else None;
-    `is_carried(name, config)`, True for an HF tensor that is not a parameter but is copied from the weights to
-    everything written from them (used where `num_nextn_predict_layers` is set). With `gguf_architectures`:
-    `from_gguf(name)` and `gguf_to_hf(name, value, config)`, optionally also the two inverse functions."""
+    `paddlenlp_prefix(config)`, PaddleNLP's prefix for our `model.`, or None if PaddleNLP has no such layout. Optional,
+    declared in `llmsuite.models.protocols`: `from_paddlenlp(name, config)`, our name of a tensor whose name in
+    PaddleNLP follows no prefix rule, else None; `is_carried(name, config)`, True for an HF tensor that is not a
+    parameter but is copied from the weights to everything written from them (used where `num_nextn_predict_layers` is
+    set). With `gguf_architectures`: `from_gguf(name)` and `gguf_to_hf(name, value, config)`, optionally also the two
+    inverse functions."""
     shard_plan: ShardPlan | None = None
     """Partition of the parameters for tensor parallelism: None for a family without it, `AUTO_PARALLEL` for an
     auto-parallel family."""
