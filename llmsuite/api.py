@@ -103,7 +103,7 @@ def load_recipe(
     registry = _registry(plugins)
     with _recipe_file(recipe) as path:
         plan = plan_run(path, _override_args(overrides), registry, smoke)
-        check_rows(plan, registry)
+        check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
         return plan.recipe
 
 
@@ -141,8 +141,12 @@ def train(
             code = run_command.run(args, registry)
             output = ""
         else:
-            options = [*(["--smoke"] if smoke else ()), *(["--resume"] if resume else ())]
-            code, output = _run_ranks([str(path), *options, *_override_args(overrides)], plugins)
+            words = [str(path), *_override_args(overrides)]
+            if smoke:
+                words.append("--smoke")
+            if resume:
+                words.append("--resume")
+            code, output = _run_ranks(words, plugins)
     if code == INTERRUPTED:
         raise KeyboardInterrupt
     if code == 2:

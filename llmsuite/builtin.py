@@ -14,6 +14,7 @@ from llmsuite.adapters.methods import BUILT_IN
 from llmsuite.contract.hookspecs import hookimpl
 from llmsuite.contract.schema.environment import EnvironmentSection
 from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.rollout import RolloutSection
 from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import (
     DataFormat,
@@ -31,7 +32,7 @@ from llmsuite.observe import loggers
 from llmsuite.rl import engine_sections, environment_sections, reward_sections
 from llmsuite.stages.online_dpo_section import OnlineDpoSection
 from llmsuite.stages.ppo_section import PpoSection
-from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection, RolloutSection
+from llmsuite.stages.rl_sections import EvalRolloutSection, GrpoSection
 from llmsuite.stages.sections import DpoSection, InferSection, KtoSection, PretrainSection, RmSection, SftSection
 
 

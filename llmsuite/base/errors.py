@@ -43,3 +43,10 @@ class RecipeError(UserError):
     def __init__(self, problems: list[Problem]):
         self.problems = problems
         super().__init__("\n".join(map(str, problems)))
+
+
+def reason_of(error: Exception) -> str:
+    """Return the words of the operating system for an error, without number and path; for other errors their text."""
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)

@@ -31,7 +31,9 @@ def install_command(extra: str, without: str = "") -> str:
     of_extra = [package for package in map(Requirement, required) if package.marker and _is_of(package.marker, extra)]
     packages = [f"{package.name}{_bracketed(package.extras)}{package.specifier}" for package in of_extra]
     packages = [package for package in packages if not without or not package.startswith(without)]
-    return shlex.join(["pip", "install", *packages]) if packages else f"pip install -e '.[{extra}]'"
+    if packages:
+        return shlex.join(["pip", "install", *packages])
+    return f"pip install -e '.[{extra}]'"
 
 
 def _is_of(marker: Marker, extra: str) -> bool:
@@ -40,7 +42,9 @@ def _is_of(marker: Marker, extra: str) -> bool:
 
 
 def _bracketed(extras: Collection[str]) -> str:
-    return f"[{','.join(sorted(extras))}]" if extras else ""
+    if extras:
+        return f"[{','.join(sorted(extras))}]"
+    return ""
 
 
 def check_plot(path: Path) -> None:

@@ -188,7 +188,9 @@ def broken_file(
 
 def check_intact(directory: Path) -> None:
     """Raise UserError if a directory has a manifest and differs from it."""
-    fault = broken_file(directory) if is_file(directory / MANIFEST) else None
+    fault = None
+    if is_file(directory / MANIFEST):
+        fault = broken_file(directory)
     if fault:
         raise UserError(f"{fault}; it is not what was saved: take another checkpoint, or copy it again")
 
@@ -214,7 +216,9 @@ def first_fault(files: Mapping[Path, Sequence[Range]], check_hashes: bool = True
         expected = ranges[-1].end
         if size != expected:
             return f"{path} has {size:,} bytes instead of {expected:,}"
-    return next(iter(_damaged_ranges(files)), None) if check_hashes else None
+    if check_hashes:
+        return next(iter(_damaged_ranges(files)), None)
+    return None
 
 
 def damaged_tensors(directory: Path) -> list[str]:
@@ -304,8 +308,12 @@ def _damaged_ranges(
             is_same = sha256_of(path, expected.start, expected.end) == expected.sha256
         except OSError as error:
             return name(path, expected, f"cannot be read: {error.strerror}")
-        where = f" in tensor {expected.tensor}" if expected.tensor else ""
-        return None if is_same else name(path, expected, f"does not have the sha256 it was written with{where}")
+        where = ""
+        if expected.tensor:
+            where = f" in tensor {expected.tensor}"
+        if is_same:
+            return None
+        return name(path, expected, f"does not have the sha256 it was written with{where}")
 
     places = ((path, part) for path, parts in files.items() for part in parts)
     yield from (found for found in map_in_threads(check, places) if found is not None)

@@ -46,7 +46,9 @@ def import_file(path: Path) -> ModuleType:
 def python_function(key: str) -> tuple[str, str] | None:
     """File and name of "FILE.py:NAME"; None for the name of something that is registered."""
     match = _NAMED.fullmatch(key)
-    return (match["path"], match["name"]) if match else None
+    if match:
+        return (match["path"], match["name"])
+    return None
 
 
 def static_fault(key: str, arguments: Sequence[str] = ()) -> str | None:
@@ -68,8 +70,10 @@ def static_fault(key: str, arguments: Sequence[str] = ()) -> str | None:
             module = ast.parse(source, path)
             symbols = symtable.symtable(source, path, "exec")
     except (SyntaxError, ValueError) as error:
-        where = f", line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        return f"{path}{where}: is no Python: {getattr(error, 'msg', error)}"
+        where = ""
+        if isinstance(error, SyntaxError) and error.lineno:
+            where = f", line {error.lineno}"
+        return f"{path}{where}: is no Python: {error.msg if isinstance(error, SyntaxError) else error}"
     imported = [node for node in ast.walk(module) if isinstance(node, ast.ImportFrom)]
     if any(alias.name == "*" for node in imported for alias in node.names):
         return None
@@ -78,8 +82,9 @@ def static_fault(key: str, arguments: Sequence[str] = ()) -> str | None:
         close = difflib.get_close_matches(name, bound, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         return f"{path} has no {'function' if arguments else 'class'} {name!r}{hint}"
-    found = [node for node in module.body if getattr(node, "name", None) == name]
-    if arguments and found and isinstance(found[-1], (ast.FunctionDef, ast.AsyncFunctionDef)):
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    found = [node for node in module.body if isinstance(node, definitions) and node.name == name]
+    if arguments and found and not isinstance(found[-1], ast.ClassDef):
         return _call_fault(path, found[-1], arguments)
     return None
 

@@ -106,7 +106,9 @@ class Secrets:
 
     def redact(self, text: str) -> str:
         """A text with the added values replaced by `***`."""
-        return text if self._pattern is None else self._pattern.sub(_HIDDEN, text)
+        if self._pattern is None:
+            return text
+        return self._pattern.sub(_HIDDEN, text)
 
 
 SECRETS = Secrets()
@@ -190,7 +192,9 @@ def redacted_data(data: Any) -> Any:
             redacted(str(key)): _HIDDEN if _is_secret(key, value) else redacted_data(value)
             for key, value in data.items()
         }
-    return [redacted_data(value) for value in data] if isinstance(data, list | tuple) else data
+    if isinstance(data, list | tuple):
+        return [redacted_data(value) for value in data]
+    return data
 
 
 def _is_secret(key: Any, value: Any) -> bool:

@@ -51,7 +51,9 @@ def exists(path: Path | str) -> bool:
 def listed(directory: Path, pattern: str = "*") -> list[Path]:
     """The paths in a directory that match a pattern of `Path.glob`, sorted; empty where there is no directory. Raises
     UserError without permission."""
-    return sorted(directory.glob(pattern)) if is_dir(directory) else []
+    if is_dir(directory):
+        return sorted(directory.glob(pattern))
+    return []
 
 
 def path_name_error(path: Path | str) -> str | None:
@@ -61,7 +63,9 @@ def path_name_error(path: Path | str) -> str | None:
     except ValueError as error:  # NUL, or half of a surrogate pair
         return str(error)
     except OSError as error:
-        return error.strerror if error.errno == errno.ENAMETOOLONG else None
+        if error.errno == errno.ENAMETOOLONG:
+            return error.strerror
+        return None
     return None
 
 
@@ -137,7 +141,9 @@ def check_local(path: Path) -> None:
     """
     here = path.parent.resolve()
     real = path.resolve()
-    inside = here.parent.parent / "blobs" if here.parent.name == "snapshots" else here
+    inside = here
+    if here.parent.name == "snapshots":
+        inside = here.parent.parent / "blobs"
     if here not in real.parents and inside not in real.parents:
         raise OSError(errno.ELOOP, f"is a link to {real}; put a copy of that file in its place", str(path))
     open_regular(path).close()

@@ -14,7 +14,9 @@ _MAX_THREADS = 8  # beyond that the disk is the bottleneck
 
 def num_threads() -> int:
     """Number of cores of this process, up to a limit."""
-    return min(len(os.sched_getaffinity(0)), _MAX_THREADS) if hasattr(os, "sched_getaffinity") else 1
+    if hasattr(os, "sched_getaffinity"):
+        return min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    return 1
 
 
 def run_all(tasks: Iterable[Callable[[], None]], threads: int) -> None:

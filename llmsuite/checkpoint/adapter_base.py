@@ -108,7 +108,9 @@ def _named_base(directory: Path) -> Base:
 
 def base_keys(base: Base) -> dict[str, str | None]:
     """Return the keys of PEFT's configuration for a base model: the commit of a hub name is a separate key."""
-    name = hub_name(base.path) if base.path is not None else None
+    name = None
+    if base.path is not None:
+        name = hub_name(base.path)
     if name is None or name.hub != "hf":
         return {"base_model_name_or_path": base.path}
     return {"base_model_name_or_path": name.repo, "revision": name.revision}
@@ -135,7 +137,9 @@ def base_path(directory: Path) -> Path:
     if is_file(Path(named) / "config.json"):
         return Path(named)
     name = hub_name(named)
-    found = cached(name, Want.MODEL) if name is not None else None
+    found = None
+    if name is not None:
+        found = cached(name, Want.MODEL)
     if found is None:
         raise UserError(f"{directory}: the model of its adapters, {named}, is not there; {NAME_BASE}")
     return found.directory

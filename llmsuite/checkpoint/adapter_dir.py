@@ -89,7 +89,9 @@ def factor_pairs(adapters: Adapters, family: ModelFamily, config: Any, layout: L
             f"a {config.to_hf()['model_type']} has no PaddleNLP layout that we know; its adapters are PEFT's"
         )
     found: dict[str, FactorPair] = {}
-    embedding = None if family.shard_plan is None else family.shard_plan.embedding
+    embedding = None
+    if family.shard_plan is not None:
+        embedding = family.shard_plan.embedding
     for module in adapters.modules:
         place = names.hf_tensors(f"{module}.weight", config)
         for index, name in enumerate(place.names):
@@ -131,7 +133,9 @@ def factor_name(pair: FactorPair, factor: str, layout: Layout) -> str:
         return f"base_model.model.{module}.lora_magnitude_vector"  # PEFT's name of it
     if pair.is_embedding:
         return f"base_model.model.{module}.{factor.replace('lora_', 'lora_embedding_')}"
-    return f"base_model.model.{module}.{factor}.weight" if layout == "hf" else f"{module}.{factor}"
+    if layout == "hf":
+        return f"base_model.model.{module}.{factor}.weight"
+    return f"{module}.{factor}"
 
 
 def structured_name(pair: FactorPair, kind: str) -> str:

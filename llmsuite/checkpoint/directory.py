@@ -71,7 +71,9 @@ def load_best(root: Path) -> Best | None:
         best = Best(**read_json_file(root / "best"))
     except TypeError as error:
         raise UserError(f"{root / 'best'}: does not have step, metric and value: {error}") from error
-    return best if is_dir(root / f"step-{best.step}") else None
+    if is_dir(root / f"step-{best.step}"):
+        return best
+    return None
 
 
 def is_run(path: Path) -> bool:
@@ -108,7 +110,9 @@ def find_adapter(path: Path) -> Path | None:
     For a run it is the newest complete checkpoint.
     """
     found = find_model(path) if is_run(path) else path
-    return found if any(is_file(found / name) for name in config_names()) or is_side_adapter(found) else None
+    if any(is_file(found / name) for name in config_names()) or is_side_adapter(found):
+        return found
+    return None
 
 
 def adapter_hint(path: Path) -> str:
@@ -191,4 +195,6 @@ def name_latest(root: Path, path: Path) -> None:
 def read_latest(root: Path) -> str | None:
     """Return the name in `latest`; None if there is no such file."""
     latest = root / "latest"
-    return latest.read_text(encoding="utf-8", errors="replace").strip() if is_file(latest) else None
+    if is_file(latest):
+        return latest.read_text(encoding="utf-8", errors="replace").strip()
+    return None

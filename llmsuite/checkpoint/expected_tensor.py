@@ -78,4 +78,6 @@ def check_scales(values: np.ndarray, name: str, where: Path) -> np.ndarray:
 def _fits(size: int, expected: int | tuple[int, ...] | None) -> bool:
     if expected is None:
         return size > 0
-    return size in expected if isinstance(expected, tuple) else size == expected
+    if isinstance(expected, tuple):
+        return size in expected
+    return size == expected

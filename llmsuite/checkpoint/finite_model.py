@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
+from llmsuite.base.fields import field_values
 from llmsuite.checkpoint.finite import NonFiniteError, OnNonFinite, count_nonfinite, describe_nonfinite
 from llmsuite.checkpoint.model_dir import ModelDirectory
-from llmsuite.checkpoint.tensors import TensorFiles, TensorSource
+from llmsuite.checkpoint.tensors import MergedSource, TensorFiles, TensorSource
 
 
 class FiniteModel(ModelDirectory):
@@ -29,7 +29,7 @@ def with_finite_check(model: ModelDirectory) -> ModelDirectory:
     """Return a model as `FiniteModel`, unless it may have values that are not finite."""
     if model.allow_nonfinite:
         return model
-    return FiniteModel(**{field.name: getattr(model, field.name) for field in dataclasses.fields(model)})
+    return FiniteModel(**field_values(model))
 
 
 def nonfinite_handler(model: ModelDirectory, parameters: Callable[[str], Sequence[str]]) -> OnNonFinite | None:
@@ -45,8 +45,9 @@ def nonfinite_handler(model: ModelDirectory, parameters: Callable[[str], Sequenc
         return None
 
     def refuse(name: str, count: int, size: int) -> None:
-        added: TensorSource | None = getattr(model.files, "added", None)
-        what = None if added is None else _first_nonfinite(added, model.adapter)
+        what = None
+        if isinstance(model.files, MergedSource):
+            what = _first_nonfinite(model.files.added, model.adapter)
         if what is not None:
             raise NonFiniteError(f"{what}, so {name!r} would have {count:,}")
         first = next((model.tensors[one].names[0] for one in parameters(name) if one in model.tensors), "")
@@ -69,4 +70,6 @@ def _file_of(directory: Path | None, files: TensorSource, name: str) -> Path | s
     """Return the file of a tensor, as far as it is known."""
     if isinstance(files, TensorFiles) and name in files.names:
         return files.stored(name).path
-    return files.paths[0] if len(files.paths) == 1 else directory or "the weights"
+    if len(files.paths) == 1:
+        return files.paths[0]
+    return directory or "the weights"

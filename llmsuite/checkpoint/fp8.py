@@ -112,7 +112,9 @@ class Fp8Tensors:
 
     def spec(self, name: str) -> TensorSpec:
         spec = self._files.spec(name)
-        return dataclasses.replace(spec, dtype="float32") if name in self._quantised else spec
+        if name in self._quantised:
+            return dataclasses.replace(spec, dtype="float32")
+        return spec
 
     def is_quantised(self, name: str) -> bool:
         return name in self._quantised
@@ -246,7 +248,9 @@ class Fp8Writer:
     def matrix_of(self, name: str) -> str | None:
         """Return the matrix whose scales a tensor has; None for other tensors."""
         matrix = name.removesuffix(_SCALE)
-        return matrix if matrix != name and matrix in self._matrices else None
+        if matrix != name and matrix in self._matrices:
+            return matrix
+        return None
 
     def scales(self, matrix: str) -> np.ndarray:
         """Return the scales of a matrix, which is read a band of rows at a time."""

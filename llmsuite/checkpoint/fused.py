@@ -15,6 +15,7 @@ import numpy as np
 
 from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.tensors import TensorSource, TensorSpec
+from llmsuite.models.protocols import HasGroupedHeads, HasHeads
 
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_fused_proj": ("gate_proj", "up_proj")}
 FLAGS = {"qkv_proj": "fuse_attention_qkv", "gate_up_fused_proj": "fuse_attention_ffn"}
@@ -34,10 +35,12 @@ class Heads:
     @classmethod
     def of(cls, config: object, num_ranks: int = 1) -> Heads | None:
         """Return the heads of a model, or of one of `num_ranks` ranks; None where attention has another form."""
-        query = getattr(config, "num_attention_heads", None)
-        if query is None:
+        if not isinstance(config, HasHeads):
             return None
-        key_value = getattr(config, "num_key_value_heads", None) or query
+        query = config.num_attention_heads
+        key_value = query
+        if isinstance(config, HasGroupedHeads):
+            key_value = config.num_key_value_heads or query
         return cls(query // num_ranks, key_value // num_ranks)
 
 

@@ -125,7 +125,9 @@ class GptqTensors:
                 tensor.check(self._files.spec(layer + part), where, why)
 
     def _num_groups(self, num_inputs: int) -> int:
-        return 1 if self.form.group == -1 else -(-num_inputs // self.form.group)
+        if self.form.group == -1:
+            return 1
+        return -(-num_inputs // self.form.group)
 
     def _shape(self, layer: str) -> tuple[int, int]:
         words, num_outputs = self._files.spec(layer + _CODES).shape
@@ -141,7 +143,9 @@ class GptqTensors:
 
     def spec(self, name: str) -> TensorSpec:
         layer = name.removesuffix(".weight")
-        return TensorSpec(name, self._shape(layer), "float32") if layer in self._packed else self._files.spec(name)
+        if layer in self._packed:
+            return TensorSpec(name, self._shape(layer), "float32")
+        return self._files.spec(name)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """Read a tensor, or a slice of it (one slice a dim). Only the slice of a matrix with codes is dequantised."""

@@ -54,7 +54,9 @@ class Int8Weights:
 
     def spec(self, name: str) -> TensorSpec:
         spec = self._model.spec(name)
-        return dataclasses.replace(spec, dtype=INT8) if name in self._scales else spec
+        if name in self._scales:
+            return dataclasses.replace(spec, dtype=INT8)
+        return spec
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         value = self._model.read(name, index)
@@ -110,7 +112,9 @@ def rounded_layers(checkpoint: Path) -> dict[str, list[float]]:
     Raises:
         UserError: it is no checkpoint of such a run.
     """
-    rounded = load_state(checkpoint).rounded if is_file(checkpoint / "state.json") else None
+    rounded = None
+    if is_file(checkpoint / "state.json"):
+        rounded = load_state(checkpoint).rounded
     if rounded is None:
         raise UserError(
             f"--dtype int8: {checkpoint} is no checkpoint of a run with qat.weight_bits, which trains a model whose "

@@ -213,7 +213,9 @@ def joined_directory(paths: Sequence[Path], place: Path) -> Iterator[Path]:
     steps = {step for path in paths for step, _ in list_steps(path / "checkpoints")} if are_runs else {0}
     faults = []
     for step in sorted(steps, reverse=True):
-        directories = [path / "checkpoints" / f"step-{step}" for path in paths] if are_runs else paths
+        directories = paths
+        if are_runs:
+            directories = [path / "checkpoints" / f"step-{step}" for path in paths]
         found = _find_files(directories)
         if isinstance(found, str):
             faults.append(found)
@@ -249,7 +251,9 @@ def _find_files(paths: Sequence[Path]) -> dict[str, Path] | str:
         holding = [path for path in there if is_file(path / name)]
         if not holding:
             wrote = next((p for path in there if (p := remote_files(path).get(name)) is not None), None)
-            who = f"; rank {wrote['rank']} wrote it on machine {wrote['machine']}" if wrote else ""
+            who = ""
+            if wrote:
+                who = f"; rank {wrote['rank']} wrote it on machine {wrote['machine']}"
             return f"{there[0].name}: none of the directories has {name}{who}"
         found[name] = holding[0] / name
     return found

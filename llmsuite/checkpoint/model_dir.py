@@ -28,6 +28,8 @@ from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.head import EMBEDDING, NO_KEYS, OUTPUT, is_tied
 from llmsuite.models.hf_tensors import HfTensors
+from llmsuite.models.mtp import num_mtp_layers
+from llmsuite.models.protocols import CarriesTensors, HasPaddleNLPNames, HasTiedEmbedding, num_stored_mtp_layers
 
 Load = Literal["exact", "known", "any"]
 """Strictness of loading: "known" allows unexpected tensors, "any" also missing ones."""
@@ -39,7 +41,9 @@ def hf_name(family: ModelFamily, config: Any, theirs: str) -> str | None:
     """Return HF's full name of a tensor in a file of either layout; None for one that is no parameter."""
     names = family.names()
     prefix = family.names().paddlenlp_prefix(config)
-    name = f"model.{theirs[len(prefix) :]}" if prefix and theirs.startswith(prefix) else theirs
+    name = theirs
+    if prefix and theirs.startswith(prefix):
+        name = f"model.{theirs[len(prefix) :]}"
     found: str | None = names.from_hf(name, config)
     return found
 
@@ -96,7 +100,9 @@ class ModelDirectory:
 
         Raises UserError as `tokenizer_of_adapter`.
         """
-        return self.path if self.adapter is None else tokenizer_of_adapter(self.adapter, self.path)
+        if self.adapter is None:
+            return self.path
+        return tokenizer_of_adapter(self.adapter, self.path)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         """Read a parameter by our name, or a slice (one slice a dim): oriented as in memory, in the stored dtype."""
@@ -144,14 +150,18 @@ class ModelDirectory:
             return None  # `read` compares it with the tied copy
         if found is None or not isinstance(self.files, TensorFiles | Fp8Tensors):
             return None
-        return self.files.stored(found) if not is_linear or transposed == self.linears_transposed else None
+        if not is_linear or transposed == self.linears_transposed:
+            return self.files.stored(found)
+        return None
 
     def stored_scales(self, name: str, transposed: bool, index: int | None = None) -> StoredTensor | None:
         """Return the scales of a matrix in FP8 that `stored` returns; None for other tensors."""
         found = self._stored_name(name, index)
         if found is None or not isinstance(self.files, Fp8Tensors) or not self.files.is_quantised(found):
             return None
-        return self.files.stored_scales(found) if transposed == self.linears_transposed else None
+        if transposed == self.linears_transposed:
+            return self.files.stored_scales(found)
+        return None
 
     def _stored_name(self, name: str, index: int | None) -> str | None:
         place = self.tensors[name]
@@ -204,19 +214,19 @@ class ModelDirectory:
 
 
 def _is_carried(family: ModelFamily, name: str, config: Any) -> bool:
-    is_carried = getattr(family.names(), "is_carried", None)
-    return is_carried is not None and bool(is_carried(name, config))
+    names = family.names()
+    return isinstance(names, CarriesTensors) and names.is_carried(name, config)
 
 
 def without_carried(config: Any) -> Any:
     """Return the config of a model without tensors that are carried along."""
-    if getattr(config, "mtp", False):  # then MTP layers are parameters
+    if num_mtp_layers(config) or not _carries(config):  # MTP layers that are parameters are not carried along
         return config
-    return dataclasses.replace(config, num_nextn_predict_layers=0) if _carries(config) else config
+    return dataclasses.replace(config, num_nextn_predict_layers=0)
 
 
 def _carries(config: Any) -> bool:
-    return bool(getattr(config, "num_nextn_predict_layers", 0))
+    return num_stored_mtp_layers(config) > 0
 
 
 def read_config(path: Path, families: Mapping[str, ModelFamily]) -> tuple[ModelFamily, Any]:
@@ -353,7 +363,7 @@ def describe_model(
     found = {full: theirs for theirs, full in full_names.items() if full is not None}
     ignored = [theirs for theirs, full in full_names.items() if full is None]
     tied_copy = None
-    if getattr(config, "tie_word_embeddings", False):
+    if isinstance(config, HasTiedEmbedding) and config.tie_word_embeddings:
         stored_head = found.pop(OUTPUT, None)  # some writers store the tied copy
         tied_copy = stored_head if is_tied(config) else None
     missing = [name for name in expected if name not in found]
@@ -394,10 +404,10 @@ def with_mtp_layers(model: ModelDirectory) -> ModelDirectory:
 
 def rename(family: ModelFamily, config: Any, files: TensorSource) -> RenamedTensors | None:
     """Return the tensors of a model by our names, if the files have names that only PaddleNLP uses; else None."""
-    from_paddlenlp = getattr(family.names(), "from_paddlenlp", None)
-    if not from_paddlenlp:
+    names = family.names()
+    if not isinstance(names, HasPaddleNLPNames):
         return None
-    ours = {theirs: from_paddlenlp(theirs, config) for theirs in files.names}
+    ours = {theirs: names.from_paddlenlp(theirs, config) for theirs in files.names}
     if all(name is None or name == "lm_head.weight" for name in ours.values()):
         return None
     return RenamedTensors(files, {theirs: name or theirs for theirs, name in ours.items()})

@@ -114,7 +114,9 @@ class TensorLayout:
         for spec in specs:
             place = names.hf_tensors(spec.name, config)
             for number, name in enumerate((*place.names, *place.copies)):
-                theirs = name if layout == "hf" else re.sub(r"^model\.", str(prefix), name)
+                theirs = name
+                if layout != "hf":
+                    theirs = re.sub(r"^model\.", str(prefix), name)
                 pieces = self._pieces.setdefault(theirs, [])
                 pieces.append(_Piece(spec, number if place.stacked else None, place.part))
                 if len(pieces) < place.num_parts:
@@ -149,7 +151,9 @@ class TensorLayout:
     def stack_index(self, name: str) -> int | None:
         """Return the index of a tensor in a stacked parameter; None for others."""
         pieces = self._pieces[name]
-        return pieces[0].index if len(pieces) == 1 else None
+        if len(pieces) == 1:
+            return pieces[0].index
+        return None
 
     def is_transposed(self, name: str) -> bool:
         """Return True if a matrix is [outputs, inputs]."""

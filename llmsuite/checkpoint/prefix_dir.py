@@ -220,7 +220,9 @@ class SavedPrefixes:
 
 
 def _network_text(width: int | None) -> str:
-    return f"that a network of width {width} makes" if width else "without a network"
+    if width:
+        return f"that a network of width {width} makes"
+    return "without a network"
 
 
 def has_prefixes(directory: Path) -> bool:

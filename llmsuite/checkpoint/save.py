@@ -108,7 +108,9 @@ class CheckpointJob:
     @property
     def own_ranks(self) -> Sequence[int]:
         """Ranks that write into the same directory as this one; the first of them is the lead rank."""
-        return range(self.num_ranks) if self.disk is None else self.disk.own_ranks
+        if self.disk is None:
+            return range(self.num_ranks)
+        return self.disk.own_ranks
 
     @property
     def is_lead(self) -> bool:

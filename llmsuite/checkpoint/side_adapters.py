@@ -23,7 +23,9 @@ def open_side_adapter(directory: Path) -> SavedInterventions | SavedPrefixes | N
     """
     if is_file(directory / CONFIG):
         return open_interventions(directory)
-    return open_prefixes(directory) if has_prefixes(directory) else None
+    if has_prefixes(directory):
+        return open_prefixes(directory)
+    return None
 
 
 def paddlenlp_reft_files(directory: Path) -> list[Path]:
@@ -50,4 +52,6 @@ def _kind(directory: Path) -> str | None:
     if is_file(directory / CONFIG) or paddlenlp_reft_files(directory):
         return "interventions on hidden states (reft)"
     is_prefix = is_file(directory / PREFIX_OF_PADDLENLP) or has_prefixes(directory)
-    return "keys and values in front of a text (prefix)" if is_prefix else None
+    if is_prefix:
+        return "keys and values in front of a text (prefix)"
+    return None

@@ -152,7 +152,9 @@ def write_tensors(
     groups = _by_writer(specs, options)
     paths = [directory / f"{stem}-{number:05d}-of-{len(groups):05d}{SUFFIX}" for number in range(1, len(groups) + 1)]
     own = [(path, group) for path, (writer, group) in zip(paths, groups) if writer == options.rank]
-    journal = _Journal(directory / _JOURNAL) if options.resumable else None
+    journal = None
+    if options.resumable:
+        journal = _Journal(directory / _JOURNAL)
     written = _FileSet(read, metadata, options, journal).write(own)
     if options.rank == 0:
         index = {"metadata": {"total_size": sum(s.num_bytes for s in specs)}}
@@ -192,7 +194,9 @@ class _FileSet:
     def _tasks(self, files: Sequence[tuple[Path, Sequence[TensorSpec]]]) -> Iterator[Callable[[], None]]:
         """Yield a task for each tensor. A file is created when the first of its tasks is taken."""
         for path, group in files:
-            found = self._journal.find(path) if self._journal else None
+            found = None
+            if self._journal:
+                found = self._journal.find(path)
             if found is not None:
                 self._done[path.name] = found
                 self._progress(sum(spec.num_bytes for spec in group))
@@ -343,7 +347,9 @@ class _Journal:
         done = self._done.get(path.name)
         if done is None or not is_file(path):
             return None
-        return done if first_fault({path: ranges_of(dataclasses.asdict(done))[path.name]}) is None else None
+        if first_fault({path: ranges_of(dataclasses.asdict(done))[path.name]}) is None:
+            return done
+        return None
 
     def add(self, path: Path, done: ManifestPart) -> None:
         # a line end first: the last line may be a partial one of a killed process

@@ -9,7 +9,7 @@ import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -62,6 +62,15 @@ class TensorSource(Protocol):
         """Read the values of a tensor, or of a slice of it (one slice a dim, none empty)."""
 
 
+@runtime_checkable
+class MergedSource(Protocol):
+    """A `TensorSource` of a model with an adapter that was merged into it."""
+
+    @property
+    def added(self) -> TensorSource:
+        """The adapter's own tensors."""
+
+
 class InMemoryTensors:
     """Tensors in memory, as a `TensorSource`."""
 
@@ -86,7 +95,9 @@ class InMemoryTensors:
         return TensorSpec(name, self._values[name].shape, self._values[name].dtype.name)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
-        return self._values[name] if index is None else self._values[name][tuple(index)]
+        if index is None:
+            return self._values[name]
+        return self._values[name][tuple(index)]
 
 
 class TensorFiles:
@@ -231,7 +242,9 @@ class Int8Tensors:
 
     def spec(self, name: str) -> TensorSpec:
         spec = self._files.spec(name)
-        return dataclasses.replace(spec, dtype="float32") if spec.dtype == INT8 else spec
+        if spec.dtype == INT8:
+            return dataclasses.replace(spec, dtype="float32")
+        return spec
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         value = self._files.read(name, index)

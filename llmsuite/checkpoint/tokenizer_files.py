@@ -109,12 +109,16 @@ def _merged_settings(own: dict[str, Path], theirs: dict[str, Path]) -> dict[str,
     if _CONFIG not in own or _TEMPLATE in own or _TEMPLATE in theirs or _has_own(_TEMPLATE, own):
         return None
     template = _template_in(theirs)
-    return None if template is None else {**read_json_object(own[_CONFIG]), "chat_template": template}
+    if template is None:
+        return None
+    return {**read_json_object(own[_CONFIG]), "chat_template": template}
 
 
 def _template_in(files: dict[str, Path]) -> Any:
     """Return the chat template in a tokenizer_config.json; None without one."""
-    return read_json_object(files[_CONFIG]).get("chat_template") if _CONFIG in files else None
+    if _CONFIG in files:
+        return read_json_object(files[_CONFIG]).get("chat_template")
+    return None
 
 
 def _check_added(config: Path, vocabulary: Path) -> None:
@@ -122,7 +126,9 @@ def _check_added(config: Path, vocabulary: Path) -> None:
     named = read_json_object(config).get("added_tokens_decoder")
     known = vocabulary_ids(read_json_object(vocabulary))
     for number, entry in named.items() if isinstance(named, dict) else ():
-        content = entry.get("content") if isinstance(entry, dict) else None
+        content = None
+        if isinstance(entry, dict):
+            content = entry.get("content")
         if not isinstance(content, str) or str(known.get(content)) != str(number):
             raise UserError(
                 f"{config}: has the added token {content!r} with id {number}, which {vocabulary} does not have; put "
@@ -134,7 +140,9 @@ def vocabulary_ids(tokenizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return the ids of the tokens of a tokenizer.json; parts of another form are ignored."""
     model = tokenizer.get("model")
     added = tokenizer.get("added_tokens")
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    vocabulary = None
+    if isinstance(model, dict):
+        vocabulary = model.get("vocab")
     found: list[tuple[Any, Any]] = []
     if isinstance(vocabulary, dict):
         found = list(vocabulary.items())

@@ -73,7 +73,9 @@ def run(args: Any, registry: Registry) -> int:
     sequences = [tokenizer.with_special_tokens(ids, is_complete=True) for ids in tokenizer.encode_batch(texts)]
     windows = token_windows(sequences, longest, args.windows)
     layers = model.config.num_hidden_layers
-    group = common_group_size(model) if args.precision == "int4" else None
+    group = None
+    if args.precision == "int4":
+        group = common_group_size(model)
     found = calibrate_model(model, windows, args.precision)
     if group is not None:
         write_gptq(found, target, rounded_matrices(found), group)

@@ -35,7 +35,9 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(f"checkpoints {args.action}: --keep and --force belong to prune")
     if args.action == "list":
         return _list(path)
-    return _verify(path) if args.action == "verify" else _prune(path, args.keep, args.force)
+    if args.action == "verify":
+        return _verify(path)
+    return _prune(path, args.keep, args.force)
 
 
 def _list(path: Path) -> int:

@@ -20,6 +20,7 @@ from typing import Any
 from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
+from llmsuite.base.fields import field_values
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
 from llmsuite.contract.registry import Registry
@@ -67,8 +68,10 @@ def run(args: Any, registry: Registry) -> int:
         raise UserError(
             "--master: is required with several machines: host:port of machine 0, to which the others connect"
         )
-    given = {name: getattr(args, name) for name in ("num_devices", "nnodes", "master", "node_rank")}
-    for key, message in LaunchSection(**given).problems():
+    section = LaunchSection(
+        num_devices=args.num_devices, nnodes=args.nnodes, master=args.master, node_rank=args.node_rank
+    )
+    for key, message in section.problems():
         raise UserError(f"--{key}: {message}")
     if is_worker() and not is_worker_of_others():
         return _rank(args, registry)
@@ -103,9 +106,13 @@ def _show_ops(name: str, registry: Registry) -> int:
         print(f"  {'products':14}  {backend.matmul_backend(precision)}: {speed}")
     print(f"{name}, sums of gradients over data ranks ({backend.collectives})")
     limit = backend.gradient_bucket_bytes
-    bucket = f"up to {limit / 2**20:g} MiB in one call" if limit else "one call for each parameter"
+    bucket = "one call for each parameter"
+    if limit:
+        bucket = f"up to {limit / 2**20:g} MiB in one call"
     print(f"  calls           {bucket}, unless parallel.gradient_bucket_bytes is set")
-    overlap = "continue during a call" if backend.overlaps_communication else "wait for each call"
+    overlap = "wait for each call"
+    if backend.overlaps_communication:
+        overlap = "continue during a call"
     print(f"  passes          {overlap}")
     print(f"{name}, sums of gradients over tensor parallel ranks")
     print(f"  products        of a weight's gradient {overlap}")
@@ -115,13 +122,13 @@ def _show_ops(name: str, registry: Registry) -> int:
 def _forms(ops: Any) -> Iterator[tuple[str, bool, str]]:
     """For each operation: its name, True where a kernel replaces the plain form, and the first paragraph of the
     docstring of the form that is used."""
-    for field in dataclasses.fields(ops):
-        form = getattr(ops, field.name)
+    defaults = {field.name: field.default for field in dataclasses.fields(ops)}
+    for name, form in field_values(ops).items():
         if form is None:
-            yield field.name, False, "None: the other operations, one after the other."
+            yield name, False, "None: the other operations, one after the other."
         elif callable(form):
             summary = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
-            yield field.name, form is not field.default, summary
+            yield name, form is not defaults[name], summary
 
 
 def _findings(args: Any, registry: Registry) -> Iterator[Finding]:
@@ -159,7 +166,9 @@ def _machine() -> Iterator[Finding]:
     free = shutil.disk_usage(Path.cwd()).free
     yield _level(free, _LEAST_DISK, "free disk", f"{free / 1e9:.0f} GB here", "free some, or choose another output_dir")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    reachable = 4096 if hard == resource.RLIM_INFINITY else min(4096, hard)
+    reachable = 4096
+    if hard != resource.RLIM_INFINITY:
+        reachable = min(4096, hard)
     yield _level(soft, _LEAST_FILES, "open files", str(soft), f"ulimit -n {reachable}")
     if is_dir(Path("/dev/shm")):
         shared = shutil.disk_usage("/dev/shm").total
@@ -176,7 +185,9 @@ def _rank_variables() -> Iterator[Finding]:
 
 
 def _level(found: float, least: float, what: str, text: str, fix: str) -> Finding:
-    return (_OK, what, text) if found >= least else (_WARN, what, f"{text}; {fix}")
+    if found >= least:
+        return _OK, what, text
+    return _WARN, what, f"{text}; {fix}"
 
 
 def _available_memory() -> int | None:
@@ -308,10 +319,10 @@ def _network(args: Any, registry: Registry) -> Iterator[Finding]:
 
     backend = registry.devices[args.device].factory()
     output: list[str] = []
-    options = ["device", "num_devices", "nnodes", "node_rank"]
+    command = [sys.executable, "-m", "llmsuite", "doctor", f"--device={args.device}"]
+    command += [f"--num_devices={args.num_devices}", f"--nnodes={args.nnodes}", f"--node_rank={args.node_rank}"]
     if args.master:
-        options.append("master")
-    command = [sys.executable, "-m", "llmsuite", "doctor", *(f"--{name}={getattr(args, name)}" for name in options)]
+        command.append(f"--master={args.master}")
     machines = Machines(args.node_rank, args.nnodes, args.master or "", f"doctor {args.num_devices}")
     with scratch_directory() as logs:
         try:

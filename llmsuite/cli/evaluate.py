@@ -122,7 +122,9 @@ def _tasks(args: Any, opened: Any) -> dict[str, dict[str, Any]]:
     except ImportError as error:
         raise UserError(f"--tasks: {error.name} is missing; install it with: {install_command('eval')}") from error
     model = HarnessModel(opened.model, opened.generator, args.batch_size, args.max_new_tokens)
-    include = Path(args.include_path) if args.include_path else None
+    include = None
+    if args.include_path:
+        include = Path(args.include_path)
     return evaluate_tasks(model, args.tasks.split(","), include, args.limit, args.num_fewshot)
 
 

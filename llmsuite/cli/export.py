@@ -75,7 +75,9 @@ def run_export(args: Any, registry: Registry) -> int:
     degrees = Degrees(args.pipeline_parallel_degree, 1, 1, args.tensor_parallel_degree or 1)
     _export(Path(args.source), target, backend, args, registry, degrees)
     size = sum(path.stat().st_size for path in target.rglob("*") if is_file(path))
-    ranks = "" if degrees.num_ranks == 1 else f" for each of {degrees.num_ranks} ranks"
+    ranks = ""
+    if degrees.num_ranks != 1:
+        ranks = f" for each of {degrees.num_ranks} ranks"
     print(f"wrote {target}: program and parameters{ranks}, {args.precision}, {size / 1e6:,.0f} MB")
     return 0
 
@@ -133,7 +135,9 @@ def find_program(path: Path) -> Path:
     """The directory of the exported model, given that directory or the output of `deploy`."""
     from llmsuite.inference.export_manifest import is_exported
 
-    return path / PROGRAM if not is_exported(path) and is_exported(path / PROGRAM) else path
+    if not is_exported(path) and is_exported(path / PROGRAM):
+        return path / PROGRAM
+    return path
 
 
 def find_weights(path: Path) -> Path:
@@ -199,7 +203,9 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     from llmsuite.parallel import collective
 
     exported = read_manifest(program)
-    mesh = collective.start(exported.degrees) if exported.degrees != _SINGLE_RANK else None
+    mesh = None
+    if exported.degrees != _SINGLE_RANK:
+        mesh = collective.start(exported.degrees)
     merged = program.parent / MERGED  # written by `deploy`
     if args.source:
         source = Path(args.source)
@@ -211,7 +217,9 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     if adapter is not None and args.base is None:
         args.base = exported.source
     base = source if adapter is None else Path(args.base)
-    num_files = check_files(program, base, adapter) if _is_first_rank() else 0
+    num_files = 0
+    if _is_first_rank():
+        num_files = check_files(program, base, adapter)
     opened = _open(source, args, registry)
     tolerance = exported.precision
     if exported.has_kernels:  # its kernels round inputs to bfloat16, in any precision of the matrices

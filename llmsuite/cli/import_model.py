@@ -112,7 +112,9 @@ def _find_source(source: str) -> Path:
     if source.startswith(_PACKAGE):
         name = source.removeprefix(_PACKAGE)
         # locates the package without importing it; for a dotted name it would run code of the parent package
-        found = importlib.util.find_spec(name) if name.isidentifier() else None
+        found = None
+        if name.isidentifier():
+            found = importlib.util.find_spec(name)
         if found is None or found.origin is None:
             raise UserError(f"{source}: no Python package {name!r} is installed")
         files = sorted(Path(found.origin).parent.glob("*.gguf"))

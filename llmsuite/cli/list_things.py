@@ -55,7 +55,9 @@ def _keys(stage: str | None, family: str, registry: Registry) -> Iterator[tuple[
     if problems:
         raise UserError("\n".join(f"{key}: {message}" for key, message in problems))
     for info in walk(cls):
-        default = "required" if info.default is dataclasses.MISSING else f"default {json.dumps(info.default)}"
+        default = "required"
+        if info.default is not dataclasses.MISSING:
+            default = f"default {json.dumps(info.default)}"
         in_shape = info.key[:2] == ("model", "config") and len(info.key) > 2
         yield info.dotted, info.type_text, info.doc if in_shape else f"{info.doc} [{default}]"
 

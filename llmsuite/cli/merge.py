@@ -124,7 +124,9 @@ def run(args: Any, registry: Registry) -> int:
     if is_int8:
         model = quantise_model(model, rounded_layers(model.path))
     size = _max_file_bytes(args)
-    dtype = DTYPES[args.dtype] if args.dtype and not is_int8 else None
+    dtype = None
+    if args.dtype and not is_int8:
+        dtype = DTYPES[args.dtype]
     layout: Layout = "hf" if args.layout == "hf" else "paddlenlp"
     rewrite = Rewrite(model, OutputFormat(layout, dtype, size, args.split_num, args.fused))
     with track_bytes(rewrite.num_bytes, f"writing {target}") as progress:
@@ -215,7 +217,9 @@ def run_convert(args: Any, registry: Registry) -> int:
 
     resolve_model_arguments(args, needs_base=not args.config)  # for the config of an adapter's model
     adapter = find_adapter(Path(args.source))
-    return run(args, registry) if adapter is None else _convert_adapter(adapter, args, registry)
+    if adapter is None:
+        return run(args, registry)
+    return _convert_adapter(adapter, args, registry)
 
 
 def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
@@ -252,7 +256,9 @@ def _convert_adapter(source: Path, args: Any, registry: Registry) -> int:
         raise NonFiniteError(nonfinite)
     if is_side_adapter(source):
         return _convert_side_adapter(source, target, family, config, args)
-    method = method_of(source) if args.layout == "paddlenlp" else None
+    method = None
+    if args.layout == "paddlenlp":
+        method = method_of(source)
     own = None if method is None else method.paddlenlp
     if method is not None and own is not None and not method.stores_pair:
         with committed_directory(target, {"format": 1}) as directory:

@@ -68,7 +68,9 @@ def find_model_path(given: str, want: Want = Want.MODEL, option: str = "", needs
         place = Path(given)
         if not exists(place):
             raise UserError(f"{prefix}{missing_model(place, '')}")
-    base = base_named(place) if needs_base and want is Want.MODEL and is_dir(place) else None
+    base = None
+    if needs_base and want is Want.MODEL and is_dir(place):
+        base = base_named(place)
     if base is not None:
         try:
             fetch_named(base, Want.MODEL, print_status)

@@ -118,7 +118,9 @@ def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any
         if find_adapter(place) is not None:
             raise UserError(f"--weights: {missing_model(place)}")
         if not is_file(place / "config.json"):
-            later = "" if exists(place) else "; if it will exist later, give its shape with --family and --preset"
+            later = ""
+            if not exists(place):
+                later = "; if it will exist later, give its shape with --family and --preset"
             raise UserError(f"--weights: {missing_model(place, '')}{later}")
     else:
         try:
@@ -127,7 +129,9 @@ def _model_at(weights: str, registry: Registry) -> tuple[ModelFamily | None, Any
             print(f"{error}; so its family and shape are unknown", file=sys.stderr)
             return None, None
         place = found.directory
-    return read_config(place, registry.models) if is_file(place / "config.json") else (None, None)
+    if is_file(place / "config.json"):
+        return read_config(place, registry.models)
+    return None, None
 
 
 def _num_parameters(choice: Choice, registry: Registry) -> int:
@@ -144,7 +148,10 @@ def _problems(recipe: Mapping[str, Any], registry: Registry) -> list[str]:
     problems: list[Problem] = []
     try:
         with _planned(recipe, registry) as plan:
-            for check in (plan.check_files, lambda: check_rows(plan, registry)):
+            for check in (
+                plan.check_files,
+                lambda: check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry),
+            ):
                 try:
                     check()
                 except RecipeError as error:
@@ -179,7 +186,7 @@ def _ask_columns(recipe: dict[str, Any], registry: Registry) -> None:
     """Ask for the column of each field, where the columns of the data fit no format, and set them in the recipe."""
     try:
         with _planned(recipe, registry) as plan:
-            found = unread_columns(plan, registry)
+            found = unread_columns(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
     except UserError:  # reported later as a problem: the recipe is written anyway
         return
     if found is None:
@@ -268,7 +275,9 @@ def _ask_number(what: str, default: int) -> int:
 
 def _ask_weights(stage: str) -> str | None:
     """The path or name of the weights; None for a shape by its name."""
-    without = "to train from scratch" if stage == "pretrain" else "to choose a shape by its name first"
+    without = "to choose a shape by its name first"
+    if stage == "pretrain":
+        without = "to train from scratch"
     while True:
         answer = _ask(f"weights (a directory, a run, or a name such as hf:ORG/NAME; empty {without})")
         if not answer:
@@ -284,7 +293,9 @@ def _ask_data(embedded: str) -> tuple[str | None, str | None]:
     """The data to train and to evaluate on; None and None for the rows that come with llmsuite."""
     print(f"  {embedded} has a few rows for a first try")
     data = _ask_data_path("data (a file such as rows.jsonl, or a name such as hf:ORG/NAME)", embedded)
-    return (None, None) if data in (None, embedded) else (data, _ask_data_path("eval_data (empty for none)"))
+    if data in (None, embedded):
+        return None, None
+    return (data, _ask_data_path("eval_data (empty for none)"))
 
 
 def _ask_data_path(question: str, default: str = "") -> str | None:

@@ -67,8 +67,12 @@ def _plain_message(message: str, parser: ArgumentParser, commands: Mapping[str, 
     else:
         wrong = _WRONG_KEY.search(message)
         value = _FOUND.search(message)
-        action = None if wrong is None else _action(parser, wrong[1])
-        expected = None if action is None else _expected(getattr(action, "_typehint", None) or action.type)
+        action = None
+        if wrong is not None:
+            action = _action(parser, wrong[1])
+        expected = None
+        if action is not None:
+            expected = _expected(getattr(action, "_typehint", None) or action.type)
         if value is not None and action is not None and expected is not None:
             given = next(text for text in value.groups() if text is not None)
             found = f"{_option_name(action)}: expected {expected}, found {given!r}"
@@ -114,4 +118,6 @@ def _expected(kind: Any) -> str | None:
     if get_origin(kind) is Literal:
         return "one of " + ", ".join(get_args(kind))
     parts = [part for part in get_args(kind) if part is not type(None)]
-    return _expected(parts[0]) if len(parts) == 1 else _KINDS.get(getattr(kind, "__name__", ""))
+    if len(parts) == 1:
+        return _expected(parts[0])
+    return _KINDS.get(getattr(kind, "__name__", ""))

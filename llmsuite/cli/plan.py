@@ -73,20 +73,22 @@ def run(args: Any, registry: Registry) -> int:
     if args.search:
         if memory is None or device is None:
             raise UserError("--search: needs a device: --hardware, or --memory, --flops and --bandwidth")
-        fitting, rejected = search(plan, memory, device)
+        fitting, rejected = search(plan.loaded, plan.model, plan.data, plan.parallel, plan.train, memory, device)
         for line in show_search(fitting, rejected, _MAX_SHOWN, ("engine", "recompute_every") in plan.loaded.given):
             print(line)
         return 0 if fitting else 3
-    found = estimate(plan)
+    found = estimate(plan.model, plan.data, plan.parallel, plan.train)
     for line in show_plan(found, memory, device):
         print(line)
     if plan.parallel.degrees.num_ranks > 1:
-        check = check_order(plan)
+        check = check_order(plan.loaded.name, plan.model, plan.data, plan.parallel, plan.train)
         print(summary(check, plan.model.family.name, plan.parallel.degrees.num_ranks))
     if args.plot is not None:
         plot_schedule(found.timeline, Path(args.plot))
         print(f"the schedule is plotted in {args.plot}")
-    return 0 if memory is None or found.peak <= memory else 3
+    if memory is None or found.peak <= memory:
+        return 0
+    return 3
 
 
 def _for_search(recipe: str, words: list[str], registry: Registry) -> RunPlan:
@@ -112,7 +114,9 @@ def _devices(count: int | None) -> list[str]:
 
 
 def _amount(option: str, text: str | None, unit: Unit) -> float | None:
-    return None if text is None else parse_amount(option, text, unit)
+    if text is None:
+        return None
+    return parse_amount(option, text, unit)
 
 
 COMMAND = Command(

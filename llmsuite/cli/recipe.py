@@ -130,7 +130,8 @@ def _write_or_print(recipe: dict[str, Any], output: str | None, registry: Regist
         path = Path(directory) / "recipe.json"
         write_recipe(recipe, path)
         try:
-            check_rows(plan_run(path, [], registry), registry)
+            plan = plan_run(path, [], registry)
+            check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
             problems = []
         except RecipeError as error:
             problems = [f"{problem.key}: {problem.message}" for problem in error.problems]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 import json
 import os
@@ -20,7 +19,7 @@ from llmsuite.base.safe_files import is_file
 from llmsuite.cli.exits import exit_code
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection, Recipe
-from llmsuite.contract.schema.section import as_plain
+from llmsuite.contract.schema.section import as_plain, values_of
 from llmsuite.contract.specs import Command, JobSpec, ModelFamily, StageSpec
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.recipe.load import LoadedRecipe
@@ -83,7 +82,7 @@ def run(args: Any, registry: Registry) -> int:
         if plan.train.stage.trains and not plan.parallel.degrees.auto_parallel:
             from llmsuite.planning.call_order import check_order
 
-            check_order(plan)
+            check_order(plan.loaded.name, plan.model, plan.data, plan.parallel, plan.train)
         backend.prepare_ranks()
     local_ranks = where.num_devices
     start_paddle(backend, local_ranks, join=is_worker(), fork=starts_ranks and backend.forks)
@@ -162,7 +161,9 @@ def _check(args: Any, plan: RunPlan, registry: Registry, machine: int) -> None:
 
     if not is_worker():  # a rank checks the files it reads itself
         plan.check_files()
-        check_rows(plan, registry)  # before Paddle is imported and ranks are started
+        check_rows(
+            plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry
+        )  # before Paddle is imported and ranks are started
         first = machine == 0  # only machine 0 writes there
     else:
         first = is_worker_of_others() and os.environ["PADDLE_TRAINER_ID"] == "0"
@@ -204,7 +205,9 @@ def _rank_work(backend: DeviceBackend, run_stage: Callable[[bool], int], resume:
         backend.after_paddle()
         return exit_code(lambda: run_stage(resume or is_restarted()))
 
-    return forked if backend.forks and can_fork() else [sys.executable, "-m", "llmsuite", *words]
+    if backend.forks and can_fork():
+        return forked
+    return [sys.executable, "-m", "llmsuite", *words]
 
 
 def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
@@ -215,12 +218,11 @@ def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
 
     plan = plan_run(args.recipe, overrides_for_machines(args.overrides, count), registry, args.smoke)
     if plan.train.stage.trains:
-        check_order(plan)
+        check_order(plan.loaded.name, plan.model, plan.data, plan.parallel, plan.train)
     plan = fetch_names(plan, registry, lambda text: None, True)
     # this launcher keeps the settings that it has read before; marked as read, or they would be keys without effect
     for section in (plan.recipe.launch, plan.parallel.engine):
-        for key in dataclasses.fields(section):
-            getattr(section, key.name)
+        values_of(section)
     words = overrides_for_machines(sys.argv[1:], count)
     return _rank_work(plan.parallel.device.factory(), partial(run_rank, plan, registry), True, words)
 
@@ -231,11 +233,15 @@ def _restarts(run: Path, stage: StageSpec | JobSpec, max_restarts: int) -> Resta
     from llmsuite.launch.restarts import Decision, Restarts
     from llmsuite.observe.events import add_event
 
-    answers = run / stage.result if isinstance(stage, JobSpec) and stage.result else None
+    answers = None
+    if isinstance(stage, JobSpec) and stage.result:
+        answers = run / stage.result
 
     def begins_at() -> int:
         if answers is not None:
-            return len(answers.read_bytes().splitlines()) if is_file(answers) else 0
+            if is_file(answers):
+                return len(answers.read_bytes().splitlines())
+            return 0
         return max((step for step, _ in list_steps(run / "checkpoints")), default=0)
 
     def note(decision: Decision) -> None:

@@ -252,7 +252,9 @@ def _adapters(args: Any, names: list[str]) -> dict[str, Path]:
 def _option_name(model: str) -> str:
     """The default name of a model for clients: the last part of its path or of its name on a hub."""
     name = hub_name(model)
-    return Path(model).absolute().name if name is None else name.repo.rpartition("/")[2]
+    if name is None:
+        return Path(model).absolute().name
+    return name.repo.rpartition("/")[2]
 
 
 def _check_address(host: str, port: int) -> None:

@@ -56,7 +56,9 @@ def run(args: Any, registry: Registry) -> int:
 
 def _origin(loaded: LoadedRecipe, key: Key, otherwise: str) -> str:
     """The place where a key was set, perhaps through its section."""
-    return loaded.origin(key) if any(given[: len(key)] == key for given in loaded.given) else otherwise
+    if any(given[: len(key)] == key for given in loaded.given):
+        return loaded.origin(key)
+    return otherwise
 
 
 COMMAND = Command(

@@ -126,7 +126,9 @@ def _print_stats(stats: FileStats, data: DataSection, train: TrainSection) -> No
         print(f"  padding    {stats.padding:.1%} with train.micro_batch{size}")
     if stats.packed is not None:
         is_packed = data.packing == "best_fit"
-        how = "as configured" if is_packed else "with data.packing best_fit"
+        how = "with data.packing best_fit"
+        if is_packed:
+            how = "as configured"
         print(f"  packing    {stats.packed[0]:,} samples that are {stats.packed[1]:.1%} full, {how}")
     quantiles = zip(("least", "median", "90%", "99%", "most"), np.quantile(lengths, [0, 0.5, 0.9, 0.99, 1]))
     print(f"  lengths    mean {lengths.mean():.1f}, " + ", ".join(f"{name} {value:.0f}" for name, value in quantiles))

@@ -27,7 +27,7 @@ def run(args: Any, registry: Registry) -> int:
         try:
             plan = plan_run(path, args.overrides, registry, args.smoke)
             check_min_nodes(plan.loaded, path, args.overrides, registry, args.smoke)
-            unchecked = check_rows(plan, registry)
+            unchecked = check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
         except UserError as error:
             print(error, file=sys.stderr)
             failed = True
@@ -41,7 +41,7 @@ def run(args: Any, registry: Registry) -> int:
             plan.check_files()
         except RecipeError as error:
             notes = error.problems
-        for note in [*notes, *unchecked, *all_notes(plan)]:
+        for note in [*notes, *unchecked, *all_notes(plan.recipe, plan.data, plan.train, plan.parallel.device.name)]:
             print(f"  note: {note}")
     return 2 if failed else 0
 

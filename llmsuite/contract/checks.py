@@ -17,6 +17,7 @@ from pydantic.errors import PydanticUserError
 from llmsuite.adapters.method import AdapterMethod, AdapterParameter, PaddleNlpFiles
 from llmsuite.adapters.methods import BUILT_IN
 from llmsuite.base.errors import UserError
+from llmsuite.base.fields import field_values
 from llmsuite.contract.schema.keys import describe
 from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.contract.schema.section import Section, as_plain
@@ -39,10 +40,9 @@ def check_fields(kind: str, spec: Any) -> None:
     if not isinstance(spec.name, str) or not spec.name.strip():
         raise UserError(f"a {kind} has the name {spec.name!r}; a name has to be a non-empty text")
     hints = typing.get_type_hints(type(spec))
-    for field in dataclasses.fields(spec):
-        value = getattr(spec, field.name)
-        hint = hints[field.name]
-        what = f"{field.name} of {kind} {spec.name!r}"
+    for name, value in field_values(spec).items():
+        hint = hints[name]
+        what = f"{name} of {kind} {spec.name!r}"
         if isinstance(value, str) and typing.get_origin(hint) in (Sequence, tuple):
             raise UserError(f"{what} is a text; it has to be a tuple: ({value!r},)")
         if isinstance(value, str) and typing.get_origin(hint) is Set:
@@ -93,7 +93,9 @@ def _describe(hint: Any) -> str:
         return f"a tuple of {_describe(parts[0])}"
     if origin is type:
         return "a class"
-    return "None" if hint is type(None) else describe(hint)
+    if hint is type(None):
+        return "None"
+    return describe(hint)
 
 
 _WORD = re.compile(r"[A-Za-z][\w-]*")
@@ -145,8 +147,8 @@ def check_adapter_method(spec: AdapterMethod) -> None:
     if unknown or not shapes:
         raise UserError(f"shapes of {what} returned {shapes!r}; its parameters are {', '.join(parameters)}")
     for kind, shape in shapes.items():
-        for field in ("by_inputs", "by_outputs"):
-            dim = getattr(parameters[kind], field)
+        dims = {"by_inputs": parameters[kind].by_inputs, "by_outputs": parameters[kind].by_outputs}
+        for field, dim in dims.items():
             if dim is not None and not 0 <= dim < len(shape):
                 raise UserError(f"parameters of {what}: {field} of {kind!r} is {dim}, and its shape is {list(shape)}")
     _check_files(what, spec)
@@ -276,7 +278,9 @@ def check_keys(section: str, spec: RewardSpec | RolloutEngineSpec | EnvironmentS
         spec: the spec to check.
         taken: keys that the section has already.
     """
-    kind = "rollout engine" if isinstance(spec, RolloutEngineSpec) else section
+    kind = section
+    if isinstance(spec, RolloutEngineSpec):
+        kind = "rollout engine"
     article = "an" if kind == "environment" else "a"
     if not spec.name.isidentifier() or keyword.iskeyword(spec.name) or spec.name in taken:
         raise UserError(

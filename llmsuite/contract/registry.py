@@ -195,7 +195,9 @@ class Registry:
             return f"{message}. --no-plugins leaves out all plugins"
         allowed = os.environ.get(ALLOW_LIST)
         if allowed is not None:
-            names = f"only {allowed}" if allowed.strip() else "no plugins"
+            names = "no plugins"
+            if allowed.strip():
+                names = f"only {allowed}"
             message += f". {ALLOW_LIST} allows {names}"
         return message
 
@@ -251,7 +253,9 @@ class Registry:
             for impl in caller.get_hookimpls():
                 is_async = inspect.iscoroutinefunction(impl.function)
                 if impl.plugin is plugin and (is_async or inspect.isgeneratorfunction(impl.function)):
-                    what = "an async function" if is_async else "a generator or a wrapper"
+                    what = "a generator or a wrapper"
+                    if is_async:
+                        what = "an async function"
                     raise UserError(f"{caller.name} is {what}, whose body would never run; make it a plain function")
 
     def require(self, info: PluginInfo) -> None:
@@ -376,7 +380,9 @@ def _load(entry_point: importlib.metadata.EntryPoint, distribution: str) -> Plug
 def _distribution(entry_point: importlib.metadata.EntryPoint) -> str:
     """Return the package and version of an entry point."""
     dist = entry_point.dist
-    return f"{dist.name} {dist.version}" if dist else "unknown package"
+    if dist:
+        return f"{dist.name} {dist.version}"
+    return "unknown package"
 
 
 def _load_bundled() -> list[PluginInfo]:
@@ -452,7 +458,9 @@ def _check_unmarked_hooks(plugin: Any, hooks: list[str]) -> None:
 def _arguments(error: str) -> str:
     """Return the parameters of a hook, to append to pluggy's message about an unknown parameter."""
     found = re.search(r"for hook '(\w+)'", error)
-    hook = getattr(hookspecs, found[1], None) if found else None
+    hook = None
+    if found:
+        hook = getattr(hookspecs, found[1], None)
     if hook is None:
         return ""
     return f"\nIts parameters, each of which is optional: {', '.join(inspect.signature(hook).parameters) or 'none'}"

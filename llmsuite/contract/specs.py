@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol, TypeVar, runtime_checkable
 
 from llmsuite.contract.schema.section import Section
 from llmsuite.devices.base import DeviceBackend
@@ -156,7 +156,9 @@ class RunSpec:
     @property
     def head(self) -> Literal["language_model", "score"]:
         """Output of the model: logits, or one score per sequence."""
-        return "score" if "score_head" in self.capabilities else "language_model"
+        if "score_head" in self.capabilities:
+            return "score"
+        return "language_model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -210,11 +212,12 @@ class ModelFamily:
     `parameter_names(config)`, the names of our parameters in the order of the model; `is_linear(name)`, True for a
     matrix that HF stores transposed; `hf_tensors(name, config)`, the HF tensors that a parameter consists of
     (`llmsuite.models.hf_tensors`); `from_hf(name, config)`, our name of an HF tensor, or None to ignore it;
-    `paddlenlp_prefix(config)`, PaddleNLP's prefix for our `model.`, or None if PaddleNLP has no such layout. Optional:
-    `from_paddlenlp(name, config)`, our name of a tensor whose name in PaddleNLP follows no prefix rule, else None;
-    `is_carried(name, config)`, True for an HF tensor that is not a parameter but is copied from the weights to
-    everything written from them (used where `num_nextn_predict_layers` is set). With `gguf_architectures`:
-    `from_gguf(name)` and `gguf_to_hf(name, value, config)`, optionally also the two inverse functions."""
+    `paddlenlp_prefix(config)`, PaddleNLP's prefix for our `model.`, or None if PaddleNLP has no such layout. Optional,
+    declared in `llmsuite.models.protocols`: `from_paddlenlp(name, config)`, our name of a tensor whose name in
+    PaddleNLP follows no prefix rule, else None; `is_carried(name, config)`, True for an HF tensor that is not a
+    parameter but is copied from the weights to everything written from them (used where `num_nextn_predict_layers` is
+    set). With `gguf_architectures`: `from_gguf(name)` and `gguf_to_hf(name, value, config)`, optionally also the two
+    inverse functions."""
     shard_plan: ShardPlan | None = None
     """Partition of the parameters for tensor parallelism: None for a family without it, `AUTO_PARALLEL` for an
     auto-parallel family."""
@@ -368,8 +371,7 @@ class Reply:
 
 class Environment(Protocol):
     """One episode. It is pickled between turns, and each turn may run in another process: keep all state in attributes.
-    If it has an attribute `tools` after `begin`, a list of functions in OpenAI's format, the chat template receives
-    it."""
+    One with tools is a `ToolEnvironment` after `begin`."""
 
     def begin(self, row: Mapping[str, Any], seed: int) -> Sequence[Mapping[str, str]]:
         """Return the prompt as messages with "role" and "content". All completions of a prompt start from this state.
@@ -381,6 +383,14 @@ class Environment(Protocol):
 
     def step(self, turn: Turn) -> Reply:
         """Return the reply to a turn of the model."""
+
+
+@runtime_checkable
+class ToolEnvironment(Protocol):
+    """An `Environment` with tools, once it has begun."""
+
+    tools: Sequence[Mapping[str, Any]]
+    """Functions in OpenAI's format; the chat template receives them."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

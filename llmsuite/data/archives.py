@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.safe_files import open_regular
 
 _MAX_RATIO = 100
@@ -54,8 +54,7 @@ def read_members(archive: Path, is_selected: Callable[[str], bool] = bool) -> It
             read = _read_zip if is_zip else _read_tar
             yield from read(archive, file, budget, is_selected, stack)
     except _DAMAGED as error:
-        why = getattr(error, "strerror", None) or error
-        raise UserError(f"{archive}: is not a complete .tar, .tar.gz or .zip: {why}") from error
+        raise UserError(f"{archive}: is not a complete .tar, .tar.gz or .zip: {reason_of(error)}") from error
 
 
 class _Budget:

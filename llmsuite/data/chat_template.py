@@ -18,7 +18,7 @@ from typing import Any
 
 import jinja2
 
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.files import read_json_object
 from llmsuite.base.safe_files import is_file, read_regular
 from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
@@ -149,7 +149,9 @@ class ChatTemplate:
         text = self._prerendered.get(key)
         if isinstance(text, RenderError):
             raise text
-        return render(self.source, self._variables(*key)) if text is None else text
+        if text is None:
+            return render(self.source, self._variables(*key))
+        return text
 
     def _variables(self, messages: Sequence[Message], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
         return self._named([self._turn(message) for message in messages], add_generation_prompt, tools)
@@ -342,7 +344,9 @@ class ChatTemplate:
 
     def _unfit(self, what: str, others: Sequence[str] = tuple(BUILTIN)) -> UserError:
         fit = ", ".join(name for name in others if name != self._name)
-        advice = f"choose another data.chat_template ({fit})" if fit else "give the tokenizer another chat template"
+        advice = "give the tokenizer another chat template"
+        if fit:
+            advice = f"choose another data.chat_template ({fit})"
         return UserError(
             f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; {advice}"
         )
@@ -401,7 +405,7 @@ def tokenizer_template(directory: Path) -> str | None:
         try:
             return read_regular(separate, _MAX_SOURCE_BYTES).decode()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{separate}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise UserError(f"{separate}: cannot be read: {reason_of(error)}") from error
     path = directory / "tokenizer_config.json"
     if not is_file(path):
         return None

@@ -34,7 +34,9 @@ def rename_columns(row: Mapping[str, Any], columns: Mapping[str, str]) -> Mappin
 def _value(row: Mapping[str, Any], field: str, source: str) -> Any:
     for name in columns_of(source):
         if name not in row:
-            how = "" if is_template(source) else "; a text has to name a column in braces"
+            how = ""
+            if not is_template(source):
+                how = "; a text has to name a column in braces"
             hint = did_you_mean(name, row) or how
             raise MissingColumnError(
                 f"has no column {name!r}, which data.columns.{field} takes: it has {column_names(row)}{hint}"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.safe_files import open_regular
 
 PACKED = (".gz", ".zst")
@@ -47,7 +47,7 @@ def open_bytes(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
                 plain = io.BufferedReader(_Guarded(plain, path), 1 << 20)
             yield plain, raw
         except damaged as error:
-            raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise UserError(f"{path}: cannot be read: {reason_of(error)}") from error
 
 
 def read_lines(stream: IO[bytes], path: Path) -> Iterator[tuple[int, bytes]]:

@@ -36,7 +36,9 @@ def warning(found: Sequence[tuple[str, str]], count: int) -> str | None:
     if not found:
         return None
     place, token = found[0]
-    more = f", and so have {count - 1} more rows" if count > 1 else ""
+    more = ""
+    if count > 1:
+        more = f", and so have {count - 1} more rows"
     return (
         f"warning: {place}: the text of a turn has the control token {token}{more}; it is trained as that token "
         "and not as text. If it comes from users, take it out of the data"

@@ -81,7 +81,9 @@ def build_corpus(
             writer.add(tokens, sizes)
             progress(num_bytes)
         if not writer.num_documents:
-            skipped = f": {faults.summary()}" if faults and faults.total else ""
+            skipped = ""
+            if faults and faults.total:
+                skipped = f": {faults.summary()}"
             raise UserError(f"{', '.join(map(str, inputs))}: no text to index{skipped}")
         writer.commit()
         return writer.num_documents, writer.num_tokens

@@ -184,7 +184,9 @@ def _bad(faults: Faults, where: str, fault: str) -> None:
 def _hint(key: str, row: Mapping[str, Any]) -> str:
     """End of a message about a row without the column of text: the option that names a likely one."""
     found = near(key, row) or suggest_text_column(row)
-    return "" if found is None else f", such as {shell_quoted(key_option('pretrain.key', found))}"
+    if found is None:
+        return ""
+    return f", such as {shell_quoted(key_option('pretrain.key', found))}"
 
 
 def _text_fault(text: Any, key: str) -> str | None:

@@ -36,7 +36,9 @@ class LazySequence(Sequence[S]):
 
 def lengths_of(samples: Sequence[Any], measure: LengthFunction) -> np.ndarray | None:
     """Return the lengths of samples. `measure` is called only for samples whose lengths are not known."""
-    return samples.lengths(measure) if isinstance(samples, LazySequence) else measure(samples)
+    if isinstance(samples, LazySequence):
+        return samples.lengths(measure)
+    return measure(samples)
 
 
 class Subset(LazySequence[S]):
@@ -54,7 +56,9 @@ class Subset(LazySequence[S]):
 
     def lengths(self, measure: LengthFunction) -> np.ndarray | None:
         found = lengths_of(self._samples, measure)
-        return None if found is None else found[self._numbers]
+        if found is None:
+            return None
+        return found[self._numbers]
 
 
 class PackedSamples(LazySequence[S]):

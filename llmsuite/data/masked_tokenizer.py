@@ -34,10 +34,10 @@ class MaskedTokenizer:
         from tokenizers import AddedToken, Tokenizer
 
         self._fast = Tokenizer(fast.model)
-        for part in ("normalizer", "pre_tokenizer"):
-            value = getattr(fast, part)
-            if value is not None:
-                setattr(self._fast, part, value)
+        if fast.normalizer is not None:
+            self._fast.normalizer = fast.normalizer
+        if fast.pre_tokenizer is not None:
+            self._fast.pre_tokenizer = fast.pre_tokenizer
         ids = fast.get_vocab(with_added_tokens=False).values()
         added = fast.get_added_tokens_decoder()
         # new tokens get the ids from len(ids) on: fill the gaps of the vocabulary so that none gets an id in use
@@ -50,8 +50,7 @@ class MaskedTokenizer:
             mask = token.content
             if token.content in hidden:
                 mask = self._masks[token.content] = f"{MARK}{number}{MARK}"
-                flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip")}
-                token = AddedToken(mask, normalized=False, **flags)
+                token = AddedToken(mask, normalized=False, lstrip=token.lstrip, rstrip=token.rstrip)
             self._fast.add_tokens([token])
             self._ids[self._fast.token_to_id(mask)] = number
         self._hidden_ids = {number for number, token in added.items() if token.content in hidden and number != unknown}

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.safe_files import open_regular
 from llmsuite.data.compressed import MAX_LINE_BYTES, UnpackGuard
 
@@ -96,7 +96,7 @@ def open_parquet(path: Path) -> Iterator[ParquetRows]:
         with open_regular(path) as opened:
             yield ParquetRows(path, opened)
     except (OSError, pyarrow.ArrowException) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{path}: cannot be read: {reason_of(error)}") from error
 
 
 def _size(array: Any) -> int:

@@ -81,7 +81,9 @@ def alpaca_turns(row: Row) -> list[Message]:
     "history", a list of earlier [question, answer], may be left out. Raises ValueError for anything else.
     """
     question = get_text(row, "instruction")
-    extra = get_text(row, "input") if row.get("input") is not None else ""
+    extra = ""
+    if row.get("input") is not None:
+        extra = get_text(row, "input")
     history = row.get("history") or []  # an empty cell of a table is a text
     if not isinstance(history, list):
         raise ValueError(f"'history' is {json_type_name(history)}, not a list of [question, answer]")

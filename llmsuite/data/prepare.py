@@ -89,7 +89,9 @@ def prepare(
     if sha256 is not None and actual != sha256.lower():
         raise UserError(f"{source}: has sha256 {actual}, and --sha256 says {sha256}; it is damaged or another file")
     shown = redacted(source)
-    comparison = ", as --sha256 says" if sha256 else "; not compared, no --sha256"
+    comparison = "; not compared, no --sha256"
+    if sha256:
+        comparison = ", as --sha256 says"
     report(f"{shown}: sha256 {actual}{comparison}")
     with committed_directory(target, {"source": shown, "sha256": actual}) as directory:
         if found.kind == "corpus":
@@ -125,7 +127,9 @@ def _split_of(member: str) -> str | None:
     """Return the split that a file of an archive is named as; None for other files."""
     stem = PurePosixPath(member).name.partition(".")[0]
     split = _SPLITS.get(stem.partition("_")[0].lower())
-    return split if member.endswith((".json", ".jsonl")) else None
+    if member.endswith((".json", ".jsonl")):
+        return split
+    return None
 
 
 def _rows(data: bytes, where: str) -> Iterator[dict[str, Any]]:

@@ -71,13 +71,17 @@ def paddlenlp_prompt(row: Row) -> Prompt:
     """
     messages = _paddlenlp_turns(row, (0, 1))
     answers = get_texts(row, "tgt", allow_missing=True)[len(get_texts(row, "src")) - 1 :]
-    answer = Message("assistant", answers[0]) if answers else None
+    answer = None
+    if answers:
+        answer = Message("assistant", answers[0])
     return _prompt(messages, parse_tools(row), _columns(row, ("src", "tgt", "system", "tools"), answer))
 
 
 def alpaca_prompt(row: Row) -> Prompt:
     """`{"instruction", "input"}`; "history" is optional, "output" is left out."""
-    answer = Message("assistant", row["output"]) if isinstance(row.get("output"), str) else None
+    answer = None
+    if isinstance(row.get("output"), str):
+        answer = Message("assistant", row["output"])
     used = ("instruction", "input", "history", "system", "tools", "output")
     return _without_answer(conversation_formats.alpaca({**row, "output": ""}), _columns(row, used, answer))
 
@@ -153,7 +157,9 @@ def _paddlenlp_turns(row: Row, more: tuple[int, ...]) -> list[Message]:
     users = get_texts(row, "src")
     answers = get_texts(row, "tgt", allow_missing=True)
     if len(users) - len(answers) not in more:
-        needed = "one more than tgt" if more == (1,) else "as many as tgt, or one more"
+        needed = "as many as tgt, or one more"
+        if more == (1,):
+            needed = "one more than tgt"
         raise ValueError(f"'src' has {len(users)} turns and 'tgt' {len(answers)}; src has {needed}")
     messages: list[Message] = []
     for i, user in enumerate(users):

@@ -79,7 +79,9 @@ def read_rows(
             rows.places.append(where)
     rows.faults.check()
     if not rows:
-        skipped = f": {rows.faults.summary()}" if rows.faults.total else ""
+        skipped = ""
+        if rows.faults.total:
+            skipped = f": {rows.faults.summary()}"
         raise UserError(f"{path}: has no rows{skipped}")
     return rows
 
@@ -141,7 +143,9 @@ def raw_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
 
 def first_rows(path: Path) -> Iterator[tuple[str, Any, str | None]]:
     """Yield `raw_rows` for a caller that needs only a few of them: the file is read in parts."""
-    return _list_in_parts(path) if unpacked_suffix(path) == ".json" else raw_rows(path)
+    if unpacked_suffix(path) == ".json":
+        return _list_in_parts(path)
+    return raw_rows(path)
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any, str | None]]:

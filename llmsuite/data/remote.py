@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.cache import cache_root, locked
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.files import sha256_of
 from llmsuite.base.hub.fetch import fetch as fetch_hub
 from llmsuite.base.hub.fetch import find_commit
@@ -53,7 +53,9 @@ def saved_rows(name: str) -> Iterator[tuple[str, Any, str | None]] | None:
 
     They have the form of `llmsuite.data.read.raw_rows`, and no copy is made. Raises UserError when they cannot be read.
     """
-    return _saved_rows(Path(name)) if is_file(Path(name) / "state.json") else None
+    if is_file(Path(name) / "state.json"):
+        return _saved_rows(Path(name))
+    return None
 
 
 def _saved_rows(directory: Path) -> Iterator[tuple[str, Any, str | None]]:
@@ -71,7 +73,7 @@ def _saved_rows(directory: Path) -> Iterator[tuple[str, Any, str | None]]:
                         # through JSON, so that a row is equal to its copy by `_converted`
                         yield f"{directory}: row {number}", json.loads(json.dumps(row, default=str)), None
         except (OSError, pyarrow.ArrowException) as error:
-            raise UserError(f"{directory}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            raise UserError(f"{directory}: cannot be read: {reason_of(error)}") from error
 
 
 def pin_data(given: str, report: Report) -> str:
@@ -133,7 +135,9 @@ def _downloaded(url: Url, directory: Path, report: Report) -> Path:
     note = directory / "source.json"
     part = directory / "part"
     cached = _read_entry(note)
-    source = _by_http if url.full.lower().startswith(("http://", "https://")) else _by_fsspec
+    source = _by_fsspec
+    if url.full.lower().startswith(("http://", "https://")):
+        source = _by_http
     try:
         with source(url) as (version, pieces):
             if cached is not None and cached.version == version:

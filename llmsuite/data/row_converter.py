@@ -117,8 +117,12 @@ class RowConverter:
         if row is not None and isinstance(row, expected):
             check_conversations(row)
             return row
-        found = "nothing" if row is None else f"a {type(row).__name__}"
-        hint = "" if expected is object else f"; {self._kind} rows are {expected.__module__}.{expected.__name__}"
+        found = "nothing"
+        if row is not None:
+            found = f"a {type(row).__name__}"
+        hint = ""
+        if expected is not object:
+            hint = f"; {self._kind} rows are {expected.__module__}.{expected.__name__}"
         raise UserError(f"{what} returned {found}{hint}")
 
     def suggest_columns(self, row: Mapping[str, Any]) -> Columns | None:
@@ -130,7 +134,9 @@ class RowConverter:
             return None
         trial = RowConverter(self._kind, self._name, self._formats, mended)
         try:
-            return mended if trial.convert("", row, None, Faults("skip")) is not None else None
+            if trial.convert("", row, None, Faults("skip")) is not None:
+                return mended
+            return None
         except UserError:
             return None
 
@@ -138,7 +144,9 @@ class RowConverter:
         """Advice about the first row where the chosen format has other fields; "" where there is none."""
         columns = None if self._has_read else self.suggest_columns(row)
         self._has_read = True  # one message with advice is enough
-        return f"; {advice(row, columns, self._kind)}" if columns else ""
+        if columns:
+            return f"; {advice(row, columns, self._kind)}"
+        return ""
 
     def _recognise(self, row: Mapping[str, Any], given: Mapping[str, Any], where: str) -> DataFormat:
         """Return the first format that fits.

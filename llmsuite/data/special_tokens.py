@@ -136,7 +136,9 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _text(path: Path, key: str, value: Any) -> str:
     """Return the text of a token, which is a string or an object with its content; empty for none."""
-    text = value.get("content") if isinstance(value, dict) else value
+    text = value
+    if isinstance(value, dict):
+        text = value.get("content")
     if text is None and not isinstance(value, dict):
         return ""
     if not isinstance(text, str):

@@ -131,7 +131,9 @@ def correct_columns(columns: Mapping[str, str], row: Row) -> Columns | None:
             field = near(field, _FORMAT_FIELDS) or field
         mended[field] = source
     is_complete = len(mended) == len(columns) and all(is_template(s) or s in row for s in mended.values())
-    return mended if mended != dict(columns) and is_complete else None
+    if mended != dict(columns) and is_complete:
+        return mended
+    return None
 
 
 def near(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
@@ -145,7 +147,9 @@ def near(name: str, known: Mapping[str, Any] | Sequence[str]) -> str | None:
 def did_you_mean(name: str, known: Mapping[str, Any] | Sequence[str]) -> str:
     """Return the end of a sentence about an unknown name: a similar one; "" if there is none."""
     found = near(name, known)
-    return "" if found is None else f"; did you mean {found!r}?"
+    if found is None:
+        return ""
+    return f"; did you mean {found!r}?"
 
 
 def columns_option(columns: Mapping[str, str]) -> str:
@@ -309,7 +313,9 @@ class _RowColumns:
 
     def only_text(self) -> str | None:
         """Return the column of text; None unless there is exactly one."""
-        return self._texts[0] if len(self._texts) == 1 else None
+        if len(self._texts) == 1:
+            return self._texts[0]
+        return None
 
     def infer_other_column(self, question: str | None, answer: str | None) -> tuple[str | None, str | None]:
         """Return question and answer; a missing one is the other column of text, if there is exactly one."""
@@ -361,7 +367,9 @@ def _are_turns(value: Any) -> bool:
 
 
 def _is_turn(value: Any) -> bool:
-    speaker = value.get("role", value.get("from")) if isinstance(value, Mapping) else None
+    speaker = None
+    if isinstance(value, Mapping):
+        speaker = value.get("role", value.get("from"))
     return isinstance(speaker, str) and speaker in (*ROLES, *SHAREGPT_ROLES)
 
 

@@ -69,7 +69,9 @@ def _read_entry(index: Path, num_texts: int) -> IndexedCorpus | None:
         corpus = IndexedCorpus(index)
     except UserError:
         return None
-    return corpus if corpus.num_documents == num_texts else None
+    if corpus.num_documents == num_texts:
+        return corpus
+    return None
 
 
 def _write(prefix: Path, texts: Sequence[str], tokenizer: TextTokenizer) -> bool:

@@ -105,7 +105,9 @@ class TextTokenizer:
     @functools.cached_property
     def vocab_size(self) -> int:
         """Number of ids, which start at 0."""
-        return self._fast.get_vocab_size() if self._fast else len(self._paddlenlp)
+        if self._fast:
+            return self._fast.get_vocab_size()
+        return len(self._paddlenlp)
 
     @functools.cached_property
     def _added(self) -> dict[int, str]:
@@ -311,7 +313,9 @@ class TextTokenizer:
         text = self.token_text(token, is_first)
         if "\ufffd" not in text:
             return text.encode()
-        piece = str(self._fast.id_to_token(token)) if self._fast else ""
+        piece = ""
+        if self._fast:
+            piece = str(self._fast.id_to_token(token))
         byte_piece = _BYTE_PIECE.fullmatch(piece)
         if byte_piece:
             return bytes.fromhex(byte_piece[1])
@@ -404,12 +408,22 @@ def _complete(fast: Any, files: TokenFiles) -> None:
     """
     from tokenizers import AddedToken
 
+    def made(text: str, is_special: bool, like: Any) -> Any:
+        """Return a token that is matched in texts like another one."""
+        return AddedToken(
+            text,
+            special=is_special,
+            lstrip=like.lstrip,
+            rstrip=like.rstrip,
+            single_word=like.single_word,
+            normalized=like.normalized,
+        )
+
     named = {*files.roles.values(), *files.additional}
     added = {token.content: token for token in fast.get_added_tokens_decoder().values()}
     missing: dict[str, Any] = {}
     for token in files.added:
-        flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "single_word", "normalized")}
-        missing[token.text] = AddedToken(token.text, special=token.special, **flags)
+        missing[token.text] = made(token.text, token.special, token)
     for text in named:  # in the vocabulary, but not matched in a text as a token
         if text not in added and text not in missing and looks_special(text) and fast.token_to_id(text) is not None:
             missing[text] = AddedToken(text, normalized=False, special=True)
@@ -417,8 +431,7 @@ def _complete(fast: Any, files: TokenFiles) -> None:
     for text, token in {**added, **missing}.items():
         before = added.get(text)
         is_special = token.special or (before is not None and before.special) or (text in named and looks_special(text))
-        flags = {flag: getattr(token, flag) for flag in ("lstrip", "rstrip", "single_word", "normalized")}
-        full = AddedToken(text, special=is_special, **flags)
+        full = made(text, is_special, token)
         if before is None or repr(before) != repr(full):
             changed.append(full)
     # new tokens get ids in the order in which they are added: groups keep the order of `changed`

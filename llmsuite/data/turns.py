@@ -76,7 +76,9 @@ def parse_sharegpt_message(turn: Any, where: str) -> Message:
         if not fields["tool_calls"]:
             raise ValueError(f"'{where}.value' is empty")
     others = {key: value for key, value in turn.items() if key not in ("from", "value", "role", "content")}
-    calls_key = f"{where}.value" if "tool_calls" in fields else ""
+    calls_key = ""
+    if "tool_calls" in fields:
+        calls_key = f"{where}.value"
     return _message({**others, **fields}, role, where, calls_key)
 
 
@@ -183,7 +185,9 @@ def check_order(messages: Sequence[Message], where: str, first: int = 0) -> None
     before: str | None = None
     for i, message in enumerate(messages):
         if before not in _BEFORE[message.role]:
-            place = f"after one of the {before}" if before else "at the beginning"
+            place = "at the beginning"
+            if before:
+                place = f"after one of the {before}"
             raise ValueError(f"the turns are out of order: '{where}[{i - first}]' of the {message.role} is {place}")
         before = message.role
 
@@ -245,7 +249,9 @@ def parse_tool_calls(value: Any, where: str) -> tuple[ToolCall, ...]:
     check_count(calls, MAX_TOOLS, repr(where), "calls")
     found = []
     for call in calls:
-        identifier = call.get("id") if isinstance(call, Mapping) else None
+        identifier = None
+        if isinstance(call, Mapping):
+            identifier = call.get("id")
         if identifier is not None and not isinstance(identifier, str):
             raise ValueError(f"{where!r} has a call whose id is {json_type_name(identifier)}, not text")
         if _is_wrapped(call):
@@ -293,12 +299,16 @@ def parse_tools(row: Row) -> str:
     check_count(tools or [], MAX_TOOLS, "'tools'", "functions")
     wrapped = []
     for i, tool in enumerate(tools or []):
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        function = None
+        if isinstance(tool, Mapping):
+            function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
             raise ValueError(f"'tools[{i}]' is not a function with a name")
         body = tool if "function" in tool else {"function": tool}
         wrapped.append({"type": "function", **body})
-    return _as_json(wrapped, "tools") if wrapped else ""
+    if wrapped:
+        return _as_json(wrapped, "tools")
+    return ""
 
 
 def from_json(text: str, where: str) -> Any:

@@ -332,7 +332,9 @@ def _explain(
         machines: of the run.
     """
     first_text = _log_text(log_dir / f"workerlog.{first}")
-    where = f" on machine {machines.number}" if machines.count > 1 else ""
+    where = ""
+    if machines.count > 1:
+        where = f" on machine {machines.number}"
     reasons = []
     for local, code in list(codes.items())[:_MAX_EXPLAINED]:
         log = log_dir / f"workerlog.{first + local}"

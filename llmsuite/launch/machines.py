@@ -61,7 +61,9 @@ class Machines:
     @property
     def index(self) -> int:
         """The node rank of this machine in the run, from 0; -1 for a spare."""
-        return self.numbers.index(self.number) if self.number in self.numbers else -1
+        if self.number in self.numbers:
+            return self.numbers.index(self.number)
+        return -1
 
     def connect(self, num_ranks: int) -> list[str]:
         """Wait for the other launchers. May be called again, after `close`.
@@ -83,7 +85,9 @@ class Machines:
         self._peers = {}
         self._ends = {}
         self._decision = None
-        return self._gather(num_ranks, expected) if self.number == 0 else self._join(num_ranks)
+        if self.number == 0:
+            return self._gather(num_ranks, expected)
+        return self._join(num_ranks)
 
     def announce(self, end: End) -> None:
         """Report to the other machines how this machine's ranks ended."""
@@ -195,7 +199,9 @@ def _listening_address(host: str) -> str:
     """
     if host == "localhost" or _is_loopback(host):
         return host  # all launchers are on this machine
-    return "" if _is_loopback(socket.gethostbyname(host)) else host
+    if _is_loopback(socket.gethostbyname(host)):
+        return ""
+    return host
 
 
 def _is_loopback(address: str) -> bool:

@@ -72,4 +72,6 @@ class Membership:
         names = ", ".join(map(str, numbers))
         if len(numbers) < self.nnodes:
             return f"the run continues with {len(numbers)} of {self.nnodes} machines: {names}"
-        return f"the run continues with machines {names}" if [*numbers] != [*range(self.nnodes)] else ""
+        if [*numbers] != [*range(self.nnodes)]:
+            return f"the run continues with machines {names}"
+        return ""

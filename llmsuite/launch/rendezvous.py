@@ -257,7 +257,9 @@ class Rendezvous:
         ):
             return False
         is_proven = _is_proven(nonce, hello)
-        refusal = self._refusal(number, str(hello["run"]), len(endpoints)) if is_proven else _OTHER_KEY
+        refusal = _OTHER_KEY
+        if is_proven:
+            refusal = self._refusal(number, str(hello["run"]), len(endpoints))
         if not refusal:
             self._members[number] = Member(peer, endpoints, hello["nonce"], restarts)
             return True

@@ -67,13 +67,17 @@ class Decision:
     def from_message(cls, message: Any) -> Decision | None:
         """The decision that another launcher has sent; None for anything else."""
         try:
-            end = None if message["end"] is None else parse_end(message["end"])
+            end = None
+            if message["end"] is not None:
+                end = parse_end(message["end"])
             found = cls(
                 end, int(message["count"]), str(message["said"]), int(message["begins_at"]), str(message["why"])
             )
         except (TypeError, KeyError, ValueError):
             return None
-        return None if end is None and message["end"] is not None else found
+        if end is None and message["end"] is not None:
+            return None
+        return found
 
 
 class Restarts:

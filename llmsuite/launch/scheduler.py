@@ -58,8 +58,12 @@ def check_scheduled_machine(place: ScheduledMachine, num_machines: int, num_spar
             f"starts the ranks of the machine: mpirun --map-by ppr:1:node, srun --ntasks-per-node=1; or set {own}"
         )
     if place.count is not None and place.count != num_machines + num_spares:
-        spares = f" with {num_spares} spares (launch.spares)" if num_spares else ""
-        otherwise = f"set {own}" if num_machines == 1 else "number the machines yourself with --launch.node_rank"
+        spares = ""
+        if num_spares:
+            spares = f" with {num_spares} spares (launch.spares)"
+        otherwise = "number the machines yourself with --launch.node_rank"
+        if num_machines == 1:
+            otherwise = f"set {own}"
         raise UserError(
             f"launch.nnodes: is {num_machines}{spares}, and {place.by} has started this on {place.count} machines; set "
             f"--launch.nnodes={place.count - num_spares}, or {otherwise}"
@@ -82,9 +86,13 @@ def _slurm(variables: Mapping[str, str]) -> ScheduledMachine | None:
         return None
     machine = number_in(variables, "SLURM_NODEID")
     of_machines = _repeated(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
-    processes = of_machines[machine] if machine < len(of_machines) else 1
+    processes = 1
+    if machine < len(of_machines):
+        processes = of_machines[machine]
     names = variables.get("SLURM_STEP_NODELIST")
-    master = f"{_first_name(names)}:{DEFAULT_PORT}" if names else None
+    master = None
+    if names:
+        master = f"{_first_name(names)}:{DEFAULT_PORT}"
     return ScheduledMachine("Slurm", machine, number_in(variables, "SLURM_STEP_NUM_NODES"), processes, master)
 
 
@@ -129,4 +137,6 @@ def _volcano(variables: Mapping[str, str]) -> ScheduledMachine | None:
 
 def _indexed_job(variables: Mapping[str, str]) -> ScheduledMachine | None:
     name = "JOB_COMPLETION_INDEX"
-    return ScheduledMachine("Kubernetes", number_in(variables, name)) if name in variables else None
+    if name in variables:
+        return ScheduledMachine("Kubernetes", number_in(variables, name))
+    return None

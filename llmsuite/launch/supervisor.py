@@ -201,7 +201,9 @@ class _Supervisor:
         watched = [self._life, self._wakes[0], self._printed[0]]
         killed_at = float("inf")
         while (status := self._reap()) is None:
-            until = max(0.0, killed_at - time.monotonic()) if killed_at < float("inf") else None
+            until = None
+            if killed_at < float("inf"):
+                until = max(0.0, killed_at - time.monotonic())
             if self._max_memory_bytes >= 0:
                 until = _MEMORY_POLL_SECONDS if until is None else min(until, _MEMORY_POLL_SECONDS)
                 self._check_memory()

@@ -157,7 +157,9 @@ def _label(chart: Chart, name: str, pattern_of: dict[str, str]) -> str | None:
     for pattern, label in chart.metrics:
         if pattern_of.get(name) == pattern:
             start, _, end = pattern.partition("*")
-            return name[len(start) : len(name) - len(end)] if "*" in pattern else label
+            if "*" in pattern:
+                return name[len(start) : len(name) - len(end)]
+            return label
     return None
 
 
@@ -178,7 +180,9 @@ def _curves(runs: Sequence[Run], chart: Chart, names: Sequence[tuple[str, str]])
                 source = ""
                 if has_both or (kind and not label):
                     source = "eval" if kind else "train"
-                name_of_run = run.directory.name if len(runs) > 1 else ""
+                name_of_run = ""
+                if len(runs) > 1:
+                    name_of_run = run.directory.name
                 parts = (name_of_run, label, source)
                 words = " ".join(part for part in parts if part) or chart.title.lower()
                 scaled = [value * chart.scale for value in values]

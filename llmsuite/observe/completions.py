@@ -61,7 +61,9 @@ def _row(line: bytes) -> dict[str, Any] | None:
         row = json.loads(line)
     except ValueError:  # truncated by a kill
         return None
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+    if isinstance(row, dict) and isinstance(row.get("step"), int):
+        return row
+    return None
 
 
 def sampled_completions(run: Path, rollouts: int, most: int) -> list[list[dict[str, Any]]]:

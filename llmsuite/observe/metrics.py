@@ -25,7 +25,9 @@ class MetricsFile:
         self._open(resume_step)
 
     def _open(self, last_step: int) -> None:
-        kept = [line for line in _lines(self._path) if _step(line) <= last_step] if last_step else []
+        kept = []
+        if last_step:
+            kept = [line for line in _lines(self._path) if _step(line) <= last_step]
         write_text_atomic(self._path, "".join(kept))
         self._file = open(self._path, "a", encoding="utf-8")  # noqa: SIM115  (open for the whole run)
 
@@ -47,7 +49,9 @@ class MetricsFile:
 
 def _lines(path: Path) -> list[str]:
     """The lines with their newlines; a kill may have truncated the last one, or only removed its newline."""
-    text = path.read_text(encoding="utf-8", errors="replace") if exists(path) else ""
+    text = ""
+    if exists(path):
+        text = path.read_text(encoding="utf-8", errors="replace")
     return [line + "\n" for line in text.split("\n") if line]
 
 

@@ -85,7 +85,9 @@ def pipeline_timeline(recipe: Record) -> Timeline | None:
     shown = min(count, _SHOWN_ROUNDS * stages + count % stages)
     # a backward pass has twice the matrix products of a forward pass, or as many if the model is frozen; plus recompute
     kinds = (("lora", "rank"), ("reft", "rank"), ("prefix", "tokens"))
-    backward = 1.0 if any((recipe.get(name) or {}).get(size) is not None for name, size in kinds) else 2.0
+    backward = 2.0
+    if any((recipe.get(name) or {}).get(size) is not None for name, size in kinds):
+        backward = 1.0
     backward += engine.get("recompute") == "full"
     parts = stages * chunks
     return simulate(orders(kind, stages, shown, chunks), [1.0] * parts, [backward] * parts)

@@ -137,7 +137,9 @@ def _is_evaluation(record: Record) -> bool:
 def _records(path: Path) -> list[Record]:
     """The records of a JSON Lines file, without a last line that is still being written or was truncated by a kill."""
     found = []
-    text = path.read_text(encoding="utf-8", errors="replace") if is_file(path) else ""
+    text = ""
+    if is_file(path):
+        text = path.read_text(encoding="utf-8", errors="replace")
     for line in text.splitlines():
         try:
             record = json.loads(line)

@@ -32,11 +32,15 @@ class Card:
 def total_steps(run: Run) -> int | None:
     """The total number of steps of a run; None where it is unknown."""
     reported = [e["of"] for e in run.events if e["event"] in _BEGINS and isinstance(e.get("of"), int)]
-    return reported[-1] if reported else (run.recipe.get("train") or {}).get("max_steps")
+    if reported:
+        return reported[-1]
+    return (run.recipe.get("train") or {}).get("max_steps")
 
 
 def last_step(run: Run) -> int:
-    return int(run.steps[-1]["step"]) if run.steps else 0
+    if run.steps:
+        return int(run.steps[-1]["step"])
+    return 0
 
 
 def duration(run: Run, now: float) -> float | None:
@@ -62,7 +66,9 @@ def duration(run: Run, now: float) -> float | None:
             start = None
         before = at
     if start is not None:
-        end = now if run.status == "running" else run.last_record_time or start
+        end = now
+        if run.status != "running":
+            end = run.last_record_time or start
         total += max(0.0, end - start)
     return total if before is not None else None
 
@@ -142,7 +148,9 @@ def _loss(run: Run) -> Card | None:
     if not values:
         return None
     at, evaluated = run.series("eval/loss")
-    note = f"{evaluated[-1]:.4g} in the evaluation of step {at[-1]}" if at else ""
+    note = ""
+    if at:
+        note = f"{evaluated[-1]:.4g} in the evaluation of step {at[-1]}"
     return Card("Loss", f"{values[-1]:.4g}", note)
 
 
@@ -151,7 +159,9 @@ def _reward(run: Run) -> Card | None:
         if values := run.series(name)[1]:
             at, evaluated = run.series(f"eval/{name}")
             form = ".1%" if name == "rewards/accuracy" else ".4g"
-            note = f"{evaluated[-1]:{form}} in the evaluation of step {at[-1]}" if at else ""
+            note = ""
+            if at:
+                note = f"{evaluated[-1]:{form}} in the evaluation of step {at[-1]}"
             return Card(label, f"{values[-1]:{form}}", note)
     return None
 
@@ -225,7 +235,9 @@ def _mesh(run: Run) -> Card | None:
 
 def _memory(run: Run) -> Card | None:
     peaks = run.series("peak_memory_bytes")[1]
-    return Card("Peak memory", f"{max(peaks) * 1e-9:.3g} GB", "of rank 0") if peaks else None
+    if peaks:
+        return Card("Peak memory", f"{max(peaks) * 1e-9:.3g} GB", "of rank 0")
+    return None
 
 
 def _seconds(event: Record) -> float | None:
@@ -272,8 +284,12 @@ def _numbers(event: Record) -> str:
 
 
 def _error(event: Record) -> str:
-    return f": {event['error']}" if event.get("error") else "; see logs/workerlog.0"
+    if event.get("error"):
+        return f": {event['error']}"
+    return "; see logs/workerlog.0"
 
 
 def _code(event: Record) -> str:
-    return f" with exit code {event['exit_code']}" if event.get("exit_code") is not None else ""
+    if event.get("exit_code") is not None:
+        return f" with exit code {event['exit_code']}"
+    return ""

@@ -11,7 +11,7 @@ Shapes: N tokens, D hidden, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import paddle
@@ -40,7 +40,14 @@ class ChunkedLosses:
             mesh: of the run, with this rank's coordinates.
             shards: of its parameters.
         """
-        self._losses = {name: _InChunks(name, model, num_tokens, mesh, shards) for name in LOSSES}
+        computed: dict[str, Callable[..., Any]] = {
+            "token_nll": model.token_nll,
+            "token_nll_and_entropy": model.token_nll_and_entropy,
+            "token_nll_and_greedy_match": model.token_nll_and_greedy_match,
+        }
+        self._losses = {
+            name: _InChunks(name, compute, model, num_tokens, mesh, shards) for name, compute in computed.items()
+        }
 
     def token_nll(self, hidden: Tensor, targets: Tensor) -> Any:
         """`CausalLM.token_nll`, [N]."""
@@ -58,8 +65,16 @@ class ChunkedLosses:
 class _InChunks:
     """One of `LOSSES`, in chunks."""
 
-    def __init__(self, name: str, model: Any, num_tokens: int, mesh: Mesh, shards: Sequence[ParameterShard]):
-        self._compute = getattr(model, name)
+    def __init__(
+        self,
+        name: str,
+        compute: Callable[..., Any],
+        model: Any,
+        num_tokens: int,
+        mesh: Mesh,
+        shards: Sequence[ParameterShard],
+    ):
+        self._compute = compute
         self._model = model
         self._num_tokens = num_tokens
         self._mesh = mesh

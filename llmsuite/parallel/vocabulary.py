@@ -17,11 +17,12 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.typing import ReadSlice, Tensor
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.devices.ops import Ops
+from llmsuite.models.protocols import HasVocabulary
 
 
 def is_padded(config: Any, tp: int) -> bool:
     """True where the vocabulary of a model is padded for this tensor parallel degree."""
-    return bool(getattr(config, "vocab_size", 0) % tp)
+    return isinstance(config, HasVocabulary) and config.vocab_size % tp > 0
 
 
 def network_of(family: ModelFamily) -> Any:

@@ -107,7 +107,9 @@ def kept_by_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, setting
     """Bytes that a layer keeps, including its output, without its input."""
     between = hidden_state_bytes(shape_spec.hidden, batch, settings)
     if number in settings.unreached:
-        return between + _edit(shape_spec, number, batch, settings) if number in settings.edited else 0.0
+        if number in settings.edited:
+            return between + _edit(shape_spec, number, batch, settings)
+        return 0.0
     mtp_inputs = 0.0
     if shape_spec.layers[number].is_mtp:  # its inputs: no other layer keeps them
         mtp_inputs = 2 * between + INDEX_BYTES * batch.tokens
@@ -130,7 +132,9 @@ def inside_layer(shape_spec: ShapeSpec, number: int, batch: MicroBatch, settings
     layer = shape_spec.layers[number]
     between = hidden_state_bytes(shape_spec.hidden, batch, settings)
     # in a layer with experts only attention and the norm before it are compiled
-    of_mlp = dataclasses.replace(settings, fused=settings.fused_outside) if isinstance(layer.mlp, MoE) else settings
+    of_mlp = settings
+    if isinstance(layer.mlp, MoE):
+        of_mlp = dataclasses.replace(settings, fused=settings.fused_outside)
     norms = sum(norm_kept(layer.norm, shape_spec.hidden, batch, how) for how in (settings, of_mlp))
     # of attention and MLP; gathered under sequence parallel
     inputs = sum(_input(shape_spec, number, region, batch, settings) for region in ("self_attn", "mlp"))
@@ -164,10 +168,14 @@ def _inputs_of_last(layer: LayerSpec, number: int, batch: MicroBatch, settings: 
         for name, width in (("q_b_proj", what.q_rank or 0), ("kv_b_proj", what.kv_rank)):  # every rank has them whole
             left += settings.tp * width * (e - _of_last(number, f"self_attn.{name}", e, settings))
     elif "attention" in settings.fused and not settings.attention_keeps_output:
-        made = settings.head_bytes or e if what.rotary and not what.biased and not what.normed else e
+        made = e
+        if what.rotary and not what.biased and not what.normed:
+            made = settings.head_bytes or e
         left += what.heads * what.head_size * (made - _of_last(number, "self_attn.o_proj", made, settings))
     if not isinstance(layer.mlp, MoE):
-        made = settings.inner_bytes or e if isinstance(layer.mlp, GatedMLP) and not layer.mlp.biased else e
+        made = e
+        if isinstance(layer.mlp, GatedMLP) and not layer.mlp.biased:
+            made = settings.inner_bytes or e
         left += layer.mlp.width * (made - _of_last(number, "mlp.down_proj", made, settings))
     return left * batch.tokens / settings.tp
 
@@ -331,7 +339,9 @@ def _num_consumers(layer: LayerSpec, name: str) -> int:
     if word in _OWN_INPUT:
         return 1
     if word == "self_attn":
-        return 2 if isinstance(layer.attention, Latent) else 3
+        if isinstance(layer.attention, Latent):
+            return 2
+        return 3
     if isinstance(layer.mlp, MoE):
         return 3  # with the gate, which is not rounded
     return 2 if isinstance(layer.mlp, GatedMLP) else 1
@@ -350,7 +360,9 @@ def embedding_kept_bytes(shape_spec: ShapeSpec, batch: MicroBatch, settings: Act
         return -norm_kept(shape_spec.layers[0].norm, shape_spec.hidden, batch, settings)
     if settings.prefix and settings.recompute != "full":
         return -_without_gradient(shape_spec, batch, settings)
-    positions = INDEX_BYTES * batch.length if shape_spec.learned_positions else 0
+    positions = 0
+    if shape_spec.learned_positions:
+        positions = INDEX_BYTES * batch.length
     return batch.tokens * INDEX_BYTES + positions + hidden_state_bytes(shape_spec.hidden, batch, settings)
 
 
@@ -378,7 +390,9 @@ def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: Acti
     """Bytes that all layers share: the rotary tables, and the attention mask where attention is recomputed."""
     attention = shape_spec.layers[0].attention
     outside = dataclasses.replace(settings, fused=settings.fused_outside)
-    kept = mask_bytes(batch, outside) if settings.recompute != "none" else 0.0
+    kept = 0.0
+    if settings.recompute != "none":
+        kept = mask_bytes(batch, outside)
     if (
         settings.recompute == "full"
         and batch.has_token_metadata
@@ -389,7 +403,8 @@ def kept_for_all_layers(shape_spec: ShapeSpec, batch: MicroBatch, settings: Acti
         extended = batch.tokens + batch.rows * settings.prefix
         kept += extended * settings.document_mask_bytes
     elif isinstance(attention, GroupedQuery) and attention.window is not None and attention.window < batch.length:
-        kept += batch.length * settings.document_mask_bytes if "attention" in outside.fused else 0
+        if "attention" in outside.fused:
+            kept += batch.length * settings.document_mask_bytes
     if isinstance(attention, GroupedQuery) and not attention.rotary:
         return kept
     size = attention.rope if isinstance(attention, Latent) else attention.head_size
@@ -401,11 +416,15 @@ def mask_bytes(batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the mask that plain attention adds to its scores."""
     rows = batch.rows if batch.documents else 1
     length = batch.length + settings.prefix
-    return 0.0 if "attention" in settings.fused else rows * length**2 * settings.num_bytes
+    if "attention" in settings.fused:
+        return 0.0
+    return rows * length**2 * settings.num_bytes
 
 
 def scores_bytes(layer: LayerSpec, batch: MicroBatch, settings: ActivationSettings) -> float:
     """Bytes of the attention scores of every pair of tokens."""
     heads = layer.attention.heads / settings.tp
     length = batch.length + settings.prefix
-    return 0.0 if "attention" in settings.fused else heads * batch.rows * length**2 * settings.num_bytes
+    if "attention" in settings.fused:
+        return 0.0
+    return heads * batch.rows * length**2 * settings.num_bytes

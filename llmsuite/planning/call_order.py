@@ -23,6 +23,7 @@ from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.models.protocols import HasShapes
 from llmsuite.parallel import edges
 from llmsuite.parallel.mesh import AXES, Mesh
 from llmsuite.parallel.schedule import Action
@@ -43,8 +44,7 @@ from llmsuite.planning.communication import (
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Layout, LocalParameter
 from llmsuite.planning.memory import full_micro_batch
-from llmsuite.recipe.plans import TrainPlan
-from llmsuite.recipe.resolve import RunPlan
+from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -82,23 +82,32 @@ class OrderCheck:
     num_calls: int
 
 
-def check_order(plan: RunPlan) -> OrderCheck | None:
+def check_order(
+    name: str, model_plan: ModelPlan, data_plan: DataPlan, parallel_plan: ParallelPlan, train_plan: TrainPlan
+) -> OrderCheck | None:
     """Simulate the calls of a training step and an evaluation; None for a family that does not list its parameters.
+
+    Args:
+        name: of the recipe, for the message.
+        model_plan: of the run.
+        data_plan: of the run.
+        parallel_plan: of the run.
+        train_plan: of the run.
 
     Raises:
         UserError: ranks would make different calls, or deadlock; the message names rank and call.
     """
-    if not hasattr(plan.model.family.names(), "parameter_shapes"):
+    if not isinstance(model_plan.family.names(), HasShapes):
         return None
-    batch = full_micro_batch(plan.model, plan.data, plan.parallel, plan.train)
-    pp = plan.parallel.degrees.pp
+    batch = full_micro_batch(model_plan, data_plan, parallel_plan, train_plan)
+    pp = parallel_plan.degrees.pp
     # enough to show the order: warm-up, one steady round, and the remainder of a division by the stages
-    count = micro_batches(plan.parallel, plan.train, batch)
+    count = micro_batches(parallel_plan, train_plan, batch)
     count = min(count, 2 * pp + count % pp)
-    calls = calls_of_ranks(Layout(plan.model, plan.parallel), plan.train, batch, count)
+    calls = calls_of_ranks(Layout(model_plan, parallel_plan), train_plan, batch, count)
     problem = first_problem(calls)
     if problem:
-        raise UserError(f"{plan.loaded.name}: the calls of this run's ranks do not match: {problem}")
+        raise UserError(f"{name}: the calls of this run's ranks do not match: {problem}")
     return OrderCheck(len(calls), sum(map(len, calls.values())))
 
 
@@ -320,7 +329,9 @@ class _Rank:
 
     def _ledger(self) -> Iterator[Call]:
         if self._mesh.loads_data:
-            name = LOADER_RANKS if self._mesh.has_middle_stages else RUN
+            name = RUN
+            if self._mesh.has_middle_stages:
+                name = LOADER_RANKS
             yield from self._call(name, "all_reduce", (), "ledger of the loss")
         if self._mesh.has_middle_stages:
             yield from self._call(RUN, "all_reduce", (), "ledger of the loss, for ranks that load no data")
@@ -332,7 +343,9 @@ class _Rank:
         for other in bucket:
             sums.pop(other.name, None)
         if bucket and parameter.reduces_each_pass:
-            together = why if len(bucket) == 1 else f"gradients of {len(bucket)} parameters with {parameter.name}"
+            together = why
+            if len(bucket) != 1:
+                together = f"gradients of {len(bucket)} parameters with {parameter.name}"
             pieces = (sum(other.shard_size for other in bucket),)
             yield from self._call(_axis(DP, parameter), "all_reduce", pieces, together)
         if parameter.is_tied:

@@ -215,14 +215,18 @@ class Traffic:
                 for held in (inside[name] for name in unit.parameters if inside[name].is_stored_sharded):
                     # no backward pass reaches a frozen module before the layers
                     is_passed_back = with_backward and (held.is_trained or unit.position != "first")
-                    count = 2 * times if is_passed_back and held.name in unit.in_backward else times
+                    count = times
+                    if is_passed_back and held.name in unit.in_backward:
+                        count = 2 * times
                     self._add(SHARDING, "all_gather", (held.shard_size,), why, count, held.num_bytes, held.is_expert)
 
     def _runs(self, unit: GatherUnit, part: int) -> int:
         """Number of times that a forward pass through a part runs the module of a unit."""
         last = len(self._layout.bounds) - 2
         is_lookup = unit.position == "first" and unit.module == self._layout.shard_plan.embedding
-        mtp_lookups = self._layout.num_mtp_layers if is_lookup and part == last else 0
+        mtp_lookups = 0
+        if is_lookup and part == last:
+            mtp_lookups = self._layout.num_mtp_layers
         return unit.runs_in(part, last + 1) + mtp_lookups
 
     # pipeline
@@ -232,7 +236,9 @@ class Traffic:
         num_parts = len(self._layout.bounds) - 1
         length = batch.length // (self._mesh.degrees.tp if self._sequence_parallel else 1)
         shape = (batch.rows, length, self._shape_spec.hidden)
-        documents_length = batch.length if batch.documents or batch.has_token_metadata else 0
+        documents_length = 0
+        if batch.documents or batch.has_token_metadata:
+            documents_length = batch.length
         for forward in (True, False) if with_backward else (True,):
             if edges.target(part, num_parts, forward) is None:
                 continue
@@ -263,7 +269,9 @@ class Traffic:
         if degrees.tp > 1 and self._is_partial(parameter):
             why = "gradients of norms, from each rank's tokens or heads"
             inside = self._compiled and self._is_compiled(parameter)
-            times = len(self._batches) if parameter.reduce_in_backward or inside else 1
+            times = 1
+            if parameter.reduce_in_backward or inside:
+                times = len(self._batches)
             self._add(TENSOR, "all_reduce", parameter.local_shape, why, times, width)
         if parameter.is_tied:
             why = "gradient of the embedding, of first and last stage"
@@ -319,7 +327,9 @@ class Traffic:
             return
         sums = 1 + len(profile.sums)  # the loss, and the stage's metrics
         if self._mesh.loads_data:
-            axis = LOADER_RANKS if self._mesh.has_middle_stages else RUN
+            axis = RUN
+            if self._mesh.has_middle_stages:
+                axis = LOADER_RANKS
             self._add(axis, "all_reduce", (ledger_entries.num_for_loader_ranks(sums),), "ledger of the loss", width=8)
             if known := sum(len(prepass.sums) for prepass in profile.prepasses):
                 self._add(axis, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)

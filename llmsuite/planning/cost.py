@@ -13,6 +13,7 @@ from collections.abc import Mapping
 
 from llmsuite.adapters.prefix_shapes import INNER, NETWORK, OUTER
 from llmsuite.base.errors import UserError
+from llmsuite.base.fields import field_values
 from llmsuite.models.shape_spec import GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.activations import MicroBatch
@@ -137,9 +138,12 @@ def part_costs(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, bat
             for i in layout.layers_of(part)
         }
         again = sum(f for i, f in each.items() if engine.recomputes_layer(i))
-        head = head_flops(shape_spec, batch) if part == last and not model_plan.is_scored else 0.0
+        head = 0.0
+        if part == last and not model_plan.is_scored:
+            head = head_flops(shape_spec, batch)
         forward = sum(each.values()) + head
-        again += head if recomputes_logits(layout, batch, train_plan.profile.entropy) else 0.0
+        if recomputes_logits(layout, batch, train_plan.profile.entropy):
+            again += head
         costs.append(PartCost(forward, times * forward + again))
     return costs
 
@@ -199,7 +203,7 @@ def axis_size(layout: Layout, message: Message) -> int:
     if message.axis in GROUP_AXES:
         mesh = Mesh(degrees, 0)
         sizes = (mesh.expert_mesh if message.is_expert else mesh).degrees
-        return math.prod(getattr(sizes, axis) for axis in GROUP_AXES[message.axis])
+        return math.prod(field_values(sizes)[axis] for axis in GROUP_AXES[message.axis])
     return {PIPELINE: 2, TIED: 2, LOADER_RANKS: degrees.num_ranks // degrees.pp * 2}.get(
         message.axis, degrees.num_ranks
     )
@@ -214,10 +218,14 @@ def bandwidth(layout: Layout, message: Message, device: Hardware) -> float:
     if message.axis in (PIPELINE, TIED):
         neighbours = degrees.num_ranks // degrees.pp
     elif message.axis == MODEL:
-        neighbours = degrees.num_ranks // size if degrees.pp > 1 else 1
+        neighbours = 1
+        if degrees.pp > 1:
+            neighbours = degrees.num_ranks // size
     elif message.axis == DP:
         neighbours *= degrees.num_data_ranks // axis_size(layout, message)
-    return device.local if neighbours * size <= per_machine else device.network
+    if neighbours * size <= per_machine:
+        return device.local
+    return device.network
 
 
 def total_bytes(counts: Mapping[Message, int]) -> int:

@@ -23,7 +23,6 @@ from llmsuite.planning.rollouts import rollout_seconds
 from llmsuite.planning.storage import Storage, storage
 from llmsuite.recipe.critic import critic_plans
 from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
-from llmsuite.recipe.resolve import RunPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +120,9 @@ class Estimate:
         busiest = max(sum(forward[stage::pp]) for stage in range(pp))
         prepasses = self._prepass_rows * ((self.num_micro_batches - 1) * busiest + sum(forward))
         own = self._length(simulated, forward, backward) + prepasses + max(time.at_the_end for time in times)
-        return own if self.critic is None else own + self.critic._seconds(device, efficiency)
+        if self.critic is None:
+            return own
+        return own + self.critic._seconds(device, efficiency)
 
     def rollout_seconds(self, device: Hardware) -> tuple[float, float] | None:
         """Shortest and longest likely time to sample for a step, in seconds, with completions of the maximum length.
@@ -130,7 +131,9 @@ class Estimate:
             rollout_seconds(self.layout, self.train_plan, self.max_length, self.shape_spec, device, by)
             for by in (FAST, SLOW)
         )
-        return None if fast is None or slow is None else (fast, slow)
+        if fast is None or slow is None:
+            return None
+        return fast, slow
 
     @property
     def _prepass_rows(self) -> int:
@@ -139,7 +142,9 @@ class Estimate:
 
     @property
     def _num_chunks(self) -> int:
-        return self.parallel_plan.num_chunks if self.parallel_plan.degrees.pp > 1 else 1
+        if self.parallel_plan.degrees.pp > 1:
+            return self.parallel_plan.num_chunks
+        return 1
 
     @property
     def _num_simulated(self) -> int:
@@ -164,17 +169,19 @@ class Estimate:
         return 1 - (sum(forward) + sum(backward)) * self.num_micro_batches / (self.parallel_plan.degrees.pp * duration)
 
 
-def estimate(plan: RunPlan) -> Estimate:
+def estimate(
+    model_plan: ModelPlan, data_plan: DataPlan, parallel_plan: ParallelPlan, train_plan: TrainPlan
+) -> Estimate:
     """The estimate of a run whose micro-batches are full.
 
     Raises:
         UserError: the family has no shape spec.
     """
-    layout = Layout(plan.model, plan.parallel)
-    shape_spec = shape_spec_of(plan.model)
-    meshes = ranks(plan.parallel.degrees)
-    stages = memory_of(layout, plan.data, plan.train, shape_spec, meshes)
-    return estimate_of(layout, plan.data, plan.train, shape_spec, meshes, stages)
+    layout = Layout(model_plan, parallel_plan)
+    shape_spec = shape_spec_of(model_plan)
+    meshes = ranks(parallel_plan.degrees)
+    stages = memory_of(layout, data_plan, train_plan, shape_spec, meshes)
+    return estimate_of(layout, data_plan, train_plan, shape_spec, meshes, stages)
 
 
 def memory_of(

@@ -34,9 +34,12 @@ def temporaries(
     the layers, in bytes."""
     # forward: logits in addition to the softmax; backward: its gradient; a fused kernel works in place. 16-bit logits
     # are copied to float32 first
-    wide = 0 if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy else 4
+    wide = 4
+    if "cross_entropy" in settings.fused and settings.tp == 1 and not settings.entropy:
+        wide = 0
     wide += 4 if settings.entropy else 0  # the gradient of the exponentials, in addition to that of the logits
-    wide += settings.num_bytes if settings.num_bytes < 4 else 0
+    if settings.num_bytes < 4:
+        wide += settings.num_bytes
     each = shape_spec.vocabulary / settings.tp * wide
     chunk = _chunk_size(batch, settings)
     if chunk == batch.supervised:
@@ -54,7 +57,9 @@ def recomputes_logits(layout: Layout, batch: MicroBatch, uses_entropy: bool) -> 
 
 
 def _chunk_size(batch: MicroBatch, settings: ActivationSettings) -> int:
-    return batch.supervised if settings.loss_chunk is None else min(batch.supervised, settings.loss_chunk)
+    if settings.loss_chunk is None:
+        return batch.supervised
+    return min(batch.supervised, settings.loss_chunk)
 
 
 def _logits_bytes(shape_spec: ShapeSpec, settings: ActivationSettings) -> float:

@@ -19,6 +19,7 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.models.block_quant import CODES
 from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
+from llmsuite.models.protocols import HasShapes
 from llmsuite.models.targets import adaptable_modules, frozen_matrices, linear_modules, pick_modules, quantised_modules
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import (
@@ -93,7 +94,9 @@ class LocalParameter:
     @property
     def sum_size(self) -> int:
         """Elements of the gradient when it is reduced, with the padding of its shards."""
-        return self.num_shards * self.shard_size if self.reduces_each_pass else self.size
+        if self.reduces_each_pass:
+            return self.num_shards * self.shard_size
+        return self.size
 
     # bytes that live between two steps; of a gradient, until the last micro-batch is done
 
@@ -106,7 +109,9 @@ class LocalParameter:
         """Bytes of the float32 master, or under sharding of the shard that the optimizer updates."""
         if self.has_master:
             return self.num_owned * 4
-        return self.num_owned * self.num_bytes if self.num_shards > 1 and not self.is_stored_sharded else 0
+        if self.num_shards > 1 and not self.is_stored_sharded:
+            return self.num_owned * self.num_bytes
+        return 0
 
     @property
     def gradient_bytes(self) -> int:
@@ -118,7 +123,9 @@ class LocalParameter:
 
     def moment_bytes(self, optimizer: str) -> int:
         """Bytes of the optimizer's moments; the powers of AdamW's decay rates are single numbers on the host."""
-        return num_moments(optimizer) * 4 * self.num_owned if self.has_gradient else 0
+        if self.has_gradient:
+            return num_moments(optimizer) * 4 * self.num_owned
+        return 0
 
 
 class ModelParameters:
@@ -333,7 +340,9 @@ class Layout:
                     known[key] = local, size, shard_range(size, own_mesh, stage, not trained)
                 local, size, owned = known[key]
                 bias = self.shard_plan.is_gate_bias(name)
-                dtype = "bfloat16" if name in self.model.bf16_frozen else of_device
+                dtype = of_device
+                if name in self.model.bf16_frozen:
+                    dtype = "bfloat16"
                 if bias:
                     dtype = "float32"
                 codes = name.endswith(f".{CODES}")
@@ -383,13 +392,12 @@ def model_shapes(model_plan: ModelPlan) -> Mapping[str, Sequence[int]]:
         UserError: the family does not provide them.
     """
     names = model_plan.family.names()
-    if not hasattr(names, "parameter_shapes"):
+    if not isinstance(names, HasShapes):
         raise UserError(
             f"model.family: the names of {model_plan.family.name} have no `parameter_shapes(config)`, without which "
             "nothing can be planned; see docs/reference/plugins.md"
         )
-    shapes: Mapping[str, Sequence[int]] = names.parameter_shapes(model_plan.config)
-    return shapes
+    return names.parameter_shapes(model_plan.config)
 
 
 def ranks(degrees: Degrees) -> list[Mesh]:

@@ -43,7 +43,9 @@ def _sizes_by_module(held: Sequence[LocalParameter], factor: str, dim: int) -> d
 def num_lora_ga_steps(layout: Layout) -> int:
     """Number of steps whose passes run before the first one, without an update; 0 for other adapters."""
     lora = layout.model_plan.lora
-    return 0 if lora.rank is None or not lora.adapter_method.needs_gradients else lora.init_batches * lora.init_passes
+    if lora.rank is None or not lora.adapter_method.needs_gradients:
+        return 0
+    return lora.init_batches * lora.init_passes
 
 
 def lora_ga_gradient_flops(layout: Layout, tokens: int) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 
+from llmsuite.contract.schema.stage_keys import HasDocumentMask
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shape_spec import Latent, MoE, ShapeSpec
 from llmsuite.parallel.mesh import Mesh
@@ -142,7 +143,11 @@ def _local_sizes(layout: Layout, module: str) -> tuple[int, int]:
     tp = layout.parallel_plan.degrees.tp
     inputs, outputs = layout.shapes[name][-2:]
     dim = None if layout.shard_plan.is_expert(name) else layout.shard_plan.dim(name)
-    return inputs // (tp if dim == 0 else 1), outputs // (tp if dim == 1 else 1)
+    if dim == 0:
+        return inputs // tp, outputs
+    if dim == 1:
+        return inputs, outputs // tp
+    return inputs, outputs
 
 
 def _adapter_width(layout: Layout, module: str) -> float:
@@ -171,7 +176,8 @@ def full_micro_batch(
     supervised = rows if model_plan.is_scored else rows * length
     if num_mtp_layers(model_plan.config):
         supervised += rows * (length - 1)
-    documents = data_plan.section.packing != "none" or getattr(train_plan.stage_section, "document_mask", False)
+    own = train_plan.stage_section
+    documents = data_plan.section.packing != "none" or (isinstance(own, HasDocumentMask) and own.document_mask)
     return MicroBatch(rows, length, supervised, documents, needs_token_metadata(model_plan))
 
 
@@ -332,8 +338,10 @@ def _kept_by_programs(layout: Layout, shape_spec: ShapeSpec, held: Iterable[Loca
         return 0.0
     kept = 0.0
     for h in held:
-        if h.is_stored_sharded and h.layer is not None and shape_spec.layers[h.layer].compiles(h.name):
-            kept += 0 if engine.recomputes_layer(h.layer) else h.size * h.num_bytes
+        if h.layer is None or engine.recomputes_layer(h.layer):
+            continue
+        if h.is_stored_sharded and shape_spec.layers[h.layer].compiles(h.name):
+            kept += h.size * h.num_bytes
     return kept
 
 

@@ -51,7 +51,9 @@ def show_search(
             rows.append([str(number), str(found.strategy), size(found.estimate.peak), seconds])
         yield from table(rows, left=(1,))
         # a search assumes that every layer is recomputed
-        more = " --engine.recompute_every=1" if sets_recompute_every else ""
+        more = ""
+        if sets_recompute_every:
+            more = " --engine.recompute_every=1"
         yield f"the first: llmsuite plan RECIPE {fitting[0].strategy.overrides}{more}"
     yield ""
     yield "rejected"
@@ -89,7 +91,9 @@ def _model(found: Estimate) -> Iterator[str]:
     plan = found.parallel_plan
     layout = found.layout
     stage = found.train_plan.stage.name
-    trained = "" if layout.num_trained == layout.num_parameters else f", {layout.num_trained:,} of them trained"
+    trained = ""
+    if layout.num_trained != layout.num_parameters:
+        trained = f", {layout.num_trained:,} of them trained"
     yield f"{stage} of {layout.model_plan.family.name}, {layout.num_parameters:,} parameters{trained}"
     yield f"{plan.degrees.num_ranks} x {plan.device.name}: {plan.degrees}, sharding {plan.section.sharding}"
     batch = found.batch
@@ -174,7 +178,9 @@ def _work(found: Estimate, device: Hardware | None) -> Iterator[str]:
     yield f"a step: {found.tokens:,} tokens, {found.flops:.3g} FLOPs over all ranks"
     if count := num_lora_ga_steps(found.layout):
         fast, slow = (0.0, 0.0) if device is None else found.lora_ga_seconds(device)
-        time = "" if device is None else f", {fast:.3g} to {slow:.3g} s"
+        time = ""
+        if device is not None:
+            time = f", {fast:.3g} to {slow:.3g} s"
         work = f"{found.lora_ga_flops:.3g} FLOPs{time}"
         yield f"  before the first one, for lora.init: the passes of {count} steps, with gradients of matrices: {work}"
     if device is None:

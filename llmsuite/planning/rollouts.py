@@ -51,7 +51,8 @@ def _weight_bytes(layout: Layout, shape_spec: ShapeSpec, each_token: bool = Fals
     stored in addition to the head it reads a row."""
     if not stores_matrices(layout.parallel_plan, shape_spec):
         values = sum(math.prod(shape) for name, shape in layout.shapes.items() if not is_factor(name))
-        values += 0 if each_token else _kept_up_values(layout.parallel_plan, shape_spec)
+        if not each_token:
+            values += _kept_up_values(layout.parallel_plan, shape_spec)
         return float(values * element_bytes(layout.parallel_plan))
     words = layout.model_shapes[f"{layout.shard_plan.embedding}.weight"]
     vectors = sum(math.prod(shape) for shape in layout.model_shapes.values() if len(shape) == 1)
@@ -91,7 +92,9 @@ def _reward_values(reward: Any) -> int:
     this machine."""
     from llmsuite.checkpoint.tensors import TensorFiles
 
-    weights = reward.model.weights if "model" in reward.functions else None
+    weights = None
+    if "model" in reward.functions:
+        weights = reward.model.weights
     if weights is None or not is_file(local_weights(weights) / "config.json"):
         return 0
     files = TensorFiles(local_weights(weights), "model")

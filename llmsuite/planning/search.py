@@ -16,8 +16,9 @@ from llmsuite.planning.cost import Hardware
 from llmsuite.planning.estimate import Estimate, busiest, estimate_of, memory_of, shape_spec_of
 from llmsuite.planning.layout import Layout, ModelParameters
 from llmsuite.planning.memory import StageMemory
-from llmsuite.recipe.plans import ModelPlan, ParallelPlan
-from llmsuite.recipe.resolve import RunPlan, parallel_plan_of
+from llmsuite.recipe.load import LoadedRecipe
+from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
+from llmsuite.recipe.resolve import parallel_plan_of
 from llmsuite.recipe.rules import RULES, RuleContext
 
 
@@ -33,16 +34,20 @@ class Strategy:
 
     def __str__(self) -> str:
         words = [f"tp{self.tp}", f"pp{self.pp}", f"sharding {self.sharding}"]
-        words += [f"ep{self.ep}"] if self.ep > 1 else []
+        if self.ep > 1:
+            words += [f"ep{self.ep}"]
         return ", ".join([*words, f"recompute {self.recompute}"])
 
     @property
     def overrides(self) -> str:
         """The command-line options that choose it."""
         parallel = [f'"tensor_parallel_degree": {self.tp}', f'"pipeline_parallel_degree": {self.pp}']
-        parallel += [f'"sharding": "{self.sharding}"'] if self.sharding != "none" else []
-        parallel += [f'"expert_parallel_degree": {self.ep}'] if self.ep > 1 else []
-        parallel += ['"sequence_parallel": true'] if self.tp > 1 else []
+        if self.sharding != "none":
+            parallel += [f'"sharding": "{self.sharding}"']
+        if self.ep > 1:
+            parallel += [f'"expert_parallel_degree": {self.ep}']
+        if self.tp > 1:
+            parallel += ['"sequence_parallel": true']
         return f"--parallel='{{{', '.join(parallel)}}}' --engine.recompute={self.recompute}"
 
 
@@ -64,13 +69,25 @@ class Rejected:
     reason: str
 
 
-def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting], list[Rejected]]:
+def search(
+    loaded: LoadedRecipe,
+    model_plan: ModelPlan,
+    data_plan: DataPlan,
+    parallel_plan: ParallelPlan,
+    train_plan: TrainPlan,
+    limit: float,
+    device: Hardware,
+) -> tuple[list[Fitting], list[Rejected]]:
     """Try degrees of every axis, sharding stages and kinds of recompute, with the recipe's own batch.
 
     For each strategy, the cheapest kind of recompute that fits is taken.
 
     Args:
-        plan: of the recipe, with the devices to use.
+        loaded: the recipe.
+        model_plan: of the recipe.
+        data_plan: of the recipe.
+        parallel_plan: of the recipe, with the devices to use.
+        train_plan: of the recipe.
         limit: bytes of memory of a device.
         device: figures from which times are computed.
 
@@ -79,8 +96,18 @@ def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting]
     """
     fitting: list[Fitting] = []
     rejected: list[Rejected] = []
-    candidates = Candidates(plan, ModelParameters(plan.model, plan.parallel), shape_spec_of(plan.model), limit, device)
-    for strategy in strategies(plan.model, plan.parallel):
+    candidates = Candidates(
+        loaded=loaded,
+        model_plan=model_plan,
+        data_plan=data_plan,
+        own_parallel_plan=parallel_plan,
+        train_plan=train_plan,
+        parameters=ModelParameters(model_plan, parallel_plan),
+        shape_spec=shape_spec_of(model_plan),
+        limit=limit,
+        device=device,
+    )
+    for strategy in strategies(model_plan, parallel_plan):
         found = candidates.try_strategy(strategy)
         if isinstance(found, Fitting):
             fitting.append(found)
@@ -89,12 +116,17 @@ def search(plan: RunPlan, limit: float, device: Hardware) -> tuple[list[Fitting]
     return sorted(fitting, key=lambda f: f.seconds), rejected
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidates:
     """The recipe, the model and the device that all strategies of a search have in common."""
 
-    plan: RunPlan
-    model: ModelParameters
+    loaded: LoadedRecipe
+    model_plan: ModelPlan
+    data_plan: DataPlan
+    own_parallel_plan: ParallelPlan
+    """The parallelism of the recipe itself."""
+    train_plan: TrainPlan
+    parameters: ModelParameters
     shape_spec: ShapeSpec
     limit: float
     device: Hardware
@@ -110,9 +142,9 @@ class Candidates:
                 break
         else:
             return Rejected(strategy, reasons[0])
-        data_plan = self.plan.data
-        train_plan = self.plan.train
-        layout = Layout(self.plan.model, first, self.model)
+        data_plan = self.data_plan
+        train_plan = self.train_plan
+        layout = Layout(self.model_plan, first, self.parameters)
         meshes = busiest(first.degrees)
         # a strategy that does not fit with the most recompute does not fit at all
         most = memory_of(layout, data_plan, train_plan, self.shape_spec, meshes)
@@ -134,7 +166,7 @@ class Candidates:
         return Fitting(tried, found, found.step_seconds(self.device))
 
     def _recipe(self, parallel: ParallelSection, engine: EngineSection) -> Recipe:
-        return dataclasses.replace(self.plan.recipe, parallel=parallel, engine=engine)
+        return dataclasses.replace(self.loaded.recipe, parallel=parallel, engine=engine)
 
     def parallel_plan(self, strategy: Strategy) -> ParallelPlan:
         """The plan of the same recipe with another strategy."""
@@ -146,16 +178,16 @@ class Candidates:
             sequence_parallel=strategy.tp > 1,
         )
         engine = dataclasses.replace(
-            self.plan.parallel.engine,
+            self.own_parallel_plan.engine,
             recompute=strategy.recompute,  # type: ignore[arg-type]
             recompute_every=1,
         )
         recipe = self._recipe(parallel, engine)
-        return parallel_plan_of(recipe, self.plan.train.stage, self.plan.parallel.device, degrees_of(recipe))
+        return parallel_plan_of(recipe, self.train_plan.stage, self.own_parallel_plan.device, degrees_of(recipe))
 
     def violations(self, parallel_plan: ParallelPlan) -> list[str]:
         """The violated rules, in the words of `llmsuite validate`."""
-        model_plan = self.plan.model
+        model_plan = self.model_plan
         section = parallel_plan.section
         engine = parallel_plan.engine
         found = [f"parallel.{key}: {message}" for key, message in section.problems()]
@@ -164,10 +196,10 @@ class Candidates:
             self._recipe(section, engine),
             parallel_plan.degrees,
             model_plan.config,
-            self.plan.train.stage,
+            self.train_plan.stage,
             model_plan.family,
             parallel_plan.device.factory(),
-            self.plan.loaded.given,
+            self.loaded.given,
         )
         return found + [f"{key}: {message}" for rule in RULES for key, message in rule.check(context)]
 

@@ -32,7 +32,8 @@ def storage(layout: Layout, train_plan: TrainPlan) -> Storage:
     section = train_plan.checkpoint
     width = element_bytes(layout.parallel_plan)
     state = 4 * num_moments(train_plan.section.optimizer)
-    state += 4 if width < 4 else 0
+    if width < 4:
+        state += 4
     sizes = {name: math.prod(shape) for name, shape in layout.shapes.items() if name in layout.trained}
     checkpoint = sum(sizes.values()) * (width + state)
     largest = max((math.prod(shape) for shape in layout.shapes.values()), default=0)

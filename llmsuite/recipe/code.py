@@ -10,25 +10,23 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from llmsuite.base.python_files import ALLOW_CODE, python_function
-from llmsuite.contract.schema.environment import EnvironmentSection
-from llmsuite.contract.schema.recipe import Recipe
-from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of
 from llmsuite.contract.schema.rule import Violation
+from llmsuite.contract.schema.section import stored
 from llmsuite.recipe.load import LoadedRecipe
 
 
 def rewards_and_environments(recipe: Recipe) -> Iterator[tuple[str, str, str]]:
     """Yield (kind, key, value) of each reward and environment in a recipe; a value is a registered name or
     FILE.py:NAME."""
-    rewards = getattr(recipe, "reward", None)
-    environment = getattr(recipe, "environment", None)
-    names = rewards.functions if isinstance(rewards, RewardSection) else ()
-    for name in names:
-        yield "reward", "reward.functions", name
-    if isinstance(environment, EnvironmentSection) and environment.name is not None:
+    rewards = reward_of(recipe)
+    environment = environment_of(recipe)
+    if rewards is not None:
+        for name in rewards.functions:
+            yield "reward", "reward.functions", name
+    if environment is not None and environment.name is not None:
         yield "environment", "environment.name", environment.name
 
 
@@ -38,14 +36,18 @@ def code_files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
         parsed = python_function(name)
         if parsed is not None:
             yield key, Path(parsed[0])
-    sections: Any = recipe.__dict__
-    collator = getattr(sections["data"], "__dict__", {}).get("collator")
-    parsed = python_function(collator) if isinstance(collator, str) else None
+    collator = stored(recipe, "data", "collator")
+    parsed = None
+    if isinstance(collator, str):
+        parsed = python_function(collator)
     if parsed is not None:
         yield "data.collator", Path(parsed[0])
-    environment = getattr(sections.get("environment"), "__dict__", {})
-    verifiers = getattr(environment.get("verifiers"), "__dict__", {}).get("id")
-    if environment.get("name") == "verifiers" and isinstance(verifiers, str) and verifiers.endswith(".py"):
+    verifiers = stored(recipe, "environment", "verifiers", "id")
+    if (
+        stored(recipe, "environment", "name") == "verifiers"
+        and isinstance(verifiers, str)
+        and verifiers.endswith(".py")
+    ):
         yield "environment.verifiers.id", Path(verifiers)
 
 

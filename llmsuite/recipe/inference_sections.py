@@ -26,6 +26,7 @@ class PromptSection(Section):
     """Chat template. "tokenizer": the template of the tokenizer. The others are built in."""
 
     format: ClassVar[str] = "auto"
+    collator: ClassVar[None] = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from column_problems(self.columns)

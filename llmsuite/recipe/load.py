@@ -25,7 +25,7 @@ from llmsuite.contract.registry import Registry, left_out
 from llmsuite.contract.schema import keys as recipe_keys
 from llmsuite.contract.schema.lora import LoraSection
 from llmsuite.contract.schema.recipe import ModelSection, Recipe, device_numbers
-from llmsuite.contract.schema.section import Section, forget_reads, unread
+from llmsuite.contract.schema.section import Section, default_of, forget_reads, stored, unread, values_of
 from llmsuite.recipe.document import other_suite_hint, read_document
 from llmsuite.recipe.inference_sections import SECTIONS
 from llmsuite.recipe.problems import first_problems
@@ -74,14 +74,9 @@ class LoadedRecipe:
         return sorted(found)
 
     def _is_default(self, key: Key) -> bool:
-        section: Any = self.recipe
-        for part in key[:-1]:
-            section = section.__dict__[part]
+        section = stored(self.recipe, *key[:-1])
         field = next(f for f in dataclasses.fields(section) if f.name == key[-1])
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        return bool(section.__dict__[key[-1]] == default)
+        return bool(stored(section, key[-1]) == default_of(field))
 
 
 def load(
@@ -164,8 +159,12 @@ def recipe_type(tree: dict[str, Any], registry: Registry) -> tuple[type[Recipe],
     if isinstance(family, str) and family not in registry.models:
         problems.append(("model.family", registry.unknown("model", family)))
         family = None
-    stage_spec = registry.stages[stage] if isinstance(stage, str) else None
-    family_spec = registry.models[family] if isinstance(family, str) else None
+    stage_spec = None
+    if isinstance(stage, str):
+        stage_spec = registry.stages[stage]
+    family_spec = None
+    if isinstance(family, str):
+        family_spec = registry.models[family]
     extensions = [(kind, spec) for kind in EXTENSIONS for spec in registry.specs(kind).values()]
     added = tuple(name for name, method in registry.adapter_methods.items() if method not in BUILT_IN)
     return _typed_recipe(stage_spec, family_spec, tuple(extensions), added), problems
@@ -213,7 +212,9 @@ def _default_of(section: type[Section]) -> Any:
         f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
         for f in dataclasses.fields(section)
     )
-    return dataclasses.field() if required else dataclasses.field(default_factory=section)
+    if required:
+        return dataclasses.field()
+    return dataclasses.field(default_factory=section)
 
 
 def _extended(section: type[Section], specs: tuple[tuple[str, Any], ...]) -> type[Section]:
@@ -411,16 +412,17 @@ def _expected(annotation: Any) -> str:
     """Return a type in words; with an example for types that are written as JSON on the command line."""
     if annotation is Section:
         return 'a section, such as {"key": 1}'
-    example = ', such as ["a", "b"]' if annotation == list[str] else ""
+    example = ""
+    if annotation == list[str]:
+        example = ', such as ["a", "b"]'
     return recipe_keys.describe(annotation) + example
 
 
 def _section_rules(section: Section, prefix: str = "") -> list[tuple[str, str]]:
     found = [(prefix + key, message) for key, message in section.problems()]
-    for field in dataclasses.fields(section):
-        value = getattr(section, field.name)
+    for key, value in values_of(section).items():
         if isinstance(value, Section):
-            found += _section_rules(value, f"{prefix}{field.name}.")
+            found += _section_rules(value, f"{prefix}{key}.")
     return found
 
 

@@ -15,6 +15,7 @@ from llmsuite.base.resources import bundled
 from llmsuite.base.safe_files import is_file
 from llmsuite.contract.schema.degrees import DEVICES_PER_MACHINE, launch_section
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.models.protocols import HasGateBias, shape_fields
 from llmsuite.models.shard_plan import UNSHARDED
 
 RULE = """\
@@ -134,7 +135,9 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
     tp = 1
     pp = 1
     if choice.device != "cpu" and plan.layers:
-        held = num_parameters // 4 if choice.method == "qlora" else num_parameters
+        held = num_parameters
+        if choice.method == "qlora":
+            held = num_parameters // 4
         tp, pp = choose_degrees(held, choice.num_devices, adapters, can_shard)
     ranks = choice.num_devices // (tp * pp)
     place = choice.weights or f"models/{choice.preset}"
@@ -149,7 +152,7 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
         parallel |= {"pipeline_parallel_degree": pp, "pipeline_schedule": "1F1B"}
     if ranks > 1 and not adapters and choice.device != "cpu":
         parallel["sharding"] = "stage2" if pp == 1 else "stage1"
-    experts = math.gcd(ranks, DEVICES_PER_MACHINE, getattr(config, plan.num_experts or "none", tp) // tp)
+    experts = math.gcd(ranks, DEVICES_PER_MACHINE, shape_fields(config).get(plan.num_experts or "", tp) // tp)
     if experts > 1:
         parallel["expert_parallel_degree"] = experts
     recipe["parallel"] = parallel
@@ -159,7 +162,9 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
         recipe["rollout"]["max_completion_length"] = min(completion, max(1, longest // 2))
     train = recipe["train"]
     train["micro_batch_size"] = 1
-    if not getattr(config, "has_gate_bias", False):  # the template may be for a shape that has the bias
+    if not (
+        isinstance(config, HasGateBias) and config.has_gate_bias
+    ):  # the template may be for a shape that has the bias
         train.pop("expert_bias_rate", None)
     train["global_batch_size"] = math.ceil(train["global_batch_size"] / ranks) * ranks
     recipe["engine"] = {

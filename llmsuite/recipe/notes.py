@@ -19,15 +19,14 @@ from llmsuite.data.read import data_files
 from llmsuite.data.remote import is_remote
 from llmsuite.recipe.pins import hub_names
 from llmsuite.recipe.plans import DataPlan, TrainPlan
-from llmsuite.recipe.resolve import RunPlan
 
 _HELD_OUT = ("validation", "valid", "val", "dev", "eval", "evaluation", "test")
 """Words that the names of files with evaluation data begin or end with, in the order of preference for `data.eval`."""
 
 
-def all_notes(plan: RunPlan) -> list[str]:
-    """Return the notes of `llmsuite validate` on a plan: what a run would download, and what `llmsuite run` prints."""
-    return [*download_notes(plan.recipe), *run_notes(plan.data, plan.train, plan.parallel.device.name)]
+def all_notes(recipe: Recipe, data_plan: DataPlan, train_plan: TrainPlan, device: str) -> list[str]:
+    """Return the notes of `llmsuite validate`: what a run would download, and what `llmsuite run` prints."""
+    return [*download_notes(recipe), *run_notes(data_plan, train_plan, device)]
 
 
 def run_notes(data_plan: DataPlan, train_plan: TrainPlan, device: str) -> list[str]:
@@ -76,7 +75,9 @@ def warmup_notes(train_plan: TrainPlan) -> list[str]:
 
 def _files_in(directory: Path) -> list[Path]:
     try:
-        return data_files(directory) if is_dir(directory) else []
+        if is_dir(directory):
+            return data_files(directory)
+        return []
     except (UserError, OSError):  # the run reports it
         return []
 

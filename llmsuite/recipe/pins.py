@@ -11,6 +11,7 @@ from llmsuite.base.hub.listing import Kind, Want
 from llmsuite.base.hub.local_copies import pinned
 from llmsuite.base.hub.names import hub_name
 from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.section import stored
 from llmsuite.recipe.load import LoadedRecipe
 
 _KEYS: tuple[tuple[str, str, Want, Kind], ...] = (
@@ -39,10 +40,12 @@ class HubReference:
 
     def recorded(self, value: Any) -> str | None:
         """Return the name at the same position in another value of this key; None if there is none."""
-        now = self.section.__dict__[self.key.partition(".")[2]]
+        now = stored(self.section, self.key.partition(".")[2])
         if isinstance(value, dict) and isinstance(now, dict) and len(value) == len(now):
             return str(list(value)[list(now).index(self.name)])
-        return value if isinstance(value, str) and isinstance(now, str) else None
+        if isinstance(value, str) and isinstance(now, str):
+            return value
+        return None
 
 
 def apply_pins(loaded: LoadedRecipe) -> None:
@@ -62,7 +65,7 @@ def rename(loaded: LoadedRecipe, named: HubReference, name: str) -> None:
         RecipeError: the new name is already in the same mix.
     """
     field = named.key.partition(".")[2]
-    value = named.section.__dict__[field]
+    value = stored(named.section, field)
     if isinstance(value, str):
         setattr(named.section, field, name)
     elif name != named.name:
@@ -83,8 +86,7 @@ def hub_names(recipe: Recipe) -> list[HubReference]:
 
 def _hub_names(recipe: Recipe) -> Iterator[HubReference]:
     for section_name, key, want, kind in _KEYS:
-        section = recipe.__dict__.get(section_name)
-        value = None if section is None else section.__dict__.get(key)
+        value = stored(recipe, section_name, key)
         names = [value] if isinstance(value, str) else value or ()
         for name in names:
             try:
@@ -92,13 +94,11 @@ def _hub_names(recipe: Recipe) -> Iterator[HubReference]:
             except UserError as error:
                 raise UserError(f"{section_name}.{key}: {error}") from error
             if is_one:
-                yield HubReference(section, f"{section_name}.{key}", name, want, kind)
+                yield HubReference(stored(recipe, section_name), f"{section_name}.{key}", name, want, kind)
 
 
 def mixed_data(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """Yield (key, name) of the data of the mixes, without recording the keys as read."""
     for section_name in ("data", "pretrain"):
-        section = recipe.__dict__.get(section_name)
-        mix = None if section is None else section.__dict__.get("mix")
-        for name in mix or ():
+        for name in stored(recipe, section_name, "mix") or ():
             yield f"{section_name}.mix", name

@@ -31,6 +31,7 @@ from llmsuite.contract.schema.recipe import (
 )
 from llmsuite.contract.schema.reft import ReftSection
 from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.section import stored, subsection
 from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.models.head import head_of
@@ -117,7 +118,7 @@ class DataPlan:
 
     def given(self, key: str) -> Any:
         """Return a key of section `data` without recording it as read: a check of a key does not use it."""
-        return self.section.__dict__.get(key)
+        return stored(self.section, key)
 
     def files(self) -> Iterator[tuple[str, str, Path | Url]]:
         """Yield (key, name, file, directory or URL) of all data, without recording the keys as read."""
@@ -129,9 +130,11 @@ class DataPlan:
 
     def fetched(self, report: Callable[[str], None]) -> DataPlan:
         """Return the plan with remote data downloaded to local files. Raises UserError if a download fails."""
-        train = getattr(self.section, self.key)
+        train = subsection(self.section, self.key)
         if self.key == "prompts":
-            return dataclasses.replace(self, train_file=fetch(train, report)) if is_remote(train) else self
+            if is_remote(train):
+                return dataclasses.replace(self, train_file=fetch(train, report))
+            return self
         evaluation = self.section.eval
         for _, name in self.mixed:
             if is_remote(name):
@@ -170,14 +173,20 @@ class ParallelPlan:
     def gradient_bucket_bytes(self) -> int:
         """Size of gradient buckets in bytes of float32: from the recipe, else from the device."""
         chosen = self.section.gradient_bucket_bytes
-        return self.device.factory().gradient_bucket_bytes if chosen is None else chosen
+        if chosen is None:
+            return self.device.factory().gradient_bucket_bytes
+        return chosen
 
     @property
     def length_multiple(self) -> int:
         """Number of tokens whose multiples batches of a run are padded to: for programs, and for equal parts of a
         sequence under sequence parallel."""
-        multiple = LENGTH_MULTIPLE if self.engine.mode == "to_static" else 1
-        return math.lcm(multiple, self.degrees.tp) if self.section.sequence_parallel else multiple
+        multiple = 1
+        if self.engine.mode == "to_static":
+            multiple = LENGTH_MULTIPLE
+        if self.section.sequence_parallel:
+            return math.lcm(multiple, self.degrees.tp)
+        return multiple
 
 
 @dataclasses.dataclass(frozen=True)

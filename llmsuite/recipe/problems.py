@@ -23,6 +23,8 @@ def sorted_problems(problems: list[Problem]) -> list[Problem]:
     def position(problem: Problem) -> tuple[int, int, int]:
         match = re.search(r":(\d+):(\d+)$", problem.where)
         in_file = match is not None and not problem.where.startswith("--")
-        return (0, int(match[1]), int(match[2])) if match and in_file else (1, 0, 0)
+        if match and in_file:
+            return (0, int(match[1]), int(match[2]))
+        return (1, 0, 0)
 
     return sorted(dict.fromkeys(problems), key=position)

@@ -16,14 +16,15 @@ from llmsuite.base.python_files import python_function, static_fault
 from llmsuite.base.safe_files import exists, is_dir, is_file, listed
 from llmsuite.contract.registry import BUILTIN, Registry
 from llmsuite.contract.schema.degrees import Degrees, accumulate_steps, degrees_of
-from llmsuite.contract.schema.recipe import Recipe
-from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of, rollout_of
 from llmsuite.contract.schema.rule import Violation
+from llmsuite.contract.schema.section import subsection
 from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, StageSpec
 from llmsuite.data.read import data_files
 from llmsuite.data.remote import is_remote
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.models.plain import reads_tokens
+from llmsuite.models.protocols import REQUIRED_FUNCTIONS
 from llmsuite.models.shard_plan import UNSHARDED
 from llmsuite.recipe.code import code_problems, rewards_and_environments
 from llmsuite.recipe.document import read_document
@@ -85,7 +86,9 @@ class RunPlan:
             and not is_dir(self.model.tokenizer)
             and not _on_hub(self.model.tokenizer)
         ):
-            key = "model.tokenizer" if self.model.section.tokenizer is not None else "model.weights"
+            key = "model.weights"
+            if self.model.section.tokenizer is not None:
+                key = "model.tokenizer"
             problems.append(self.loaded.problem(key, missing_model(self.model.tokenizer, key)))
         if problems:
             raise RecipeError(problems)
@@ -120,7 +123,9 @@ class RunPlan:
 
     def check_output(self) -> None:
         """Raise RecipeError if the output directory has results or checkpoints of an earlier run."""
-        result = self.train.stage.result if isinstance(self.train.stage, JobSpec) else ""
+        result = ""
+        if isinstance(self.train.stage, JobSpec):
+            result = self.train.stage.result
         if result and exists(self.output_dir / result):
             message = f"{self.output_dir} holds {result}; add --resume to continue it, or choose another"
             raise RecipeError([self.loaded.problem("output_dir", message)])
@@ -143,7 +148,9 @@ def data_fault(path: Path) -> str | None:
         except UserError as error:
             return str(error)
         return None
-    return None if is_file(path) else f"{path} is not a file (working directory: {Path.cwd()})"
+    if is_file(path):
+        return None
+    return f"{path} is not a file (working directory: {Path.cwd()})"
 
 
 def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
@@ -167,7 +174,8 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
     stage = registry.stages[recipe.stage]
     backend = _backend_of(loaded, registry)
     config, violations = model_config(recipe, family, shaped, stage)
-    violations += [] if violations else _model_type(config, family, registry)
+    if not violations:
+        violations += _model_type(config, family, registry)
     violations += _names_problems(family, registry)
     violations += _registered_names(recipe, registry)
     violations += code_problems(loaded)
@@ -227,15 +235,14 @@ def parallel_plan_of(recipe: Recipe, stage: StageSpec | JobSpec, device: DeviceS
 
 
 def _train_plan(recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry) -> TrainPlan:
-    rollout = getattr(recipe, "rollout", None)
-    reward = getattr(recipe, "reward", None)
+    rollout = rollout_of(recipe)
     return TrainPlan(
         section=recipe.train,
         stage=stage,
-        stage_section=getattr(recipe, stage.section_name),
+        stage_section=subsection(recipe, stage.section_name),
         rollout=rollout,
-        rollout_engine=registry.rollout_engines.get(getattr(rollout, "engine", "")),
-        reward=reward if isinstance(reward, RewardSection) else None,
+        rollout_engine=None if rollout is None else registry.rollout_engines.get(rollout.engine),
+        reward=reward_of(recipe),
         generation=recipe.generation,
         checkpoint=recipe.checkpoint,
         seed=recipe.seed,
@@ -248,7 +255,9 @@ def _model_type(config: Any, family: ModelFamily, registry: Registry) -> Iterato
     kind = config.to_hf().get("model_type")
     if kind not in family.hf_model_types:
         found = next((other.name for other in registry.models.values() if kind in other.hf_model_types), None)
-        reader = "no family reads" if found is None else f"family {found!r} reads"
+        reader = "no family reads"
+        if found is not None:
+            reader = f"family {found!r} reads"
         yield (
             "model.family",
             f"checkpoints of {family.name!r} would have the model_type {kind!r}, which {reader}; `to_hf` of its "
@@ -265,7 +274,7 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
         message = f"{recipe.device} cannot be made deterministic to the last bit; set it to false"
         yield "engine.deterministic", message
     yield from _format_problems(recipe, registry)
-    yield from _collator_problems(getattr(recipe.data, "collator", None))  # stage infer has no collator
+    yield from _collator_problems(recipe.data.collator)
     for name in recipe.loggers:
         if name not in registry.loggers:
             yield "loggers", registry.unknown("logger", name)
@@ -276,7 +285,9 @@ def _registered_names(recipe: Recipe, registry: Registry) -> Iterator[Violation]
             if fault:
                 yield key, fault
         elif name not in registry.specs(kind):
-            what = "a function: FILE.py:FUNCTION" if kind == "reward" else "a class: FILE.py:CLASS"
+            what = "a class: FILE.py:CLASS"
+            if kind == "reward":
+                what = "a function: FILE.py:FUNCTION"
             yield key, f"{registry.unknown(kind, name)}; or name {what}"
     yield from _engine_problems(recipe, registry)
 
@@ -309,8 +320,7 @@ def _names_problems(family: ModelFamily, registry: Registry) -> Iterator[Violati
     if registry.owner("model", family.name).distribution == BUILTIN:
         return
     names = family.names()
-    required = ("parameter_names", "is_linear", "hf_tensors", "from_hf", "paddlenlp_prefix")
-    missing = [name for name in required if not callable(getattr(names, name, None))]
+    missing = [name for name in REQUIRED_FUNCTIONS if not callable(getattr(names, name, None))]
     if missing:
         yield (
             "model.family",
@@ -343,18 +353,19 @@ def _collator_problems(collator: str | None) -> Iterator[Violation]:
 
 def _engine_problems(recipe: Recipe, registry: Registry) -> Iterator[Violation]:
     """Yield the settings that the rollout engine does not support, or the stage not with this engine."""
-    rollout: Any = getattr(recipe, "rollout", None)
-    name = getattr(rollout, "engine", None)
+    rollout = rollout_of(recipe)
     stage = registry.stages[recipe.stage]
-    if name is None:
+    if rollout is None:
         return
+    name = rollout.engine
     if name not in registry.rollout_engines:
         hint = ""
         if name == "vllm":
             hint = "; for a vLLM server use engine openai with rollout.openai.dialect vllm"
         yield "rollout.engine", registry.unknown("rollout engine", name) + hint
         return
-    if registry.rollout_engines[name].remote and getattr(getattr(recipe, "environment", None), "name", None):
+    environment = environment_of(recipe)
+    if registry.rollout_engines[name].remote and environment is not None and environment.name is not None:
         message = f"is {name}, which samples single-turn completions and does not support environments"
         yield "rollout.engine", f"{message}; set it to local, or environment.name to null"
     lag = rollout.max_staleness

@@ -19,6 +19,7 @@ from llmsuite.contract.schema.rule import Violation
 from llmsuite.contract.specs import ModelFamily, RunSpec
 from llmsuite.data.special_tokens import role_ids
 from llmsuite.models.head import head_of
+from llmsuite.models.protocols import HasEndToken, HasScoreHead, num_stored_mtp_layers, shape_fields
 
 
 def weights_of(model: ModelSection) -> Path | None:
@@ -68,8 +69,12 @@ def base_named(weights: Path) -> str | None:
     from llmsuite.checkpoint.directory import find_adapter
 
     adapter = find_adapter(weights)
-    named = base_name(adapter) if adapter is not None else None
-    return named if named is not None and hub_name(named) is not None else None
+    named = None
+    if adapter is not None:
+        named = base_name(adapter)
+    if named is not None and hub_name(named) is not None:
+        return named
+    return None
 
 
 def base_of_adapter(weights: Path, fetches_config: bool = False) -> Path:
@@ -149,10 +154,11 @@ def model_config(
             _, config = read_config(weights, {family.name: family})
         except UserError as error:
             return None, [("model.weights", str(error))]
+        found = shape_fields(config)
         differing = [
-            f"{key} is {given[key]!r} in the recipe and {getattr(config, key)!r} in config.json"
+            f"{key} is {given[key]!r} in the recipe and {found[key]!r} in config.json"
             for key in sorted(given)
-            if key not in ONLY_INITIAL and given[key] != getattr(config, key) and _is_kept(config, key, given[key])
+            if key not in ONLY_INITIAL and given[key] != found[key] and _is_kept(config, key, given[key])
         ]
         if differing:
             message = f"{weights} has another shape: {'; '.join(differing)}. {_of_the_weights(model)}"
@@ -169,7 +175,8 @@ def model_config(
     else:
         config = _with_ends(family.config_cls(**given), given, tokenizer_of(model, weights))
     if stage.head != head_of(config):
-        if not hasattr(config, "head"):
+        supports_score = isinstance(config, HasScoreHead)
+        if not supports_score:
             return None, [
                 (
                     "model.family",
@@ -177,7 +184,7 @@ def model_config(
                 )
             ]
         config = dataclasses.replace(config, head=stage.head)
-    if stage.trains and recipe.train.mtp_loss_weight and getattr(config, "num_nextn_predict_layers", 0):
+    if stage.trains and recipe.train.mtp_loss_weight and num_stored_mtp_layers(config):
         config = dataclasses.replace(config, mtp=True)
     return config, [(f"model.config.{key}", message) for key, message in config.problems()]
 
@@ -185,7 +192,8 @@ def model_config(
 def _with_ends(config: Any, given: dict[str, Any], tokenizer: Path | None) -> Any:
     """Return the config of a new model with the BOS and EOS tokens of its tokenizer, unless the recipe sets them:
     generation stops at the token that config.json names."""
-    if tokenizer is None or not hasattr(config, "eos_token_id"):
+    generates_text = isinstance(config, HasEndToken)
+    if tokenizer is None or not generates_text:
         return config
     try:
         ids = role_ids(tokenizer)

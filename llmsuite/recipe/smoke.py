@@ -12,6 +12,7 @@ from llmsuite.contract.schema.degrees import Degrees, degrees_of
 from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.contract.specs import ModelFamily, RunSpec
 from llmsuite.models.mtp import num_mtp_layers
+from llmsuite.models.protocols import shape_fields, window_of
 from llmsuite.recipe.load import REMOVE, LoadedRecipe
 from llmsuite.recipe.shape import model_config, weights_of
 
@@ -127,7 +128,9 @@ def _reading(loaded: LoadedRecipe, stage: RunSpec) -> dict[str, Any]:
         return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {})}
     # rewards and environments read columns
     reads_columns = data.columns or data.format != "auto" or "reward" in stage.smoke
-    return {"data.eval": data.train} if first == "train" and reads_columns else {}
+    if first == "train" and reads_columns:
+        return {"data.eval": data.train}
+    return {}
 
 
 _ANSWERS = {"generation.max_new_tokens": 16, "generation.max_samples": 8}
@@ -143,7 +146,9 @@ _SMALL_BLOCK = 8
 def _warmup(recipe: Recipe) -> dict[str, Any]:
     """Return the warm-up steps of the recipe, at most a quarter of all steps."""
     steps = recipe.train.warmup_steps
-    return {} if steps is None else {"train.warmup_steps": min(steps, SMOKE_STEPS // 4)}
+    if steps is None:
+        return {}
+    return {"train.warmup_steps": min(steps, SMOKE_STEPS // 4)}
 
 
 def _model(shape: dict[str, Any]) -> dict[str, Any]:
@@ -185,18 +190,29 @@ def _degrees(given: Degrees) -> Degrees:
     Of equal degrees dp is halved first, then sharding, pp, tp; if all four are 2, dp becomes 1. All but pp are rounded
     down to powers of two, which divide the tiny shapes and their batch.
     """
-    degrees = {axis: 1 << getattr(given, axis).bit_length() - 1 for axis in ("dp", "sharding")}
-    degrees |= {"pp": given.pp, "tp": 1 << given.tp.bit_length() - 1}
+    degrees = {
+        "dp": _power_of_two(given.dp),
+        "sharding": _power_of_two(given.sharding),
+        "pp": given.pp,
+        "tp": _power_of_two(given.tp),
+    }
     while math.prod(degrees.values()) > _MAX_RANKS:
         axis = max(degrees, key=lambda name: degrees[name])
         degrees[axis] = max(2, degrees[axis] // 2) if degrees[axis] > 2 else 1
-    return Degrees(**degrees)
+    return Degrees(dp=degrees["dp"], sharding=degrees["sharding"], pp=degrees["pp"], tp=degrees["tp"])
+
+
+def _power_of_two(number: int) -> int:
+    """Return the largest power of two that is at most the number."""
+    return 1 << number.bit_length() - 1
 
 
 def _experts(recipe: Recipe, data: int, sharding: int) -> int:
     """Return the expert parallel degree of the recipe, reduced to the number of data ranks."""
     ep = math.gcd(recipe.parallel.expert_parallel_degree, data)
-    return ep if sharding % ep == 0 or ep % sharding == 0 else 1
+    if sharding % ep == 0 or ep % sharding == 0:
+        return ep
+    return 1
 
 
 def _pipeline(recipe: Recipe, pp: int) -> dict[str, Any]:
@@ -222,12 +238,12 @@ def _shape(recipe: Recipe, family: ModelFamily, stage: RunSpec, tp: int, parts: 
     defaults = {field.name: field.default for field in dataclasses.fields(family.config_cls)}
     kept = family.smoke_keeps if config is not None else ()
     for key in kept:
-        value = getattr(config, key)
+        value = shape_fields(config)[key]
         if key not in shape and value == defaults[key]:
             continue  # the default already has this value
         if value is None or isinstance(value, (str, bool)):  # sizes stay tiny; only null is kept
             shape[key] = value
-    if getattr(config, "sliding_window", None) is not None:
+    if window_of(config) is not None:
         shape["sliding_window"] = _SMALL_WINDOW
     if num_mtp_layers(config):
         shape["num_nextn_predict_layers"] = config.num_nextn_predict_layers

@@ -13,7 +13,7 @@ from json.decoder import JSONDecodeError, scanstring  # type: ignore[attr-define
 from pathlib import Path
 from typing import Any
 
-from llmsuite.base.errors import Problem, RecipeError, UserError
+from llmsuite.base.errors import Problem, RecipeError, UserError, reason_of
 from llmsuite.base.resources import find
 
 MAX_BYTES = 200_000
@@ -57,7 +57,7 @@ def read_text(path: str | Path) -> str:
     except IsADirectoryError as error:
         raise UserError(f"{path}: is a directory; a recipe is a file, in a run recipe.json") from error
     except (OSError, RuntimeError) as error:  # RuntimeError: `~USER` without a home directory
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{path}: cannot be read: {reason_of(error)}") from error
     if len(raw) > MAX_BYTES:
         raise UserError(f"{path}: is too long; a recipe has at most {MAX_BYTES:,} bytes")
     try:
@@ -219,8 +219,12 @@ class _Reader:
         match = _SPACE.match(self.text, self._at)
         while match is not None:
             self._at = match.end()
-            comment = _COMMENT.match(self.text, self._at) if self.comments else None
-            match = _SPACE.match(self.text, comment.end()) if comment is not None else None
+            comment = None
+            if self.comments:
+                comment = _COMMENT.match(self.text, self._at)
+            match = None
+            if comment is not None:
+                match = _SPACE.match(self.text, comment.end())
         if self.text.startswith(("//", "/*", "#"), self._at):
             if not self.comments:
                 self._fatal("JSON has no comments; name the file .jsonc, or write YAML into a .yaml", ())
@@ -250,4 +254,6 @@ def _hint(word: str) -> str:
         return f"; write {meant}"
     if re.match(r"[-+.0-9]", word):
         return "; numbers look like 10, -0.5 or 1e-6"
-    return "; strings need double quotes" if word[:1] == "'" or word[:1].isalpha() else ""
+    if word[:1] == "'" or word[:1].isalpha():
+        return "; strings need double quotes"
+    return ""

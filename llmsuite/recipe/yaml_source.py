@@ -111,7 +111,9 @@ class _Reader:
             while not isinstance(item := next(self._events), yaml.SequenceEndEvent):
                 items.append(self._value(item, (*key, str(len(items))), depth + 1))
             return items
-        return self._text(event, key) if event.style is not None else self._plain(event, key)
+        if event.style is not None:
+            return self._text(event, key)
+        return self._plain(event, key)
 
     def _mapping(self, key: Key, depth: int) -> dict[str, Any]:
         result: dict[str, Any] = {}

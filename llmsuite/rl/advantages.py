@@ -81,7 +81,9 @@ def overlong_penalty(lengths: ArrayLike, max_length: int, buffer: int) -> np.nda
     """
     assert 0 <= buffer <= max_length, (buffer, max_length)
     over = np.asarray(lengths, "float64") - (max_length - buffer)
-    return -np.clip(over / buffer, 0.0, 1.0) if buffer else -(over > 0).astype("float64")
+    if buffer:
+        return -np.clip(over / buffer, 0.0, 1.0)
+    return -(over > 0).astype("float64")
 
 
 def returns_to_go(rewards: Sequence[ArrayLike], gamma: float = 1.0) -> Tokens:
@@ -206,4 +208,6 @@ def _mean(values: np.ndarray) -> float:
 
 def _std(values: np.ndarray) -> float:
     """Standard deviation (ddof 1); 0 for fewer than two values."""
-    return float(values.std(ddof=1)) if values.size > 1 else 0.0
+    if values.size > 1:
+        return float(values.std(ddof=1))
+    return 0.0

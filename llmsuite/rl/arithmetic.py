@@ -68,4 +68,6 @@ def _value(node: ast.expr) -> Fraction:
 
 def shown(number: Fraction) -> str:
     """A number as a decimal, rounded to twelve digits."""
-    return str(number.numerator) if number.denominator == 1 else f"{float(number):.12g}"
+    if number.denominator == 1:
+        return str(number.numerator)
+    return f"{float(number):.12g}"

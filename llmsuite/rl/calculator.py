@@ -67,7 +67,9 @@ def _expression(call: str) -> str:
     if not isinstance(found, dict) or found.get("name") != "calculate":
         raise ValueError("there is one function: calculate")
     arguments = found.get("arguments")
-    expression = arguments.get("expression") if isinstance(arguments, dict) else None
+    expression = None
+    if isinstance(arguments, dict):
+        expression = arguments.get("expression")
     if not isinstance(expression, str):
         raise ValueError("arguments: expression is missing")
     return expression

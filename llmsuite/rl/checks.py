@@ -95,7 +95,9 @@ def _all_of(given: Any, kind: type, where: str, what: str) -> Sequence[Any]:
 
     It compares the set of types first, as checking item by item is slow for long completions.
     """
-    found = given.tolist() if hasattr(given, "tolist") else given
+    found = given
+    if hasattr(given, "tolist"):
+        found = given.tolist()
     if not isinstance(found, (list, tuple)):
         raise ValueError(f"{where} is {shown(given)}, not a list")
     types = set(map(type, found))

@@ -51,7 +51,9 @@ def completion_rows(
 
 
 def _number(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
+    if math.isfinite(value):
+        return float(value)
+    return None
 
 
 def _turns(completion: Completion) -> dict[str, Any]:

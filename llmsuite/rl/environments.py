@@ -16,7 +16,8 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.base.python_files import from_file, python_function
 from llmsuite.contract.schema.environment import EnvironmentSection
-from llmsuite.contract.specs import Environment, EnvironmentSpec, Reply, Turn
+from llmsuite.contract.schema.section import subsection, values_of
+from llmsuite.contract.specs import Environment, EnvironmentSpec, Reply, ToolEnvironment, Turn
 from llmsuite.data.rows import Message
 from llmsuite.data.turns import parse_message, parse_tools
 from llmsuite.rl.checks import number_of, number_or_none, shown
@@ -101,9 +102,8 @@ def environment_source(section: EnvironmentSection, registered: Mapping[str, Env
     spec = registered[name]
     options = None
     if spec.config_cls is not None:
-        options = getattr(section, name)
-        for field in dataclasses.fields(options):
-            getattr(options, field.name)
+        options = subsection(section, name)
+        values_of(options)  # marks the keys as read: the environment reads them in other processes
     try:
         factory = pickle.dumps((spec.factory, options))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
@@ -152,7 +152,7 @@ def _pickled(environment: Environment) -> bytes:
 
 
 def _tools(environment: Environment) -> str:
-    given = getattr(environment, "tools", ())
+    given = environment.tools if isinstance(environment, ToolEnvironment) else ()
     if isinstance(given, (str, bytes, Mapping)) or not isinstance(given, Sequence):
         raise TypeError(f"its tools are {shown(given)}, not a list of functions")
     return parse_tools({"tools": list(given)})

@@ -87,7 +87,9 @@ class RemoteEngine:
 
     def _dtype_of(self, name: str) -> str:
         """The dtype of a parameter, the same as from `llmsuite.engine.full_weights`."""
-        return "float32" if (self._family.shard_plan or UNSHARDED).is_gate_bias(name) else self._dtype
+        if (self._family.shard_plan or UNSHARDED).is_gate_bias(name):
+            return "float32"
+        return self._dtype
 
     def begin(
         self, requests: Sequence[SampleRequest], sampling_params: SamplingParams, stop_ids: Collection[int]

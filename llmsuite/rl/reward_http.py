@@ -52,7 +52,9 @@ def _score(value: Any, where: str) -> float | ValueError:
 
 def _label(completion: Completion, column: str) -> str:
     label = completion.columns.get(column, "")
-    return label if isinstance(label, str) else json.dumps(label, ensure_ascii=False)
+    if isinstance(label, str):
+        return label
+    return json.dumps(label, ensure_ascii=False)
 
 
 def _for_paddlenlp(completions: Sequence[Completion], column: str) -> dict[str, list[str]]:

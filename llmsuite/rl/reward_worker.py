@@ -56,7 +56,9 @@ class RewardSource:
         except (Exception, SystemExit) as error:  # user code may raise anything
             raise UserError(f"reward {self.key}: cannot be loaded: {describe(error)}") from error
         if not callable(score):
-            what = f"its factory returned {score!r}, which" if self.factory else "it"
+            what = "it"
+            if self.factory:
+                what = f"its factory returned {score!r}, which"
             raise UserError(f"reward {self.key}: {what} is not a function that scores completions")
         return score
 
@@ -103,7 +105,9 @@ def _numbers(value: Any, parts: Sequence[str]) -> list[float | None]:
 
 
 def _score(value: Any) -> float | None:
-    return None if value is None else _converted(number_of, value)
+    if value is None:
+        return None
+    return _converted(number_of, value)
 
 
 def _converted(read: Callable[[Any], float | None], value: Any) -> float | None:

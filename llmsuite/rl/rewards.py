@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import pickle
 import sys
@@ -15,7 +14,7 @@ from llmsuite.base.errors import AgreedError, UserError
 from llmsuite.base.python_files import python_function
 from llmsuite.base.redaction import redacted
 from llmsuite.contract.schema.reward import RewardSection
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, subsection, values_of
 from llmsuite.contract.specs import RewardSpec, Score
 from llmsuite.rl.checks import LARGEST
 from llmsuite.rl.completion import Completion
@@ -148,7 +147,9 @@ class Rewards:
     def _in_main(self, which: int, spec: RewardSpec) -> Score:
         """The function of a reward that is computed in this process; it is loaded once."""
         if which not in self._loaded:
-            services = [self._services] if spec.needs_services else []
+            services = []
+            if spec.needs_services:
+                services = [self._services]
             self._loaded[which] = spec.factory(self._options[which], *services)
         return self._loaded[which]
 
@@ -173,9 +174,8 @@ def _options(spec: RewardSpec | None, section: RewardSection) -> Section | None:
     """The section of a reward's own keys; reading them here marks them as used."""
     if spec is None or spec.config_cls is None:
         return None
-    options: Section = getattr(section, spec.name)
-    for field in dataclasses.fields(options):
-        getattr(options, field.name)
+    options: Section = subsection(section, spec.name)
+    values_of(options)  # marks them as read
     return options
 
 

@@ -49,7 +49,9 @@ class VllmServer(RolloutServer):
 
         run_all((task(i) for i in range(len(requests))), min(len(requests), _CONCURRENCY))
         groups = [group for group in found if group is not None]
-        return groups if len(groups) == len(requests) else None
+        if len(groups) == len(requests):
+            return groups
+        return None
 
     def _load(self, version: Version) -> None:
         self._post("pause?mode=wait", {})

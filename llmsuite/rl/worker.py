@@ -45,7 +45,9 @@ def _loop() -> asyncio.AbstractEventLoop:
 
 def finished(result: Any) -> Any:
     """The result of a user function; a coroutine is run to completion first, and its errors are raised."""
-    return _loop().run_until_complete(result) if inspect.iscoroutine(result) else result
+    if inspect.iscoroutine(result):
+        return _loop().run_until_complete(result)
+    return result
 
 
 def describe(error: BaseException) -> str:
@@ -55,7 +57,9 @@ def describe(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
-    where = "" if trace is None else f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
+    where = ""
+    if trace is not None:
+        where = f" ({Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno})"
     return f"{type(error).__name__}: {error}{where}"
 
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hmac
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from fastapi import FastAPI, HTTPException, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -114,9 +114,17 @@ class _Guard:
         await self._app(scope, receive, counted)
 
 
+@runtime_checkable
+class HttpFault(Protocol):
+    """`HTTPException` of FastAPI, or of the framework below it, which raises its own for paths that do not exist."""
+
+    status_code: int
+    detail: str
+
+
 async def _refuse(request: Request, error: Exception) -> Response:
     """Respond with an error in the format of OpenAI's API."""
-    assert hasattr(error, "status_code")
+    assert isinstance(error, HttpFault)
     status = error.status_code
     if status >= 500:
         kind = "server_error"
@@ -125,9 +133,13 @@ async def _refuse(request: Request, error: Exception) -> Response:
     else:
         kind = "invalid_request_error"
     path = request.url.path
-    code = "model_not_found" if status == 404 and (path in _PATHS or path.startswith(_MODEL)) else None
-    headers = {"Retry-After": "1"} if status == 429 else None
-    message = str(getattr(error, "detail", error))
+    code = None
+    if status == 404 and (path in _PATHS or path.startswith(_MODEL)):
+        code = "model_not_found"
+    headers = None
+    if status == 429:
+        headers = {"Retry-After": "1"}
+    message = str(error.detail)
     if message in ("Not Found", "Method Not Allowed"):  # the messages of the framework
         message = f"{message}: {request.method} {path[:200]} does not exist"
         if f"/v1{path}" in _PATHS:
@@ -159,7 +171,9 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
     async def complete(request: Request) -> Response:
         def model_of(content: Any) -> type[CompletionRequest | training.TokenIdsRequest]:
             is_from_trainer = weights is not None and training.wants_token_ids(content)
-            return training.TokenIdsRequest if is_from_trainer else CompletionRequest
+            if is_from_trainer:
+                return training.TokenIdsRequest
+            return CompletionRequest
 
         body = await service.parse_body_as(request, model_of)
         if isinstance(body, training.TokenIdsRequest):
@@ -215,7 +229,9 @@ async def _answer(
         tokenizer = service.served_model(body.model).generator.tokenizer
         for one, sequence, of_prompt in zip(choices, returned, prompt_logprobs):
             # with the stop token: evaluation harnesses request one token and remove the last entry
-            stop = [sequence.stop_logprob] if sequence.stop_logprob is not None else []
+            stop = []
+            if sequence.stop_logprob is not None:
+                stop = [sequence.stop_logprob]
             logprobs = of_prompt + sequence.logprobs + stop
             one["logprobs"] = protocol.echoed_logprobs(sequence.prompt[0], logprobs, tokenizer)
         head = protocol.envelope(name, body.model or service.name)

@@ -18,7 +18,7 @@ from llmsuite.serving.fair_queue import client_of
 from llmsuite.serving.jobs import as_http_errors, wait_for_result
 from llmsuite.serving.protocol import FAIL_FAST, Ids
 from llmsuite.serving.scheduler import Steps
-from llmsuite.serving.service import Service
+from llmsuite.serving.service import EmbeddingDecoder, Service
 
 PATH = "/v1/embeddings"
 MAX_TEXTS = 2048
@@ -69,7 +69,7 @@ def add_api(app: FastAPI, service: Service) -> None:
 def _checked(service: Service, body: EmbeddingRequest) -> list[list[int]]:
     """Token ids of each text. Raises UserError naming one that is empty or too long."""
     decoder = service.generator.decoder
-    if not hasattr(decoder, "embed") or service.version_info():
+    if not isinstance(decoder, EmbeddingDecoder) or service.version_info():
         raise UserError("embeddings: are not available with --engine static or --rl")
     prompter = service.served_model(body.model).prompter
     found: list[list[int]] = []

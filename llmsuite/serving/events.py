@@ -26,7 +26,9 @@ class EventStream:
         self._job = job
         self._num_prompts = num_prompts
         self._is_chat = isinstance(body, ChatRequest)
-        kind = "chat.completion.chunk" if self._is_chat else "text_completion"
+        kind = "text_completion"
+        if self._is_chat:
+            kind = "chat.completion.chunk"
         self._head = {**protocol.envelope(kind, body.model or service.name), **service.version_info()}
         self._num_sent = [0] * len(job.sequences)
         """Tokens of each answer whose log-probabilities have been sent."""
@@ -55,7 +57,9 @@ class EventStream:
                     numbered = [{"index": i, **call} for i, call in enumerate(protocol.tool_calls(calls))]
                     yield self._event([self._choice(delta.number, "", None, tool_calls=numbered)])
                 if delta.has_ended:  # tokens without a text of their own may be left
-                    last = self._logprobs(delta) if self._num_sent[delta.number] < delta.num_logprobs else None
+                    last = None
+                    if self._num_sent[delta.number] < delta.num_logprobs:
+                        last = self._logprobs(delta)
                     reason = "tool_calls" if calls else self._job.sequences[delta.number].finish_reason
                     yield self._event([self._choice(delta.number, "", reason, last)])
             if self._body.stream_options is not None and self._body.stream_options.include_usage:

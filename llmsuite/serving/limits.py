@@ -69,7 +69,9 @@ class TrustedHosts:
         self._names = {"localhost", *names}
 
     async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        fault = self._fault(dict(scope["headers"])) if scope["type"] == "http" else None
+        fault = None
+        if scope["type"] == "http":
+            fault = self._fault(dict(scope["headers"]))
         if fault is not None:
             await _refuse(send, 403, fault)
             return

@@ -20,7 +20,6 @@ from llmsuite.data.rows import ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.batch import DecodingSequence, TokenLogprob
 from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERATURE, MIN_REPETITION, Sampling
-from llmsuite.inference.sampling_defaults import NAMES
 from llmsuite.inference.text import TextStream
 
 MAX_ANSWERS = 16
@@ -93,10 +92,16 @@ class Request(BaseModel):
         """The sampling parameters; `defaults` has those that the request does not set. Raises UserError for values that
         contradict each other."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        given = {name: value for name in NAMES if (value := getattr(self, name)) is not None}
+        given: dict[str, Any] = {
+            "temperature": self.temperature,
+            "top_k": self.top_k,
+            "top_p": self.top_p,
+            "min_p": self.min_p,
+            "repetition_penalty": self.repetition_penalty,
+        }
         return dataclasses.replace(
             defaults,
-            **given,
+            **{name: value for name, value in given.items() if value is not None},
             frequency_penalty=self.frequency_penalty or 0.0,
             presence_penalty=self.presence_penalty or 0.0,
             seed=secrets.randbits(62)
@@ -174,7 +179,9 @@ class ResponseFormat(BaseModel):
         """The schema of an answer; None for any text."""
         if self.type == "text":
             return None
-        found = self.json_schema.json_schema if self.json_schema is not None else None
+        found = None
+        if self.json_schema is not None:
+            found = self.json_schema.json_schema
         return {"type": "object"} if found is None else found
 
 
@@ -221,7 +228,9 @@ class ChatRequest(Request):
     @property
     def callable_tools(self) -> list[dict[str, Any]]:
         """The tools that may be called where the answer has to be a tool call."""
-        named = self.tool_choice.function.name if isinstance(self.tool_choice, NamedTool) else None
+        named = None
+        if isinstance(self.tool_choice, NamedTool):
+            named = self.tool_choice.function.name
         tools = [tool.model_dump(exclude_none=True) for tool in self.tools or ()]
         return [tool for tool in tools if named in (None, tool["function"]["name"])]
 

@@ -179,7 +179,9 @@ class ResponseRequest(_Strict):
             raise HTTPException(400, _with_own_keys(faults(ChatRequest, error))) from None
 
     def _messages(self) -> list[dict[str, Any]]:
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        system = []
+        if self.instructions is not None:
+            system = [{"role": "system", "content": self.instructions}]
         if isinstance(self.input, str):
             return [*system, {"role": "user", "content": self.input}]
         if not self.input:
@@ -198,7 +200,9 @@ class ResponseRequest(_Strict):
                     parse_tool_calls([call], where)
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from None
-                last = messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+                last = None
+                if messages and messages[-1]["role"] == "assistant":
+                    last = messages[-1]
                 if last is None:
                     last = {"role": "assistant", "content": None}
                     messages.append(last)
@@ -362,7 +366,9 @@ class _Response:
         self, text: str | None, sequence: DecodingSequence | None, logprobs: Sequence[dict[str, Any]] = ()
     ) -> dict[str, Any]:
         """The turn of the assistant; `text` and `sequence`: None at its start."""
-        content = [] if text is None else [_part(text, logprobs)]
+        content = []
+        if text is not None:
+            content = [_part(text, logprobs)]
         status = _status(sequence)
         return {"id": self._message_id, "type": "message", "role": "assistant", "status": status, "content": content}
 
@@ -423,7 +429,9 @@ class _Response:
 def _status(sequence: DecodingSequence | None) -> str:
     if sequence is None:
         return "in_progress"
-    return "incomplete" if sequence.finish_reason == "length" else "completed"
+    if sequence.finish_reason == "length":
+        return "incomplete"
+    return "completed"
 
 
 def _part(text: str, logprobs: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,9 +6,10 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 from fastapi import HTTPException, Request
 from pydantic import BaseModel
 
@@ -33,6 +34,30 @@ from llmsuite.serving.thread_pool import FairThreadPool
 
 R = TypeVar("R", ChatRequest, CompletionRequest)
 B = TypeVar("B", bound=BaseModel)
+
+
+@runtime_checkable
+class AdapterDecoder(Protocol):
+    """A decoder that also has adapters of its model."""
+
+    adapters: tuple[str, ...]
+    """Their names."""
+
+
+@runtime_checkable
+class EmbeddingDecoder(Protocol):
+    """A decoder that also embeds texts."""
+
+    def embed(self, texts: Sequence[Sequence[int]], num_tokens: int | None = None) -> Iterator[np.ndarray | None]:
+        """Embed texts chunk by chunk, see `ModelDecoder.embed`."""
+
+
+@runtime_checkable
+class NamesModel(Protocol):
+    """Body of a request that may name a model."""
+
+    model: str | None
+    """The name; None for the default."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,11 +85,15 @@ class Service:
         self.name = name
         self.limits = limits
         self.metrics = metrics
-        prefix_cache = PrefixCache(limits.prefix_cache_mb * 1_000_000) if limits.prefix_cache_mb else None
+        prefix_cache = None
+        if limits.prefix_cache_mb:
+            prefix_cache = PrefixCache(limits.prefix_cache_mb * 1_000_000)
         self.scheduler = Scheduler(generator.decoder, metrics, limits, prefix_cache)
         self.threads = FairThreadPool()
         """Threads for work that would block the event loop."""
-        self.adapters: tuple[str, ...] = getattr(generator.decoder, "adapters", ())
+        self.adapters: tuple[str, ...] = ()
+        if isinstance(generator.decoder, AdapterDecoder):
+            self.adapters = generator.decoder.adapters
         self.adapter_models: Mapping[str, ServedModel] = {}
         """Adapters that have a tokenizer or template of their own, by their names."""
         self.aliases: tuple[str, ...] = ()
@@ -95,7 +124,7 @@ class Service:
             body = validate_body(raw, model_of, max_length)
         else:
             body = await self.threads.run(client_of(request), validate_body, raw, model_of, max_length)
-        self.check_model(getattr(body, "model", None))
+        self.check_model(body.model if isinstance(body, NamesModel) else None)
         return body
 
     def check_model(self, name: str | None) -> None:
@@ -134,7 +163,9 @@ class Service:
         self._check_biases(body)
         guide = self._guide(body)
         served_model = self.served_model(body.model)
-        adapter = [body.model] if body.model in self.adapters else []
+        adapter = []
+        if body.model in self.adapters:
+            adapter = [body.model]
         sequences = []
         if requested is not None and requested > self.limits.max_new_tokens:
             raise UserError(f"{option}: is {requested}; this server gives at most {self.limits.max_new_tokens}")
@@ -184,7 +215,9 @@ class Service:
         if isinstance(body, CompletionRequest):
             return None
         served_model = self.served_model(body.model)
-        schema = body.response_format.schema_of_answer if body.response_format is not None else None
+        schema = None
+        if body.response_format is not None:
+            schema = body.response_format.schema_of_answer
         if (schema is not None or body.has_to_call) and body.min_tokens:
             raise UserError(
                 "min_tokens: not with response_format or a tool_choice that ends the answer where it is complete"
@@ -193,7 +226,9 @@ class Service:
             if body.tools_as_text and any(tool.function.strict for tool in body.tools or ()):
                 calls = served_model.prompter.tool_call_format
                 return served_model.generator.grammars.text_or_tool_calls(calls, body.callable_tools, schema)
-            return None if schema is None else served_model.generator.grammars.from_schema(schema, "response_format")
+            if schema is None:
+                return None
+            return served_model.generator.grammars.from_schema(schema, "response_format")
         if schema is not None:
             raise UserError("response_format: not with a tool_choice that asks for a call")
         if not body.callable_tools:
@@ -324,7 +359,9 @@ def _prompt_names(body: ChatRequest | CompletionRequest, count: int) -> list[str
     """Names of the prompts of a request, for messages."""
     if isinstance(body, ChatRequest):
         return ["messages: the prompt"]
-    return [f"prompt[{number}]: the prompt" for number in range(count)] if count > 1 else ["prompt: the prompt"]
+    if count > 1:
+        return [f"prompt[{number}]: the prompt" for number in range(count)]
+    return ["prompt: the prompt"]
 
 
 def _mean_logprob(sequence: DecodingSequence) -> float:

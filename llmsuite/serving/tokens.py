@@ -61,7 +61,9 @@ def _tokenized(service: Service, body: TokenizeRequest) -> Response:
         ids = ids if body.add_special_tokens is False else tokenizer.with_special_tokens(ids)
     except UserError as error:
         raise HTTPException(400, str(error)) from None
-    texts = tokenizer.pieces(ids) if body.return_token_strs else None
+    texts = None
+    if body.return_token_strs:
+        texts = tokenizer.pieces(ids)
     most = service.generator.decoder.max_length
     return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
 

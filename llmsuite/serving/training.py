@@ -59,7 +59,9 @@ class TokenIdsRequest(BaseModel):
 
     @property
     def prompts(self) -> list[list[int]]:
-        return [self.prompt] if isinstance(self.prompt[0], int) else self.prompt
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt
 
 
 class UpdateRequest(BaseModel):

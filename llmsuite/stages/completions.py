@@ -69,7 +69,7 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
 
     def _make_episodes(self, recipe: Any) -> Episodes | None:
         """The player of episodes with the recipe's environment; None for completions of one turn."""
-        section = getattr(recipe, "environment", None)
+        section = recipe.environment
         if section is None or section.name is None:
             return None
         tokenizer = self.context.tokenizer

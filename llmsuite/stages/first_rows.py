@@ -34,7 +34,7 @@ from llmsuite.data.suggest import columns_option, correct_columns, fields_of, ke
 from llmsuite.inference.prompts import guess_prompt_columns, parse_prompt_at
 from llmsuite.recipe.load import LoadedRecipe
 from llmsuite.recipe.plans import DataPlan, TrainPlan
-from llmsuite.recipe.resolve import RunPlan, data_fault
+from llmsuite.recipe.resolve import data_fault
 from llmsuite.rl.columns import missing_columns
 
 _MAX_FAULTS = 10
@@ -57,8 +57,17 @@ class Columns:
     """Each needed field with the column that probably holds it; "" where no column was found."""
 
 
-def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
+def check_rows(
+    loaded: LoadedRecipe, data_plan: DataPlan, train_plan: TrainPlan, tokenizer: Path | None, registry: Registry
+) -> list[str]:
     """Check the data files of a recipe that are available locally.
+
+    Args:
+        loaded: the recipe, for the positions of keys.
+        data_plan: of the run.
+        train_plan: of the run.
+        tokenizer: directory of the tokenizer; None for a model that reads no tokens.
+        registry: has the data formats.
 
     Returns:
         Notes about files that were not checked.
@@ -68,9 +77,9 @@ def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
     """
     problems: list[Problem] = []
     notes: list[str] = []
-    checker = _RowChecker(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
+    checker = _RowChecker(loaded, data_plan, train_plan, tokenizer, registry)
     checked = set[Path | Url]()
-    for key, given, path in plan.data.files():
+    for key, given, path in data_plan.files():
         if path in checked:  # with --smoke, training and evaluation may use the same rows
             continue
         checked.add(path)
@@ -83,11 +92,13 @@ def check_rows(plan: RunPlan, registry: Registry) -> list[str]:
     return notes
 
 
-def unread_columns(plan: RunPlan, registry: Registry) -> Columns | None:
+def unread_columns(
+    loaded: LoadedRecipe, data_plan: DataPlan, train_plan: TrainPlan, tokenizer: Path | None, registry: Registry
+) -> Columns | None:
     """The columns of the training data if the stage cannot read it because of them; None where it can be read, or has
-    another problem."""
-    checker = _RowChecker(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
-    key, given, path = next(plan.data.files())
+    another problem. Parameters as of `check_rows`."""
+    checker = _RowChecker(loaded, data_plan, train_plan, tokenizer, registry)
+    key, given, path = next(data_plan.files())
     if (
         isinstance(path, Url)
         or is_remote(given)
@@ -101,7 +112,9 @@ def unread_columns(plan: RunPlan, registry: Registry) -> Columns | None:
     fields = checker.proposed(row)
     if not fields and not checker.fits_others(row):
         fields = dict.fromkeys(checker.fields, "")
-    return Columns(tuple(row), fields) if fields else None
+    if fields:
+        return Columns(tuple(row), fields)
+    return None
 
 
 class _RowChecker:
@@ -154,7 +167,9 @@ class _RowChecker:
 
     def _row_problems(self, given: str, path: Path) -> Iterator[Problem]:
         rewards = self._loaded.recipe.__dict__.get("reward")
-        num_rows = _ROWS_FOR_REWARDS if isinstance(rewards, RewardSection) else 1
+        num_rows = 1
+        if isinstance(rewards, RewardSection):
+            num_rows = _ROWS_FOR_REWARDS
         rows = self._converted(given, path, num_rows)
         template = self._template()
         if rows and template is not None and not self._skips:
@@ -250,7 +265,9 @@ class _RowChecker:
         """The fields that every row needs."""
         if self._reads_text:
             return (self._section["key"],)
-        return ("prompt",) if self._reads_prompts else fields_of(self._row_kind)
+        if self._reads_prompts:
+            return ("prompt",)
+        return fields_of(self._row_kind)
 
     def first(self, given: str, path: Path) -> Mapping[str, Any] | None:
         """The first readable row of the data, as it is in the file; None where there is none."""
@@ -279,7 +296,9 @@ class _RowChecker:
         """The column of each field, for the fields whose column can be guessed."""
         if self._reads_text:
             text = suggest_text_column(row) if not self._columns else None
-            return {self.fields[0]: text} if text else correct_columns(self._columns, row) or {}
+            if text:
+                return {self.fields[0]: text}
+            return correct_columns(self._columns, row) or {}
         if self._reads_prompts:
             return guess_prompt_columns(row, self._columns) or {}
         return self._conversion().suggest_columns(row) or {}
@@ -321,7 +340,9 @@ class _FewFaults(Faults):
 
 def _summary(faults: Faults) -> str:
     """The summary of faults for the end of a message; "" without faults."""
-    return f": {faults.summary()}" if faults.total else ""
+    if faults.total:
+        return f": {faults.summary()}"
+    return ""
 
 
 def _as_copied(

@@ -30,7 +30,7 @@ from llmsuite.inference.generate import Answer, Generator
 from llmsuite.inference.load import broadcast_tokens, build_model, load_model, open_any
 from llmsuite.inference.prompts import Prompt, Prompter
 from llmsuite.inference.sampling import Sampling
-from llmsuite.inference.sampling_defaults import NAMES, read_defaults
+from llmsuite.inference.sampling_defaults import read_defaults
 from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.recipe.plans import ModelPlan
@@ -53,7 +53,9 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     backend = plan.parallel.device.factory()
     backend.activate(collective.local_rank())
     is_first = collective.rank() == 0
-    lock = lock_directory(plan.output_dir) if is_first else None
+    lock = None
+    if is_first:
+        lock = lock_directory(plan.output_dir)
     mesh = collective.start(plan.parallel.degrees)
     plan.check_files()
     plan = plan.fetched(report)
@@ -63,7 +65,14 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     generator, configs = _generator(plan.model, recipe.engine.precision, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template
     prompts = Prompter(generator.tokenizer, template, section.system).read(plan.data.train_path, recipe.data.columns)
-    given = {name: value for name in NAMES if (value := getattr(section, name)) is not None}
+    given: dict[str, Any] = {
+        "temperature": section.temperature,
+        "top_k": section.top_k,
+        "top_p": section.top_p,
+        "min_p": section.min_p,
+        "repetition_penalty": section.repetition_penalty,
+    }
+    given = {name: value for name, value in given.items() if value is not None}
     sampling = Sampling(
         **given,
         frequency_penalty=section.frequency_penalty,
@@ -87,7 +96,9 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
     assert isinstance(plan.train.stage, JobSpec)
     target = plan.output_dir / plan.train.stage.result
-    done = _answered(plan.output_dir, recipe, target, prompts) if is_first and resume else 0
+    done = 0
+    if is_first and resume:
+        done = _answered(plan.output_dir, recipe, target, prompts)
     # the file is on the first rank, and all ranks have to generate the same answers
     done = int(collective.broadcast_from_rank0([float(done)])[0])
     if is_first:

@@ -28,7 +28,7 @@ class CriticSection(Section):
 
 
 @dataclasses.dataclass(kw_only=True)
-class PpoSection(ClippedPolicy, Section):
+class PpoSection(ClippedPolicy):
     """Proximal policy optimisation with a critic (Schulman et al. 2017, arXiv 1707.06347), as used in RLHF (Ouyang et
     al. 2022, arXiv 2203.02155)."""
 

@@ -4,53 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from llmsuite.contract.schema.numbers import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.numbers import NonNegativeFloat, PositiveInt
+from llmsuite.contract.schema.section import Section, changed_keys
 from llmsuite.contract.specs import PrePass, StageProfile
 from llmsuite.stages.eval_metrics import rollout_metrics
-
-
-@dataclasses.dataclass(kw_only=True)
-class RolloutSection(Section):
-    """Sampling of completions from the trained model. An engine has its own keys under `rollout.NAME`."""
-
-    extended_by: ClassVar[str] = "rollout engine"
-
-    engine: str = "local"
-    """The rollout engine: local, a second copy of the trained model, in the same processes; openai, servers such as
-    `llmsuite serve --rl`; or the engine of a plugin. `llmsuite list engines` shows all."""
-    num_generations: PositiveInt = 8
-    """Completions of each prompt, its group, which is never split. Batch sizes count prompts."""
-    max_completion_length: PositiveInt = 256
-    """Maximum length of a completion in tokens, including the end-of-sequence token. Longer ones are truncated.
-    data.max_length has to hold prompt and completion."""
-    temperature: PositiveFloat = 1.0
-    """Logits are divided by it, in rollouts and in the loss."""
-    batch_size: PositiveInt = 128
-    """Completions that a rank samples in one batch. It changes memory and speed, not the completions."""
-    dynamic_sampling: bool = False
-    """Replace prompts without a signal, whose completions all have the same reward (before the penalty of
-    overlong_buffer), by the next prompts of the data (DAPO, Yu et al. 2025, arXiv 2503.14476)."""
-    max_rounds: PositiveInt = 10
-    """With dynamic_sampling: maximum number of rounds of sampling for a step, each for at most a global batch of
-    prompts. Prompts without a signal that are left after the last round give no gradient."""
-    max_staleness: NonNegativeInt = 0
-    """Maximum number of optimizer steps by which the weights that sample may be older than those that are trained. 0:
-    every step trains on completions of its own weights. Above 0 a server samples the completions of later steps during
-    a step."""
-    max_logprob_gap: PositiveFloat | None = 0.1
-    """Stop the run when the log-probabilities of tokens from the rollout and from the training pass differ by more than
-    this on average over a step. null: never."""
-
-    def problems(self) -> Iterator[tuple[str, str]]:
-        if not self.dynamic_sampling and self.max_rounds != 10:
-            yield "max_rounds", "has no effect without dynamic_sampling; set that, or remove it"
-        if self.dynamic_sampling and self.num_generations == 1:
-            yield "dynamic_sampling", "compares the completions of a prompt, but num_generations is 1; set it to false"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -94,7 +55,7 @@ _CLIPS: Mapping[str, tuple[str, ...]] = {"cispo": ("clip_ratio/high",), "sapo": 
 """Metrics of clipping, for losses without the two bounds of PPO's clip."""
 
 
-class ClippedPolicy:
+class ClippedPolicy(Section):
     """Base of the sections of stages with a clipped policy loss and a KL penalty to a reference."""
 
     epsilon: float
@@ -144,8 +105,9 @@ class ClippedPolicy:
         """Keys of a correction while there is none."""
         if self.rollout_correction != "none":
             return
+        changed = changed_keys(self)
         for key in ("correction_level", "correction_cap"):
-            if getattr(self, key) != type(self).__dataclass_fields__[key].default:  # type: ignore[attr-defined]
+            if key in changed:
                 yield key, "has no effect while rollout_correction is none; set that too, or remove it"
 
     def reference_problems(self) -> Iterator[tuple[str, str]]:
@@ -157,7 +119,7 @@ class ClippedPolicy:
 
 
 @dataclasses.dataclass(kw_only=True)
-class GrpoSection(ClippedPolicy, Section):
+class GrpoSection(ClippedPolicy):
     """Group relative policy optimisation and its relatives: the advantage of a completion is its reward relative to the
     others of its prompt."""
 
@@ -235,8 +197,9 @@ class GrpoSection(ClippedPolicy, Section):
         if self.beta == 0 and self.kl != "k3":
             yield "kl", "has no effect while beta is 0; set that too, or remove it"
         yield from self.correction_problems()
-        for key in ("epsilon", "dual_clip") if self.loss in ("cispo", "sapo") else ():
-            if getattr(self, key) != type(self).__dataclass_fields__[key].default:
+        without_effect = {"epsilon", "dual_clip"} if self.loss in ("cispo", "sapo") else set()
+        for key in changed_keys(self):
+            if key in without_effect:
                 yield key, f"has no effect with loss {self.loss}; remove it"
         if self.kl_in == "reward" and self.beta == 0:
             yield "kl_in", "is reward, but beta is 0; set that too, or kl_in to loss"

@@ -73,7 +73,9 @@ class DpoSection(Section):
     @property
     def effective_sft_weight(self) -> float:
         """Weight of the mean negative log-probability of the tokens of chosen answers."""
-        return 1.0 if self.loss == "orpo" else self.sft_weight
+        if self.loss == "orpo":
+            return 1.0
+        return self.sft_weight
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.label_smoothing > 0 and self.loss not in _SMOOTHED:
@@ -198,16 +200,30 @@ class InferSection(Section):
             yield "stop", "has an empty text, which would end every answer; remove it"
         if self.num_beams == 1 and self.length_penalty != 1:
             yield "length_penalty", "has no effect without num_beams; remove it"
-        for key in ("temperature", "stop", "logprobs") if self.num_beams > 1 else ():
-            if getattr(self, key) not in (0, [], None) or (key == "logprobs" and self.logprobs == 0):
-                yield key, "does not go with num_beams: beam search does not sample; remove it"
-        for key, off in PENALTIES.items() if self.num_beams > 1 else ():
-            if getattr(self, key) not in (None, off):
-                yield key, "does not go with num_beams: beam search has no penalties but length_penalty; remove it"
+        if self.num_beams > 1:
+            yield from self._without_effect_on_beams()
         if 1 < self.num_beams < self.num_return_sequences:
             yield "num_return_sequences", f"is {self.num_return_sequences}, more than num_beams = {self.num_beams}"
         if self.raw and self.system is not None:
             yield "system", "does not go with raw, which has no turns; remove one of them"
+
+    def _without_effect_on_beams(self) -> Iterator[tuple[str, str]]:
+        of_sampling = {
+            "temperature": bool(self.temperature),
+            "stop": bool(self.stop),
+            "logprobs": self.logprobs is not None,
+        }
+        for key, is_set in of_sampling.items():
+            if is_set:
+                yield key, "does not go with num_beams: beam search does not sample; remove it"
+        penalties = {
+            "repetition_penalty": self.repetition_penalty,
+            "frequency_penalty": self.frequency_penalty,
+            "presence_penalty": self.presence_penalty,
+        }
+        for key, value in penalties.items():
+            if value not in (None, PENALTIES[key]):
+                yield key, "does not go with num_beams: beam search has no penalties but length_penalty; remove it"
 
 
 @dataclasses.dataclass(kw_only=True)

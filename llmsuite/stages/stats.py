@@ -102,7 +102,9 @@ def _padding(
     train = recipe.train
     order = SampleOrder(len(sizes), recipe.seed, recipe.data.shuffle)
     by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
-    lengths = lengths_of(samples, stage.row_lengths) if by_length else None
+    lengths = None
+    if by_length:
+        lengths = lengths_of(samples, stage.row_lengths)
     # one data rank: padding hardly depends on the number of data ranks
     sampler = BatchSampler(
         order,

@@ -14,10 +14,11 @@ from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.timeline import orders, simulate
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import GROUP_AXES, PIPELINE, RUN, TENSOR, Message, Traffic, model_prepasses
-from llmsuite.planning.estimate import estimate, shape_spec_of
+from llmsuite.planning.estimate import shape_spec_of
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.memory import memory, needs_token_metadata
 from llmsuite.recipe.resolve import RunPlan
+from tests.support.planned_runs import estimated
 
 Sent = collections.Counter[tuple[Any, ...]]
 """How often each (ranks of the group, operation, shape, bytes of an element). Of rows on their way to experts, whose
@@ -101,7 +102,7 @@ def check_truth(directory: Path, plan: RunPlan) -> Truth:
 
 def _check_schedule(found: Truth, plan: RunPlan, meshes: Sequence[Mesh], records: Sequence[dict[str, Any]]) -> None:
     """The passes that ran, in their order, are those that the plan has played; so is how long they wait."""
-    planned = estimate(plan)
+    planned = estimated(plan)
     count = sum(forward for forward, *_ in records[0]["actions"]) // plan.parallel.num_chunks
     pp = plan.parallel.degrees.pp
     wanted = orders(plan.parallel.schedule, pp, count, plan.parallel.num_chunks if pp > 1 else 1)

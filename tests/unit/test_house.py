@@ -196,17 +196,11 @@ WHOLE_RUN = {
     "llmsuite.cli.show_data": 1,
     "llmsuite.engine.activation_recording": 1,
     "llmsuite.engine.trainer": 2,
-    "llmsuite.planning.call_order": 1,
-    "llmsuite.planning.estimate": 1,
-    "llmsuite.planning.search": 1,
     "llmsuite.plugins.align.command": 1,
-    "llmsuite.plugins.studio.recipes": 1,
     "llmsuite.recipe.fetch": 1,
-    "llmsuite.recipe.notes": 1,
-    "llmsuite.stages.first_rows": 2,
     "llmsuite.stages.infer": 1,
 }
-"""Modules with functions that take a `RunPlan`, and how many: they start a run, check it or estimate it as a whole."""
+"""Modules with functions that take a `RunPlan`, and how many: they start a run, or prepare its start."""
 
 
 def run_plans(trees: Trees) -> dict[str, int]:

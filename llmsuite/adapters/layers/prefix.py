@@ -19,7 +19,7 @@ import paddle
 from paddle import nn
 
 from llmsuite.adapters.parameters import is_trained
-from llmsuite.adapters.prefix_shapes import NETWORK, PREFIX_KEY, PREFIX_VALUE, WINDOW, network_shapes, prefix_shapes
+from llmsuite.adapters.prefix_shapes import NETWORK, WINDOW, network_shapes, prefix_shapes
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.models.blocks import Attention, CausalLM, InputForm, LayerCache, halves
@@ -87,15 +87,17 @@ class PrefixedCore:
     def _prefix(self) -> tuple[Tensor, Tensor]:
         """Keys and values [P, J, K], of this rank's heads."""
         if self._network is None:
-            keys, values = (self.local(getattr(self._attention, kind)) for kind in (PREFIX_KEY, PREFIX_VALUE))
-            return keys, values
+            return self.local(self._attention.prefix_k), self.local(self._attention.prefix_v)
         # computed again in each layer: a recomputed layer then has its own graph, down to the parameters
         hidden = self._network(self.local)
-        return self._project(hidden, PREFIX_KEY), self._project(hidden, PREFIX_VALUE)
+        keys = self._project(hidden, self._attention.prefix_k_weight, self._attention.prefix_k_bias)
+        values = self._project(hidden, self._attention.prefix_v_weight, self._attention.prefix_v_bias)
+        return keys, values
 
-    def _project(self, hidden: Tensor, kind: str) -> Tensor:
-        weight, bias = (self.local(getattr(self._attention, f"{kind}_{part}")) for part in ("weight", "bias"))
-        projected = paddle.matmul(hidden, weight.flatten(1)) + bias
+    def _project(self, hidden: Tensor, outer: Tensor, bias: Tensor) -> Tensor:
+        """Keys or values [P, J, K] of the hidden layer [P, N], by parameters [N, J, K] and [J K]."""
+        weight = self.local(outer)
+        projected = paddle.matmul(hidden, weight.flatten(1)) + self.local(bias)
         return projected.reshape([hidden.shape[0], *weight.shape[1:]])
 
 
@@ -152,8 +154,9 @@ def add_prefixes(
     """
     if model.window is not None:
         raise UserError(f"prefix: {WINDOW.format(model.window)}")
-    for name in ("hidden_states", "decode"):
-        if not is_own(getattr(type(model), name)):
+    cls = type(model)
+    for name, method in (("hidden_states", cls.hidden_states), ("decode", cls.decode)):
+        if not is_own(method):
             raise UserError(
                 f"prefix: {type(model).__name__} has its own `{name}`, which need not begin after a prefix; use lora"
             )
@@ -237,7 +240,8 @@ def prefix_cache(
     cache = []
     for layer in model.model.layers:
         attention = layer.self_attn
-        own_keys, own_values = (_local(getattr(attention, kind)) for kind in (PREFIX_KEY, PREFIX_VALUE))
+        own_keys = _local(attention.prefix_k)
+        own_values = _local(attention.prefix_v)
         keys, values = (
             to_global(part.transpose([0, 2, 1, 3]).expand([rows, part.shape[2], part.shape[1], part.shape[3]]))
             for part in _batched(own_keys, own_values, _is_interleaved(attention))

@@ -45,8 +45,10 @@ class Intervention(nn.Layer):
             rank: rank of the edit.
         """
         super().__init__()
-        for name, shape in reft_shapes(size, rank).items():
-            setattr(self, name, self.create_parameter(list(shape), is_bias=name == BIAS))
+        shapes = reft_shapes(size, rank)
+        self.reft_rotation = self.create_parameter(list(shapes[ROTATION]))
+        self.reft_source = self.create_parameter(list(shapes[SOURCE]))
+        self.reft_bias = self.create_parameter(list(shapes[BIAS]), is_bias=True)
 
     def forward(self, x: Tensor) -> Tensor:
         """Hidden states [B, L, D] with the chosen tokens edited, [B, L, D]."""
@@ -54,7 +56,7 @@ class Intervention(nn.Layer):
 
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """The parameters: the matrix whose Q is R, W and b."""
-        return getattr(self, ROTATION), getattr(self, SOURCE), getattr(self, BIAS)
+        return self.reft_rotation, self.reft_source, self.reft_bias
 
 
 def intervene(x: Tensor, is_chosen: Tensor, rotation: Tensor, source: Tensor, bias: Tensor) -> Tensor:
@@ -107,7 +109,7 @@ def add_interventions(model: Any, layers: Collection[int], rank: int, ends: tupl
 
 def edited(layer: Any, inputs: Any, output: Any) -> Any:
     """Forward hook of a layer with an intervention: its output, edited."""
-    edit = getattr(layer, MODULE)
+    edit: Intervention = layer.reft
     if isinstance(output, tuple):
         return edit(output[0]), *output[1:]
     return edit(output)

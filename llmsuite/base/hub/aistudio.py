@@ -45,7 +45,9 @@ class AIStudio(CacheFolders):
         """Size and digest of a file. For a large file in Git LFS the hub lists its pointer, which has both."""
         if entry["path"].endswith((".safetensors", ".json", ".model")) and entry["size"] < _MAX_POINTER:
             content = self._file_info(name, entry["path"])
-            text = base64.b64decode(content.get("content") or b"") if isinstance(content, dict) else b""
+            text = b""
+            if isinstance(content, dict):
+                text = base64.b64decode(content.get("content") or b"")
             if match := _POINTER.fullmatch(text):
                 return RemoteFile(int(match[2]), f"sha256:{match[1].decode()}")
         return RemoteFile(entry["size"], f"git:{entry['sha']}")
@@ -107,7 +109,9 @@ def _host(name: HubName) -> str:
 def _token() -> str:
     """The token of the user: AISTUDIO_ACCESS_TOKEN, or the one stored by the SDK's login."""
     path = Path(os.environ.get("AISTUDIO_CACHE_HOME", "~")).expanduser() / ".cache" / "aistudio" / ".auth" / "token"
-    kept = path.read_text(encoding="utf-8").strip() if is_file(path) else ""
+    kept = ""
+    if is_file(path):
+        kept = path.read_text(encoding="utf-8").strip()
     SECRETS.add(kept)
     return os.environ.get("AISTUDIO_ACCESS_TOKEN") or kept
 

@@ -21,7 +21,9 @@ class CacheFolders:
         reference = self._reference(name, kind)
         if is_file(reference):
             return self._root(name, kind) / "snapshots" / reference.read_text(encoding="utf-8").strip()
-        return self._root(name, kind) / "snapshots" / name.revision if name.revision else None
+        if name.revision:
+            return self._root(name, kind) / "snapshots" / name.revision
+        return None
 
     def begin(self, name: HubName, kind: Kind, listing: Listing) -> Path:
         directory = self._root(name, kind) / "snapshots" / listing.revision
@@ -41,7 +43,9 @@ class CacheFolders:
 
     def _parts(self, name: HubName, kind: Kind, path: str) -> list[Path]:
         directory = self.directory(name, kind)
-        return [] if directory is None else [directory / f"{path}{end}" for end in ("", *PARTS)]
+        if directory is None:
+            return []
+        return [directory / f"{path}{end}" for end in ("", *PARTS)]
 
     def _root(self, name: HubName, kind: Kind) -> Path:
         return cache_root() / "hub" / name.hub / "--".join([f"{kind}s", *name.repo.split("/")])

@@ -143,8 +143,12 @@ def disk_errors(name: HubName) -> Iterator[None]:
     except OSError as error:
         if error.errno is None:
             raise
-        hint = f"; {_elsewhere(name)}" if error.errno in _FULL else ""
-        where = f"{error.filename} " if error.filename else "the cache "
+        hint = ""
+        if error.errno in _FULL:
+            hint = f"; {_elsewhere(name)}"
+        where = "the cache "
+        if error.filename:
+            where = f"{error.filename} "
         raise UserError(
             f"{name}: {where}cannot be written: {error.strerror}; the part that has arrived is kept{hint}"
         ) from error

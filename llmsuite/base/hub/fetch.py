@@ -88,7 +88,9 @@ def find_commit(given: HubName, report: Report) -> HubName:
 
 
 def _joined_errors(errors: Sequence[UserError]) -> UserError:
-    return errors[0] if len(errors) == 1 else UserError("\n".join(map(str, errors)))
+    if len(errors) == 1:
+        return errors[0]
+    return UserError("\n".join(map(str, errors)))
 
 
 def _fetch_from(name: HubName, want: Want, report: Report, kind: Kind) -> Fetched:
@@ -103,7 +105,9 @@ def _fetch_from(name: HubName, want: Want, report: Report, kind: Kind) -> Fetche
             raise Unreachable(f"{name}: HF_HUB_OFFLINE is set, and {what}; fetch it with a connection first")
     hub = open_hub(name.hub)
     try:
-        listing = known_listing(name, kind) if name.is_pinned else None
+        listing = None
+        if name.is_pinned:
+            listing = known_listing(name, kind)
         if listing is None:
             listing = hub.listing(name, kind)
     except Unreachable as error:

@@ -179,7 +179,9 @@ def _explain(error: Exception, name: HubName, kind: Kind) -> None:
     status = status_of(error)
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if isinstance(error, errors.GatedRepoError):
-        who = "the account of this token has no access" if is_known else "you are not logged in"
+        who = "you are not logged in"
+        if is_known:
+            who = "the account of this token has no access"
         raise UserError(f"{name}: is gated, and {who}: accept its licence at {page}, then {login}") from error
     if isinstance(error, errors.RevisionNotFoundError):
         text = f"{name}: {page} has no revision {name.revision!r}; name a branch, a tag or a commit"

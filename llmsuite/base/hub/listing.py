@@ -158,10 +158,14 @@ def missing_by_content(directory: Path, want: Want, path: str = "") -> list[str]
     if want is Want.FILE:
         return [] if path in here else [path]
     if want is Want.ROWS:
-        return [] if any(_matches(Path(p).name, _ROWS) for p in here) else ["files with rows"]
+        if any(_matches(Path(p).name, _ROWS) for p in here):
+            return []
+        return ["files with rows"]
     has_config = any(name in here for name in _CONFIGS[:3])
     if want is Want.TOKENIZER:
-        return [] if any(p in here for p in ("tokenizer.json", "tokenizer_config.json")) else ["tokenizer.json"]
+        if any(p in here for p in ("tokenizer.json", "tokenizer_config.json")):
+            return []
+        return ["tokenizer.json"]
     lacking = [] if has_config else ["config.json"]
     if want is Want.CONFIG:
         return lacking

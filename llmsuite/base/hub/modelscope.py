@@ -27,14 +27,18 @@ class ModelScope(CacheFolders):
             raise
         files = {}
         for entry in entries:
-            digest = f"sha256:{entry['Sha256']}" if entry.get("Sha256") else None
+            digest = None
+            if entry.get("Sha256"):
+                digest = f"sha256:{entry['Sha256']}"
             files[entry["Path"]] = RemoteFile(entry.get("Size"), digest)
         return Listing(_commit(entries) or revision, files)
 
     def download(self, name: HubName, kind: Kind, path: str, file: RemoteFile) -> None:
         directory = self.directory(name, kind)
         assert directory is not None, "begin() has made it"
-        sha256 = file.digest.partition(":")[2] if file.digest else None
+        sha256 = None
+        if file.digest:
+            sha256 = file.digest.partition(":")[2]
         try:
             _api(name).download_file(
                 name.repo,
@@ -91,7 +95,9 @@ def _explain(error: Exception, name: HubName, kind: Kind) -> None:
     what = "model" if kind == "model" else "data set"
     login = "log in with `modelscope login`, or set MODELSCOPE_API_TOKEN"
     if isinstance(error, NotExistError):
-        revision = f" at {name.revision}" if name.revision else ""
+        revision = ""
+        if name.revision:
+            revision = f" at {name.revision}"
         raise NotOnHub(f"{name}: ModelScope has no {what} {name.repo}{revision}; if it is private, {login}") from error
     if isinstance(error, (AuthenticationError, PermissionDeniedError)):
         raise UserError(f"{name}: may not be read: {error}; ask for access on its page, then {login}") from error

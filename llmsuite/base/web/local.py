@@ -99,7 +99,9 @@ class LocalHandler(BaseHTTPRequestHandler):
     def body_length(self) -> int | None:
         """Return the length of the body of a request in bytes; None where the header is missing or malformed."""
         length = self.headers.get("Content-Length", "")
-        return int(length) if length.isdecimal() and len(length) < 20 else None
+        if length.isdecimal() and len(length) < 20:
+            return int(length)
+        return None
 
     def answer(self, text: str, kind: str = "text/html", status: int = 200, **headers: str) -> None:
         """Send a text. An underscore in the name of a header stands for a hyphen."""

@@ -167,7 +167,9 @@ class AdaptedTensors:
     def _shape(self, name: str) -> tuple[int, ...] | None:
         """The shape of the tensor of the base that a name of the adapter belongs to."""
         found = self._name(name)
-        return None if found is None else self.spec(found).shape
+        if found is None:
+            return None
+        return self.spec(found).shape
 
     def _check_tied(self, config: Mapping[str, Any], changed: Collection[str], heads: Sequence[str]) -> None:
         """Raise UserError for an adapter that changes the embedding or the head of a tied model, but not both equally:
@@ -186,7 +188,9 @@ class AdaptedTensors:
         if replacing is not None and not full_heads and self._is_one_sided(config, replacing):
             untied.append(replacing)
         if added or untied:
-            hint = ", or save it with ensure_weight_tying" if untied and not config.get("ensure_weight_tying") else ""
+            hint = ""
+            if untied and not config.get("ensure_weight_tying"):
+                hint = ", or save it with ensure_weight_tying"
             raise UserError(
                 f"{self._path}: {(added or untied)[0]!r} changes only the embedding or only the head, and "
                 f"{self._base.path} has one matrix for both (tie_word_embeddings); use a base with two{hint}"
@@ -194,7 +198,9 @@ class AdaptedTensors:
 
     def _embedded(self, replacing: str | None) -> np.ndarray:
         """The embedding of a tied model, or the adapter's replacement of it."""
-        return self._base.read(EMBEDDING) if replacing is None else self._files.read(replacing)
+        if replacing is None:
+            return self._base.read(EMBEDDING)
+        return self._files.read(replacing)
 
     def _is_one_sided(self, config: Mapping[str, Any], name: str) -> bool:
         """True where the embedding of an adapter is a copy that PEFT trained (modules_to_save) while the head was
@@ -312,7 +318,9 @@ class AdaptedTensors:
     def _replacement(self, target: str) -> np.ndarray:
         value = self._files.read(self._replaced[target])
         by_rows = is_file(self._path / CONFIGS[0])
-        return value.T if by_rows and target in self._tensors.linears else value
+        if by_rows and target in self._tensors.linears:
+            return value.T
+        return value
 
     @property
     def added(self) -> TensorSource:
@@ -332,7 +340,9 @@ class AdaptedTensors:
 
     def spec(self, name: str) -> TensorSpec:
         spec = self._tensors.spec(name)
-        return dataclasses.replace(spec, shape=spec.shape[::-1]) if name in self._transposed_copies else spec
+        if name in self._transposed_copies:
+            return dataclasses.replace(spec, shape=spec.shape[::-1])
+        return spec
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         if name in self._transposed_copies:
@@ -454,7 +464,9 @@ def _open_files(directory: Path, allow_pickle: bool) -> TensorSource:
         )
     files = PickledTensors([pickle])
     method = methods.get(pickle.name)
-    return files if method is None or not method.stores_pair else FoldedTensors(pickle, files, method)
+    if method is None or not method.stores_pair:
+        return files
+    return FoldedTensors(pickle, files, method)
 
 
 def _scale(config_path: Path, config: Mapping[str, Any], module: str, rank: int) -> float:

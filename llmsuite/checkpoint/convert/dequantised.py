@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from llmsuite.base.fields import field_values
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.models.block_quant import BlockFormat
 from llmsuite.models.shard_plan import UNSHARDED
@@ -42,5 +43,5 @@ def dequantised_model(model: ModelDirectory, format: BlockFormat) -> Dequantised
     carried = set(model.carried)  # they were no parameters when the adapters were trained
     shapes = {name: model.spec(name).shape for name in model.names if name not in carried}
     modules = quantised_modules(shapes, model.family.shard_plan or UNSHARDED)
-    fields = {field.name: getattr(model, field.name) for field in dataclasses.fields(ModelDirectory)}
-    return DequantisedModel(**fields, format=format, rounded=frozenset(f"{module}.weight" for module in modules))
+    rounded = frozenset(f"{module}.weight" for module in modules)
+    return DequantisedModel(**field_values(model), format=format, rounded=rounded)

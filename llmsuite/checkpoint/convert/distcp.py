@@ -120,7 +120,9 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
 
 
 def _spec(found: StoredArray | StoredTensor, name: str) -> TensorSpec:
-    return TensorSpec(name, found.shape, found.dtype) if isinstance(found, StoredTensor) else found.spec(name)
+    if isinstance(found, StoredTensor):
+        return TensorSpec(name, found.shape, found.dtype)
+    return found.spec(name)
 
 
 def _model_names(metadata: Mapping[str, Any]) -> dict[str, str]:

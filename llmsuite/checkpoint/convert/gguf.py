@@ -142,7 +142,9 @@ def _config(source: Path, family: ModelFamily, fields: Mapping[str, Any], tensor
     kind = get("rope.scaling.type", "none")
     if kind not in ("none", "linear"):
         raise UserError(f"{source}: rotary scaling {kind!r} is not supported; supported: none, linear")
-    scaling = {"rope_type": "linear", "factor": get("rope.scaling.factor")} if kind == "linear" else None
+    scaling = None
+    if kind == "linear":
+        scaling = {"rope_type": "linear", "factor": get("rope.scaling.factor")}
     if ROPE_SCALING in fields:
         scaling = _own_scaling(source, fields[ROPE_SCALING])
     known = {f.name for f in dataclasses.fields(family.config_cls)}

@@ -34,6 +34,7 @@ from llmsuite.checkpoint.finite_model import nonfinite_handler
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.models.gguf_names import ROPE_FACTORS
 from llmsuite.models.head import head_of
+from llmsuite.models.protocols import HasGgufNames, window_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +100,7 @@ class GgufExport:
     def _architecture(self) -> str:
         family = self.model.family
         names = self.model.family.names()
-        if not family.gguf_architectures or not hasattr(names, "to_gguf"):
+        if not family.gguf_architectures or not isinstance(names, HasGgufNames):
             raise UserError(
                 f"{self.model.path}: is a {family.name}; GGUF can be written only for families with known GGUF names, "
                 "such as llama and qwen. Choose --layout hf, and convert that with llama.cpp's convert_hf_to_gguf.py"
@@ -114,7 +115,8 @@ class GgufExport:
             raise UserError(f"{self.model.path}: has a score head; GGUF is for language models only")
         if self.model.side_adapter is not None:
             raise UserError(f"{self.model.path}: has interventions or prefixes, which GGUF does not support")
-        if (window := getattr(self.config, "sliding_window", None)) is not None:
+        window = window_of(self.config)
+        if window is not None:
             raise UserError(
                 f"{self.model.path}: attention has a window (sliding_window {window}), which GGUF does not support for "
                 "this family. For texts that are not longer, set sliding_window to null in its config.json"
@@ -153,7 +155,9 @@ class GgufExport:
         odd = [row for row in rows if row % block]
         if not odd:
             return []
-        others = "Q5_0, Q8_0 or F16, as llama.cpp does" if block == K_BLOCK else "F16"
+        others = "F16"
+        if block == K_BLOCK:
+            others = "Q5_0, Q8_0 or F16, as llama.cpp does"
         return [
             f"{len(odd)} of {len(rows)} matrices have rows of {', '.join(map(str, sorted(set(odd))))}, which is no "
             f"multiple of {block}: these are {others}"
@@ -227,10 +231,15 @@ class GgufExport:
         writer.add_token_types(kinds)
         writer.add_token_merges(vocabulary.merges)
         writer.add_add_bos_token(dialogue.adds_bos)
-        for role in ("bos", "eos", "eot", "eom", "pad"):
-            token = getattr(dialogue, f"{role}_id")
+        for add, token in (
+            (writer.add_bos_token_id, dialogue.bos_id),
+            (writer.add_eos_token_id, dialogue.eos_id),
+            (writer.add_eot_token_id, dialogue.eot_id),
+            (writer.add_eom_token_id, dialogue.eom_id),
+            (writer.add_pad_token_id, dialogue.pad_id),
+        ):
             if token is not None:
-                getattr(writer, f"add_{role}_token_id")(token)
+                add(token)
         if dialogue.chat_template is not None:
             writer.add_chat_template(dialogue.chat_template)
 
@@ -255,7 +264,9 @@ class GgufExport:
         if (count and tensor.kind != kinds.BF16) or not np.nanmax(np.abs(value), initial=0.0) <= max_magnitude(
             tensor.kind
         ):
-            nonfinite = f" ({count:,} of {value.size:,} are NaN or infinite)" if count else ""
+            nonfinite = ""
+            if count:
+                nonfinite = f" ({count:,} of {value.size:,} are NaN or infinite)"
             raise UserError(
                 f"{self.model.path}: {tensor.ours!r} has values that are not finite, or too large for the scales of "
                 f"{tensor.kind.name}, which are fp16{nonfinite}; use --dtype bf16"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import read_json_object, write_json
@@ -35,7 +35,7 @@ class _Splitting:
     """The splitting that a name in `tokenizer.ggml.pre` stands for, in terms of tokenizer.json."""
 
     steps: list[dict[str, Any]]
-    normalizer: str | None = None
+    normalizer: Literal["NFC"] | None = None
     """The normalizer. llama.cpp has none: texts in another Unicode form become other tokens there."""
     ignores_merges: bool = False
     """True where a word in the vocabulary becomes one token without applying merges."""
@@ -96,8 +96,8 @@ def _tokenizer(source: Path, fields: Mapping[str, Any], splitting: _Splitting) -
     tokenizer = Tokenizer(model)
     steps = [_step(step) for step in splitting.steps]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps) if len(steps) > 1 else steps[0]
-    if splitting.normalizer is not None:
-        tokenizer.normalizer = getattr(normalizers, splitting.normalizer)()
+    if splitting.normalizer == "NFC":
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.decoder = decoders.ByteLevel()
     control = [token for token, kind in zip(tokens, kinds) if kind == CONTROL]
     user_defined = [token for token, kind in zip(tokens, kinds) if kind == USER]

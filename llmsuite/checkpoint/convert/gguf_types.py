@@ -53,7 +53,9 @@ def tensor_type(dtype: str, tensor: str, row: int, config: Any, is_tied: bool) -
         kind = _q4_k_m_type(tensor, config, is_tied)
         if row % K_BLOCK:
             kind = _FALLBACK[kind]
-    return kind if kind in ("F32", "F16", "BF16") or not row % BLOCK else "F16"
+    if kind in ("F32", "F16", "BF16") or not row % BLOCK:
+        return kind
+    return "F16"
 
 
 def _q4_k_m_type(tensor: str, config: Any, is_tied: bool) -> str:
@@ -68,7 +70,9 @@ def _q4_k_m_type(tensor: str, config: Any, is_tied: bool) -> str:
     eighth = layers // 8
     if layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2:
         return "Q6_K"
-    return "Q5_K" if part == "attn_v.weight" and _is_70b(config) else "Q4_K"
+    if part == "attn_v.weight" and _is_70b(config):
+        return "Q5_K"
+    return "Q4_K"
 
 
 def _is_70b(config: Any) -> bool:

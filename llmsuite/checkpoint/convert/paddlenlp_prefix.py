@@ -69,7 +69,9 @@ def open_prefix(directory: Path, list_of_layers: str, config: Any, base: Base) -
     size = data["hidden_size"] // data["num_attention_heads"]
     if not is_file(directory / PICKLE):
         parts = ", ".join(part.name for part in listed(directory, "prefix_model_state.*.pdparams"))
-        hint = f"; {parts} are parts of ranks, each with other heads. Let PaddleNLP merge them" if parts else ""
+        hint = ""
+        if parts:
+            hint = f"; {parts} are parts of ranks, each with other heads. Let PaddleNLP merge them"
         raise UserError(f"{directory}: has no {PICKLE}{hint}")
     values = _values(directory / PICKLE, bool(data.get("prefix_projection")))
     table = _table(values)

@@ -39,7 +39,9 @@ class _WithScoreHead:
         return self.files.paths
 
     def spec(self, name: str) -> TensorSpec:
-        return self.head_spec if name == self.head_spec.name else self.files.spec(name)
+        if name == self.head_spec.name:
+            return self.head_spec
+        return self.files.spec(name)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         assert name != self.head_spec.name, "read from the adapter instead"

@@ -93,10 +93,14 @@ class ExpertsOfStacks:
     def configured(self, name: str, module: str) -> str:
         """The name of a tensor's module in PEFT's rank_pattern and alpha_pattern, given its name in the base."""
         part = self._parts.get(name)
-        return module if part is None else re.sub(r"\.\d+\.\w+$", f".{part.parameter}", module)
+        if part is None:
+            return module
+        return re.sub(r"\.\d+\.\w+$", f".{part.parameter}", module)
 
     def spec(self, name: str) -> TensorSpec:
-        return self._parts[name].spec if name in self._parts else self._files.spec(name)
+        if name in self._parts:
+            return self._parts[name].spec
+        return self._files.spec(name)
 
     def read(self, name: str, index: Sequence[slice] | None = None) -> np.ndarray:
         if name not in self._parts:

@@ -109,7 +109,9 @@ class _Range:
         with open_regular(path) as file:
             file.seek(self.start)
             content = file.read(self.size)
-        return content.decode("utf-8", "surrogatepass").encode("latin1") if self.is_text else content
+        if self.is_text:
+            return content.decode("utf-8", "surrogatepass").encode("latin1")
+        return content
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,7 +286,9 @@ class _Machine:
         if name == "scalar" and isinstance(arguments[0], _Dtype):
             return StoredArray(self._path, (), arguments[0].code, raw=arguments[1]).read().item()
         if name == "encode" and arguments[1] == "latin1":
-            return arguments[0].encode("latin1") if isinstance(arguments[0], str) else arguments[0]
+            if isinstance(arguments[0], str):
+                return arguments[0].encode("latin1")
+            return arguments[0]
         # written by paddle.save for a tensor of a static program; compared literally, so nothing is evaluated
         if name == "eval" and arguments[0] == "data" and list(arguments[1]) == ["data"]:
             return arguments[1]["data"]
@@ -292,7 +296,9 @@ class _Machine:
 
     def new(self) -> None:
         cls, arguments = self.pop_pair()
-        kind = _RECORDS.get((cls.module, cls.name)) if isinstance(cls, _Name) else None
+        kind = None
+        if isinstance(cls, _Name):
+            kind = _RECORDS.get((cls.module, cls.name))
         if kind is None or arguments != ():
             raise ValueError("makes an object of a class that no checkpoint has")
         self._push(Record(kind))
@@ -337,7 +343,9 @@ def _inside(node: Any) -> Sequence[Any]:
         node = node.fields
     if isinstance(node, dict):
         return [*node, *node.values()]
-    return node if isinstance(node, (list, tuple)) else ()
+    if isinstance(node, (list, tuple)):
+        return node
+    return ()
 
 
 def _check_depth(result: Any) -> None:

@@ -139,7 +139,9 @@ class Rewrite:
 
     def _parameters(self, theirs: str) -> list[str]:
         """Our names of the parameters in a tensor; none for scales."""
-        matrix = self._fp8.matrix_of(theirs) if self._fp8 is not None else None
+        matrix = None
+        if self._fp8 is not None:
+            matrix = self._fp8.matrix_of(theirs)
         names = self._parts.get(theirs, [matrix or theirs])
         return [ours for name in names if name in self._arrangement for ours in self._arrangement.parameters(name)]
 
@@ -162,7 +164,9 @@ class Rewrite:
 
     def _read(self, theirs: str) -> StoredTensor | Iterator[np.ndarray]:
         spec = self._by_name[theirs]
-        matrix = self._fp8.matrix_of(theirs) if self._fp8 is not None else None
+        matrix = None
+        if self._fp8 is not None:
+            matrix = self._fp8.matrix_of(theirs)
         found = self._as_stored(matrix or theirs, is_scale=matrix is not None)
         if found is not None and (found.shape, found.dtype) == (spec.shape, spec.dtype):
             return found
@@ -192,7 +196,9 @@ class Rewrite:
             return self._arrangement.read(theirs, self.model.read, index)
         # a matrix is sliced by rows, and every part has all rows
         is_matrix = len(self._by_name[theirs].shape) > 1
-        own = [index[0], slice(None)] if index is not None and is_matrix else None
+        own = None
+        if index is not None and is_matrix:
+            own = [index[0], slice(None)]
         parts = [self._arrangement.read(name, self.model.read, own) for name in self._parts[theirs]]
         fused = fuse(theirs, parts, self._heads)
         return fused if index is None or is_matrix else fused[tuple(index)]
@@ -245,7 +251,9 @@ def _dtype_of(spec: TensorSpec, form: OutputFormat, model: ModelDirectory) -> st
     """The dtype in which a parameter is written; `Fp8Writer` decides later which matrices become FP8."""
     if form.dtype != FP8:
         return str(form.dtype)
-    return "float32" if (model.family.shard_plan or UNSHARDED).is_gate_bias(spec.name) else "bfloat16"
+    if (model.family.shard_plan or UNSHARDED).is_gate_bias(spec.name):
+        return "float32"
+    return "bfloat16"
 
 
 def _unfinished(target: Path) -> Path:

@@ -18,6 +18,7 @@ from llmsuite.checkpoint.shapes import Shapes, check_shapes
 from llmsuite.checkpoint.tensors import TensorSource, TensorSpec
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.models.head import EMBEDDING, OUTPUT
+from llmsuite.models.protocols import HasPaddleNLPNames, HasTiedEmbedding
 
 _DISTCP_BELOW = (".", "dist_ckpt", "model")  # names used by PaddleNLP's trainers
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
@@ -86,7 +87,7 @@ def _open_pdparams(
     shapes_of: Callable[[ModelFamily, Any], Shapes],
 ) -> ModelDirectory:
     family, config = read_config(place, families)
-    has_own_names = hasattr(family.names(), "from_paddlenlp")
+    has_own_names = isinstance(family.names(), HasPaddleNLPNames)
     if family.names().paddlenlp_prefix(config) is None and not has_own_names:
         model_type = config.to_hf()["model_type"]
         raise UserError(f"{path}: PaddleNLP's layout of a {model_type} is not supported; merge it from HF's files")
@@ -99,7 +100,8 @@ def _open_pdparams(
     specs = [TensorSpec(name, tuple(shape), "float32") for name, shape in shapes_of(family, config).items()]
     stored_specs = specs if has_own_names else TensorLayout(family, config, specs, "paddlenlp").specs
     full_shapes = {spec.name: spec.shape for spec in stored_specs}
-    if getattr(config, "tie_word_embeddings", False) and OUTPUT in stored:  # it is compared with the embedding
+    may_be_tied = isinstance(config, HasTiedEmbedding) and config.tie_word_embeddings
+    if may_be_tied and OUTPUT in stored:  # it is compared with the embedding
         full_shapes[OUTPUT] = _shape_of_head(parts, tuple(shapes_of(family, config)[EMBEDDING]))
     known = {name: full_shapes[name] for name in stored if name in full_shapes}
     unexpected = []
@@ -117,4 +119,6 @@ def _open_pdparams(
 def _shape_of_head(parts: Sequence[TensorSource], embedding: tuple[int, ...]) -> tuple[int, ...]:
     """The full shape of a sharded tied head: that of the embedding [V, D], or its transpose."""
     part = next(part.spec(OUTPUT) for part in parts if OUTPUT in part.names)
-    return embedding if part.shape[-1] == embedding[-1] else embedding[::-1]
+    if part.shape[-1] == embedding[-1]:
+        return embedding
+    return embedding[::-1]

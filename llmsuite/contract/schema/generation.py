@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from llmsuite.contract.schema.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, changed_keys
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -39,10 +39,9 @@ class GenerationSection(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.max_new_tokens is None:
-            for field in dataclasses.fields(self):
-                if getattr(self, field.name) != field.default:
-                    yield field.name, "has no effect while max_new_tokens is null; set that too, or remove it"
+            for key in changed_keys(self):
+                yield key, "has no effect while max_new_tokens is null; set that too, or remove it"
             return
-        for key, off in (("top_k", 0), ("top_p", 1.0)):
-            if getattr(self, key) != off and not self.temperature:
+        for key, is_set in (("top_k", self.top_k != 0), ("top_p", self.top_p != 1.0)):
+            if is_set and not self.temperature:
                 yield key, "has no effect while temperature is 0; set that too, or remove it"

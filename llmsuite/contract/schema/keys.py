@@ -16,7 +16,8 @@ from typing import Annotated, Any, Literal, Union
 
 from typing_extensions import is_typeddict
 
-from llmsuite.contract.schema.section import Section
+from llmsuite.base.fields import field_values
+from llmsuite.contract.schema.section import Section, default_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,10 +60,7 @@ def walk(cls: type, prefix: tuple[str, ...] = ()) -> Iterator[KeyInfo]:
         if isinstance(annotation, type) and issubclass(annotation, Section):
             yield from walk(annotation, (*prefix, field.name))
             continue
-        default = field.default
-        if field.default_factory is not dataclasses.MISSING:
-            default = field.default_factory()
-        yield KeyInfo((*prefix, field.name), annotation, default, cls)
+        yield KeyInfo((*prefix, field.name), annotation, default_of(field), cls)
         if is_typeddict(annotation):
             for name, hint in type_hints(annotation).items():
                 yield KeyInfo((*prefix, field.name, name), hint, None, annotation)
@@ -121,11 +119,11 @@ def describe(annotation: Any) -> str:
         base, *limits = typing.get_args(annotation)
         words = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
         rules = [
-            f"{words[f.name]} {getattr(limit, f.name)}"
+            f"{words[name]} {value}"
             for limit in limits
             if dataclasses.is_dataclass(limit)
-            for f in dataclasses.fields(limit)
-            if f.name in words
+            for name, value in field_values(limit).items()
+            if name in words
         ]
         return " ".join([describe(base), " and ".join(rules)]).strip()
     if origin is Literal:
@@ -243,4 +241,6 @@ def did_you_mean(key: tuple[str, ...], cls: type) -> str:
         return f"did you mean {near[0]!r}?"
     if elsewhere:
         return f"did you mean {' or '.join(map(repr, elsewhere[:3]))}?"
-    return "known keys here: " + ", ".join(sorted(siblings)) if siblings else ""
+    if siblings:
+        return "known keys here: " + ", ".join(sorted(siblings))
+    return ""

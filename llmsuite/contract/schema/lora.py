@@ -9,7 +9,7 @@ from typing import Literal
 from llmsuite.adapters.method import AdapterConfig, AdapterMethod
 from llmsuite.adapters.methods import METHODS, find_method
 from llmsuite.contract.schema.numbers import Decay, PositiveFloat, PositiveInt, Rank
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, changed_keys
 from llmsuite.models.block_quant import BlockFormat
 
 
@@ -63,7 +63,9 @@ class LoraSection(Section):
     @property
     def base_format(self) -> BlockFormat | None:
         """Quantisation format of the frozen matrices; None where they are kept in engine.precision."""
-        return None if self.base_dtype is None else BlockFormat(self.base_dtype, self.base_block)
+        if self.base_dtype is None:
+            return None
+        return BlockFormat(self.base_dtype, self.base_block)
 
     @property
     def adapter_method(self) -> AdapterMethod:
@@ -88,7 +90,7 @@ class LoraSection(Section):
         yield from self._without_effect()
 
     def _without_effect(self) -> Iterator[tuple[str, str]]:
-        given = [field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default]
+        given = changed_keys(self)
         if self.rank is None:
             for key in given:
                 yield key, "has no effect while rank is null; set that too, or remove it"

@@ -10,12 +10,13 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt
 
 from llmsuite.contract.schema.columns import column_problems
 from llmsuite.contract.schema.engine import EngineSection
+from llmsuite.contract.schema.environment import EnvironmentSection
 from llmsuite.contract.schema.generation import GenerationSection
 from llmsuite.contract.schema.lora import LoraSection
 from llmsuite.contract.schema.numbers import (
@@ -31,7 +32,9 @@ from llmsuite.contract.schema.numbers import (
 from llmsuite.contract.schema.parallel import ParallelSection
 from llmsuite.contract.schema.prefix import PrefixSection
 from llmsuite.contract.schema.reft import ReftSection
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.rollout import RolloutSection
+from llmsuite.contract.schema.section import Section, changed_keys
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -186,18 +189,16 @@ class TrainSection(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if (self.max_steps is None) == (self.num_epochs is None):
-            state = "neither is given" if self.max_steps is None else "both are given"
+            state = "both are given"
+            if self.max_steps is None:
+                state = "neither is given"
             yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
-        of_adamw = ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon") if self.optimizer == "sgd" else ()
-        for key in of_adamw:
-            default = getattr(type(self), key)
-            if getattr(self, key) != default:
-                yield key, f"is not used by the optimizer sgd; set it to its default {default}, or choose adamw"
+        if self.optimizer == "sgd":
+            yield from self._without_effect_in_sgd()
         if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
             yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear, cosine or wsd"
-        of_wsd = ("decay_ratio", "decay_type") if self.lr_schedule != "wsd" else ()
-        for key in of_wsd:
-            if getattr(self, key) is not None:
+        for key, value in (("decay_ratio", self.decay_ratio), ("decay_type", self.decay_type)):
+            if value is not None and self.lr_schedule != "wsd":
                 yield key, f"has no effect with lr_schedule {self.lr_schedule}; remove it or choose wsd"
         if self.warmup_steps is not None and self.warmup_ratio > 0:
             yield "warmup_steps", "and warmup_ratio are both given; remove one of them"
@@ -207,6 +208,13 @@ class TrainSection(Section):
             yield "warmup_from_zero", "has no effect without a warm-up; set warmup_steps or warmup_ratio, or remove it"
         if self.on_spike != "skip" and self.spike_factor is None:
             yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
+
+    def _without_effect_in_sgd(self) -> Iterator[tuple[str, str]]:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        changed = changed_keys(self)
+        for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
+            if key in changed:
+                yield key, f"is not used by the optimizer sgd; set it to its default {defaults[key]}, or choose adamw"
 
     @property
     def may_roll_back(self) -> bool:
@@ -233,10 +241,9 @@ class QatSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
             yield "target_modules", "is empty, so nothing would be quantised; name modules, or remove it"
-        unused = dataclasses.fields(self) if self.weight_bits is None else ()
-        for field in unused:
-            if getattr(self, field.name) != field.default:
-                yield field.name, "has no effect while weight_bits is null; set that to 8, or remove it"
+        if self.weight_bits is None:
+            for key in changed_keys(self):
+                yield key, "has no effect while weight_bits is null; set that to 8, or remove it"
         if self.weight_bits is not None and self.activation_bits is None and self.moving_rate != 0.9:
             yield "moving_rate", "has no effect while activation_bits is null; set that to 8, or remove it"
 
@@ -305,7 +312,9 @@ class LaunchSection(Section):
             yield "master", f"is {self.master!r}; a port is 1 to 65535"
         most = self.nnodes + self.spares
         if self.node_rank is not None and self.node_rank >= most:
-            spares = f" and {self.spares} spares" if self.spares else ""
+            spares = ""
+            if self.spares:
+                spares = f" and {self.spares} spares"
             yield "node_rank", f"is {self.node_rank}; with nnodes {self.nnodes}{spares} it is at most {most - 1}"
         if self.spares and self.nnodes == 1:
             yield (
@@ -346,6 +355,14 @@ def device_numbers(devices: Any) -> list[int] | None:
 class Recipe(Section):
     """A complete run as data."""
 
+    # sections of some stages: the class of a recipe of such a stage has a field of that name
+    rollout: ClassVar[Section | None] = None
+    """A `RolloutSection`, see `rollout_of`."""
+    reward: ClassVar[Section | None] = None
+    """A `RewardSection`, see `reward_of`."""
+    environment: ClassVar[Section | None] = None
+    """An `EnvironmentSection`, see `environment_of`."""
+
     stage: str
     """Name of a registered stage; `llmsuite list stages` shows them."""
     source: str | None = None
@@ -382,6 +399,27 @@ class Recipe(Section):
     def freezes_model(self) -> bool:
         """True where adapters, interventions or a prefix are trained and the model is frozen."""
         return freezes_model(self.lora, self.reft, self.prefix)
+
+
+def rollout_of(recipe: Recipe) -> RolloutSection | None:
+    """Return section `rollout`; None for a stage without rollouts, or with another section of that name."""
+    if isinstance(recipe.rollout, RolloutSection):
+        return recipe.rollout
+    return None
+
+
+def reward_of(recipe: Recipe) -> RewardSection | None:
+    """Return section `reward`; None for a stage without rewards, or with another section of that name."""
+    if isinstance(recipe.reward, RewardSection):
+        return recipe.reward
+    return None
+
+
+def environment_of(recipe: Recipe) -> EnvironmentSection | None:
+    """Return section `environment`; None for a stage without it, or with another section of that name."""
+    if isinstance(recipe.environment, EnvironmentSection):
+        return recipe.environment
+    return None
 
 
 def freezes_model(lora: LoraSection, reft: ReftSection, prefix: PrefixSection) -> bool:

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from llmsuite.contract.schema.numbers import NonNegativeInt, Rank
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, changed_keys
 
 _POSITIONS = re.compile(r"f([1-9]\d*)(?:\+l([1-9]\d*))?|l([1-9]\d*)")
 
@@ -30,10 +30,9 @@ class ReftSection(Section):
             yield "positions", f'is {self.positions!r}; expected a value such as "f7+l7", "f3" or "l1"'
         if self.layers is not None and (not self.layers or len(set(self.layers)) < len(self.layers)):
             yield "layers", f"is {self.layers}; name at least one layer, each once, or leave it out for all"
-        unused = dataclasses.fields(self) if self.rank is None else ()
-        for field in unused:
-            if getattr(self, field.name) != field.default:
-                yield field.name, "has no effect while rank is null; set that too, or remove it"
+        if self.rank is None:
+            for key in changed_keys(self):
+                yield key, "has no effect while rank is null; set that too, or remove it"
 
     @property
     def ends(self) -> tuple[int, int]:

@@ -6,6 +6,8 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
+from llmsuite.base.fields import field_values
+
 
 @dataclasses.dataclass(kw_only=True)
 class Section:
@@ -64,3 +66,37 @@ def unread(section: Section, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str
             yield from unread(value, key)
         elif field.name not in section.__dict__.get("_read", ()):
             yield key
+
+
+def stored(section: object, *path: str) -> Any:
+    """Return the value at a path of keys below a section, without recording the keys as read; None where there is
+    none."""
+    for key in path:
+        if not isinstance(section, Section):
+            return None
+        section = section.__dict__.get(key)
+    return section
+
+
+def values_of(section: Section) -> dict[str, Any]:
+    """Return the value of each key of a section, recorded as read."""
+    return field_values(section)
+
+
+def subsection(section: Section, name: str) -> Any:
+    """Return a section below another one whose name is not known in advance, such as that of a registered stage in a
+    recipe, or of a reward in section `reward`; None where there is none."""
+    return getattr(section, name, None)
+
+
+def changed_keys(section: Section) -> list[str]:
+    """Return the keys of a section whose values are not the defaults, recorded as read. A required key has none."""
+    defaults = {field.name: default_of(field) for field in dataclasses.fields(section)}
+    return [key for key, value in values_of(section).items() if value != defaults[key]]
+
+
+def default_of(field: dataclasses.Field[Any]) -> Any:
+    """Return the default of a key; `dataclasses.MISSING` for a required one."""
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return field.default

@@ -96,7 +96,9 @@ def compare(a: Side, b: Side, names: tuple[str, str], tolerance: float | None = 
     apart = (len(np.setdiff1d(a.tokens, common)), len(np.setdiff1d(b.tokens, common)))
     metrics = {name: (a.metrics[name], b.metrics[name]) for name in a.metrics if name in b.metrics}
     backward = next(_backward(rows, limit), None)
-    scale = None if backward is None else _scale(a, b, limit)
+    scale = None
+    if backward is not None:
+        scale = _scale(a, b, limit)
     compared = [np.intersect1d(a.outputs[m].names, b.outputs[m].names).size for m in a.outputs if m in b.outputs]
     return Report(
         names=names,
@@ -114,7 +116,9 @@ def compare(a: Side, b: Side, names: tuple[str, str], tolerance: float | None = 
 
 def _row(a: Side, b: Side, module: str) -> Row:
     def between(ours: Mapping[str, TokenVectors], theirs: Mapping[str, TokenVectors]) -> float | None:
-        return _rows_apart(ours[module], theirs[module]) if module in ours and module in theirs else None
+        if module in ours and module in theirs:
+            return _rows_apart(ours[module], theirs[module])
+        return None
 
     def of_parameters(ours: Mapping[str, Sample], theirs: Mapping[str, Sample], floor: float) -> dict[str, float]:
         own = (name for name in ours if name.rpartition(".")[0] == module and name in theirs)
@@ -181,7 +185,9 @@ def _floor(side: Side) -> float:
 def _tokens_apart(a: Side, b: Side) -> float:
     """Share of the tokens that only one side has; 0 where padding is unknown and may be the reason."""
     if not (a.is_exact and b.is_exact):
-        return 0.0 if np.intersect1d(a.tokens, b.tokens).size else 1.0
+        if np.intersect1d(a.tokens, b.tokens).size:
+            return 0.0
+        return 1.0
     ours = np.unique(a.tokens)
     theirs = np.unique(b.tokens)
     apart = len(np.setxor1d(ours, theirs, assume_unique=True))
@@ -247,7 +253,9 @@ def _scale(a: Side, b: Side, limit: float) -> float | None:
     factor = products / squares if squares else 0.0
     floor = _floor(a)
     alike = all(_apart(x.values * factor, y.values, floor * math.sqrt(x.values.size)) <= limit for x, y in pairs)
-    return factor if alike and abs(factor - 1) > limit else None
+    if alike and abs(factor - 1) > limit:
+        return factor
+    return None
 
 
 def _finite(value: Any) -> Any:
@@ -255,4 +263,6 @@ def _finite(value: Any) -> Any:
         return {key: _finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -27,7 +27,9 @@ def contexts(ids: np.ndarray, starts: np.ndarray | None = None, lengths: np.ndar
     found = np.full(ids.shape, PADDING, "uint64")
     for row in range(len(ids)):
         length = ids.shape[1] if lengths is None else int(lengths[row])
-        begins = None if starts is None else starts[row].tolist()
+        begins = None
+        if starts is not None:
+            begins = starts[row].tolist()
         found[row, :length] = _of_row(ids[row, :length].tolist(), begins)
     return found
 

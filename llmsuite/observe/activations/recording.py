@@ -17,6 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import paddle
 
+from llmsuite.base.fields import field_values
 from llmsuite.base.typing import Tensor
 from llmsuite.models.blocks import DecoderLayer, LayerExecution
 from llmsuite.observe.activations.contexts import contexts, select_tokens
@@ -66,7 +67,7 @@ class Tokens:
     def write(self, path: Path) -> None:
         """Write the tokens for ranks in the middle of the pipeline, which have no ids; the file appears atomically."""
         unfinished = path.with_suffix(".part.npz")
-        np.savez(unfinished, **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
+        np.savez(unfinished, **field_values(self))
         os.replace(unfinished, path)
 
     @classmethod
@@ -147,13 +148,17 @@ class ActivationHooks:
         if not paddle.in_dynamic_mode() or not isinstance(output, paddle.Tensor):
             return
         tokens = self._current_tokens()
-        piece = None if tokens is None else self._local_part(output.detach(), tokens)
+        piece = None
+        if tokens is not None:
+            piece = self._local_part(output.detach(), tokens)
         if tokens is None or piece is None:
             return
         number = tokens.micro_batch
         self.order.setdefault(name, (part, len(self.order)))
         # under recompute a layer runs twice, the second time for the gradients: the first values are kept
-        found = self._local_part(given.detach(), tokens) if isinstance(given, paddle.Tensor) else None
+        found = None
+        if isinstance(given, paddle.Tensor):
+            found = self._local_part(given.detach(), tokens)
         if found is not None:
             self.inputs.setdefault(name, {}).setdefault(number, found)
         self.outputs.setdefault(name, {}).setdefault(number, piece)
@@ -206,10 +211,11 @@ class ActivationHooks:
         """The record of this rank."""
         arrays: dict[str, np.ndarray] = {}
         modules: dict[str, Any] = {}
+        by_kind = {"inputs": self.inputs, "outputs": self.outputs, "gradients": self.gradients}
         for name, place in self.order.items():
             modules[name] = {"order": place, "class": self.kinds.get(name, "")}
-            for kind in ("inputs", "outputs", "gradients"):
-                pieces = getattr(self, kind).get(name, {})
+            for kind, by_module in by_kind.items():
+                pieces = by_module.get(name, {})
                 if pieces:
                     modules[name][kind] = next(iter(pieces.values())).part
                     ordered = [pieces[number] for number in sorted(pieces)]
@@ -220,7 +226,9 @@ class ActivationHooks:
 
 
 def _first(given: Any) -> Any:
-    return given[0] if isinstance(given, (tuple, list)) and given else given
+    if isinstance(given, (tuple, list)) and given:
+        return given[0]
+    return given
 
 
 @dataclasses.dataclass(frozen=True)

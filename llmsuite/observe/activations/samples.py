@@ -30,7 +30,9 @@ def sample_of(values: np.ndarray) -> Sample:
     """A sample of a tensor, from positions that depend only on its size."""
     flat = values.reshape(-1)
     # norm in float64: a sum of many squares in float32 would lose digits
-    norm = float(np.linalg.norm(flat.astype("float64"))) if flat.size else 0.0
+    norm = 0.0
+    if flat.size:
+        norm = float(np.linalg.norm(flat.astype("float64")))
     if flat.size > MAX_VALUES:
         flat = flat[np.random.default_rng(flat.size).integers(0, flat.size, MAX_VALUES)]
     return Sample(flat, norm, values.shape)

@@ -105,7 +105,9 @@ def run(args: Any, registry: Registry) -> int:
             a, b = (_record_side(i, plan, registry, scratch, every) for i, plan in enumerate(plans))
         second = args.b
         if not second:
-            second = f"with {args.against}" if args.against else "one process"
+            second = "one process"
+            if args.against:
+                second = f"with {args.against}"
         names = (args.a, second)
     from llmsuite.observe.activations.compare import compare
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,9 @@ def summary_lines(report: Report) -> Iterator[str]:
     elif forward is not None:
         yield f"first difference in the forward pass: {_say(forward)}"
     if backward is not None:
-        follows = " (it may follow from that)" if forward is not None else ""
+        follows = ""
+        if forward is not None:
+            follows = " (it may follow from that)"
         yield f"first difference in the backward pass: {_say(backward)}{follows}"
     if report.scale is not None:
         yield f"every gradient of a parameter in {b} is {report.scale:.6g} times that in {a}"
@@ -75,11 +77,12 @@ def _outermost(name: str, names: set[str]) -> str:
 
 def _folded(row: Row, inside: Sequence[Row]) -> Row:
     """A row with the parameters of all modules inside it."""
-
-    def merged(kind: str) -> Mapping[str, float]:
-        return {name: value for other in inside for name, value in getattr(other, kind).items()}
-
-    return Row(row.module, row.output, row.gradient, merged("parameters"), merged("parameter_gradients"))
+    parameters: dict[str, float] = {}
+    gradients: dict[str, float] = {}
+    for other in inside:
+        parameters.update(other.parameters)
+        gradients.update(other.parameter_gradients)
+    return Row(row.module, row.output, row.gradient, parameters, gradients)
 
 
 def table(report: Report, every: bool = False) -> Any:

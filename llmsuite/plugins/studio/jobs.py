@@ -126,7 +126,9 @@ class Jobs:
     def known(self) -> list[dict[str, Any]]:
         """Every run; those that were started here come first."""
         names = list(self._runs)
-        others = [str(path) for path in find_runs(self._root)] if is_dir(self._root) else []
+        others = []
+        if is_dir(self._root):
+            others = [str(path) for path in find_runs(self._root)]
         return [self._describe(name) for name in dict.fromkeys([*reversed(names), *others])]
 
     def directory(self, name: str) -> Path:

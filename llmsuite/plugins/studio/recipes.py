@@ -55,7 +55,9 @@ class FilledRecipe:
     @property
     def words(self) -> list[str]:
         """The arguments of `llmsuite run`."""
-        return [self.recipe, *(["--smoke"] if self.smoke else []), *self.overrides]
+        if self.smoke:
+            return [self.recipe, "--smoke", *self.overrides]
+        return [self.recipe, *self.overrides]
 
     @property
     def command(self) -> str:
@@ -83,8 +85,7 @@ class Recipes:
     def check(self, form: FilledRecipe) -> Data:
         """Return the errors of a recipe by key, or the notes of `validate`; and the command that runs it."""
         try:
-            plan = self.plan_of(form)
-            unchecked = _checked(plan, self._registry)
+            plan, unchecked = self._checked_plan(form)
         except RecipeError as error:
             problems = list(map(_problem, error.problems))
             return {"problems": problems, "command": form.command}
@@ -93,7 +94,7 @@ class Recipes:
         made = (
             f"{plan.train.stage.name}, {plan.model.family.name}, {plan.parallel.degrees} on {plan.parallel.device.name}"
         )
-        notes = [*unchecked, *all_notes(plan)]
+        notes = [*unchecked, *all_notes(plan.recipe, plan.data, plan.train, plan.parallel.device.name)]
         return {"problems": [], "command": form.command, "made": made, "run": str(plan.output_dir), "notes": notes}
 
     def plan(self, form: FilledRecipe) -> str:
@@ -103,7 +104,25 @@ class Recipes:
 
         plan = self.plan_of(form)
         plan.check_trains("plan")
-        return "\n".join(show_plan(estimate(plan), None, None))
+        return "\n".join(show_plan(estimate(plan.model, plan.data, plan.parallel, plan.train), None, None))
+
+    def _checked_plan(self, form: FilledRecipe) -> tuple[RunPlan, list[str]]:
+        """Resolve the recipe, and return it with the notes of `check_rows`. Raises RecipeError with all errors of the
+        files and the rows together."""
+        plan = self.plan_of(form)
+        problems: list[Problem] = []
+        notes: list[str] = []
+        try:
+            plan.check_files()
+        except RecipeError as error:
+            problems = error.problems
+        try:
+            notes = check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, self._registry)
+        except RecipeError as error:
+            problems = [*problems, *(each for each in error.problems if each not in problems)]
+        if problems:
+            raise RecipeError(problems)
+        return plan, notes
 
     def plan_of(self, form: FilledRecipe) -> RunPlan:
         """Resolve the recipe. Raises UserError with all errors."""
@@ -112,23 +131,6 @@ class Recipes:
             raise UserError(f"{form.recipe}: is no file; choose a recipe")
         with self._lock:
             return plan_run(form.recipe, form.overrides, self._registry, form.smoke)
-
-
-def _checked(plan: RunPlan, registry: Registry) -> list[str]:
-    """Return the notes of `check_rows`. Raises RecipeError with all errors of files and of rows together."""
-    problems: list[Problem] = []
-    notes: list[str] = []
-    try:
-        plan.check_files()
-    except RecipeError as error:
-        problems = error.problems
-    try:
-        notes = check_rows(plan, registry)
-    except RecipeError as error:
-        problems = [*problems, *(each for each in error.problems if each not in problems)]
-    if problems:
-        raise RecipeError(problems)
-    return notes
 
 
 def _problem(problem: Problem) -> Data:

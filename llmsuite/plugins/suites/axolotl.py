@@ -62,7 +62,9 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
             f"{refused} pretraining_dataset: it trains on each text separately; stage pretrain concatenates them"
         )
     stage = requested or "sft"
-    return "lora" if stage == "sft" and is_on(values.get("adapter")) else stage
+    if stage == "sft" and is_on(values.get("adapter")):
+        return "lora"
+    return stage
 
 
 def _recipe(run: Run) -> dict[str, Any]:

@@ -182,7 +182,9 @@ def _template(run: Run) -> dict[str, Any]:
             "supervised"
         )
         return {}
-    why = "adds a default system turn" if name in _OWN_TEMPLATES else "is a template of LLaMA-Factory"
+    why = "is a template of LLaMA-Factory"
+    if name in _OWN_TEMPLATES:
+        why = "adds a default system turn"
     run.refuse("template", name, f"{why}; to use the template of {weights}, leave it out: data.chat_template")
     return {}
 

@@ -76,7 +76,9 @@ def _file_to_make(run: Run, key: str, entries: list[_DataSet], max_rows: int | N
     names = "+".join(entry.name for entry in entries)
     suffix = "" if max_rows is None else f"-{max_rows}"
     path = f"{_directory(run).removeprefix(_REMOTE)}/{names}{suffix}.jsonl"
-    part = "" if max_rows is None else f", the first {max_rows} of each"
+    part = ""
+    if max_rows is not None:
+        part = f", the first {max_rows} of each"
     sources = ", ".join(entry.source for entry in entries)
     run.note(f"{key}: is a file to create: {path}, with the rows of {sources}{part}")
     return path

@@ -32,7 +32,9 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     if requested is None and kind.lower() not in _STAGES:
         raise UserError(f"{name}: stage {kind} is no job of a recipe; supported are SFT, DPO and PT")
     stage = requested or _STAGES[kind.lower()]
-    return "lora" if stage == "sft" and _trains_adapters(values) else stage
+    if stage == "sft" and _trains_adapters(values):
+        return "lora"
+    return stage
 
 
 def _trains_adapters(values: Mapping[str, Any]) -> bool:

@@ -78,7 +78,9 @@ class Run(Conversion):
         tables = (self.suite.translations, self.suite.ignored, self.suite.refused)
         names = [name for table in tables for name in table if "*" not in name]
         near = difflib.get_close_matches(key, names, n=1, cutoff=0.8)
-        return f"is not known; did you mean {near[0]}?" if near else super().unknown(key)
+        if near:
+            return f"is not known; did you mean {near[0]}?"
+        return super().unknown(key)
 
     def words(self, key: str) -> list[str]:
         """Return the values of a list, or of a text with commas."""

@@ -66,16 +66,22 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     if command == "swift pt":
         raise UserError(f"{refused}: swift pt trains on each text separately; stage pretrain concatenates them. "
                         "For pretraining: llmsuite recipe new --stage pretrain")  # fmt: skip
-    kind = str(values.get("rlhf_type") or "dpo") if command == "swift rlhf" else "sft"
+    kind = "sft"
+    if command == "swift rlhf":
+        kind = str(values.get("rlhf_type") or "dpo")
     if kind in ("grpo", "ppo"):
         raise UserError(f"{refused}: its {kind} has its own rewards and sampling; llmsuite recipe new --stage {kind}")
     if kind != "sft" and kind not in _STAGES:
-        why = "adds a loss on the chosen answers" if kind in ("simpo", "cpo", "orpo") else "has no stage"
+        why = "has no stage"
+        if kind in ("simpo", "cpo", "orpo"):
+            why = "adds a loss on the chosen answers"
         raise UserError(f"{refused}: rlhf_type {kind} {why}")
     stage = requested or _STAGES.get(kind, kind)
     # train_type in older versions
     kind = str(values.get("tuner_type") or values.get("train_type") or "lora")
-    return "lora" if stage == "sft" and kind == "lora" else stage
+    if stage == "sft" and kind == "lora":
+        return "lora"
+    return stage
 
 
 def _recipe(run: Run) -> dict[str, Any]:
@@ -85,7 +91,9 @@ def _recipe(run: Run) -> dict[str, Any]:
     kind = str(run.take("tuner_type") or run.take("train_type") or "lora")
     run.take("command"), run.take("rlhf_type")
     is_full = kind == "full"
-    hub = "" if is_on(run.take("use_hf")) | is_on(run.take("USE_HF")) else "ms:"
+    hub = "ms:"
+    if is_on(run.take("use_hf")) | is_on(run.take("USE_HF")):
+        hub = ""
     dtype = run.take("torch_dtype")
     if dtype not in _TO_16_BITS:
         run.refuse("torch_dtype", dtype, "engine.precision has fp32, bf16 and fp16")

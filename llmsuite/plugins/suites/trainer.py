@@ -209,7 +209,9 @@ def _schedule(run: Run, rate: float, steps: int | None, defaults: Defaults) -> d
 def _option(run: Run, options: dict[str, Any], key: str) -> Any:
     """Remove and return a number of `lr_scheduler_kwargs`; None if it is not given."""
     value = options.pop(key, None)
-    return None if value is None else number(value, f"{run.location('lr_scheduler_kwargs')}.{key}")
+    if value is None:
+        return None
+    return number(value, f"{run.location('lr_scheduler_kwargs')}.{key}")
 
 
 def evaluates(run: Run, train: dict[str, Any]) -> bool:

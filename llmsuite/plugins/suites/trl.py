@@ -36,7 +36,9 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     if stage is None or stage not in {*_STAGES.values(), "lora"}:
         raise UserError(f"{name}: does not tell the command of TRL; add --stage, one of sft, dpo, kto and rm")
     stage = "sft" if stage == "lora" else stage
-    return "lora" if stage == "sft" and is_on(values.get("use_peft")) else stage
+    if stage == "sft" and is_on(values.get("use_peft")):
+        return "lora"
+    return stage
 
 
 def _recipe(run: Run) -> dict[str, Any]:
@@ -86,7 +88,9 @@ def _accelerate(run: Run) -> dict[str, Any]:
 
 
 def _data(run: Run) -> dict[str, Any]:
-    length = run.given("max_length") if "max_length" in run.left else _LENGTH
+    length = _LENGTH
+    if "max_length" in run.left:
+        length = run.given("max_length")
     run.take("max_length")
     if length is None:
         run.refuse("max_length", "null", "data.max_length is a number")

@@ -85,5 +85,7 @@ def _sources(run: Run, part: dict[str, Any]) -> list[str]:
         return [", ".join(map(str, files))]
     if files is not None:
         return [str(file) for file in (files if isinstance(files, list) else [files])]
-    config = f"&config={part['name']}" if part.get("name") else ""
+    config = ""
+    if part.get("name"):
+        config = f"&config={part['name']}"
     return [f"hf:{part.get('path')}?split={part.get('split') or 'train'}{config}"]

@@ -13,8 +13,13 @@ def _degrees_of_engine(context: RuleContext) -> Iterator[Violation]:
     if not context.shard_plan.is_auto_parallel:
         return
     why = f"family {context.family.name} is auto-parallel and places its parameters itself"
-    for key in ("tensor", "pipeline", "sharding", "expert"):
-        degree = getattr(parallel, f"{key}_parallel_degree")
+    degrees = {
+        "tensor": parallel.tensor_parallel_degree,
+        "pipeline": parallel.pipeline_parallel_degree,
+        "sharding": parallel.sharding_parallel_degree,
+        "expert": parallel.expert_parallel_degree,
+    }
+    for key, degree in degrees.items():
         if degree > 1:
             yield f"parallel.{key}_parallel_degree", f"is {degree}, but {why}; remove it"
     if parallel.sharding != "none":

@@ -7,7 +7,12 @@ from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.contract.schema.degrees import Degrees
-from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of, rollout_of
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.rollout import RolloutSection
+from llmsuite.contract.schema.section import subsection
+from llmsuite.contract.schema.stage_keys import HasSplit
 from llmsuite.contract.specs import JobSpec, ModelFamily, StageProfile, StageSpec
 from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
 
@@ -33,12 +38,31 @@ class RuleContext:
     @property
     def section(self) -> Any:
         """Section of the stage."""
-        return getattr(self.recipe, self.stage.section_name)
+        return subsection(self.recipe, self.stage.section_name)
+
+    @property
+    def rollout(self) -> RolloutSection | None:
+        """Section `rollout`; None for a stage without rollouts."""
+        if self.profile.updates:
+            return rollout_of(self.recipe)
+        return None
+
+    @property
+    def reward(self) -> RewardSection | None:
+        """Section `reward`; None for a stage without rewards."""
+        return reward_of(self.recipe)
+
+    @property
+    def environment(self) -> EnvironmentSection | None:
+        """Section `environment`; None for a stage without environments."""
+        return environment_of(self.recipe)
 
     @property
     def profile(self) -> StageProfile:
         """Profile of the stage for this recipe; without any entries for a job."""
-        return self.stage.profile(self.section) if isinstance(self.stage, StageSpec) else StageProfile()
+        if isinstance(self.stage, StageSpec):
+            return self.stage.profile(self.section)
+        return StageProfile()
 
     @property
     def shard_plan(self) -> ShardPlan:
@@ -48,12 +72,16 @@ class RuleContext:
     @property
     def precisions(self) -> Sequence[str] | None:
         """Precisions that the device supports for the stage; None for an unknown device."""
-        return None if self.backend is None else self.backend.precisions_of(self.stage.trains)
+        if self.backend is None:
+            return None
+        return self.backend.precisions_of(self.stage.trains)
 
     @property
     def matmul_precisions(self) -> Sequence[str]:
         """Precisions that the device uses for matrix products only, with float32 parameters."""
-        return () if self.backend is None else self.backend.training_precisions
+        if self.backend is None:
+            return ()
+        return self.backend.training_precisions
 
     @property
     def num_devices(self) -> int:
@@ -64,8 +92,8 @@ class RuleContext:
     def evaluates(self) -> bool:
         """True where the recipe has evaluation data."""
         # a stage with a key `split` takes its evaluation data from data.train
-        split = getattr(getattr(self.recipe, self.recipe.stage, None), "split", None)
-        return bool(self.recipe.data.eval or split)
+        splits = isinstance(self.section, HasSplit) and self.section.split
+        return bool(self.recipe.data.eval or splits)
 
     @property
     def ranks_per_replica(self) -> int:

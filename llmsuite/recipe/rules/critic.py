@@ -8,13 +8,19 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file
+from llmsuite.contract.schema.recipe import rollout_of
 from llmsuite.contract.schema.rule import Rule, Violation
+from llmsuite.models.protocols import HasScoreHead, KeepsKeys
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.shape import ONLY_INITIAL, local_weights
 
 
 def _no_score_head(context: RuleContext) -> Iterator[Violation]:
-    if context.profile.critic is not None and context.config is not None and not hasattr(context.config, "head"):
+    if (
+        context.profile.critic is not None
+        and context.config is not None
+        and not isinstance(context.config, HasScoreHead)
+    ):
         message = f"{context.family.name} has no score head, which the critic of stage {context.recipe.stage} needs"
         yield "model.family", f"{message}; choose another family"
 
@@ -27,7 +33,12 @@ def _one_loss_scale(context: RuleContext) -> Iterator[Violation]:
 
 def _other_shape(context: RuleContext) -> Iterator[Violation]:
     critic = context.profile.critic
-    if critic is None or critic.weights is None or context.config is None or not hasattr(context.config, "head"):
+    if (
+        critic is None
+        or critic.weights is None
+        or context.config is None
+        or not isinstance(context.config, HasScoreHead)
+    ):
         return
     key = f"{critic.key}.weights"
     directory = local_weights(critic.weights)
@@ -40,7 +51,10 @@ def _other_shape(context: RuleContext) -> Iterator[Violation]:
     except UserError as error:
         yield key, str(error)
         return
-    there, here = (_plain(config, kept=getattr(context.config, "kept", None)) for config in (found, context.config))
+    kept = None
+    if isinstance(context.config, KeepsKeys):
+        kept = context.config.kept
+    there, here = (_plain(config, kept) for config in (found, context.config))
     differing = [
         f"{name} is {there.get(name)!r} there and {here.get(name)!r} in the model"
         for name in sorted(there.keys() | here.keys())
@@ -53,16 +67,16 @@ def _other_shape(context: RuleContext) -> Iterator[Violation]:
 def _plain(config: Any, kept: Any) -> dict[str, Any]:
     """Return a config as the config.json of a critic, with all defaults."""
     changes: dict[str, Any] = {"head": "score"}
-    if hasattr(config, "kept"):
+    if isinstance(config, KeepsKeys):
         changes["kept"] = kept
     plain: dict[str, Any] = dataclasses.replace(config, **changes).to_hf()
     return plain
 
 
 def _biased_prompts(context: RuleContext) -> Iterator[Violation]:
-    rollout = getattr(context.recipe, "rollout", None)
+    rollout = rollout_of(context.recipe)
     stage = context.recipe.stage
-    if context.profile.critic is not None and getattr(rollout, "dynamic_sampling", False):
+    if context.profile.critic is not None and rollout is not None and rollout.dynamic_sampling:
         message = (
             f"drops prompts whose completions have equal rewards: the critic of stage {stage} would never see prompts "
             "that are always right or always wrong, and its values would be biased"

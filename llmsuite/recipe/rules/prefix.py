@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from llmsuite.adapters.prefix_shapes import WINDOW, attentions
 from llmsuite.contract.schema.rule import Rule, Violation
+from llmsuite.models.protocols import HasShapes, window_of
 from llmsuite.recipe.rules.context import RuleContext
 from llmsuite.recipe.rules.frozen import keys_that_change_the_model
 
@@ -36,7 +37,7 @@ def _no_heads(context: RuleContext) -> Iterator[Violation]:
     if tokens is None or config is None:
         return
     names = context.family.names()
-    shapes = names.parameter_shapes(config) if hasattr(names, "parameter_shapes") else {}
+    shapes = names.parameter_shapes(config) if isinstance(names, HasShapes) else {}
     if len(attentions(shapes, context.shard_plan.layers)) < config.num_hidden_layers:
         yield (
             "prefix.tokens",
@@ -53,7 +54,9 @@ def _no_room(context: RuleContext) -> Iterator[Violation]:
         return
     if longest + tokens > config.max_position_embeddings:
         room = config.max_position_embeddings - tokens
-        advice = f"lower data.max_length to {room}" if room > 0 else "lower it"
+        advice = "lower it"
+        if room > 0:
+            advice = f"lower data.max_length to {room}"
         yield (
             "prefix.tokens",
             f"is {tokens}, and data.max_length {longest}; the model has at most {config.max_position_embeddings} "
@@ -62,7 +65,7 @@ def _no_room(context: RuleContext) -> Iterator[Violation]:
 
 
 def _window(context: RuleContext) -> Iterator[Violation]:
-    window = getattr(context.config, "sliding_window", None)
+    window = window_of(context.config)
     if context.recipe.prefix.tokens is not None and window is not None:
         yield "prefix.tokens", f"is {context.recipe.prefix.tokens}; {WINDOW.format(window)}"
 

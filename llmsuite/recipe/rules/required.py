@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
-from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.schema.rule import Rule, Violation
+from llmsuite.contract.schema.section import subsection, values_of
 from llmsuite.models.plain import reads_tokens
 from llmsuite.recipe.rules.context import RuleContext
 
@@ -29,17 +28,19 @@ def _no_tokenizer(context: RuleContext) -> Iterator[Violation]:
 
 
 def _incomplete_reward(context: RuleContext) -> Iterator[Violation]:
-    rewards: Any = getattr(context.recipe, "reward", None)  # has the keys of its rewards
-    names = rewards.functions if isinstance(rewards, RewardSection) else ()
-    for name in names:
+    if context.reward is None:
+        return
+    for name in context.reward.functions:
         key, what = _REQUIRED_BY_REWARDS.get(name, ("", ""))
-        if key and getattr(getattr(rewards, name), key) is None:
+        if key and values_of(subsection(context.reward, name))[key] is None:
             yield f"reward.{name}.{key}", f"is required with the reward {name}; set it to {what}"
 
 
 def _unnamed_environment(context: RuleContext) -> Iterator[Violation]:
-    environment: Any = getattr(context.recipe, "environment", None)  # has the keys of its environments
-    if getattr(environment, "name", None) == "verifiers" and environment.verifiers.id is None:
+    environment = context.environment
+    if environment is None or environment.name != "verifiers":
+        return
+    if subsection(environment, "verifiers").id is None:
         what = "the name of its package, or a Python file with load_environment"
         yield "environment.verifiers.id", f"is required with the environment verifiers; set it to {what}"
 

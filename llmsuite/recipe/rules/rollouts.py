@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from llmsuite.contract.schema.rule import Rule, Violation
+from llmsuite.contract.schema.section import subsection
+from llmsuite.contract.schema.stage_keys import CorrectsRollouts, HasAdvantage
 from llmsuite.recipe.rules.context import RuleContext
 
 
-def _rollout(context: RuleContext) -> Any:
-    """Return section `rollout`; None for stages without rollouts."""
-    return getattr(context.recipe, "rollout", None) if context.profile.updates else None
-
-
 def _no_room(context: RuleContext) -> Iterator[Violation]:
-    rollout = _rollout(context)
+    rollout = context.rollout
     longest = context.recipe.data.max_length
     if rollout is not None and rollout.max_completion_length >= longest:
         message = f"is {rollout.max_completion_length}, which leaves no room for a prompt in data.max_length"
@@ -23,14 +19,15 @@ def _no_room(context: RuleContext) -> Iterator[Violation]:
 
 
 def _one_completion(context: RuleContext) -> Iterator[Violation]:
-    rollout = _rollout(context)
-    section = getattr(context.recipe, context.stage.section_name, None)
-    compared = getattr(section, "advantage", "reinforce") != "reinforce"
+    rollout = context.rollout
+    compared = isinstance(context.section, HasAdvantage) and context.section.advantage != "reinforce"
     if rollout is not None and rollout.num_generations == 1 and compared:
         name = context.stage.section_name
         message = f"is 1, but {name}.advantage compares the completions of a prompt; set it to 2 or more"
         yield "rollout.num_generations", message
-    least = None if rollout is None else context.profile.completions
+    least = None
+    if rollout is not None:
+        least = context.profile.completions
     if rollout is not None and least is not None and rollout.num_generations < least:
         message = f"is {rollout.num_generations}, but {context.recipe.stage} compares {least} completions of a prompt"
         yield "rollout.num_generations", f"{message}; set it to {least} or more"
@@ -58,9 +55,9 @@ def _split_rollout(context: RuleContext) -> Iterator[Violation]:
 
 
 def _uneven_epochs(context: RuleContext) -> Iterator[Violation]:
-    rollout = _rollout(context)
+    rollout = context.rollout
     recipe = context.recipe
-    if rollout is None or not getattr(rollout, "dynamic_sampling", False):
+    if rollout is None or not rollout.dynamic_sampling:
         return
     why = "with rollout.dynamic_sampling the number of prompts of a step is not known in advance"
     if recipe.train.max_steps is None:
@@ -73,7 +70,9 @@ def _uneven_epochs(context: RuleContext) -> Iterator[Violation]:
 
 def _rolled_back(context: RuleContext) -> Iterator[Violation]:
     if context.profile.updates and context.recipe.train.may_roll_back:
-        key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
+        key = "on_spike"
+        if context.recipe.train.on_nonfinite == "roll_back":
+            key = "on_nonfinite"
         yield f"train.{key}", f"is roll_back, which stage {context.recipe.stage} does not support; choose skip"
 
 
@@ -98,13 +97,15 @@ def _read_ahead(context: RuleContext) -> Iterator[Violation]:
 
 
 def _stale(context: RuleContext) -> Iterator[Violation]:
-    rollout = _rollout(context)
+    rollout = context.rollout
     key = "rollout.max_staleness"
-    lag = getattr(rollout, "max_staleness", 0)
-    if not lag or "async_rollout" not in context.stage.capabilities:  # the second case is reported elsewhere
+    if rollout is None or "async_rollout" not in context.stage.capabilities:  # the second case is reported elsewhere
+        return
+    lag = rollout.max_staleness
+    if not lag:
         return
     name = context.stage.section_name
-    if getattr(context.section, "rollout_correction", "none") == "none":
+    if not isinstance(context.section, CorrectsRollouts) or context.section.rollout_correction == "none":
         message = f"is {lag}, but stale completions are off-policy"
         yield key, f"{message}; set {name}.rollout_correction to tis or mis, or set it to 0"
     if context.profile.updates > 1:
@@ -112,7 +113,7 @@ def _stale(context: RuleContext) -> Iterator[Violation]:
             key,
             f"is {lag}, and {name}.updates {context.profile.updates}: choose one of them, and set the other to 0 or 1",
         )
-    if getattr(rollout, "dynamic_sampling", False):
+    if rollout.dynamic_sampling:
         yield (
             key,
             f"is {lag}, but rollout.dynamic_sampling samples again with newer weights; set it to 0, or that to false",
@@ -120,23 +121,26 @@ def _stale(context: RuleContext) -> Iterator[Violation]:
 
 
 def _no_server(context: RuleContext) -> Iterator[Violation]:
-    rollout = _rollout(context)
-    if rollout is not None and rollout.engine == "openai" and not rollout.openai.urls:
+    rollout = context.rollout
+    if rollout is not None and rollout.engine == "openai" and not subsection(rollout, "openai").urls:
         message = "is empty; start `llmsuite serve MODEL --rl` and set its address"
         yield "rollout.openai.urls", f'{message}, such as ["http://127.0.0.1:8000"]'
 
 
 def _late_server(context: RuleContext) -> Iterator[Violation]:
-    rewards: Any = getattr(context.recipe, "reward", None)
-    if "http" in getattr(rewards, "functions", ()) and rewards.http.timeout > rewards.time_limit:
-        message = f"is {rewards.http.timeout:g}, longer than reward.time_limit {rewards.time_limit:g}"
+    rewards = context.reward
+    if rewards is None or "http" not in rewards.functions:
+        return
+    timeout = subsection(rewards, "http").timeout
+    if timeout > rewards.time_limit:
+        message = f"is {timeout:g}, longer than reward.time_limit {rewards.time_limit:g}"
         yield "reward.http.timeout", f"{message}, which ends the call including its retries; lower it, or raise that"
 
 
 def _no_environment(context: RuleContext) -> Iterator[Violation]:
-    rewards = getattr(context.recipe, "reward", None)
-    environment = getattr(context.recipe, "environment", None)
-    if "environment" in getattr(rewards, "functions", ()) and getattr(environment, "name", None) is None:
+    if context.reward is None or "environment" not in context.reward.functions:
+        return
+    if context.environment is None or context.environment.name is None:
         message = "has environment, the reward of an environment, but environment.name is null"
         yield "reward.functions", f"{message}; set environment.name, or remove the reward"
 

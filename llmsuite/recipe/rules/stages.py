@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from llmsuite.adapters.parameters import factor_shapes
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.rule import Rule, Violation
+from llmsuite.contract.schema.stage_keys import HasMix, HasReference
+from llmsuite.models.protocols import HasShapes, num_stored_mtp_layers
 from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
 from llmsuite.recipe.rules.context import RuleContext
 
@@ -32,23 +34,26 @@ def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:
 
 
 def _mixed_elsewhere(context: RuleContext) -> Iterator[Violation]:
-    stage = context.recipe.stage
-    if context.recipe.data.mix and hasattr(getattr(context.recipe, stage, None), "mix"):
-        yield "data.mix", f"has no effect in stage {stage}, which uses {stage}.mix; set that instead"
+    name = context.stage.section_name
+    if context.recipe.data.mix and isinstance(context.section, HasMix):
+        yield "data.mix", f"has no effect in stage {context.recipe.stage}, which uses {name}.mix; set that instead"
 
 
 def _no_checkpoint_to_roll_back_to(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.train.may_roll_back and context.recipe.checkpoint.save_steps is None:
-        key = "on_nonfinite" if context.recipe.train.on_nonfinite == "roll_back" else "on_spike"
+        key = "on_spike"
+        if context.recipe.train.on_nonfinite == "roll_back":
+            key = "on_nonfinite"
         yield f"train.{key}", "is roll_back, which needs checkpoints: set checkpoint.save_steps, or choose skip"
 
 
 def _nothing_to_switch_off(context: RuleContext) -> Iterator[Violation]:
-    stage = context.recipe.stage
-    reference = getattr(getattr(context.recipe, stage, None), "reference", None)
-    if reference == "adapter_off" and context.recipe.lora.rank is None:
+    if not isinstance(context.section, HasReference):
+        return
+    if context.section.reference == "adapter_off" and context.recipe.lora.rank is None:
         other = "copy" if context.profile.updates else "cache"
-        yield f"{stage}.reference", f"is adapter_off, which needs adapters; set lora.rank, or set it to {other}"
+        key = f"{context.stage.section_name}.reference"
+        yield key, f"is adapter_off, which needs adapters; set lora.rank, or set it to {other}"
 
 
 def _nothing_to_train(context: RuleContext) -> Iterator[Violation]:
@@ -67,7 +72,7 @@ def _no_mtp(context: RuleContext) -> Iterator[Violation]:
     key = "train.mtp_loss_weight"
     if not weight:
         return
-    layers = getattr(context.config, "num_nextn_predict_layers", 0)
+    layers = num_stored_mtp_layers(context.config)
     if "mtp" not in context.stage.capabilities:
         yield key, f"is {weight}; stage {context.recipe.stage} does not support multi-token prediction; set it to 0"
     elif context.config is not None and layers != 1:
@@ -115,7 +120,7 @@ def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.engine.mode == "to_static":
         yield key, f"is {lora.base_dtype}, which to_static does not support; set engine.mode to dynamic"
     names = context.family.names()
-    if not hasattr(names, "parameter_shapes"):
+    if not isinstance(names, HasShapes):
         yield (
             key,
             f"is {lora.base_dtype}; family {context.family.name} has no parameter_shapes; set it to null",
@@ -128,7 +133,9 @@ def _no_quantised_base(context: RuleContext) -> Iterator[Violation]:
         parts = tp if cut else 1
         inputs = shapes[name][-2]
         if inputs % (parts * block):
-            per_rank = f", {inputs // parts} on each of {tp} ranks" if parts > 1 else ""
+            per_rank = ""
+            if parts > 1:
+                per_rank = f", {inputs // parts} on each of {tp} ranks"
             divisor = math.gcd(block, inputs // parts)
             message = f"is {block}, which does not divide the {inputs} inputs of {module}{per_rank}"
             yield "lora.base_block", f"{message}; use {divisor}"
@@ -147,7 +154,7 @@ def _nothing_to_drop(context: RuleContext) -> Iterator[Violation]:
             "layers; set it to 0, or engine.mode to dynamic",
         )
     names = context.family.names()
-    if context.config is None or not hasattr(names, "parameter_shapes") or context.stage.head == "score":
+    if context.config is None or not isinstance(names, HasShapes) or context.stage.head == "score":
         return
     if "lm_head.weight" not in names.parameter_shapes(context.config):  # tied to the embedding
         return
@@ -197,7 +204,7 @@ def _no_such_target(context: RuleContext) -> Iterator[Violation]:
     if lora.rank is None or not lora.target_modules or context.config is None:
         return
     names = context.family.names()
-    if not hasattr(names, "parameter_shapes"):
+    if not isinstance(names, HasShapes):
         return
     key = "lora.target_modules"
     method = lora.adapter_method
@@ -205,7 +212,9 @@ def _no_such_target(context: RuleContext) -> Iterator[Violation]:
     shapes = names.parameter_shapes(context.config)
     linear = linear_modules(shapes, plan)
     experts = expert_modules(shapes, plan)
-    embedding = [plan.embedding] if has_own_head(shapes) else []
+    embedding = []
+    if has_own_head(shapes):
+        embedding = [plan.embedding]
     for pattern in lora.target_modules:
         for modules, reason, what, others in (
             (experts, method.on_experts, "routed experts", "shared_experts.* and "),
@@ -242,7 +251,7 @@ def _no_such_structure(context: RuleContext) -> Iterator[Violation]:
     if method.supports_padding and method.fits_any_rank:
         return
     names = context.family.names()
-    if context.config is None or not hasattr(names, "parameter_shapes"):
+    if context.config is None or not isinstance(names, HasShapes):
         return
     shapes = names.parameter_shapes(context.config)
     patterns = lora.target_modules

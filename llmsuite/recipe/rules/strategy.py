@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.models.mtp import num_layers
+from llmsuite.models.protocols import HasPositions, shape_fields
 from llmsuite.recipe.rules.context import RuleContext
 
 
@@ -120,17 +121,20 @@ def _uneven_experts(context: RuleContext) -> Iterator[Violation]:
         yield key, f"is {d.ep}, which neither divides the sharding degree {d.sharding} nor is a multiple of it"
     if context.config is None:
         return
-    count = getattr(context.config, context.shard_plan.num_experts)
+    count = shape_fields(context.config)[context.shard_plan.num_experts]
     if count % (d.ep * d.tp):
-        of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}" if d.tp > 1 else ""
+        of_tp = ""
+        if d.tp > 1:
+            of_tp = f" x tensor parallel degree {d.tp} = {d.ep * d.tp}"
         yield key, f"is {d.ep}{of_tp}, which does not divide {context.shard_plan.num_experts} = {count}"
 
 
 def _no_balance(context: RuleContext) -> Iterator[Violation]:
     train = context.recipe.train
-    for key in ("expert_balance_loss", "expert_bias_rate"):
-        if getattr(train, key) and not context.shard_plan.gates:
-            yield f"train.{key}", f"is {getattr(train, key)}; this family has no routed experts; set it to 0"
+    weights = {"expert_balance_loss": train.expert_balance_loss, "expert_bias_rate": train.expert_bias_rate}
+    for key, weight in weights.items():
+        if weight and not context.shard_plan.gates:
+            yield f"train.{key}", f"is {weight}; this family has no routed experts; set it to 0"
     if not train.expert_bias_rate or not context.shard_plan.gates or context.config is None:
         return
     if not context.config.has_gate_bias:
@@ -160,8 +164,10 @@ def _uneven_batch(context: RuleContext) -> Iterator[Violation]:
 
 def _too_long(context: RuleContext) -> Iterator[Violation]:
     longest = context.recipe.data.max_length
-    positions = getattr(context.config, "max_position_embeddings", None)
-    if positions is not None and longest > positions:
+    if not isinstance(context.config, HasPositions):
+        return
+    positions = context.config.max_position_embeddings
+    if longest > positions:
         yield "data.max_length", f"is {longest}; the model has at most {positions} positions (max_position_embeddings)"
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.rule import Rule, Violation
+from llmsuite.models.protocols import HasShapes
 from llmsuite.models.targets import adaptable_modules, linear_modules, pick_modules
 from llmsuite.recipe.rules.context import RuleContext
 
@@ -18,8 +19,10 @@ def _no_such_matrix(context: RuleContext) -> Iterator[Violation]:
         requested.append(("lora.target_modules", lora.target_modules, adaptable_modules))
     if qat.weight_bits is not None and qat.target_modules:
         requested.append(("qat.target_modules", qat.target_modules, linear_modules))
-    names = context.family.names() if requested and context.config is not None else None
-    if names is None or not hasattr(names, "parameter_shapes"):
+    names = None
+    if requested and context.config is not None:
+        names = context.family.names()
+    if not isinstance(names, HasShapes):
         return
     shapes = names.parameter_shapes(context.config)
     plan = context.shard_plan

@@ -17,12 +17,13 @@ from llmsuite.contract.registry import Registry
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.timeline import orders
 from llmsuite.planning import call_order
-from llmsuite.planning.call_order import Call, Group, calls_of_ranks, check_order, first_problem
+from llmsuite.planning.call_order import Call, Group, calls_of_ranks, first_problem
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.memory import full_micro_batch
 from llmsuite.recipe.resolve import plan_run
 from tests.support.allocated import RECIPE, run_plan
+from tests.support.planned_runs import checked_order
 
 Calls = dict[int, list[Call]]
 
@@ -52,7 +53,7 @@ PLAYED = {name: calls_of(*words) for name, words in MESHES.items()}
 def test_the_ranks_of_every_recipe_meet(recipe: str, registry: Registry) -> None:
     plan = plan_run(recipe, (), registry)
     if plan.train.stage.trains:
-        simulated = check_order(plan)
+        simulated = checked_order(plan)
         assert simulated is not None
         assert (simulated.num_calls > 0) == (plan.parallel.degrees.num_ranks > 1)
 
@@ -148,7 +149,7 @@ def test_a_schedule_that_is_wrong_starts_no_rank(
     monkeypatch.setattr(call_order, "orders", schedule)
     plan = run_plan(RECIPE, "--launch.num_devices=8", "--train.global_batch_size=16")
     with pytest.raises(UserError, match="the calls of this run's ranks do not match") as caught:
-        check_order(plan)
+        checked_order(plan)
     assert said in str(caught.value)
     words = ("--smoke", "--output_dir=/nonexistent/order")
     for command in ("run", "plan"):
@@ -167,7 +168,7 @@ def test_parameters_of_another_order_on_one_stage_are_named(monkeypatch: pytest.
 
     monkeypatch.setattr(call_order.Layout, "parameters", turned)
     with pytest.raises(UserError, match=r"of the sharding of ranks 0, 1.*rank 0 makes all_gather .*embed.*; rank 1"):
-        check_order(plan)
+        checked_order(plan)
 
 
 def test_the_command_says_that_they_meet(capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,9 +178,9 @@ def test_the_command_says_that_they_meet(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_big_mesh_is_no_more_work_than_its_pipeline() -> None:
     words = ("--launch.num_devices=8", "--launch.nnodes=1024", "--train.global_batch_size=65536")
-    simulated = check_order(run_plan(RECIPE, *words))
+    simulated = checked_order(run_plan(RECIPE, *words))
     assert simulated is not None
-    small = check_order(
+    small = checked_order(
         run_plan(RECIPE, "--launch.num_devices=8", "--launch.nnodes=4", "--train.global_batch_size=256")
     )
     assert small is not None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from llmsuite.contract.registry import Registry
 from llmsuite.planning.cost import HARDWARE, SLOW
-from llmsuite.planning.estimate import estimate
 from llmsuite.planning.report import show_plan, size
 from llmsuite.recipe.resolve import plan_run
 from tests.support.paths import ROOT
+from tests.support.planned_runs import estimated
 
 RECIPE = ROOT / "recipes" / "llama" / "lora.json"
 GA = "--lora.init=lora_ga"
@@ -18,7 +18,7 @@ ONE_DEVICE = ("--parallel={}", "--launch.num_devices=1", "--engine.precision=fp3
 
 
 def beginnings(registry: Registry, *words: str) -> list[float]:
-    return [stage.lora_ga_init for stage in estimate(plan_run(RECIPE, [GA, *words], registry)).stages]
+    return [stage.lora_ga_init for stage in estimated(plan_run(RECIPE, [GA, *words], registry)).stages]
 
 
 def test_gradients_are_as_large_as_the_adapted_matrices(registry: Registry) -> None:
@@ -45,8 +45,8 @@ def test_a_rank_has_those_of_its_part(registry: Registry) -> None:
 
 
 def test_the_gradients_are_part_of_the_peak_and_shown(registry: Registry) -> None:
-    (plain,) = estimate(plan_run(RECIPE, ["--lora.init=pissa", *ONE_DEVICE], registry)).stages
-    found = estimate(plan_run(RECIPE, [GA, *ONE_DEVICE], registry))
+    (plain,) = estimated(plan_run(RECIPE, ["--lora.init=pissa", *ONE_DEVICE], registry)).stages
+    found = estimated(plan_run(RECIPE, [GA, *ONE_DEVICE], registry))
     (stage,) = found.stages
     assert plain.lora_ga_init == 0
     assert stage.peak == plain.between_steps + plain.held + plain.buffers + stage.lora_ga_init
@@ -58,12 +58,12 @@ def test_the_gradients_are_part_of_the_peak_and_shown(registry: Registry) -> Non
 
 def test_its_passes_are_those_of_steps_and_products_for_gradients(registry: Registry) -> None:
     """Each matrix has a product for its gradient in each batch, in whichever pass: 2 for each element and token."""
-    plain = estimate(plan_run(RECIPE, ["--lora.init=pissa", *ONE_DEVICE], registry))
+    plain = estimated(plan_run(RECIPE, ["--lora.init=pissa", *ONE_DEVICE], registry))
     assert plain.lora_ga_flops == 0
     assert not any("before the first one" in line for line in show_plan(plain, None, None))
     for batches, passes in ((1, 1), (3, 1), (2, 4)):
         words = (f"--lora.init_batches={batches}", f"--lora.init_passes={passes}")
-        found = estimate(plan_run(RECIPE, [GA, *ONE_DEVICE, *words], registry))
+        found = estimated(plan_run(RECIPE, [GA, *ONE_DEVICE, *words], registry))
         products = 2.0 * 32 * LAYER * found.tokens * batches
         assert found.flops == plain.flops
         assert found.lora_ga_flops == batches * passes * plain.flops + products

@@ -23,13 +23,14 @@ from llmsuite.parallel.timeline import length, orders, peak_in_flight, simulate,
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.communication import Message, Traffic
 from llmsuite.planning.cost import HARDWARE, part_costs, wire_bytes
-from llmsuite.planning.estimate import Estimate, estimate, shape_spec_of
+from llmsuite.planning.estimate import Estimate, shape_spec_of
 from llmsuite.planning.layout import Layout, ModelParameters, ranks
 from llmsuite.planning.memory import full_micro_batch
 from llmsuite.planning.report import show_search
-from llmsuite.planning.search import Candidates, Strategy, search, strategies
+from llmsuite.planning.search import Candidates, Strategy, strategies
 from tests.support.allocated import RECIPE, run_plan
 from tests.support.paths import ROOT
+from tests.support.planned_runs import estimated, searched
 from tests.support.schedules import peak_live
 
 
@@ -79,7 +80,7 @@ def test_a_schedule_is_shown_as_text() -> None:
 def test_micro_batches_that_are_not_played_take_as_long() -> None:
     """A step of many micro-batches is as long as if all of them were played."""
     words = ("--engine.precision=bf16", "--train.global_batch_size=128")
-    found = estimate(run_plan(RECIPE, *words))
+    found = estimated(run_plan(RECIPE, *words))
     assert len(found.timeline.ranks[0]) < 2 * found.num_micro_batches
     costs = [c.forward for c in found.costs], [c.backward for c in found.costs]
     assert found.bubble == pytest.approx(simulate(orders("1F1B", 2, found.num_micro_batches, 1), *costs).bubble)
@@ -141,7 +142,7 @@ def test_attention_computes_with_a_prefix_too() -> None:
 
 def test_a_search_says_what_fits_and_why_others_do_not() -> None:
     plan = run_plan(RECIPE)
-    fitting, rejected = search(plan, 30 * 2.0**30, HARDWARE["a100"])
+    fitting, rejected = searched(plan, 30 * 2.0**30, HARDWARE["a100"])
     assert [f.seconds for f in fitting] == sorted(f.seconds for f in fitting)
     assert all(f.estimate.peak <= 30 * 2.0**30 for f in fitting)
     reasons = {str(r.strategy): r.reason for r in rejected}
@@ -150,7 +151,7 @@ def test_a_search_says_what_fits_and_why_others_do_not() -> None:
     assert "sharding: is stage1, but there is one data rank" not in str(reasons)
     words = fitting[0].strategy.overrides.replace("'", "").split(" --engine")
     again = run_plan(RECIPE, words[0], f"--engine{words[1]}")
-    assert estimate(again).peak == fitting[0].estimate.peak
+    assert estimated(again).peak == fitting[0].estimate.peak
 
 
 def test_a_search_names_a_strategy_that_its_recipe_can_have(tmp_path: Path) -> None:
@@ -159,10 +160,10 @@ def test_a_search_names_a_strategy_that_its_recipe_can_have(tmp_path: Path) -> N
     recipe["engine"] |= {"recompute": "full", "recompute_every": 2}
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(recipe))
-    fitting, rejected = search(run_plan(str(path)), 30 * 2.0**30, HARDWARE["a100"])
+    fitting, rejected = searched(run_plan(str(path)), 30 * 2.0**30, HARDWARE["a100"])
     (line,) = (line for line in show_search(fitting, rejected, 1, True) if line.startswith("the first: "))
     again = run_plan(str(path), *shlex.split(line)[5:])
-    assert estimate(again).peak == fitting[0].estimate.peak
+    assert estimated(again).peak == fitting[0].estimate.peak
 
 
 def test_a_search_of_a_family_that_names_no_layers() -> None:
@@ -170,7 +171,7 @@ def test_a_search_of_a_family_that_names_no_layers() -> None:
     plan = run_plan("recipes/llama/sft.json", "--launch.num_devices=4", "--parallel={}", "--engine.recompute=none")
     family = dataclasses.replace(plan.model.family, shard_plan=None)
     plan = dataclasses.replace(plan, model=dataclasses.replace(plan.model, family=family))
-    fitting, rejected = search(plan, 1e15, HARDWARE["a100"])
+    fitting, rejected = searched(plan, 1e15, HARDWARE["a100"])
     assert {(f.strategy.tp, f.strategy.pp, f.strategy.recompute) for f in fitting} == {(1, 1, "none")}
     reasons = {str(r.strategy): r.reason for r in rejected}
     assert "names no layers to split" in reasons["tp1, pp2, sharding none, recompute none"]
@@ -193,12 +194,22 @@ def test_a_search_finds_what_single_plans_say(name: str) -> None:
     device = HARDWARE["a100"]
     single: dict[Strategy, list[tuple[str, Estimate | str]]] = {}
     parameters = ModelParameters(plan.model, plan.parallel)
-    candidates = Candidates(plan, parameters, shape_spec_of(plan.model), 1e15, device)
+    candidates = Candidates(
+        loaded=plan.loaded,
+        model_plan=plan.model,
+        data_plan=plan.data,
+        own_parallel_plan=plan.parallel,
+        train_plan=plan.train,
+        parameters=parameters,
+        shape_spec=shape_spec_of(plan.model),
+        limit=1e15,
+        device=device,
+    )
     for strategy in strategies(plan.model, plan.parallel):
         single[strategy] = []
         for recompute in ("none", "selective", "full"):
             tried = candidates.parallel_plan(dataclasses.replace(strategy, recompute=recompute))
-            found = candidates.violations(tried) or [estimate(dataclasses.replace(plan, parallel=tried))]
+            found = candidates.violations(tried) or [estimated(dataclasses.replace(plan, parallel=tried))]
             single[strategy].append((recompute, found[0]))
     peaks = sorted(found.peak for tries in single.values() for _, found in tries if not isinstance(found, str))
 
@@ -206,7 +217,7 @@ def test_a_search_finds_what_single_plans_say(name: str) -> None:
     @given(st.sampled_from(peaks), st.sampled_from([0.999, 1.0]))
     def check(peak: float, part: float) -> None:
         limit = peak * part
-        fitting, rejected = search(plan, limit, device)
+        fitting, rejected = searched(plan, limit, device)
         fits = {}
         others = set()
         for strategy, tries in single.items():
@@ -301,7 +312,7 @@ def test_the_page_compares_what_the_plan_says() -> None:
     assert words[3:7] == ["--devices", "256", "--hardware", "h100"]
     words = ["--launch.num_devices=8", "--launch.nnodes=32", *words[7:-1]]
     whole, without = (
-        estimate(run_plan("recipes/deepseek/deepseek-v3-pretrain.json", *words, f"--engine.recompute={how}")).stages[1]
+        estimated(run_plan("recipes/deepseek/deepseek-v3-pretrain.json", *words, f"--engine.recompute={how}")).stages[1]
         for how in ("none", "selective")
     )
     assert f"{(whole.parameters + whole.gradients) / 1e9:.1f} GB on the second stage" in PUBLISHED
@@ -334,8 +345,8 @@ def test_a_plan_reads_json_alike(tmp_path: Path) -> None:
     recipe["train"]["micro_batch_size"] = 2
     path = tmp_path / "recipe.json"
     path.write_text(json.dumps(recipe))
-    found = estimate(run_plan(str(path)))
-    other = estimate(run_plan(RECIPE, "--train.micro_batch_size=2"))
+    found = estimated(run_plan(str(path)))
+    other = estimated(run_plan(RECIPE, "--train.micro_batch_size=2"))
     assert found.peak == other.peak
 
 

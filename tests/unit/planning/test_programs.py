@@ -11,11 +11,12 @@ from llmsuite.contract.registry import load_plugins
 from llmsuite.models.shape_spec import MoE
 from llmsuite.parallel.program.lengths import longest_row
 from llmsuite.planning.activations import _expert_rows
-from llmsuite.planning.estimate import estimate, shape_spec_of
+from llmsuite.planning.estimate import shape_spec_of
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.memory import StageMemory, activation_settings, full_micro_batch
 from llmsuite.planning.programs import lengths, notes
 from llmsuite.recipe.resolve import RunPlan, plan_run
+from tests.support.planned_runs import estimated
 
 STEP = "--engine.mode=to_static", "--engine.program=step", "--engine.recompute=none", "--train.on_nonfinite=stop"
 
@@ -31,7 +32,7 @@ def _plan(stage: str, sharding: str, *words: str, micro_batches: int = 2) -> Run
 
 
 def _memory(sharding: str, *words: str, micro_batches: int = 2) -> StageMemory:
-    (found,) = estimate(_plan("pretrain", sharding, *words, micro_batches=micro_batches)).stages
+    (found,) = estimated(_plan("pretrain", sharding, *words, micro_batches=micro_batches)).stages
     return found
 
 

@@ -7,17 +7,17 @@ import pytest
 from llmsuite.contract.registry import Registry
 from llmsuite.planning.communication import TENSOR
 from llmsuite.planning.cost import FAST, HARDWARE, Hardware, total_bytes
-from llmsuite.planning.estimate import estimate
 from llmsuite.planning.memory import full_micro_batch
 from llmsuite.recipe.resolve import plan_run
 from tests.support.paths import ROOT
+from tests.support.planned_runs import estimated
 
 RECIPE = ROOT / "recipes" / "llama" / "grpo.json"
 
 
 def test_each_rank_that_reads_data_has_whole_weights(registry: Registry) -> None:
     plan = plan_run(RECIPE, ["--parallel.pipeline_parallel_degree=4", "--launch.num_devices=16"], registry)
-    first, *middle, last = estimate(plan).stages
+    first, *middle, last = estimated(plan).stages
     whole = 2 * 8_030_261_248  # Llama 3.1 8B in bf16
     assert [stage.decoder for stage in (first, *middle, last)] == [whole, 0, 0, whole]
     assert all(stage.cache == 0 for stage in middle)
@@ -26,22 +26,22 @@ def test_each_rank_that_reads_data_has_whole_weights(registry: Registry) -> None
 
 def test_weights_for_rollouts_are_not_there_in_passes(registry: Registry) -> None:
     words = ["--engine.recompute=none", "--rollout.batch_size=16"]
-    for stage in estimate(plan_run(RECIPE, words, registry)).stages:
+    for stage in estimated(plan_run(RECIPE, words, registry)).stages:
         assert stage.held > stage.decoder + stage.cache
         assert stage.peak == stage.between_steps + stage.held + stage.buffers
 
 
 def test_a_cache_has_keys_and_values_of_the_sampled_batch(registry: Registry) -> None:
     plan = plan_run(RECIPE, ["--rollout.batch_size=16"], registry)
-    (stage, *_) = estimate(plan).stages
+    (stage, *_) = estimated(plan).stages
     a_token = 32 * 2 * 8 * 128 * 2  # layers, keys and values, key heads, their size, bytes
     assert stage.cache == 2 * 16 * 2048 * a_token
 
 
 def test_a_reference_is_cut_as_the_weights_are(registry: Registry) -> None:
     for words in (["--grpo.reference=copy"], ["--grpo.reference=some/run", "--parallel.sharding=stage3"]):
-        given = estimate(plan_run(RECIPE, [*words, "--grpo.beta=0.1"], registry)).stages
-        plain = estimate(plan_run(RECIPE, words[1:], registry)).stages
+        given = estimated(plan_run(RECIPE, [*words, "--grpo.beta=0.1"], registry)).stages
+        plain = estimated(plan_run(RECIPE, words[1:], registry)).stages
         for with_reference, without in zip(given, plain, strict=True):
             assert with_reference.reference == without.parameters > 0
             assert with_reference.peak - without.peak >= without.parameters
@@ -55,26 +55,26 @@ def test_a_micro_batch_has_all_completions_of_its_prompts(registry: Registry) ->
 
 def test_answers_at_evaluations_take_the_same(registry: Registry) -> None:
     words = ["--generation.max_new_tokens=64", "--generation.batch_size=4"]
-    for stage in estimate(plan_run(RECIPE.with_name("sft.json"), words, registry)).stages:
+    for stage in estimated(plan_run(RECIPE.with_name("sft.json"), words, registry)).stages:
         assert stage.decoder == 2 * 8_030_261_248
         assert stage.cache == 2 * 4 * 2048 * 32 * 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize("name", ["dpo", "sft"])
 def test_other_stages_have_none(registry: Registry, name: str) -> None:
-    for stage in estimate(plan_run(RECIPE.with_name(f"{name}.json"), [], registry)).stages:
+    for stage in estimated(plan_run(RECIPE.with_name(f"{name}.json"), [], registry)).stages:
         assert stage.decoder == stage.cache == 0
 
 
 def test_a_run_whose_server_draws_has_none(registry: Registry) -> None:
     words = ["--rollout.engine=openai", '--rollout.openai.urls=["http://a"]']
-    for stage in estimate(plan_run(RECIPE, words, registry)).stages:
+    for stage in estimated(plan_run(RECIPE, words, registry)).stages:
         assert stage.decoder == stage.cache == 0
 
 
 def test_a_critic_has_weights_moments_and_gradients_of_its_own(registry: Registry) -> None:
     words = ["--engine.precision=fp32", "--parallel={}", "--launch.num_devices=1"]
-    (stage,) = estimate(plan_run(RECIPE.with_name("ppo.json"), words, registry)).stages
+    (stage,) = estimated(plan_run(RECIPE.with_name("ppo.json"), words, registry)).stages
     embedding = 128256 * 4096
     each = 8_030_261_248 - embedding + 4096  # a score head in place of the output projection
     assert stage.critic == 3 * 4 * each
@@ -86,7 +86,7 @@ def test_a_critic_has_weights_moments_and_gradients_of_its_own(registry: Registr
 def test_a_step_has_the_passes_of_the_critic_too(registry: Registry) -> None:
     """One pass more than a step of a reward model, to judge the rollout."""
     words = ["--ppo.reference=none", "--ppo.beta=0", "--parallel={}", "--launch.num_devices=2"]
-    found = estimate(plan_run(RECIPE.with_name("ppo.json"), words, registry))
+    found = estimated(plan_run(RECIPE.with_name("ppo.json"), words, registry))
     critic = found.critic
     (cost,) = found.costs
     assert critic is not None
@@ -107,7 +107,7 @@ def test_a_step_has_the_passes_of_the_critic_too(registry: Registry) -> None:
 def test_the_critic_sends_what_its_passes_send(registry: Registry) -> None:
     """Inside of tensor parallel groups, as often as the model does in as many passes through its layers."""
     words = ['--parallel={"tensor_parallel_degree": 2}', "--launch.num_devices=2", "--engine.recompute=none"]
-    found = estimate(plan_run(RECIPE.with_name("ppo.json"), words, registry))
+    found = estimated(plan_run(RECIPE.with_name("ppo.json"), words, registry))
     assert found.critic is not None
     calls = [
         sum(count for m, count in counts.items() if m.axis == TENSOR and "MLP" in m.why.upper())
@@ -121,7 +121,7 @@ def test_the_time_of_a_rollout(registry: Registry) -> None:
     plan = plan_run(RECIPE, words, registry)
     recipe = plan.recipe
     device = HARDWARE["h100"]
-    times = estimate(plan).rollout_seconds(device)
+    times = estimated(plan).rollout_seconds(device)
     assert times is not None
     weights = 2 * 8_030_261_248
     a_token = 32 * 2 * 8 * 128 * 2
@@ -136,6 +136,6 @@ def test_the_time_of_a_rollout(registry: Registry) -> None:
 
 def test_no_time_where_servers_sample_or_the_memory_speed_is_unknown(registry: Registry) -> None:
     served = ["--rollout.engine=openai", '--rollout.openai.urls=["http://a"]']
-    assert estimate(plan_run(RECIPE, served, registry)).rollout_seconds(HARDWARE["h100"]) is None
-    assert estimate(plan_run(RECIPE, [], registry)).rollout_seconds(Hardware(1e12, 1e9, 1e9, 1e9)) is None
-    assert estimate(plan_run(RECIPE.with_name("sft.json"), [], registry)).rollout_seconds(HARDWARE["h100"]) is None
+    assert estimated(plan_run(RECIPE, served, registry)).rollout_seconds(HARDWARE["h100"]) is None
+    assert estimated(plan_run(RECIPE, [], registry)).rollout_seconds(Hardware(1e12, 1e9, 1e9, 1e9)) is None
+    assert estimated(plan_run(RECIPE.with_name("sft.json"), [], registry)).rollout_seconds(HARDWARE["h100"]) is None

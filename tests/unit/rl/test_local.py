@@ -17,11 +17,11 @@ from llmsuite.engine.rollouts import RolloutEngine
 from llmsuite.inference.group_sampling import SampleRequest, SamplingParams
 from llmsuite.inference.load import parameter_shapes
 from llmsuite.models.initial_values import initial_values
-from llmsuite.planning.estimate import estimate
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from llmsuite.rl.engine import EngineContext, ReleasableEngine
 from llmsuite.rl.local import LocalEngine
 from tests.support.paths import ROOT
+from tests.support.planned_runs import estimated
 
 PARAMS = SamplingParams(num_generations=3, max_completion_length=6, temperature=1.0, batch_size=4)
 REQUESTS = [SampleRequest((7, 5, i), (0, 1, i)) for i in range(4)]
@@ -112,7 +112,7 @@ def test_a_plan_counts_what_is_held(registry: Registry, recipe: str, words: tupl
     values = list(weights(plan, 1))
     before = allocated()
     engine.refresh(0, values)
-    (stage,) = estimate(plan).stages
+    (stage,) = estimated(plan).stages
     assert allocated() - before == stage.decoder
     is_stored = precision == "bf16" and recipe.startswith(("llama", "qwen/"))
     assert (stage.decoder < 0.8 * 4 * sum(value.size for _, value in values)) == is_stored

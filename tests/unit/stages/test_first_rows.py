@@ -43,7 +43,7 @@ def refused(registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         words = (*local, *([] if has_eval else ["--data.eval=null"]), *words)
         plan = plan_run(recipe, words, registry)
         try:
-            check_rows(plan, registry)
+            check_rows(plan.loaded, plan.data, plan.train, plan.model.tokenizer, registry)
         except RecipeError as error:
             return [(problem.key, problem.message) for problem in error.problems]
         return []

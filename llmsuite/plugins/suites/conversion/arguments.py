@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.base.errors import UserError
+from llmsuite.base.errors import UserError, reason_of
 from llmsuite.recipe.source import parse_json, read_text
 
 _QUOTIENT = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+)\s*/\s*(\d+)\s*\)\)?")
@@ -43,7 +43,7 @@ def read_arguments(path: Path) -> Arguments:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
+        raise UserError(f"{path}: cannot be read: {reason_of(error)}") from error
     if not text.lstrip().startswith("{"):
         return _shell(text, path)
     values = parse_json(text, str(path)).value
@@ -55,14 +55,18 @@ def _shell(text: str, path: Path) -> Arguments:
     found: list[list[str]] = []
     for line in re.sub(r"\\\n", " ", text).splitlines():
         words = _words(line, path)
-        assigned = _ASSIGNMENT.match(line) if len(words) == 1 else None
+        assigned = None
+        if len(words) == 1:
+            assigned = _ASSIGNMENT.match(line)
         if assigned:
             value = _words(assigned[2], path)
             names[assigned[1]] = string.Template(value[0] if value else "").safe_substitute(names)
         elif any(word.endswith(".py") for word in words):
             found.append([string.Template(word).safe_substitute(names) for word in words])
     if len(found) != 1:
-        many = f"{len(found)} lines start" if found else "no line starts"
+        many = "no line starts"
+        if found:
+            many = f"{len(found)} lines start"
         raise UserError(f"{path}: is not a JSON object, and as a shell script {many} a Python file; pass one run")
     (words,) = found
     at = next(i for i, word in enumerate(words) if word.endswith(".py"))
@@ -100,7 +104,9 @@ def read_command(
         elif len(assigned) == len([word for word in words if word != "export"]):
             names |= {match[1]: match[2] for match in assigned}
     if len(found) != 1:
-        many = f"{len(found)} commands that train" if found else "no command that trains"
+        many = "no command that trains"
+        if found:
+            many = f"{len(found)} commands that train"
         raise UserError(f"{path}: has {many}; pass a script with one, or a file of arguments")
     command, words, at = found[0]
     if words[at : at + 1] and words[at].endswith((".yaml", ".yml", ".json")):

@@ -107,4 +107,6 @@ class Conversion:
         """Return the reason for an unknown argument, with the nearest key."""
         near = difflib.get_close_matches(key, {k.rpartition(".")[2]: k for k in self.keys}, n=1)
         full = sorted(k for k in self.keys if near and k.rpartition(".")[2] == near[0])
-        return f"is not known; nearest key: {full[0]}" if full else "is not known"
+        if full:
+            return f"is not known; nearest key: {full[0]}"
+        return "is not known"

@@ -34,7 +34,9 @@ class Kind:
     """Kind of all other keys of a mapping, if they are read too."""
 
     def __str__(self) -> str:
-        found = ["a single text, number or boolean"] if self.one else []
+        found = []
+        if self.one:
+            found = ["a single text, number or boolean"]
         if self.items is not None:
             found.append("a list [a, b]")
         if self.keys is not None:

@@ -31,7 +31,9 @@ def find(table: Mapping[str, Any], key: str) -> Any:
 def why_refused(table: Mapping[str, Refusal], key: str, value: Any) -> str | None:
     """Return the reason why no recipe can express an argument; None if one can."""
     found = find(table, key)
-    return found.why if found is not None and found.applies(value) else None
+    if found is not None and found.applies(value):
+        return found.why
+    return None
 
 
 def joined(first: Sequence[Reason], second: Sequence[Reason]) -> list[Reason]:

@@ -75,7 +75,9 @@ def _refuse_model_defaults(run: Conversion, preset: str | None) -> None:
     dropouts = ("hidden_dropout_prob", "attention_probs_dropout_prob")
     if run.family.name == "gpt" and any(key not in run.left for key in dropouts):
         run.refuse(dropouts[0], "not given", f"with GPT it is 0.1, and {DROPOUT}; set {' and '.join(dropouts)} to 0")
-    model_type = run.family.presets[preset].get("model_type", "deepseek_v3") if preset else None
+    model_type = None
+    if preset:
+        model_type = run.family.presets[preset].get("model_type", "deepseek_v3")
     if run.family.name == "deepseek" and model_type != "deepseek_v2":
         key = "num_nextn_predict_layers"
         if run.left.pop(key, None) != 0:
@@ -326,7 +328,8 @@ def prefix(run: Conversion, uses_lora: bool) -> dict[str, Any]:
     if run.flag("prefix_projection"):
         found["projection"] = True  # hidden_size of the model, as in every script that has it
         width = run.number("prefix_projection_hidden_size", None)
-        found |= {} if width is None else {"projection_hidden_size": width}
+        if width is not None:
+            found |= {"projection_hidden_size": width}
     run.note(
         "prefix.tokens: positions of the text start after the prefix, as in HF PEFT; in PaddleNLP at 0. Both can "
         "express the same, as only the rotary phase of the prefix keys differs"

@@ -111,7 +111,9 @@ def _stage(arguments: Arguments, name: str, registry: Registry) -> str:
         else:
             raise UserError(f"{name}: does not determine the stage; add --stage, one of {', '.join(registry.stages)}")
     has_adapters = any(is_true(values.get(key)) for key in ("lora", "lokr"))
-    return "lora" if stage == "sft" and has_adapters else stage
+    if stage == "sft" and has_adapters:
+        return "lora"
+    return stage
 
 
 def _recipe(run: Conversion, registry: Registry) -> dict[str, Any]:

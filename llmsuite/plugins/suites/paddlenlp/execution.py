@@ -32,7 +32,9 @@ def parallel(run: Conversion, supports_interleaving: bool) -> dict[str, Any]:
         parallel["tensor_parallel_degree"] = tp
     if pp > 1:
         parallel["pipeline_parallel_degree"] = pp
-        known = schedule if schedule in ("FThenB", "1F1B") else "1F1B"
+        known = "1F1B"
+        if schedule in ("FThenB", "1F1B"):
+            known = schedule
         if chunks > 1 and not supports_interleaving:
             why = f"the device does not support interleaved pipelines; {known} gives the same numbers"
             run.left_out("virtual_pp_degree", chunks, why)

@@ -1,0 +1,58 @@
+"""Keys that the section of a stage may have, and that rules between sections or the planner read.
+
+`isinstance(section, HasMix)` is true where the section of a stage has such a key; the stage of a plugin declares a key
+of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol, runtime_checkable
+
+
+@runtime_checkable
+class HasMix(Protocol):
+    """Section of a stage that mixes data itself, in place of `data.mix`."""
+
+    mix: Mapping[str, float | None]
+    """Additional files, each with its weight."""
+
+
+@runtime_checkable
+class HasSplit(Protocol):
+    """Section of a stage that can take its evaluation data from `data.train`."""
+
+    split: str | None
+    """Proportions of the parts; None to use all data for training."""
+
+
+@runtime_checkable
+class HasReference(Protocol):
+    """Section of a stage with a reference model."""
+
+    reference: str | None
+    """Source of the reference, such as "adapter_off"."""
+
+
+@runtime_checkable
+class HasAdvantage(Protocol):
+    """Section of a stage with rollouts that chooses the baseline of a reward."""
+
+    advantage: str
+    """"reinforce" where the completions of a prompt are not compared."""
+
+
+@runtime_checkable
+class CorrectsRollouts(Protocol):
+    """Section of a stage that can weight stale completions."""
+
+    rollout_correction: str
+    """"none" where it does not."""
+
+
+@runtime_checkable
+class HasDocumentMask(Protocol):
+    """Section of a stage that packs documents."""
+
+    document_mask: bool
+    """True where a token attends only to its own document."""
