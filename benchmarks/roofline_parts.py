@@ -31,7 +31,7 @@ OF_KERNELS = {
     "attention": ATTENTION, "bf16_attention": ATTENTION, "rotary": ROTATION, "rms_norm": NORMS, "swiglu": SWIGLU,
     "cross_entropy": LOSS, "round_activation": ROUNDING,
 }  # fmt: skip
-"""Parts of the fields of `llmsuite.devices.ops.Ops` that are kernels of ours, and of those whose gradients have other
+"""Parts of the operations that have kernels of ours, and of those whose gradients have other
 names."""
 WHOLE = "whole: "
 WITHIN = "within: "

@@ -63,7 +63,7 @@ def measure(plan: Any, registry: Any) -> dict[str, Any]:
     backend = CpuBackend()
     if not set(parts.OF_KERNELS) - {"round_activation", "bf16_attention"} <= backend.fused(precision):
         raise SystemExit("the parts are told by the kernels' names, and there are none: install g++")
-    recorder = _Recorder(backend.ops(precision), plan.model.config.vocab_size)
+    recorder = _Recorder(backend.ops(precision).matmuls, plan.model.config.vocab_size)
     device = dataclasses.replace(plan.parallel.device, factory=functools.partial(_RecordedBackend, recorder))
     plan = dataclasses.replace(plan, parallel=dataclasses.replace(plan.parallel, device=device))
 
@@ -144,41 +144,38 @@ class _RecordedBackend(CpuBackend):
         super().__init__()
         self._recorder = recorder
 
-    def ops(self, precision: str) -> Any:
-        ops = super().ops(precision)
-        kernels = self.kernels(precision)
+    def loaded_kernels(self, precision: str) -> dict[str, Callable[..., Any]]:
+        kernels = super().loaded_kernels(precision)
         found = {
-            field: _recorded(getattr(ops, field), WHOLE + part)
-            for field, part in parts.OF_KERNELS.items()
-            if field in kernels
+            operation: _recorded(kernels[operation], WHOLE + part)
+            for operation, part in parts.OF_KERNELS.items()
+            if operation in kernels
         }
         found["attention"] = self._recorder.attention_of(found["attention"])
         if "matmul" in kernels:
             found["matmul"] = self._recorder.matmul
         if "rounded_grad_cross_entropy" in kernels:
             found["rounded_grad_cross_entropy"] = _recorded_with_gradient(
-                ops.rounded_grad_cross_entropy, WHOLE + parts.LOSS
+                kernels["rounded_grad_cross_entropy"], WHOLE + parts.LOSS
             )
-        sums = [field for field in ("sum_matmul", "rounded_output_matmul") if field in kernels]
-        return dataclasses.replace(ops, **found, **{field: self._recorder.sum_of(field) for field in sums})
+        sums = [operation for operation in ("sum_matmul", "rounded_output_matmul") if operation in kernels]
+        return {**kernels, **found, **{operation: self._recorder.sum_of(operation) for operation in sums}}
 
 
 class _Recorder:
     """Times steps, every second one under the profiler."""
 
-    def __init__(self, ops: Any, num_words: int):
+    def __init__(self, matmuls: Any, num_words: int):
         """
         Args:
-            ops: of the device, for the precision of the run.
+            matmuls: `MatmulOps` of the device, for the precision of the run.
             num_words: of the vocabulary; no other size of the model is the same.
         """
-        from llmsuite.devices.ops import matmul, round_activation
-
-        self._ops = ops
+        self._matmuls = matmuls
         self._num_words = num_words
-        self._is_paddles = ops.matmul is matmul
+        self._is_paddles = matmuls.is_paddles
         """Whether products are Paddle's own."""
-        self._rounds = ops.round_activation is not round_activation
+        self._rounds = matmuls.rounds_inputs
         """Whether they take matrices that are rounded."""
         self._number = 0
         self._products = collections.Counter[Product]()
@@ -196,7 +193,7 @@ class _Recorder:
     def matmul(self, x: Any, y: Any, transpose_x: bool = False, transpose_y: bool = False) -> Any:
         """The device's own product of two matrices, as an event."""
         with self._noted(x, y, transpose_x, transpose_y):
-            return self._ops.matmul(x, y, transpose_x, transpose_y)
+            return self._matmuls.matmul(x, y, transpose_x, transpose_y)
 
     def attention_of(self, attend: Callable[..., Any]) -> Callable[..., Any]:
         """The device's own attention, whose products are counted."""
@@ -215,9 +212,9 @@ class _Recorder:
 
         return counted
 
-    def sum_of(self, field: str) -> Callable[..., Any]:
+    def sum_of(self, operation: str) -> Callable[..., Any]:
         """The device's own sum of products, as an event of the first one's part."""
-        add = getattr(self._ops, field)
+        add = getattr(self._matmuls, operation)
 
         def recorded(pairs: Any, transpose_y: bool) -> Any:
             first, *_ = [self._noted(x, y, False, transpose_y) for x, y in pairs]
@@ -339,10 +336,10 @@ class _Recorder:
         )
         times: list[float] = []
         with paddle.no_grad():
-            self._ops.matmul(x, y, product.transpose_left, product.transpose_right)
+            self._matmuls.matmul(x, y, product.transpose_left, product.transpose_right)
             while len(times) < _LEAST_TIMES or sum(times) < _LEAST_SECONDS:
                 start = time.perf_counter()
-                self._ops.matmul(x, y, product.transpose_left, product.transpose_right)
+                self._matmuls.matmul(x, y, product.transpose_left, product.transpose_right)
                 times.append(time.perf_counter() - start)
         return statistics.median(times)
 

@@ -20,7 +20,6 @@ from typing import Any
 from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
-from llmsuite.base.fields import field_values
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
 from llmsuite.contract.registry import Registry
@@ -100,9 +99,11 @@ def _show_ops(name: str, registry: Registry) -> int:
     for precision in backend.precisions_of(trains=True):
         ops = backend.ops(precision)
         print(f"{name}, {precision}")
-        for operation, is_fused, what in _forms(ops):
+        for operation, is_fused, what in _forms(ops, backend.optimizer_ops(precision)):
             print(f"  {operation:14}  {'fused' if is_fused else 'plain'}  {what}")
-        speed = "not measured" if absent else f"{_gflops(ops.matmul, backend.parameter_dtype(precision)):.0f} GFLOP/s"
+        speed = "not measured"
+        if absent is None:
+            speed = f"{_gflops(ops.matmuls.matmul, backend.parameter_dtype(precision)):.0f} GFLOP/s"
         print(f"  {'products':14}  {backend.matmul_backend(precision)}: {speed}")
     print(f"{name}, sums of gradients over data ranks ({backend.collectives})")
     limit = backend.gradient_bucket_bytes
@@ -119,16 +120,20 @@ def _show_ops(name: str, registry: Registry) -> int:
     return 0
 
 
-def _forms(ops: Any) -> Iterator[tuple[str, bool, str]]:
+def _forms(ops: Any, optimizer_ops: Any) -> Iterator[tuple[str, bool, str]]:
     """For each operation: its name, True where a kernel replaces the plain form, and the first paragraph of the
     docstring of the form that is used."""
-    defaults = {field.name: field.default for field in dataclasses.fields(ops)}
-    for name, form in field_values(ops).items():
+    from llmsuite.devices.kernel_table import forms
+    from llmsuite.devices.ops import Ops
+    from llmsuite.devices.optimizer_ops import OptimizerOps
+
+    plain = forms(Ops(), OptimizerOps())
+    for operation, form in forms(ops, optimizer_ops).items():
         if form is None:
-            yield name, False, "None: the other operations, one after the other."
-        elif callable(form):
+            yield operation, False, "None: the other operations, one after the other."
+        else:
             summary = " ".join((form.__doc__ or form.__name__).split("\n\n")[0].split())
-            yield name, form is not defaults[name], summary
+            yield operation, form is not plain[operation], summary
 
 
 def _findings(args: Any, registry: Registry) -> Iterator[Finding]:
@@ -271,7 +276,7 @@ def _device(name: str, registry: Registry) -> Iterator[Finding]:
         if precision_warning := backend.precision_warning(precision):
             yield _WARN, precision, precision_warning
     if reason is None:
-        from llmsuite.devices.ops import matmul
+        from llmsuite.devices.matmul_ops import matmul
 
         backend.activate(0)
         yield _OK, "matrix product", f"{_gflops(matmul, 'float32'):.0f} GFLOP/s in float32"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import abc
 import importlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -16,6 +16,7 @@ from llmsuite.base.errors import UserError
 
 if TYPE_CHECKING:
     from llmsuite.devices.ops import Ops
+    from llmsuite.devices.optimizer_ops import OptimizerOps
 
 PADDLE_DTYPE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
@@ -42,10 +43,10 @@ class DeviceBackend(abc.ABC):
     """Supported values of `engine.precision` and `--precision`."""
     training_precisions: ClassVar[tuple[str, ...]] = ()
     """Further values for stages that train: all tensors are float32, and matrix products use the device's own kernels
-    (`Ops.matmul`, in programs `Ops.program_matmul`). Inference does not support them."""
+    (`MatmulOps.matmul`, in programs `MatmulOps.program_matmul`). Inference does not support them."""
     weight_only_precisions: ClassVar[tuple[str, ...]] = ()
-    """Further values for inference on one device: formats of the weights only. `Ops.packed_matmul` multiplies by such
-    weights, and all other tensors are float32."""
+    """Further values for inference on one device: formats of the weights only. `PackedOps.packed_matmul` multiplies by
+    such weights, and all other tensors are float32."""
     install: ClassVar[str]
     """Command that installs Paddle for the device."""
     visible_devices: ClassVar[tuple[str, ...]] = ()
@@ -54,7 +55,7 @@ class DeviceBackend(abc.ABC):
     forks: ClassVar[bool] = False
     """True where a rank may be a fork of a process that has imported Paddle but not used it."""
 
-    kernel_module: ClassVar[str] = "llmsuite.devices.ops"
+    kernel_module: ClassVar[str] = "llmsuite.devices.paddle_kernels"
     """Name of the module with the functions that `kernels` names."""
     local_only_kernels: ClassVar[frozenset[str]] = frozenset({"rms_norm"})
     """Operations whose kernels take each rank's local shard, not distributed tensors (`llmsuite.devices.local_parts`):
@@ -89,8 +90,11 @@ class DeviceBackend(abc.ABC):
     """True where `to_host` frees device memory; False where tensors are already in host memory."""
 
     def kernels(self, precision: str) -> Mapping[str, str]:
-        """The table of fused kernels: a field of `llmsuite.devices.ops.Ops` -> a function of `kernel_module`. Imports
-        no Paddle."""
+        """The table of fused kernels: an operation -> a function of `kernel_module`. Imports no Paddle.
+
+        Operations are the fields of `llmsuite.devices.ops.Ops`, of its groups, and of `OptimizerOps`. Those of
+        `DecoderOps` come together, and so do those of `PackedOps`.
+        """
         return {}
 
     def fused(self, precision: str) -> frozenset[str]:
@@ -100,11 +104,21 @@ class DeviceBackend(abc.ABC):
 
     def ops(self, precision: str) -> Ops:
         """Operations for a precision: fused kernels where there are some, else plain ones. Imports Paddle."""
-        from llmsuite.devices.ops import Ops
+        from llmsuite.devices.kernel_table import ops_of
 
+        return ops_of(self.loaded_kernels(precision))
+
+    def optimizer_ops(self, precision: str) -> OptimizerOps:
+        """Operations of the optimizer for a precision, as `ops`. Imports Paddle."""
+        from llmsuite.devices.kernel_table import optimizer_ops_of
+
+        return optimizer_ops_of(self.loaded_kernels(precision))
+
+    def loaded_kernels(self, precision: str) -> dict[str, Callable[..., Any]]:
+        """The table of `kernels` with the functions themselves. Imports Paddle."""
         table = self.kernels(precision)
         module = importlib.import_module(self.kernel_module) if table else None
-        return Ops(**{field: getattr(module, function) for field, function in table.items()})
+        return {operation: getattr(module, function) for operation, function in table.items()}
 
     def program_kernels(self) -> Sequence[Path]:
         """Files with which a predictor of Paddle alone runs a program with packed weights: the sources of the custom
@@ -142,7 +156,7 @@ class DeviceBackend(abc.ABC):
 
     def padding_free(self, precision: str) -> bool:
         """True if attention skips the tokens of a row that a token does not see: then a batch costs less as documents
-        of one row than as rows with padding, and answers may share a prompt (`ops.document_spans`). Imports no
+        of one row than as rows with padding, and answers may share a prompt (`masks.document_spans`). Imports no
         Paddle."""
         return False
 

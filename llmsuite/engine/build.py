@@ -25,7 +25,7 @@ from llmsuite.checkpoint.prefix_dir import Prefixes
 from llmsuite.checkpoint.reft_dir import Interventions
 from llmsuite.contract.registry import Registry
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.ops import matmul, round_activation
+from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.engine.expert_balance import ExpertBalance
 from llmsuite.engine.input_scales import InputScales
 from llmsuite.engine.weights import initial_weights
@@ -283,10 +283,10 @@ def _strategy(
     engine = parallel_plan.engine
     parallel = parallel_plan.section
     ops = backend.ops(engine.precision)
-    if engine.mode == "to_static" and parallel_plan.degrees.tp > 1 and ops.round_activation is round_activation:
+    if engine.mode == "to_static" and parallel_plan.degrees.tp > 1 and not ops.matmuls.rounds_inputs:
         # our matmuls on shards have no gradient in to_static layers; where they round nothing, Paddle's are as good
-        ops = dataclasses.replace(ops, matmul=matmul, sum_matmul=None, program_matmul=None)
-    if engine.mode == "to_static" and ops.matmul is not matmul and ops.program_matmul is None:
+        ops = dataclasses.replace(ops, matmuls=MatmulOps())
+    if engine.mode == "to_static" and not ops.matmuls.is_paddles and ops.matmuls.program_matmul is None:
         raise UserError(
             f"engine.precision: is {engine.precision}, whose matmuls in programs need kernels that are built by g++; "
             "install it, or set engine.mode to dynamic"

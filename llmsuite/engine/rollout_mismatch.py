@@ -10,7 +10,6 @@ import paddle
 from llmsuite.base.typing import ReadSlice
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.ops import matmul
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.fused import disable_decoder_kernels
 from llmsuite.inference.load import AS_TRAINED, build_model, parameter_shapes
@@ -59,7 +58,7 @@ def _trained(family: ModelFamily, config: Any, backend: DeviceBackend, precision
     with paddle.LazyGuard():
         model = family.factory()(config, ops)
     parallelize_inference(model, family.shard_plan or UNSHARDED, ALONE, read, backend.parameter_dtype(precision))
-    if ops.matmul is not matmul:
+    if not ops.matmuls.is_paddles:
         use_linear_ops(model, LinearOps(ops))
     model.train()
     return model

@@ -104,7 +104,7 @@ def _joined(answers: Sequence[SupervisedSequence]) -> SupervisedSequence:
 
 def _visible(starts: np.ndarray | None, position: int) -> np.ndarray:
     """Return the positions of a row that a token at `position` attends to, in order; see
-    `devices.ops.document_spans`."""
+    `devices.masks.document_spans`."""
     if starts is None:
         return np.arange(position + 1)
     (others,) = np.nonzero(starts[:position] != starts[position])

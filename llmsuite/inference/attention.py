@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import paddle
 import paddle.nn.functional as F
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.masks import causal_mask
+from llmsuite.devices.ops import Ops, rotary
 from llmsuite.models.blocks import dim_size
 
 
@@ -36,8 +39,8 @@ def rounded_grouped_attention(
 ) -> Tensor:
     """`grouped_attention` with rounded inputs of its matmuls, exactly as in training. Not for programs.
 
-    Queries, keys, values and weights are rounded by `round_activation` (`Ops.round_attention_input`); weights before
-    they are divided by their sum.
+    Queries, keys, values and weights are rounded by `round_activation` (`MatmulOps.round_attention_input`); weights
+    before they are divided by their sum.
     """
     num_groups = k.shape[1]
     width = k.shape[3]
@@ -52,3 +55,13 @@ def rounded_grouped_attention(
     weights = paddle.exp(scores - scores.max(-1, keepdim=True)).reshape([0, num_groups, -1, keys])
     out = paddle.matmul(round_activation(weights), v) / weights.sum(-1, keepdim=True)
     return out.reshape([0, -1, length, v.shape[3]]).transpose([0, 2, 1, 3])
+
+
+def with_cached_attention(ops: Ops, attention: Callable[..., Tensor] = grouped_attention) -> Ops:
+    """The operations of a model that generates, with an attention whose keys and values are [B, J, S, K].
+
+    Kernels of training around attention are replaced by plain forms: they support neither padding on the left nor
+    separate positions of each row.
+    """
+    decoding = dataclasses.replace(ops.decoding, heads_first=True)
+    return dataclasses.replace(ops, causal_mask=causal_mask, rotary=rotary, attention=attention, decoding=decoding)

@@ -289,6 +289,10 @@ def _skip_transcription(model: Any, kernels: str) -> None:
     ours |= {
         "llmsuite.models.blocks",
         "llmsuite.models.rotation",
+        "llmsuite.devices.decoding_ops",
+        "llmsuite.devices.expert_ops",
+        "llmsuite.devices.masks",
+        "llmsuite.devices.matmul_ops",
         "llmsuite.devices.ops",
         "llmsuite.inference.attention",
         "llmsuite.inference.fused",

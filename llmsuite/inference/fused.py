@@ -16,8 +16,8 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.decoding_ops import joined_swiglu as plain_swiglu
 from llmsuite.devices.ops import Ops, rms_norm
-from llmsuite.devices.ops import joined_swiglu as plain_swiglu
 from llmsuite.inference.fused_prefill import FusedPrefill, rounds_activations
 from llmsuite.inference.fusible import attentions, call_layer, is_gated_mlp, is_rms_norm
 from llmsuite.inference.next_logits import NextLogits, decoder_weights, unsupported_reason
@@ -40,9 +40,9 @@ from llmsuite.models.exact import has_hooks, is_exactly
 from llmsuite.models.linear import is_plain_linear
 
 JoinedSwiglu = Callable[[Tensor], Tensor]
-"""An `Ops.joined_swiglu`."""
+"""A `DecodingOps.joined_swiglu`."""
 RoundQkv = Callable[[Tensor], Tensor]
-"""An `Ops.round_attention_input`."""
+"""A `MatmulOps.round_attention_input`."""
 
 
 @paddle.no_grad()
@@ -68,8 +68,8 @@ def fuse(
             one.
         round_qkv: rounds queries, keys and values without biases and norms; for a rollout model too.
     """
-    has_kernels = live is not None and live.next_logits is not None and live.cached_attention is not None
-    is_covered = has_kernels and unsupported_reason(model) is None
+    decoder_ops = None if live is None else live.decoding.decoder
+    is_covered = decoder_ops is not None and unsupported_reason(model) is None
     fused = attentions(model)
     cache_dtype = cache_dtype if fused else None
     for attention in fused:
@@ -89,8 +89,9 @@ def fuse(
     weights = decoder_weights(model) if is_covered and fused else None
     if weights is not None:
         assert live is not None
-        next_logits = NextLogits(model, weights, live.next_logits)
-        prefill = FusedPrefill(model, live, cache_dtype)
+        assert decoder_ops is not None
+        next_logits = NextLogits(model, weights, decoder_ops.next_logits)
+        prefill = FusedPrefill(model, live, decoder_ops.cached_attention, cache_dtype)
         model.decoding = dataclasses.replace(model.decoding, next_logits=next_logits, prefill=prefill)
     elif model.lm_head is None and is_plain_embedding(model.model.embed_tokens):
         if model.model.embed_tokens.weight.place.is_cpu_place() and type(model.tied_head) is TiedHead:

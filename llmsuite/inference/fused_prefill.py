@@ -3,7 +3,7 @@ Attention skips masked scores, and norms, rotation and attention use all threads
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import paddle
@@ -12,28 +12,31 @@ from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP
 
+CachedAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A `DecoderOps.cached_attention`."""
+
 
 def rounds_activations(attention: Attention) -> bool:
     """True for a fused attention whose queries, keys and values are rounded in training, where the device rounds them
-    (`Ops.rounds_attention`)."""
+    (`MatmulOps.rounds_attention`)."""
     return attention.qkv_proj.bias is None and attention.q_norm is None
 
 
 class FusedPrefill:
     """`CausalLM.decode_step` of a model that `next_logits.decoder_weights` has weights of."""
 
-    def __init__(self, model: CausalLM, live: Ops, cache_dtype: str | None = None):
+    def __init__(self, model: CausalLM, live: Ops, cached_attention: CachedAttention, cache_dtype: str | None = None):
         """
         Args:
             model: fused.
             live: the device's operations.
+            cached_attention: the attention of its `DecoderOps`.
             cache_dtype: as for `fused.fuse`.
         """
-        assert live.cached_attention is not None, "`fused.fuse` checks it"
         self._model = model
         self._live = live
         self._cache_dtype = cache_dtype
-        self._attend = live.cached_attention
+        self._attend = cached_attention
 
     def new_cache(self, num_rows: int, cache_len: int) -> list[Tensor]:
         """An empty cache with room for `cache_len` positions: keys and values of each layer, [B, J, S, K] each."""
@@ -87,8 +90,8 @@ class FusedPrefill:
         num_queries, num_keys = attention.num_heads
         heads = [0, 0, num_queries + 2 * num_keys, attention.head_size]
         qkv = attention.qkv_proj(self._norm(layer.input_layernorm, x)).reshape(heads)
-        if self._live.rounds_attention and rounds_activations(attention):
-            qkv = self._live.round_attention_input(qkv)
+        if self._live.matmuls.rounds_attention and rounds_activations(attention):
+            qkv = self._live.matmuls.round_attention_input(qkv)
         q, k, v = qkv.split([num_queries, num_keys, num_keys], 2)
         if attention.q_norm is not None and attention.k_norm is not None:
             q = self._norm(attention.q_norm, q)
@@ -100,13 +103,15 @@ class FusedPrefill:
         x = x + attention.o_proj(self._attend(q, keys, values, spans).reshape([0, 0, -1]))
         mlp: GatedMLP = layer.mlp
         both = mlp.gate_up_proj(self._norm(layer.post_attention_layernorm, x))
-        return x + mlp.down_proj(self._live.joined_swiglu(both))
+        return x + mlp.down_proj(self._live.decoding.joined_swiglu(both))
 
     def _append(self, buffer: Tensor, new: Tensor, filled: int) -> Tensor:
         """Write new keys or values [B, L, J, K] after the filled positions of a cache; returns all filled positions,
         rounded as the cache is, [B, J, S, K]."""
         end = filled + new.shape[1]
-        buffer[:, :, filled:end] = self._live.round_attention_input(new).transpose([0, 2, 1, 3]).astype(buffer.dtype)
+        buffer[:, :, filled:end] = (
+            self._live.matmuls.round_attention_input(new).transpose([0, 2, 1, 3]).astype(buffer.dtype)
+        )
         kept = buffer[:, :, :end]  # a view
         return kept if kept.dtype == new.dtype else kept.astype(new.dtype)
 

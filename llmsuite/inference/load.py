@@ -216,14 +216,15 @@ def build_model(
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))
-    ops = backend.ops(precision)
+    packed_ops = backend.ops(precision).decoding.packed
     if packed == AS_TRAINED:
         if backend.has_bf16_rollout_weights(precision) and unsupported_reason(model) is None:
-            pack_bf16(model, read, ops)
+            assert packed_ops is not None, "the device has weights for rollouts"
+            pack_bf16(model, read, packed_ops)
     elif packed is not None:
-        if ops.packed_matmul is None:
+        if packed_ops is None:
             raise UserError(f"--precision {packed}: needs kernels that are built by g++; install it, or use fp32")
-        pack_matrices(model, read, packed, ops)
+        pack_matrices(model, read, packed, packed_ops)
     if mesh.degrees.pp > 1:
         keep_stage_layers(model, family, mesh, parameter_shapes(family, config))
     parallelize_inference(model, plan, mesh, read, backend.parameter_dtype(precision))
@@ -271,23 +272,17 @@ def check_cut(family: ModelFamily, config: Any, degrees: Degrees, option: str = 
 
 
 def generation_ops(backend: DeviceBackend, precision: str) -> Any:
-    """The operations for generation. The attention kernels of training are replaced: they support neither padding on
-    the left nor separate positions of each row."""
-    from llmsuite.devices.ops import Ops, causal_mask, rotary
-    from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
+    """The operations for generation (`inference.attention.with_cached_attention`)."""
+    from llmsuite.devices.ops import Ops
+    from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention, with_cached_attention
 
-    round_activation = backend.ops(precision).round_attention_input
+    live = backend.ops(precision)
     attention: Any = grouped_attention
-    if round_activation is not Ops.round_attention_input:
-        attention = functools.partial(rounded_grouped_attention, round_activation)
-    return dataclasses.replace(
-        backend.ops(precision) if backend.kernels_in_programs else Ops(),
-        causal_mask=causal_mask,
-        attention=attention,
-        round_attention_input=round_activation,
-        rotary=rotary,
-        heads_first=True,
-    )
+    if live.matmuls.rounds_attention_inputs:
+        attention = functools.partial(rounded_grouped_attention, live.matmuls.round_attention_input)
+    ops = live if backend.kernels_in_programs else Ops()
+    matmuls = dataclasses.replace(ops.matmuls, round_attention_input=live.matmuls.round_attention_input)
+    return with_cached_attention(dataclasses.replace(ops, matmuls=matmuls), attention)
 
 
 def broadcast_tokens(tokens: list[int]) -> list[int]:

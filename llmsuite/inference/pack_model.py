@@ -8,8 +8,8 @@ and those that are multiplied with something other than inputs. Where layers are
 are in int8, because they determine the tokens directly.
 
 A rollout model for training in bf16 computes exactly as the trained model does (`pack_bf16`): embedding and cache are
-float32, gate and up of MLPs are rounded (`Ops.joined_swiglu`), and so are queries, keys and values where training
-rounds them (`Ops.rounds_attention`).
+float32, gate and up of MLPs are rounded (`DecodingOps.joined_swiglu`), and so are queries, keys and values where
+training rounds them (`MatmulOps.rounds_attention`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from llmsuite.adapters.parameters import is_factor
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.decoder_weights import PackedWeight
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.decoding_ops import PackedOps
 from llmsuite.inference.fusible import attentions, is_gated_mlp
 from llmsuite.inference.packed_layers import PackedEmbedding, PackedExperts, PackedLinear, PackedTiedHead
 from llmsuite.inference.packing import Part, codes_of, pack_parts, pack_stack
@@ -44,7 +44,7 @@ def head_precision(precision: str) -> str:
 
 
 @paddle.no_grad()
-def pack_matrices(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) -> None:
+def pack_matrices(model: CausalLM, read: ReadSlice, precision: str, ops: PackedOps) -> None:
     """Replace the matrices of a lazily built model by packed ones; other parameters are unchanged.
 
     Queries, keys and values become one matrix, and so do gate and up, as in `llmsuite.inference.fused`.
@@ -53,7 +53,7 @@ def pack_matrices(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) ->
         model: every matrix is packed, unless its module names it as `never_packed`.
         read: reads slices of the values; only a part of a matrix is in memory in float32.
         precision: bf16, int8, nf4, fp4 or int4.
-        ops: the device's operations.
+        ops: the device's operations on packed weights.
 
     Raises:
         UserError: a matrix cannot be packed.
@@ -64,14 +64,13 @@ def pack_matrices(model: CausalLM, read: ReadSlice, precision: str, ops: Ops) ->
     if left := _first_unpacked(model):
         raise UserError(f"--precision {precision}: {left} cannot be stored in it; use fp32")
     embedding = packer.embedding(model, head_precision(precision))
-    assert ops.packed_embedding is not None
     if is_plain_embedding(model.model.embed_tokens):  # a subclass has code of its own, and stays in float32
         model.model.embed_tokens = PackedEmbedding(embedding, ops.packed_embedding)
     packer.head(model, embedding)
 
 
 @paddle.no_grad()
-def pack_bf16(model: CausalLM, read: ReadSlice, ops: Ops) -> None:
+def pack_bf16(model: CausalLM, read: ReadSlice, ops: PackedOps) -> None:
     """Pack the matrices of a rollout model in bf16, so that it gives the same numbers as the model that is trained in
     bf16 on such a device. The embedding stays float32, because its lookup is no matmul."""
     packer = _Packer(read, "bf16", ops)
@@ -107,8 +106,7 @@ def _never_packed(module: nn.Layer) -> Sequence[str]:
 class _Packer:
     """Reads the matrices of a model and packs them."""
 
-    def __init__(self, read: ReadSlice, precision: str, ops: Ops):
-        assert ops.packed_matmul is not None, "the device has no kernel for packed matrices"
+    def __init__(self, read: ReadSlice, precision: str, ops: PackedOps):
         self._read = read
         self._precision = precision
         self._product = ops.packed_matmul
@@ -174,7 +172,6 @@ class _Packer:
             if isinstance(module, GroupedLinear):
                 if type(module) is not GroupedLinear:
                     raise self._not_plain(prefix, module)
-                assert self._grouped is not None, "a device with a packed matmul has a grouped one too"
                 stack = self._stack(prefix, module.weight.shape)
                 del module.weight  # an nn.Layer lets a parameter be replaced by nothing but a parameter
                 module.weight = PackedExperts(stack, self._grouped)

@@ -14,8 +14,9 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.decoder_weights import PackedWeight
-from llmsuite.devices.ops import Ops, round_activation
-from llmsuite.inference.fused import TransposedTiedHead, fuse
+from llmsuite.devices.decoding_ops import joined_swiglu as plain_swiglu
+from llmsuite.devices.ops import Ops
+from llmsuite.inference.fused import JoinedSwiglu, RoundQkv, TransposedTiedHead, fuse
 from llmsuite.inference.fusible import attentions, is_gated_mlp
 from llmsuite.inference.packed_layers import PackedLinear, PackedTiedHead
 from llmsuite.models.blocks import Attention, GatedMLP, TiedHead, halves_first
@@ -56,13 +57,18 @@ class RefreshableModel:
         joined = [(n, m, "qkv_proj", _QKV) for n, m in model.named_sublayers() if id(m) in fusible]
         joined += [(n, m, "gate_up_proj", _GATE_UP) for n, m in model.named_sublayers() if is_gated_mlp(m)]
         widths = {prefix: list(_widths(module)) for prefix, module, *_ in joined}
-        self._write = None if live is None else live.write_packed
+        packed_ops = None if live is None else live.decoding.packed
+        self._write = None if packed_ops is None else packed_ops.write_packed
         is_stored = any(isinstance(module, PackedLinear) for module in model.sublayers())
-        uses_linear_ops = live is not None and live.round_activation is not round_activation and not is_stored
+        uses_linear_ops = live is not None and live.matmuls.rounds_inputs and not is_stored
         # where training rounds the outputs of matmuls, it also rounds between them
-        swiglu = {} if live is None or live.rounded_output_matmul is None else {"joined_swiglu": live.joined_swiglu}
-        round_qkv = live.round_attention_input if live is not None and live.rounds_attention else None
-        fuse(model, None if uses_linear_ops else live, round_qkv=round_qkv, **swiglu)
+        swiglu: JoinedSwiglu = plain_swiglu
+        round_qkv: RoundQkv | None = None
+        if live is not None and live.matmuls.rounds_outputs:
+            swiglu = live.decoding.joined_swiglu
+        if live is not None and live.matmuls.rounds_attention:
+            round_qkv = live.matmuls.round_attention_input
+        fuse(model, None if uses_linear_ops else live, joined_swiglu=swiglu, round_qkv=round_qkv)
         if uses_linear_ops:
             assert live is not None
             model.tied_head = TiedHead()  # `fuse` has set one with Paddle's matmul

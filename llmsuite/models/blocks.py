@@ -1,7 +1,8 @@
 """Building blocks of decoders, for one card: they know no degree, rank or mesh, and of a device only its `Ops`.
 
 Shapes: B batch, L length, D hidden, H query heads, J key-value heads, K head size, V vocabulary.
-A cache is a pair of tensors for each layer. Its length S is their last dim but one with `Ops.heads_first`, else dim 1.
+A cache is a pair of tensors for each layer. Its length S is their last dim but one with `DecodingOps.heads_first`, else
+dim 1.
 Each pass returns a new cache and leaves the old one unchanged, except as `CausalLM.decode_step` says.
 """
 
@@ -16,7 +17,9 @@ from paddle import nn
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.ops import Ops, matmul, step_mask
+from llmsuite.devices.masks import step_mask
+from llmsuite.devices.matmul_ops import matmul
+from llmsuite.devices.ops import Ops
 from llmsuite.models.embedding import Embedding
 from llmsuite.models.exact import describe_module
 from llmsuite.models.head import head_of, is_tied
@@ -44,9 +47,9 @@ def linear(num_inputs: int, num_outputs: int, bias: bool = False) -> nn.Linear:
 def apply_linears(layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
     """Outputs of linear layers that share the input x [..., I], [..., O] each.
 
-    A device with `Ops.rounded_output_matmul` may round them where only the linear layer `then` reads what is computed
-    from them. Modules call their own attribute `apply_linears`, which `models.linear_ops` and `parallel.overlap`
-    replace by faster forms.
+    A device with `MatmulOps.rounded_output_matmul` may round them where only the linear layer `then` reads what is
+    computed from them. Modules call their own attribute `apply_linears`, which `models.linear_ops` and
+    `parallel.overlap` replace by faster forms.
     """
     return [layer(x) for layer in layers]
 
@@ -97,12 +100,12 @@ class Attention(nn.Layer, WithCore):
         self.head_size = config.head_size
         self.rotary = ops.rotary
         self.core = ops.attention
-        self.heads_first = ops.heads_first
+        self.heads_first = ops.decoding.heads_first
         self.interleaved = interleaved
         self.kernel: AttentionKernel | None = None
         """A faster way to compute what `forward` does, which generation chooses; None for the code of `forward`."""
         self.apply_linears = apply_linears
-        self.rounds_activations = ops.rounds_attention and not qk_norm  # the norms take and return float32
+        self.rounds_activations = ops.matmuls.rounds_attention and not qk_norm  # the norms take and return float32
         width = config.num_attention_heads * config.head_size
         kv_width = config.num_key_value_heads * config.head_size
         self.q_proj = linear(config.hidden_size, width, qkv_bias)
@@ -167,7 +170,7 @@ class GatedMLP(nn.Layer):
         self.kernel: GatedMLPKernel | None = None
         """A faster way to compute what `forward` does, which generation chooses; None for the code of `forward`."""
         self.apply_linears = apply_linears
-        self.rounds_activations = ops.rounded_output_matmul is not None
+        self.rounds_activations = ops.matmuls.rounds_outputs
         self.gate_proj = linear(hidden_size, intermediate_size, bias)
         self.up_proj = linear(hidden_size, intermediate_size, bias)
         self.down_proj = linear(intermediate_size, hidden_size, bias)
@@ -382,7 +385,7 @@ class CausalLM(nn.Layer):
         A row may hold several documents. Then `document_starts` [B, L] is, for each token, the index in its row where
         the token's document begins, or -1 for marked padding: no token sees another document, and each document begins
         at position 0. A document may also continue the first tokens of an earlier one, see
-        `devices.ops.document_spans`.
+        `devices.masks.document_spans`.
         """
         cache = cache or self.input_form.initial_cache(self, input_ids.shape[0])
         x = self.input_form.embed(self, input_ids, self._length(cache), document_starts)
@@ -456,7 +459,7 @@ class CausalLM(nn.Layer):
         Returns:
             Hidden states [B, L, D], normed by the last part, and the cache of S + L columns.
         """
-        assert self.ops.heads_first, "the model is built for training"
+        assert self.ops.decoding.heads_first, "the model is built for training"
         length = dim_size(input_ids, 1)
         start = 0 if cache is None else dim_size(cache[0][0], -2)
         if cache_len is None:
@@ -481,7 +484,7 @@ class CausalLM(nn.Layer):
     def _length(self, cache: list[LayerCache] | None) -> int:
         if not cache:
             return 0
-        return cache[0][0].shape[-2 if self.ops.heads_first else 1]
+        return cache[0][0].shape[-2 if self.ops.decoding.heads_first else 1]
 
     def embed_at(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """Input ids [B, L] at the positions [B, L] to the input of the first layer, [B, L, D]."""

@@ -20,7 +20,7 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.ops import document_spans
+from llmsuite.devices.masks import document_spans
 from llmsuite.models.rotation import positions
 from llmsuite.models.token_context import current
 

@@ -17,8 +17,9 @@ from paddle.autograd import PyLayer
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.ops import Ops, matmul
-from llmsuite.devices.ops import grouped_matmul as grouped_in_program
+from llmsuite.devices.expert_ops import grouped_matmul as grouped_in_program
+from llmsuite.devices.matmul_ops import matmul
+from llmsuite.devices.ops import Ops
 from llmsuite.models import token_context
 from llmsuite.models.blocks import ZEROS
 from llmsuite.models.dropout import RowDropout
@@ -41,7 +42,7 @@ class GroupedLinear(nn.Layer, WithMatmul):
     """A stack of one matrix per expert, [E, inputs, outputs]."""
 
     in_program: Callable[[Tensor, Tensor, Tensor], Tensor]
-    """`llmsuite.devices.ops.grouped_matmul` while a static program is traced."""
+    """`llmsuite.devices.expert_ops.grouped_matmul` while a static program is traced."""
 
     def __init__(self, num_experts: int, num_inputs: int, num_outputs: int):
         super().__init__()
@@ -82,13 +83,13 @@ class Experts(nn.Layer):
         super().__init__()
         self.dispatcher = TokenDispatcher()
         self.swiglu = ops.swiglu
-        self.dispatch_in_program = ops.dispatch_rows
-        self.combine_in_program = ops.combine_rows
+        self.dispatch_in_program = ops.experts.dispatch_rows
+        self.combine_in_program = ops.experts.combine_rows
         self.gate_proj = GroupedLinear(num_experts, hidden_size, width)
         self.up_proj = GroupedLinear(num_experts, hidden_size, width)
         self.down_proj = GroupedLinear(num_experts, width, hidden_size)
         for stacked in (self.gate_proj, self.up_proj, self.down_proj):
-            stacked.in_program = ops.grouped_matmul
+            stacked.in_program = ops.experts.grouped_matmul
 
     def forward(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         """x [B, L, D], and weights and numbers of each token's experts [B, L, k], to [B, L, D]."""

@@ -14,7 +14,7 @@ from paddle import nn
 from typing_extensions import Self
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices import ops
+from llmsuite.devices import matmul_ops
 
 LinearKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Maps x [..., I], a matrix [I, O] and a bias [O] or None to x W + bias, [..., O]."""
@@ -23,14 +23,14 @@ LinearKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class WithMatmul:
     """A layer that multiplies x [..., I] with matrices [I, O] by a function of its own choice."""
 
-    matmul: Callable[..., Tensor] = staticmethod(ops.matmul)
+    matmul: Callable[..., Tensor] = staticmethod(matmul_ops.matmul)
     """The function, with the arguments of `paddle.matmul`."""
 
 
 class WithLinear:
     """A layer that computes x W + bias by a function of its own choice."""
 
-    linear: LinearKernel = staticmethod(ops.linear)
+    linear: LinearKernel = staticmethod(matmul_ops.linear)
     """The function."""
 
 

@@ -16,7 +16,8 @@ from paddle import nn
 from paddle.autograd import PyLayer
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.ops import Ops, identity, linear, matmul, sum_of_products
+from llmsuite.devices.matmul_ops import MatmulOps, linear, matmul
+from llmsuite.devices.ops import Ops, identity
 from llmsuite.models.blocks import CausalLM, TiedHead, apply_linears
 from llmsuite.models.exact import has_hooks
 from llmsuite.models.linear import Linear, WithLinear, WithMatmul, adopt_linears, is_matrix, is_plain_linear
@@ -54,10 +55,12 @@ class RankLayout:
 
 
 class LinearOps:
-    """Replacement of `paddle.matmul` by `Ops.matmul` of inputs that `Ops.round_activation` has rounded."""
+    """Replacement of `paddle.matmul` by `MatmulOps.matmul` of inputs that `MatmulOps.round_activation` has
+    rounded."""
 
     def __init__(self, ops: Ops):
         self.ops = ops
+        self.matmuls = ops.matmuls
 
     def layout(self, x: Tensor, matrix: Tensor, transpose_y: bool) -> RankLayout:
         """Layout over ranks of x times a matrix; all matrices of one call of `matmul_many` share it."""
@@ -70,11 +73,11 @@ class LinearOps:
         plain tensors, and without a gradient itself.
         """
         if transpose_x:
-            return self.ops.matmul(x, y, True, transpose_y)
+            return self.matmuls.matmul(x, y, True, transpose_y)
         return self.matmul_many(x, [y], transpose_y)[0]
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """x [..., I] W + bias, [..., O], as `devices.ops.linear`."""
+        """x [..., I] W + bias, [..., O], as `devices.matmul_ops.linear`."""
         y = self(x, weight)
         return y if bias is None else y + bias
 
@@ -83,22 +86,22 @@ class LinearOps:
     ) -> list[Tensor]:
         """Products of x [..., I] with several matrices, [..., O] each; x is saved once for all their gradients.
 
-        With `round_outputs` the outputs and their gradients are rounded as `Ops.round_activation` does. An x that is
-        already rounded is used unchanged, and its gradient is rounded too.
+        With `round_outputs` the outputs and their gradients are rounded as `MatmulOps.round_activation` does. An x that
+        is already rounded is used unchanged, and its gradient is rounded too.
         """
         if not paddle.in_dynamic_mode():
             return [self.matmul_in_program(x, matrix, transpose_y, round_outputs) for matrix in matrices]
         if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *matrices)):
             layout = self.layout(x, matrices[0], transpose_y)
-            rounded = self.ops.round_activation(layout.input(x))
+            rounded = self.matmuls.round_activation(layout.input(x))
             pairs = ((rounded, layout.local(matrix)) for matrix in matrices)
-            return [layout.output(sum_of_products(self.ops, [pair], transpose_y, round_outputs)) for pair in pairs]
+            return [layout.output(self.matmuls.sum_of_products([pair], transpose_y, round_outputs)) for pair in pairs]
         return list(_Products.apply(x, *matrices, (self, transpose_y, round_outputs)))
 
     def matmul_in_program(self, x: Tensor, matrix: Tensor, transpose_y: bool, round_output: bool = False) -> Tensor:
         """Product of x [..., I] and a matrix while a static program is traced, whose backward pass runs no Python."""
-        assert self.ops.program_matmul is not None, "refused before the run"
-        return self.ops.program_matmul(x, matrix, transpose_y, round_output)
+        assert self.matmuls.program_matmul is not None, "refused before the run"
+        return self.matmuls.program_matmul(x, matrix, transpose_y, round_output)
 
     def apply_layers(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
         """Outputs of linear layers that share the input x, as `blocks.apply_linears`, in one operation if possible."""
@@ -106,14 +109,14 @@ class LinearOps:
         is_supported = all(is_matrix(layer) or is_low_rank(layer) for layer in linear)
         if not is_supported or any(layer._forward_pre_hooks for layer in linear):
             return [layer(x) for layer in layers]
-        round_outputs = self.ops.rounded_output_matmul is not None and can_round_outputs(layers, then)
+        round_outputs = self.matmuls.rounds_outputs and can_round_outputs(layers, then)
         if all(is_matrix(layer) for layer in linear):
             weights = [layer.weight for layer in linear]
             return finish_linears(linear, x, self.matmul_many(x, weights, round_outputs=round_outputs))
         if not paddle.in_dynamic_mode() or x.is_dist() or not all(_has_complete_sum(layer) for layer in linear):
             return [self._apply_alone(layer, x, round_outputs) for layer in linear]
         parts = [(layer.weight, layer.factors() if is_low_rank(layer) else None) for layer in linear]
-        return finish_linears(linear, x, lora_matmul(self.ops, x, parts, round_outputs))
+        return finish_linears(linear, x, lora_matmul(self.matmuls, x, parts, round_outputs))
 
     def apply_low_rank(self, layer: Any, x: Tensor) -> Tensor:
         """The output of a linear layer with a low-rank adapter and nothing more, [..., O] of x [..., I]."""
@@ -170,22 +173,22 @@ class _Products(PyLayer):
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
         *matrices, (linear_ops, transpose_y, round_outputs) = rest
         ctx.layout = layout = linear_ops.layout(x, matrices[0], transpose_y)
-        ctx.ops = linear_ops.ops
+        ctx.matmuls = matmuls = linear_ops.matmuls
         ctx.transpose_y = transpose_y
         ctx.is_x_rounded = x.dtype != paddle.float32
         ctx.needs_x_grad = not x.stop_gradient
         ctx.needs_grads = [not matrix.stop_gradient for matrix in matrices]
-        rounded = linear_ops.ops.round_activation(layout.input(x))
+        rounded = matmuls.round_activation(layout.input(x))
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(*matrices, *([rounded] if any(ctx.needs_grads) else []))
         pairs = ((rounded, layout.local(matrix)) for matrix in matrices)
-        return tuple(layout.output(sum_of_products(ctx.ops, [p], transpose_y, round_outputs)) for p in pairs)
+        return tuple(layout.output(matmuls.sum_of_products([p], transpose_y, round_outputs)) for p in pairs)
 
     @staticmethod
     @paddle.no_grad()
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         layout = ctx.layout
-        ops = ctx.ops
+        matmuls = ctx.matmuls
         transpose_y = ctx.transpose_y
         saved = ctx.saved_tensor()
         matrices = saved[: len(ctx.needs_grads)]
@@ -193,18 +196,18 @@ class _Products(PyLayer):
         pairs = []
         matrix_grads = []
         for matrix, needs_grad, gradient in zip(matrices, ctx.needs_grads, gradients, strict=True):
-            rounded = ops.round_activation(layout.output_gradient(gradient))
+            rounded = matmuls.round_activation(layout.output_gradient(gradient))
             pairs.append((rounded, layout.local(matrix)))
             matrix_grad = None
             if needs_grad:
                 left, right = (part.reshape([-1, part.shape[-1]]) for part in (saved_x[0], rounded))
                 if transpose_y:
                     left, right = right, left
-                matrix_grad = layout.matrix_gradient(ops.matmul(left, right, True, False))
+                matrix_grad = layout.matrix_gradient(matmuls.matmul(left, right, True, False))
             matrix_grads.append(matrix_grad)
         if not ctx.needs_x_grad:
             return (None, *matrix_grads)
-        x_grad = sum_of_products(ops, pairs, not transpose_y, ctx.is_x_rounded)
+        x_grad = matmuls.sum_of_products(pairs, not transpose_y, ctx.is_x_rounded)
         return (layout.input_gradient(x_grad), *matrix_grads)
 
 
@@ -216,20 +219,20 @@ class _Nll(PyLayer):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, matrix: Tensor, how: tuple[Ops, bool, Tensor]) -> Tensor:
-        ctx.ops, ctx.transpose_y, targets = how
+    def forward(ctx: Any, x: Tensor, matrix: Tensor, how: tuple[MatmulOps, bool, Tensor]) -> Tensor:
+        ctx.matmuls, ctx.transpose_y, targets = how
         ctx.is_x_rounded = x.dtype != paddle.float32
         ctx.needs_x_grad = not x.stop_gradient
-        rounded = ctx.ops.round_activation(x)
+        rounded = ctx.matmuls.round_activation(x)
         ctx.save_for_backward(matrix, *([] if matrix.stop_gradient else [rounded]))
-        logits = ctx.ops.matmul(rounded, matrix, False, ctx.transpose_y)
-        nll, ctx.logits_gradient = ctx.ops.rounded_grad_cross_entropy(logits, targets)
+        logits = ctx.matmuls.matmul(rounded, matrix, False, ctx.transpose_y)
+        nll, ctx.logits_gradient = ctx.matmuls.rounded_grad_cross_entropy(logits, targets)
         return nll
 
     @staticmethod
     @paddle.no_grad()
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        ops = ctx.ops
+        matmuls = ctx.matmuls
         transpose_y = ctx.transpose_y
         (matrix, *saved_x) = ctx.saved_tensor()
         logits_grad = ctx.logits_gradient(gradient)
@@ -240,10 +243,10 @@ class _Nll(PyLayer):
             right = logits_grad
             if transpose_y:
                 left, right = right, left
-            matrix_grad = ops.matmul(left, right, True, False)
+            matrix_grad = matmuls.matmul(left, right, True, False)
         if not ctx.needs_x_grad:
             return None, matrix_grad
-        return sum_of_products(ops, [(logits_grad, matrix)], not transpose_y, ctx.is_x_rounded), matrix_grad
+        return matmuls.sum_of_products([(logits_grad, matrix)], not transpose_y, ctx.is_x_rounded), matrix_grad
 
 
 class FusedNllOps(LogitOps):
@@ -257,7 +260,7 @@ class FusedNllOps(LogitOps):
         is_local = paddle.in_dynamic_mode() and not hidden.is_dist() and not matrix.is_dist()
         if not _is_plain_product(model) or not has_gradient or not is_local or 0 in hidden.shape:
             return None
-        nll: Tensor = _Nll.apply(hidden, matrix, (self.ops, head is None, targets))
+        nll: Tensor = _Nll.apply(hidden, matrix, (self.ops.matmuls, head is None, targets))
         return nll
 
 
@@ -294,7 +297,7 @@ def use_linear_ops(model: nn.Layer, linear_ops: LinearOps, together: bool = True
     if isinstance(model, CausalLM):
         if type(model.tied_head) is TiedHead:
             model.tied_head = TiedHead(linear_ops)
-        if linear_ops.ops.rounded_grad_cross_entropy is not None and _has_plain_nll(model, linear_ops.ops):
+        if linear_ops.matmuls.rounded_grad_cross_entropy is not None and _has_plain_nll(model, linear_ops.ops):
             model.logit_ops = FusedNllOps(linear_ops.ops)
 
 

@@ -15,7 +15,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.ops import Ops, sum_of_products
+from llmsuite.devices.matmul_ops import MatmulOps
 
 
 class Factors(NamedTuple):
@@ -53,11 +53,11 @@ class LowRankLayer:
 
 
 def lora_matmul(
-    ops: Ops, x: Tensor, matrices: Sequence[tuple[Tensor, Factors | None]], round_outputs: bool
+    matmuls: MatmulOps, x: Tensor, matrices: Sequence[tuple[Tensor, Factors | None]], round_outputs: bool
 ) -> list[Tensor]:
     """x W + scale (x A) B, [..., O], for each matrix W [I, O] and its adapter, if it has one: for plain tensors.
 
-    With `round_outputs` the sum of both products is rounded as `Ops.round_activation` does.
+    With `round_outputs` the sum of both products is rounded as `MatmulOps.round_activation` does.
     """
     tensors = []
     scales = list[float | None]()
@@ -67,8 +67,8 @@ def lora_matmul(
             tensors += [factors.first, factors.second]
         scales.append(None if factors is None else factors.scale)
     if not paddle.is_grad_enabled() or all(t.stop_gradient for t in (x, *tensors)):
-        return _forward(ops, ops.round_activation(x), _by_matrix(tensors, scales), round_outputs)[0]
-    return list(_LoraProducts.apply(x, *tensors, (ops, scales, round_outputs)))
+        return _forward(matmuls, matmuls.round_activation(x), _by_matrix(tensors, scales), round_outputs)[0]
+    return list(_LoraProducts.apply(x, *tensors, (matmuls, scales, round_outputs)))
 
 
 _ByMatrix = list[tuple[list[int], Tensor, list[Tensor], float]]
@@ -87,7 +87,9 @@ def _by_matrix(tensors: Sequence[Tensor], scales: Sequence[float | None]) -> _By
     return by_matrix
 
 
-def _forward(ops: Ops, rounded: Tensor, parts: _ByMatrix, round_outputs: bool) -> tuple[list[Tensor], list[Tensor]]:
+def _forward(
+    matmuls: MatmulOps, rounded: Tensor, parts: _ByMatrix, round_outputs: bool
+) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs, and the rounded scale (x A) of each adapter."""
     outputs = list[Tensor]()
     low_ranks = list[Tensor]()
@@ -95,10 +97,10 @@ def _forward(ops: Ops, rounded: Tensor, parts: _ByMatrix, round_outputs: bool) -
         pairs = [(rounded, matrix)]
         if factors:
             first, second = factors
-            low_rank = ops.round_activation(_scaled(ops.matmul(rounded, first, False, False), scale))
+            low_rank = matmuls.round_activation(_scaled(matmuls.matmul(rounded, first, False, False), scale))
             low_ranks.append(low_rank)
             pairs.append((low_rank, second))
-        outputs.append(sum_of_products(ops, pairs, False, round_outputs))
+        outputs.append(matmuls.sum_of_products(pairs, False, round_outputs))
     return outputs, low_ranks
 
 
@@ -115,14 +117,14 @@ class _LoraProducts(PyLayer):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *tensors, (ops, scales, round_outputs) = rest
-        ctx.ops = ops
+        *tensors, (matmuls, scales, round_outputs) = rest
+        ctx.matmuls = matmuls
         ctx.scales = scales
         ctx.is_x_rounded = x.dtype != paddle.float32
         ctx.needs_x_grad = not x.stop_gradient
         ctx.needs_grads = [not tensor.stop_gradient for tensor in tensors]
-        rounded = ops.round_activation(x)
-        outputs, low_ranks = _forward(ops, rounded, _by_matrix(tensors, scales), round_outputs)
+        rounded = matmuls.round_activation(x)
+        outputs, low_ranks = _forward(matmuls, rounded, _by_matrix(tensors, scales), round_outputs)
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(*tensors, *low_ranks, *([rounded] if any(ctx.needs_grads) else []))
         return tuple(outputs)
@@ -130,7 +132,7 @@ class _LoraProducts(PyLayer):
     @staticmethod
     @paddle.no_grad()
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        ops = ctx.ops
+        matmuls = ctx.matmuls
         saved = ctx.saved_tensor()
         num_tensors = len(ctx.needs_grads)
         low_ranks = iter(saved[num_tensors:])
@@ -140,19 +142,19 @@ class _LoraProducts(PyLayer):
         for gradient, (indices, matrix, factors, scale) in zip(
             gradients, _by_matrix(saved[:num_tensors], ctx.scales), strict=True
         ):
-            output_grad = ops.round_activation(gradient)
+            output_grad = matmuls.round_activation(gradient)
             pairs.append((output_grad, matrix))
             if ctx.needs_grads[indices[0]]:
-                tensor_grads[indices[0]] = ops.matmul(x_rows, _rows(output_grad), True, False)
+                tensor_grads[indices[0]] = matmuls.matmul(x_rows, _rows(output_grad), True, False)
             if not factors:
                 continue
             low_rank = next(low_ranks)
             (first, second) = factors
-            low_rank_grad = ops.round_activation(_scaled(ops.matmul(output_grad, second, False, True), scale))
+            low_rank_grad = matmuls.round_activation(_scaled(matmuls.matmul(output_grad, second, False, True), scale))
             pairs.append((low_rank_grad, first))
             if ctx.needs_grads[indices[1]]:
-                tensor_grads[indices[1]] = ops.matmul(x_rows, _rows(low_rank_grad), True, False)
+                tensor_grads[indices[1]] = matmuls.matmul(x_rows, _rows(low_rank_grad), True, False)
             if ctx.needs_grads[indices[2]]:
-                tensor_grads[indices[2]] = ops.matmul(_rows(low_rank), _rows(output_grad), True, False)
-        x_grad = sum_of_products(ops, pairs, True, ctx.is_x_rounded) if ctx.needs_x_grad else None
+                tensor_grads[indices[2]] = matmuls.matmul(_rows(low_rank), _rows(output_grad), True, False)
+        x_grad = matmuls.sum_of_products(pairs, True, ctx.is_x_rounded) if ctx.needs_x_grad else None
         return (x_grad, *tensor_grads)

@@ -37,7 +37,7 @@ class TensorParallelLinearOps(LinearOps):
         """Product on the mesh [data, tp] of a step program, where each data rank has rows of its own."""
         if not x.is_dist():
             return super().matmul_in_program(x, matrix, transpose_y, round_output)
-        assert self.ops.program_matmul is not None, "refused before the run"
+        assert self.matmuls.program_matmul is not None, "refused before the run"
         mesh = x.process_mesh
         over_data, x_over_tp = x.placements
         _, matrix_over_tp = matrix.placements
@@ -48,7 +48,7 @@ class TensorParallelLinearOps(LinearOps):
         matrix_over_data = dist.Partial() if over_data.is_shard() else dist.Replicate()
         local_x = dtensor_to_local(x, mesh, [over_data, over_tp.input_gradient])
         local_matrix = dtensor_to_local(matrix, mesh, [matrix_over_data, over_tp.matrix_gradient])
-        y = self.ops.program_matmul(local_x, local_matrix, transpose_y, round_output)
+        y = self.matmuls.program_matmul(local_x, local_matrix, transpose_y, round_output)
         if not over_tp.output.is_partial():
             return dtensor_from_local(y, mesh, [over_data, over_tp.output])
         assert not round_output, "a sum over ranks is of float32 numbers"

@@ -13,12 +13,12 @@ import paddle
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.optimizer_ops import OptimizerOps
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import MASTER, PADDLE_CLASSES, BaseOptimizer, OptimizerClasses, StateTensor
 from llmsuite.parallel.sharding import ParameterShard
 
-DEFAULT_OPS = Ops()
+DEFAULT_OPS = OptimizerOps()
 
 
 class _KernelAdamW(paddle.optimizer.AdamW):
@@ -63,7 +63,7 @@ class Optimizer(BaseOptimizer):
         train: TrainSection,
         total_steps: int,
         host: DeviceBackend | None = None,
-        ops: Ops = DEFAULT_OPS,
+        ops: OptimizerOps = DEFAULT_OPS,
     ):
         """
         Args:

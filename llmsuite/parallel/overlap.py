@@ -21,7 +21,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.ops import Ops, sum_of_products
+from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.models.exact import has_hooks, is_own, is_own_code
 from llmsuite.models.linear import Linear, adopt_linears, is_matrix, is_plain_linear
 from llmsuite.models.linear_ops import can_round_outputs, finish_linears
@@ -37,7 +37,7 @@ parallel."""
 
 
 def overlap_sums(
-    model: Any, plan: ShardPlan, mesh: Mesh, ops: Ops | None = None, scattered: Collection[str] = ()
+    model: Any, plan: ShardPlan, mesh: Mesh, matmuls: MatmulOps | None = None, scattered: Collection[str] = ()
 ) -> None:
     """Overlap the backward sums of a model's column-parallel linear layers. Layers with adapters or fake quantisation
     do not change.
@@ -46,11 +46,11 @@ def overlap_sums(
         model: already tensor parallel.
         plan: the family's shard plan.
         mesh: of the run, with this rank's coordinates.
-        ops: the device's implementations; None for Paddle's own.
+        matmuls: the device's products; None for Paddle's own.
         scattered: names of layers whose sums are reduce-scattered instead, see `layers_to_scatter`.
     """
     adopt_linears(model)
-    kernel = OverlappedKernel(mesh, ops or Ops())  # one for all layers: compiled layers have to be alike
+    kernel = OverlappedKernel(mesh, matmuls or MatmulOps())  # one for all layers: compiled layers have to be alike
     for name, module in model.named_sublayers():
         is_alone = isinstance(module, Linear) and is_plain_linear(module)
         if is_alone and plan.dim(f"{name}.weight") == 1 and name not in scattered:
@@ -79,7 +79,7 @@ def fuse_projections(
     mesh: Mesh,
     sequence_parallel: bool,
     overlap: bool,
-    ops: Ops | None = None,
+    matmuls: MatmulOps | None = None,
 ) -> None:
     """Fuse the projections of one input into one operation, in every module that has several.
 
@@ -89,13 +89,13 @@ def fuse_projections(
         mesh: of the run, with this rank's coordinates.
         sequence_parallel: whether inputs are gathered along the sequence before the modules.
         overlap: whether the device can communicate during a backward pass.
-        ops: the device's implementations of products of plain tensors; None for Paddle's own.
+        matmuls: the device's products of plain tensors; None for Paddle's own.
     """
     mode: SumMode = "overlapped" if overlap else "blocking"
     if sequence_parallel:
         mode = "deferred"
     for module in modules_to_fuse(model, plan):
-        module.apply_linears = _Fused(mesh, mode, ops or Ops()).apply_linears
+        module.apply_linears = _Fused(mesh, mode, matmuls or MatmulOps()).apply_linears
 
 
 def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
@@ -111,8 +111,8 @@ def modules_to_fuse(model: Any, plan: ShardPlan) -> list[Any]:
 class OverlappedKernel:
     """Product of a linear layer whose weight is split along dim 1."""
 
-    def __init__(self, mesh: Mesh, ops: Ops):
-        self._settings = (mesh, "overlapped", ops, False)
+    def __init__(self, mesh: Mesh, matmuls: MatmulOps):
+        self._settings = (mesh, "overlapped", matmuls, False)
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., D], the same on every rank, to [..., F], split along F."""
@@ -125,43 +125,43 @@ class OverlappedKernel:
 class _Fused:
     """Replacement of `blocks.apply_linears` for layers whose weights are split along dim 1."""
 
-    def __init__(self, mesh: Mesh, mode: SumMode, ops: Ops):
+    def __init__(self, mesh: Mesh, mode: SumMode, matmuls: MatmulOps):
         self._mesh = mesh
         self._mode = mode
-        self._ops = ops
+        self._matmuls = matmuls
 
     def apply_linears(self, layers: Sequence[nn.Layer], x: Tensor, then: nn.Layer | None = None) -> list[Tensor]:
         """[..., D], the same on every rank, to an output [..., F] of each layer, split along F."""
         assert all(is_matrix(layer) for layer in layers), "a layer that is more than its matrix"
         linear: list[Any] = list(layers)
-        round_outputs = self._ops.rounded_output_matmul is not None and can_round_outputs(layers, then)
-        settings = (self._mesh, self._mode, self._ops, round_outputs)
+        round_outputs = self._matmuls.rounds_outputs and can_round_outputs(layers, then)
+        settings = (self._mesh, self._mode, self._matmuls, round_outputs)
         outputs = _ColumnParallelMatmul.apply(x, *(layer.weight for layer in linear), settings)
         return finish_linears(linear, x, outputs)
 
 
 class _ColumnParallelMatmul(PyLayer):
     """x W of distributed tensors, for several W. Mesh, `SumMode`, the device's implementations and whether outputs are
-    those of `Ops.rounded_output_matmul` come in a tuple, which PyLayer does not look into."""
+    those of `MatmulOps.rounded_output_matmul` come in a tuple, which PyLayer does not look into."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        *weights, (mesh, mode, ops, round_outputs) = rest
+        *weights, (mesh, mode, matmuls, round_outputs) = rest
         ctx.mesh = mesh
         ctx.mode = mode
-        ctx.ops = ops
+        ctx.matmuls = matmuls
         ctx.round_outputs = round_outputs
         # the parameters themselves: under sharding stage 3 they have other memory by the time of the backward pass
         ctx.save_for_backward(x, *weights)
         local = local_value(x)
-        outputs = [sum_of_products(ops, [(local, local_value(weight))], False, round_outputs) for weight in weights]
+        outputs = [matmuls.sum_of_products([(local, local_value(weight))], False, round_outputs) for weight in weights]
         return tuple(dtensor_from_local(y, mesh.tensor, [dist.Shard(y.ndim - 1)]) for y in outputs)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensor()
         mesh = ctx.mesh
-        ops = ctx.ops
+        matmuls = ctx.matmuls
         input_gradient = None
         pending = None
         locals_ = [local_value(weight) for weight in weights]
@@ -169,7 +169,7 @@ class _ColumnParallelMatmul(PyLayer):
         if not ctx.round_outputs:
             given = [gradient.astype(local.dtype) for gradient, local in zip(given, locals_)]
         if not x.stop_gradient:
-            input_gradient = sum_of_products(ops, list(zip(given, locals_)), True)
+            input_gradient = matmuls.sum_of_products(list(zip(given, locals_)), True)
             if ctx.mode == "overlapped":
                 # over tp: each rank has the gradient from its columns; the weights' gradients are computed meanwhile
                 pending = collective.start_all_reduce(input_gradient, mesh.tensor_group)
@@ -179,7 +179,7 @@ class _ColumnParallelMatmul(PyLayer):
                 weight_gradients.append(None)
                 continue
             rows = local_value(x).astype(local.dtype).reshape([-1, local.shape[0]])
-            product = ops.matmul(rows, gradient.reshape([-1, local.shape[1]]), True, False)
+            product = matmuls.matmul(rows, gradient.reshape([-1, local.shape[1]]), True, False)
             weight_gradients.append(dtensor_from_local(product, mesh.tensor, [dist.Shard(1)]))
         if pending is not None:
             pending.wait()

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from llmsuite.adapters.parameters import shard_dim
 from llmsuite.base.typing import ReadSlice, Tensor
-from llmsuite.devices.ops import Ops, matmul, round_activation
+from llmsuite.devices.ops import Ops
 from llmsuite.models.linear_ops import use_linear_ops
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.buckets import assign_buckets
@@ -103,9 +103,9 @@ def parallelize(model: Any, strategy: Strategy, read: ReadSlice) -> list[Paramet
     # 6. all-reduces over tp that overlap with the backward pass, and projections that share one
     if mesh.tensor is not None and strategy.overlap:
         alone = layers_to_scatter(model, plan, strategy.head_needs_all_logits) if strategy.sequence_parallel else ()
-        overlap_sums(model, plan, mesh, strategy.ops, alone)
+        overlap_sums(model, plan, mesh, strategy.ops.matmuls, alone)
     if mesh.tensor is not None and strategy.fuse_projections:
-        fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap, strategy.ops)
+        fuse_projections(model, plan, mesh, strategy.sequence_parallel, strategy.overlap, strategy.ops.matmuls)
     # 7. layers as programs: the changes before are compiled into them, the changes after are made around them
     if strategy.compile:
         compile_layers(model, plan, mesh, between_layers(strategy.sequence_parallel))
@@ -142,11 +142,9 @@ def parallelize_inference(model: Any, plan: ShardPlan, mesh: Mesh, read: ReadSli
 def _use_device_matmul(model: Any, strategy: Strategy) -> None:
     # float32 layers of one input stay separate under tensor parallel: `plan` counts the messages of each
     ops = strategy.ops
-    rounds = strategy.ops.round_activation is not round_activation
-    if ops.matmul is not matmul:
-        use_linear_ops(
-            model, TensorParallelLinearOps(ops, strategy.mesh), together=rounds or strategy.mesh.tensor is None
-        )
+    if not ops.matmuls.is_paddles:
+        together = ops.matmuls.rounds_inputs or strategy.mesh.tensor is None
+        use_linear_ops(model, TensorParallelLinearOps(ops, strategy.mesh), together=together)
 
 
 def _recompute(model: Any, strategy: Strategy) -> None:

@@ -108,7 +108,7 @@ def pack_inputs(
     """Rows of answers to input arrays, padded on the right to a multiple.
 
     With `shares_prompts` all answers of a row to the same prompt follow one copy of it, and each attends only to the
-    prompt and itself; its positions continue those of the prompt (`devices.ops.document_spans`).
+    prompt and itself; its positions continue those of the prompt (`devices.masks.document_spans`).
     """
     grouped: list[list[list[int]]] = []
     lengths = []

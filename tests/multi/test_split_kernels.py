@@ -22,7 +22,7 @@ def main() -> int:
     import paddle.distributed as dist
     import paddle.nn.functional as F
 
-    from llmsuite.devices import ops
+    from llmsuite.devices import masks, ops, paddle_kernels
     from llmsuite.devices.cpu.kernels import ops as cpu
 
     dist.init_parallel_env()
@@ -36,7 +36,7 @@ def main() -> int:
 
     def flash(q: Any, k: Any, v: Any, causal: bool) -> tuple[Any, None]:
         q, k, v = (whole(x) * 1.0 for x in (q, k, v))  # whose gradient is contiguous, as that of a kernel
-        return ops.attention(q, k, v, ops.causal_mask(q.shape[1], k.shape[1], q.dtype)), None
+        return ops.attention(q, k, v, masks.causal_mask(q.shape[1], k.shape[1], q.dtype)), None
 
     F.rms_norm = norm
     F.flash_attention.flash_attention = flash
@@ -46,7 +46,7 @@ def main() -> int:
     gain = random.standard_normal([8])
     heads = [random.standard_normal([2, 6, 4, 8]) for _ in range(3)]
     forms: dict[str, tuple[Any, Any]] = {
-        "gpu": (ops.fused_rms_norm, ops.flash_attention),
+        "gpu": (paddle_kernels.fused_rms_norm, paddle_kernels.flash_attention),
         "cpu": (cpu.rms_norm, cpu.attention),
     }
     for name, (rms_norm, attention) in forms.items():

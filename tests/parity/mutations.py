@@ -219,10 +219,12 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     as closely as in float32, and one that forgets it once, or applies it to a part of a sum, does not."""
     import paddle
 
+    from llmsuite.devices import masks
     from llmsuite.devices import ops as plain
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.cpu.kernels import ops
     from llmsuite.devices.local_parts import local_constant
+    from llmsuite.devices.matmul_ops import MatmulOps
 
     def bent(wide: Any) -> Any:
         return wide * (1 + 2.0**-5 * paddle.sin(3 * paddle.log(wide.abs() + 1e-30)))
@@ -258,9 +260,9 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
 
     def attention(q: Any, k: Any, v: Any, spans: Any) -> Any:
         if spans is None:
-            mask = plain.causal_mask(q.shape[1], k.shape[1], q.dtype)
+            mask = masks.causal_mask(q.shape[1], k.shape[1], q.dtype)
         else:
-            mask = plain.span_mask(local_constant(spans), q.dtype)
+            mask = masks.span_mask(local_constant(spans), q.dtype)
         return between(lambda *local: plain.attention(*local, mask), q, k, v)
 
     def of_either(of_float32: Any, of_bent: Any) -> Any:
@@ -273,7 +275,7 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(ops, "bf16_grad_cross_entropy", rounded_grad_cross_entropy)
     for name, of_bent in {"swiglu": swiglu, "rotary": rotary, "attention": attention}.items():
         patch.setattr(ops, name, of_either(getattr(ops, name), of_bent))
-    patch.setattr(plain.Ops, "rounds_attention", property(lambda self: self.rounded_output_matmul is not None))
+    patch.setattr(MatmulOps, "rounds_attention", property(lambda self: self.rounds_outputs))
 
 
 def products_by_rounding(patch: pytest.MonkeyPatch) -> None:

@@ -45,7 +45,7 @@ class StandIn(CpuBackend):
     parameter_dtype = DeviceBackend.parameter_dtype
     matmul_backend = DeviceBackend.matmul_backend
     precision_warning = DeviceBackend.precision_warning
-    ops = DeviceBackend.ops
+    loaded_kernels = DeviceBackend.loaded_kernels
 
     def padding_free(self, precision: str) -> bool:
         return False

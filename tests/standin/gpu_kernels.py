@@ -12,7 +12,7 @@ import paddle
 import paddle.nn.functional as F
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices import ops
+from llmsuite.devices import masks, ops
 
 _SHORT = (paddle.bfloat16, paddle.float16)
 
@@ -59,7 +59,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
 def _flash_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False) -> Any:
     _heads(q, k, v)
     _require(not dropout, "dropout, which the stand-in lacks")
-    mask = ops.causal_mask(q.shape[1], k.shape[1], paddle.float32) if causal else None
+    mask = masks.causal_mask(q.shape[1], k.shape[1], paddle.float32) if causal else None
     return _attend(q, k, v, mask), None
 
 

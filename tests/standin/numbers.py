@@ -14,6 +14,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices import ops
 from llmsuite.devices.gpu import GpuBackend
+from llmsuite.devices.masks import causal_mask, document_mask
 from llmsuite.engine.full_weights import full_weights
 from llmsuite.models.blocks import rotation, rotation_at
 from llmsuite.models.moe import Gate
@@ -90,7 +91,7 @@ def masks() -> None:
     """What is added to scores has their dtype."""
     starts = paddle.to_tensor(STARTS)
     for dtype in (paddle.bfloat16, paddle.float16):
-        for mask in (ops.causal_mask(8, 8, dtype), ops.document_mask(starts, dtype)):
+        for mask in (causal_mask(8, 8, dtype), document_mask(starts, dtype)):
             assert mask.dtype == dtype, mask.dtype
             assert bool(paddle.isfinite(mask).all())
 

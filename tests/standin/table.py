@@ -12,12 +12,18 @@ def _of(file: str, *rows: tuple[str, str, str]) -> list[Removal]:
 
 ALONE: tuple[Removal, ...] = (
     *_of(
-        "devices/ops.py",
+        "devices/paddle_kernels.py",
         ('return ends.astype("int32").unsqueeze([1, 3])', "return ends.unsqueeze([1, 3])", "llama"),
+        ("x, cos, sin = (t.reshape([1, -1, *t.shape[2:]]) for t in (x, cos, sin))", "pass", "llama"),
+    ),
+    *_of(
+        "devices/masks.py",
         ("1e9)).astype(dtype)", "1e9))", "masks"),
+    ),
+    *_of(
+        "devices/ops.py",
         ('wide = x.astype("float32")', "wide = x", "plain_norm"),
         ("return scaled.astype(x.dtype) * weight", "return scaled * weight", "plain_norm"),
-        ("x, cos, sin = (t.reshape([1, -1, *t.shape[2:]]) for t in (x, cos, sin))", "pass", "llama"),
     ),
     *_of(
         "models/blocks.py",

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from llmsuite.inference.attention import grouped_attention
+from llmsuite.inference.attention import grouped_attention, with_cached_attention
 from llmsuite.inference.sampling import Sampling
 from llmsuite.models.initial_values import initial_values
 from tests.support.families import FAMILIES
@@ -24,7 +23,7 @@ def family_model(name: str, attention: Any = grouped_attention) -> Any:
 
     spec = FAMILIES[name]
     config = spec.config_cls(**{**spec.smoke, "vocab_size": 32})
-    ops = dataclasses.replace(Ops(), attention=attention, heads_first=attention is grouped_attention)
+    ops = with_cached_attention(Ops()) if attention is grouped_attention else Ops(attention=attention)
     model = spec.factory()(config, ops)
     for parameter_name, parameter in model.named_parameters():
         if parameter.ndim > 1:

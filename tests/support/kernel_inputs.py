@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import paddle
 
-from llmsuite.devices import ops
+from llmsuite.devices import masks
 
 Tensor = Any
 LIMIT = 1e-6
@@ -64,7 +64,7 @@ def check_cached_attention(cached: Any, whole: Any, heads: tuple[int, int, int],
     columns has them."""
     num_queries, num_keys, size = heads
     lengths, begins = zip(*(zip(*row) for row in ROWS_OF_DOCUMENTS[name]))
-    spans = ops.document_spans(paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)])))
+    spans = masks.document_spans(paddle.to_tensor(np.stack([np.repeat(*row) for row in zip(begins, lengths)])))
     length = spans.shape[2]
     q = paddle.to_tensor(random(2, length, num_queries, size, seed=1))
     keys, values = (paddle.to_tensor(random(2, num_keys, length + 9, size, seed=seed)) for seed in (2, 3))

@@ -91,9 +91,9 @@ def model(config: LlamaConfig = CONFIG, seed: int = 0, generates: bool = False) 
     """The live model with these parameters, in evaluation mode; the plain one, or that for generation. Imports
     Paddle."""
     from llmsuite.devices.ops import Ops
-    from llmsuite.inference.attention import grouped_attention
+    from llmsuite.inference.attention import with_cached_attention
 
-    built = FAMILY.factory()(config, Ops(attention=grouped_attention, heads_first=True) if generates else Ops())
+    built = FAMILY.factory()(config, with_cached_attention(Ops()) if generates else Ops())
     parameters = values(config, seed)
     for name, parameter in built.named_parameters():
         parameter.set_value(parameters[name])

@@ -48,7 +48,7 @@ class PrefixedCore:
     """The `core` of an attention whose keys and values start with a prefix.
 
     P queries are added too, and their outputs discarded: causal kernels need as many queries as keys, and in rows of
-    several documents all documents then continue the prefix (`devices.ops.document_spans`).
+    several documents all documents then continue the prefix (`devices.masks.document_spans`).
     """
 
     def __init__(self, attention: Any, network: PrefixNetwork | None = None):
@@ -140,8 +140,8 @@ def add_prefixes(
     """Add a prefix to the keys and values of every decoder layer, and freeze the rest.
 
     Args:
-        model: a `llmsuite.models.blocks.CausalLM`, materialised or not. One for generation (`Ops.heads_first`) gets the
-            parameters, and starts with them as its cache: see `prefix_cache`.
+        model: a `llmsuite.models.blocks.CausalLM`, materialised or not. One for generation (`DecodingOps.heads_first`)
+            gets the parameters, and starts with them as its cache: see `prefix_cache`.
         tokens: P; kept in the attribute `num_prefix_tokens`.
         network_size: N of a network that computes the prefixes, in training; None for none.
         network: the network of another chunk of the model, to be shared; None to create one.
@@ -161,7 +161,8 @@ def add_prefixes(
                 f"prefix: {type(model).__name__} has its own `{name}`, which need not begin after a prefix; use lora"
             )
     model.num_prefix_tokens = tokens
-    assert network_size is None or not model.ops.heads_first, "for generation prefixes are stored without their network"
+    generates = model.ops.decoding.heads_first
+    assert network_size is None or not generates, "for generation prefixes are stored without their network"
     for name, parameter in model.named_parameters():
         parameter.stop_gradient = parameter.stop_gradient or not is_trained(name)
     for number, layer in enumerate(model.model.layers):
@@ -177,10 +178,10 @@ def add_prefixes(
             setattr(model, NETWORK, network)
         for kind, shape in prefix_shapes(tokens, width, attention.head_size, network_size).items():
             setattr(attention, kind, attention.create_parameter(list(shape), is_bias=len(shape) == 1))
-        if not model.ops.heads_first:
+        if not generates:
             attention.core = PrefixedCore(attention, network)
             attention.rounds_activations = False  # prefixes are float32, and are concatenated with keys and values
-    if model.ops.heads_first:
+    if generates:
         model.input_form = StoredPrefixInputs()
     else:
         model.input_form = PrefixInputs(tokens)

@@ -2,12 +2,12 @@
 
 All tensors that a run sends are float32. With `engine.precision: bf16` the inputs of matrix products are rounded to
 bfloat16: those of linear layers, adapters, experts and heads, and those of their gradients; also those inside
-    attention,
-where the processor has instructions for it. Activations between the products of a gated MLP, and their gradients, are
-bfloat16 from where they are computed (`Ops.rounded_output_matmul`); where the inputs inside attention are rounded, so
-are activations between the products around it (`Ops.rounds_attention`). Sums are float32, and so is all else:
-parameters, other activations, messages, gradients of matrices and the optimizer. PyTorch's autocast does the same with
-matrix products. The rollout copy of such a model computes in the same way, from weights that are stored in bfloat16.
+attention, where the processor has instructions for it. Activations between the products of a gated MLP, and their
+gradients, are bfloat16 from where they are computed (`MatmulOps.rounded_output_matmul`); where the inputs inside
+attention are rounded, so are activations between the products around it (`MatmulOps.rounds_attention`). Sums are
+float32, and so is all else: parameters, other activations, messages, gradients of matrices and the optimizer. PyTorch's
+autocast does the same with matrix products. The rollout copy of such a model computes in the same way, from weights
+that are stored in bfloat16.
 """
 
 from __future__ import annotations
@@ -17,19 +17,15 @@ import math
 import os
 import resource
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, PROGRAM_FILES, build_kernels, can_be_built
 from llmsuite.devices.cpu.processor import has_amx, mkl_path, multiplies_bf16
-
-if TYPE_CHECKING:
-    from llmsuite.devices.ops import Ops
-
 
 SPLIT = "LLMSUITE_SPLIT_FLOAT32"
 """Environment variable: if it is 0, float32 products are MKL's even where the processor has AMX."""
@@ -57,7 +53,7 @@ _KERNELS = {
     "scale": "scale",
     "adamw": "adamw",
 }
-"""Kernels of every precision: a field of `Ops` -> a function of `kernels.ops`."""
+"""Kernels of every precision: an operation -> a function of `kernels.ops`."""
 _GLOO_SECONDS = 1800
 _A_YEAR = 365 * 24 * 3600
 _TIMEOUT_FACTOR = 4  # at the start of a run the launcher waits for three times launch.stall_seconds
@@ -160,7 +156,7 @@ class CpuBackend(DeviceBackend):
         by_rounding = _BF16_WITHOUT_COMPILER if is_plain else _BF16_BY_ROUNDING
         return {**table, **(_BF16_PRODUCTS if self._has_bf16() else by_rounding)}
 
-    def ops(self, precision: str) -> Ops:
+    def loaded_kernels(self, precision: str) -> dict[str, Callable[..., Any]]:
         if can_be_built():
             from llmsuite.devices.cpu.kernels.ops import load
 
@@ -168,7 +164,7 @@ class CpuBackend(DeviceBackend):
             needs_products = self._has_bf16() if precision == "bf16" else self._splits_float32()
             if needs_products:
                 load(PRODUCTS)
-        return super().ops(precision)
+        return super().loaded_kernels(precision)
 
     def program_kernels(self) -> Sequence[Path]:
         return PROGRAM_FILES

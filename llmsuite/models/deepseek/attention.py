@@ -27,7 +27,7 @@ def latent_attention(
     shared = k_rope.expand([-1, -1, k_nope.shape[2], -1]) + paddle.zeros_like(k_nope[..., :1])
     q = paddle.concat([q_nope, q_rope], -1)
     k = paddle.concat([k_nope, shared], -1)
-    if ops.heads_first:
+    if ops.decoding.heads_first:
         return ops.attention(q, k.transpose([0, 2, 1, 3]), v.transpose([0, 2, 1, 3]), mask)
     size = q.shape[-1]
     value_size = v.shape[-1]

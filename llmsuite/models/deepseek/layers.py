@@ -14,7 +14,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.ops import Ops, round_attention_input
+from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import DecoderLayer, GatedMLP, LayerCache, RMSNorm, WithCore, dim_size, halves, linear
 from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
 from llmsuite.models.deepseek.config import DeepSeekConfig
@@ -38,7 +38,7 @@ class Attention(nn.Layer, WithCore):
         self.ops = ops
         self.rotary = ops.rotary
         self.core = functools.partial(latent_attention, ops)
-        self.can_absorb = ops.heads_first and ops.round_attention_input is round_attention_input
+        self.can_absorb = ops.decoding.heads_first and not ops.matmuls.rounds_attention_inputs
         self.score_factor = config.score_factor
         num_heads = config.num_attention_heads
         self.query_sizes = [config.qk_nope_head_dim, config.qk_rope_head_dim]

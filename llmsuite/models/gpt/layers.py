@@ -34,7 +34,7 @@ class Attention(nn.Layer, WithCore):
         super().__init__()
         self.head_size = config.head_size
         self.core = ops.attention
-        self.heads_first = ops.heads_first
+        self.heads_first = ops.decoding.heads_first
         self.apply_linears = apply_linears
         self.q_proj = linear(config.hidden_size, config.hidden_size, bias=True)
         self.k_proj = linear(config.hidden_size, config.hidden_size, bias=True)

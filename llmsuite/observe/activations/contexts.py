@@ -21,7 +21,7 @@ def contexts(ids: np.ndarray, starts: np.ndarray | None = None, lengths: np.ndar
 
     Args:
         ids: [B, L].
-        starts: [B, L], `document_starts` as in `llmsuite.devices.ops.document_spans`; None for one document per row.
+        starts: [B, L], `document_starts` as in `llmsuite.devices.masks.document_spans`; None for one document per row.
         lengths: [B], tokens of each row without padding; None where that is unknown.
     """
     found = np.full(ids.shape, PADDING, "uint64")

@@ -13,7 +13,7 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.devices import ops
+from llmsuite.devices import masks, ops
 from llmsuite.devices.cpu.build import library
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels import source
@@ -46,7 +46,7 @@ def test_attention_of_rounded_inputs_is_causal(heads: tuple[int, int, int], quer
     num_queries, num_keys, size = heads
     q = rounded(random(2, queries, num_queries, size, seed=1))
     k, v = (rounded(random(2, keys, num_keys, size, seed=seed)) for seed in (2, 3))
-    mask = ops.causal_mask(queries, keys, paddle.float32)
+    mask = masks.causal_mask(queries, keys, paddle.float32)
     plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
     check_equal(lambda *x: kernels.bf16_attention(*x, None), plain, q, k, v, limit=ROUNDED_LIMIT)
 
@@ -60,7 +60,7 @@ def test_attention_of_rounded_inputs_sees_its_document_only(heads: tuple[int, in
     length = document_starts.shape[1]
     q = rounded(random(2, length, num_queries, size, seed=1))
     k, v = (rounded(random(2, length, num_keys, size, seed=seed)) for seed in (2, 3))
-    mask = ops.document_mask(document_starts, paddle.float32)
+    mask = masks.document_mask(document_starts, paddle.float32)
     given = kernels.spans(document_starts, paddle.float32)
     plain = lambda *x: ops.attention(*x, mask)  # noqa: E731
     check_equal(lambda *x: kernels.bf16_attention(*x, given), plain, q, k, v, limit=ROUNDED_LIMIT)

@@ -11,7 +11,7 @@ import paddle
 import pytest
 from paddle.base import core
 
-from llmsuite.devices import ops
+from llmsuite.devices import decoding_ops, expert_ops, masks, ops, optimizer_ops
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.models.experts import route_in_program
@@ -38,7 +38,7 @@ def test_gradients_before_an_update(shape: list[int]) -> None:
     values = random(*shape)
     x = paddle.to_tensor(values)
     expected = np.square(values.astype("float64") * 0.5).sum()
-    for square_sum in (kernels.square_sum, ops.square_sum):
+    for square_sum in (kernels.square_sum, optimizer_ops.square_sum):
         for count in (1, 3):
             found = square_sum([x] * count, 0.5)
             assert found.shape == []
@@ -76,7 +76,7 @@ def test_attention_is_causal(heads: tuple[int, int, int], queries: int, keys: in
     num_queries, num_keys, size = heads
     q = random(2, queries, num_queries, size, seed=1)
     k, v = (random(2, keys, num_keys, size, seed=seed) for seed in (2, 3))
-    mask = ops.causal_mask(queries, keys, paddle.float32)
+    mask = masks.causal_mask(queries, keys, paddle.float32)
     check_equal(lambda *x: kernels.attention(*x, None), lambda *x: ops.attention(*x, mask), q, k, v)
 
 
@@ -89,7 +89,7 @@ def test_attention_sees_its_document_only(heads: tuple[int, int, int], name: str
     length = document_starts.shape[1]
     q = random(2, length, num_queries, size, seed=1)
     k, v = (random(2, length, num_keys, size, seed=seed) for seed in (2, 3))
-    mask = ops.document_mask(document_starts, paddle.float32)
+    mask = masks.document_mask(document_starts, paddle.float32)
     given = kernels.spans(document_starts, paddle.float32)
     check_equal(lambda *x: kernels.attention(*x, given), lambda *x: ops.attention(*x, mask), q, k, v)
 
@@ -109,7 +109,7 @@ def test_attention_takes_a_mask_that_is_added() -> None:
 def test_scores_may_be_large() -> None:
     """A score of 3,000 is rounded to 2e-4 in either form, and its exponential by as much."""
     q, k, v = (30 * random(1, 80, 2, 8, seed=seed) for seed in (1, 2, 3))
-    mask = ops.causal_mask(80, 80, paddle.float32)
+    mask = masks.causal_mask(80, 80, paddle.float32)
     check_equal(lambda *x: kernels.attention(*x, None), lambda *x: ops.attention(*x, mask), q, k, v, limit=1e-3)
 
 
@@ -212,7 +212,7 @@ def test_tensors_with_gaps() -> None:
     def turned(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return lambda *tensors: function(*(t.transpose([0, 2, 1, 3]) for t in tensors))
 
-    mask = ops.causal_mask(9, 9, paddle.float32)
+    mask = masks.causal_mask(9, 9, paddle.float32)
     check_equal(
         turned(lambda *t: kernels.attention(*t, None)), turned(lambda *t: ops.attention(*t, mask)), x, x + 1, x - 1
     )
@@ -229,7 +229,7 @@ def test_kernels_take_no_rows() -> None:
 def test_other_numbers_than_float32() -> None:
     x = paddle.to_tensor(random(2, 6).astype("float64"))
     assert np.array_equal(kernels.swiglu(x, x).numpy(), ops.swiglu(x, x).numpy())
-    assert np.array_equal(kernels.joined_swiglu(x).numpy(), ops.joined_swiglu(x).numpy())
+    assert np.array_equal(kernels.joined_swiglu(x).numpy(), decoding_ops.joined_swiglu(x).numpy())
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_rows_with_a_matrix_each(counts: list[int], num_rows: int) -> None:
     x = random(num_rows, 33)
     weight = random(len(counts), 33, 17, seed=1)
     of = paddle.to_tensor(counts, dtype="int64")
-    check_equal(lambda *t: kernels.grouped_matmul(*t, of), lambda *t: ops.grouped_matmul(*t, of), x, weight)
+    check_equal(lambda *t: kernels.grouped_matmul(*t, of), lambda *t: expert_ops.grouped_matmul(*t, of), x, weight)
     rounded = [values.astype(ml_dtypes.bfloat16).astype("float32") for values in (x, weight)]
     values = [paddle.to_tensor(value) for value in (x, weight)]
     found = kernels.rounded_grouped_matmul(*values, of).numpy()
@@ -308,11 +308,11 @@ def test_rows_of_tokens(tokens: int, chosen: int, experts: int, elsewhere: int) 
     weights = random(tokens, chosen, seed=1)
     is_used = paddle.to_tensor((np.arange(tokens * chosen) < used).astype("float32")[:, None])
     check_equal(
-        lambda t: kernels.dispatch_rows(t, *where) * is_used, lambda t: ops.dispatch_rows(t, *where) * is_used, x
+        lambda t: kernels.dispatch_rows(t, *where) * is_used, lambda t: expert_ops.dispatch_rows(t, *where) * is_used, x
     )
     rows = random(tokens * chosen, 33, seed=2) * is_used.numpy()
     zeroed = lambda form: lambda r, w: form(r * is_used, w, *where)  # noqa: E731
-    check_equal(zeroed(kernels.combine_rows), zeroed(ops.combine_rows), rows, weights)
+    check_equal(zeroed(kernels.combine_rows), zeroed(expert_ops.combine_rows), rows, weights)
     there_and_back = kernels.combine_rows(
         kernels.dispatch_rows(paddle.to_tensor(x), *where), paddle.to_tensor(weights), *where
     )

@@ -16,14 +16,16 @@ from paddle.base.core import get_phi_spmd_rule
 
 from llmsuite.base.errors import UserError
 from llmsuite.builtin import llmsuite_register_devices
-from llmsuite.devices import ops
+from llmsuite.devices import paddle_kernels
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import SPLIT, CpuBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.processor import multiplies_bf16
 from llmsuite.devices.gpu import GpuBackend
+from llmsuite.devices.kernel_table import forms, ops_of, optimizer_ops_of
 from llmsuite.devices.ops import Ops
+from llmsuite.devices.optimizer_ops import OptimizerOps
 from llmsuite.devices.start import start_paddle
 from llmsuite.devices.xpu import XpuBackend
 
@@ -53,9 +55,14 @@ def test_how_gradients_are_added_up(name: str) -> None:
     assert (backend.gradient_bucket_bytes, backend.overlaps_communication) == (25 << 20, name != "cpu")
 
 
-FLASH = {"causal_mask": ops.no_mask, "document_mask": ops.document_ends, "attention": ops.flash_attention}
-ROTARY_SWIGLU = {"rotary": ops.fused_rotary, "swiglu": ops.fused_swiglu}
-RMS = {"rms_norm": ops.fused_rms_norm}
+FLASH = {
+    "causal_mask": paddle_kernels.no_mask,
+    "document_mask": paddle_kernels.document_ends,
+    "attention": paddle_kernels.flash_attention,
+}
+ROTARY_SWIGLU = {"rotary": paddle_kernels.fused_rotary, "swiglu": paddle_kernels.fused_swiglu}
+RMS = {"rms_norm": paddle_kernels.fused_rms_norm}
+PLAIN = forms(Ops(), OptimizerOps())
 KERNELS = {
     **{
         name: getattr(kernels, name)
@@ -127,7 +134,10 @@ IN_PARTS = {
 )
 def test_which_operations_are_fused(name: str, precision: str, fused: dict[str, Any]) -> None:
     others = {"cpu without bf16": CpuBackend(False, False), "cpu with bf16": CpuBackend(True, True)}
-    assert (others.get(name) or BACKENDS[name]).ops(precision) == Ops(**fused)
+    backend = others.get(name) or BACKENDS[name]
+    assert (backend.ops(precision), backend.optimizer_ops(precision)) == (ops_of(fused), optimizer_ops_of(fused))
+    found = forms(backend.ops(precision), backend.optimizer_ops(precision))
+    assert {name: form for name, form in found.items() if form is not PLAIN[name]} == fused
 
 
 RULES = {

@@ -165,7 +165,7 @@ def test_bfloat16_is_by_rounding_where_some_of_its_operations_cannot_be_built(
     script = (
         "from llmsuite.devices import cpu; from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul; "
         "cpu.multiplies_bf16 = lambda: True; backend = cpu.CpuBackend(); "
-        "print(backend.ops('bf16').matmul is plain_rounded_matmul, backend.precision_warning('bf16') is None)"
+        "print(backend.ops('bf16').matmuls.matmul is plain_rounded_matmul, backend.precision_warning('bf16') is None)"
     )
     done = run_alone(script)
     assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr

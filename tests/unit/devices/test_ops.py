@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -10,8 +11,13 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from llmsuite.devices import ops
+from llmsuite.devices import decoding_ops, expert_ops, masks, ops, paddle_kernels
+from llmsuite.devices.decoding_ops import DecoderOps, DecodingOps, PackedOps
+from llmsuite.devices.expert_ops import ExpertOps
+from llmsuite.devices.kernel_table import ops_of, optimizer_ops_of
+from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.devices.ops import Ops
+from llmsuite.devices.optimizer_ops import OptimizerOps
 
 
 def random(*shape: int, seed: int = 0) -> np.ndarray:
@@ -45,7 +51,7 @@ def test_attention_equals_the_formula(heads: tuple[int, int], queries: int, keys
     # the last query sees every key
     visible = np.asarray([[j <= i + keys - queries for j in range(keys)] for i in range(queries)])
     expected = attention_by_loops(q, k, v, np.where(visible, 0.0, -np.inf) if masked else None)
-    mask = ops.causal_mask(queries, keys, paddle.float32) if masked else None
+    mask = masks.causal_mask(queries, keys, paddle.float32) if masked else None
     found = ops.attention(*(paddle.to_tensor(x) for x in (q, k, v)), mask)
     assert found.shape == list(q.shape)
     np.testing.assert_allclose(found.numpy(), expected, atol=1e-6)
@@ -53,7 +59,7 @@ def test_attention_equals_the_formula(heads: tuple[int, int], queries: int, keys
 
 @pytest.mark.parametrize(("dtype", "lowest"), [("float32", -1e9), ("bfloat16", -1e9), ("float16", -1e4)])
 def test_the_mask_is_low_and_finite_in_every_dtype(dtype: str, lowest: float) -> None:
-    mask = ops.causal_mask(3, 5, getattr(paddle, dtype))
+    mask = masks.causal_mask(3, 5, getattr(paddle, dtype))
     assert (mask.shape, str(mask.dtype)) == ([1, 1, 3, 5], f"paddle.{dtype}")
     values = mask.astype("float32").numpy()[0, 0]
     assert np.array_equal(values == 0, np.tril(np.ones((3, 5)), 2) == 1)
@@ -124,17 +130,53 @@ def test_swiglu_equals_the_formula() -> None:
     gate = random(2, 3, 8)
     up = random(2, 3, 8, seed=1)
     expected = gate / (1 + np.exp(-gate)) * up
-    for form in (ops.swiglu, ops.fused_swiglu):
+    for form in (ops.swiglu, paddle_kernels.fused_swiglu):
         np.testing.assert_allclose(form(paddle.to_tensor(gate), paddle.to_tensor(up)).numpy(), expected, atol=1e-6)
     both = paddle.to_tensor(np.concatenate([gate, up], -1))
-    np.testing.assert_allclose(ops.joined_swiglu(both).numpy(), expected, atol=1e-6)
+    np.testing.assert_allclose(decoding_ops.joined_swiglu(both).numpy(), expected, atol=1e-6)
 
 
 def test_the_plain_forms_are_the_default() -> None:
     assert Ops() == Ops(
-        *(ops.causal_mask, ops.document_mask, ops.attention, ops.round_attention_input, ops.rms_norm, ops.rotary),
-        *(ops.swiglu, ops.cross_entropy),
+        *(masks.causal_mask, masks.document_mask, ops.attention, ops.rms_norm, ops.rotary, ops.swiglu),
+        *(ops.cross_entropy, MatmulOps(), ExpertOps(), DecodingOps()),
     )
+    assert ops_of({}) == Ops()
+
+
+def test_a_kernel_is_in_the_group_of_its_operation() -> None:
+    def kernel() -> None:
+        """Of any operation."""
+
+    packed = dict.fromkeys(("packed_matmul", "packed_grouped_matmul", "packed_embedding", "write_packed"), kernel)
+    decoder = dict.fromkeys(("next_logits", "cached_attention"), kernel)
+    others = dict.fromkeys(("swiglu", "matmul", "dispatch_rows", "joined_swiglu", "adamw"), kernel)
+    assert ops_of(packed | decoder | others) == Ops(
+        swiglu=kernel,
+        matmuls=MatmulOps(matmul=kernel),
+        experts=ExpertOps(dispatch_rows=kernel),
+        decoding=DecodingOps(kernel, DecoderOps(*[kernel] * 2), PackedOps(*[kernel] * 4)),
+    )
+    assert optimizer_ops_of(others) == OptimizerOps(adamw=kernel)
+
+
+def test_a_group_of_kernels_comes_as_a_whole() -> None:
+    with pytest.raises(TypeError, match="a kernel for next_logits, and none for cached_attention"):
+        ops_of({"next_logits": print})
+    with pytest.raises(TypeError, match="none for packed_grouped_matmul, packed_embedding"):
+        ops_of({"packed_matmul": print, "write_packed": print})
+
+
+@pytest.mark.parametrize("name", ["matmuls", "heads_first", "products"])
+def test_a_kernel_of_no_operation_is_refused(name: str) -> None:
+    for build in (ops_of, optimizer_ops_of):
+        with pytest.raises(TypeError, match=f"no operations: {name}; there are adamw, attention, "):
+            build({name: print})
+
+
+@pytest.mark.parametrize("group", [Ops, MatmulOps, ExpertOps, DecodingOps, DecoderOps, PackedOps, OptimizerOps])
+def test_a_group_has_few_fields(group: Any) -> None:
+    assert len(dataclasses.fields(group)) <= 10
 
 
 # The kernels of the fused forms are not part of a Paddle for the CPU: flash attention falls back to a plain one,
@@ -145,17 +187,17 @@ def test_the_plain_forms_are_the_default() -> None:
 def test_flash_attention_is_causal_by_itself(queries: int, keys: int) -> None:
     q = paddle.to_tensor(random(2, queries, 4, 8, seed=1))
     k, v = (paddle.to_tensor(random(2, keys, 4, 8, seed=s)) for s in (2, 3))
-    expected = ops.attention(q, k, v, ops.causal_mask(queries, keys, paddle.float32))
-    found = ops.flash_attention(q, k, v, ops.no_mask(queries, keys, paddle.float32))
+    expected = ops.attention(q, k, v, masks.causal_mask(queries, keys, paddle.float32))
+    found = paddle_kernels.flash_attention(q, k, v, paddle_kernels.no_mask(queries, keys, paddle.float32))
     np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=1e-5)
 
 
 def test_flash_attention_refuses_what_it_would_get_wrong() -> None:
     x = paddle.zeros([1, 2, 1, 4])
     with pytest.raises(AssertionError, match="as a flag"):
-        ops.flash_attention(x, x, x, ops.causal_mask(2, 2, paddle.float32))
+        paddle_kernels.flash_attention(x, x, x, masks.causal_mask(2, 2, paddle.float32))
     with pytest.raises(AssertionError, match="chunked prefill"):
-        ops.no_mask(2, 5, paddle.float32)
+        paddle_kernels.no_mask(2, 5, paddle.float32)
 
 
 def test_fused_rotary_asks_for_halves_and_gives_full_angles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +212,9 @@ def test_fused_rotary_asks_for_halves_and_gives_full_angles(monkeypatch: pytest.
     monkeypatch.setattr(paddle.incubate.nn.functional, "fused_rotary_position_embedding", kernel)
     x = paddle.to_tensor(random(2, 3, 2, 8))
     (cos, sin) = rotation([0, 4, 9], 8)
-    np.testing.assert_allclose(ops.fused_rotary(x, cos, sin).numpy(), ops.rotary(x, cos, sin).numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        paddle_kernels.fused_rotary(x, cos, sin).numpy(), ops.rotary(x, cos, sin).numpy(), atol=1e-6
+    )
 
 
 def test_fused_rms_norm_takes_the_first_of_two_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +227,7 @@ def test_fused_rms_norm_takes_the_first_of_two_results(monkeypatch: pytest.Monke
     x = paddle.to_tensor(random(2, 3, 8))
     weight = paddle.to_tensor(random(8, seed=1))
     expected = ops.rms_norm(x, weight, 0.01).numpy()
-    np.testing.assert_allclose(ops.fused_rms_norm(x, weight, 0.01).numpy(), expected, rtol=1e-5)
+    np.testing.assert_allclose(paddle_kernels.fused_rms_norm(x, weight, 0.01).numpy(), expected, rtol=1e-5)
 
 
 # products of rows with a matrix each
@@ -206,7 +250,7 @@ def test_rows_with_a_matrix_each(counts: list[int], num_rows: int) -> None:
         expected[2][matrix] = x[rows].T @ given[rows]
         first += count
     leaves = [paddle.to_tensor(values, stop_gradient=False) for values in (x, weight)]
-    y = ops.grouped_matmul(*leaves, paddle.to_tensor(counts, dtype="int64"))
+    y = expert_ops.grouped_matmul(*leaves, paddle.to_tensor(counts, dtype="int64"))
     y.backward(paddle.to_tensor(given))
     for found, values in zip((y, *(leaf.grad for leaf in leaves)), expected, strict=True):
         np.testing.assert_allclose(found.numpy(), values, rtol=1e-5, atol=1e-6)

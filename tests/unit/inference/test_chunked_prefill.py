@@ -169,9 +169,9 @@ def test_pieces_that_are_read_faster_are_longer() -> None:
 
 def test_every_piece_is_read_by_the_kernels_that_read_a_prompt_at_once() -> None:
     live = CpuBackend().ops("fp32")
-    attend = live.cached_attention
+    assert live.decoding.decoder is not None
+    attend = live.decoding.decoder.cached_attention
     seen = list[tuple[int, int]]()
-    assert attend is not None
 
     def watched(q: Any, keys: Any, values: Any, spans: Any) -> Any:
         seen.append((q.shape[1], keys.shape[2]))
@@ -179,7 +179,8 @@ def test_every_piece_is_read_by_the_kernels_that_read_a_prompt_at_once() -> None
 
     model = family_model("llama")
     num_layers = len(model.model.layers)
-    fuse(model, dataclasses.replace(live, cached_attention=watched))
+    decoder_ops = dataclasses.replace(live.decoding.decoder, cached_attention=watched)
+    fuse(model, dataclasses.replace(live, decoding=dataclasses.replace(live.decoding, decoder=decoder_ops)))
     decoder = ModelDecoder(model)
     found = []
     for num_tokens, pieces in ((None, [(23, 23)]), (2, [(8, 8), (8, 16), (7, 23)])):

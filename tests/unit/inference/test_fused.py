@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.inference.attention import grouped_attention
+from llmsuite.inference.attention import with_cached_attention
 from llmsuite.inference.batch import Batch, DecodingSequence
 from llmsuite.inference.decoder import MAX_SPARE, ModelDecoder
 from llmsuite.inference.fused import fuse
@@ -137,7 +136,7 @@ def test_a_model_that_the_kernel_cannot_do_goes_layer_by_layer(change: str) -> N
                 return super().final_norm(x) * 2.0
 
     config = FAMILIES["llama"].config_cls(**{**FAMILIES["llama"].smoke, "vocab_size": 32})
-    model = Other(config, dataclasses.replace(Ops(), attention=grouped_attention, heads_first=True))
+    model = Other(config, with_cached_attention(Ops()))
     model.eval()
     if change in ("o_proj", "mlp"):
         pattern = "o_proj" if change == "o_proj" else "gate_proj"

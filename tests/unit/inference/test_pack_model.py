@@ -24,6 +24,7 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.build import library
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels import source as of_kernels
+from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.devices.ops import Ops
 from llmsuite.inference import packing
 from llmsuite.inference.batch import Batch, DecodingSequence
@@ -89,7 +90,8 @@ def dequantised(path: Path, precision: str, base: Path | None = None, rounds_inp
             values = parameter.numpy()
             parameter.set_value(rounded(values.T, kind).T if is_embedding else rounded(values, kind))
     if rounds_inputs:
-        use_linear_ops(model, LinearOps(Ops(round_activation=lambda x: x.astype("bfloat16").astype("float32"))))
+        matmuls = MatmulOps(round_activation=lambda x: x.astype("bfloat16").astype("float32"))
+        use_linear_ops(model, LinearOps(Ops(matmuls=matmuls)))
         for name, layer in model.named_sublayers():
             if name.endswith(KEPT) and isinstance(layer, Linear):
                 layer.kernel = F.linear
@@ -378,7 +380,7 @@ def test_layers_that_round_their_inputs_are_refused_by_name(layer: str) -> None:
         return np.zeros(shape, "float32")[tuple(index)]
 
     with pytest.raises(UserError, match=rf"--precision int8: {name}.*use fp32"):
-        pack_matrices(model, read, "int8", CpuBackend().ops("fp32"))
+        pack_matrices(model, read, "int8", CpuBackend().ops("fp32").decoding.packed)
 
 
 def test_weights_that_are_replaced_are_as_they_are_trained(tmp_path: Path, capsys: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from llmsuite.base.errors import UserError
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
-from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
+from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention, with_cached_attention
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.load import AS_TRAINED, load_model, open_any
 from llmsuite.inference.pack_model import PackedLinear
@@ -58,17 +58,17 @@ def test_what_draws_for_a_model_in_bf16_computes_as_that_does(case: str) -> None
     for module in trained.sublayers():
         if isinstance(module, GatedMLP):  # as if it were built for training
             module.swiglu = ops.swiglu
-            module.rounds_activations = ops.rounded_output_matmul is not None
-        if isinstance(module, Attention) and ops.rounds_attention:
+            module.rounds_activations = ops.matmuls.rounds_outputs
+        if isinstance(module, Attention) and ops.matmuls.rounds_attention:
             module.rotary = ops.rotary
             module.rounds_activations = module.q_norm is None
-    if ops.round_attention_input is not Ops.round_attention_input:
-        rounded = functools.partial(rounded_grouped_attention, ops.round_attention_input)
+    if ops.matmuls.rounds_attention_inputs:
+        rounded = functools.partial(rounded_grouped_attention, ops.matmuls.round_attention_input)
         for module in trained.sublayers():
             if getattr(module, "core", None) is grouped_attention:
                 module.core = rounded
             elif isinstance(module, LatentAttention):
-                module.core = functools.partial(latent_attention, Ops(attention=rounded, heads_first=True))
+                module.core = functools.partial(latent_attention, with_cached_attention(Ops(), rounded))
     with paddle.no_grad():
         wanted = trained(paddle.to_tensor(ids)).numpy()
     rounding = np.linalg.norm((wanted - in_float32)[:, 2:])

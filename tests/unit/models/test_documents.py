@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.devices import ops
+from llmsuite.devices import masks, ops, paddle_kernels
 from llmsuite.models.rotation import positions
 from tests.support.families import CASES, load
 from tests.support.packed_documents import answers_of, documents_of, prompts, rows_of_documents, visible
@@ -21,7 +21,7 @@ from tests.support.paths import REFERENCE
 
 @given(rows_of_documents)
 def test_the_mask_is_causal_within_a_document(rows: list[list[int]]) -> None:
-    mask = ops.document_mask(paddle.to_tensor(documents_of(rows)), paddle.float32)
+    mask = masks.document_mask(paddle.to_tensor(documents_of(rows)), paddle.float32)
     length = max(map(sum, rows))
     assert mask.shape == [len(rows), 1, length, length]
     assert np.array_equal(mask.numpy()[:, 0], np.where(visible(rows), 0.0, -1e9).astype("float32"))
@@ -34,9 +34,9 @@ def test_answers_see_their_prompt_and_themselves(rows: list[tuple[int, list[int]
         [j <= i and mine[0] == of and answer in (-1, mine[1]) for j, (of, answer) in enumerate(belongs)]
         for i, mine in enumerate(belongs)
     ]
-    mask = ops.document_mask(paddle.to_tensor(begins[None]), paddle.float32).numpy()[0, 0]
+    mask = masks.document_mask(paddle.to_tensor(begins[None]), paddle.float32).numpy()[0, 0]
     assert np.array_equal(mask == 0, seen)
-    spans = ops.document_spans(paddle.to_tensor(begins[None])).numpy()[0]
+    spans = masks.document_spans(paddle.to_tensor(begins[None])).numpy()[0]
     listed = [[*range(begin, end), *range(own, i + 1)] for i, (begin, end, own) in enumerate(spans.T)]
     assert listed == [np.flatnonzero(row).tolist() for row in seen]
     # a token's position is how many it sees before itself
@@ -46,8 +46,8 @@ def test_answers_see_their_prompt_and_themselves(rows: list[tuple[int, list[int]
 def test_one_document_a_row_is_the_causal_mask() -> None:
     document_starts = paddle.zeros([2, 5], dtype="int64")
     for dtype in (paddle.float32, paddle.float16, paddle.bfloat16):
-        mask = ops.document_mask(document_starts, dtype)
-        causal = ops.causal_mask(5, 5, dtype)
+        mask = masks.document_mask(document_starts, dtype)
+        causal = masks.causal_mask(5, 5, dtype)
         assert mask.dtype == causal.dtype
         assert np.array_equal(mask.numpy(), np.repeat(causal.numpy(), 2, 0))
 
@@ -56,7 +56,7 @@ def test_one_document_a_row_is_the_causal_mask() -> None:
 def test_what_flash_attention_is_given_means_the_same(rows: list[list[int]]) -> None:
     """The definition in the documentation of `flashmask_attention`: of column j, row ends[j] and those below are
     masked, on top of causality."""
-    ends = ops.document_ends(paddle.to_tensor(documents_of(rows)), paddle.bfloat16)
+    ends = paddle_kernels.document_ends(paddle.to_tensor(documents_of(rows)), paddle.bfloat16)
     length = max(map(sum, rows))
     assert (ends.shape, ends.dtype) == ([len(rows), 1, length, 1], paddle.int32)
     at = np.arange(length)
@@ -70,10 +70,10 @@ def test_flash_attention_of_answers_that_share_a_prompt(rows: list[tuple[int, li
     begins, _ = answers_of(rows)
     length = len(begins)
     marked = np.concatenate([begins, np.full(padding, -1)])
-    ends = ops.document_ends(paddle.to_tensor(marked[None]), paddle.bfloat16).numpy()[0, 0, :, 0]
+    ends = paddle_kernels.document_ends(paddle.to_tensor(marked[None]), paddle.bfloat16).numpy()[0, 0, :, 0]
     at = np.arange(length)
     seen = (at[:, None] < ends[None, :length]) & (at <= at[:, None])
-    mask = ops.document_mask(paddle.to_tensor(begins[None]), paddle.float32).numpy()[0, 0]
+    mask = masks.document_mask(paddle.to_tensor(begins[None]), paddle.float32).numpy()[0, 0]
     assert np.array_equal(seen, mask == 0)
 
 
@@ -90,8 +90,8 @@ def test_flash_attention_of_documents_is_asked_of_flashmask(monkeypatch: pytest.
     random = np.random.default_rng(0)
     q, k, v = (paddle.to_tensor(random.standard_normal([2, 9, heads, 8]).astype("float32")) for heads in (4, 2, 2))
     document_starts = paddle.to_tensor(documents_of([[4, 1, 3], [9]]))
-    found = ops.flash_attention(q, k, v, ops.document_ends(document_starts, q.dtype))
-    expected = ops.attention(q, k, v, ops.document_mask(document_starts, q.dtype))
+    found = paddle_kernels.flash_attention(q, k, v, paddle_kernels.document_ends(document_starts, q.dtype))
+    expected = ops.attention(q, k, v, masks.document_mask(document_starts, q.dtype))
     np.testing.assert_allclose(found.numpy(), expected.numpy(), atol=1e-6)
 
 
@@ -107,7 +107,9 @@ def test_fused_rotary_of_rows_that_differ(monkeypatch: pytest.MonkeyPatch) -> No
     random = np.random.default_rng(0)
     x = paddle.to_tensor(random.standard_normal([2, 3, 2, 8]).astype("float32"))
     cos, sin = (paddle.to_tensor(random.standard_normal([2, 3, 1, 4]).astype("float32")) for _ in range(2))
-    np.testing.assert_allclose(ops.fused_rotary(x, cos, sin).numpy(), ops.rotary(x, cos, sin).numpy(), atol=1e-6)
+    np.testing.assert_allclose(
+        paddle_kernels.fused_rotary(x, cos, sin).numpy(), ops.rotary(x, cos, sin).numpy(), atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("case", CASES)

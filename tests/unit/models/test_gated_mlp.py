@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.ops import Ops, sum_of_products
+from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import GatedMLP
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 from llmsuite.models.shape_spec import GatedMLP as Size
@@ -86,15 +86,15 @@ def test_products_that_are_rounded_or_added_up(ops: Ops, size: tuple[int, int, i
     rows, inputs, outputs = size
     pairs = []
     expected = np.zeros([rows, outputs])
-    assert ops.rounded_output_matmul is not None
+    assert ops.matmuls.rounded_output_matmul is not None
     for seed, width in enumerate((inputs, inputs, 16)):
         x = random(rows, width, seed=seed)
         y = random(width, outputs, seed=3 + seed)
         expected = expected + rounded(x) @ rounded(y)
         pairs.append((paddle.to_tensor(x), paddle.to_tensor(y.T.copy() if transpose else y)))
         near = 1e-6 * np.abs(expected).max(initial=0)
-        whole = sum_of_products(ops, pairs, transpose)
-        half = ops.rounded_output_matmul(pairs, transpose)
+        whole = ops.matmuls.sum_of_products(pairs, transpose)
+        half = ops.matmuls.rounded_output_matmul(pairs, transpose)
         assert [whole.dtype, half.dtype] == [paddle.float32, paddle.bfloat16]
         assert (np.abs(whole.numpy() - expected) <= near).all()
         assert (np.abs(half.astype("float32").numpy() - expected) <= 2.0**-8 * np.abs(expected) + near).all()

@@ -11,8 +11,9 @@ import paddle.nn.functional as F
 import pytest
 
 from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.devices.ops import Ops, causal_mask, document_mask
-from llmsuite.inference.attention import grouped_attention
+from llmsuite.devices.masks import causal_mask, document_mask
+from llmsuite.devices.ops import Ops
+from llmsuite.inference.attention import with_cached_attention
 from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
 
 Tensor = Any
@@ -26,7 +27,7 @@ FORMS = {
     "plain": Ops(),
     "kernel": Ops(kernels.no_mask, kernels.spans, kernels.attention),
     "bf16 kernel": Ops(kernels.no_mask, kernels.spans, kernels.bf16_attention),
-    "generation": Ops(attention=grouped_attention, heads_first=True),
+    "generation": with_cached_attention(Ops()),
 }
 
 

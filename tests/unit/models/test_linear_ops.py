@@ -16,6 +16,7 @@ from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul
 from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
+from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.devices.ops import Ops
 from llmsuite.models import blocks
 from llmsuite.models.block_quant import BlockFormat
@@ -98,7 +99,7 @@ def test_the_form_for_programs_has_the_same_numbers(ops: Ops, rows: int, is_tran
     shape = (131, 64) if is_transposed else (64, 131)
     given = random(2, rows, 64), random(*shape, seed=1), random(2, rows, 131, seed=2)
     found = []
-    in_program = ops.program_matmul
+    in_program = ops.matmuls.program_matmul
     assert in_program is not None
     forms = (lambda x, w: LinearOps(ops)(x, w, transpose_y=is_transposed), lambda x, w: in_program(x, w, is_transposed))
     for form in forms:
@@ -117,11 +118,11 @@ def test_all_forms_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     forms = [CpuBackend(multiplies_bf16=form).ops("bf16") for form in FORMS.values()]
     monkeypatch.setattr("llmsuite.devices.cpu.can_be_built", lambda *_: False)
     without_compiler = CpuBackend(multiplies_bf16=False).ops("bf16")
-    assert without_compiler.matmul is plain_rounded_matmul
+    assert without_compiler.matmuls.matmul is plain_rounded_matmul
     eye = paddle.eye(4)
-    check(without_compiler.matmul(paddle.to_tensor(values[-4:]), eye, False, False), rounded(values[-4:]))
+    check(without_compiler.matmuls.matmul(paddle.to_tensor(values[-4:]), eye, False, False), rounded(values[-4:]))
     for ops in (*forms, without_compiler):
-        found = ops.round_activation(paddle.to_tensor(values))
+        found = ops.matmuls.round_activation(paddle.to_tensor(values))
         assert found.dtype == paddle.bfloat16
         np.testing.assert_array_equal(found.astype("float32").numpy(), expected)
 
@@ -129,17 +130,17 @@ def test_all_forms_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_bits_each_time(ops: Ops) -> None:
     x = paddle.to_tensor(random(70, 96))
     y = paddle.to_tensor(random(96, 33, seed=1))
-    first = ops.matmul(x, y, False, False).numpy()
+    first = ops.matmuls.matmul(x, y, False, False).numpy()
     for rows in (1, 69, 70):  # another number of rows may be another program
-        ops.matmul(x[:rows], y, False, False)
-    assert ops.matmul(x, y, False, False).numpy().tobytes() == first.tobytes()
+        ops.matmuls.matmul(x[:rows], y, False, False)
+    assert ops.matmuls.matmul(x, y, False, False).numpy().tobytes() == first.tobytes()
 
 
 def test_more_shapes_than_are_kept(ops: Ops) -> None:
     y = random(8, 5, seed=1)
     for rows in [*range(1, 140), 1, 2]:
         x = random(rows, 8)
-        check(ops.matmul(paddle.to_tensor(x), paddle.to_tensor(y), False, False), rounded(x) @ rounded(y))
+        check(ops.matmuls.matmul(paddle.to_tensor(x), paddle.to_tensor(y), False, False), rounded(x) @ rounded(y))
 
 
 def test_no_rows(ops: Ops) -> None:
@@ -147,7 +148,7 @@ def test_no_rows(ops: Ops) -> None:
     weight = leaf(random(4, 3))
     y = LinearOps(ops)(x, weight)
     assert y.shape == [0, 3]
-    assert not ops.matmul(x, y, True, False).numpy().any(), "a sum of nothing"
+    assert not ops.matmuls.matmul(x, y, True, False).numpy().any(), "a sum of nothing"
 
 
 def test_tensors_with_gaps(ops: Ops) -> None:
@@ -163,9 +164,9 @@ def test_what_nobody_wants_is_not_computed(ops: Ops) -> None:
 
     def counted(x: Any, y: Any, transpose_x: bool, transpose_y: bool) -> Any:
         asked.append((transpose_x, transpose_y))
-        return ops.matmul(x, y, transpose_x, transpose_y)
+        return ops.matmuls.matmul(x, y, transpose_x, transpose_y)
 
-    products = LinearOps(Ops(matmul=counted, round_activation=ops.round_activation))
+    products = LinearOps(Ops(matmuls=MatmulOps(counted, round_activation=ops.matmuls.round_activation)))
     for wants_x, wants_weight, made in ((True, False, [(False, True)]), (False, True, [(True, False)])):
         x = leaf(random(4, 6), wants_x)
         weight = leaf(random(6, 3), wants_weight)
@@ -183,9 +184,9 @@ def test_several_products_keep_one_rounded_input(ops: Ops) -> None:
 
     def noted(tensor: Any) -> Any:
         kept.append(tensor)
-        return ops.round_activation(tensor)
+        return ops.matmuls.round_activation(tensor)
 
-    ys = LinearOps(Ops(matmul=ops.matmul, round_activation=noted)).matmul_many(x, weights)
+    ys = LinearOps(Ops(matmuls=MatmulOps(ops.matmuls.matmul, round_activation=noted))).matmul_many(x, weights)
     assert len(kept) == 1
     sum(y.sum() for y in ys).backward()
     gradients = [rounded(np.ones(y.shape, "float32")) for y in ys]
@@ -216,7 +217,7 @@ def test_every_kind_of_layer_multiplies_so() -> None:
         made.append(y.shape)
         return paddle.matmul(x, y, transpose_x, transpose_y)
 
-    use_linear_ops(model, LinearOps(Ops(matmul=noted)))
+    use_linear_ops(model, LinearOps(Ops(matmuls=MatmulOps(noted))))
     x = leaf(random(6, 8))
     counts = [4, 2]
     calls = {
@@ -252,7 +253,7 @@ def test_a_model_is_the_same_but_for_rounding(ops: Ops) -> None:
 @pytest.mark.parametrize("frozen", ["", "the head", "all but the head"])
 def test_a_head_and_its_loss_are_one_operation(ops: Ops, is_tied: bool, frozen: str) -> None:
     """Bit for bit what two operations find."""
-    if ops.rounded_grad_cross_entropy is None:
+    if ops.matmuls.rounded_grad_cross_entropy is None:
         pytest.skip("there is no compiler")
     hidden = random(35, 24)
     targets = paddle.to_tensor(np.arange(35) % 11)
@@ -262,7 +263,8 @@ def test_a_head_and_its_loss_are_one_operation(ops: Ops, is_tied: bool, frozen: 
         model.logit_ops = LogitOps(ops)
         head = model.model.embed_tokens if is_tied else model.lm_head
         head.weight.stop_gradient = frozen == "the head"
-        use_linear_ops(model, LinearOps(ops if together else dataclasses.replace(ops, rounded_grad_cross_entropy=None)))
+        given = ops.matmuls if together else dataclasses.replace(ops.matmuls, rounded_grad_cross_entropy=None)
+        use_linear_ops(model, LinearOps(dataclasses.replace(ops, matmuls=given)))
         x = leaf(hidden, frozen != "all but the head")
         nll = model.token_nll(x, targets)
         assert ("Nll" in nll.grad_fn.name()) is together

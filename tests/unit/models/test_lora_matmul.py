@@ -119,9 +119,10 @@ def test_the_input_is_rounded_once_and_kept_once(ops: Ops) -> None:
 
     def noted(x: Any) -> Any:
         asked.append(x.shape)
-        return ops.round_activation(x)
+        return ops.matmuls.round_activation(x)
 
-    products = LinearOps(dataclasses.replace(ops, round_activation=noted))
+    matmuls = dataclasses.replace(ops.matmuls, round_activation=noted)
+    products = LinearOps(dataclasses.replace(ops, matmuls=matmuls))
     use_linear_ops(_Layers(*layers), products)
     x = leaf(random(2, 37, I))
     ys = products.apply_layers(layers, x)

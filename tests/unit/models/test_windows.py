@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmsuite.adapters.layers.prefix import add_prefixes
 from llmsuite.base.errors import UserError
-from llmsuite.devices import ops
+from llmsuite.devices import masks, ops, paddle_kernels
 from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec
 from llmsuite.planning.activations import MicroBatch
@@ -38,7 +38,7 @@ def in_window(seen: np.ndarray, window: int) -> np.ndarray:
 @given(windows, st.integers(1, 6), st.integers(0, 6))
 def test_a_query_sees_the_last_keys(window: int, num_queries: int, before: int) -> None:
     num_keys = num_queries + before
-    mask = ops.causal_mask(num_queries, num_keys, paddle.float32, window).numpy()[0, 0]
+    mask = masks.causal_mask(num_queries, num_keys, paddle.float32, window).numpy()[0, 0]
     causal = np.tril(np.ones([num_queries, num_keys], bool), before)
     assert np.array_equal(mask == 0, in_window(causal, window))
 
@@ -47,10 +47,10 @@ def test_a_query_sees_the_last_keys(window: int, num_queries: int, before: int) 
 def test_a_token_sees_the_last_of_its_document(window: int, rows: list[list[int]]) -> None:
     starts = paddle.to_tensor(documents_of(rows))
     seen = in_window(visible(rows), window)
-    mask = ops.document_mask(starts, paddle.float32, window)
+    mask = masks.document_mask(starts, paddle.float32, window)
     assert np.array_equal(mask.numpy()[:, 0] == 0, seen)
     at = np.arange(seen.shape[1])
-    ends = ops.document_ends(starts, paddle.bfloat16, window).numpy()[:, 0, :, 0]
+    ends = paddle_kernels.document_ends(starts, paddle.bfloat16, window).numpy()[:, 0, :, 0]
     assert np.array_equal((at[:, None] < ends[:, None, :]) & (at <= at[:, None]), seen)
 
 
@@ -63,7 +63,7 @@ def test_an_answer_sees_the_end_of_its_prompt_as_if_it_were_alone(
         [j <= i and mine[0] == of and answer in (-1, mine[1]) for j, (of, answer) in enumerate(belongs)]
         for i, mine in enumerate(belongs)
     ]
-    mask = ops.document_mask(paddle.to_tensor(begins[None]), paddle.float32, window).numpy()[0, 0]
+    mask = masks.document_mask(paddle.to_tensor(begins[None]), paddle.float32, window).numpy()[0, 0]
     assert np.array_equal(mask == 0, in_window(np.array(seen), window))
 
 
@@ -73,7 +73,7 @@ def test_a_pass_of_generation(window: int, padding: list[int], num_queries: int,
     start = 6
     queries = np.arange(start, start + num_queries)
     keys = np.arange(start + num_queries + free)
-    mask = ops.step_mask(*map(paddle.to_tensor, (queries, keys, np.array(padding))), paddle.float32, window=window)
+    mask = masks.step_mask(*map(paddle.to_tensor, (queries, keys, np.array(padding))), paddle.float32, window=window)
     seen = [[[first <= j <= i and j > i - window for j in keys] for i in queries] for first in padding]
     assert np.array_equal(mask.numpy()[:, 0] == 0, seen)
 
@@ -96,11 +96,11 @@ def test_the_kernel_of_the_cpu(name: str, window: int) -> None:
     weights = paddle.to_tensor(draw.standard_normal([2, LENGTH, 4, 8]).astype("float32"))
     parts = PARTS[name]
     if parts is None:
-        mask = ops.causal_mask(LENGTH, LENGTH, paddle.float32, window)
+        mask = masks.causal_mask(LENGTH, LENGTH, paddle.float32, window)
         given = kernels.no_mask(LENGTH, LENGTH, paddle.float32, window)
     else:
         starts = paddle.to_tensor(np.stack([np.repeat(*reversed(list(zip(*row)))) for row in parts]))
-        mask, given = (form(starts, paddle.float32, window) for form in (ops.document_mask, kernels.spans))
+        mask, given = (form(starts, paddle.float32, window) for form in (masks.document_mask, kernels.spans))
     found = []
     for form, of in ((kernels.attention, given), (ops.attention, mask)):
         q, k, v = (paddle.to_tensor(value, stop_gradient=False) for value in values)
@@ -119,18 +119,24 @@ def test_flash_attention_is_given_the_window(documents: bool, monkeypatch: pytes
     draw = np.random.default_rng(0)
     rounded = [paddle.to_tensor(draw.standard_normal([2, 9, h, 8])).astype("bfloat16") for h in (4, 2, 2)]
     starts = paddle.to_tensor(documents_of([[4, 1, 3], [9]]))
-    given = ops.document_ends(starts, "bfloat16", 3) if documents else ops.no_mask(9, 9, "bfloat16", 3)
-    mask = ops.document_mask(starts, "float32", 3) if documents else ops.causal_mask(9, 9, "float32", 3)
-    found = ops.flash_attention(*rounded, given).astype("float32").numpy()
+    given = (
+        paddle_kernels.document_ends(starts, "bfloat16", 3)
+        if documents
+        else paddle_kernels.no_mask(9, 9, "bfloat16", 3)
+    )
+    mask = masks.document_mask(starts, "float32", 3) if documents else masks.causal_mask(9, 9, "float32", 3)
+    found = paddle_kernels.flash_attention(*rounded, given).astype("float32").numpy()
     expected = ops.attention(*(x.astype("float32") for x in rounded), mask).numpy()
     np.testing.assert_allclose(found, expected, rtol=2**-8, atol=1e-6)
-    wider = ops.flash_attention(*rounded, ops.no_mask(9, 9, "bfloat16", 4)).astype("float32").numpy()
+    wider = (
+        paddle_kernels.flash_attention(*rounded, paddle_kernels.no_mask(9, 9, "bfloat16", 4)).astype("float32").numpy()
+    )
     assert np.abs(wider - found).max() > 0.1
 
 
 def test_a_single_query_of_flash_attention_has_no_window() -> None:
     with pytest.raises(AssertionError, match="a single query has no window"):
-        ops.no_mask(1, 9, paddle.bfloat16, 3)
+        paddle_kernels.no_mask(1, 9, paddle.bfloat16, 3)
 
 
 def test_a_window_that_is_not_shorter_costs_nothing() -> None:

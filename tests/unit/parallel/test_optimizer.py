@@ -152,7 +152,7 @@ def test_gradients_are_divided_once_and_clipped(max_norm: float | None) -> None:
 def test_updates_by_a_kernel_take_gradients_that_are_not_clipped_yet(are_read: bool) -> None:
     train = section(max_grad_norm=0.5, weight_decay=0.3)
     expected = run(alone.optimizer(parameters(initial()), train, NUM_STEPS), [1, 2, 3], weight=5.0)
-    optimizer = Optimizer(alone.shards(parameters(initial())), train, NUM_STEPS, ops=CpuBackend().ops("fp32"))
+    optimizer = Optimizer(alone.shards(parameters(initial())), train, NUM_STEPS, ops=CpuBackend().optimizer_ops("fp32"))
     for step in (1, 2, 3):
         backward(optimizer, gradients(step))
         optimizer.finish_gradients(5.0)

@@ -14,7 +14,7 @@ import pytest
 from paddle import nn
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
-from llmsuite.devices.ops import Ops
+from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.models import blocks
 from llmsuite.models.linear import has_own_kernel, is_matrix, is_plain_linear
 from llmsuite.models.llama.shard_plan import PLAN
@@ -152,7 +152,7 @@ def test_fused_projections_make_what_each_makes(
     assert sums == []
     seen = list[tuple[int, ...]]()
     model.all[0].register_forward_post_hook(lambda layer, inputs, y: seen.append(tuple(y.shape)))
-    together, fused = model.run(overlap._Fused(MESH, mode, Ops()).apply_linears, x)
+    together, fused = model.run(overlap._Fused(MESH, mode, MatmulOps()).apply_linears, x)
     assert seen == [(2, 3, widths[0])]
     assert sums == [] if mode == "deferred" else sums == [mode]
     assert fused.grad.placements == [dist.Partial() if mode == "deferred" else dist.Replicate()]

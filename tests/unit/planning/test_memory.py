@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import gc
 import subprocess
 import sys
@@ -26,7 +25,9 @@ from llmsuite.contract.registry import load_plugins
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.gpu import GpuBackend
+from llmsuite.devices.kernel_table import forms
 from llmsuite.devices.ops import Ops
+from llmsuite.devices.optimizer_ops import OptimizerOps
 from llmsuite.devices.xpu import XpuBackend
 from llmsuite.engine.build import build_model
 from llmsuite.models.qat import fake_quantize_layers, fake_quantized
@@ -263,11 +264,10 @@ def test_a_pass_holds_most_where_the_schedule_does() -> None:
 @pytest.mark.parametrize("backend", [CpuBackend(), GpuBackend(), XpuBackend()], ids=["cpu", "gpu", "xpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_fused_kernels_are_those_that_models_get(backend: Any, precision: str) -> None:
-    plain = Ops()
-    ops = backend.ops(precision)
-    of_masks = {"causal_mask", "document_mask", "heads_first"}  # these go with the attention kernel
-    names = {field.name for field in dataclasses.fields(Ops)} - of_masks
-    assert backend.fused(precision) == {name for name in names if getattr(ops, name) is not getattr(plain, name)}
+    plain = forms(Ops(), OptimizerOps())
+    found = forms(backend.ops(precision), backend.optimizer_ops(precision))
+    of_masks = {"causal_mask", "document_mask"}  # these go with the attention kernel
+    assert backend.fused(precision) == {name for name in found if found[name] is not plain[name]} - of_masks
 
 
 def test_more_devices_and_recompute_take_less() -> None:

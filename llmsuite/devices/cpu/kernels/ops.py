@@ -13,11 +13,12 @@ from typing import Any
 import paddle
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices import ops
+from llmsuite.devices import decoding_ops, expert_ops, masks, ops, optimizer_ops
 from llmsuite.devices.cpu.build import Library
 from llmsuite.devices.cpu.kernels.source import KERNELS, build_kernels
 from llmsuite.devices.decoder_weights import DecoderWeights, PackedWeight
 from llmsuite.devices.local_parts import have_same_layout, is_split, local_constant, on_local_rows, on_local_shards
+from llmsuite.devices.matmul_ops import Pairs
 
 
 @functools.cache  # Paddle loads a library only once
@@ -34,12 +35,12 @@ def no_mask(num_queries: int, num_keys: int, dtype: Any, window: int | None = No
     if window is None:
         return None
     assert num_queries == num_keys, "spans need as many queries as keys"
-    return ops.document_spans(paddle.zeros([1, num_keys], "int64"), window)
+    return masks.document_spans(paddle.zeros([1, num_keys], "int64"), window)
 
 
 def spans(document_starts: Tensor, dtype: Any, window: int | None = None) -> Tensor:
-    """`document_mask` in the form of `attention`: `ops.document_spans`, [B, 3, L]."""
-    return ops.document_spans(document_starts, window)
+    """`document_mask` in the form of `attention`: `masks.document_spans`, [B, 3, L]."""
+    return masks.document_spans(document_starts, window)
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -59,7 +60,7 @@ def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
         return ops.attention(q, k, v, mask)
     is_bf16 = q.dtype == paddle.bfloat16
     if not _takes(q, k, v, dtype=paddle.bfloat16 if is_bf16 else paddle.float32):
-        plain = ops.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else ops.span_mask(mask, q.dtype)
+        plain = masks.causal_mask(q.shape[1], k.shape[1], q.dtype) if mask is None else masks.span_mask(mask, q.dtype)
         return ops.attention(q, k, v, plain)
     if mask is None:
         return _on_local_shards(lambda *local: _run(kernel, *local, _spans(local[0]))[0], q, k, v)
@@ -112,9 +113,9 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def joined_swiglu(both: Tensor) -> Tensor:
-    """`ops.joined_swiglu` in one pass; for generation, without a gradient."""
+    """`decoding_ops.joined_swiglu` in one pass; for generation, without a gradient."""
     if not _takes(both):
-        return ops.joined_swiglu(both)
+        return decoding_ops.joined_swiglu(both)
     return _run("joined_swiglu", both, False)[0]
 
 
@@ -132,23 +133,23 @@ def bf16_grad_cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Ca
 
 
 def grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """`ops.grouped_matmul` by one product per matrix, of only its rows."""
+    """`expert_ops.grouped_matmul` by one product per matrix, of only its rows."""
     if not _takes(x, weight):
-        return ops.grouped_matmul(x, weight, counts)
+        return expert_ops.grouped_matmul(x, weight, counts)
     return _grouped("grouped", x, weight, counts)
 
 
 def dispatch_rows(tokens: Tensor, order: Tensor, inverse_order: Tensor, counts: Tensor) -> Tensor:
-    """`ops.dispatch_rows` in one pass forward and one backward; rows without an expert are zeros."""
+    """`expert_ops.dispatch_rows` in one pass forward and one backward; rows without an expert are zeros."""
     if not _takes(tokens):
-        return ops.dispatch_rows(tokens, order, inverse_order, counts)
+        return expert_ops.dispatch_rows(tokens, order, inverse_order, counts)
     return _run("dispatch_rows", tokens, order, inverse_order, counts)[0]
 
 
 def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, inverse_order: Tensor, counts: Tensor) -> Tensor:
-    """`ops.combine_rows` in one pass forward and one backward, without a copy of the rows."""
+    """`expert_ops.combine_rows` in one pass forward and one backward, without a copy of the rows."""
     if not _takes(rows, weights):
-        return ops.combine_rows(rows, weights, order, inverse_order, counts)
+        return expert_ops.combine_rows(rows, weights, order, inverse_order, counts)
     return _run("combine_rows", rows, weights, order, inverse_order, counts)[0]
 
 
@@ -156,17 +157,17 @@ def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, inverse_order: Te
 
 
 def bf16_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`ops.matmul` of inputs that are rounded to bfloat16, if they are not yet, with float32 sums. Only x may have more
-    than two dims."""
+    """`MatmulOps.matmul` of inputs that are rounded to bfloat16, if they are not yet, with float32 sums. Only x may
+    have more than two dims."""
     return _run("bf16_product", *_sides([(x, y)]), transpose_x, transpose_y, False)[0]
 
 
-def bf16_sum_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
+def bf16_sum_matmul(pairs: Pairs, transpose_y: bool) -> Tensor:
     """The sum of the products `bf16_matmul` of several pairs, in one pass."""
     return _run("bf16_product", *_sides(pairs), False, transpose_y, False)[0]
 
 
-def bf16_rounded_output_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
+def bf16_rounded_output_matmul(pairs: Pairs, transpose_y: bool) -> Tensor:
     """`bf16_sum_matmul` whose sums are rounded to bfloat16 when they are computed."""
     return _run("bf16_product", *_sides(pairs), False, transpose_y, True)[0]
 
@@ -187,7 +188,7 @@ def rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y:
     return paddle.matmul(x, y, transpose_x, transpose_y)
 
 
-def rounded_io_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
+def rounded_io_matmul(pairs: Pairs, transpose_y: bool) -> Tensor:
     """`bf16_rounded_output_matmul` by float32 products of rounded inputs, as `rounded_matmul`."""
     first, *rest = (rounded_matmul(x, y, False, transpose_y) for x, y in pairs)
     for product in rest:
@@ -235,8 +236,8 @@ def plain_round_to_bf16(x: Tensor) -> Tensor:
 
 
 def split_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`ops.matmul` of float32 inputs, each split into three bfloat16 parts whose sum is the float32 number: about as
-    exact as float32 instructions, and faster by AMX. An output is not finite where one of its inputs is not, or is
+    """`MatmulOps.matmul` of float32 inputs, each split into three bfloat16 parts whose sum is the float32 number: about
+    as exact as float32 instructions, and faster by AMX. An output is not finite where one of its inputs is not, or is
     above 3.39e38. Only x may have more than two dims.
 
     Used for thin products too, though MKL's are faster there: a mesh makes products thinner, and results of two kinds
@@ -244,7 +245,7 @@ def split_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: b
     return _run("split_product", *_sides([(x, y)]), transpose_x, transpose_y)[0]
 
 
-def split_sum_matmul(pairs: ops.Pairs, transpose_y: bool) -> Tensor:
+def split_sum_matmul(pairs: Pairs, transpose_y: bool) -> Tensor:
     """The sum of the products `split_matmul` of several pairs, in one pass."""
     if len(pairs) == 1:
         return split_matmul(*pairs[0], False, transpose_y)
@@ -267,7 +268,7 @@ def _next_logits(
     cache: Sequence[Tensor],
     cache_len: int,
 ) -> Tensor:
-    """`Ops.next_logits`; `rounds`: flags to round the inputs of attention, and to round gate and up."""
+    """`DecoderOps.next_logits`; `rounds`: flags to round the inputs of attention, and to round gate and up."""
     inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
     sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
     has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
@@ -277,7 +278,7 @@ def _next_logits(
 
 # `llmsuite doctor` shows these docstrings
 next_logits = functools.partial(_next_logits, (False, False))
-next_logits.__doc__ = "One new token of each row through all layers of a decoder, in one operation; see `ops.Ops`."
+next_logits.__doc__ = "One new token of each row through all layers of a decoder, in one operation; see `DecoderOps`."
 rounded_next_logits = functools.partial(_next_logits, (False, True))
 rounded_next_logits.__doc__ = "`next_logits` with gate and up rounded to bfloat16, as in training."
 bf16_next_logits = functools.partial(_next_logits, (True, True))
@@ -313,18 +314,18 @@ def write_packed(values: Tensor, matrix: PackedWeight, first: int, transposed: b
 
 
 def square_sum(tensors: Sequence[Tensor], factor: float) -> Tensor:
-    """`ops.square_sum` in one pass, on all threads."""
+    """`optimizer_ops.square_sum` in one pass, on all threads."""
     if not all(_is_plain(x) for x in tensors):
-        return ops.square_sum(tensors, factor)
+        return optimizer_ops.square_sum(tensors, factor)
     return _run("square_sum", [x.contiguous() for x in tensors], factor)[0]
 
 
 def scale(x: Tensor, factor: float) -> None:
-    """`ops.scale` on all threads."""
+    """`optimizer_ops.scale` on all threads."""
     if _is_plain(x) and x.is_contiguous():
         _run("scale", x, factor)
     else:
-        ops.scale(x, factor)
+        optimizer_ops.scale(x, factor)
 
 
 def adamw(
@@ -379,7 +380,7 @@ def _spans(q: Tensor) -> Tensor | None:
     return paddle.zeros([q.shape[0], 3, q.shape[1]], "int64")
 
 
-def _sides(pairs: ops.Pairs) -> tuple[list[Tensor], list[Tensor]]:
+def _sides(pairs: Pairs) -> tuple[list[Tensor], list[Tensor]]:
     left, right = zip(*pairs)
     return [x.contiguous() for x in left], [y.contiguous() for y in right]
 

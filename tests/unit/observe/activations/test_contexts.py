@@ -9,7 +9,7 @@ import paddle
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.devices.ops import document_spans
+from llmsuite.devices.masks import document_spans
 from llmsuite.observe.activations.contexts import PADDING, contexts, select_tokens
 from llmsuite.stages.answers import Answer, pack_inputs
 
