@@ -25,6 +25,7 @@ from llmsuite.checkpoint.adapter_dir import Adapters, check_layout
 from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.devices.ops import Ops
 from llmsuite.inference.load import load_model
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
@@ -87,7 +88,7 @@ def test_every_layer_takes_the_kernels_of_a_device(method: str, family: str, tmp
         calls += 1
         return paddle.matmul(x, y, transpose_x, transpose_y)
 
-    use_linear_ops(model, LinearOps(Ops(matmul=counted)))
+    use_linear_ops(model, LinearOps(Ops(matmuls=MatmulOps(counted))))
     np.testing.assert_allclose(model(paddle.to_tensor(IDS)).numpy(), expected, rtol=1e-5, atol=1e-5)
     assert calls >= sum(isinstance(layer, (nn.Linear, Adapter)) for layer in model.sublayers())
 
