@@ -131,6 +131,9 @@ def run_grpo(runner: Runner, steps: int) -> str:
         *COMMON,
         "--rollout.max_completion_length=8",
         "--checkpoint.save_steps=100",
+        # so slowly that rewards still differ at the end: with 0.001 all are right after 200 steps, and the run ends
+        "--train.learning_rate=1e-5",
+        "--grpo.patience=null",
     )
     runner.run(*words, "--train.max_steps=1", f"--output_dir={runner.directory / 'first'}")
     server = Server(runner, runner.directory / "first", "--rl", "--batch_size", "8")
