@@ -176,7 +176,7 @@ def test_which_launcher_checks_that_the_output_directory_is_free(
     looked: list[str] = []
     monkeypatch.setattr(RunPlan, "check_output", lambda self: looked.append("output"))
     monkeypatch.setattr(RunPlan, "check_files", lambda self: None)
-    monkeypatch.setattr("llmsuite.stages.first_rows.check_rows", lambda plan, registry: [])
+    monkeypatch.setattr("llmsuite.stages.first_rows.check_rows", lambda *given: [])
     nothing: Any = None
     run_command._check(types.SimpleNamespace(resume=False, smoke=False, overrides=[]), plan(), nothing, 0)
     assert looked == ["output"] * checks
