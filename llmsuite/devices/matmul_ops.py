@@ -1,5 +1,9 @@
 """Matrix products, and how a device rounds what they take and return.
 
+A CPU has no bfloat16 layers of Paddle's. With bf16 there, tensors stay float32, and operands of products (and what
+products return, where `rounds_outputs` says so) are rounded to bfloat16 values. On other devices nothing is rounded
+here: their tensors have the dtype.
+
 Shapes: I inputs and O outputs of a matrix, N tokens, V vocabulary.
 """
 

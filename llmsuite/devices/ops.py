@@ -98,6 +98,8 @@ class Ops:
     document_mask: Callable[..., Tensor] = document_mask
     """The mask of rows of several documents, in the form that `attention` takes; with a window as `causal_mask`."""
     attention: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor] = attention
+    """It takes the masks that `causal_mask` and `document_mask` of the same device make: the three are replaced
+    together. None means causal to a kernel whose `causal_mask` returns None, and no mask to the plain form."""
     rms_norm: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
     rotary: Callable[[Tensor, Tensor, Tensor], Tensor] = rotary
     swiglu: Callable[[Tensor, Tensor], Tensor] = swiglu

@@ -79,6 +79,7 @@ class EagerEngine(TrainEngine):
         model = passes.model
         loss = passes.objective.loss if passes.objective is not None else None
         actions = passes.actions(len(batches))
+        # of each chunk: its gradients are complete with this pass, and their reduction over the data ranks begins
         last_backward = {action.chunk: action for action in actions if not action.forward}.values()
         for action in actions:
             if not action.forward:

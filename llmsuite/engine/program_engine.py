@@ -166,6 +166,8 @@ class ProgramEngine(TrainEngine):
             "programs": float(len(self._programs)),
             "program_seconds": self._programs.build_seconds,
         }
+        # the program has made its own update depend on loss and norm, as they are not known before it ends. The rules
+        # come to the same decision from the same numbers, and record it
         is_accepted = rules.decide(step, weight, metrics) == "accept"
         assert is_accepted == is_updated, "the program has decided otherwise"
         if is_accepted:
@@ -180,7 +182,8 @@ class ProgramEngine(TrainEngine):
         return finite_metrics(metrics)
 
     def _inputs(self, batches: Sequence[Batch]) -> dict[str, np.ndarray]:
-        """Concatenate the program inputs of all micro-batches of this rank. Zeros on ranks without batches."""
+        """Concatenate the program inputs of all micro-batches of this rank. Zeros on ranks without batches. All ranks
+        call it: they agree on the longest row, so that their programs have the same shapes."""
         lengths = [batch["input_ids"].shape[1] for batch in batches if "input_ids" in batch]
         (longest,) = collective.max_over_run([max(lengths, default=0)])
         if longest > self._longest:

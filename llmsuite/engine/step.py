@@ -1,4 +1,4 @@
-"""One optimizer step, in the order of execution."""
+"""One optimizer step of an `EagerEngine`, in the order of execution."""
 
 from __future__ import annotations
 
@@ -45,8 +45,10 @@ def train_step(
         callback.before_passes(batches.all_batches, scale.value)
 
     engine.forward_backward(batches, ledger, scale.value)
+    # one sum over the ranks for the loss, the metrics and the requests
     weight, metrics = ledger.reduce()
     metrics |= ledger.maxima(rules.max_metrics)
+    # a global batch whose rollouts are all empty has weight 0, and gradients of 0
     metrics["grad_norm"] = optimizer.finish_gradients((weight or 1.0) * scale.value)
     for callback in rules.callbacks:
         callback.after_passes()

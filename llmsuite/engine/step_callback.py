@@ -19,7 +19,8 @@ class StepCallback:
         """
 
     def after_passes(self) -> None:
-        """Called after the passes: reduce over the ranks what this rank has collected."""
+        """Called before the update, to reduce over the ranks what this rank has collected. Eager passes are done by
+        then; a step program has the passes and the update in one, and runs after this call."""
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the global batch, after `after_passes`. Called for steps that are logged only, as it waits

@@ -327,6 +327,7 @@ class Trainer:
         memory = self.backend.peak_memory_bytes()
         slow = dict[str, float]()
         if collective.num_ranks() > 1:
+            # a collective call: all ranks record the same steps
             by_rank = collective.all_gather_floats([self.window.busy / self.window.steps, memory])
             seconds, bytes_ = map(list, zip(*by_rank))
             slow = stragglers(self.mesh, seconds)
@@ -460,7 +461,11 @@ class Trainer:
         return Output(view, self.registry, self.step, self._loggers, has_rollouts=self.rollouts is not None)
 
     def _prepare_stage(self) -> None:
-        """Call `Stage.before_training` while the model has its initial weights."""
+        """Call `Stage.before_training` while the model has its initial weights.
+
+        Stages in the middle of a pipeline have no stage object. They serve the forward passes that `before_training`
+        of the first and last one may run, until the first one sends them a stop.
+        """
         stage = self.data.stage
         model = self.built.part
         cadence = self.cadence

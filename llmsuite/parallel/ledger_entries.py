@@ -1,6 +1,6 @@
 """The numbers that a step's loss ledger sums over ranks. Plain data, without Paddle.
 
-`train.step` and the `Trainer` book these entries, `loss_ledger` sums them, and the planner counts them.
+The engines and the `Trainer` book these entries, `loss_ledger` sums them, and the planner counts them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
 
-"""Name, full shape, one slice for each dim -> the values of the slice."""
-
 
 @paddle.no_grad()
 def materialize(

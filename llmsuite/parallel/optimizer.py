@@ -103,7 +103,11 @@ class Optimizer(BaseOptimizer):
 
     @paddle.no_grad()
     def finish_gradients(self, weight: float) -> float:
-        """Reduce the gradients over the ranks, divide them by the weight of the loss, and clip them.
+        """Reduce the gradients over the ranks, and find the factor that the update multiplies them by: it divides them
+        by the weight of the loss, and clips their norm.
+
+        Args:
+            weight: weight of the loss times the loss scale.
 
         Returns:
             Their global norm before clipping.
@@ -121,6 +125,7 @@ class Optimizer(BaseOptimizer):
         # summed over all ranks: each holds shards of some parameters only. In float64, as it adds up squares of all
         # parameters of the model
         norm = math.sqrt(collective.sum_over_run([paddle.add_n(squares) if squares else 0.0])[0])
+        # a norm that is not a number clips nothing: the guard decides on the step
         clipped = 1.0 if self.max_norm is None or not norm > self.max_norm else self.max_norm / norm
         self._finished = finished
         self._factor = clipped / weight

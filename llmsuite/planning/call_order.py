@@ -1,7 +1,7 @@
 """Check for deadlocks before ranks start: the ranks of every group must make the same calls, in the same order.
 
 The calls of each rank in a step are listed in the order in which the engine makes them: the passes of
-`parallel.schedule` with the messages of `parallel.pipeline` between them, then the collectives of `train.step`. They
+`parallel.schedule` with the messages of `parallel.pipeline` between them, then the collectives of `engine.step`. They
 are compared group by group, and then simulated until all are done or no rank can continue. A test compares them with
 the calls that real ranks log.
 

@@ -26,7 +26,8 @@ class Unusable(Exception):
 
 
 class SftStage(GeneratingStage[WeightedTokens]):
-    """Trains on the assistant's turns, each up to and including its end-of-sequence token."""
+    """Trains on the assistant's turns, each with the tokens that end it; the last one ends with an end-of-sequence
+    token."""
 
     row_kind = "conversation"
     row_by_row = True
@@ -43,7 +44,8 @@ class SftStage(GeneratingStage[WeightedTokens]):
             self.reader = PackingReader(self, self._max_length, language_model.join)
 
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
-        """The conversations that fit. Raises UserError with the line of a row that the chat template cannot render."""
+        """The conversations that fit. A row that the chat template cannot render is counted as a bad one, which raises
+        UserError with its line unless bad rows are to be skipped."""
         turns: list[list[tuple[str, str]]] = []
         rendered: list[tuple[int, Conversation]] = []
         template = self._template.prerender_turns(filter(has_answers, rows))
