@@ -35,7 +35,7 @@ class Heads:
     @classmethod
     def of(cls, config: object, num_ranks: int = 1) -> Heads | None:
         """Return the heads of a model, or of one of `num_ranks` ranks; None where attention has another form."""
-        if not isinstance(config, HasHeads):
+        if not isinstance(config, HasHeads) or config.num_attention_heads is None:
             return None
         query = config.num_attention_heads
         key_value = query

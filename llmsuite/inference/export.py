@@ -294,6 +294,7 @@ def _skip_transcription(model: Any, kernels: str) -> None:
         "llmsuite.devices.masks",
         "llmsuite.devices.matmul_ops",
         "llmsuite.devices.ops",
+        "llmsuite.devices.paddle_kernels",  # a plugin's kernel module may take some of them
         "llmsuite.inference.attention",
         "llmsuite.inference.fused",
         "llmsuite.inference.fusible",

@@ -35,8 +35,8 @@ class HasEndToken(Protocol):
 class HasPositions(Protocol):
     """Config of a model with a longest sequence."""
 
-    max_position_embeddings: int
-    """Number of tokens of the longest sequence."""
+    max_position_embeddings: int | None
+    """Number of tokens of the longest sequence; None for no limit."""
 
 
 @runtime_checkable
@@ -75,8 +75,8 @@ class HasWindow(Protocol):
 class HasHeads(Protocol):
     """Config of a model with multi-head attention."""
 
-    num_attention_heads: int
-    """Number of query heads."""
+    num_attention_heads: int | None
+    """Number of query heads; None where attention has another form."""
 
 
 @runtime_checkable

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
@@ -351,17 +351,21 @@ def device_numbers(devices: Any) -> list[int] | None:
     return numbers
 
 
-@dataclasses.dataclass(kw_only=True)
-class Recipe(Section):
-    """A complete run as data."""
+class RlSections:
+    """Sections of some stages: the class of a recipe of such a stage has a field of that name. They are no fields here,
+    so that those come where the stage puts them, behind the keys of all recipes."""
 
-    # sections of some stages: the class of a recipe of such a stage has a field of that name
-    rollout: ClassVar[Section | None] = None
+    rollout: Section | None = None
     """A `RolloutSection`, see `rollout_of`."""
-    reward: ClassVar[Section | None] = None
+    reward: Section | None = None
     """A `RewardSection`, see `reward_of`."""
-    environment: ClassVar[Section | None] = None
+    environment: Section | None = None
     """An `EnvironmentSection`, see `environment_of`."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Recipe(RlSections, Section):
+    """A complete run as data."""
 
     stage: str
     """Name of a registered stage; `llmsuite list stages` shows them."""

@@ -167,7 +167,7 @@ def _too_long(context: RuleContext) -> Iterator[Violation]:
     if not isinstance(context.config, HasPositions):
         return
     positions = context.config.max_position_embeddings
-    if longest > positions:
+    if positions is not None and longest > positions:
         yield "data.max_length", f"is {longest}; the model has at most {positions} positions (max_position_embeddings)"
 
 

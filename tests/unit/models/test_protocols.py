@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+import types
+from typing import Any, ClassVar
 
 import pytest
 
+from llmsuite.checkpoint.fused import Heads
 from llmsuite.contract.registry import Registry
 from llmsuite.models.plain import PlainNames, PlainShape
 from llmsuite.models.protocols import (
@@ -23,6 +25,7 @@ from llmsuite.models.protocols import (
     shape_fields,
     window_of,
 )
+from llmsuite.recipe.rules.strategy import _too_long
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,3 +75,20 @@ def test_a_plain_model_has_none_of_them() -> None:
     assert window_of(config) is None
     assert num_stored_mtp_layers(config) == 0
     assert shape_fields(config) == {"width": 8}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Unlimited(PlainShape):
+    """A config that has the fields of another kind of model, and says None in them."""
+
+    model_type: ClassVar[str] = "unlimited"
+    max_position_embeddings: int | None = None
+    num_attention_heads: int | None = None
+
+
+def test_none_in_a_field_is_no_number() -> None:
+    context: Any = types.SimpleNamespace(
+        config=Unlimited(), recipe=types.SimpleNamespace(data=types.SimpleNamespace(max_length=8))
+    )
+    assert [*_too_long(context)] == []
+    assert Heads.of(Unlimited()) is None

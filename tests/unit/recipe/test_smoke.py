@@ -12,6 +12,7 @@ import pytest
 from llmsuite import builtin
 from llmsuite.base.resources import bundled
 from llmsuite.contract.registry import Registry, load_plugins
+from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.contract.schema.section import as_plain
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
@@ -256,3 +257,12 @@ def test_a_stage_brings_its_own_data(plan: Plan, registry: Registry) -> None:
     assert as_plain(small.recipe.data)["eval"] == registry.stages["dpo"].smoke["data.eval"]
     assert small.recipe.data.format == "auto"
     small.check_files()
+
+
+@pytest.mark.parametrize("recipe", ["llama/grpo.json", "llama/ppo.json", "llama/sft.json"])
+def test_sections_of_a_stage_come_behind_the_keys_of_all_recipes(recipe: str, registry: Registry) -> None:
+    """In `recipe.json`, in what loggers get, and in the lists of keys."""
+    given = list(as_plain(plan_run(bundled("recipes") / recipe, [], registry, smoke=True).recipe))
+    common = [field.name for field in dataclasses.fields(Recipe)]
+    assert given[: len(common)] == common
+    assert not {*given[len(common) :]} & {*common}
