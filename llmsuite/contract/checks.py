@@ -18,8 +18,11 @@ from llmsuite.adapters.method import AdapterMethod, AdapterParameter, PaddleNlpF
 from llmsuite.adapters.methods import BUILT_IN
 from llmsuite.base.errors import UserError
 from llmsuite.base.fields import field_values
+from llmsuite.contract.schema.environment import EnvironmentSection
 from llmsuite.contract.schema.keys import describe
 from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.rollout import RolloutSection
 from llmsuite.contract.schema.section import Section, as_plain
 from llmsuite.contract.specs import (
     Command,
@@ -109,6 +112,12 @@ def check_suite(spec: SuiteSpec) -> None:
         )
 
 
+_RL_SECTIONS: Mapping[str, type[Section]] = {
+    "rollout": RolloutSection,
+    "reward": RewardSection,
+    "environment": EnvironmentSection,
+}
+"""Sections that several stages share: rules and the engine know them by their classes."""
 _EXAMPLE = {"rank": 2, "num_inputs": 16, "num_outputs": 24}
 """Sizes that the shapes of an adapter method are tried with."""
 
@@ -198,8 +207,14 @@ def check_stage(spec: StageSpec | JobSpec) -> None:
         if not name.isidentifier() or keyword.iskeyword(name) or name in taken:
             raise UserError(f"a stage cannot be called {name!r}: the name has to be a new key of a recipe, one word")
         taken.add(name)
-    for cls in spec.sections.values():
+    for name, cls in spec.sections.items():
         _check_section(cls, "stage", spec.name)
+        shared = _RL_SECTIONS.get(name)
+        if shared is not None and not issubclass(cls, shared):
+            raise UserError(
+                f"section {name!r} of stage {spec.name!r} is a {cls.__name__}; it has to be, or derive from, "
+                f"{shared.__module__}.{shared.__name__}, which rules and the engine read"
+            )
     section = _check_section(spec.config_cls, "stage", spec.name)
     if isinstance(spec, JobSpec):
         if unknown := sorted(spec.capabilities - {"score_head"}):

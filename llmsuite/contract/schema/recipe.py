@@ -352,8 +352,8 @@ def device_numbers(devices: Any) -> list[int] | None:
 
 
 class RlSections:
-    """Sections of some stages: the class of a recipe of such a stage has a field of that name. They are no fields here,
-    so that those come where the stage puts them, behind the keys of all recipes."""
+    """Sections of some stages: the class of a recipe of such a stage has a field of that name. They are not fields
+    here, so that they follow the keys of all recipes."""
 
     rollout: Section | None = None
     """A `RolloutSection`, see `rollout_of`."""

@@ -157,3 +157,12 @@ def test_a_function_in_a_file_needs_no_plugin(tmp_path: Path) -> None:
 def test_rewards_that_would_break_the_section(name: str, config_cls: Any, why: str) -> None:
     with pytest.raises(UserError, match=why):
         registry_with(RewardSpec(name=name, help="", config_cls=config_cls, factory=_never))
+
+
+@pytest.mark.parametrize("name", ["rollout", "reward", "environment"])
+def test_a_section_of_another_kind_under_a_shared_name_is_refused(name: str) -> None:
+    """Rules and the engine would not see it."""
+    stage = StageSpec(name="own", help="", config_cls=Plain, sections={name: Owing}, factory=_never)
+    plugin = PluginInfo("test", "a test", "test", plugin=plugin_from_specs([stage]))
+    with pytest.raises(UserError, match=rf"section '{name}' of stage 'own' is a Owing; it has to be, or derive from"):
+        load_plugins(builtin).require(plugin)
