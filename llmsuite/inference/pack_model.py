@@ -26,6 +26,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.decoder_weights import PackedWeight
 from llmsuite.devices.decoding_ops import PackedOps
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.fusible import attentions, is_gated_mlp
 from llmsuite.inference.packed_layers import PackedEmbedding, PackedExperts, PackedLinear, PackedTiedHead
 from llmsuite.inference.packing import Part, codes_of, pack_parts, pack_stack
@@ -206,7 +207,7 @@ class _Packer:
         if layers[0].bias is not None:
             values = [self._read(f"{n}.bias", s[1:], [slice(0, s[1])]) for n, s in zip(names, shapes)]
             values = [value if order is None else value[order] for value, order in zip(values, orders)]
-            bias = paddle.to_tensor(np.concatenate(values).astype("float32"))
+            bias = tensor_of(np.concatenate(values).astype("float32"))
         return self._layer(matrix, bias, names[0] if is_accessible else "")
 
     def _layer(self, matrix: PackedWeight, bias: Tensor | None, name: str = "") -> PackedLinear:

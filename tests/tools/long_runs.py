@@ -52,6 +52,8 @@ class Sample:
     """Bytes."""
     files: int
     threads: int
+    processes: tuple[tuple[int, int], ...] = ()
+    """Of each process its id and its part of the memory: who grows."""
 
 
 class Growing(Exception):
@@ -75,8 +77,10 @@ def check(samples: Sequence[Sample]) -> str:
 def sample(mark: str, step: int) -> Sample:
     """What all processes with a mark hold; memory that they share counts once."""
     found = [psutil.Process(pid) for pid in marked(mark)]
-    memory = sum(process.memory_full_info().pss for process in found)
-    return Sample(step, memory, sum(p.num_fds() for p in found), sum(p.num_threads() for p in found))
+    memory = {process.pid: process.memory_full_info().pss for process in found}
+    files = sum(process.num_fds() for process in found)
+    threads = sum(process.num_threads() for process in found)
+    return Sample(step, sum(memory.values()), files, threads, tuple(memory.items()))
 
 
 def follow(runner: Runner, name: str, words: Sequence[str], steps: int) -> str:
