@@ -37,6 +37,8 @@ class ServedWeights:
         """
         self._model = model
         self._families = families
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._config_of_shapes: Any = None
         self.version: int | None = None
         """The version set by the trainer; None for the weights the server was started with."""
         self.digest: str | None = None
@@ -76,13 +78,21 @@ class ServedWeights:
             differing = sorted(key for key in theirs.keys() | ours.keys() if theirs.get(key) != ours.get(key))
             keys = ", ".join(f"{key} {theirs.get(key)} instead of {ours.get(key)}" for key in differing)
             raise UserError(f"{directory}: is not the model that is served: {keys or 'of another family'}")
-        shapes = parameter_shapes(source.family, source.config)
+        shapes = self._shapes_of(source)
         check_shapes(source, shapes)
         if fault := first_nonfinite(source.files.paths):
             raise UserError(fault)
         if missing := self._model.names ^ shapes.keys():
             raise UserError(f"{directory}: other parameters than those of the model that is served: {sorted(missing)}")
         return source
+
+    def _shapes_of(self, source: ModelDirectory) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters of a model. The next model with the same config gets the same: every model that is
+        created takes names for its parameters, which Paddle never forgets, 8 kB for each update of a small model."""
+        if source.config != self._config_of_shapes:
+            self._shapes = parameter_shapes(source.family, source.config)
+            self._config_of_shapes = source.config
+        return self._shapes
 
     def update(self, source: ModelDirectory, version: int, digest: str) -> None:
         """Replace the weights by those of `open_checked`. If this raises, they are a mixture, and `is_complete` is

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import paddle
 import pytest
 import safetensors.numpy
 from starlette.testclient import TestClient
@@ -153,6 +154,17 @@ def test_new_weights_serve_and_every_answer_names_them(client: TestClient, place
     assert json.loads(events.split("\n")[0].removeprefix("data: "))["weights_version"] == 9
     # the same once more is no work, and needs no pause
     assert client.post("/v1/update_weights", json=update(places["first"], 9)).status_code == 200
+
+
+def test_an_update_creates_no_parameters(weights: ServedWeights, places: dict[str, Path]) -> None:
+    """Paddle keeps the name of each one for ever, and a server gets new weights for weeks."""
+    names = paddle.base.unique_name.dygraph_parameter_name_checker._name_set
+    counted = []
+    for version, name in enumerate(("second", "third", "first", "second")):
+        source = weights.open_checked(places[name], sha256_of(places[name] / "manifest.json"))
+        weights.update(source, version, "")
+        counted.append(len(names))
+    assert len(set(counted)) == 1
 
 
 def _other_byte(place: Path) -> None:
