@@ -85,7 +85,7 @@ def add_arguments(parser: Any) -> None:
         "--prompt_piece",
         type=PositiveInt | None,
         default=None,
-        help="prefill chunk: prompt tokens computed between two decoding steps (default: 256 on cpu, 2048 elsewhere)",
+        help="prefill chunk: most prompt tokens between two decoding steps (default: 256 on cpu, 2048 elsewhere)",
     )
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=1024, help="most tokens of an answer")
     parser.add_argument(

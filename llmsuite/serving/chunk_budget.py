@@ -26,8 +26,8 @@ _GROWTH = 2.0
 class ChunkBudget:
     """Tokens of the next chunk, as at the beginning of a prompt; see `chunk_length` for later positions.
 
-    It begins with `SMALLEST` and grows to what lasts `CHUNK_PASSES` decoding passes, or `IMPERCEPTIBLE`. Where nobody decodes nobody waits,
-    and chunks are as large as they may be.
+    It begins with `SMALLEST` and grows to what lasts `CHUNK_PASSES` decoding passes, or `IMPERCEPTIBLE`. While nobody
+    decodes nobody waits, and chunks are as large as they may be.
     """
 
     def __init__(self, largest: int):
