@@ -20,13 +20,11 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict, Unpack
 
-from llmsuite import builtin
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.base.files import read_json_object
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.python_files import code_allowed
 from llmsuite.checkpoint.directory import find_latest
-from llmsuite.cli import commands
 from llmsuite.cli import run as run_command
 from llmsuite.contract.given import add_files, load_file, plugin_files, plugin_from_specs
 from llmsuite.contract.hookspecs import hook_names
@@ -269,7 +267,7 @@ def _registry(plugins: Sequence[Plugin]) -> Registry:
     """Build the registry of built-in plugins, those of installed packages, and those of the program."""
     if isinstance(plugins, (str, Path)):
         raise UserError(f"plugins: is one file; give a list of them: plugins=[{str(plugins)!r}]")
-    registry = add_files(load_plugins(builtin, commands))
+    registry = add_files(load_plugins())
     for plugin in plugins:
         registry.require(_info(plugin))
     return registry

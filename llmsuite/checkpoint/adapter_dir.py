@@ -23,7 +23,6 @@ import numpy as np
 
 from llmsuite.adapters.dora import MAGNITUDE
 from llmsuite.adapters.lora import FIRST_FACTOR, LORA, SECOND_FACTOR
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file
 from llmsuite.base.strict_json import ABOVE_ZERO, check_kinds
@@ -32,6 +31,7 @@ from llmsuite.checkpoint.adapter_config import read_adapter_config
 from llmsuite.checkpoint.model_dir import Layout, has_mtp_layers
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.models.adapter_method import AdapterConfig
 
 UNSUPPORTED_KEYS = (
     *("lora_use_mixer", "use_mora", "do_qat", "pissa", "loraga", "loftq_config", "megatron_config"),

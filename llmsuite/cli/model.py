@@ -66,11 +66,11 @@ def open_generator(
     from llmsuite.launch.launch import is_worker
 
     start_paddle(backend, args.num_devices, join=is_worker(), inference_only=True)
-    from llmsuite.cli.export import find_program, find_weights
     from llmsuite.cli.model_paths import optional_path
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.inference.adapters import MultiLoRADecoder, adapter_tokenizers, read_adapters
     from llmsuite.inference.decoder import Decoder, ModelDecoder
+    from llmsuite.inference.export_manifest import find_program, find_weights
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.load import AS_TRAINED, broadcast_tokens, load_model, open_any
@@ -147,7 +147,7 @@ def check_ranks(args: Any, registry: Registry) -> None:
     from llmsuite.checkpoint.adapter_base import base_path
     from llmsuite.checkpoint.directory import find_adapter, find_model, is_run
     from llmsuite.checkpoint.model_dir import read_config
-    from llmsuite.cli.export import find_weights
+    from llmsuite.inference.export_manifest import find_weights
     from llmsuite.inference.load import check_cut
 
     place = find_weights(Path(args.model))

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import restricted_number_type
 
 from llmsuite.base.errors import UserError
 from llmsuite.cli.help import PlainHelp
@@ -32,7 +31,6 @@ _KINDS = {
     "bool": "true or false",
     "Port": "a number of a port, 0 to 65535",
 }
-Port: Any = restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
 
 
 class CommandParser(ArgumentParser):

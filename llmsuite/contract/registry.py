@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import importlib
 import importlib.metadata
 import inspect
 import os
@@ -11,14 +12,11 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable
-from types import ModuleType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pluggy
 
-from llmsuite.adapters.method import AdapterMethod
-from llmsuite.adapters.methods import METHODS
 from llmsuite.base.errors import UserError
 from llmsuite.contract import hookspecs
 from llmsuite.contract.checks import (
@@ -47,6 +45,7 @@ from llmsuite.contract.specs import (
     StageSpec,
     SuiteSpec,
 )
+from llmsuite.models.adapter_method import METHODS, AdapterMethod
 
 GROUP = "llmsuite"
 """Group of entry points."""
@@ -56,6 +55,8 @@ NO_PLUGINS = "LLMSUITE_NO_PLUGINS"
 """Environment variable that `--no-plugins` sets: neither bundled nor installed plugins are loaded."""
 BUILTIN = "llmsuite (built in)"
 """`PluginInfo.distribution` of built-in specs."""
+BUILTIN_MODULES = ("llmsuite.builtin", "llmsuite.cli.commands")
+"""Modules with the built-in specs. They are imported by name, so that whoever needs a registry imports no command."""
 BUNDLED = "llmsuite (bundled)"
 """`PluginInfo.distribution` of the plugins in `llmsuite.plugins`."""
 BUNDLED_PLUGINS = ("adapters_extra", "align", "studio", "suites")
@@ -289,7 +290,8 @@ class Registry:
 
     def _check(self, kind: str, spec: Any) -> None:
         if kind == "adapter method":
-            check_adapter_method(spec)
+            built_in = [m for n, m in self.adapter_methods.items() if self.owner(kind, n).distribution == BUILTIN]
+            check_adapter_method(spec, built_in)
             return
         check_fields(kind, spec)
         if kind == "stage":
@@ -430,12 +432,12 @@ def left_out_notes() -> list[str]:
     return notes
 
 
-def load_plugins(*builtins: ModuleType) -> Registry:
-    """Return a registry with these built-in plugins, then the bundled ones, then those of installed packages in the
-    order of their names. With `NO_PLUGINS`, only the built-in ones."""
+def load_plugins(builtins: Sequence[str] = BUILTIN_MODULES) -> Registry:
+    """Return a registry with the built-in plugins in these modules, then the bundled ones, then those of
+    installed packages in the order of their names. With `NO_PLUGINS`, only the built-in ones."""
     result = Registry()
-    for module in builtins:
-        result.add(PluginInfo(module.__name__.rpartition(".")[2], BUILTIN, module.__name__, plugin=module))
+    for name in builtins:
+        result.add(PluginInfo(name.rpartition(".")[2], BUILTIN, name, plugin=importlib.import_module(name)))
         assert result.plugins[-1].error is None, result.plugins[-1].error
     if NO_PLUGINS in os.environ:
         return result

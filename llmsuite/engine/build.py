@@ -13,7 +13,6 @@ import paddle
 from llmsuite.adapters.add import adapted_modules, add_adapters
 from llmsuite.adapters.layers.prefix import PrefixNetwork, add_prefixes
 from llmsuite.adapters.layers.reft import add_interventions
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.adapters.parameters import is_factor, is_fixed, is_trained
 from llmsuite.adapters.reft_shapes import intervened_layers
 from llmsuite.base.errors import UserError
@@ -29,6 +28,7 @@ from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.engine.expert_balance import ExpertBalance
 from llmsuite.engine.input_scales import InputScales
 from llmsuite.engine.weights import initial_weights
+from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules

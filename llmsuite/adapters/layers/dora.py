@@ -12,9 +12,9 @@ import paddle
 from paddle import nn
 
 from llmsuite.adapters.layers.lora import LoraEmbedding, LoraExperts, LoraLinear
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import identity
+from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.experts import Counts, Local, grouped_scale
 from llmsuite.models.quantised import QuantisedMatrix
 

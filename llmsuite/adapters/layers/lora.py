@@ -16,10 +16,10 @@ from paddle import nn
 
 from llmsuite.adapters.layers.adapter import Adapter
 from llmsuite.adapters.layers.experts import ExpertsAdapter
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.adapters.paddlenlp_peft import import_alone
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import identity
+from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.embedding import WithLookup
 from llmsuite.models.experts import Counts, GroupedLinear, Local
 from llmsuite.models.linear_ops import is_low_rank

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from llmsuite.adapters.lora import FIRST_FACTOR, LORA, SECOND_FACTOR
-from llmsuite.adapters.method import AdapterMethod, AdapterParameter
 from llmsuite.adapters.methods import METHODS, own_files
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file, listed
@@ -36,6 +35,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory, has_mtp_layers, hf_nam
 from llmsuite.checkpoint.model_writer import TensorLayout
 from llmsuite.checkpoint.side_adapters import refuse_side_adapter
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
+from llmsuite.models.adapter_method import AdapterMethod, AdapterParameter
 from llmsuite.models.head import EMBEDDING, SCORE, head_of, is_tied
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from llmsuite.adapters.lora import FIRST_FACTOR, SECOND_FACTOR
-from llmsuite.adapters.method import AdapterConfig, AdapterMethod
 from llmsuite.adapters.methods import METHODS
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import write_json
@@ -26,6 +25,7 @@ from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE
 from llmsuite.checkpoint.convert.paddle_save import write_pickle
 from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.models.adapter_method import AdapterConfig, AdapterMethod
 
 
 class FoldedTensors:
