@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import signal
@@ -24,6 +23,7 @@ from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.base.files import read_json_object
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.python_files import code_allowed
+from llmsuite.base.suggestions import suggestion
 from llmsuite.checkpoint.directory import find_latest
 from llmsuite.cli import run as run_command
 from llmsuite.contract.given import add_files, load_file, plugin_files, plugin_from_specs
@@ -243,8 +243,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError for an option of `generate` that nothing would read."""
     known = GenerateOptions.__annotations__
     if unknown := [name for name in options if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = suggestion(unknown[0], known)
         raise UserError(f"generate: no option is called {unknown[0]!r}; {hint}known: {', '.join(known)}")
 
 

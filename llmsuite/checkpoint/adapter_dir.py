@@ -226,8 +226,9 @@ class SavedAdapters:
 
     def _read_matrix(self, name: str, pair: FactorPair, index: Sequence[slice] | None) -> np.ndarray:
         stored, place = self._place(name, pair, index)
-        value = self._files.read(stored, place[::-1] if self._layout == "hf" else place)
-        return value.T if self._layout == "hf" else value
+        if self._layout == "hf":  # its matrices are [outputs, inputs]
+            return self._files.read(stored, place[::-1]).T
+        return self._files.read(stored, place)
 
     def _place(self, name: str, pair: FactorPair, index: Sequence[slice] | None) -> tuple[str, list[slice]]:
         """Return the stored tensor of a factor, and the slices of the factor in it, with the dims as in memory."""

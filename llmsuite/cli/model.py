@@ -93,13 +93,13 @@ def open_generator(
         where = find_program(Path(args.model))
         decoder = Predictor(where, backend, mesh=mesh)
         models = (where,)
-        directory = Path(args.tokenizer) if args.tokenizer else where
+        directory = optional_path(args.tokenizer) or where
     else:
         config = optional_path(args.config)
         where = find_weights(Path(args.model))
         source = open_any(where, registry.models, optional_path(args.base), config, args.allow_pickle, runs=True)
-        directory = Path(args.tokenizer) if args.tokenizer else source.tokenizer_directory
-        models = (source.path, *([config] if config else []))
+        directory = optional_path(args.tokenizer) or source.tokenizer_directory
+        models = tuple(path for path in (source.path, config) if path)
         if refreshable:
             check_refreshable(where, source)
         model = load_model(source, backend, precision, mesh, AS_TRAINED if refreshable else stored)
@@ -110,7 +110,7 @@ def open_generator(
         decoder = ModelDecoder(model, mesh)
         if adapters:
             decoder = MultiLoRADecoder(model, read_adapters(adapters, source, args.allow_pickle))
-            places = adapter_tokenizers(adapters, source, directory if args.tokenizer else None)
+            places = adapter_tokenizers(adapters, source, optional_path(args.tokenizer))
     if not cached:
         decoder = UncachedDecoder(decoder)
     generators: dict[Path, Generator] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import importlib
 import importlib.metadata
 import inspect
@@ -18,6 +17,7 @@ from typing import Any
 import pluggy
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.suggestions import suggestion
 from llmsuite.contract import hookspecs
 from llmsuite.contract.checks import (
     check_adapter_method,
@@ -185,9 +185,7 @@ class Registry:
         if name in (specs := left_out(kind)):
             return left_out_reason(kind, name, specs[name][0])
         known = sorted(self._specs[kind])
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        message = f"no {kind} is called {name!r}; {hint}registered: {', '.join(known) or 'none'}"
+        message = f"no {kind} is called {name!r}; {suggestion(name, known)}registered: {', '.join(known) or 'none'}"
         broken = [info for info in self.plugins if info.error]
         if broken:
             causes = "; ".join(f"{info.name} ({_last_line(info.error)})" for info in broken)
@@ -244,8 +242,8 @@ class Registry:
         """Raise UserError for a hook that does not exist, such as a misspelt one: nothing would call it."""
         for caller in self.pm.get_hookcallers(plugin) or []:
             if not caller.has_spec() and not all(impl.optionalhook for impl in caller.get_hookimpls()):
-                near = difflib.get_close_matches(caller.name, hookspecs.hook_names(), n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hookspecs.hook_names())}"
+                names = hookspecs.hook_names()
+                hint = suggestion(caller.name, names).rstrip() or f"known: {', '.join(names)}"
                 raise UserError(f"no hook is called {caller.name!r}; {hint}")
 
     def _check_plain_functions(self, plugin: Any) -> None:
