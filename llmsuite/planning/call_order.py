@@ -25,22 +25,11 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.models.protocols import HasShapes
 from llmsuite.parallel import edges
-from llmsuite.parallel.mesh import AXES, Mesh
+from llmsuite.parallel.mesh import AXES, DATA, EXPERT, GROUP_AXES, MODEL, SHARDING, TENSOR, Mesh
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.timeline import orders
 from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.communication import (
-    DATA,
-    DP,
-    EXPERT,
-    GROUP_AXES,
-    LOADER_RANKS,
-    MODEL,
-    RUN,
-    SHARDING,
-    TENSOR,
-    TIED,
-)
+from llmsuite.planning.communication import LOADER_RANKS, RUN, TIED
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Layout, LocalParameter
 from llmsuite.planning.memory import full_micro_batch
@@ -281,7 +270,7 @@ class _Rank:
                 yield from self._call(DATA, "all_reduce", (), "loads of experts")
             yield from self._call(RUN, "all_reduce", (3,), "loads of experts")
         for parameter in trained:
-            if parameter.num_shards > 1 and not parameter.is_stored_sharded:
+            if parameter.gathers_update:
                 why = f"updated values of {parameter.name}"
                 yield from self._call(_axis(SHARDING, parameter), "all_gather", (parameter.shard_size,), why)
         for action in passes:
@@ -342,12 +331,14 @@ class _Rank:
         bucket = sums.pop(parameter.name, [])
         for other in bucket:
             sums.pop(other.name, None)
-        if bucket and parameter.reduces_each_pass:
-            together = why
-            if len(bucket) != 1:
-                together = f"gradients of {len(bucket)} parameters with {parameter.name}"
-            pieces = (sum(other.shard_size for other in bucket),)
-            yield from self._call(_axis(DP, parameter), "all_reduce", pieces, together)
+        together = why
+        if len(bucket) > 1:
+            together = f"gradients of {len(bucket)} parameters with {parameter.name}"
+        # others are reduced inside of a pass
+        after_passes = [reduction for reduction in parameter.reductions if bucket and reduction.of_shards]
+        for reduction in after_passes:
+            size = (reduction.size(bucket),)
+            yield from self._call(_axis(reduction.group, parameter), reduction.operation, size, together)
         if parameter.is_tied:
             yield from self._call(TIED, "all_reduce", parameter.owned_shape, f"{why}, of first and last stage")
         if is_shared_by_all_ranks(parameter.name) and parameter.num_owned:

@@ -15,34 +15,19 @@ from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.contract.specs import PrePass, StageProfile
 from llmsuite.models.shape_spec import MoE, ShapeSpec
 from llmsuite.parallel import edges, ledger_entries
-from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.mesh import DATA, EXPERT, MODEL, SHARDING, TENSOR, Mesh
 from llmsuite.parallel.zero3_units import GatherUnit, gather_units
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 from llmsuite.planning.tp_traffic import TensorParallelTraffic
 from llmsuite.recipe.plans import DataPlan, TrainPlan
 
-TENSOR = "tp"
-DATA = "data"
-SHARDING = "sharding"
-DP = "dp"
 PIPELINE = "pp"
-EXPERT = "ep"
 RUN = "run"
-MODEL = "model"
 LOADER_RANKS = "loaders"
 """The ranks that load data."""
 TIED = "tied"
 """The two ranks that hold a tied embedding, on the first and the last pipeline stage."""
-GROUP_AXES = {
-    TENSOR: ("tp",),
-    DATA: ("dp", "sharding"),
-    SHARDING: ("sharding",),
-    DP: ("dp",),
-    EXPERT: ("ep",),
-    MODEL: ("pp", "tp"),
-}
-"""The axes of the mesh along which the ranks of each group differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -254,7 +239,7 @@ class Traffic:
                 continue
             if parameter.has_gradient:
                 self._gradient(parameter)
-            if parameter.num_shards > 1 and not parameter.is_stored_sharded:
+            if parameter.gathers_update:
                 why = "updated parameters, from the ranks that own the shards"
                 self._add(
                     SHARDING, "all_gather", (parameter.shard_size,), why, 1, parameter.num_bytes, parameter.is_expert
@@ -281,21 +266,25 @@ class Traffic:
             self._add(MODEL, "all_reduce", parameter.owned_shape, why, 1, width)
 
     def _bucket(self, bucket: Sequence[LocalParameter]) -> None:
-        """The reduction of a bucket of gradients over data ranks."""
+        """The reductions of a bucket of gradients over data ranks."""
         first = bucket[0]
-        together = len(bucket) > 1
+        mesh = self._mesh.expert_mesh if first.is_expert else self._mesh
         width = 4 if first.reduce_in_backward else first.num_bytes
-        whole = (sum(parameter.sum_size for parameter in bucket),)
-        if not first.reduces_each_pass:
-            shape = whole if together else first.local_shape
-            self._add(DATA, "all_reduce", shape, "gradients", 1, width, first.is_expert)
-            return
-        operation = "reduce_scatter" if self._own else "all_reduce"
-        why = "gradients, in each backward pass"
-        self._add(SHARDING, operation, whole, why, len(self._batches), width, first.is_expert)
-        if (self._mesh.expert_mesh if first.is_expert else self._mesh).degrees.dp > 1:
-            pieces = (sum(parameter.shard_size for parameter in bucket),)
-            self._add(DP, "all_reduce", pieces, "gradients", 1, width, first.is_expert)
+        for reduction in first.reductions:
+            if mesh.group_size(reduction.group) == 1:
+                continue
+            operation: str = reduction.operation
+            if operation == "reduce_scatter" and not self._own:
+                operation = "all_reduce"
+            shape: tuple[int, ...] = (reduction.size(bucket),)
+            why = "gradients"
+            count = 1
+            if reduction.in_each_pass:
+                why = "gradients, in each backward pass"
+                count = len(self._batches)
+            elif len(bucket) == 1 and not reduction.of_shards:
+                shape = first.local_shape  # a gradient that is alone is not copied
+            self._add(reduction.group, operation, shape, why, count, width, first.is_expert)
 
     def _is_compiled(self, parameter: LocalParameter) -> bool:
         """True where the module of a parameter is compiled."""

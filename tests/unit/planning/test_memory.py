@@ -182,7 +182,7 @@ def test_a_shard_has_the_planned_elements(size: int, stage: int, parts: int, pre
         if not frozen:
             copied = shard.main_param.numel().item() * (4 if shard.has_master else width)
             assert held.master_bytes == (copied if shard.shard_is_copy else 0)
-        assert held.reduce_in_backward == shard._reduce_in_backward
+        assert held.reduce_in_backward == shard.partition.reduce_in_backward
         assert held.num_owned == (
             0 if shard.is_empty else local.numel().item() if parts == 1 else shard.main_param.size
         )
