@@ -30,6 +30,12 @@ SHARDING = "sharding"
 DP = "dp"
 EXPERT = "ep"
 MODEL = "model"
+TIED = "tied"
+"""First and last pipeline stage, which both hold a tied embedding."""
+RUN = "run"
+"""All ranks."""
+LOADER_RANKS = "loaders"
+"""The ranks that load data."""
 GROUP_AXES: Mapping[str, Sequence[str]] = {
     TENSOR: ("tp",),
     DATA: ("dp", "sharding"),
@@ -38,7 +44,7 @@ GROUP_AXES: Mapping[str, Sequence[str]] = {
     EXPERT: ("ep",),
     MODEL: ("pp", "tp"),
 }
-"""The kinds of groups, and the axes along which the ranks of a group of each kind differ."""
+"""The kinds of groups along axes, and the axes along which the ranks of a group of each kind differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +133,11 @@ class Mesh:
         """True on ranks that load data: the first pipeline stage needs ids, the last one targets."""
         return self.coordinate["pp"] in (0, self.degrees.pp - 1)
 
+    @property
+    def loaders(self) -> str:
+        """The kind of the group of the ranks that load data."""
+        return LOADER_RANKS if self.has_middle_stages else RUN
+
     @functools.cached_property
     def loader_ranks(self) -> list[int]:
         """The ranks that load data, in ascending order."""
@@ -176,7 +187,9 @@ class Mesh:
         _ = experts.expert_group, experts.tensor_group, experts.data_group, experts.dp_group, experts.sharding_group
 
     def group(self, kind: str) -> Any:
-        """This rank's group of a kind of `GROUP_AXES`; None when there is one rank."""
+        """This rank's group of a kind of `GROUP_AXES`, or `TIED`; None when there is one rank."""
+        if kind == TIED:
+            return self.tied_group
         key = self.ep_size, kind
         if key not in self.groups:
             self.groups[key] = self._group(*GROUP_AXES[kind])

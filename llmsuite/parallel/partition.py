@@ -13,7 +13,7 @@ from llmsuite.adapters.parameters import shard_dim
 from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.models.shard_plan import ShardPlan
-from llmsuite.parallel.mesh import DATA, DP, SHARDING, Mesh
+from llmsuite.parallel.mesh import DATA, DP, MODEL, SHARDING, TIED, Mesh
 
 SHARDING_STAGES = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}
 """Sharding stage, by the value of `parallel.sharding`."""
@@ -102,6 +102,10 @@ class Partition:
     """Elements that this rank's optimizer updates."""
     has_master: bool
     """True where the optimizer updates a float32 copy."""
+    is_tied: bool
+    """True where both the first and the last pipeline stage have it (a shared embedding)."""
+    is_shared: bool
+    """True where all ranks of the model have it, see `is_shared_by_all_ranks`."""
 
     @property
     def is_stored_sharded(self) -> bool:
@@ -140,6 +144,17 @@ class Partition:
     def reductions(self) -> tuple[Reduction, ...]:
         """The calls that reduce the gradient over data ranks, in this order."""
         return (SCATTER, SUM_OF_SHARDS) if self.reduces_each_pass else (SUM,)
+
+    @property
+    def model_sums(self) -> list[str]:
+        """The kinds of groups of `mesh` that the gradient is summed over after the data ranks, in this order: each of
+        their ranks has a part of it."""
+        found = []
+        if self.is_tied:  # those of the lookup and of the logits
+            found.append(TIED)
+        if self.is_shared and self.num_owned:  # from the layers and heads of each rank
+            found.append(MODEL)
+        return found
 
 
 class Reduction(NamedTuple):

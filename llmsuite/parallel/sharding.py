@@ -55,8 +55,6 @@ class ParameterShard:
         self.parameter = parameter
         self._mesh = mesh
         stage = sharding_stage_of(name, stage)
-        self._is_shared_by_all = is_shared_by_all_ranks(name)
-        self._is_tied = is_tied and mesh.degrees.pp > 1
         self._tp_dim = tp_dim if mesh.degrees.tp > 1 else None
         local = self._local().detach()
         self.shape = list(parameter.shape)
@@ -69,7 +67,16 @@ class ParameterShard:
         own = shard_range(size, mesh, stage, is_frozen)
         self._range = own.range
         master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
-        self.partition = Partition(size, stage, own.num_shards, own.size, own.num_owned, master)
+        self.partition = Partition(
+            size=size,
+            stage=stage,
+            num_shards=own.num_shards,
+            shard_size=own.size,
+            num_owned=own.num_owned,
+            has_master=master,
+            is_tied=is_tied and mesh.degrees.pp > 1,
+            is_shared=is_shared_by_all_ranks(name),
+        )
         """The part of the parameter that this rank has."""
 
         shard = local
@@ -221,9 +228,9 @@ class ParameterShard:
         count = degrees.num_data_ranks // self.partition.num_shards
         if self._tp_dim is None:
             count *= degrees.tp
-        if self._is_tied:
+        if self.partition.is_tied:
             return 2 * count
-        return degrees.pp * count if self._is_shared_by_all else count
+        return degrees.pp * count if self.partition.is_shared else count
 
     def finish_gradient(self) -> Tensor | None:
         """The gradient of this rank's shard, reduced over all data ranks; None when there is none.
@@ -237,15 +244,11 @@ class ParameterShard:
             own = own[: self._range.stop - self._range.start]
         elif self.partition.num_shards > 1:
             own = own.flatten()[self._range]
-        if self._is_tied:
-            # first and last stage each have a part of the gradient: that of the lookup and that of the logits
-            collective.sum_in_group(own, self._mesh.tied_group)
+        for kind in self.partition.model_sums:
+            collective.sum_in_group(own, self._mesh.group(kind))
         if self.is_empty:
             self.drop_gradient()
             return None
-        if self._is_shared_by_all:
-            # each rank of the model has the gradient from its own layers and heads
-            collective.sum_in_group(own, self._mesh.model_group)
         return own
 
     def set_gradient(self, gradient: Tensor) -> None:
@@ -268,7 +271,7 @@ class ParameterShard:
         """
         if self.partition.reduce_in_backward:
             self._collect()
-        if self._is_shared_by_all:  # other layers or chunks may add to it
+        if self.partition.is_shared:  # other layers or chunks may add to it
             return
         if self.is_last_pass and not self.partition.reduces_each_pass:  # else only the sum over dp is left
             self.bucket.add(self, self.take_gradient())

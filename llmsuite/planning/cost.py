@@ -14,9 +14,9 @@ from collections.abc import Mapping
 from llmsuite.adapters.prefix_shapes import INNER, NETWORK, OUTER
 from llmsuite.base.errors import UserError
 from llmsuite.models.shape_spec import GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
-from llmsuite.parallel.mesh import DP, EXPERT, GROUP_AXES, MODEL, TENSOR, Mesh
+from llmsuite.parallel.mesh import DP, EXPERT, GROUP_AXES, LOADER_RANKS, MODEL, TENSOR, TIED, Mesh
 from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.communication import LOADER_RANKS, PIPELINE, TIED, Message
+from llmsuite.planning.communication import PIPELINE, Message
 from llmsuite.planning.head import recomputes_logits
 from llmsuite.planning.layout import Layout
 from llmsuite.recipe.plans import TrainPlan

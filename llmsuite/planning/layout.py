@@ -12,7 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from llmsuite.adapters.parameters import is_trained, shard_dim, with_adapters
-from llmsuite.adapters.prefix_shapes import with_prefixes
+from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks, with_prefixes
 from llmsuite.adapters.reft_shapes import intervened_layers, with_interventions
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
@@ -61,8 +61,6 @@ class LocalParameter(Partition):
     has_gradient: bool
     is_sent: bool
     """True where there is a gradient, and other data ranks to reduce it with."""
-    is_tied: bool
-    """True where both the first and the last pipeline stage have it (a shared embedding)."""
 
     @property
     def owned_shape(self) -> tuple[int, ...]:
@@ -333,6 +331,7 @@ class Layout:
                         has_gradient=trained and not bias,
                         is_sent=trained and not bias and own_mesh.degrees.num_data_ranks > 1,
                         has_master=has_master(dtype, not trained),
+                        is_shared=is_shared_by_all_ranks(name),
                         is_tied=self.model.embedding_shared and mesh.degrees.pp > 1 and name == embedding,
                     )
                 )

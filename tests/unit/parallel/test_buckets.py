@@ -152,7 +152,7 @@ def test_the_calls_of_a_bucket_are_declared(stage: int, calls: list[tuple[str, s
     bucket = []
     for size in (5, 7):
         own = shard_range(size, mesh, stage, is_frozen=False)
-        bucket.append(Partition(size, stage, own.num_shards, own.size, own.num_owned, has_master=False))
+        bucket.append(Partition(size, stage, own.num_shards, own.size, own.num_owned, False, False, False))
     found = [(r.group, r.operation, r.in_each_pass, r.size(bucket)) for r in bucket[0].reductions]
     assert found == calls
     assert all(mesh.group_size(group) > 1 for group, *_ in calls)
