@@ -191,7 +191,7 @@ class Sent(Protocol):
 
     @property
     def sum_size(self) -> int:
-        """See `Partition.sum_size`."""
+        """Elements of the gradient when it is reduced, with the padding of its shards."""
 
 
 SentParameter = TypeVar("SentParameter", bound=Sent)
@@ -209,7 +209,10 @@ def gradient_buckets(
     """
     sent = [parameter for parameter in parameters if parameter.is_sent]
     sizes = [((is_expert(p), is_shared_by_all_ranks(p.name)), 4 * p.sum_size) for p in sent]
-    return [[sent[i] for i in chosen] for chosen in buckets(sizes, limit)]
+    found = []
+    for chosen in buckets(sizes, limit):
+        found.append([sent[i] for i in chosen])
+    return found
 
 
 def buckets(sizes: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:
