@@ -63,13 +63,11 @@ def run_llmsuite(path: str, engine: str) -> None:
     """One engine, in its own process: for each number of a batch on stdin, its tokens and seconds on stdout."""
     import time
 
-    from llmsuite import builtin
-    from llmsuite.cli import commands
     from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.start import start_paddle
 
     asked = json.loads(Path(path).read_text())
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     backend = registry.devices["cpu"].factory()
     start_paddle(backend, 1, inference_only=True)
     from llmsuite.inference.batch import Batch, DecodingSequence

@@ -74,8 +74,6 @@ def say(text: str) -> None:
 
 def work(num_ranks: int, steps: int) -> int:
     """Measure in one rank; rank 0 writes the times. Returns the exit code."""
-    from llmsuite import builtin
-    from llmsuite.cli import commands
     from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
@@ -89,7 +87,7 @@ def work(num_ranks: int, steps: int) -> int:
 
     calls.start()  # with one rank too
     os.environ["LLMSUITE_PLUGINS"] = ""
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     words = [
         f"--train.max_steps={WARM_UP + steps + 1}", f"--train.global_batch_size={4 * num_ranks}", "--data.eval=null",
         "--train.micro_batch_size=4", "--data.max_length=256", "--parallel={}", f"--launch.num_devices={num_ranks}",

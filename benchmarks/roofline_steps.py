@@ -40,14 +40,12 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--smoke", action="store_true", help="as that of llmsuite run")
     arguments, overrides = parser.parse_known_args()
-    from llmsuite import builtin
-    from llmsuite.cli import commands
     from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.start import start_paddle
     from llmsuite.recipe.resolve import plan_run
 
     start_paddle(CpuBackend(), 1)
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     words = [*overrides, f"--train.max_steps={1 + 2 * arguments.rounds}", "--checkpoint.save_steps=null"]
     plan = plan_run(arguments.recipe, words, registry, arguments.smoke)
     print("\n" + MARK + json.dumps(measure(plan, registry)), flush=True)

@@ -296,8 +296,6 @@ def measure_start(num_ranks: int, times: int, place: Path) -> Start:
 
 def measure(num_ranks: int, steps: int, directory: Path) -> dict[str, Measured]:
     """Run every strategy on so many ranks, one after the other in the same processes."""
-    from llmsuite import builtin
-    from llmsuite.cli import commands
     from llmsuite.contract.registry import load_plugins
 
     directory.mkdir()
@@ -310,7 +308,7 @@ def measure(num_ranks: int, steps: int, directory: Path) -> dict[str, Measured]:
         tails = "".join(f"== {log.name}\n{log.read_text(errors='replace')[-2000:]}\n" for log in logs)
         raise SystemExit(f"{num_ranks} ranks have ended with {code}:\n{tails}")
     records = [json.loads((directory / f"{rank}.json").read_text()) for rank in range(num_ranks)]
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     found = {}
     for name, case in cases.items():
         plan = plan_run(RECIPE, [*case, f"--output_dir={directory / name}"], registry, smoke=True)

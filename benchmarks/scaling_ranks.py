@@ -53,8 +53,6 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
     """In a rank."""
     import paddle.distributed as dist
 
-    from llmsuite import builtin
-    from llmsuite.cli import commands
     from llmsuite.contract.registry import load_plugins
     from llmsuite.engine.trainer import run
     from llmsuite.launch import calls
@@ -63,7 +61,7 @@ def run_cases(cases: dict[str, list[str]], steps: int, directory: Path) -> int:
 
     calls.start()
     os.environ["LLMSUITE_PLUGINS"] = ""
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     found = {}
     groups: dict[Any, Any] = {}
     new_group = dist.new_group

@@ -19,9 +19,7 @@ from typing import Any
 
 from jsonargparse import ArgumentParser
 
-from llmsuite import builtin
 from llmsuite.base.errors import RecipeError
-from llmsuite.cli import commands
 from llmsuite.contract import hookspecs
 from llmsuite.contract.registry import ALLOW_LIST, Registry, load_plugins
 from llmsuite.contract.schema.engine import ENGINE_RULES
@@ -59,7 +57,7 @@ def example() -> str:
 
 def plugins_page() -> str:
     """The plugin contract: every hook and every dataclass that a hook returns."""
-    source = "llmsuite/contract/hookspecs.py, llmsuite/contract/specs.py and llmsuite/adapters/method.py"
+    source = "llmsuite/contract/hookspecs.py, llmsuite/contract/specs.py and llmsuite/models/adapter_method.py"
     lines = ["# Plugin contract", "", GENERATED.format(source=source), ""]
     lines += [inspect.cleandoc(hookspecs.__doc__ or ""), ""]
     lines += ["[The guide](../guide/plugins.md) has examples.", "", "## Hooks", ""]
@@ -340,7 +338,7 @@ def replaced(page: str, name: str, content: str) -> str:
 def pages() -> dict[Path, str]:
     """Every generated file and its content."""
     os.environ[ALLOW_LIST] = ""  # what somebody happens to have installed is not part of the documentation
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     report = json.loads((DOCS / "notes" / "support.json").read_text(encoding="utf-8"))
     return {
         DOCS / "reference" / "commands.md": commands_page(registry),

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import json
 import os
 import signal
@@ -20,13 +19,12 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict, Unpack
 
-from llmsuite import builtin
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.base.files import read_json_object
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.python_files import code_allowed
+from llmsuite.base.suggestions import suggestion
 from llmsuite.checkpoint.directory import find_latest
-from llmsuite.cli import commands
 from llmsuite.cli import run as run_command
 from llmsuite.contract.given import add_files, load_file, plugin_files, plugin_from_specs
 from llmsuite.contract.hookspecs import hook_names
@@ -245,8 +243,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     """Raise UserError for an option of `generate` that nothing would read."""
     known = GenerateOptions.__annotations__
     if unknown := [name for name in options if name not in known]:
-        near = difflib.get_close_matches(unknown[0], known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = suggestion(unknown[0], known)
         raise UserError(f"generate: no option is called {unknown[0]!r}; {hint}known: {', '.join(known)}")
 
 
@@ -269,7 +266,7 @@ def _registry(plugins: Sequence[Plugin]) -> Registry:
     """Build the registry of built-in plugins, those of installed packages, and those of the program."""
     if isinstance(plugins, (str, Path)):
         raise UserError(f"plugins: is one file; give a list of them: plugins=[{str(plugins)!r}]")
-    registry = add_files(load_plugins(builtin, commands))
+    registry = add_files(load_plugins())
     for plugin in plugins:
         registry.require(_info(plugin))
     return registry

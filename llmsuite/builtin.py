@@ -9,7 +9,6 @@ import pkgutil
 from collections.abc import Callable
 from typing import Any
 
-from llmsuite.adapters.method import AdapterMethod
 from llmsuite.adapters.methods import BUILT_IN
 from llmsuite.contract.hookspecs import hookimpl
 from llmsuite.contract.schema.environment import EnvironmentSection
@@ -28,6 +27,7 @@ from llmsuite.contract.specs import (
     RolloutEngineSpec,
     StageSpec,
 )
+from llmsuite.models.adapter_method import AdapterMethod
 from llmsuite.observe import loggers
 from llmsuite.rl import engine_sections, environment_sections, reward_sections
 from llmsuite.stages.online_dpo_section import OnlineDpoSection

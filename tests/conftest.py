@@ -22,7 +22,6 @@ import pytest
 from llmsuite import builtin
 from llmsuite.base.cache import BUILT
 from llmsuite.base.errors import Problem, RecipeError
-from llmsuite.cli import commands
 from llmsuite.contract.registry import ALLOW_LIST, NO_PLUGINS, PluginInfo, Registry, load_plugins
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.recipe.load import REMOVE
@@ -107,7 +106,7 @@ def registry_with(**plugins: Any) -> Registry:
     """What comes with llmsuite and the plugins given by name, without those of whoever runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(ALLOW_LIST, "")
-        result = load_plugins(builtin, commands)
+        result = load_plugins()
     for name, plugin in plugins.items():
         result.add(PluginInfo(name, f"{name}-package 1.0", name, plugin=plugin))
     return result

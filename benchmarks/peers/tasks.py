@@ -108,8 +108,6 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
         threads: of each engine.
         precision: `engine.precision`.
     """
-    from llmsuite import builtin
-    from llmsuite.cli import commands
     from llmsuite.contract.registry import load_plugins
     from llmsuite.data.tokenizer import TextTokenizer
 
@@ -143,7 +141,7 @@ def prepare(task: Task, place: Path, model: Path, data: Path, steps: int, thread
     recipe = place / "recipe.json"
     recipe.write_text(json.dumps(content, indent=2))
     tokenizer = TextTokenizer(model)
-    rows = _write_rows(task, recipe, load_plugins(builtin, commands), place, steps * task.batch, tokenizer)
+    rows = _write_rows(task, recipe, load_plugins(), place, steps * task.batch, tokenizer)
     asked = {
         "kind": task.stage, "model": str(model), "eos": tokenizer.special_tokens["eos_token"],
         "rows": str(rows), "batch": task.batch, "steps": steps,

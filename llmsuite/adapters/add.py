@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from paddle import nn
 
 from llmsuite.adapters.layers.adapter import Adapter
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.adapters.parameters import is_trained
+from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.dropout import RowDropout, TokenDropout
 from llmsuite.models.embedding import is_plain_embedding
 from llmsuite.models.experts import GroupedLinear

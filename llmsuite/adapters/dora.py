@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from llmsuite.adapters.lora import Lora
-from llmsuite.adapters.method import AdaptedModel, AdapterLayers, AdapterParameter, Array, split
 from llmsuite.base.typing import ReadSlice
+from llmsuite.models.adapter_method import AdaptedModel, AdapterLayers, AdapterParameter, Array, split
 
 if TYPE_CHECKING:
     import numpy as np

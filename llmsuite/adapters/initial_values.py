@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from llmsuite.adapters.method import AdaptedModel, AdapterConfig
 from llmsuite.adapters.parameters import is_factor
 from llmsuite.adapters.prefix_shapes import INNER, INNER_BIAS, NETWORK, PREFIX_KEY, PREFIX_VALUE, TABLE
 from llmsuite.adapters.reft_shapes import BIAS, ROTATION, SOURCE, orthonormal
 from llmsuite.base.typing import ReadSlice
+from llmsuite.models.adapter_method import AdaptedModel, AdapterConfig
 from llmsuite.models.block_quant import BlockFormat
 from llmsuite.models.initial_values import initial_values
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from llmsuite.adapters.method import AdaptedModel, AdapterLayers, AdapterMethod, AdapterParameter, Array, split, zeros
 from llmsuite.base.typing import ReadSlice
+from llmsuite.models.adapter_method import (
+    AdaptedModel,
+    AdapterLayers,
+    AdapterMethod,
+    AdapterParameter,
+    Array,
+    split,
+    zeros,
+)
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from llmsuite.adapters.method import AdaptedModel, AdapterLayers, zeros
 from llmsuite.adapters.pissa import Pissa
 from llmsuite.base.typing import ReadSlice
+from llmsuite.models.adapter_method import AdaptedModel, AdapterLayers, zeros
 
 if TYPE_CHECKING:
     import numpy as np

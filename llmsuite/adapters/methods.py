@@ -1,22 +1,17 @@
-"""The methods of adapters, by name: those of llmsuite, and those that plugins have registered. Imports no Paddle."""
+"""The methods of adapters that come with llmsuite. Importing this module adds them to `METHODS`. Imports no Paddle."""
 
 from __future__ import annotations
 
 from llmsuite.adapters.dora import Dora
 from llmsuite.adapters.lora import LORA
 from llmsuite.adapters.lora_ga import LoraGa
-from llmsuite.adapters.method import AdapterConfig, AdapterMethod
 from llmsuite.adapters.pissa import Pissa
+from llmsuite.models.adapter_method import METHODS, AdapterConfig, AdapterMethod, find_method
+
+__all__ = ["BUILT_IN", "METHODS", "adapter_config", "find_method", "own_files"]
 
 BUILT_IN: tuple[AdapterMethod, ...] = (LORA, Dora(), Pissa(), LoraGa())
-METHODS: dict[str, AdapterMethod] = {method.name: method for method in BUILT_IN}
-"""Each method by its value of `lora.method`, or of `lora.init`. The registry of plugins adds those of plugins: names of
-parameters have to be understood everywhere in a process, also where there is no registry."""
-
-
-def find_method(method: str = "lora", init: str = "default") -> AdapterMethod:
-    """The method of the recipe keys `lora.method` and `lora.init`."""
-    return METHODS[method] if init == "default" else METHODS[init]
+METHODS.update({method.name: method for method in BUILT_IN})
 
 
 def own_files() -> dict[str, AdapterMethod]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from llmsuite.adapters.method import AdapterMethod, AdapterParameter
 from llmsuite.adapters.methods import METHODS
 from llmsuite.adapters.prefix_shapes import INNER, INNER_BIAS, OUTER, PREFIX_KEY, PREFIX_VALUE, TABLE
 from llmsuite.adapters.reft_shapes import BIAS, ROTATION, SOURCE
+from llmsuite.models.adapter_method import AdapterMethod, AdapterParameter
 from llmsuite.models.head import SCORE
 from llmsuite.models.shard_plan import ShardPlan
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from llmsuite.adapters.lora import FIRST_FACTOR, LORA, SECOND_FACTOR, Lora
-from llmsuite.adapters.method import AdaptedModel, AdapterConfig, AdapterLayers, AdapterParameter, Array, split
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import ReadSlice
+from llmsuite.models.adapter_method import AdaptedModel, AdapterConfig, AdapterLayers, AdapterParameter, Array, split
 
 if TYPE_CHECKING:
     import numpy as np

@@ -383,6 +383,14 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return found
 
 
+def read_json_object_if_there(path: Path) -> dict[str, Any]:
+    """The content of a JSON file that has to be an object; empty where there is no file. Raises UserError as
+    `read_json_object`."""
+    if not is_file(path):
+        return {}
+    return read_json_object(path)
+
+
 def read_weight_map(index: Path) -> dict[str, str]:
     """The file of each tensor, from the index of a set of safetensors files. Raises UserError when it is no index, or
     names a file in another directory."""

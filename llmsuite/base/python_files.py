@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import difflib
 import importlib.util
 import os
 import re
@@ -18,6 +17,7 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file
+from llmsuite.base.suggestions import final_suggestion
 
 ALLOW_CODE = "LLMSUITE_ALLOW_CODE"
 """Environment variable that allows every file that a recipe names; the ranks of a run inherit it."""
@@ -79,8 +79,7 @@ def static_fault(key: str, arguments: Sequence[str] = ()) -> str | None:
         return None
     bound = sorted(s.get_name() for s in symbols.get_symbols() if s.is_assigned() or s.is_imported())
     if name not in bound:
-        close = difflib.get_close_matches(name, bound, 1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
+        hint = final_suggestion(name, bound)
         return f"{path} has no {'function' if arguments else 'class'} {name!r}{hint}"
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     found = [node for node in module.body if isinstance(node, definitions) and node.name == name]

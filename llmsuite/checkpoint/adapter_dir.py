@@ -23,7 +23,6 @@ import numpy as np
 
 from llmsuite.adapters.dora import MAGNITUDE
 from llmsuite.adapters.lora import FIRST_FACTOR, LORA, SECOND_FACTOR
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file
 from llmsuite.base.strict_json import ABOVE_ZERO, check_kinds
@@ -32,6 +31,7 @@ from llmsuite.checkpoint.adapter_config import read_adapter_config
 from llmsuite.checkpoint.model_dir import Layout, has_mtp_layers
 from llmsuite.checkpoint.tensors import TensorFiles, TensorSpec
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.models.adapter_method import AdapterConfig
 
 UNSUPPORTED_KEYS = (
     *("lora_use_mixer", "use_mora", "do_qat", "pissa", "loraga", "loftq_config", "megatron_config"),
@@ -226,8 +226,9 @@ class SavedAdapters:
 
     def _read_matrix(self, name: str, pair: FactorPair, index: Sequence[slice] | None) -> np.ndarray:
         stored, place = self._place(name, pair, index)
-        value = self._files.read(stored, place[::-1] if self._layout == "hf" else place)
-        return value.T if self._layout == "hf" else value
+        if self._layout == "hf":  # its matrices are [outputs, inputs]
+            return self._files.read(stored, place[::-1]).T
+        return self._files.read(stored, place)
 
     def _place(self, name: str, pair: FactorPair, index: Sequence[slice] | None) -> tuple[str, list[slice]]:
         """Return the stored tensor of a factor, and the slices of the factor in it, with the dims as in memory."""

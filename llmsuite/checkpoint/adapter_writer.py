@@ -29,7 +29,7 @@ from llmsuite.checkpoint.adapter_dir import (
     structured_name,
 )
 from llmsuite.checkpoint.model_dir import Layout
-from llmsuite.checkpoint.model_writer import OrderedGather
+from llmsuite.checkpoint.model_writer import FORMATS, OrderedGather
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file, write_tensors
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
@@ -65,7 +65,7 @@ def write_adapters(
     pairs = list({pair.module: pair for of_module in found for pair in of_module}.values())
     if layout == "paddlenlp" and any(pair.is_embedding for pair in pairs):
         raise UserError("the embedding has an adapter, which PaddleNLP's layout has no place for; merge it")
-    metadata = {"format": "pt" if layout == "hf" else "np"}
+    metadata = {"format": FORMATS[layout]}
     state = ManifestPart()
     method = adapters.config.method
     if not method.is_plain:

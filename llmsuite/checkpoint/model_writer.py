@@ -9,7 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +20,15 @@ from llmsuite.base.files import write_json
 from llmsuite.checkpoint.finite_model import nonfinite_handler
 from llmsuite.checkpoint.model_dir import Layout, ModelDirectory
 from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, read_in_chunks, write_tensors
-from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tensors import TensorSpec, sliced
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 from llmsuite.contract.specs import ModelFamily
 
 Read = Callable[[str, Sequence[slice] | None], np.ndarray]
 """Returns a parameter by our name, or a slice of it (one slice a dim), oriented as in memory."""
+FORMATS: Mapping[Layout, str] = {"hf": "pt", "paddlenlp": "np"}
+"""The value of `format` in the metadata of files: transformers and PaddleNLP recognise the orientation of matrices by
+it."""
 
 
 class OrderedGather:
@@ -54,7 +57,7 @@ class OrderedGather:
         self._uses[name] -= 1
         if not self._uses[name]:
             del self._held[name]
-        return value if index is None else value[tuple(index)]
+        return sliced(value, index)
 
     def finish(self) -> None:
         """Gather the remaining tensors, which other ranks write: their collectives need this rank too."""
@@ -222,8 +225,7 @@ def write_model(
     def read_stored(theirs: str) -> np.ndarray:
         return tensor_layout.read(theirs, in_order.read)
 
-    # transformers and PaddleNLP recognise the orientation of the matrices by "pt" and "np"
-    metadata = {"format": "pt" if layout == "hf" else "np"}
+    metadata = {"format": FORMATS[layout]}
     options = dataclasses.replace(options, writers=writers)
     written = write_tensors(directory, "model", tensor_layout.specs, read_stored, metadata, options)
     in_order.finish()
@@ -254,7 +256,7 @@ def _rewrite(model: ModelDirectory, directory: Path, layout: Layout) -> None:
         parts = read_in_chunks(spec, lambda index: tensor_layout.read(theirs, model.read, index))
         return (part.astype(spec.dtype, copy=False) for part in parts)
 
-    metadata = {"format": "pt" if layout == "hf" else "np"}
+    metadata = {"format": FORMATS[layout]}
     options = WriteOptions(on_nonfinite=nonfinite_handler(model, tensor_layout.parameters))
     write_tensors(directory, "model", tensor_layout.specs, read, metadata, options)
     write_json(directory / "config.json", {**model.config.to_hf(), "torch_dtype": specs[0].dtype})

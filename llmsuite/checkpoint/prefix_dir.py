@@ -27,7 +27,7 @@ from llmsuite.checkpoint.adapter_config import read_adapter_config
 from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE, STEMS
 from llmsuite.checkpoint.expected_tensor import FLOATS, ExpectedTensor
 from llmsuite.checkpoint.tensor_writer import ManifestPart, write_file
-from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec, sliced
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
 
 KIND = "PREFIX_TUNING"
@@ -162,7 +162,7 @@ class PrefixTensors:
         first = (2 * layer + _KINDS.index(kind)) * self._width
         part = self._files.read(TENSOR, [slice(0, self._tokens), slice(first, first + self._width)])
         values = part.reshape(self._tokens, self._heads, -1)
-        return values if index is None else values[tuple(index)]
+        return sliced(values, index)
 
     @property
     def tokens(self) -> int:

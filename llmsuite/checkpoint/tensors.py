@@ -32,6 +32,13 @@ from llmsuite.checkpoint.stored import INT8, StoredTensor, read_header
 SUFFIX = ".safetensors"
 
 
+def sliced(values: np.ndarray, index: Sequence[slice] | None) -> np.ndarray:
+    """A slice of an array, one `slice` a dim; all of it where `index` is None."""
+    if index is None:
+        return values
+    return values[tuple(index)]
+
+
 @dataclasses.dataclass(frozen=True)
 class TensorSpec:
     """Name, shape and dtype of a tensor."""

@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from llmsuite.devices.base import DeviceBackend
     from llmsuite.inference.export_manifest import ExportManifest
 
-MERGED = "hf"
-PROGRAM = "static"
-"""Directories that `deploy` writes: weights in the HF layout, and the program."""
 _SINGLE_RANK = Degrees(1, 1, 1, 1)
 
 
@@ -84,7 +81,7 @@ def run_export(args: Any, registry: Registry) -> int:
 
 def run_verify(args: Any, registry: Registry) -> int:
     resolve_model_arguments(args, ("source",))
-    from llmsuite.inference.export_manifest import read_manifest
+    from llmsuite.inference.export_manifest import find_program, read_manifest
     from llmsuite.launch.launch import is_worker
 
     program = find_program(Path(args.model))
@@ -103,6 +100,7 @@ def run_deploy(args: Any, registry: Registry) -> int:
     backend = _start(args, registry)
     from llmsuite.checkpoint.convert.rewrite import OutputFormat, Rewrite
     from llmsuite.checkpoint.int8 import input_scales
+    from llmsuite.inference.export_manifest import DEPLOYED_PROGRAM, DEPLOYED_WEIGHTS
 
     target = Path(args.output)
     if exists(target):
@@ -115,36 +113,20 @@ def run_deploy(args: Any, registry: Registry) -> int:
     part.mkdir(parents=True)
     try:
         rewrite = Rewrite(model, OutputFormat("hf"))
-        rewrite.write(part / MERGED)
+        rewrite.write(part / DEPLOYED_WEIGHTS)
         print(f"[1/3] merged: {len(rewrite.specs)} tensors, {rewrite.num_bytes / 1e6:,.1f} MB", flush=True)
         args.base = args.config = (
             None  # they belong to the original source; from here on the source is the merged model
         )
-        _export(part / MERGED, part / PROGRAM, backend, args, registry)
+        _export(part / DEPLOYED_WEIGHTS, part / DEPLOYED_PROGRAM, backend, args, registry)
         print(f"[2/3] exported: {args.precision} on {backend.name}", flush=True)
-        args.source = str(part / MERGED)
-        print(f"[3/3] verified: {_verify(part / PROGRAM, backend, args, registry)}", flush=True)
+        args.source = str(part / DEPLOYED_WEIGHTS)
+        print(f"[3/3] verified: {_verify(part / DEPLOYED_PROGRAM, backend, args, registry)}", flush=True)
         part.rename(target)
     finally:
         shutil.rmtree(part, ignore_errors=True)
-    print(f"wrote {target}: {MERGED} for `llmsuite generate`, {PROGRAM} for Paddle Inference")
+    print(f"wrote {target}: {DEPLOYED_WEIGHTS} for `llmsuite generate`, {DEPLOYED_PROGRAM} for Paddle Inference")
     return 0
-
-
-def find_program(path: Path) -> Path:
-    """The directory of the exported model, given that directory or the output of `deploy`."""
-    from llmsuite.inference.export_manifest import is_exported
-
-    if not is_exported(path) and is_exported(path / PROGRAM):
-        return path / PROGRAM
-    return path
-
-
-def find_weights(path: Path) -> Path:
-    """The directory of the weights in the output of `deploy`; any other path unchanged."""
-    if is_file(path / MERGED / "config.json") and is_dir(path / PROGRAM):
-        return path / MERGED
-    return path
 
 
 def _is_first_rank() -> bool:
@@ -168,6 +150,7 @@ def _start(args: Any, registry: Registry, num_ranks: int = 1) -> DeviceBackend:
 
 
 def _open(path: Path, args: Any, registry: Registry) -> ModelDirectory:
+    from llmsuite.inference.export_manifest import find_weights
     from llmsuite.inference.load import open_any
 
     base = optional_path(args.base)
@@ -195,7 +178,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     from llmsuite.checkpoint.directory import find_adapter
     from llmsuite.checkpoint.int8 import input_scales
     from llmsuite.inference.decoder import ModelDecoder
-    from llmsuite.inference.export_manifest import read_manifest
+    from llmsuite.inference.export_manifest import DEPLOYED_WEIGHTS, read_manifest
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.load import load_model
     from llmsuite.inference.predictor import Predictor
@@ -206,7 +189,7 @@ def _verify(program: Path, backend: DeviceBackend, args: Any, registry: Registry
     mesh = None
     if exported.degrees != _SINGLE_RANK:
         mesh = collective.start(exported.degrees)
-    merged = program.parent / MERGED  # written by `deploy`
+    merged = program.parent / DEPLOYED_WEIGHTS  # written by `deploy`
     if args.source:
         source = Path(args.source)
     elif is_dir(merged):

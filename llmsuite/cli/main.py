@@ -8,11 +8,11 @@ import os
 import sys
 from collections.abc import Sequence
 
-from llmsuite import __version__, builtin
+from llmsuite import __version__
 from llmsuite.base.errors import UserError
+from llmsuite.base.exits import exit_code
 from llmsuite.base.python_files import code_allowed
-from llmsuite.cli import commands, completion
-from llmsuite.cli.exits import exit_code
+from llmsuite.cli import completion
 from llmsuite.cli.parser import CommandParser
 from llmsuite.contract.given import add_files, plugin_files
 from llmsuite.contract.registry import BUILTIN, BUNDLED, NO_PLUGINS, Registry, load_plugins
@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def work() -> int:
         with allowed(), plugin_files(pop_plugin_files(words)):
-            return _run(words, add_files(load_plugins(builtin, commands)))
+            return _run(words, add_files(load_plugins()))
 
     return exit_code(work)
 

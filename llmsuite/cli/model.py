@@ -66,11 +66,11 @@ def open_generator(
     from llmsuite.launch.launch import is_worker
 
     start_paddle(backend, args.num_devices, join=is_worker(), inference_only=True)
-    from llmsuite.cli.export import find_program, find_weights
     from llmsuite.cli.model_paths import optional_path
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.inference.adapters import MultiLoRADecoder, adapter_tokenizers, read_adapters
     from llmsuite.inference.decoder import Decoder, ModelDecoder
+    from llmsuite.inference.export_manifest import find_program, find_weights
     from llmsuite.inference.fused import fuse
     from llmsuite.inference.generate import Generator
     from llmsuite.inference.load import AS_TRAINED, broadcast_tokens, load_model, open_any
@@ -93,13 +93,13 @@ def open_generator(
         where = find_program(Path(args.model))
         decoder = Predictor(where, backend, mesh=mesh)
         models = (where,)
-        directory = Path(args.tokenizer) if args.tokenizer else where
+        directory = optional_path(args.tokenizer) or where
     else:
         config = optional_path(args.config)
         where = find_weights(Path(args.model))
         source = open_any(where, registry.models, optional_path(args.base), config, args.allow_pickle, runs=True)
-        directory = Path(args.tokenizer) if args.tokenizer else source.tokenizer_directory
-        models = (source.path, *([config] if config else []))
+        directory = optional_path(args.tokenizer) or source.tokenizer_directory
+        models = tuple(path for path in (source.path, config) if path)
         if refreshable:
             check_refreshable(where, source)
         model = load_model(source, backend, precision, mesh, AS_TRAINED if refreshable else stored)
@@ -110,7 +110,7 @@ def open_generator(
         decoder = ModelDecoder(model, mesh)
         if adapters:
             decoder = MultiLoRADecoder(model, read_adapters(adapters, source, args.allow_pickle))
-            places = adapter_tokenizers(adapters, source, directory if args.tokenizer else None)
+            places = adapter_tokenizers(adapters, source, optional_path(args.tokenizer))
     if not cached:
         decoder = UncachedDecoder(decoder)
     generators: dict[Path, Generator] = {}
@@ -147,7 +147,7 @@ def check_ranks(args: Any, registry: Registry) -> None:
     from llmsuite.checkpoint.adapter_base import base_path
     from llmsuite.checkpoint.directory import find_adapter, find_model, is_run
     from llmsuite.checkpoint.model_dir import read_config
-    from llmsuite.cli.export import find_weights
+    from llmsuite.inference.export_manifest import find_weights
     from llmsuite.inference.load import check_cut
 
     place = find_weights(Path(args.model))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import difflib
 import math
 import shlex
 import sys
@@ -19,6 +18,7 @@ from llmsuite.base.hub.local_copies import cached
 from llmsuite.base.hub.names import hub_name
 from llmsuite.base.resources import find
 from llmsuite.base.safe_files import exists, is_file
+from llmsuite.base.suggestions import final_suggestion
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.columns import columns_of
 from llmsuite.contract.specs import ModelFamily
@@ -256,9 +256,7 @@ def _choose(what: str, given: str | None, known: Mapping[str, str], default: str
         answer = _ask(what if any(known.values()) else f"{what} ({names})", default)
         given = answer if answer in known else None
     if given not in known:
-        near = difflib.get_close_matches(given, known, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"--{what} {given}: is none of {names}{hint}")
+        raise UserError(f"--{what} {given}: is none of {names}{final_suggestion(given, known, quotes=False)}")
     return given
 
 

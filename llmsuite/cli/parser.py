@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
 from collections.abc import Mapping
 from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from jsonargparse import ArgumentParser
-from jsonargparse.typing import restricted_number_type
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.suggestions import final_suggestion
 from llmsuite.cli.help import PlainHelp
 
 # what jsonargparse 4.53 says
@@ -32,7 +31,6 @@ _KINDS = {
     "bool": "true or false",
     "Port": "a number of a port, 0 to 65535",
 }
-Port: Any = restricted_number_type("Port", int, [(">=", 0), ("<=", 65535)])
 
 
 class CommandParser(ArgumentParser):
@@ -98,8 +96,7 @@ def _unknown_option(words: list[str], parser: ArgumentParser) -> str:
     option = next((word for word in words if word.startswith("-")), None)
     if option is None:
         return f"{' '.join(words)}: this command takes no more arguments"
-    near = difflib.get_close_matches(option.partition("=")[0], options, n=1, cutoff=0.7)
-    hint = f"; did you mean {near[0]}?" if near else ""
+    hint = final_suggestion(option.partition("=")[0], options, cutoff=0.7, quotes=False)
     return f"{option}: this command has no such option{hint}"
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.exits import exit_code
 from llmsuite.base.locks import empty_directory, lock_directory
 from llmsuite.base.safe_files import is_file
-from llmsuite.cli.exits import exit_code
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection, Recipe
 from llmsuite.contract.schema.section import as_plain, values_of

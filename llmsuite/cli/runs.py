@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from llmsuite.base.arguments import Port
 from llmsuite.base.errors import UserError
 from llmsuite.base.redaction import printable
-from llmsuite.cli.parser import Port
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import Command
 

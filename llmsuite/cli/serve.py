@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from llmsuite.base.arguments import Port
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 from llmsuite.base.hub.names import hub_name
 from llmsuite.base.web.client import API_KEY
 from llmsuite.cli.generate import CONTROL_TOKENS_HELP, add_generation_config, add_model_arguments
-from llmsuite.cli.parser import Port
 from llmsuite.cli.ranks import launch_ranks, settle_degrees
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import Command

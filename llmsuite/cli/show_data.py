@@ -63,8 +63,10 @@ def _print_sequence(console: Any, text: Any, place: str, found: Explained, token
     name = f" ({found.name})" if found.name else ""
     counts = f"{len(sequence.ids)} tokens, {int(supervised.sum())} supervised"
     console.print(f"{place}{name}: {counts}", style="bold", markup=False)
-    supervision = "supervised" if ends else "NOT supervised"
-    console.print(f"the end of the sequence is {supervision}", style="" if ends else "bold red")
+    if ends:
+        console.print("the end of the sequence is supervised")
+    else:
+        console.print("the end of the sequence is NOT supervised", style="bold red")
     if found.prompt_length is not None:
         comparison = "the same that precede the answer here"
         style = ""

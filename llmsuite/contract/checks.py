@@ -8,14 +8,12 @@ import keyword
 import re
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
 from pydantic.errors import PydanticUserError
 
-from llmsuite.adapters.method import AdapterMethod, AdapterParameter, PaddleNlpFiles
-from llmsuite.adapters.methods import BUILT_IN
 from llmsuite.base.errors import UserError
 from llmsuite.base.fields import field_values
 from llmsuite.contract.schema.environment import EnvironmentSection
@@ -35,6 +33,7 @@ from llmsuite.contract.specs import (
     StageSpec,
     SuiteSpec,
 )
+from llmsuite.models.adapter_method import AdapterMethod, AdapterParameter, PaddleNlpFiles
 from llmsuite.models.head import NO_KEYS
 
 
@@ -122,9 +121,9 @@ _EXAMPLE = {"rank": 2, "num_inputs": 16, "num_outputs": 24}
 """Sizes that the shapes of an adapter method are tried with."""
 
 
-def check_adapter_method(spec: AdapterMethod) -> None:
+def check_adapter_method(spec: AdapterMethod, built_in: Iterable[AdapterMethod]) -> None:
     """Raise UserError for a method of adapters that cannot be a value of `lora.method`, or whose parameters are not
-    those that it describes."""
+    those that it describes, or have the names of other parameters of the `built_in` methods."""
     name = getattr(spec, "name", None)
     if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z]\w*", name):
         raise UserError(f"an adapter method has the name {name!r}; a name has to be one word, of letters, digits and _")
@@ -145,7 +144,7 @@ def check_adapter_method(spec: AdapterMethod) -> None:
             raise UserError(f"parameters of {what}: {kind!r} is a {type(parameter).__name__}, no AdapterParameter")
         if not isinstance(kind, str) or not kind.isidentifier() or kind in ("weight", "bias"):
             raise UserError(f"parameters of {what}: a parameter cannot be called {kind!r}")
-        taken = next((m for m in BUILT_IN if m.parameters.get(kind, parameter) != parameter), None)
+        taken = next((m for m in built_in if m.parameters.get(kind, parameter) != parameter), None)
         if taken is not None:
             raise UserError(
                 f"parameters of {what}: {kind!r} is a parameter of method {taken.name}, of another kind; choose "

@@ -17,14 +17,6 @@ from typing import Any
 
 import pluggy
 
-from llmsuite.adapters.method import (
-    AdaptedModel,
-    AdapterConfig,
-    AdapterLayers,
-    AdapterMethod,
-    AdapterParameter,
-    PaddleNlpFiles,
-)
 from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import (
     API_VERSION,
@@ -49,6 +41,14 @@ from llmsuite.contract.specs import (
     StageSpec,
     SuiteSpec,
     Turn,
+)
+from llmsuite.models.adapter_method import (
+    AdaptedModel,
+    AdapterConfig,
+    AdapterLayers,
+    AdapterMethod,
+    AdapterParameter,
+    PaddleNlpFiles,
 )
 
 __all__ = [

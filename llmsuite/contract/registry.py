@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import importlib
 import importlib.metadata
 import inspect
 import os
@@ -11,15 +11,13 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Iterable
-from types import ModuleType
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pluggy
 
-from llmsuite.adapters.method import AdapterMethod
-from llmsuite.adapters.methods import METHODS
 from llmsuite.base.errors import UserError
+from llmsuite.base.suggestions import suggestion
 from llmsuite.contract import hookspecs
 from llmsuite.contract.checks import (
     check_adapter_method,
@@ -47,6 +45,7 @@ from llmsuite.contract.specs import (
     StageSpec,
     SuiteSpec,
 )
+from llmsuite.models.adapter_method import METHODS, AdapterMethod
 
 GROUP = "llmsuite"
 """Group of entry points."""
@@ -56,6 +55,8 @@ NO_PLUGINS = "LLMSUITE_NO_PLUGINS"
 """Environment variable that `--no-plugins` sets: neither bundled nor installed plugins are loaded."""
 BUILTIN = "llmsuite (built in)"
 """`PluginInfo.distribution` of built-in specs."""
+BUILTIN_MODULES = ("llmsuite.builtin", "llmsuite.cli.commands")
+"""Modules with the built-in specs. They are imported by name, so that whoever needs a registry imports no command."""
 BUNDLED = "llmsuite (bundled)"
 """`PluginInfo.distribution` of the plugins in `llmsuite.plugins`."""
 BUNDLED_PLUGINS = ("adapters_extra", "align", "studio", "suites")
@@ -184,9 +185,7 @@ class Registry:
         if name in (specs := left_out(kind)):
             return left_out_reason(kind, name, specs[name][0])
         known = sorted(self._specs[kind])
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        message = f"no {kind} is called {name!r}; {hint}registered: {', '.join(known) or 'none'}"
+        message = f"no {kind} is called {name!r}; {suggestion(name, known)}registered: {', '.join(known) or 'none'}"
         broken = [info for info in self.plugins if info.error]
         if broken:
             causes = "; ".join(f"{info.name} ({_last_line(info.error)})" for info in broken)
@@ -243,8 +242,8 @@ class Registry:
         """Raise UserError for a hook that does not exist, such as a misspelt one: nothing would call it."""
         for caller in self.pm.get_hookcallers(plugin) or []:
             if not caller.has_spec() and not all(impl.optionalhook for impl in caller.get_hookimpls()):
-                near = difflib.get_close_matches(caller.name, hookspecs.hook_names(), n=1)
-                hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(hookspecs.hook_names())}"
+                names = hookspecs.hook_names()
+                hint = suggestion(caller.name, names).rstrip() or f"known: {', '.join(names)}"
                 raise UserError(f"no hook is called {caller.name!r}; {hint}")
 
     def _check_plain_functions(self, plugin: Any) -> None:
@@ -289,7 +288,8 @@ class Registry:
 
     def _check(self, kind: str, spec: Any) -> None:
         if kind == "adapter method":
-            check_adapter_method(spec)
+            built_in = [m for n, m in self.adapter_methods.items() if self.owner(kind, n).distribution == BUILTIN]
+            check_adapter_method(spec, built_in)
             return
         check_fields(kind, spec)
         if kind == "stage":
@@ -430,12 +430,12 @@ def left_out_notes() -> list[str]:
     return notes
 
 
-def load_plugins(*builtins: ModuleType) -> Registry:
-    """Return a registry with these built-in plugins, then the bundled ones, then those of installed packages in the
-    order of their names. With `NO_PLUGINS`, only the built-in ones."""
+def load_plugins(builtins: Sequence[str] = BUILTIN_MODULES) -> Registry:
+    """Return a registry with the built-in plugins in these modules, then the bundled ones, then those of
+    installed packages in the order of their names. With `NO_PLUGINS`, only the built-in ones."""
     result = Registry()
-    for module in builtins:
-        result.add(PluginInfo(module.__name__.rpartition(".")[2], BUILTIN, module.__name__, plugin=module))
+    for name in builtins:
+        result.add(PluginInfo(name.rpartition(".")[2], BUILTIN, name, plugin=importlib.import_module(name)))
         assert result.plugins[-1].error is None, result.plugins[-1].error
     if NO_PLUGINS in os.environ:
         return result

@@ -13,7 +13,6 @@ import paddle
 from llmsuite.adapters.add import adapted_modules, add_adapters
 from llmsuite.adapters.layers.prefix import PrefixNetwork, add_prefixes
 from llmsuite.adapters.layers.reft import add_interventions
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.adapters.parameters import is_factor, is_fixed, is_trained
 from llmsuite.adapters.reft_shapes import intervened_layers
 from llmsuite.base.errors import UserError
@@ -29,6 +28,7 @@ from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.engine.expert_balance import ExpertBalance
 from llmsuite.engine.input_scales import InputScales
 from llmsuite.engine.weights import initial_weights
+from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers
 from llmsuite.models.qat import fake_quantize_layers, rounded_modules
@@ -131,8 +131,10 @@ def build_model(
     part = PipelineStage(chunks, mesh, hidden_size, placements, channels)
     if engine.loss_chunk_tokens is not None:
         part.chunked_losses = ChunkedLosses(part.model, engine.loss_chunk_tokens, mesh, shards)
-    part.dropout_seed = model_plan.seed if lora.dropout else None
-    part.edited_ends = reft.ends if reft.rank is not None else None
+    if lora.dropout:
+        part.dropout_seed = model_plan.seed
+    if reft.rank is not None:
+        part.edited_ends = reft.ends
     pipeline: Pipeline | None = None
     if engine.compiles_steps:
         pipeline = _pipeline(model_plan, parallel_plan, backend, config, strategy, bounds)
@@ -149,7 +151,9 @@ def build_model(
     if model_plan.qat.activation_bits is not None:
         scales = InputScales(rounded, part, moving_rate)
     own = [shard for shard in shards if shard.name in trained]
-    carried = weights.source if weights.source is not None and weights.source.carried else None
+    carried = None
+    if weights.source is not None and weights.source.carried:
+        carried = weights.source
     return BuiltModel(
         part, own, saved, shards, shapes, bounds, weights.digest, adapters, balance, rounded, scales, carried, pipeline
     )

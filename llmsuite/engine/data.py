@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from llmsuite.base.errors import UserError
-from llmsuite.base.files import read_json_object, write_text_atomic
+from llmsuite.base.files import read_json_object_if_there, write_text_atomic
 from llmsuite.base.progress import report
-from llmsuite.base.safe_files import is_file
 from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import Recipe
@@ -323,7 +322,7 @@ def tokenizer_to_save(tokenizer: Path | None, choice: str, output_dir: Path) -> 
     copy_tokenizer(tokenizer, directory)
     write_text_atomic(directory / "chat_template.jinja", BUILTIN[choice])
     path = directory / "tokenizer_config.json"
-    config = read_json_object(path) if is_file(path) else {}
+    config = read_json_object_if_there(path)
     if config.pop("chat_template", None) is not None:
         # some libraries prefer the template in this file
         write_text_atomic(path, json.dumps(config, ensure_ascii=False, indent=2) + "\n")

@@ -28,7 +28,8 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     q = (q * width**-0.5).transpose([0, 2, 1, 3])
     # the queries of a group are laid end to end: one matmul for each group
     scores = paddle.matmul(q.reshape([0, num_groups, -1, width]), k, transpose_y=True)
-    mask = mask if mask.ndim == 5 else mask.unsqueeze(1)
+    if mask.ndim == 4:  # it is the same for all heads
+        mask = mask.unsqueeze(1)
     weights = F.softmax(scores.reshape([0, num_groups, -1, length, keys]) + mask, -1)
     out = paddle.matmul(weights.reshape([0, num_groups, -1, keys]), v)
     return out.reshape([0, -1, length, v.shape[3]]).transpose([0, 2, 1, 3])
@@ -49,7 +50,8 @@ def rounded_grouped_attention(
     q, k, v = (round_activation(x) for x in (q, k, v))
     q = (q * width**-0.5).transpose([0, 2, 1, 3])
     scores = paddle.matmul(q.reshape([0, num_groups, -1, width]), k, transpose_y=True)
-    mask = mask if mask.ndim == 5 else mask.unsqueeze(1)
+    if mask.ndim == 4:  # it is the same for all heads
+        mask = mask.unsqueeze(1)
     scores = scores.reshape([0, num_groups, -1, length, keys]) + mask
     # the division comes last, because training rounds the weights before they are normalised
     weights = paddle.exp(scores - scores.max(-1, keepdim=True)).reshape([0, num_groups, -1, keys])

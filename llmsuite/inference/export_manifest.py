@@ -21,6 +21,9 @@ LOOP = "loop.json"
 KERNELS = "kernels"
 """Directory of the custom operations of a program with packed matrices: their sources, and a script that builds and
 registers them with Paddle's own tools."""
+DEPLOYED_WEIGHTS = "hf"
+DEPLOYED_PROGRAM = "static"
+"""Directories that `llmsuite deploy` writes: weights in the HF layout, and an exported model."""
 ALONE = Degrees(1, 1, 1, 1)
 _LATER = ("tensor_parallel_degree", "pipeline_parallel_degree", "stages", "has_kernels", "adapter")
 """Fields that manifests of earlier versions do not have."""
@@ -72,6 +75,20 @@ def rank_directory(directory: Path, mesh: Mesh) -> Path:
 def is_exported(path: Path) -> bool:
     """True where a directory has a program that `export` wrote."""
     return is_file(path / MANIFEST) and any(is_file(path / name / PROGRAM) for name in ("", "rank_0"))
+
+
+def find_program(path: Path) -> Path:
+    """The directory of the exported model, given that directory or the output of `deploy`."""
+    if not is_exported(path) and is_exported(path / DEPLOYED_PROGRAM):
+        return path / DEPLOYED_PROGRAM
+    return path
+
+
+def find_weights(path: Path) -> Path:
+    """The directory of the weights in the output of `deploy`; any other path unchanged."""
+    if is_file(path / DEPLOYED_WEIGHTS / "config.json") and is_dir(path / DEPLOYED_PROGRAM):
+        return path / DEPLOYED_WEIGHTS
+    return path
 
 
 def read_manifest(path: Path) -> ExportManifest:

@@ -17,6 +17,7 @@ from llmsuite.devices.decoder_weights import PackedWeight
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.models.blocks import TiedHead
 from llmsuite.models.experts import Counts
+from llmsuite.models.linear import add_bias
 from llmsuite.models.quantised import GroupedMatrix
 
 
@@ -51,8 +52,7 @@ class PackedLinear(nn.Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., I] to [..., O]."""
-        y = self._matmul(x, self.matrix)
-        return y if self.bias is None else y + self.bias
+        return add_bias(self._matmul(x, self.matrix), self.bias)
 
 
 class PackedTiedHead(TiedHead):

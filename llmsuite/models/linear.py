@@ -20,6 +20,20 @@ LinearKernel = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Maps x [..., I], a matrix [I, O] and a bias [O] or None to x W + bias, [..., O]."""
 
 
+def add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y [..., O] plus a bias [O], where a layer has one."""
+    if bias is None:
+        return y
+    return y + bias
+
+
+def bias_attr_of(linear: nn.Linear) -> bool | None:
+    """The argument `bias_attr` for a layer that has a bias where this one has: None, Paddle's default, or False."""
+    if linear.bias is None:
+        return False
+    return None
+
+
 class WithMatmul:
     """A layer that multiplies x [..., I] with matrices [I, O] by a function of its own choice."""
 

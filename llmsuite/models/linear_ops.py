@@ -20,7 +20,7 @@ from llmsuite.devices.matmul_ops import MatmulOps, linear, matmul
 from llmsuite.devices.ops import Ops, identity
 from llmsuite.models.blocks import CausalLM, TiedHead, apply_linears
 from llmsuite.models.exact import has_hooks
-from llmsuite.models.linear import Linear, WithLinear, WithMatmul, adopt_linears, is_matrix, is_plain_linear
+from llmsuite.models.linear import Linear, WithLinear, WithMatmul, add_bias, adopt_linears, is_matrix, is_plain_linear
 from llmsuite.models.logit_ops import LogitOps
 from llmsuite.models.lora_matmul import LowRankLayer, lora_matmul
 
@@ -78,8 +78,7 @@ class LinearOps:
 
     def linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., I] W + bias, [..., O], as `devices.matmul_ops.linear`."""
-        y = self(x, weight)
-        return y if bias is None else y + bias
+        return add_bias(self(x, weight), bias)
 
     def matmul_many(
         self, x: Tensor, matrices: Sequence[Tensor], transpose_y: bool = False, round_outputs: bool = False

@@ -18,7 +18,7 @@ from paddle.utils.dlpack import from_dlpack
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, byte_levels
-from llmsuite.models.linear import WithMatmul, is_matrix
+from llmsuite.models.linear import WithMatmul, add_bias, is_matrix
 
 
 class GroupedMatrix:
@@ -46,8 +46,7 @@ class QuantisedMatrix(nn.Layer, WithMatmul, GroupedMatrix):
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [..., I] times the matrix, plus a bias [O], to [..., O]."""
-        y = _Product.apply(x, (self,))
-        return y if bias is None else y + bias
+        return add_bias(_Product.apply(x, (self,)), bias)
 
     @paddle.no_grad()
     def dense(self, dtype: Any) -> Tensor:

@@ -3,7 +3,7 @@
 Every call has a latency however little it sends, and most gradients of a model are small. So gradients that become
 ready one after the other are concatenated to one flat tensor, which is reduced while the backward pass continues (Li et
 al. 2020, PyTorch Distributed, arXiv 2006.15704). The buckets and the order inside of them are known before the run
-(`partition.buckets`); a gradient that is alone in its bucket is not copied.
+(`partition.gradient_buckets`); a gradient that is alone in its bucket is not copied.
 
 Where every backward pass reduce-scatters its gradients over the sharding axis, a bucket is ordered by rank:
 
@@ -19,27 +19,28 @@ from typing import Any, Protocol
 
 import paddle
 
-from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.base.typing import Tensor
 from llmsuite.parallel import collective
-from llmsuite.parallel.partition import buckets
+from llmsuite.parallel.partition import gradient_buckets
 
 
 class BucketMember(Protocol):
     """A parameter as its bucket uses it; see `sharding.ParameterShard`."""
 
     name: str
-    shard_size: int
-    """Elements of the shard that a rank of the sharding axis owns."""
     bucket: Bucket
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of the shard that a rank of the sharding axis owns."""
 
     @property
     def is_sent(self) -> bool:
         """True where there is a gradient, and other data ranks to reduce it with."""
 
     @property
-    def sum_bytes(self) -> int:
-        """Bytes of the gradient as it is reduced, in float32."""
+    def sum_size(self) -> int:
+        """Elements of the gradient when it is reduced, with the padding of its shards."""
 
     @property
     def scatter_group(self) -> Any:
@@ -174,13 +175,11 @@ def assign_buckets(shards: Sequence[BucketMember], is_expert: Callable[[str], bo
         is_expert: whether a parameter of this name belongs to routed experts, which have a mesh of their own.
         limit: bytes of a bucket; 0 reduces each gradient alone.
     """
-    sent = [shard for shard in shards if shard.is_sent]
     scatters = ReduceScatterQueue()
-    kinds = [(is_expert(shard.name), is_shared_by_all_ranks(shard.name)) for shard in sent]
-    for chosen in buckets([(kind, shard.sum_bytes) for kind, shard in zip(kinds, sent)], limit):
-        bucket = Bucket([sent[i] for i in chosen], scatters)
-        for i in chosen:
-            sent[i].bucket = bucket
+    for members in gradient_buckets(shards, lambda shard: is_expert(shard.name), limit):
+        bucket = Bucket(members, scatters)
+        for shard in members:
+            shard.bucket = bucket
 
 
 def _split(flat: Tensor, sizes: Sequence[int]) -> list[Tensor]:

@@ -26,7 +26,7 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.devices.variables import LOCAL_RANK, NUM_RANKS, RANK, check_addresses, number_in
 from llmsuite.launch import calls
-from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.mesh import RUN, Mesh
 
 Number = Any
 """A float, or a scalar tensor on the device that has not been copied to the host yet."""
@@ -148,7 +148,9 @@ def sum_over_loader_ranks(values: Sequence[Number]) -> list[float]:
     """Sum numbers over the ranks that load data (`Mesh.loads_data`), in float64; only those call it."""
     assert mesh().loads_data
     # ranks in the middle of a pipeline have no batch, so no numbers, and do not know how many the others sum
-    return _sum(values, mesh().loader_group) if mesh().has_middle_stages else sum_over_run(values)
+    if mesh().loaders == RUN:
+        return sum_over_run(values)
+    return _sum(values, mesh().loader_group)
 
 
 def sum_over_data(values: Sequence[Number], of_every_loader: Sequence[float] = ()) -> list[float]:

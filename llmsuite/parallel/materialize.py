@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import paddle
-import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.adapters.parameters import shard_dim
@@ -20,6 +19,7 @@ from llmsuite.devices.tensors import tensor_of
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
+from llmsuite.parallel.tensor import placement
 
 
 @paddle.no_grad()
@@ -55,8 +55,7 @@ def materialize(
             parameter._set_impl(local)
         else:
             dim = shard_dim(plan, name)
-            placement = dist.Replicate() if dim is None else dist.Shard(dim)
-            parameter._set_impl(dtensor_from_local(local, mesh.tensor, [placement]))
+            parameter._set_impl(dtensor_from_local(local, mesh.tensor, [placement(dim)]))
         on_filled(name, parameter)
 
 

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,27 @@ import numpy as np
 from llmsuite.contract.schema.degrees import Degrees
 
 AXES = ("pp", "dp", "sharding", "ep", "tp")
+TENSOR = "tp"
+DATA = "data"
+SHARDING = "sharding"
+DP = "dp"
+EXPERT = "ep"
+MODEL = "model"
+TIED = "tied"
+"""First and last pipeline stage, which both hold a tied embedding."""
+RUN = "run"
+"""All ranks."""
+LOADER_RANKS = "loaders"
+"""The ranks that load data."""
+GROUP_AXES: Mapping[str, Sequence[str]] = {
+    TENSOR: ("tp",),
+    DATA: ("dp", "sharding"),
+    SHARDING: ("sharding",),
+    DP: ("dp",),
+    EXPERT: ("ep",),
+    MODEL: ("pp", "tp"),
+}
+"""The kinds of groups along axes, and the axes along which the ranks of a group of each kind differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +56,7 @@ class Mesh:
     ep_size: int = 1
     """Size of the axis ep; above 1 in an expert mesh only."""
     groups: dict[Any, Any] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """The groups made so far, by all their ranks. The expert mesh reuses groups of equal ranks."""
+    """The groups made so far, by all their ranks, and by their kind. The expert mesh reuses groups of equal ranks."""
 
     @functools.cached_property
     def grid(self) -> np.ndarray:
@@ -84,32 +106,37 @@ class Mesh:
     @functools.cached_property
     def tensor_group(self) -> Any:
         """This rank's tensor parallel group; None when tp is 1."""
-        return self._group("tp")
+        return self.group(TENSOR)
 
     @functools.cached_property
     def data_group(self) -> Any:
         """Ranks that hold the same parameters and compute with other samples; None when there is one rank."""
-        return self._group("dp", "sharding")
+        return self.group(DATA)
 
     @functools.cached_property
     def dp_group(self) -> Any:
         """Ranks of the data group that own the same shard of a parameter; None when there is one rank."""
-        return self._group("dp")
+        return self.group(DP)
 
     @functools.cached_property
     def sharding_group(self) -> Any:
         """Ranks that parameters and optimizer states are sharded over; None when there is one rank."""
-        return self._group("sharding")
+        return self.group(SHARDING)
 
     @functools.cached_property
     def expert_group(self) -> Any:
         """In an expert mesh: the ranks that together have all experts; None when each rank has all."""
-        return self._group("ep")
+        return self.group(EXPERT)
 
     @property
     def loads_data(self) -> bool:
         """True on ranks that load data: the first pipeline stage needs ids, the last one targets."""
         return self.coordinate["pp"] in (0, self.degrees.pp - 1)
+
+    @property
+    def loaders(self) -> str:
+        """The kind of the group of the ranks that load data."""
+        return LOADER_RANKS if self.has_middle_stages else RUN
 
     @functools.cached_property
     def loader_ranks(self) -> list[int]:
@@ -149,7 +176,7 @@ class Mesh:
     def model_group(self) -> Any:
         """Ranks that compute with parts of one model for the same samples; None when there is one rank. It is made only
         for parameters that all of them have (`prefix_shapes.is_shared_by_all_ranks`)."""
-        return self._group("pp", "tp")
+        return self.group(MODEL)
 
     def make_groups(self) -> None:
         """Make every group now. Making a group is a collective call: all ranks must make all groups, in the same
@@ -158,6 +185,27 @@ class Mesh:
         _ = self.pipeline_group, self.tied_group, self.loader_group
         experts = self.expert_mesh
         _ = experts.expert_group, experts.tensor_group, experts.data_group, experts.dp_group, experts.sharding_group
+
+    def group(self, kind: str) -> Any:
+        """This rank's group of a kind of `GROUP_AXES`, or `TIED`; None when there is one rank."""
+        if kind == TIED:
+            return self.tied_group
+        key = self.ep_size, kind
+        if key not in self.groups:
+            self.groups[key] = self._group(*GROUP_AXES[kind])
+        return self.groups[key]
+
+    def group_size(self, kind: str) -> int:
+        """Number of ranks in a group of a kind of `GROUP_AXES`."""
+        degrees = self.degrees
+        sizes = {
+            "pp": degrees.pp,
+            "dp": degrees.dp,
+            "sharding": degrees.sharding,
+            "ep": self.ep_size,
+            "tp": degrees.tp,
+        }
+        return math.prod(sizes[axis] for axis in GROUP_AXES[kind])
 
     def rows(self, *axes: str) -> np.ndarray:
         """All ranks [groups, members]: a row has the ranks that differ in `axes` only, in the order of their

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from llmsuite.adapters.parameters import shard_dim
 from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.models.shard_plan import ShardPlan
-from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.mesh import DATA, DP, MODEL, SHARDING, TIED, Mesh
 
 SHARDING_STAGES = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}
 """Sharding stage, by the value of `parallel.sharding`."""
@@ -85,10 +86,133 @@ def has_master(dtype: str, is_frozen: bool) -> bool:
     return dtype != "float32" and not is_frozen
 
 
-def reduce_in_backward(stage: int, num_shards: int, master: bool) -> bool:
-    """True where a gradient is taken from the model as soon as a backward pass has made it, to accumulate in
-    float32."""
-    return master or (stage >= 2 and num_shards > 1)
+@dataclasses.dataclass(slots=True, eq=False)
+class Partition:
+    """The part of a parameter that a rank has, from which follows what is stored, reduced and gathered of it."""
+
+    size: int
+    """Elements on this rank before sharding over data ranks: of the slice of tensor and expert parallel."""
+    stage: int
+    """Sharding stage, 0 to 3."""
+    num_shards: int
+    """Ranks of the sharding axis that own a shard each."""
+    shard_size: int
+    """Elements of a shard, including padding."""
+    num_owned: int
+    """Elements that this rank's optimizer updates."""
+    has_master: bool
+    """True where the optimizer updates a float32 copy."""
+    is_tied: bool
+    """True where both the first and the last pipeline stage have it (a shared embedding)."""
+    is_shared: bool
+    """True where all ranks of the model have it, see `is_shared_by_all_ranks`."""
+
+    @property
+    def is_stored_sharded(self) -> bool:
+        """True where a rank stores its own shard only, and the rest is gathered for each use (stage 3)."""
+        return self.stage == 3 and self.num_shards > 1
+
+    @property
+    def has_own_copy(self) -> bool:
+        """True where the optimizer updates memory of its own, not that of the model."""
+        return self.has_master or self.gathers_update
+
+    @property
+    def gathers_update(self) -> bool:
+        """True where the updated shards of all ranks are gathered after a step (stages 1 and 2)."""
+        return self.num_shards > 1 and not self.is_stored_sharded
+
+    @property
+    def reduces_each_pass(self) -> bool:
+        """True where the gradient is reduced over the sharding axis in every backward pass (stages 2 and 3)."""
+        return self.stage >= 2 and self.num_shards > 1
+
+    @property
+    def reduce_in_backward(self) -> bool:
+        """True where a gradient is taken from the model as soon as a backward pass has made it, to accumulate in
+        float32."""
+        return self.has_master or self.reduces_each_pass
+
+    @property
+    def sum_size(self) -> int:
+        """Elements of the gradient when it is reduced, with the padding of its shards."""
+        if self.reduces_each_pass:
+            return self.num_shards * self.shard_size
+        return self.size
+
+    @property
+    def reductions(self) -> tuple[Reduction, ...]:
+        """The calls that reduce the gradient over data ranks, in this order."""
+        return (SCATTER, SUM_OF_SHARDS) if self.reduces_each_pass else (SUM,)
+
+    @property
+    def model_sums(self) -> list[str]:
+        """The kinds of groups of `mesh` that the gradient is summed over after the data ranks, in this order: each of
+        their ranks has a part of it."""
+        found = []
+        if self.is_tied:  # those of the lookup and of the logits
+            found.append(TIED)
+        if self.is_shared and self.num_owned:  # from the layers and heads of each rank
+            found.append(MODEL)
+        return found
+
+
+class Reduction(NamedTuple):
+    """A call that reduces the gradients of a bucket over data ranks."""
+
+    group: str
+    """Kind of the group, of `mesh.GROUP_AXES`; that of the expert mesh for routed experts."""
+    operation: Literal["all_reduce", "reduce_scatter"]
+    in_each_pass: bool
+    """True where every backward pass makes the call; otherwise it is made once a step."""
+    of_shards: bool
+    """True where it reduces the shards that the ranks own; otherwise whole gradients."""
+
+    def size(self, bucket: Sequence[Partition]) -> int:
+        """Elements of the tensor that is reduced."""
+        return sum(member.shard_size if self.of_shards else member.sum_size for member in bucket)
+
+
+SUM = Reduction(DATA, "all_reduce", in_each_pass=False, of_shards=False)
+SCATTER = Reduction(SHARDING, "reduce_scatter", in_each_pass=True, of_shards=False)
+"""Over the sharding axis: each of its ranks keeps the sum of its own shard only (ZeRO-2)."""
+SUM_OF_SHARDS = Reduction(DP, "all_reduce", in_each_pass=False, of_shards=True)
+
+
+class Sent(Protocol):
+    """A parameter whose gradient may be reduced over data ranks."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def is_sent(self) -> bool:
+        """True where there is a gradient, and other data ranks to reduce it with."""
+
+    @property
+    def sum_size(self) -> int:
+        """Elements of the gradient when it is reduced, with the padding of its shards."""
+
+
+SentParameter = TypeVar("SentParameter", bound=Sent)
+
+
+def gradient_buckets(
+    parameters: Sequence[SentParameter], is_expert: Callable[[SentParameter], bool], limit: int
+) -> list[list[SentParameter]]:
+    """The parameters whose gradients are reduced in one call, see `buckets`.
+
+    Args:
+        parameters: of a part of the model, in its order.
+        is_expert: returns True for those of routed experts, which have a mesh of their own.
+        limit: bytes of a bucket, of gradients in float32; 0 reduces each gradient alone.
+    """
+    sent = [parameter for parameter in parameters if parameter.is_sent]
+    sizes = [((is_expert(p), is_shared_by_all_ranks(p.name)), 4 * p.sum_size) for p in sent]
+    found = []
+    for chosen in buckets(sizes, limit):
+        found.append([sent[i] for i in chosen])
+    return found
 
 
 def buckets(sizes: Sequence[tuple[Hashable, int]], limit: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import Bucket
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import has_master, reduce_in_backward, shard_range, sharding_stage_of
+from llmsuite.parallel.partition import SCATTER, Partition, has_master, shard_range, sharding_stage_of
 from llmsuite.parallel.tensor import local_value, reshard
 from llmsuite.parallel.tied import dense_gradient
 
@@ -55,9 +55,7 @@ class ParameterShard:
         self.name = name
         self.parameter = parameter
         self._mesh = mesh
-        self._stage = stage = sharding_stage_of(name, stage)
-        self._is_shared_by_all = is_shared_by_all_ranks(name)
-        self._is_tied = is_tied and mesh.degrees.pp > 1
+        stage = sharding_stage_of(name, stage)
         self._tp_dim = tp_dim if mesh.degrees.tp > 1 else None
         local = self._local().detach()
         self.shape = list(parameter.shape)
@@ -66,34 +64,46 @@ class ParameterShard:
         """True for a stack of experts where other data ranks have other experts."""
         if self.is_expert_parallel:
             self.shape[0] *= mesh.ep_size
-        self._size = int(np.prod(self.local_shape, dtype="int64"))
-        own = shard_range(self._size, mesh, stage, is_frozen)
-        self._num_shards = own.num_shards
+        size = int(np.prod(self.local_shape, dtype="int64"))
+        own = shard_range(size, mesh, stage, is_frozen)
         self._range = own.range
-        self.shard_size = own.size
-        """Elements of a shard, with padding."""
+        master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
+        self.partition = Partition(
+            size=size,
+            stage=stage,
+            num_shards=own.num_shards,
+            shard_size=own.size,
+            num_owned=own.num_owned,
+            has_master=master,
+            is_tied=is_tied and mesh.degrees.pp > 1,
+            is_shared=is_shared_by_all_ranks(name),
+        )
+        """The part of the parameter that this rank has."""
 
-        self.has_master = has_master("float32" if parameter.dtype == paddle.float32 else "16 bit", is_frozen)
-        shard = self._own_part(local).clone() if self._num_shards > 1 else local
+        shard = local
+        if own.num_shards > 1:
+            shard = self._own_part(local).clone()
         # Paddle's optimizers know their parameters by name, update what has a gradient, and take no distributed ones
         self.main_param = _leaf(name, shard.astype("float32") if self.has_master else shard)
         self.main_param.optimize_attr = dict(parameter.optimize_attr)  # a learning rate of its own, as of LoRA+
 
         self._sum: Tensor | None = None
         """The gradient accumulated so far, in float32; where every pass reduces it, the padded shard of this rank."""
-        self._is_stored_in_shards = stage == 3 and self._num_shards > 1
         self._is_held = False
-        if self._is_stored_in_shards:
+        if self.partition.is_stored_sharded:
             self._stored = shard
             self.free()
-        self._reduce_in_backward = reduce_in_backward(stage, self._num_shards, self.has_master)
-        self._reduces_each_pass = stage >= 2 and self._num_shards > 1
         self.is_last_pass = False
         """True while the running backward pass is the step's last one through this parameter."""
         self.bucket = Bucket([self])
         """The parameters whose gradients are reduced in one call with this one's."""
-        if (self._reduce_in_backward or mesh.degrees.num_data_ranks > 1) and not parameter.stop_gradient:
+        if (self.partition.reduce_in_backward or mesh.degrees.num_data_ranks > 1) and not parameter.stop_gradient:
             parameter._register_backward_hook(self._pass_ended)
+
+    @property
+    def has_master(self) -> bool:
+        """True where the optimizer updates a float32 copy."""
+        return self.partition.has_master
 
     # values
 
@@ -109,7 +119,7 @@ class ParameterShard:
     @property
     def shard_is_copy(self) -> bool:
         """True where `main_param` has memory of its own, which only the update needs."""
-        return not self.is_empty and (self.has_master or (self._num_shards > 1 and not self._is_stored_in_shards))
+        return not self.is_empty and self.partition.has_own_copy
 
     @paddle.no_grad()
     def load(self, values: np.ndarray | Tensor) -> None:
@@ -117,11 +127,11 @@ class ParameterShard:
         given = tensor_of(values) if isinstance(values, np.ndarray) else values
         local = given.astype(self.parameter.dtype)
         shard = self._own_part(local)
-        if not self._is_stored_in_shards:
+        if not self.partition.is_stored_sharded:
             self._local().copy_(local, True)
         elif not self.is_empty:
             self._stored.copy_(shard, True)
-        if (self.has_master or self._num_shards > 1) and not self.is_empty:
+        if (self.has_master or self.partition.num_shards > 1) and not self.is_empty:
             self.main_param.copy_(shard.astype("float32"), True)
 
     @paddle.no_grad()
@@ -135,10 +145,10 @@ class ParameterShard:
         shard = self.main_param.detach()
         if self.has_master:
             shard = shard.astype(self.parameter.dtype)
-        if self._is_stored_in_shards:
+        if self.partition.is_stored_sharded:
             if self.has_master and not self.is_empty:
                 self._stored.copy_(shard, True)
-        elif self._num_shards > 1:
+        elif self.partition.gathers_update:
             self._local().copy_(self._gather_shards(shard), True)
         elif self.has_master:
             self._local().copy_(shard, True)
@@ -146,7 +156,7 @@ class ParameterShard:
     @paddle.no_grad()
     def gather(self) -> None:
         """In stage 3: gather the parameter, unless it is gathered. Every rank of the sharding axis calls it."""
-        if self._is_stored_in_shards and not self.parameter._is_initialized():
+        if self.partition.is_stored_sharded and not self.parameter._is_initialized():
             full = self._gather_shards(self._stored)
             if self.parameter.is_dist():
                 full = dtensor_from_local(full, self._mesh.tensor, self.parameter.placements)
@@ -155,7 +165,7 @@ class ParameterShard:
 
     def free(self) -> None:
         """In stage 3: free the gathered parameter."""
-        if self._is_stored_in_shards and not self._is_held:
+        if self.partition.is_stored_sharded and not self._is_held:
             self.parameter.get_tensor()._clear()
 
     def keep_gathered(self) -> None:
@@ -176,10 +186,10 @@ class ParameterShard:
     @paddle.no_grad()
     def stored_form(self, values: np.ndarray) -> Tensor:
         """This rank's part of a parameter between passes, from the values it would hold before sharding."""
-        if self._is_stored_in_shards and self.is_empty:
+        if self.partition.is_stored_sharded and self.is_empty:
             return self._stored.clone()
         local = tensor_of(values).astype(self.parameter.dtype)
-        return self._own_part(local).clone() if self._is_stored_in_shards else local
+        return self._own_part(local).clone() if self.partition.is_stored_sharded else local
 
     @paddle.no_grad()
     def swap_stored(self, other: Tensor) -> None:
@@ -190,15 +200,17 @@ class ParameterShard:
         other.copy_(before, True)
 
     def _held(self) -> Tensor:
-        return self._stored if self._is_stored_in_shards else self._local().detach()
+        return self._stored if self.partition.is_stored_sharded else self._local().detach()
 
     def gather_parameter(self) -> Tensor:
         """The full parameter. Every rank of the run calls it."""
-        return self._gather_full(self._gather_shards(self._stored) if self._is_stored_in_shards else self._local())
+        return self._gather_full(
+            self._gather_shards(self._stored) if self.partition.is_stored_sharded else self._local()
+        )
 
     def gather_shard(self, shard: Tensor) -> Tensor:
         """The full tensor of one that is sharded like `main_param`. Every rank of the run calls it."""
-        return self._gather_full(self._gather_shards(shard) if self._num_shards > 1 else shard)
+        return self._gather_full(self._gather_shards(shard) if self.partition.num_shards > 1 else shard)
 
     def gather_number(self, number: Tensor) -> Tensor:
         """A number [1] that the optimizer keeps of the parameter. Every rank of the run calls it."""
@@ -206,7 +218,7 @@ class ParameterShard:
 
     def own_shard(self, local: np.ndarray) -> np.ndarray:
         """This rank's shard of a tensor that is already split over tp."""
-        return local.reshape(-1)[self._range] if self._num_shards > 1 else local
+        return local.reshape(-1)[self._range] if self.partition.num_shards > 1 else local
 
     # gradients
 
@@ -214,12 +226,12 @@ class ParameterShard:
     def replica_count(self) -> int:
         """Number of ranks of the run that hold the same shard of a finished gradient."""
         degrees = self._mesh.degrees
-        count = degrees.num_data_ranks // self._num_shards
+        count = degrees.num_data_ranks // self.partition.num_shards
         if self._tp_dim is None:
             count *= degrees.tp
-        if self._is_tied:
+        if self.partition.is_tied:
             return 2 * count
-        return degrees.pp * count if self._is_shared_by_all else count
+        return degrees.pp * count if self.partition.is_shared else count
 
     def finish_gradient(self) -> Tensor | None:
         """The gradient of this rank's shard, reduced over all data ranks; None when there is none.
@@ -229,19 +241,15 @@ class ParameterShard:
         own = self.bucket.finish(self)
         if own is None:
             return None
-        if self._reduces_each_pass:
+        if self.partition.reduces_each_pass:
             own = own[: self._range.stop - self._range.start]
-        elif self._num_shards > 1:
+        elif self.partition.num_shards > 1:
             own = own.flatten()[self._range]
-        if self._is_tied:
-            # first and last stage each have a part of the gradient: that of the lookup and that of the logits
-            collective.sum_in_group(own, self._mesh.tied_group)
+        for kind in self.partition.model_sums:
+            collective.sum_in_group(own, self._mesh.group(kind))
         if self.is_empty:
             self.drop_gradient()
             return None
-        if self._is_shared_by_all:
-            # each rank of the model has the gradient from its own layers and heads
-            collective.sum_in_group(own, self._mesh.model_group)
         return own
 
     def set_gradient(self, gradient: Tensor) -> None:
@@ -262,22 +270,22 @@ class ParameterShard:
 
         Backward passes run the same operations on all ranks of a group, so the calls come in the same order there.
         """
-        if self._reduce_in_backward:
+        if self.partition.reduce_in_backward:
             self._collect()
-        if self._is_shared_by_all:  # other layers or chunks may add to it
+        if self.partition.is_shared:  # other layers or chunks may add to it
             return
-        if self.is_last_pass and not self._reduces_each_pass:  # else only the sum over dp is left
+        if self.is_last_pass and not self.partition.reduces_each_pass:  # else only the sum over dp is left
             self.bucket.add(self, self.take_gradient())
 
     def _collect(self) -> None:
         own = self._local_gradient()
         if own is None:
             return
-        if self._reduces_each_pass:
+        if self.partition.reduces_each_pass:
             own = own.flatten()  # else clearing a distributed gradient would empty it too
         self.drop_gradient()
         self.free()
-        if self._reduces_each_pass:
+        if self.partition.reduces_each_pass:
             self.bucket.scatter(self, own)
         else:
             self.add_shard(own)
@@ -290,23 +298,28 @@ class ParameterShard:
         return not self.parameter.stop_gradient and self._mesh.degrees.num_data_ranks > 1
 
     @property
-    def sum_bytes(self) -> int:
-        """Bytes of the gradient as it is reduced, in float32."""
-        return 4 * (self._num_shards * self.shard_size if self._reduces_each_pass else self._size)
+    def shard_size(self) -> int:
+        """Elements of a shard, with padding."""
+        return self.partition.shard_size
+
+    @property
+    def sum_size(self) -> int:
+        """Elements of the gradient when it is reduced, with the padding of its shards."""
+        return self.partition.sum_size
 
     @property
     def scatter_group(self) -> Any:
         """Ranks that every backward pass reduce-scatters the gradient over."""
-        return self._mesh.sharding_group
+        return self._mesh.group(SCATTER.group)
 
     @property
     def sum_group(self) -> Any:
         """Ranks that the gradient is summed over once a step; None when there is one."""
-        return self._mesh.dp_group if self._reduces_each_pass else self._mesh.data_group
+        return self._mesh.group(self.partition.reductions[-1].group)
 
     def as_shards(self, gradient: Tensor) -> Tensor:
         """A flat gradient as [shards, shard size], one row for each rank of the sharding axis."""
-        return self._padded(gradient, self._num_shards).reshape([self._num_shards, self.shard_size])
+        return self._padded(gradient, self.partition.num_shards).reshape([self.partition.num_shards, self.shard_size])
 
     def add_shard(self, own: Tensor) -> None:
         """Accumulate the gradient of one backward pass, or this rank's shard of it."""
@@ -317,7 +330,7 @@ class ParameterShard:
 
     def take_gradient(self) -> Tensor | None:
         """The gradient this rank has accumulated, here or in the parameter itself."""
-        if self._reduce_in_backward:
+        if self.partition.reduce_in_backward:
             own = self._sum
             self._sum = None
             return own
@@ -343,13 +356,13 @@ class ParameterShard:
 
     def _own_part(self, local: Tensor) -> Tensor:
         """This rank's shard of a local value."""
-        return local.flatten()[self._range] if self._num_shards > 1 else local
+        return local.flatten()[self._range] if self.partition.num_shards > 1 else local
 
     def _gather_shards(self, shard: Tensor) -> Tensor:
         """The local value, gathered from the shards of all ranks of the sharding axis."""
         # over the sharding axis, in whose order the flattened value is cut; padded, as all parts must have one size
         flat = collective.all_gather(self._padded(shard), self._mesh.sharding_group)
-        return (flat if flat.shape[0] == self._size else flat[: self._size]).reshape(self.local_shape)
+        return (flat if flat.shape[0] == self.partition.size else flat[: self.partition.size]).reshape(self.local_shape)
 
     def _padded(self, flat: Tensor, num_shards: int = 1) -> Tensor:
         """With zeros at the end, so that the shards of all ranks have one size."""

@@ -88,6 +88,13 @@ def between_layers(sequence_parallel: bool) -> list[Any]:
 # placements
 
 
+def placement(dim: int | None) -> Any:
+    """The placement of a tensor that is sharded along a dim over the ranks of one axis; None where each has all."""
+    if dim is None:
+        return dist.Replicate()
+    return dist.Shard(dim)
+
+
 def local_value(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor; shares its memory."""
     return tensor._local_value() if tensor.is_dist() else tensor

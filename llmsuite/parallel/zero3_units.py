@@ -26,12 +26,34 @@ class GatherUnit(NamedTuple):
     """Full names, in the order of the model. Empty for a module without parameters."""
     in_backward: tuple[str, ...]
     """Names of the parameters whose values a backward pass needs; that of a lookup is not among them."""
+    is_lookup: bool
+    """True for the embedding of tokens."""
 
-    def runs_in(self, part: int, num_parts: int) -> bool:
-        """True where a part of a pipeline runs it. A last part that has a tied embedding only makes logits with it."""
+    def num_runs(self, part: int, num_parts: int, num_mtp_layers: int) -> int:
+        """Number of times that a forward pass through a part of a pipeline runs the module.
+
+        A last part that has a tied embedding only makes logits with it, and looks up the next tokens once for each of
+        its MTP layers (multi-token prediction).
+        """
+        is_last = part == num_parts - 1
         if self.position == "first":
-            return part == 0
-        return self.position == "layers" or part == num_parts - 1
+            lookups = num_mtp_layers if self.is_lookup and is_last else 0
+            return int(part == 0) + lookups
+        return int(self.position == "layers" or is_last)
+
+    def num_gathers(self, parameter: str, num_runs: int, is_trained: bool, with_backward: bool) -> int:
+        """Number of times that a parameter of the unit is gathered in a forward pass, and the backward pass after it.
+
+        Args:
+            parameter: full name.
+            num_runs: number of times that the forward pass runs the module.
+            is_trained: False for a frozen parameter: no backward pass reaches a frozen module before the layers.
+            with_backward: True where a backward pass follows.
+        """
+        is_passed_back = with_backward and (is_trained or self.position != "first")
+        if is_passed_back and parameter in self.in_backward:
+            return 2 * num_runs
+        return num_runs
 
 
 def gather_units(plan: ShardPlan, names: Sequence[str], is_tied: bool) -> list[GatherUnit]:
@@ -47,7 +69,8 @@ def gather_units(plan: ShardPlan, names: Sequence[str], is_tied: bool) -> list[G
 
     def unit(position: Position, module: str) -> GatherUnit:
         inside = tuple(name for name in names if name.startswith(f"{module}."))
-        return GatherUnit(position, module, inside, tuple(name for name in inside if name != table))
+        in_backward = tuple(name for name in inside if name != table)
+        return GatherUnit(position, module, inside, in_backward, is_lookup=module == plan.embedding)
 
     layers = sorted({layer for name in names if (layer := layer_of(name, plan)) is not None})
     units = [
@@ -56,5 +79,5 @@ def gather_units(plan: ShardPlan, names: Sequence[str], is_tied: bool) -> list[G
         *(unit("last", module) for module in plan.last),
     ]
     if is_tied and table in names:
-        units.append(GatherUnit("logits", plan.embedding, (table,), (table,)))
+        units.append(GatherUnit("logits", plan.embedding, (table,), (table,), is_lookup=False))
     return units

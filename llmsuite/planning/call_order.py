@@ -19,19 +19,14 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.models.protocols import HasShapes
-from llmsuite.parallel import edges
-from llmsuite.parallel.mesh import AXES, Mesh
-from llmsuite.parallel.schedule import Action
-from llmsuite.parallel.timeline import orders
-from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.communication import (
+from llmsuite.parallel import edges, ledger_entries
+from llmsuite.parallel.mesh import (
+    AXES,
     DATA,
-    DP,
     EXPERT,
     GROUP_AXES,
     LOADER_RANKS,
@@ -40,11 +35,17 @@ from llmsuite.planning.communication import (
     SHARDING,
     TENSOR,
     TIED,
+    Mesh,
 )
+from llmsuite.parallel.schedule import Action
+from llmsuite.parallel.timeline import orders
+from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.estimate import micro_batches
 from llmsuite.planning.layout import Layout, LocalParameter
 from llmsuite.planning.memory import full_micro_batch
 from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
+
+_SUMMED_FROM = {TIED: "of first and last stage", MODEL: "of all layers and heads"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -281,7 +282,7 @@ class _Rank:
                 yield from self._call(DATA, "all_reduce", (), "loads of experts")
             yield from self._call(RUN, "all_reduce", (3,), "loads of experts")
         for parameter in trained:
-            if parameter.num_shards > 1 and not parameter.is_stored_sharded:
+            if parameter.gathers_update:
                 why = f"updated values of {parameter.name}"
                 yield from self._call(_axis(SHARDING, parameter), "all_gather", (parameter.shard_size,), why)
         for action in passes:
@@ -328,13 +329,8 @@ class _Rank:
             yield Call(channel, what, size, f"{content.replace('_', ' ')} {which}")
 
     def _ledger(self) -> Iterator[Call]:
-        if self._mesh.loads_data:
-            name = RUN
-            if self._mesh.has_middle_stages:
-                name = LOADER_RANKS
-            yield from self._call(name, "all_reduce", (), "ledger of the loss")
-        if self._mesh.has_middle_stages:
-            yield from self._call(RUN, "all_reduce", (), "ledger of the loss, for ranks that load no data")
+        for call in ledger_entries.ledger_calls(self._mesh, num_sums=1):
+            yield from self._call(call.group, "all_reduce", (), call.why)
 
     def _gradient(self, parameter: LocalParameter, sums: dict[str, list[LocalParameter]]) -> Iterator[Call]:
         """The reductions of one gradient; the first one of a bucket in `sums` reduces the full bucket."""
@@ -342,16 +338,16 @@ class _Rank:
         bucket = sums.pop(parameter.name, [])
         for other in bucket:
             sums.pop(other.name, None)
-        if bucket and parameter.reduces_each_pass:
-            together = why
-            if len(bucket) != 1:
-                together = f"gradients of {len(bucket)} parameters with {parameter.name}"
-            pieces = (sum(other.shard_size for other in bucket),)
-            yield from self._call(_axis(DP, parameter), "all_reduce", pieces, together)
-        if parameter.is_tied:
-            yield from self._call(TIED, "all_reduce", parameter.owned_shape, f"{why}, of first and last stage")
-        if is_shared_by_all_ranks(parameter.name) and parameter.num_owned:
-            yield from self._call(MODEL, "all_reduce", parameter.owned_shape, f"{why}, of all layers and heads")
+        together = why
+        if len(bucket) > 1:
+            together = f"gradients of {len(bucket)} parameters with {parameter.name}"
+        # others are reduced inside of a pass
+        after_passes = [reduction for reduction in parameter.reductions if bucket and reduction.of_shards]
+        for reduction in after_passes:
+            size = (reduction.size(bucket),)
+            yield from self._call(_axis(reduction.group, parameter), reduction.operation, size, together)
+        for kind in parameter.model_sums:
+            yield from self._call(kind, "all_reduce", parameter.owned_shape, f"{why}, {_SUMMED_FROM[kind]}")
 
 
 def _axis(name: str, parameter: LocalParameter) -> str:

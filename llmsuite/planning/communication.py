@@ -11,38 +11,17 @@ from collections.abc import Iterable, Sequence
 
 from llmsuite.adapters.lora import SECOND_FACTOR
 from llmsuite.adapters.parameters import parameter_of
-from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.contract.specs import PrePass, StageProfile
 from llmsuite.models.shape_spec import MoE, ShapeSpec
 from llmsuite.parallel import edges, ledger_entries
-from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.zero3_units import GatherUnit, gather_units
+from llmsuite.parallel.mesh import DATA, EXPERT, MODEL, RUN, SHARDING, TENSOR, TIED, Mesh
+from llmsuite.parallel.zero3_units import gather_units
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.layout import Layout, LocalParameter, element_bytes
 from llmsuite.planning.tp_traffic import TensorParallelTraffic
 from llmsuite.recipe.plans import DataPlan, TrainPlan
 
-TENSOR = "tp"
-DATA = "data"
-SHARDING = "sharding"
-DP = "dp"
 PIPELINE = "pp"
-EXPERT = "ep"
-RUN = "run"
-MODEL = "model"
-LOADER_RANKS = "loaders"
-"""The ranks that load data."""
-TIED = "tied"
-"""The two ranks that hold a tied embedding, on the first and the last pipeline stage."""
-GROUP_AXES = {
-    TENSOR: ("tp",),
-    DATA: ("dp", "sharding"),
-    SHARDING: ("sharding",),
-    DP: ("dp",),
-    EXPERT: ("ep",),
-    MODEL: ("pp", "tp"),
-}
-"""The axes of the mesh along which the ranks of each group differ."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +53,12 @@ _WHY_SENT: dict[edges.Content, str] = {
     "document_starts": "document starts",
     "activations": "activations to the next part",
     "gradients": "gradients to the previous part",
+}
+
+
+_WHY_SUMMED = {
+    TIED: "gradient of the embedding, of first and last stage",
+    MODEL: "gradients of the prefix's network, of all layers and heads",
 }
 
 
@@ -206,28 +191,16 @@ class Traffic:
     def _gathers(self, with_backward: bool) -> None:
         why = "parameters are gathered, forward and backward"
         layout = self._layout
+        num_parts = len(layout.bounds) - 1
         for part in layout.parts_of(self._mesh.coordinate["pp"]):
             inside = {parameter.name: parameter for parameter in self._parameters if parameter.part == part}
             for unit in gather_units(layout.shard_plan, list(inside), layout.tied):
-                times = self._runs(unit, part)
+                times = unit.num_runs(part, num_parts, layout.num_mtp_layers)
                 if not times:
                     continue
                 for held in (inside[name] for name in unit.parameters if inside[name].is_stored_sharded):
-                    # no backward pass reaches a frozen module before the layers
-                    is_passed_back = with_backward and (held.is_trained or unit.position != "first")
-                    count = times
-                    if is_passed_back and held.name in unit.in_backward:
-                        count = 2 * times
+                    count = unit.num_gathers(held.name, times, held.is_trained, with_backward)
                     self._add(SHARDING, "all_gather", (held.shard_size,), why, count, held.num_bytes, held.is_expert)
-
-    def _runs(self, unit: GatherUnit, part: int) -> int:
-        """Number of times that a forward pass through a part runs the module of a unit."""
-        last = len(self._layout.bounds) - 2
-        is_lookup = unit.position == "first" and unit.module == self._layout.shard_plan.embedding
-        mtp_lookups = 0
-        if is_lookup and part == last:
-            mtp_lookups = self._layout.num_mtp_layers
-        return unit.runs_in(part, last + 1) + mtp_lookups
 
     # pipeline
 
@@ -254,7 +227,7 @@ class Traffic:
                 continue
             if parameter.has_gradient:
                 self._gradient(parameter)
-            if parameter.num_shards > 1 and not parameter.is_stored_sharded:
+            if parameter.gathers_update:
                 why = "updated parameters, from the ranks that own the shards"
                 self._add(
                     SHARDING, "all_gather", (parameter.shard_size,), why, 1, parameter.num_bytes, parameter.is_expert
@@ -273,29 +246,30 @@ class Traffic:
             if parameter.reduce_in_backward or inside:
                 times = len(self._batches)
             self._add(TENSOR, "all_reduce", parameter.local_shape, why, times, width)
-        if parameter.is_tied:
-            why = "gradient of the embedding, of first and last stage"
-            self._add(TIED, "all_reduce", parameter.owned_shape, why, 1, width)
-        if is_shared_by_all_ranks(parameter.name) and parameter.num_owned and degrees.pp * degrees.tp > 1:
-            why = "gradients of the prefix's network, of all layers and heads"
-            self._add(MODEL, "all_reduce", parameter.owned_shape, why, 1, width)
+        for kind in parameter.model_sums:
+            if kind != MODEL or self._mesh.group_size(MODEL) > 1:
+                self._add(kind, "all_reduce", parameter.owned_shape, _WHY_SUMMED[kind], 1, width)
 
     def _bucket(self, bucket: Sequence[LocalParameter]) -> None:
-        """The reduction of a bucket of gradients over data ranks."""
+        """The reductions of a bucket of gradients over data ranks."""
         first = bucket[0]
-        together = len(bucket) > 1
+        mesh = self._mesh.expert_mesh if first.is_expert else self._mesh
         width = 4 if first.reduce_in_backward else first.num_bytes
-        whole = (sum(parameter.sum_size for parameter in bucket),)
-        if not first.reduces_each_pass:
-            shape = whole if together else first.local_shape
-            self._add(DATA, "all_reduce", shape, "gradients", 1, width, first.is_expert)
-            return
-        operation = "reduce_scatter" if self._own else "all_reduce"
-        why = "gradients, in each backward pass"
-        self._add(SHARDING, operation, whole, why, len(self._batches), width, first.is_expert)
-        if (self._mesh.expert_mesh if first.is_expert else self._mesh).degrees.dp > 1:
-            pieces = (sum(parameter.shard_size for parameter in bucket),)
-            self._add(DP, "all_reduce", pieces, "gradients", 1, width, first.is_expert)
+        for reduction in first.reductions:
+            if mesh.group_size(reduction.group) == 1:
+                continue
+            operation: str = reduction.operation
+            if operation == "reduce_scatter" and not self._own:
+                operation = "all_reduce"
+            shape: tuple[int, ...] = (reduction.size(bucket),)
+            why = "gradients"
+            count = 1
+            if reduction.in_each_pass:
+                why = "gradients, in each backward pass"
+                count = len(self._batches)
+            elif len(bucket) == 1 and not reduction.of_shards:
+                shape = first.local_shape  # a gradient that is alone is not copied
+            self._add(reduction.group, operation, shape, why, count, width, first.is_expert)
 
     def _is_compiled(self, parameter: LocalParameter) -> bool:
         """True where the module of a parameter is compiled."""
@@ -326,16 +300,11 @@ class Traffic:
         if degrees.num_ranks == 1:
             return
         sums = 1 + len(profile.sums)  # the loss, and the stage's metrics
-        if self._mesh.loads_data:
-            axis = RUN
-            if self._mesh.has_middle_stages:
-                axis = LOADER_RANKS
-            self._add(axis, "all_reduce", (ledger_entries.num_for_loader_ranks(sums),), "ledger of the loss", width=8)
-            if known := sum(len(prepass.sums) for prepass in profile.prepasses):
-                self._add(axis, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)
-        if self._mesh.has_middle_stages:
-            numbers = (ledger_entries.num_for_all_ranks(),)
-            self._add(RUN, "all_reduce", numbers, "ledger of the loss, for ranks that load no data", width=8)
+        for call in ledger_entries.ledger_calls(self._mesh, sums):
+            self._add(call.group, "all_reduce", (call.num_numbers,), call.why, width=8)
+        known = sum(len(prepass.sums) for prepass in profile.prepasses)
+        if known and self._mesh.loads_data:
+            self._add(self._mesh.loaders, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)
         self._add(RUN, "all_reduce", (1,), "norm of the gradients", width=8)
         if self._layout.rounded and self._layout.model_plan.qat.activation_bits is not None:
             self._add(RUN, "all_reduce", (len(self._layout.rounded),), "largest inputs of quantised layers", width=8)

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 
 from llmsuite.adapters.prefix_shapes import INNER, NETWORK, OUTER
 from llmsuite.base.errors import UserError
-from llmsuite.base.fields import field_values
 from llmsuite.models.shape_spec import GeluMLP, GroupedQuery, Latent, LayerSpec, MoE, ShapeSpec
-from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.mesh import DP, EXPERT, GROUP_AXES, LOADER_RANKS, MODEL, TENSOR, TIED, Mesh
 from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.communication import DP, EXPERT, GROUP_AXES, LOADER_RANKS, MODEL, PIPELINE, TENSOR, TIED, Message
+from llmsuite.planning.communication import PIPELINE, Message
 from llmsuite.planning.head import recomputes_logits
 from llmsuite.planning.layout import Layout
 from llmsuite.recipe.plans import TrainPlan
@@ -202,8 +201,7 @@ def axis_size(layout: Layout, message: Message) -> int:
         return degrees.ep
     if message.axis in GROUP_AXES:
         mesh = Mesh(degrees, 0)
-        sizes = (mesh.expert_mesh if message.is_expert else mesh).degrees
-        return math.prod(field_values(sizes)[axis] for axis in GROUP_AXES[message.axis])
+        return (mesh.expert_mesh if message.is_expert else mesh).group_size(message.axis)
     return {PIPELINE: 2, TIED: 2, LOADER_RANKS: degrees.num_ranks // degrees.pp * 2}.get(
         message.axis, degrees.num_ranks
     )

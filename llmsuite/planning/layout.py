@@ -25,11 +25,11 @@ from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import (
     OPTIMIZER_SLOTS,
     SHARDING_STAGES,
+    Partition,
     ShardRange,
-    buckets,
+    gradient_buckets,
     has_master,
     local_slice,
-    reduce_in_backward,
     shard_range,
     sharding_stage_of,
 )
@@ -40,7 +40,7 @@ _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen would be four times slower to make: a search makes 100,000
-class LocalParameter:
+class LocalParameter(Partition):
     """A parameter on one rank: the full parameter, or the rank's slice of it."""
 
     name: str
@@ -50,53 +50,22 @@ class LocalParameter:
     """Decoder layer that it belongs to; None outside of the layers."""
     local_shape: tuple[int, ...]
     """Shape on this rank before sharding over data ranks: sliced by tensor and expert parallel."""
-    size: int
-    """Elements of `local_shape`."""
     num_bytes: int
     """Bytes of an element."""
     num_values: int
     """Number of model parameters in it: more than elements where a byte has two codes, none for their scales."""
     is_codes: bool
     """True for the codes of a quantised matrix."""
-    num_shards: int
-    """Ranks of the sharding axis that own a shard each."""
-    shard_size: int
-    """Elements of a shard, including padding."""
-    num_owned: int
-    """Elements that this rank's optimizer updates."""
-    stage: int
-    """Sharding stage, 0 to 3."""
     is_expert: bool
     is_trained: bool
     has_gradient: bool
-    has_master: bool
-    is_tied: bool
-    """True where both the first and the last pipeline stage have it (a shared embedding)."""
-
-    @property
-    def reduce_in_backward(self) -> bool:
-        return reduce_in_backward(self.stage, self.num_shards, self.has_master)
-
-    @property
-    def is_stored_sharded(self) -> bool:
-        return self.stage == 3 and self.num_shards > 1
+    is_sent: bool
+    """True where there is a gradient, and other data ranks to reduce it with."""
 
     @property
     def owned_shape(self) -> tuple[int, ...]:
         """Shape of the tensor that this rank's optimizer updates: flat, where ranks own shards."""
         return (self.num_owned,) if self.num_shards > 1 else self.local_shape
-
-    @property
-    def reduces_each_pass(self) -> bool:
-        """True where the gradient is reduced over the sharding axis in every backward pass (stages 2 and 3)."""
-        return self.stage >= 2 and self.num_shards > 1
-
-    @property
-    def sum_size(self) -> int:
-        """Elements of the gradient when it is reduced, with the padding of its shards."""
-        if self.reduces_each_pass:
-            return self.num_shards * self.shard_size
-        return self.size
 
     # bytes that live between two steps; of a gradient, until the last micro-batch is done
 
@@ -107,11 +76,9 @@ class LocalParameter:
     @property
     def master_bytes(self) -> int:
         """Bytes of the float32 master, or under sharding of the shard that the optimizer updates."""
-        if self.has_master:
-            return self.num_owned * 4
-        if self.num_shards > 1 and not self.is_stored_sharded:
-            return self.num_owned * self.num_bytes
-        return 0
+        if not self.has_own_copy:
+            return 0
+        return self.num_owned * (4 if self.has_master else self.num_bytes)
 
     @property
     def gradient_bytes(self) -> int:
@@ -304,16 +271,10 @@ class Layout:
 
     def buckets(self, mesh: Mesh) -> list[list[LocalParameter]]:
         """The gradients that a rank reduces over data ranks, grouped by the collective call they share."""
-        found = []
+        found: list[list[LocalParameter]] = []
         for part in self.parts_of(mesh.coordinate["pp"]):
-            sent = [
-                parameter for parameter in self.parameters(mesh) if parameter.part == part and parameter.has_gradient
-            ]
-            sent = [h for h in sent if (mesh.expert_mesh if h.is_expert else mesh).degrees.num_data_ranks > 1]
-            for chosen in buckets(
-                [((h.is_expert, is_shared_by_all_ranks(h.name)), 4 * h.sum_size) for h in sent], self._bucket_bytes
-            ):
-                found.append([sent[i] for i in chosen])
+            inside = [parameter for parameter in self.parameters(mesh) if parameter.part == part]
+            found += gradient_buckets(inside, lambda parameter: parameter.is_expert, self._bucket_bytes)
         return found
 
     def _make_parameters(self, mesh: Mesh) -> list[LocalParameter]:
@@ -333,10 +294,10 @@ class Layout:
                 trained = name in self.trained
                 stage = sharding_stage_of(name, self.sharding)
                 key = shape, expert, dim, trained, stage
+                own_mesh = mesh.expert_mesh if expert else mesh
                 if key not in known:
                     local = tuple(s.stop - s.start for s in local_slice(name, shape, self.shard_plan, mesh))
                     size = math.prod(local)
-                    own_mesh = mesh.expert_mesh if expert else mesh
                     known[key] = local, size, shard_range(size, own_mesh, stage, not trained)
                 local, size, owned = known[key]
                 bias = self.shard_plan.is_gate_bias(name)
@@ -368,7 +329,9 @@ class Layout:
                         is_expert=expert,
                         is_trained=trained,
                         has_gradient=trained and not bias,
+                        is_sent=trained and not bias and own_mesh.degrees.num_data_ranks > 1,
                         has_master=has_master(dtype, not trained),
+                        is_shared=is_shared_by_all_ranks(name),
                         is_tied=self.model.embedding_shared and mesh.degrees.pp > 1 and name == embedding,
                     )
                 )

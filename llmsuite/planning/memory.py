@@ -96,6 +96,15 @@ def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSetting
     lora = model_plan.lora
     tp = parallel_plan.degrees.tp
     fused = backend.fused(engine.precision)
+    fused_in_layers = fused
+    if tp > 1 and engine.compiles_layers:
+        fused_in_layers = fused - backend.local_only_kernels
+    keeps_inputs: frozenset[str] = frozenset()
+    if lora.adapter_method.keeps_input and not lora.dropout:
+        keeps_inputs = layout.adapted
+    embedding_width = None
+    if layout.adapts_embedding:
+        embedding_width = _adapter_width(layout, layout.shard_plan.embedding)
     experts = frozenset(name for name in layout.adapted if layout.shard_plan.is_expert(f"{name}.weight"))
     rounds_activations = "rounded_output_matmul" in fused and layout.has_plain_linears
     rounds_attention = (
@@ -110,7 +119,7 @@ def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSetting
         recompute=engine.recompute,
         every=engine.recompute_every,
         loss_chunk=engine.loss_chunk_tokens,
-        fused=fused - backend.local_only_kernels if tp > 1 and engine.compiles_layers else fused,
+        fused=fused_in_layers,
         fused_outside=fused,
         document_mask_bytes=backend.document_mask_bytes,
         attention_keeps_output=backend.attention_keeps_output,
@@ -120,7 +129,7 @@ def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSetting
         adapter_widths={name: _adapter_width(layout, name) for name in layout.adapted},
         adapted_experts=experts,
         every_expert_row=engine.compiles_steps,
-        embedding_width=_adapter_width(layout, layout.shard_plan.embedding) if layout.adapts_embedding else None,
+        embedding_width=embedding_width,
         keeps_expert_rows=not rows_again and (lora.base_format is None or bool(experts)),
         unreached=layout.unreached,
         edited=dict.fromkeys(layout.intervened, model_plan.reft.rank or 0),
@@ -131,7 +140,7 @@ def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSetting
         rounds_inputs=model_plan.qat.activation_bits is not None,
         keeps_trained_only=layout.uses_device_matmul and model_plan.is_frozen,
         input_bytes=2 if layout.fuses_projections and not (layout.adapted and tp > 1) else None,
-        keeps_inputs=layout.adapted if lora.adapter_method.keeps_input and not lora.dropout else frozenset(),
+        keeps_inputs=keeps_inputs,
         inner_bytes=2 if rounds_activations else None,
         head_bytes=2 if rounds_attention else None,
     )
@@ -273,19 +282,23 @@ def _memory_of_rank(
     buffers += _in_buckets(layout.buckets(mesh), backend.overlaps_communication)
     masters = float(sum(h.master_bytes for h in held))
     moments = float(sum(h.moment_bytes(optimizer) for h in held))
+    host = 0.0
     offloads = plan.engine.offload_optimizer and backend.can_offload
+    if offloads:
+        host = masters + moments
+        masters = moments = 0.0
     found = StageMemory(
         stage=stage,
         num_parameters=sum(h.num_values for h in held),
         parameters=float(sum(h.parameter_bytes for h in held)),
-        masters=0.0 if offloads else masters,
-        moments=0.0 if offloads else moments,
+        masters=masters,
+        moments=moments,
         gradients=float(sum(h.gradient_bytes for h in held)),
         activations=peak_held(schedule, kept_by_pass),
         held=peak_held(schedule, kept_by_pass, gradients),
         buffers=buffers,
         update=_update_bytes(held, optimizer, offloads),
-        host=masters + moments if offloads else 0.0,
+        host=host,
         decoder=decoder_bytes(layout, train_plan, shape_spec, mesh),
         reward=reward_bytes(plan, train_plan, mesh),
         reference=reference_bytes(train_plan, held),

@@ -6,11 +6,10 @@ import dataclasses
 from pathlib import Path
 
 from llmsuite.base.errors import RecipeError, UserError
-from llmsuite.base.files import read_json_object
+from llmsuite.base.files import read_json_object_if_there
 from llmsuite.base.hub.fetch import fetch_named
 from llmsuite.base.hub.listing import Report, Want
 from llmsuite.base.hub.names import hub_name
-from llmsuite.base.safe_files import is_file
 from llmsuite.contract.registry import Registry
 from llmsuite.data.remote import pin_data
 from llmsuite.recipe.load import LoadedRecipe
@@ -89,7 +88,7 @@ def _problem(loaded: LoadedRecipe, named: HubReference, error: UserError) -> Rec
 
 def _pin_recorded(path: Path, loaded: LoadedRecipe, names: list[HubReference]) -> None:
     """Pin names to the commits in the recipe that the run has recorded at `path`, where the names are the same."""
-    recorded = read_json_object(path) if is_file(path) else {}
+    recorded = read_json_object_if_there(path)
     for named in names:
         section_name, _, field = named.key.partition(".")
         found = named.recorded(recorded.get(section_name, {}).get(field))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import difflib
 import functools
 import json
 import re
@@ -21,6 +20,7 @@ from pydantic import TypeAdapter, ValidationError
 from llmsuite.adapters.methods import BUILT_IN
 from llmsuite.base.errors import Problem, RecipeError
 from llmsuite.base.redaction import SECRETS
+from llmsuite.base.suggestions import final_suggestion
 from llmsuite.contract.registry import Registry, left_out
 from llmsuite.contract.schema import keys as recipe_keys
 from llmsuite.contract.schema.lora import LoraSection
@@ -393,8 +393,7 @@ def _explain(
         return registry.unknown("adapter method", given)
     if kind == "literal_error" and isinstance(given, str):
         options = [o.strip(" '") for o in item["ctx"]["expected"].replace(" or ", ", ").split(",")]
-        near = difflib.get_close_matches(given, options, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = final_suggestion(given, options)
     return f"expected {expected}, found {_shown(given)}{hint}"
 
 

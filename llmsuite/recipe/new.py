@@ -167,11 +167,11 @@ def new_recipe(choice: Choice, num_parameters: int, adapters: bool) -> dict[str,
     ):  # the template may be for a shape that has the bias
         train.pop("expert_bias_rate", None)
     train["global_batch_size"] = math.ceil(train["global_batch_size"] / ranks) * ranks
-    recipe["engine"] = {
-        "mode": "dynamic",
-        "precision": "fp32" if choice.device == "cpu" else "bf16",
-        "recompute": "full" if choice.device != "cpu" and plan.layers else "none",
-    }
+    recipe["engine"] = {"mode": "dynamic", "precision": "fp32", "recompute": "none"}
+    if choice.device != "cpu":
+        recipe["engine"]["precision"] = "bf16"
+        if plan.layers:
+            recipe["engine"]["recompute"] = "full"
     recipe["launch"] = launch_section(choice.num_devices)
     recipe["device"] = choice.device
     recipe["output_dir"] = f"runs/{choice.name}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite.base.errors import Problem, RecipeError, UserError
 from llmsuite.base.hub.names import hub_name
@@ -209,11 +209,20 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
 
 def _data_plan(recipe: Recipe, stage: StageSpec | JobSpec) -> DataPlan:
     data = recipe.data
+    key: Literal["train", "prompts"] = "train"
+    eval_file = None
+    if stage.trains:
+        rows = data.train
+        if data.eval:
+            eval_file = data_file(data.eval)
+    else:
+        key = "prompts"
+        rows = data.prompts
     return DataPlan(
         section=data,
-        key="train" if stage.trains else "prompts",
-        train_file=data_file(data.train if stage.trains else data.prompts),
-        eval_file=data_file(data.eval) if stage.trains and data.eval else None,
+        key=key,
+        train_file=data_file(rows),
+        eval_file=eval_file,
         mixed=tuple(mixed_data(recipe)),
         seed=recipe.seed,
     )

@@ -44,9 +44,11 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             **stage.smoke,
             **_reading(loaded, stage),
         }
-    sharded = recipe.parallel.sharding != "none" and data > 1
     degree = 1
-    if small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1:
+    sharding = recipe.parallel.sharding
+    if data == 1:
+        sharding = "none"
+    if sharding != "none" and (small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1):
         degree = small.sharding
     micro = min(recipe.train.micro_batch_size, 4)
     return {
@@ -58,23 +60,32 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
             "pipeline_parallel_degree": pp,
             **_pipeline(recipe, pp),
             "sequence_parallel": recipe.parallel.sequence_parallel and tp > 1,
-            "sharding": recipe.parallel.sharding if sharded else "none",
-            "sharding_parallel_degree": degree if sharded else 1,
-            "expert_parallel_degree": _experts(recipe, data, degree if sharded else 1),
+            "sharding": sharding,
+            "sharding_parallel_degree": degree,
+            "expert_parallel_degree": _experts(recipe, data, degree),
         },
         **SMOKE_LENGTH,
         "train.micro_batch_size": micro,
         "train.global_batch_size": 8 * micro,  # the same on every mesh, so that losses can be compared
         "train.learning_rate": 1e-3,
         **_warmup(recipe),
-        **({} if recipe.generation.max_new_tokens is None else _ANSWERS),
-        **({} if recipe.lora.base_dtype is None else {"lora.base_block": _SMALL_BLOCK}),
+        **_small_sizes(recipe),
         "train.eval_steps": REMOVE,
         "checkpoint.save_steps": 4,
         **_launch(recipe, tp * pp * data),
         **_of_stage(loaded, stage),
         **_reading(loaded, stage),
     }
+
+
+def _small_sizes(recipe: Recipe) -> dict[str, Any]:
+    """Return the keys with sizes that do not fit the tiny model, where the recipe uses them."""
+    keys: dict[str, Any] = {}
+    if recipe.generation.max_new_tokens is not None:
+        keys |= _ANSWERS
+    if recipe.lora.base_dtype is not None:
+        keys["lora.base_block"] = _SMALL_BLOCK
+    return keys
 
 
 def _of_stage(loaded: LoadedRecipe, stage: RunSpec) -> dict[str, Any]:

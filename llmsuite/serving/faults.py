@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from llmsuite.base.redaction import json_type_name
+from llmsuite.base.suggestions import final_suggestion
 
 _MAX_FAULTS = 5
 """Most faults in the message for one request."""
@@ -29,6 +29,12 @@ _BOUNDS = {
     "less_than_equal": ("at most", "le"),
     "less_than": ("less than", "lt"),
 }
+_LENGTHS = {
+    "string_too_short": ("characters", "at least", "min_length"),
+    "string_too_long": ("characters", "at most", "max_length"),
+    "too_short": ("entries", "at least", "min_length"),
+    "too_long": ("entries", "at most", "max_length"),
+}
 
 
 def faults(model: type[BaseModel], error: ValidationError) -> str:
@@ -49,8 +55,9 @@ def faults(model: type[BaseModel], error: ValidationError) -> str:
         else:
             is_own = detail["type"] == "extra_forbidden" and len(detail["loc"]) == 1
             is_own = is_own and len(key) <= _MAX_KEY_LENGTH
-            near = difflib.get_close_matches(key, model.model_fields, n=1, cutoff=0.8) if is_own else []
-            meant = f"; did you mean {near[0]}?" if near else ""
+            meant = ""
+            if is_own:
+                meant = final_suggestion(key, model.model_fields, cutoff=0.8, quotes=False)
             messages[f"{format_location(detail['loc'])}: {_describe(detail)}{meant}"] = None
     return "; ".join(messages)
 
@@ -89,12 +96,9 @@ def _describe(detail: Any) -> str:
         return f"is {given}; it has to be {words} {f'{limit:g}' if isinstance(limit, float) else limit}"
     if kind == "literal_error":
         return f"has to be {context['expected'].replace('False', 'false')}"
-    if kind in ("string_too_short", "string_too_long"):
-        words, bound = ("at least", "min_length") if kind == "string_too_short" else ("at most", "max_length")
-        return f"has {len(given)} characters; it has to have {words} {context[bound]}"
-    if kind in ("too_short", "too_long"):
-        words, bound = ("at least", "min_length") if kind == "too_short" else ("at most", "max_length")
-        return f"has {len(given)} entries; it has to have {words} {context[bound]}"
+    if kind in _LENGTHS:
+        parts, words, bound = _LENGTHS[kind]
+        return f"has {len(given)} {parts}; it has to have {words} {context[bound]}"
     if kind == "string_pattern_mismatch":
         return f"is {given[:100]!r}; it has to match {context['pattern']}"
     return str(detail["msg"]).removeprefix("Value error, ")

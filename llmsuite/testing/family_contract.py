@@ -16,10 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite import builtin
 from llmsuite.base.cache import isolated_cache
 from llmsuite.base.safe_files import is_dir, is_file
-from llmsuite.cli import commands
 from llmsuite.contract.given import add_files, plugin_files
 from llmsuite.contract.registry import load_plugins
 from llmsuite.contract.specs import ModelFamily
@@ -79,7 +77,7 @@ def assert_family_contract(
     """
     name = family if isinstance(family, str) else family.name
     with plugin_files(plugins):
-        registry = add_files(load_plugins(builtin, commands))
+        registry = add_files(load_plugins())
         assert name in registry.models, registry.unknown("model", name)
         spec = registry.models[name]
         task = _task(spec, shape or {}, directory, registry)

@@ -10,11 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from llmsuite import builtin
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
 from llmsuite.checkpoint.tensors import TensorSpec
-from llmsuite.cli import commands
 from llmsuite.contract.given import add_files
 from llmsuite.contract.registry import load_plugins
 from llmsuite.contract.schema.degrees import Degrees
@@ -50,7 +48,7 @@ class Task:
 def main(path: str) -> int:
     """Run the task of a JSON file with the fields of `Task`; returns the exit code."""
     task = Task(**json.loads(Path(path).read_text(encoding="utf-8")))
-    registry = add_files(load_plugins(builtin, commands))
+    registry = add_files(load_plugins())
     family = registry.models[task.family]
     backend = registry.devices["cpu"].factory()
     degrees = Degrees(task.pp, 1, 1, task.tp)

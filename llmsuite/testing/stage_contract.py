@@ -19,10 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite import builtin
 from llmsuite.base.cache import isolated_cache
 from llmsuite.base.errors import RecipeError
-from llmsuite.cli import commands
 from llmsuite.contract.registry import Registry, load_plugins
 from llmsuite.contract.schema.keys import field_docs
 from llmsuite.contract.specs import StageSpec
@@ -46,7 +44,7 @@ def assert_stage_contract(stage: str, directory: Path, keys: Mapping[str, Any] |
         keys: values by dotted key that override a small recipe: at least "data.train", unless `StageSpec.smoke` has it.
             The file should have a few hundred samples at most, as all are evaluated.
     """
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     assert stage in registry.stages, registry.unknown("stage", stage)
     spec = registry.stages[stage]
     assert isinstance(spec, StageSpec), f"{stage} does not train"
@@ -108,15 +106,15 @@ def _check_schema(spec: StageSpec, registry: Registry, path: Path) -> None:
     plan_run(path, [], registry)
     unknown = f"{spec.section_name}.no_such_key"
     assert unknown in _refused(path, [f"--{unknown}=1"], registry), f"{unknown} is not refused"
-    checked = _python(["-c", _VALIDATE, str(path)], path.parent)
+    checked = _python(["-c", _VALIDATE, "validate", str(path)], path.parent)
     assert checked.returncode != 3, "the plugin imports Paddle where a recipe is only checked"
     assert checked.returncode == 0, checked.stdout
 
 
 _VALIDATE = """
 import sys
-from llmsuite.cli.main import main
-sys.exit(main(["validate", sys.argv[1]]) or 3 * ("paddle" in sys.modules))
+from llmsuite.__main__ import main
+sys.exit(main() or 3 * ("paddle" in sys.modules))
 """
 
 

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 
-from llmsuite import builtin
-from llmsuite.cli import commands
 from llmsuite.contract.registry import load_plugins
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.planning.call_order import calls_of_ranks
@@ -70,7 +68,7 @@ def logged(runner: Runner, tmp_path_factory: pytest.TempPathFactory) -> Runner:
 @pytest.mark.parametrize("name", RUNS)
 def test_ranks_make_the_calls_that_are_written_down(logged: Runner, name: str) -> None:
     """Operation, ranks and, where it is told, shape; but for what is sent inside of a pass, one call there."""
-    plan = plan_run(f"recipes/{RUNS[name][0]}.json", _words(name), load_plugins(builtin, commands), smoke=True)
+    plan = plan_run(f"recipes/{RUNS[name][0]}.json", _words(name), load_plugins(), smoke=True)
     layout = Layout(plan.model, plan.parallel)
     batch = full_micro_batch(plan.model, plan.data, plan.parallel, plan.train)
     planned = calls_of_ranks(layout, plan.train, batch, 8 // plan.parallel.degrees.num_data_ranks)

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.parallel.mesh import Mesh
+from llmsuite.parallel.mesh import GROUP_AXES, RUN, TENSOR, Mesh
 from llmsuite.parallel.schedule import Action
 from llmsuite.parallel.timeline import orders, simulate
 from llmsuite.planning.activations import MicroBatch
-from llmsuite.planning.communication import GROUP_AXES, PIPELINE, RUN, TENSOR, Message, Traffic, model_prepasses
+from llmsuite.planning.communication import PIPELINE, Message, Traffic, model_prepasses
 from llmsuite.planning.estimate import shape_spec_of
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.memory import memory, needs_token_metadata

@@ -21,9 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from llmsuite import builtin
 from llmsuite.base.cache import isolated_cache
-from llmsuite.cli import commands
 from llmsuite.contract.registry import PluginInfo, load_plugins
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.recipe.resolve import plan_run
@@ -51,7 +49,7 @@ def main(file: str) -> int:
     from tests.parity import token_stage
     from tests.parity.mutations import mutated
 
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     registry.add(PluginInfo("tokens", "tests", "tokens", plugin=token_stage))
     registry.add(PluginInfo("standin", "tests", "standin", plugin=standin))
     groups: dict[Any, Any] = {}

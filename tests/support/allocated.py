@@ -8,14 +8,12 @@ from typing import Any
 
 from paddle.base import core
 
-from llmsuite import builtin
-from llmsuite.cli import commands
 from llmsuite.contract.registry import load_plugins
 from llmsuite.recipe.resolve import RunPlan, plan_run
 
 
 def run_plan(recipe: str, *words: str, smoke: bool = False) -> RunPlan:
-    return plan_run(recipe, words, load_plugins(builtin, commands), smoke)
+    return plan_run(recipe, words, load_plugins(), smoke)
 
 
 def allocated(call: Callable[[], Any]) -> int:

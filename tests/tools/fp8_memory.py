@@ -14,8 +14,6 @@ from pathlib import Path
 
 import numpy as np
 
-from llmsuite import builtin
-from llmsuite.cli import commands
 from llmsuite.contract.registry import load_plugins
 from llmsuite.recipe.resolve import plan_run
 
@@ -28,7 +26,7 @@ def main(directory: str, *words: str) -> int:
     from llmsuite.parallel import collective
     from llmsuite.parallel.tensor import local_value
 
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     rank = int(os.environ["PADDLE_TRAINER_ID"])
     for name in ("small", "model"):
         path = Path(directory) / name

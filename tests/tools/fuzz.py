@@ -73,13 +73,12 @@ def limited(processor: float = HANG_SECONDS) -> Iterator[None]:
 
 
 def recipes(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
-    from llmsuite import builtin
-    from llmsuite.cli import commands, validate
-    from llmsuite.cli.exits import exit_code
+    from llmsuite.base.exits import exit_code
+    from llmsuite.cli import validate
     from llmsuite.cli.main import split_overrides
     from llmsuite.contract.registry import load_plugins
 
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     known = [path.read_text(encoding="utf-8") for path in sorted(bundled("recipes").glob("*/*.json"))]
     paths = sorted({path for text in known for path in _paths(json.loads(text))})
     changes = st.lists(st.tuples(st.sampled_from(paths), values), min_size=1, max_size=3)
@@ -203,14 +202,12 @@ def safetensors(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
 
 
 def gguf(place: Path) -> tuple[st.SearchStrategy[Any], Check]:
-    from llmsuite import builtin
     from llmsuite.checkpoint.convert.gguf import import_gguf
-    from llmsuite.cli import commands
     from llmsuite.contract.registry import load_plugins
     from tests.support.gguf_files import write_gguf
 
     good = write_gguf(place / "good.gguf").read_bytes()
-    families = load_plugins(builtin, commands).models
+    families = load_plugins().models
     file = place / "model.gguf"
     target = place / "model"
     # nearly all that is read is in the first part of the file

@@ -121,8 +121,6 @@ def warm() -> Warm:
 
 def _import_ahead() -> None:
     """What commands import, but for what starts threads, which no fork has."""
-    from llmsuite import builtin
-    from llmsuite.cli import commands
     from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.cpu import CpuBackend
     from llmsuite.devices.start import start_paddle
@@ -132,7 +130,7 @@ def _import_ahead() -> None:
     backend.prepare_ranks()
     start_paddle(backend, 1, fork=True)
     os.environ["LLMSUITE_PLUGINS"] = ""
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     for stage in registry.stages.values():
         stage.factory()
     for family in registry.models.values():

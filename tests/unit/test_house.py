@@ -20,19 +20,20 @@ LAYERS = (
     ("base",),
     ("devices",),
     ("models", "launch"),
-    ("adapters",),
-    ("contract",),
+    ("adapters", "contract"),
     ("checkpoint", "parallel"),
     ("data", "observe"),
     ("recipe", "inference"),
     ("planning", "rl", "serving"),
     ("engine",),
     ("stages",),
-    ("builtin", "cli"),
-    ("api", "testing", "plugins"),
+    ("builtin", "cli", "plugins", "testing"),
 )
-"""Rooms, lowest first. A room imports itself, its own layer and the layers below, be it inside a function or for types
-only."""
+"""Rooms by floor, lowest first. A room imports itself and rooms of the floors below, be it inside a function or for
+types only."""
+ENTRANCE = "api"
+"""The module of the Python API, which imports rooms of all floors, and which none of them imports."""
+MAX_FLOORS = 11
 MAX_FILE = 800
 MAX_FUNCTION = 100
 SHORTER = {"train_step": 60}
@@ -46,14 +47,30 @@ def room_of(module: str) -> str | None:
 
 
 def arrows_upward(trees: Trees) -> list[str]:
-    """Imports that no layer allows."""
-    layer = {room: height for height, rooms in enumerate(LAYERS) for room in rooms}
+    """Imports of rooms that are not on a floor below."""
+    layer = {room: height for height, rooms in enumerate((*LAYERS, (ENTRANCE,))) for room in rooms}
     found = []
     for module, target, line in imports(trees):
         room = room_of(module)
         other = room_of(target)
-        if room is not None and other is not None and layer[other] > layer[room]:
+        if room is not None and other is not None and room != other and layer[other] >= layer[room]:
             found.append(f"{module}:{line} imports {target}")
+    return found
+
+
+def floors(trees: Trees) -> dict[str, int]:
+    """The floor of each room by its imports: the number of rooms in the longest chain of imports that it begins. Of
+    rooms that import each other, numbers above those of any chain."""
+    below: dict[str, set[str]] = {room: set() for module in trees if (room := room_of(module)) is not None}
+    for module, target, _ in imports(trees):
+        room = room_of(module)
+        other = room_of(target)
+        if room is not None and other is not None and room != other:
+            below[room].add(other)
+    found = dict.fromkeys(below, 1)
+    for _ in below:
+        for room, others in below.items():
+            found[room] = 1 + max((found[other] for other in others), default=0)
     return found
 
 
@@ -178,11 +195,30 @@ def too_long(trees: Trees) -> list[str]:
 
 def test_every_room_has_a_layer() -> None:
     rooms = {room for module in house() if (room := room_of(module)) is not None}
-    assert rooms == {room for layer in LAYERS for room in layer}
+    assert rooms == {ENTRANCE, *(room for layer in LAYERS for room in layer)}
 
 
 def test_imports_go_down() -> None:
     assert arrows_upward(house()) == []
+
+
+def test_rooms_lie_on_few_floors() -> None:
+    found = floors(house())
+    assert len(LAYERS) == max(found[room] for room in found if room != ENTRANCE) <= MAX_FLOORS
+
+
+def test_floors_are_counted_by_imports() -> None:
+    codes = {
+        "llmsuite.base.errors": "",
+        "llmsuite.data.rows": "def late():\n    from llmsuite.base import errors",
+        "llmsuite.engine.step": "import llmsuite.data.rows\nimport llmsuite.engine.loop",
+        "llmsuite.engine.loop": "from llmsuite.base import errors",
+        "llmsuite.__main__": "import llmsuite.engine.step",
+    }
+    trees = {name: ast.parse(code) for name, code in codes.items()}
+    assert floors(trees) == {"base": 1, "data": 2, "engine": 3}
+    trees["llmsuite.base.errors"] = ast.parse("import llmsuite.engine.loop")
+    assert max(floors(trees).values()) > 3
 
 
 def test_no_modules_import_each_other() -> None:

@@ -12,10 +12,11 @@ import paddle
 from paddle import nn
 
 from llmsuite.adapters.layers.lora import LoraEmbedding, LoraExperts, LoraLinear
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import identity
+from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.experts import Counts, Local, grouped_scale
+from llmsuite.models.linear import add_bias
 from llmsuite.models.quantised import QuantisedMatrix
 
 
@@ -46,7 +47,7 @@ class DoraLinear(LoraLinear):
         length = length.detach()  # `no_grad` has no effect while a static program is traced
         y = self.reduce_partial_sum(self.weight_product(x)) + self._update(x)
         y = y * (self.lora_magnitude / length)
-        return y if self.bias is None else y + self.bias
+        return add_bias(y, self.bias)
 
     def merge(self) -> None:
         raise AssertionError("merged where weights are read, see `llmsuite.checkpoint.convert.adapter`")

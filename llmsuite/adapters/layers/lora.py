@@ -16,12 +16,13 @@ from paddle import nn
 
 from llmsuite.adapters.layers.adapter import Adapter
 from llmsuite.adapters.layers.experts import ExpertsAdapter
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.adapters.paddlenlp_peft import import_alone
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import identity
+from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.embedding import WithLookup
 from llmsuite.models.experts import Counts, GroupedLinear, Local
+from llmsuite.models.linear import bias_attr_of
 from llmsuite.models.linear_ops import is_low_rank
 from llmsuite.models.lora_matmul import Factors, LowRankLayer
 from llmsuite.models.quantised import QuantisedMatrix
@@ -41,7 +42,6 @@ class LoraLinear(Adapter, PaddleNlpLora, LowRankLayer):
             options: further arguments of paddlenlp's layer.
         """
         num_inputs, num_outputs = linear.weight.shape
-        bias = False if linear.bias is None else None
         with paddle.LazyGuard():  # its own W takes no memory and no random numbers: `take` replaces it
             PaddleNlpLora.__init__(
                 self,
@@ -51,7 +51,7 @@ class LoraLinear(Adapter, PaddleNlpLora, LowRankLayer):
                 lora_alpha=config.alpha,
                 rslora=config.rslora,
                 lora_plus_scale=config.lora_plus_ratio,
-                bias_attr=bias,
+                bias_attr=bias_attr_of(linear),
                 **options,
             )
         self.take(linear)

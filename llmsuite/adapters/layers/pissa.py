@@ -9,8 +9,8 @@ import paddle
 from paddle import nn
 
 from llmsuite.adapters.layers.lora import LoraEmbedding, LoraExperts, LoraLinear
-from llmsuite.adapters.method import AdapterConfig
 from llmsuite.base.typing import Tensor
+from llmsuite.models.adapter_method import AdapterConfig
 from llmsuite.models.experts import Counts, Local
 
 

@@ -15,6 +15,7 @@ from paddle.autograd import PyLayer
 
 from llmsuite.adapters.layers.adapter import Adapter
 from llmsuite.base.typing import Tensor
+from llmsuite.models.linear import add_bias
 
 
 class WeightShard:
@@ -65,7 +66,7 @@ class StructuredLinear(Adapter):
             return self.base(x)
         dropped = self.lora_dropout(x)
         y = _Product.apply(x, None if dropped is x else dropped, *self.adapter_parameters(), (self,))
-        return self.reduce_partial_sum(y if self.bias is None else y + self.bias)
+        return self.reduce_partial_sum(add_bias(y, self.bias))
 
     def merge(self) -> None:
         raise AssertionError("merged where weights are read, see `llmsuite.checkpoint.convert.adapter`")

@@ -45,13 +45,20 @@ def fetch(given: HubName, want: Want, report: Report, kind: Kind = "model") -> F
         UserError: no hub has it or may be asked, access is denied, the disk is full, or the files arrive damaged.
     """
     missing: list[UserError] = []
-    for hub in [given.hub] if given.hub else hub_order():
+    for hub in _hubs(given):
         name = given.at(hub, given.revision)
         try:
             return _fetch_from(name, want, report, kind)
         except (NotOnHub, Unreachable) as error:
             missing.append(error)
     raise _joined_errors(missing)
+
+
+def _hubs(given: HubName) -> Sequence[str]:
+    """The hubs that are asked for a name, in order: its own, or all."""
+    if given.hub:
+        return [given.hub]
+    return hub_order()
 
 
 def find_commit(given: HubName, report: Report) -> HubName:
@@ -64,7 +71,7 @@ def find_commit(given: HubName, report: Report) -> HubName:
     if given.is_pinned:
         return given
     missing: list[UserError] = []
-    for hub in [given.hub] if given.hub else hub_order():
+    for hub in _hubs(given):
         name = given.at(hub, given.revision)
         revision = quote(name.revision or "default", safe="")
         last = listing_path(name.at(hub, "last"), "dataset").with_name(f"last-{revision}")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from llmsuite.base.cache import cache_root
 from llmsuite.base.errors import UserError
-from llmsuite.base.files import read_json_object, write_text_atomic
+from llmsuite.base.files import read_json_object, read_json_object_if_there, write_text_atomic
 from llmsuite.base.hub.huggingface import HuggingFace
 from llmsuite.base.hub.listing import Hub, Kind, Listing, RemoteFile, Want, missing_by_content, select
 from llmsuite.base.hub.names import HubName, hub_order
@@ -136,7 +136,7 @@ class VerifiedFiles:
 
     def __init__(self, path: Path):
         self._path = path
-        self._known: dict[str, list[int]] = read_json_object(path) if is_file(path) else {}
+        self._known: dict[str, list[int]] = read_json_object_if_there(path)
 
     def has(self, file: Path) -> bool:
         return is_file(file) and self._known.get(str(file)) == self._state(file)

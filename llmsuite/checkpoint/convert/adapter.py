@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from llmsuite.adapters.lora import FIRST_FACTOR, LORA, SECOND_FACTOR
-from llmsuite.adapters.method import AdapterMethod, AdapterParameter
 from llmsuite.adapters.methods import METHODS, own_files
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file, listed
@@ -35,7 +34,8 @@ from llmsuite.checkpoint.expected_tensor import FLOATS, ExpectedTensor
 from llmsuite.checkpoint.model_dir import ModelDirectory, has_mtp_layers, hf_name, with_mtp_layers
 from llmsuite.checkpoint.model_writer import TensorLayout
 from llmsuite.checkpoint.side_adapters import refuse_side_adapter
-from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec, sliced
+from llmsuite.models.adapter_method import AdapterMethod, AdapterParameter
 from llmsuite.models.head import EMBEDDING, SCORE, head_of, is_tied
 
 _STEMS = ("adapter_model", "lora_model_state", "peft_model", "model")
@@ -371,8 +371,7 @@ class AdaptedTensors:
     def _value(self, name: str, index: Sequence[slice] | None, dtype: str) -> np.ndarray:
         """A tensor of the base, or the adapter's replacement of it, with the adapter's bias added."""
         if name in self._replaced:
-            value = self._replacement(name).astype(dtype)
-            value = value if index is None else value[tuple(index)]
+            value = sliced(self._replacement(name).astype(dtype), index)
         else:
             value = self._tensors.read(name, self._base.read, index)
         if name in self._biases:

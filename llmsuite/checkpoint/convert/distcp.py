@@ -21,7 +21,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file, is_local_name, listed
 from llmsuite.base.strict_json import NULL, TEXT, Kind, check_kinds, integer
 from llmsuite.checkpoint.convert.blocks import Block, BlockFiles, Index
-from llmsuite.checkpoint.convert.pickled import StoredArray, read_pickle
+from llmsuite.checkpoint.convert.pickled import StoredArray, read_pickle, without_paddle_name
 from llmsuite.checkpoint.stored import StoredTensor, read_header
 from llmsuite.checkpoint.tensors import SUFFIX, TensorSpec
 
@@ -83,10 +83,10 @@ def _open(directory: Path, path: Path, metadata: Mapping[str, Any]) -> BlockFile
     def array(file: str, key: str) -> StoredArray | StoredTensor:
         value = shard(file).get(key)
         if isinstance(value, StoredTensor):
-            return (
-                dataclasses.replace(value, code="BF16") if value.code == "U16" else value
-            )  # Paddle stores the bits of bfloat16 as uint16
-        value = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # a pair with Paddle's name of it
+            if value.code == "U16":  # Paddle stores the bits of bfloat16 as uint16
+                return dataclasses.replace(value, code="BF16")
+            return value
+        value = without_paddle_name(value)
         if not isinstance(value, StoredArray):
             raise UserError(f"{directory / file}: has no tensor {key!r}, which {path.name} lists there")
         return value

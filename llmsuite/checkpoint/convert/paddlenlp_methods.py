@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from llmsuite.adapters.lora import FIRST_FACTOR, SECOND_FACTOR
-from llmsuite.adapters.method import AdapterConfig, AdapterMethod
 from llmsuite.adapters.methods import METHODS
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import write_json
@@ -24,8 +23,9 @@ from llmsuite.checkpoint.adapter_base import Base, read_base, write_base
 from llmsuite.checkpoint.adapter_config import read_adapter_config
 from llmsuite.checkpoint.adapter_dir import CONFIG_NAMES, STATE
 from llmsuite.checkpoint.convert.paddle_save import write_pickle
-from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec
+from llmsuite.checkpoint.tensors import SUFFIX, TensorFiles, TensorSource, TensorSpec, sliced
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.models.adapter_method import AdapterConfig, AdapterMethod
 
 
 class FoldedTensors:
@@ -91,7 +91,7 @@ class FoldedTensors:
             return self._files.read(name, index)
         module, factor = self._folded[name]
         value = self._fold(module)[factor]
-        return value if index is None else value[tuple(index)]
+        return sliced(value, index)
 
     def _fold(self, module: str) -> dict[str, np.ndarray]:
         if self._last[0] != module:

@@ -20,7 +20,7 @@ import numpy as np
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file, listed
 from llmsuite.checkpoint.convert.blocks import Block, BlockFiles
-from llmsuite.checkpoint.convert.pickled import StoredArray, read_pickle
+from llmsuite.checkpoint.convert.pickled import StoredArray, read_pickle, without_paddle_name
 from llmsuite.checkpoint.tensors import TensorSource, TensorSpec
 
 _FILE = re.compile(r"model_state(?:-(\d+)-of-(\d+))?(?:\.((?:[a-z]+\d+_?)+))?\.pdparams")
@@ -58,7 +58,7 @@ class PickledTensors:
     def _add(self, path: Path, name: Any, value: Any) -> None:
         if name == _NAMES_OF_PADDLE:
             return
-        array = value[1] if isinstance(value, tuple) and len(value) == 2 else value  # a pair with Paddle's name of it
+        array = without_paddle_name(value)
         if not isinstance(name, str):
             raise UserError(f"{path}: has a tensor whose name is no text")
         if not isinstance(array, StoredArray):

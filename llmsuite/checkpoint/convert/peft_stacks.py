@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from llmsuite.base.errors import UserError
-from llmsuite.checkpoint.tensors import TensorSource, TensorSpec
+from llmsuite.checkpoint.tensors import TensorSource, TensorSpec, sliced
 
 _STACK = re.compile(r"(.*\.experts)((?:\.base_layer)?)\.lora_([AB])(?:\.default)?\.weight")
 
@@ -110,7 +110,7 @@ class ExpertsOfStacks:
             value = self._files.read(part.stored, [part.expert, slice(None)])
         else:
             value = self._second(part.stored)[part.outputs, part.expert]
-        return value if index is None else value[tuple(index)]
+        return sliced(value, index)
 
     def _second(self, stored: str) -> np.ndarray:
         """A full B. The columns of an expert are not contiguous in it, so the last B is kept for the next expert."""

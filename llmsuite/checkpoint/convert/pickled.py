@@ -21,7 +21,7 @@ import numpy as np
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import open_regular
-from llmsuite.checkpoint.tensors import TensorSpec
+from llmsuite.checkpoint.tensors import TensorSpec, sliced
 
 _MAX_REPEATED = 4
 """Most values, per byte of the file, inside objects that are recalled from the memo. In regular files these are shapes,
@@ -74,11 +74,18 @@ class StoredArray:
                 values = np.frombuffer(content, dtype).reshape(self.shape, order=order)  # type: ignore[call-overload]
         except (ValueError, OSError) as error:
             raise UserError(f"{self.path}: an array of {list(self.shape)} cannot be read: {error}") from error
-        return np.array(values if index is None else values[tuple(index)], order="C")
+        return np.array(sliced(values, index), order="C")
 
     def digest(self) -> str:
         """sha256 of its values."""
         return hashlib.sha256(self.read().reshape(-1).view("uint8").data).hexdigest()
+
+
+def without_paddle_name(value: Any) -> Any:
+    """The array of a pickled parameter, which may be a pair of Paddle's name and the array."""
+    if isinstance(value, tuple) and len(value) == 2:
+        return value[1]
+    return value
 
 
 def read_pickle(path: Path) -> Any:

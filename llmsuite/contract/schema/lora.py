@@ -6,10 +6,9 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Literal
 
-from llmsuite.adapters.method import AdapterConfig, AdapterMethod
-from llmsuite.adapters.methods import METHODS, find_method
 from llmsuite.contract.schema.numbers import Decay, PositiveFloat, PositiveInt, Rank
 from llmsuite.contract.schema.section import Section, changed_keys
+from llmsuite.models.adapter_method import METHODS, AdapterConfig, AdapterMethod, find_method
 from llmsuite.models.block_quant import BlockFormat
 
 

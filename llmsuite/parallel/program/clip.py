@@ -17,6 +17,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
+from llmsuite.parallel.tensor import placement
 
 _numbers = itertools.count()
 LARGEST = float(np.finfo("float32").max)
@@ -25,7 +26,7 @@ LARGEST = float(np.finfo("float32").max)
 def over_data(placements: Sequence[Any], dim: int | None) -> list[Any]:
     """Placements over [data, tp] of a tensor that is cut along a dim over the data ranks; replicated where `dim` is
     None."""
-    return [dist.Replicate() if dim is None else dist.Shard(dim), *placements[1:]]
+    return [placement(dim), *placements[1:]]
 
 
 class StepScalar:

@@ -31,7 +31,7 @@ from llmsuite.parallel.program.chunks import chunk_by_part, of_part
 from llmsuite.parallel.program.pruning import prune_by_use
 from llmsuite.parallel.program.slices import slice_dim
 from llmsuite.parallel.schedule import Action, Kind
-from llmsuite.parallel.tensor import local_value
+from llmsuite.parallel.tensor import local_value, placement
 
 TOKEN_VALUES = "token_values"
 """Input of a program with `models.token_context`, [B, L], where its layers need it."""
@@ -116,7 +116,7 @@ class Pipeline:
         data ranks cut it along."""
         shape = list(full_shape)
         dim = shard_dim(self.shard_plan, name) if tp > 1 else None
-        placements = [dist.Replicate() if dim is None else dist.Shard(dim)]
+        placements = [placement(dim)]
         is_copied = self.shares_embedding and name == f"{self.shard_plan.embedding}.weight"
         is_expert_parallel = name in self.expert_parallel
         sliced = None if is_copied or is_expert_parallel else slice_dim(shape, placements, self.num_slices)

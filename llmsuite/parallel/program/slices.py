@@ -84,7 +84,7 @@ class SlicedShard(ParameterShard):
     def _own_part(self, local: Any) -> Any:
         if self.dim is None:
             return local
-        size = self.local_shape[self.dim] // self._num_shards
+        size = self.local_shape[self.dim] // self.partition.num_shards
         part = slice(self._slice * size, (self._slice + 1) * size)
         index = (slice(None),) * self.dim + (part,)
         return local[index]

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.adapters.method import split, zeros
 from llmsuite.base.strict_json import NULL, NUMBER, Kind, integer
 from llmsuite.base.typing import ReadSlice
 from llmsuite.contract.hookspecs import AdaptedModel, AdapterConfig, AdapterLayers, AdapterParameter, PaddleNlpFiles
+from llmsuite.models.adapter_method import split, zeros
 from llmsuite.plugins.adapters_extra.structured import StructuredMethod
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from llmsuite.adapters.lora import FIRST_FACTOR, LORA, SECOND_FACTOR, Lora
-from llmsuite.adapters.method import Array, split
 from llmsuite.base.typing import ReadSlice
 from llmsuite.contract.hookspecs import AdaptedModel, AdapterConfig, AdapterLayers, AdapterParameter
+from llmsuite.models.adapter_method import Array, split
 
 if TYPE_CHECKING:
     import numpy as np

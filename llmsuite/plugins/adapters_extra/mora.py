@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.adapters.method import zeros
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import ReadSlice
 from llmsuite.contract.hookspecs import AdaptedModel, AdapterConfig, AdapterLayers, AdapterParameter
+from llmsuite.models.adapter_method import zeros
 from llmsuite.plugins.adapters_extra.structured import StructuredMethod
 
 if TYPE_CHECKING:

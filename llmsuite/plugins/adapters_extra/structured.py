@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from llmsuite.adapters.method import Array
 from llmsuite.contract.hookspecs import AdapterMethod
+from llmsuite.models.adapter_method import Array
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from llmsuite.adapters.lora import FIRST_FACTOR, LORA, SECOND_FACTOR
-from llmsuite.adapters.method import Array, split
 from llmsuite.base.errors import UserError
 from llmsuite.base.strict_json import NULL, NUMBER, Kind
 from llmsuite.base.typing import ReadSlice
@@ -22,6 +21,7 @@ from llmsuite.contract.hookspecs import (
     AdapterParameter,
     PaddleNlpFiles,
 )
+from llmsuite.models.adapter_method import Array, split
 
 if TYPE_CHECKING:
     import numpy as np

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from llmsuite.base.errors import UserError
+from llmsuite.base.exits import exit_code
 from llmsuite.base.extras import check_plot
 from llmsuite.base.locks import scratch_directory
 from llmsuite.base.safe_files import is_dir
-from llmsuite.cli.exits import exit_code
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import Command
 from llmsuite.recipe.load import REMOVE
@@ -241,9 +241,8 @@ def _models(args: Any, registry: Registry) -> Sequence[Side]:
     if reason := backend.unavailable(1):
         raise UserError(f"--device {device}: {reason}")
     backend.activate(0)
-    from llmsuite.cli.export import find_program, find_weights
     from llmsuite.engine.activation_recording import random_ids, record_model
-    from llmsuite.inference.export_manifest import is_exported
+    from llmsuite.inference.export_manifest import find_program, find_weights, is_exported
     from llmsuite.inference.load import open_any
 
     for name in (args.a, args.b):

@@ -6,7 +6,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from llmsuite.cli.parser import Port
+from llmsuite.base.arguments import Port
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import Command
 

@@ -140,14 +140,16 @@ def _engine(run: Run) -> dict[str, Any]:
     if kind not in ("bf16", "fp16", "float32"):
         run.refuse("compute_type", kind, "its blocks or scales differ; nearest key: lora.base_dtype")
     run.take("bf16"), run.take("fp16")  # compute_type overrides them
-    engine = {"precision": {"float32": "fp32"}.get(str(kind), str(kind))}
+    engine: dict[str, Any] = {"precision": {"float32": "fp32"}.get(str(kind), str(kind))}
     granularity = run.take("recompute_granularity")
     recomputes = run.flag("recompute")
     if granularity not in (None, "full", "selective"):
         run.note(f"engine.recompute: full instead of recompute_granularity {granularity}")
     if granularity is not None or recomputes:
         engine["recompute"] = "selective" if granularity == "selective" else "full"
-    return {**engine, "offload_optimizer": True} if run.offload else engine
+    if run.offload:
+        engine["offload_optimizer"] = True
+    return engine
 
 
 def _train(run: Run, launch: dict[str, Any], parallel: dict[str, Any]) -> dict[str, Any]:

@@ -126,7 +126,9 @@ def engine(run: Run, defaults: Defaults) -> dict[str, Any]:
     recompute = run.take("gradient_checkpointing")
     if is_on(recompute) or (recompute is None and defaults.recompute):
         engine["recompute"] = "full"
-    return {**engine, "offload_optimizer": True} if run.offload else engine
+    if run.offload:
+        engine["offload_optimizer"] = True
+    return engine
 
 
 def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], defaults: Defaults) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator
 
+from llmsuite.base.suggestions import suggestion
 from llmsuite.contract.schema.rule import Rule, Violation
 from llmsuite.recipe.rules.context import RuleContext
 
@@ -33,8 +33,7 @@ def _no_such_metric(context: RuleContext) -> Iterator[Violation]:
     exact = [name for name in known if not name.endswith("*")]
     if given in exact or given.startswith(prefixes):
         return
-    near = difflib.get_close_matches(given, exact, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
+    hint = suggestion(given, exact)
     yield (
         "checkpoint.best_metric",
         f"is {given!r}, which is not an evaluation metric of this recipe; {hint}known: {', '.join(known)}",

@@ -20,9 +20,7 @@ import pyarrow.parquet
 import zstandard
 from hypothesis import strategies as st
 
-from llmsuite import builtin
 from llmsuite.base.errors import UserError
-from llmsuite.cli import commands
 from llmsuite.contract.registry import load_plugins
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.documents import read_documents
@@ -56,7 +54,7 @@ GOOD = [*ROWS.values(), _TALK, {"text": "a document"}]
 
 @functools.cache
 def _registry() -> Any:
-    return load_plugins(builtin, commands)
+    return load_plugins()
 
 
 def read_as_rows(directory: Path) -> None:

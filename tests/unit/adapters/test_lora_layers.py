@@ -27,13 +27,11 @@ from tests.support.paths import ROOT
 BUILD = """
 import sys, paddle, paddle.nn.functional as F
 before = F.linear, paddle.to_tensor, paddle.Tensor.numpy, paddle.Tensor.set_value
-from llmsuite import builtin
-from llmsuite.cli import commands
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.contract.registry import load_plugins
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.engine.build import build_model
-registry = load_plugins(builtin, commands)
+registry = load_plugins()
 plan = plan_run("recipes/llama/lora.json", ["--launch.num_devices=1", "--parallel={}"], registry, smoke=True)
 backend = registry.devices["cpu"].factory()
 mesh = Mesh(plan.parallel.degrees, 0)

@@ -13,15 +13,13 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from llmsuite import builtin
 from llmsuite.adapters.lora import Lora
-from llmsuite.adapters.method import AdapterMethod, AdapterParameter, PaddleNlpFiles
-from llmsuite.adapters.methods import METHODS
+from llmsuite.adapters.methods import BUILT_IN, METHODS
 from llmsuite.adapters.parameters import is_factor, is_trained, shard_dim
 from llmsuite.base.errors import RecipeError, UserError
-from llmsuite.cli import commands
 from llmsuite.contract.checks import check_adapter_method
 from llmsuite.contract.registry import PluginInfo, Registry, load_plugins
+from llmsuite.models.adapter_method import AdapterMethod, AdapterParameter, PaddleNlpFiles
 from llmsuite.recipe.resolve import plan_run
 from tests.support.adapter_models import IDS, adapted, base_of, section
 from tests.support.families import FAMILIES
@@ -48,7 +46,7 @@ def plugin(directory: Path) -> Any:
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[Registry]:
     """The built-in things and the method of the guide."""
-    made = load_plugins(builtin, commands)
+    made = load_plugins()
     made.require(PluginInfo("ia3", "ia3 1.0", "ia3", plugin=plugin(tmp_path)))
     yield made
     if "ia3" in made.adapter_methods:
@@ -59,7 +57,7 @@ def test_recipes_take_the_method_where_its_plugin_is(registry: Registry, write_r
     recipe = write_recipe({"lora": {"rank": 1, "method": "ia3", "target_modules": TARGETS}})
     assert plan_run(recipe, [], registry).recipe.lora.adapter_method is METHODS["ia3"]
     with pytest.raises(RecipeError, match=r"lora\.method"):
-        plan_run(recipe, [], load_plugins(builtin, commands))
+        plan_run(recipe, [], load_plugins())
     for target, reason in (("embed_tokens", "no layer for an embedding"), ("lm_head", "ia3 does not support")):
         with pytest.raises(RecipeError, match=reason):
             plan_run(recipe, [f'--lora.target_modules=["{target}"]'], registry)
@@ -152,12 +150,12 @@ class _Missing(AdapterMethod):
     ],
 )
 def test_methods_that_are_wrong_are_refused(changes: dict[str, Any], message: str) -> None:
-    check_adapter_method(_Right())
+    check_adapter_method(_Right(), BUILT_IN)
     wrong = type("Wrong", (_Right,), changes)
     with pytest.raises(UserError, match=message):
-        check_adapter_method(wrong())
+        check_adapter_method(wrong(), BUILT_IN)
 
 
 def test_a_method_without_its_functions_is_refused() -> None:
     with pytest.raises(UserError, match="_Missing has to define layers, shapes, initial, merged"):
-        check_adapter_method(_Missing())
+        check_adapter_method(_Missing(), BUILT_IN)

@@ -11,7 +11,6 @@ import pytest
 import llmsuite
 from llmsuite import builtin
 from llmsuite.base.errors import RecipeError, UserError
-from llmsuite.cli import commands
 from llmsuite.contract.hookspecs import Command, LoggerSpec
 from llmsuite.contract.registry import ALLOW_LIST, PluginInfo, load_plugins
 from llmsuite.recipe.resolve import plan_run
@@ -33,7 +32,7 @@ class Loggers:
 
 def test_name_that_is_built_in(site: PluginSite, plan: Callable[..., Any], write_recipe: Callable[..., Path]) -> None:
     site.install("first-package", STAGE_PLUGIN.replace('"spin"', '"dpo"'), "impostor = {module}")
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     (info,) = [info for info in registry.plugins if info.name == "impostor"]
     assert info.error is not None
     assert info.error.startswith("stage 'dpo' is registered by both llmsuite (built in) and first-package 1.0")
@@ -44,7 +43,7 @@ def test_name_that_is_built_in(site: PluginSite, plan: Callable[..., Any], write
 def test_two_third_parties(site: PluginSite, write_recipe: Callable[..., Path]) -> None:
     site.install("second-package", entry_points="b_stage = {module}")
     site.install("first-package", entry_points="a_stage = {module}")
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     plugins = {info.name: info for info in registry.plugins}
     assert "spin" not in registry.stages
     assert plugins["a_stage"].provides == plugins["b_stage"].provides == []
@@ -62,7 +61,7 @@ def test_the_allow_list_settles_it(
     site.install("second-package", entry_points="b_stage = {module}")
     site.install("first-package", entry_points="a_stage = {module}")
     monkeypatch.setenv(ALLOW_LIST, "b_stage")
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     assert registry.owner("stage", "spin").distribution == "second-package 1.0"
     plan_run(write_recipe({"stage": "spin"}), [], registry)
 
@@ -92,7 +91,7 @@ def test_two_plugins_of_one_name_both_work(site: PluginSite) -> None:
     site.install("first-package", entry_points="same = {module}")
     site.install("second-package", STAGE_PLUGIN.replace('"spin"', '"orpo"'), "same = {module}")
     site.install("third-package", STAGE_PLUGIN.replace('"spin"', '"simpo"'), "builtin = {module}")
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     assert [info.error for info in registry.plugins if info.name in ("same", "builtin")] == [None] * 4
     assert set(registry.stages) == {*STAGES, "spin", "orpo", "simpo"}
 
@@ -100,7 +99,7 @@ def test_two_plugins_of_one_name_both_work(site: PluginSite) -> None:
 @pytest.mark.parametrize("value", ["llmsuite.builtin", "first_package"])
 def test_one_module_registered_twice(site: PluginSite, value: str) -> None:
     site.install("first-package", entry_points=f"a_stage = {{module}}\nb_again = {value}")
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     plugins = {info.name: info for info in registry.plugins}
     assert plugins["a_stage"].error is None
     assert str(plugins["b_again"].error).startswith(f"{value} is already registered, as plugin ")

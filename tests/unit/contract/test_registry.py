@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 import llmsuite
-from llmsuite import builtin
+from llmsuite.adapters.methods import BUILT_IN
 from llmsuite.base.errors import RecipeError
-from llmsuite.cli import commands
 from llmsuite.cli.main import main
 from llmsuite.contract import hookspecs
 from llmsuite.contract.checks import check_adapter_method, check_family, check_fields, check_stage
@@ -35,7 +34,7 @@ BEFORE = "def llmsuite_register_stages"
 
 def load(site: PluginSite) -> tuple[Registry, dict[str, PluginInfo]]:
     """Everything, and the plugins of this test by name."""
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     return registry, {i.name: i for i in registry.plugins if i.value.partition(":")[0] in site.modules}
 
 
@@ -299,7 +298,7 @@ def test_built_in_specs_pass_the_checks() -> None:
             if kind != "adapter method":
                 check_fields(kind, spec)
             elif not spec.is_init:
-                check_adapter_method(spec)
+                check_adapter_method(spec, BUILT_IN)
             if kind == "model":
                 check_family(spec)
             elif kind == "stage" and name not in ("sft", "lora"):  # whose section is shared
@@ -351,7 +350,7 @@ def test_refused_plugin_hears_no_events(site: PluginSite, capsys: pytest.Capture
 @pytest.mark.parametrize("value", ["{module}:nothing", "no_such_module", "not a module!", "{module}:none"])
 def test_entry_point_that_names_nothing(site: PluginSite, value: str) -> None:
     site.install("third-party", "none = None", f"aaa = {value}")
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     (info,) = [info for info in registry.plugins if info.distribution == "third-party 1.0"]
     assert info.error
     assert "dpo" in registry.stages

@@ -98,9 +98,7 @@ def test_an_unwritable_cache_is_named(tmp_path: Path) -> None:
 _RANK = """
 import hashlib, os, sys
 from pathlib import Path
-from llmsuite.cli import commands
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite import builtin
 from llmsuite.contract.registry import load_plugins
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.engine.data import load_tokenizer, make_stage
@@ -111,7 +109,7 @@ def counted(self, texts):
     return real(self, texts)
 TextTokenizer.encode_batch = counted
 
-registry = load_plugins(builtin, commands)
+registry = load_plugins()
 stages = {}
 for name in ("sft", "dpo", "kto"):
     plan = plan_run(f"recipes/llama/{name}.json", [], registry, smoke=True)

@@ -16,7 +16,7 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import assign_buckets
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import buckets
+from llmsuite.parallel.partition import Partition, buckets, shard_range
 from llmsuite.parallel.sharding import ParameterShard
 from tests.support import many
 from tests.support.sharding_case import Case
@@ -135,3 +135,24 @@ def test_how_many_calls_there_are(stage: int, monkeypatch: pytest.MonkeyPatch) -
     else:  # in each pass, with what makes the pieces equal
         expected = [("scatter", sum(-(-math.prod(SHAPES[n]) // 2) * 2 for n in names)) for names in kinds] * 2
     assert [sorted(sizes[rank]) for rank in (0, 1)] == [sorted(expected)] * 2
+
+
+@pytest.mark.parametrize(
+    ("stage", "calls"),
+    [
+        (0, [("data", "all_reduce", False, 5 + 7)]),
+        (1, [("data", "all_reduce", False, 5 + 7)]),
+        (2, [("sharding", "reduce_scatter", True, 6 + 8), ("dp", "all_reduce", False, 3 + 4)]),
+        (3, [("sharding", "reduce_scatter", True, 6 + 8), ("dp", "all_reduce", False, 3 + 4)]),
+    ],
+)
+def test_the_calls_of_a_bucket_are_declared(stage: int, calls: list[tuple[str, str, bool, int]]) -> None:
+    """For parameters of 5 and 7 elements on two ranks of the sharding axis, whose shards are padded."""
+    mesh = Mesh(Degrees(1, 2, 2, 1), 0)
+    bucket = []
+    for size in (5, 7):
+        own = shard_range(size, mesh, stage, is_frozen=False)
+        bucket.append(Partition(size, stage, own.num_shards, own.size, own.num_owned, False, False, False))
+    found = [(r.group, r.operation, r.in_each_pass, r.size(bucket)) for r in bucket[0].reductions]
+    assert found == calls
+    assert all(mesh.group_size(group) > 1 for group, *_ in calls)

@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite import builtin
 from llmsuite.adapters.add import adapted_modules, add_adapters
 from llmsuite.adapters.lora import LORA
 from llmsuite.adapters.methods import adapter_config
 from llmsuite.adapters.parameters import with_adapters
-from llmsuite.cli import commands
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import load_plugins
 from llmsuite.contract.schema.degrees import Degrees
@@ -128,7 +126,7 @@ def test_a_frozen_base_is_planned_as_it_is_made(family: str, words: list[str], d
         plan.model,
         plan.parallel,
         plan.train,
-        load_plugins(builtin, commands),
+        load_plugins(),
         CpuBackend(),
         Mesh(plan.parallel.degrees, 0),
     )
@@ -184,7 +182,7 @@ def test_a_shard_has_the_planned_elements(size: int, stage: int, parts: int, pre
         if not frozen:
             copied = shard.main_param.numel().item() * (4 if shard.has_master else width)
             assert held.master_bytes == (copied if shard.shard_is_copy else 0)
-        assert held.reduce_in_backward == shard._reduce_in_backward
+        assert held.reduce_in_backward == shard.partition.reduce_in_backward
         assert held.num_owned == (
             0 if shard.is_empty else local.numel().item() if parts == 1 else shard.main_param.size
         )

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from llmsuite import builtin
-from llmsuite.cli import commands
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import load_plugins
 from llmsuite.models.shape_spec import MoE
@@ -28,7 +26,7 @@ def _plan(stage: str, sharding: str, *words: str, micro_batches: int = 2) -> Run
         "--train.micro_batch_size=2",
         f"--train.global_batch_size={4 * micro_batches}",
     ]
-    return plan_run(f"recipes/llama/{stage}.json", [*two, *words], load_plugins(builtin, commands), True)
+    return plan_run(f"recipes/llama/{stage}.json", [*two, *words], load_plugins(), True)
 
 
 def _memory(sharding: str, *words: str, micro_batches: int = 2) -> StageMemory:
@@ -100,7 +98,7 @@ def test_inputs_of_experts_are_made_again() -> None:
 
     def keeps(recipe: str, *words: str) -> bool:
         given = ["--launch.num_devices=2", "--train.micro_batch_size=2", "--train.global_batch_size=8", *words]
-        plan = plan_run(f"recipes/qwen_moe/{recipe}.json", given, load_plugins(builtin, commands), True)
+        plan = plan_run(f"recipes/qwen_moe/{recipe}.json", given, load_plugins(), True)
         return activation_settings(Layout(plan.model, plan.parallel), plan.train.profile.entropy).keeps_expert_rows
 
     data = "--parallel={}"
@@ -119,7 +117,7 @@ def test_a_rank_has_a_row_for_each_choice_of_its_tokens() -> None:
         for mode in (("--engine.recompute=none",), STEP):
             parallel = f'--parallel={{"tensor_parallel_degree":{tp},"expert_parallel_degree":{ep}}}'
             words = ["--launch.num_devices=2", parallel, "--train.micro_batch_size=2", *mode]
-            plan = plan_run("recipes/qwen_moe/pretrain.json", words, load_plugins(builtin, commands), True)
+            plan = plan_run("recipes/qwen_moe/pretrain.json", words, load_plugins(), True)
             assert any("all data ranks" in note for note in notes(plan.model, plan.parallel)) == (ep > 1)
             settings = activation_settings(Layout(plan.model, plan.parallel), plan.train.profile.entropy)
             batch = full_micro_batch(plan.model, plan.data, plan.parallel, plan.train)
@@ -134,7 +132,7 @@ def test_a_tied_embedding_of_a_pipeline_is_counted_in_slices(sharding: str, has_
     parallel = f'--parallel={{"pipeline_parallel_degree":2,"sharding":"{sharding}"}}'
     words = [*STEP, "--launch.num_devices=4", parallel, "--train.micro_batch_size=2", "--train.global_batch_size=8"]
     words.append("--model.config.tie_word_embeddings=true")
-    plan = plan_run("recipes/llama/sft.json", words, load_plugins(builtin, commands), True)
+    plan = plan_run("recipes/llama/sft.json", words, load_plugins(), True)
     assert any("a tied embedding" in note for note in notes(plan.model, plan.parallel)) == has_note
 
 

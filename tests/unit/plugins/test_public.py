@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite import builtin
-from llmsuite.cli import commands
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import ALLOW_LIST, BUNDLED, BUNDLED_PLUGINS, NO_PLUGINS, load_plugins
 from tests.support.house import Trees, house, parse
@@ -109,16 +107,14 @@ def test_every_bundled_plugin_is_loaded() -> None:
     assert sorted(BUNDLED_PLUGINS) == sorted(
         path.parent.name for path in (ROOT / "llmsuite/plugins").glob("*/__init__.py")
     )
-    plugins = [info for info in load_plugins(builtin, commands).plugins if info.distribution == BUNDLED]
+    plugins = [info for info in load_plugins().plugins if info.distribution == BUNDLED]
     assert {info.name: info.error for info in plugins} == dict.fromkeys(BUNDLED_PLUGINS)
     assert all(info.provides for info in plugins)
 
 
 def test_the_allow_list_is_about_installed_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ALLOW_LIST, "")
-    assert [info.distribution for info in load_plugins(builtin, commands).plugins[2:]] == [BUNDLED] * len(
-        BUNDLED_PLUGINS
-    )
+    assert [info.distribution for info in load_plugins().plugins[2:]] == [BUNDLED] * len(BUNDLED_PLUGINS)
 
 
 def test_every_bundled_plugin_is_in_the_guide() -> None:
@@ -179,7 +175,7 @@ def test_no_plugins_names_the_plugin_that_is_left_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(NO_PLUGINS, "1")
-    registry = load_plugins(builtin, commands)
+    registry = load_plugins()
     assert {info.name for info in registry.plugins} == {"builtin", "commands"}
     assert main(["studio"]) == 2
     assert capsys.readouterr().err == "command 'studio' is in the plugin studio, which --no-plugins leaves out\n"

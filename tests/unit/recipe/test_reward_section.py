@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from llmsuite import builtin
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.base.resources import bundled
 from llmsuite.contract.given import plugin_from_specs
@@ -44,7 +43,7 @@ def _never(*given: Any) -> Any:
 
 
 def registry_with(*specs: Any) -> Registry:
-    registry = load_plugins(builtin)
+    registry = load_plugins()
     stage = StageSpec(name="sampled", help="", config_cls=Plain, sections={"reward": RewardSection}, factory=_never)
     registry.require(PluginInfo("test", "a test", "test", plugin=plugin_from_specs([stage, *specs])))
     return registry
@@ -165,4 +164,4 @@ def test_a_section_of_another_kind_under_a_shared_name_is_refused(name: str) -> 
     stage = StageSpec(name="own", help="", config_cls=Plain, sections={name: Owing}, factory=_never)
     plugin = PluginInfo("test", "a test", "test", plugin=plugin_from_specs([stage]))
     with pytest.raises(UserError, match=rf"section '{name}' of stage 'own' is a Owing; it has to be, or derive from"):
-        load_plugins(builtin).require(plugin)
+        load_plugins().require(plugin)

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from llmsuite import builtin
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.contract.given import plugin_from_specs
 from llmsuite.contract.registry import PluginInfo, Registry, load_plugins
@@ -38,7 +37,7 @@ def _never(context: Any) -> Any:
 
 
 def registry_with(name: str = "slow", config_cls: Any = Slow, remote: bool = False) -> Registry:
-    registry = load_plugins(builtin)
+    registry = load_plugins()
     spec = RolloutEngineSpec(name=name, help="", factory=_never, config_cls=config_cls, remote=remote)
     registry.require(PluginInfo("test", "a test", "test", plugin=plugin_from_specs([spec])))
     return registry

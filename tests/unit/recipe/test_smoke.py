@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite import builtin
 from llmsuite.base.resources import bundled
 from llmsuite.contract.registry import Registry, load_plugins
 from llmsuite.contract.schema.recipe import Recipe
@@ -129,7 +128,7 @@ def test_a_stage_without_embedded_rows_reads_those_of_the_recipe(
 ) -> None:
     site.install("spin")
     path = write_recipe({"stage": "spin", "data.train": "mine.csv", "data.columns": COLUMNS})
-    plan = plan_run(path, [], load_plugins(builtin), smoke=True)
+    plan = plan_run(path, [], load_plugins(), smoke=True)
     assert (plan.data.section.train, plan.data.section.columns) == ("mine.csv", COLUMNS)
     assert overrides_data(plan.loaded, plan.train.stage), "so a run says"
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from llmsuite import builtin
 from llmsuite.contract.given import load_file
 from llmsuite.contract.registry import load_plugins
 from llmsuite.contract.schema.keys import walk
@@ -49,7 +48,7 @@ def test_the_examples_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         name = re.match(r"# (\w+\.py)", code)
         assert name is not None
         (tmp_path / name[1]).write_text(code)
-    registry = load_plugins(builtin)
+    registry = load_plugins()
     monkeypatch.setattr(sys, "path", [*sys.path])
     registry.require(load_file(tmp_path / "shortest.py"))
     _, cls = section_type(registry)
@@ -66,7 +65,7 @@ def test_the_examples_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_recipe_has_keys_that_exist() -> None:
-    registry = load_plugins(builtin)
+    registry = load_plugins()
     keys, cls = section_type(registry)
     first = blocks("json")[0]
     section = json.loads("{" + first + "}")["reward"]
@@ -82,4 +81,4 @@ def test_the_recipe_has_keys_that_exist() -> None:
 
 def test_the_list_names_each_built_in_reward() -> None:
     named = re.findall(r"^\| `(\w+)` \|", TEXT.partition("## A function")[0], re.MULTILINE)
-    assert set(named) == set(load_plugins(builtin).rewards)
+    assert set(named) == set(load_plugins().rewards)

@@ -15,6 +15,7 @@ from llmsuite.adapters.paddlenlp_peft import import_alone
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.hookspecs import AdapterConfig
 from llmsuite.models.experts import GroupedLinear
+from llmsuite.models.linear import bias_attr_of
 from llmsuite.plugins.adapters_extra.layers.structured import StructuredExperts
 
 _LoKrLinear: Any = import_alone("paddlenlp.peft.lokr.lokr_layers")[0].LoKrLinear
@@ -35,9 +36,8 @@ class LokrLinear(StructuredLinear, _LoKrLinear):
         """
         num_inputs, num_outputs = linear.weight.shape
         shapes = config.method.shapes(config.rank, num_inputs, num_outputs)
-        bias = False if linear.bias is None else None
         with paddle.LazyGuard():
-            nn.Linear.__init__(self, num_inputs, num_outputs, bias_attr=bias)
+            nn.Linear.__init__(self, num_inputs, num_outputs, bias_attr=bias_attr_of(linear))
             for name, shape in shapes.items():
                 setattr(self, name, self.create_parameter(shape))
         self.use_w1 = True

@@ -13,6 +13,7 @@ from llmsuite.adapters.layers.structured import StructuredLinear, WeightShard
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.hookspecs import AdapterConfig
 from llmsuite.models.experts import GroupedLinear
+from llmsuite.models.linear import bias_attr_of
 from llmsuite.plugins.adapters_extra.layers.structured import StructuredExperts
 
 
@@ -35,9 +36,10 @@ class MoraLinear(StructuredLinear, PaddleNlpLora):
         """
         num_inputs, num_outputs = linear.weight.shape
         (shape,) = config.method.shapes(config.rank, num_inputs, num_outputs).values()
-        bias = False if linear.bias is None else None
         with paddle.LazyGuard():
-            PaddleNlpLora.__init__(self, num_inputs, num_outputs, r=config.rank, use_mora=True, bias_attr=bias)
+            PaddleNlpLora.__init__(
+                self, num_inputs, num_outputs, r=config.rank, use_mora=True, bias_attr=bias_attr_of(linear)
+            )
         square = self.lora_A
         assert square.shape == [*shape]
         del self.lora_A, self.cos, self.sin  # renamed, as `lora_A` is sharded with W and this matrix is not

@@ -14,6 +14,7 @@ from llmsuite.adapters.layers.adapter import Adapter
 from llmsuite.adapters.paddlenlp_peft import import_alone
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.hookspecs import AdapterConfig
+from llmsuite.models.linear import bias_attr_of
 
 _VeRALinear: Any = import_alone("paddlenlp.peft.vera.vera_layers")[0].VeRALinear
 
@@ -34,9 +35,8 @@ class VeraLinear(Adapter, _VeRALinear):
             config: rank and scale.
         """
         num_inputs, num_outputs = linear.weight.shape
-        bias = False if linear.bias is None else None
         with paddle.LazyGuard():
-            nn.Linear.__init__(self, num_inputs, num_outputs, bias_attr=bias)
+            nn.Linear.__init__(self, num_inputs, num_outputs, bias_attr=bias_attr_of(linear))
             self.lora_A0 = self.create_parameter([num_inputs, config.rank])
             self.lora_B0 = self.create_parameter([config.rank, num_outputs])
             self.lora_d = self.create_parameter([config.rank])

@@ -15,9 +15,7 @@ from typing import Any
 
 import pytest
 
-from llmsuite import builtin
 from llmsuite.base.errors import UserError
-from llmsuite.cli import commands
 from llmsuite.contract.registry import Registry, load_plugins
 from llmsuite.observe.events import add_event
 from llmsuite.plugins.studio.jobs import Jobs
@@ -30,7 +28,7 @@ RECIPE = "recipes/llama/digits-lora.json"
 
 @pytest.fixture(scope="module")
 def registry() -> Registry:
-    return load_plugins(builtin, commands)
+    return load_plugins()
 
 
 def form(**changes: str) -> FilledRecipe:

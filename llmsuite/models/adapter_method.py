@@ -268,6 +268,17 @@ class AdapterMethod:
         return rank is not None and dict(stored) == self.shapes(rank, *shape)
 
 
+METHODS: dict[str, AdapterMethod] = {}
+"""Each method by its value of `lora.method`, or of `lora.init`. `llmsuite.adapters.methods` adds those of llmsuite, the
+registry those of plugins. One table for a process: names of parameters have to be understood everywhere, also where
+there is no registry."""
+
+
+def find_method(method: str = "lora", init: str = "default") -> AdapterMethod:
+    """The method of the recipe keys `lora.method` and `lora.init`."""
+    return METHODS[method] if init == "default" else METHODS[init]
+
+
 def zeros(index: Sequence[slice]) -> np.ndarray:
     """Zeros of the shape of a slice, float32."""
     import numpy as np
