@@ -10,28 +10,24 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops
+from llmsuite.inference.fusible import rounds_activations
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP
 
 CachedAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A `DecoderOps.cached_attention`."""
-
-
-def rounds_activations(attention: Attention) -> bool:
-    """True for a fused attention whose queries, keys and values are rounded in training, where the device rounds them
-    (`MatmulOps.rounds_attention`)."""
-    return attention.qkv_proj.bias is None and attention.q_norm is None
+"""`Ops.attention` of new tokens [B, L, H, K] to the columns of a cache, [B, J, S, K] each and possibly views, with
+spans [B, 3, L] as of `llmsuite.devices.masks.document_spans`."""
 
 
 class FusedPrefill:
-    """`CausalLM.decode_step` of a model that `next_logits.decoder_weights` has weights of."""
+    """`CausalLM.decode_step` of a model that `decoder.decoder_weights` has weights of."""
 
     def __init__(self, model: CausalLM, live: Ops, cached_attention: CachedAttention, cache_dtype: str | None = None):
         """
         Args:
             model: fused.
             live: the device's operations.
-            cached_attention: the attention of its `DecoderOps`.
-            cache_dtype: as for `fused.fuse`.
+            cached_attention: the attention of the precision.
+            cache_dtype: as for `llmsuite.inference.fused.fuse`.
         """
         self._model = model
         self._live = live
