@@ -74,20 +74,27 @@ def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return _on_local_shards(lambda *local: _run(kernel, *local, given)[0], q, k, v)
 
 
-def cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
-    """`attention` of new tokens to a cache, which is read in place; for generation, without a gradient."""
-    return _cached_attention("attention", q, keys, values, spans)
+def cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor, num_keys: int) -> Tensor:
+    """`attention` of new tokens to a cache, which is read in place; for generation, without a gradient.
+
+    Args:
+        q: [B, L, H, K], the queries of the last L positions.
+        keys: [B, J, C, K], with room for more positions.
+        values: likewise.
+        spans: [B, 3, L], as of `llmsuite.devices.masks.document_spans`.
+        num_keys: filled positions of the cache.
+    """
+    return _cached_attention("cached_attention", q, keys, values, spans, num_keys)
 
 
-def bf16_cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
+def bf16_cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor, num_keys: int) -> Tensor:
     """`cached_attention` with the products of `bf16_attention`."""
-    return _cached_attention("bf16_attention", q, keys, values, spans)
+    return _cached_attention("bf16_cached_attention", q, keys, values, spans, num_keys)
 
 
-def _cached_attention(kernel: str, q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
-    columns = [part.transpose([0, 2, 1, 3]) for part in (keys, values)]  # views, no copies
+def _cached_attention(kernel: str, q: Tensor, keys: Tensor, values: Tensor, spans: Tensor, num_keys: int) -> Tensor:
     outputs: list[Tensor] = paddle._C_ops._run_custom_op(
-        f"llmsuite_{kernel}", q.contiguous(), *columns, spans.contiguous()
+        f"llmsuite_{kernel}", q.contiguous(), keys, values, spans.contiguous(), num_keys
     )
     return outputs[0]
 

@@ -173,9 +173,9 @@ def test_every_piece_is_read_by_the_kernels_that_read_a_prompt_at_once() -> None
     live = CpuBackend().ops("fp32")
     seen = list[tuple[int, int]]()
 
-    def watched(q: Any, keys: Any, values: Any, spans: Any) -> Any:
-        seen.append((q.shape[1], keys.shape[2]))
-        return kernels.cached_attention(q, keys, values, spans)
+    def watched(q: Any, keys: Any, values: Any, spans: Any, num_keys: int) -> Any:
+        seen.append((q.shape[1], num_keys))
+        return kernels.cached_attention(q, keys, values, spans, num_keys)
 
     model = family_model("llama")
     num_layers = len(model.model.layers)
