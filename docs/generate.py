@@ -57,7 +57,10 @@ def example() -> str:
 
 def plugins_page() -> str:
     """The plugin contract: every hook and every dataclass that a hook returns."""
-    source = "llmsuite/contract/hookspecs.py, llmsuite/contract/specs.py and llmsuite/models/adapter_method.py"
+    source = (
+        "llmsuite/contract/hookspecs.py, llmsuite/contract/specs.py, llmsuite/models/adapter_method.py and "
+        "llmsuite/devices/device_kernels.py"
+    )
     lines = ["# Plugin contract", "", GENERATED.format(source=source), ""]
     lines += [inspect.cleandoc(hookspecs.__doc__ or ""), ""]
     lines += ["[The guide](../guide/plugins.md) has examples.", "", "## Hooks", ""]
@@ -93,6 +96,8 @@ def plugins_page() -> str:
             lines += capabilities()
         if cls is hookspecs.ModelFamily:
             lines += adapter_protocol()
+        if cls is hookspecs.DeviceSpec:
+            lines += base_class(hookspecs.DeviceKernels)
     return "\n".join(lines).rstrip() + "\n"
 
 

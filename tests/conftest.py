@@ -24,6 +24,7 @@ from llmsuite.base.cache import BUILT
 from llmsuite.base.errors import Problem, RecipeError
 from llmsuite.contract.registry import ALLOW_LIST, NO_PLUGINS, PluginInfo, Registry, load_plugins
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.device_kernels import DEVICE_KERNELS
 from llmsuite.recipe.load import REMOVE
 from llmsuite.recipe.resolve import RunPlan, plan_run
 from tests.further import ALIKE_FILES, FURTHER_FILES, RUNS_ALL, SAMPLED_FILES, sample
@@ -129,16 +130,21 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def bundled_methods() -> None:
-    """The methods of adapters of bundled plugins, known to all tests as to all commands: not all make a registry."""
+def bundled_plugins() -> None:
+    """The methods of adapters and the kernels of bundled plugins, known to all tests as to all commands: not all make a
+    registry."""
     registry_with()
 
 
 @pytest.fixture(autouse=True)
 def own_plugins() -> Iterator[None]:
-    """`--no-plugins` sets a variable for child processes: it ends with the test that gave the option."""
+    """`--no-plugins` sets a variable for child processes, and leaves the process without kernels of plugins: both end
+    with the test that gave the option."""
     before = {name: os.environ.get(name) for name in (ALLOW_LIST, NO_PLUGINS)}
+    kernels = dict(DEVICE_KERNELS)
     yield
+    DEVICE_KERNELS.clear()
+    DEVICE_KERNELS.update(kernels)
     for name, value in before.items():
         os.environ.pop(name, None)
         if value is not None:

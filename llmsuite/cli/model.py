@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import is_file
 from llmsuite.cli.ranks import settle_degrees
-from llmsuite.contract.registry import Registry
+from llmsuite.contract.registry import Registry, left_out_precision
 
 if TYPE_CHECKING:
     from llmsuite.checkpoint.model_dir import ModelDirectory
@@ -173,7 +173,8 @@ def stored_precision(args: Any, backend: DeviceBackend, refreshable: bool = Fals
         return None
     known = (*backend.precisions, *(p for p in backend.weight_only_precisions if p not in backend.precisions))
     if args.precision not in known:
-        raise UserError(f"--precision {args.precision}: {backend.name} has {', '.join(known)}")
+        hint = left_out_precision(backend.name, args.precision)
+        raise UserError(f"--precision {args.precision}: {backend.name} has {', '.join(known)}{hint}")
     if args.precision not in backend.weight_only_precisions:
         return None
     if args.num_devices > 1:

@@ -33,6 +33,7 @@ from llmsuite.contract.specs import (
     StageSpec,
     SuiteSpec,
 )
+from llmsuite.devices.device_kernels import DeviceKernels
 from llmsuite.models.adapter_method import AdapterMethod, AdapterParameter, PaddleNlpFiles
 from llmsuite.models.head import NO_KEYS
 
@@ -160,6 +161,19 @@ def check_adapter_method(spec: AdapterMethod, built_in: Iterable[AdapterMethod])
             if dim is not None and not 0 <= dim < len(shape):
                 raise UserError(f"parameters of {what}: {field} of {kind!r} is {dim}, and its shape is {list(shape)}")
     _check_files(what, spec)
+
+
+def check_kernels(spec: DeviceKernels) -> None:
+    """Raise UserError for kernels of a device without the attributes that describe them."""
+    name = getattr(spec, "name", None)
+    if not isinstance(name, str) or not _WORD.fullmatch(name):
+        raise UserError(f"kernels have the name {name!r}; a name has to be one word, of letters, digits, - and _")
+    for field in ("help", "device", "module"):
+        if not isinstance(getattr(spec, field, None), str):
+            raise UserError(f"{field} of kernels {name!r} has to be a text")
+    for field in ("local_only", "weight_only_precisions"):
+        if isinstance(getattr(spec, field), str):
+            raise UserError(f"{field} of kernels {name!r} is a text; it has to be a set or a tuple of texts")
 
 
 def _check_files(what: str, spec: AdapterMethod) -> None:

@@ -42,6 +42,7 @@ from llmsuite.contract.specs import (
     SuiteSpec,
     Turn,
 )
+from llmsuite.devices.device_kernels import DeviceKernels
 from llmsuite.models.adapter_method import (
     AdaptedModel,
     AdapterConfig,
@@ -62,6 +63,7 @@ __all__ = [
     "ConversionOptions",
     "ConvertedRecipe",
     "DataFormat",
+    "DeviceKernels",
     "DeviceSpec",
     "Environment",
     "EnvironmentSpec",
@@ -107,6 +109,13 @@ def llmsuite_register_models() -> list[ModelFamily]:
 @hookspec
 def llmsuite_register_devices() -> list[DeviceSpec]:
     """Return device backends, such as `cpu`."""
+    raise AssertionError("a hookspec is not called")
+
+
+@hookspec
+def llmsuite_register_kernels() -> list[DeviceKernels]:
+    """Return kernels for a device that exists: implementations of operations of `Ops` and its groups. They are used
+    wherever the device computes in a precision that they support on this machine."""
     raise AssertionError("a hookspec is not called")
 
 

@@ -24,6 +24,7 @@ from llmsuite.contract.checks import (
     check_command,
     check_family,
     check_fields,
+    check_kernels,
     check_keys,
     check_stage,
     check_suite,
@@ -45,6 +46,7 @@ from llmsuite.contract.specs import (
     StageSpec,
     SuiteSpec,
 )
+from llmsuite.devices.device_kernels import DEVICE_KERNELS, DeviceKernels
 from llmsuite.models.adapter_method import METHODS, AdapterMethod
 
 GROUP = "llmsuite"
@@ -59,13 +61,14 @@ BUILTIN_MODULES = ("llmsuite.builtin", "llmsuite.cli.commands")
 """Modules with the built-in specs. They are imported by name, so that whoever needs a registry imports no command."""
 BUNDLED = "llmsuite (bundled)"
 """`PluginInfo.distribution` of the plugins in `llmsuite.plugins`."""
-BUNDLED_PLUGINS = ("adapters_extra", "align", "studio", "suites")
+BUNDLED_PLUGINS = ("adapters_extra", "align", "cpu_kernels", "studio", "suites")
 """Names of the packages in `llmsuite.plugins`. They are loaded by name, so that no other module imports them."""
 
 REGISTRATIONS: dict[str, tuple[str, Any]] = {
     "stage": ("llmsuite_register_stages", (StageSpec, JobSpec)),
     "model": ("llmsuite_register_models", (ModelFamily,)),
     "device": ("llmsuite_register_devices", (DeviceSpec,)),
+    "kernels": ("llmsuite_register_kernels", (DeviceKernels,)),
     "adapter method": ("llmsuite_register_adapters", (AdapterMethod,)),
     "data format": ("llmsuite_register_data_formats", (DataFormat,)),
     "exporter": ("llmsuite_register_exporters", (Exporter,)),
@@ -126,6 +129,10 @@ class Registry:
         return self._specs["device"]
 
     @property
+    def kernels(self) -> dict[str, DeviceKernels]:
+        return self._specs["kernels"]
+
+    @property
     def adapter_methods(self) -> dict[str, AdapterMethod]:
         return self._specs["adapter method"]
 
@@ -162,8 +169,8 @@ class Registry:
         return self._specs["command"]
 
     def specs(self, kind: str) -> dict[str, Any]:
-        """Return the specs of a kind by name. Kinds: "stage", "model", "device", "adapter method", "data format",
-        "exporter", "logger", "reward", "rollout engine", "environment", "suite" and "command"."""
+        """Return the specs of a kind by name. Kinds: "stage", "model", "device", "kernels", "adapter method",
+        "data format", "exporter", "logger", "reward", "rollout engine", "environment", "suite" and "command"."""
         return self._specs[kind]
 
     def stages_by_row_kind(self) -> dict[str, list[str]]:
@@ -236,6 +243,8 @@ class Registry:
             self._owners[kind, spec.name] = info
             if kind == "adapter method":
                 METHODS[spec.name] = spec
+            elif kind == "kernels":
+                DEVICE_KERNELS[spec.name] = spec
             info.provides.append(f"{kind} {spec.name}")
 
     def _check_unknown_hooks(self, plugin: Any) -> None:
@@ -260,8 +269,18 @@ class Registry:
     def require(self, info: PluginInfo) -> None:
         """Register a plugin that the user has requested. Raises UserError if it cannot be registered."""
         self.add(info)
+        self.check_devices_of_kernels()
         if info.error is not None:
             raise UserError(f"plugin {info.name} of {info.distribution}: {info.error}")
+
+    def check_devices_of_kernels(self) -> None:
+        """Withdraw kernels for a device that is not registered, and report it as the error of their plugin. Called when
+        all plugins are loaded: the device may be in a later one."""
+        for name, kernels in list(self.kernels.items()):
+            if kernels.device not in self.devices:
+                info = self.owner("kernels", name)
+                info.error = f"device of kernels {name!r}: {self.unknown('device', kernels.device)}"
+                self.withdraw("kernels", name, info.error)
 
     def _specs_of(self, info: PluginInfo) -> Iterable[tuple[str, Any]]:
         own: set[tuple[str, str]] = set()
@@ -290,6 +309,9 @@ class Registry:
         if kind == "adapter method":
             built_in = [m for n, m in self.adapter_methods.items() if self.owner(kind, n).distribution == BUILTIN]
             check_adapter_method(spec, built_in)
+            return
+        if kind == "kernels":
+            check_kernels(spec)
             return
         check_fields(kind, spec)
         if kind == "stage":
@@ -334,6 +356,8 @@ class Registry:
         del self._specs[kind][name]
         if kind == "adapter method":
             del METHODS[name]
+        elif kind == "kernels":
+            del DEVICE_KERNELS[name]
         self._owners.pop((kind, name)).provides.remove(f"{kind} {name}")
         self._withdrawn[kind, name] = reason
 
@@ -409,6 +433,15 @@ def left_out_reason(kind: str, name: str, plugin: str) -> str:
     return f"{kind} {name!r} is in the plugin {plugin}, which --no-plugins leaves out"
 
 
+def left_out_precision(device: str, precision: str) -> str:
+    """Return what to append to the error message for a precision that a device does not have: the plugin whose kernels
+    have it as a format of weights, if --no-plugins leaves it out; else an empty text."""
+    for name, (plugin, kernels) in left_out("kernels").items():
+        if kernels.device == device and precision in kernels.weight_only_precisions:
+            return f". {left_out_reason('kernels', name, plugin)}"
+    return ""
+
+
 def _allowed(name: str) -> bool:
     names = os.environ.get(ALLOW_LIST)
     return names is None or name in [part.strip() for part in names.split(",")]
@@ -434,6 +467,7 @@ def load_plugins(builtins: Sequence[str] = BUILTIN_MODULES) -> Registry:
     """Return a registry with the built-in plugins in these modules, then the bundled ones, then those of
     installed packages in the order of their names. With `NO_PLUGINS`, only the built-in ones."""
     result = Registry()
+    DEVICE_KERNELS.clear()  # those of this registry are used: without plugins there are none
     for name in builtins:
         result.add(PluginInfo(name.rpartition(".")[2], BUILTIN, name, plugin=importlib.import_module(name)))
         assert result.plugins[-1].error is None, result.plugins[-1].error
@@ -444,6 +478,7 @@ def load_plugins(builtins: Sequence[str] = BUILTIN_MODULES) -> Registry:
     for entry_point in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
         if _allowed(entry_point.name):
             result.add(_load(entry_point, _distribution(entry_point)))
+    result.check_devices_of_kernels()
     return result
 
 

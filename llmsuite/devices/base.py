@@ -6,15 +6,18 @@ A backend is created without Paddle; the methods that need Paddle import it.
 from __future__ import annotations
 
 import abc
+import copy
 import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from llmsuite.base.errors import UserError
+from llmsuite.devices.device_kernels import DeviceKernels, kernels_for
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from llmsuite.devices.ops import Ops
     from llmsuite.devices.optimizer_ops import OptimizerOps
 
@@ -44,9 +47,6 @@ class DeviceBackend(abc.ABC):
     training_precisions: ClassVar[tuple[str, ...]] = ()
     """Further values for stages that train: all tensors are float32, and matrix products use the device's own kernels
     (`MatmulOps.matmul`, in programs `MatmulOps.program_matmul`). Inference does not support them."""
-    weight_only_precisions: ClassVar[tuple[str, ...]] = ()
-    """Further values for inference on one device: formats of the weights only. `PackedOps.packed_matmul` multiplies by
-    such weights, and all other tensors are float32."""
     install: ClassVar[str]
     """Command that installs Paddle for the device."""
     visible_devices: ClassVar[tuple[str, ...]] = ()
@@ -89,24 +89,51 @@ class DeviceBackend(abc.ABC):
     can_offload: ClassVar[bool] = True
     """True where `to_host` frees device memory; False where tensors are already in host memory."""
 
+    _added_kernels: Sequence[DeviceKernels] | None = None
+    """None: those that plugins have registered."""
+
     def kernels(self, precision: str) -> Mapping[str, str]:
-        """The table of fused kernels: an operation -> a function of `kernel_module`. Imports no Paddle.
+        """The table of the device's own kernels: an operation -> a function of `kernel_module`. Imports no Paddle.
 
         Operations are the fields of `llmsuite.devices.ops.Ops`, of its groups, and of `OptimizerOps`. Those of
-        `DecoderOps` come together, and so do those of `PackedOps`.
+        `PackedOps` come together. Plugins may add kernels, see `llmsuite.devices.device_kernels`.
         """
         return {}
+
+    @property
+    def added_kernels(self) -> Sequence[DeviceKernels]:
+        """The kernels that plugins add to this device."""
+        return kernels_for(self.name) if self._added_kernels is None else self._added_kernels
+
+    def with_kernels(self, *kernels: DeviceKernels) -> Self:
+        """A copy of this backend that has these added kernels, whatever plugins have registered."""
+        changed = copy.copy(self)
+        changed._added_kernels = kernels
+        return changed
+
+    def kernels_of(self, operation: str, precision: str) -> DeviceKernels | None:
+        """The added kernels that compute an operation; None where the device itself does."""
+        return next((added for added in self.added_kernels if operation in added.kernels(precision)), None)
 
     def fused(self, precision: str) -> frozenset[str]:
         """The operations with a fused kernel, which saves other tensors for the backward pass than plain operations do.
         Masks are not counted: their form belongs to the attention kernel. Imports no Paddle."""
-        return frozenset(self.kernels(precision)) - {"causal_mask", "document_mask"}
+        operations = {*self.kernels(precision)}
+        for added in self.added_kernels:
+            operations |= added.kernels(precision).keys()
+        return frozenset(operations) - {"causal_mask", "document_mask"}
 
     def ops(self, precision: str) -> Ops:
         """Operations for a precision: fused kernels where there are some, else plain ones. Imports Paddle."""
         from llmsuite.devices.kernel_table import ops_of
 
         return ops_of(self.loaded_kernels(precision))
+
+    def program_ops(self, precision: str) -> Ops:
+        """`ops` without the kernels that Paddle Inference does not have. Imports Paddle."""
+        from llmsuite.devices.kernel_table import ops_of
+
+        return ops_of(self._loaded(precision, in_programs=True))
 
     def optimizer_ops(self, precision: str) -> OptimizerOps:
         """Operations of the optimizer for a precision, as `ops`. Imports Paddle."""
@@ -115,15 +142,68 @@ class DeviceBackend(abc.ABC):
         return optimizer_ops_of(self.loaded_kernels(precision))
 
     def loaded_kernels(self, precision: str) -> dict[str, Callable[..., Any]]:
-        """The table of `kernels` with the functions themselves. Imports Paddle."""
-        table = self.kernels(precision)
-        module = importlib.import_module(self.kernel_module) if table else None
-        return {operation: getattr(module, function) for operation, function in table.items()}
+        """The functions of the device's own kernels and of those that plugins add, by operation. Imports Paddle.
 
-    def program_kernels(self) -> Sequence[Path]:
-        """Files with which a predictor of Paddle alone runs a program with packed weights: the sources of the custom
-        operations, and a script that builds and registers them without llmsuite. Imports no Paddle."""
-        return ()
+        Raises:
+            UserError: two plugins have a kernel for the same operation.
+        """
+        return self._loaded(precision, in_programs=False)
+
+    def _loaded(self, precision: str, in_programs: bool) -> dict[str, Callable[..., Any]]:
+        """`loaded_kernels`; with `in_programs` only those that Paddle Inference has too."""
+        loaded: dict[str, Callable[..., Any]] = {}
+        if self.kernels_in_programs or not in_programs:
+            loaded = _functions(self.kernel_module, self.kernels(precision))
+        owners: dict[str, str] = {}
+        for added in self.added_kernels:
+            if in_programs and not added.in_programs:
+                continue
+            added.load(precision)  # if it fails, its table is smaller afterwards
+            table = added.kernels(precision)
+            if twice := next((operation for operation in table if operation in owners), None):
+                raise UserError(
+                    f"device {self.name}: the kernels {owners[twice]} and {added.name} both compute {twice}; uninstall "
+                    "one of the plugins, or name those to use in LLMSUITE_PLUGINS"
+                )
+            owners |= dict.fromkeys(table, added.name)
+            loaded |= _functions(added.module, table)
+        return loaded
+
+    def kernel_modules(self) -> set[str]:
+        """Names of the modules with the functions of kernels."""
+        return {self.kernel_module, *(added.module for added in self.added_kernels)}
+
+    def build_kernels(self) -> None:
+        """Build the kernels that plugins add, once, before several ranks are started."""
+        for added in self.added_kernels:
+            added.build()
+
+    @property
+    def operations_of_local_shards(self) -> frozenset[str]:
+        """`local_only_kernels` of the device and of the kernels that plugins add."""
+        return self.local_only_kernels.union(*(added.local_only for added in self.added_kernels))
+
+    def mask_bytes(self, precision: str) -> int:
+        """Size in bytes per token of the document mask that the attention of a precision saves. Imports no Paddle."""
+        added = self.kernels_of("attention", precision)
+        return self.document_mask_bytes if added is None else added.document_mask_bytes
+
+    def keeps_attention_output(self, precision: str) -> bool:
+        """True where the attention of a precision saves its output for the backward pass. Imports no Paddle."""
+        added = self.kernels_of("attention", precision)
+        return self.attention_keeps_output if added is None else added.attention_keeps_output
+
+    @property
+    def weight_only_precisions(self) -> tuple[str, ...]:
+        """Further values for inference on one device: formats of the weights only, see
+        `DeviceKernels.weight_only_precisions`."""
+        found = (precision for added in self.added_kernels for precision in added.weight_only_precisions)
+        return tuple(dict.fromkeys(found))
+
+    def program_kernels(self) -> DeviceKernels | None:
+        """The added kernels with which a predictor runs a program with packed weights; None where no program has
+        them."""
+        return next((added for added in self.added_kernels if added.program_files()), None)
 
     def configure_predictor(self, config: Any, number: int, num_threads: int) -> None:
         """Make a predictor of Paddle Inference compute on this kind of device; by default it silently uses the CPU.
@@ -152,13 +232,13 @@ class DeviceBackend(abc.ABC):
     def has_bf16_rollout_weights(self, precision: str) -> bool:
         """True if the rollout copy of a model that is trained in a precision has weights in bf16: training rounds the
         inputs of products, and a kernel for packed weights computes the same. Imports no Paddle."""
-        return {"round_activation", "packed_matmul"} <= self.kernels(precision).keys()
+        return {"round_activation", "packed_matmul"} <= self.fused(precision)
 
     def padding_free(self, precision: str) -> bool:
-        """True if attention skips the tokens of a row that a token does not see: then a batch costs less as documents
-        of one row than as rows with padding, and answers may share a prompt (`masks.document_spans`). Imports no
-        Paddle."""
-        return False
+        """True if attention skips the tokens of a row that a token does not see, see `DeviceKernels.is_padding_free`.
+        Imports no Paddle."""
+        added = self.kernels_of("attention", precision)
+        return added is not None and added.is_padding_free
 
     def environment(self, local_ranks: int, inference_only: bool = False) -> dict[str, str]:
         """Environment variables that a worker needs before it imports Paddle; those that the user has set take
@@ -195,12 +275,13 @@ class DeviceBackend(abc.ABC):
             raise UserError(f"launch.devices: {hidden[0]} is not among {name}={os.environ[name]}; unset {name}")
         return {name: ",".join(map(str, numbers))}
 
-    def prepare_ranks(self) -> None:  # noqa: B027  (most backends have nothing to do)
-        """Prepare the machine, once, before several ranks are started.
+    def prepare_ranks(self) -> None:
+        """Prepare the machine, once, before several ranks are started: at least `build_kernels`.
 
         Raises:
             UserError: something that the ranks need is missing.
         """
+        self.build_kernels()
 
     def before_paddle(self) -> None:  # noqa: B027  (most backends have nothing to do)
         """Hook before Paddle is imported, in one of several ranks or in the process that forks them."""
@@ -244,8 +325,26 @@ class DeviceBackend(abc.ABC):
     def matmul_backend(self, precision: str) -> str:
         """Description of the library, and where there is a choice the instructions, that compute the matrix products of
         a precision. Imports no Paddle."""
+        added = self.kernels_of("matmul", precision)
+        return self.own_matmul_backend(precision) if added is None else added.matmul_backend(precision)
+
+    def own_matmul_backend(self, precision: str) -> str:
+        """`matmul_backend` of the products that the device itself computes."""
         return "Paddle's"
 
     def precision_warning(self, precision: str) -> str | None:
         """Warning for users of a precision on this machine, or None. Imports no Paddle."""
+        added = self.kernels_of("matmul", precision)
+        return self.own_precision_warning(precision) if added is None else added.precision_warning(precision)
+
+    def own_precision_warning(self, precision: str) -> str | None:
+        """`precision_warning` of the products that the device itself computes."""
         return None
+
+
+def _functions(module: str, table: Mapping[str, str]) -> dict[str, Callable[..., Any]]:
+    """The functions of a module that a table of kernels names, by operation."""
+    if not table:
+        return {}
+    imported = importlib.import_module(module)
+    return {operation: getattr(imported, function) for operation, function in table.items()}

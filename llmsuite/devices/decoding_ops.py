@@ -1,18 +1,19 @@
 """Operations of generation alone: kernels without gradients, and those that read packed weights.
 
-Shapes: B batch, L new tokens of each row, S columns of the cache, H query heads, J key-value heads, K head size,
-D hidden, F intermediate, V vocabulary, I inputs and O outputs of a matrix.
+Shapes: B batch, L new tokens of each row, S columns of the cache, J key-value heads, K head size, F intermediate,
+N rows, E experts, I inputs and O outputs of a matrix.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import paddle.nn.functional as F
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.decoder_weights import DecoderWeights, PackedWeight
 
 
 def joined_swiglu(both: Tensor) -> Tensor:
@@ -21,23 +22,34 @@ def joined_swiglu(both: Tensor) -> Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class DecoderOps:
-    """Kernels for the layers of a decoder with a cache in one buffer, whose weights are `DecoderWeights`."""
+class PackedWeight:
+    """A matrix [I, O], or a stack of them, packed in the bytes that the device's kernels read."""
 
-    next_logits: Callable[[DecoderWeights, Tensor, Tensor, Tensor, Tensor, Sequence[Tensor], int], Tensor]
-    """One new token of each row through all layers: embeddings [B, D], cos and sin [B, 1, 1, K / 2], numbers of padding
-    columns [B], a cache buffer with free columns, [B, J, S, K] float32 or bfloat16 each, and the number of columns in
-    use, to logits [B, V]. It writes keys and values, rounded as by `MatmulOps.round_attention_input`, into the
-    cache."""
-    cached_attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-    """`Ops.attention` of new tokens [B, L, H, K] to the columns of a cache, [B, J, S, K] each and possibly views, with
-    spans [B, 3, L] as of `llmsuite.devices.masks.document_spans`."""
+    bytes: Tensor
+    codes: Any
+    """Number format, in the form that the kernels take."""
+    num_inputs: int
+    num_outputs: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixPart:
+    """Outputs of a matrix that come from one parameter."""
+
+    num_outputs: int
+    read: Callable[[int, int], np.ndarray]
+    """Maps the range of outputs, first and end, to their values, [I, n] float32."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PackedOps:
     """Operations on packed weights: matrices in 16, 8 or 4 bits, in the bytes that the kernels read."""
 
+    pack: Callable[[Sequence[MatrixPart], int, str], PackedWeight]
+    """Packs the outputs of several parameters into one matrix. Takes the parts, the number of inputs I, and one of
+    `DeviceBackend.weight_only_precisions`. Only a chunk of the values is in memory at a time."""
+    pack_stack: Callable[[Sequence[MatrixPart], int, str], PackedWeight]
+    """Packs matrices of one shape, such as those of experts, into one stack; arguments as for `pack`."""
     packed_matmul: Callable[[Tensor, PackedWeight], Tensor]
     """x [..., I], rounded to bfloat16, times a packed weight, [..., O] in float32."""
     packed_grouped_matmul: Callable[[Tensor, PackedWeight, Tensor], Tensor]
@@ -49,14 +61,22 @@ class PackedOps:
     """Writes values [I, n], or transposed [n, I], into a packed weight in bf16, from an output index on."""
 
 
+DecoderBuilder = Callable[[Any, str | None], Any]
+"""Takes the device's `Ops` and the dtype of keys and values in the cache (None for the dtype they are computed in).
+Called after the layers of the model are fused; returns a `llmsuite.models.blocks.DecodingKernels` with `next_logits`
+and `prefill`, or None where the dtype or the layout of a parameter is not supported."""
+
+
 @dataclasses.dataclass(frozen=True)
 class DecodingOps:
     """The operations of generation that training does not have."""
 
     joined_swiglu: Callable[[Tensor], Tensor] = joined_swiglu
     """A kernel has no gradient."""
-    decoder: DecoderOps | None = None
-    """None: a decoder is computed layer by layer."""
+    decoder_for: Callable[[Any], DecoderBuilder | None] | None = None
+    """Takes a model before its layers are fused, possibly without memory (`llmsuite.models.blocks.CausalLM`). Returns
+    the builder of kernels that compute all its layers together, or None for a model that they do not support. None: a
+    decoder is computed layer by layer."""
     packed: PackedOps | None = None
     """None: the device has no packed weights."""
     heads_first: bool = False

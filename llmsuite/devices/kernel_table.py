@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
-from llmsuite.devices.decoding_ops import DecoderOps, DecodingOps, PackedOps
+from llmsuite.devices.decoding_ops import DecodingOps, PackedOps
 from llmsuite.devices.expert_ops import ExpertOps
 from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.devices.ops import Ops
@@ -14,10 +14,9 @@ from llmsuite.devices.optimizer_ops import OptimizerOps
 
 Kernels = Mapping[str, Callable[..., Any]]
 """Kernels by the names of their operations."""
-Group = TypeVar("Group", DecoderOps, PackedOps)
 
-_GROUPS = (Ops, MatmulOps, ExpertOps, DecodingOps, DecoderOps, PackedOps, OptimizerOps)
-_NO_OPERATIONS = {"matmuls", "experts", "decoding", "decoder", "packed", "heads_first"}
+_GROUPS = (Ops, MatmulOps, ExpertOps, DecodingOps, PackedOps, OptimizerOps)
+_NO_OPERATIONS = {"matmuls", "experts", "decoding", "packed", "heads_first"}
 """Fields of the groups that are no operations."""
 
 
@@ -28,13 +27,11 @@ def ops_of(kernels: Kernels) -> Ops:
         TypeError: a name is none of an operation, or a group that comes as a whole lacks a kernel.
     """
     _check_names(kernels)
-    decoder = _group_of(DecoderOps, kernels)
-    packed = _group_of(PackedOps, kernels)
     return Ops(
         **_those_of(Ops, kernels),
         matmuls=MatmulOps(**_those_of(MatmulOps, kernels)),
         experts=ExpertOps(**_those_of(ExpertOps, kernels)),
-        decoding=DecodingOps(**_those_of(DecodingOps, kernels), decoder=decoder, packed=packed),
+        decoding=DecodingOps(**_those_of(DecodingOps, kernels), packed=_packed_of(kernels)),
     )
 
 
@@ -48,7 +45,7 @@ def forms(ops: Ops, optimizer_ops: OptimizerOps) -> dict[str, Callable[..., Any]
     """The function of every operation, by its name in a table of kernels; None where the device computes it by
     others."""
     decoding = ops.decoding
-    groups = (ops, ops.matmuls, ops.experts, decoding, decoding.decoder, decoding.packed, optimizer_ops)
+    groups = (ops, ops.matmuls, ops.experts, decoding, decoding.packed, optimizer_ops)
     found: dict[str, Callable[..., Any] | None] = {}
     for kind, group in zip(_GROUPS, groups, strict=True):
         for name in _operations(kind):
@@ -65,15 +62,15 @@ def _those_of(kind: type[Any], kernels: Kernels) -> dict[str, Any]:
     return {name: kernels[name] for name in _operations(kind) if name in kernels}
 
 
-def _group_of(kind: type[Group], kernels: Kernels) -> Group | None:
-    """A group that a device has as a whole or not at all."""
-    given = _those_of(kind, kernels)
+def _packed_of(kernels: Kernels) -> PackedOps | None:
+    """The group that a device has as a whole or not at all."""
+    given = _those_of(PackedOps, kernels)
     if not given:
         return None
-    missing = [name for name in _operations(kind) if name not in given]
+    missing = [name for name in _operations(PackedOps) if name not in given]
     if missing:
         raise TypeError(f"the device has a kernel for {', '.join(given)}, and none for {', '.join(missing)}")
-    return kind(**given)
+    return PackedOps(**given)
 
 
 def _check_names(kernels: Kernels) -> None:

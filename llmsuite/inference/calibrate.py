@@ -25,8 +25,8 @@ from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.checkpoint.tensors import InMemoryTensors
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.tensors import tensor_of
-from llmsuite.inference.next_logits import unsupported_reason
-from llmsuite.inference.packing import block_format
+from llmsuite.inference.plain_decoder import unsupported_reason
+from llmsuite.models.block_quant import block_format
 from llmsuite.models.gptq import rounded_by_inputs
 from llmsuite.models.hf_tensors import HfTensors
 from llmsuite.models.linear import is_matrix

@@ -34,6 +34,7 @@ from llmsuite.checkpoint.finite_model import with_finite_check
 from llmsuite.checkpoint.int8 import SCALES
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
+from llmsuite.contract.registry import left_out_precision
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.data.tokenizer import stop_token_ids_of
 from llmsuite.devices.base import DeviceBackend
@@ -222,7 +223,7 @@ def _prepare_for_program(model: Any, source: ModelDirectory, backend: DeviceBack
     add_collectives(model, source.family.shard_plan or UNSHARDED, mesh, ring_of(mesh))
     make_static(model)
     fold_norm_weights(model)
-    _skip_transcription(model, backend.kernel_module)
+    _skip_transcription(model, backend.kernel_modules())
 
 
 def record_export(source: ModelDirectory, backend: DeviceBackend, precision: str, rows: TokenRows) -> RankRecord:
@@ -246,13 +247,16 @@ def _check_precision(precision: str, backend: DeviceBackend) -> None:
     if "bf16" in backend.precisions:
         known.append("int8")  # weights only, with one scale for each output
     if precision not in known:
-        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}")
+        hint = left_out_precision(backend.name, precision)
+        raise UserError(f"--precision {precision}: {backend.name} has {', '.join(known)}{hint}")
 
 
 def _write_kernels(directory: Path, backend: DeviceBackend) -> None:
     """Write the sources of the operations of programs with packed matrices, and the script that registers them."""
+    kernels = backend.program_kernels()
+    assert kernels is not None, "the device has weights for programs"
     directory.mkdir()
-    for path in backend.program_kernels():
+    for path in kernels.program_files():
         shutil.copyfile(path, directory / path.name)
 
 
@@ -279,7 +283,7 @@ def _source_files(source: ModelDirectory) -> list[Path]:
     return [source.path / "config.json", *source.files.paths, *(path for path in recipe if is_file(path))]
 
 
-def _skip_transcription(model: Any, kernels: str) -> None:
+def _skip_transcription(model: Any, kernels: set[str]) -> None:
     """Keep Paddle from rewriting the Python code of a pass: no branch depends on the values of a tensor, and rewriting
     is slow and would turn decisions by shape into branches of the program."""
     classes: set[type] = set()
@@ -302,7 +306,7 @@ def _skip_transcription(model: Any, kernels: str) -> None:
         "llmsuite.inference.rank_shards",
         "llmsuite.inference.static_experts",
         __name__,
-        kernels,
+        *kernels,
     }
     paddle.jit.ignore_module([sys.modules[name] for name in sorted(ours & sys.modules.keys())])
 

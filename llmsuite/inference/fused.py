@@ -18,9 +18,7 @@ from paddle import nn
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.decoding_ops import joined_swiglu as plain_swiglu
 from llmsuite.devices.ops import Ops, rms_norm
-from llmsuite.inference.fused_prefill import FusedPrefill, rounds_activations
-from llmsuite.inference.fusible import attentions, call_layer, is_gated_mlp, is_rms_norm
-from llmsuite.inference.next_logits import NextLogits, decoder_weights, unsupported_reason
+from llmsuite.inference.fusible import attentions, call_layer, is_gated_mlp, is_rms_norm, rounds_activations
 from llmsuite.models.blocks import (
     Attention,
     CausalLM,
@@ -68,8 +66,8 @@ def fuse(
             one.
         round_qkv: rounds queries, keys and values without biases and norms; for a rollout model too.
     """
-    decoder_ops = None if live is None else live.decoding.decoder
-    is_covered = decoder_ops is not None and unsupported_reason(model) is None
+    decoder_for = None if live is None else live.decoding.decoder_for
+    build_decoder = None if decoder_for is None else decoder_for(model)
     fused = attentions(model)
     cache_dtype = cache_dtype if fused else None
     for attention in fused:
@@ -86,16 +84,15 @@ def fuse(
     if fused:
         model.input_form = ExpandedInputs(model.input_form, *fused[0].num_heads)
     model.decoding = DecodingKernels(accepts_buffer=bool(fused), cache_dtype=cache_dtype)
-    weights = decoder_weights(model) if is_covered and fused else None
-    if weights is not None:
-        assert live is not None
-        assert decoder_ops is not None
-        next_logits = NextLogits(model, weights, decoder_ops.next_logits)
-        prefill = FusedPrefill(model, live, decoder_ops.cached_attention, cache_dtype)
-        model.decoding = dataclasses.replace(model.decoding, next_logits=next_logits, prefill=prefill)
-    elif model.lm_head is None and is_plain_embedding(model.model.embed_tokens):
-        if model.model.embed_tokens.weight.place.is_cpu_place() and type(model.tied_head) is TiedHead:
-            model.tied_head = TransposedTiedHead()
+    decoder = build_decoder(live, cache_dtype) if build_decoder is not None and fused else None
+    if decoder is not None:
+        model.decoding = decoder
+        return
+    words = model.model.embed_tokens
+    if model.lm_head is not None or not is_plain_embedding(words):
+        return
+    if words.weight.place.is_cpu_place() and type(model.tied_head) is TiedHead:
+        model.tied_head = TransposedTiedHead()
 
 
 def disable_decoder_kernels(model: CausalLM) -> None:

@@ -57,6 +57,12 @@ def _is_grouped(core: Any) -> bool:
     return core is grouped_attention or is_rounded
 
 
+def rounds_activations(attention: Attention) -> bool:
+    """True for a fused attention whose queries, keys and values are rounded in training, where the device rounds them
+    (`MatmulOps.rounds_attention`)."""
+    return attention.qkv_proj.bias is None and attention.q_norm is None
+
+
 def is_gated_mlp(module: Any) -> bool:
     """True for a gated MLP that computes as `blocks.GatedMLP` does, with llmsuite's SwiGLU and plain matrices."""
     if not is_exactly(module, GatedMLP) or module.kernel is not None or not is_own(module.swiglu):

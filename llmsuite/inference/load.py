@@ -195,7 +195,6 @@ def build_model(
     from llmsuite.checkpoint.prefix_dir import Prefixes
     from llmsuite.checkpoint.reft_dir import Interventions
     from llmsuite.contract.schema.degrees import Degrees
-    from llmsuite.inference.next_logits import unsupported_reason
     from llmsuite.inference.pack_model import pack_bf16, pack_matrices
     from llmsuite.inference.stages import keep_stage_layers
     from llmsuite.models.shard_plan import UNSHARDED
@@ -216,9 +215,11 @@ def build_model(
     read = values(model)
     if is_padded(config, mesh.degrees.tp):
         read = pad_values(read, parameter_shapes(family, config))
-    packed_ops = backend.ops(precision).decoding.packed
+    decoding = backend.ops(precision).decoding
+    packed_ops = decoding.packed
     if packed == AS_TRAINED:
-        if backend.has_bf16_rollout_weights(precision) and unsupported_reason(model) is None:
+        decoder_for = decoding.decoder_for
+        if backend.has_bf16_rollout_weights(precision) and decoder_for is not None and decoder_for(model) is not None:
             assert packed_ops is not None, "the device has weights for rollouts"
             pack_bf16(model, read, packed_ops)
     elif packed is not None:
@@ -273,14 +274,13 @@ def check_cut(family: ModelFamily, config: Any, degrees: Degrees, option: str = 
 
 def generation_ops(backend: DeviceBackend, precision: str) -> Any:
     """The operations for generation (`inference.attention.with_cached_attention`)."""
-    from llmsuite.devices.ops import Ops
     from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention, with_cached_attention
 
     live = backend.ops(precision)
     attention: Any = grouped_attention
     if live.matmuls.rounds_attention_inputs:
         attention = functools.partial(rounded_grouped_attention, live.matmuls.round_attention_input)
-    ops = live if backend.kernels_in_programs else Ops()
+    ops = backend.program_ops(precision)
     matmuls = dataclasses.replace(ops.matmuls, round_attention_input=live.matmuls.round_attention_input)
     return with_cached_attention(dataclasses.replace(ops, matmuls=matmuls), attention)
 

@@ -24,12 +24,11 @@ from paddle import nn
 from llmsuite.adapters.parameters import is_factor
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.decoder_weights import PackedWeight
-from llmsuite.devices.decoding_ops import PackedOps
+from llmsuite.devices.decoding_ops import MatrixPart, PackedOps, PackedWeight
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.fusible import attentions, is_gated_mlp
 from llmsuite.inference.packed_layers import PackedEmbedding, PackedExperts, PackedLinear, PackedTiedHead
-from llmsuite.inference.packing import Part, codes_of, pack_parts, pack_stack
+from llmsuite.models.block_quant import LEVELS
 from llmsuite.models.blocks import Attention, CausalLM, GatedMLP, halves_first
 from llmsuite.models.embedding import is_plain_embedding
 from llmsuite.models.experts import GroupedLinear
@@ -41,7 +40,7 @@ ReadSlice = Callable[[str, Sequence[int], Sequence[slice]], np.ndarray]
 
 def head_precision(precision: str) -> str:
     """Precision of the embedding and the head, for one of the layers."""
-    return "int8" if codes_of(precision).bits == 4 else precision
+    return "int8" if precision in LEVELS else precision
 
 
 @paddle.no_grad()
@@ -110,8 +109,7 @@ class _Packer:
     def __init__(self, read: ReadSlice, precision: str, ops: PackedOps):
         self._read = read
         self._precision = precision
-        self._product = ops.packed_matmul
-        self._grouped = ops.packed_grouped_matmul
+        self._ops = ops
 
     def layers(self, model: CausalLM) -> None:
         """Pack the matrices of the layers: concatenated where they are computed together (`fusible`), else one by
@@ -175,7 +173,7 @@ class _Packer:
                     raise self._not_plain(prefix, module)
                 stack = self._stack(prefix, module.weight.shape)
                 del module.weight  # an nn.Layer lets a parameter be replaced by nothing but a parameter
-                module.weight = PackedExperts(stack, self._grouped)
+                module.weight = PackedExperts(stack, self._ops.packed_grouped_matmul)
 
     def _stack(self, name: str, shape: Sequence[int]) -> PackedWeight:
         """The packed matrices of all experts, [E, I, O]."""
@@ -186,8 +184,8 @@ class _Packer:
             index = [slice(number, number + 1), slice(0, num_inputs), slice(first, end)]
             return np.asarray(self._read(f"{name}.weight", shape, index)[0], "float32")
 
-        matrices = [Part(num_outputs, functools.partial(read_outputs, number)) for number in range(num_experts)]
-        return pack_stack(matrices, num_inputs, self._precision)
+        matrices = [MatrixPart(num_outputs, functools.partial(read_outputs, number)) for number in range(num_experts)]
+        return self._ops.pack_stack(matrices, num_inputs, self._precision)
 
     def _linear(
         self,
@@ -211,7 +209,7 @@ class _Packer:
         return self._layer(matrix, bias, names[0] if is_accessible else "")
 
     def _layer(self, matrix: PackedWeight, bias: Tensor | None, name: str = "") -> PackedLinear:
-        return PackedLinear(matrix, bias, self._product, name)
+        return PackedLinear(matrix, bias, self._ops.packed_matmul, name)
 
     def _not_plain(self, name: str, layer: nn.Layer) -> UserError:
         return UserError(
@@ -245,8 +243,8 @@ class _Packer:
             )
             if order is not None:
                 read_outputs = functools.partial(_reordered, functools.cache(read_outputs), order)
-            parts.append(Part(num_outputs, read_outputs))
-        return pack_parts(parts, num_inputs, precision)
+            parts.append(MatrixPart(num_outputs, read_outputs))
+        return self._ops.pack(parts, num_inputs, precision)
 
     def _read_outputs(self, name: str, shape: Sequence[int], transposed: bool, first: int, end: int) -> np.ndarray:
         """Outputs of a parameter, [I, end - first] in float32."""

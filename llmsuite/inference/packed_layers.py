@@ -13,7 +13,7 @@ from paddle import nn
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.decoder_weights import PackedWeight
+from llmsuite.devices.decoding_ops import PackedWeight
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.models.blocks import TiedHead
 from llmsuite.models.experts import Counts

@@ -17,6 +17,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.files import broken_file, read_json_object
 from llmsuite.base.safe_files import is_file
 from llmsuite.base.typing import Tensor
+from llmsuite.contract.registry import left_out_precision
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
@@ -75,7 +76,7 @@ class Predictor:
         self._hidden_size = int(shape.get("hidden_size") or shape["n_embd"])
         self._dtype = self.exported.dtype
         if self.exported.has_kernels:
-            _load_kernels(directory, self._backend)
+            _load_kernels(directory, self._backend, self.exported.precision)
         if reason := self._backend.unavailable(1):
             raise UserError(f"--device {self._backend.name}: {reason}")
         self._config()  # raises before the first pass, if the backend does not support predictors
@@ -192,19 +193,19 @@ class _Runner:
         return results
 
 
-def _load_kernels(directory: Path, backend: DeviceBackend) -> None:
-    """Register the operations of a program with packed matrices.
+def _load_kernels(directory: Path, backend: DeviceBackend, precision: str) -> None:
+    """Register the operations of a program with matrices that are packed in a precision.
 
     Raises:
         UserError: it is for another device, or they cannot be built here.
     """
-    if not backend.program_kernels():
+    kernels = backend.program_kernels()
+    if kernels is None:
         raise UserError(
-            f"{directory}: its matrices are stored for cpu; export the model again with --device {backend.name}"
+            f"{directory}: its matrices are stored for kernels that {backend.name} does not have; export the model "
+            f"again with --device {backend.name}{left_out_precision(backend.name, precision)}"
         )
-    from llmsuite.devices.cpu.kernels.ops import load
-
-    if not load():
+    if not kernels.load_for_programs():
         raise UserError(
             f"{directory}: its matmuls need kernels that are built by g++; install it, or export the model again "
             "with --precision fp32"

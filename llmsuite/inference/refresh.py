@@ -13,7 +13,7 @@ from typing import Any
 import paddle
 
 from llmsuite.base.typing import Tensor
-from llmsuite.devices.decoder_weights import PackedWeight
+from llmsuite.devices.decoding_ops import PackedWeight
 from llmsuite.devices.decoding_ops import joined_swiglu as plain_swiglu
 from llmsuite.devices.ops import Ops
 from llmsuite.inference.fused import JoinedSwiglu, RoundQkv, TransposedTiedHead, fuse

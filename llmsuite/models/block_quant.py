@@ -144,6 +144,14 @@ class BlockFormat:
         return self.dequantise(*self.quantise(flat)).reshape(values.shape)
 
 
+def block_format(dtype: str, num_inputs: int) -> BlockFormat:
+    """The blocks of a matrix that is rounded for generation: the largest power of two that divides the number of
+    inputs, up to 64."""
+    return BlockFormat(dtype, min(_MAX_BLOCK, num_inputs & -num_inputs))
+
+
+_MAX_BLOCK = 64
+"""Most inputs of a block in generation."""
 _ROWS = 32
 """Rows of codes that are looked up in one call."""
 

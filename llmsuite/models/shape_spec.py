@@ -126,5 +126,5 @@ class ShapeSpec:
     @property
     def is_plain(self) -> bool:
         """True if all layers are those of `models.blocks` with no biases but those of queries, keys and values: one
-        fused kernel can decode a token with such a model (`inference.next_logits.unsupported_reason`)."""
+        fused kernel can decode a token with such a model (`inference.plain_decoder.unsupported_reason`)."""
         return self.norm == "rms" and not self.learned_positions and all(layer.is_plain for layer in self.layers)

@@ -98,7 +98,7 @@ def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSetting
     fused = backend.fused(engine.precision)
     fused_in_layers = fused
     if tp > 1 and engine.compiles_layers:
-        fused_in_layers = fused - backend.local_only_kernels
+        fused_in_layers = fused - backend.operations_of_local_shards
     keeps_inputs: frozenset[str] = frozenset()
     if lora.adapter_method.keeps_input and not lora.dropout:
         keeps_inputs = layout.adapted
@@ -121,8 +121,8 @@ def activation_settings(layout: Layout, uses_entropy: bool) -> ActivationSetting
         loss_chunk=engine.loss_chunk_tokens,
         fused=fused_in_layers,
         fused_outside=fused,
-        document_mask_bytes=backend.document_mask_bytes,
-        attention_keeps_output=backend.attention_keeps_output,
+        document_mask_bytes=backend.mask_bytes(engine.precision),
+        attention_keeps_output=backend.keeps_attention_output(engine.precision),
         is_frozen=model_plan.is_frozen,
         adapter_rank=lora.rank,
         adapted=layout.adapted,

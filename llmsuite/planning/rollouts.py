@@ -19,9 +19,6 @@ from llmsuite.recipe.shape import local_weights
 
 _COPIES = 2
 """The cache is copied where completions join it or leave it."""
-_STORED_BYTES = 2
-_TILE = 32
-"""Bytes of a number of a stored matrix, and outputs of a tile of it: those of `inference.packing` for bfloat16."""
 
 
 def decoder_bytes(layout: Layout, train_plan: TrainPlan, shape_spec: ShapeSpec, mesh: Mesh) -> float:
@@ -58,14 +55,17 @@ def _weight_bytes(layout: Layout, shape_spec: ShapeSpec, each_token: bool = Fals
     vectors = sum(math.prod(shape) for shape in layout.model_shapes.values() if len(shape) == 1)
     stored = [sizes for layer in shape_spec.layers for sizes in _stored_sizes(shape_spec.hidden, layer)]
     stored.append((shape_spec.hidden, words[0]))  # the head, also where it is tied
-    num_bytes = 4 * vectors + sum(_STORED_BYTES * inputs * _tiled(outputs) for inputs, outputs in stored)
+    parallel_plan = layout.parallel_plan
+    kernels = parallel_plan.device.factory().kernels_of("packed_matmul", parallel_plan.engine.precision)
+    assert kernels is not None, "see `stores_matrices`"
+    num_bytes = 4 * vectors + sum(kernels.packed_bytes("bf16", inputs, outputs) for inputs, outputs in stored)
     return float(num_bytes if each_token else num_bytes + 4 * math.prod(words))
 
 
 def _kept_up_values(parallel_plan: ParallelPlan, shape_spec: ShapeSpec) -> int:
     """Number of values that latent attentions hold in addition to their weights, see `keep_up_matrices` of
     `models.deepseek.layers`."""
-    if "round_attention_input" in parallel_plan.device.factory().kernels(parallel_plan.engine.precision):
+    if "round_attention_input" in parallel_plan.device.factory().fused(parallel_plan.engine.precision):
         return 0
     latent = [layer.attention for layer in shape_spec.layers if isinstance(layer.attention, Latent)]
     return sum(own.kv_rank * own.heads * (own.nope + own.value) for own in latent)
@@ -80,11 +80,6 @@ def _stored_sizes(hidden: int, layer: LayerSpec) -> list[tuple[int, int]]:
     assert isinstance(mlp, GatedMLP), "likewise"
     queries, keys = (heads * attention.head_size for heads in (attention.heads, attention.kv_heads))
     return [(hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * mlp.width), (mlp.width, hidden)]
-
-
-def _tiled(outputs: int) -> int:
-    """Outputs of a stored matrix, padded to full tiles, see `inference.packing`."""
-    return -(-outputs // _TILE) * _TILE
 
 
 def _reward_values(reward: Any) -> int:

@@ -23,7 +23,7 @@ def main() -> int:
     import paddle.nn.functional as F
 
     from llmsuite.devices import masks, ops, paddle_kernels
-    from llmsuite.devices.cpu.kernels import ops as cpu
+    from llmsuite.plugins.cpu_kernels import kernels as cpu
 
     dist.init_parallel_env()
     mesh = dist.ProcessMesh(list(range(NUM_RANKS)), dim_names=["tp"])

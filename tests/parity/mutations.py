@@ -224,10 +224,10 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
 
     from llmsuite.devices import masks
     from llmsuite.devices import ops as plain
-    from llmsuite.devices.cpu import CpuBackend
-    from llmsuite.devices.cpu.kernels import ops
     from llmsuite.devices.local_parts import local_constant
     from llmsuite.devices.matmul_ops import MatmulOps
+    from llmsuite.plugins.cpu_kernels import kernels as ops
+    from llmsuite.plugins.cpu_kernels.cpu import CpuKernels
 
     def bent(wide: Any) -> Any:
         return wide * (1 + 2.0**-5 * paddle.sin(3 * paddle.log(wide.abs() + 1e-30)))
@@ -271,7 +271,7 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
     def of_either(of_float32: Any, of_bent: Any) -> Any:
         return lambda x, *rest: (of_bent if x.dtype == paddle.float64 else of_float32)(x, *rest)
 
-    patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
+    patch.setattr(CpuKernels, "_has_bf16", lambda self: False)
     patch.setattr(ops, "rounded_matmul", matmul)
     patch.setattr(ops, "rounded_io_matmul", rounded_output_matmul)
     patch.setattr(ops, "round_to_bf16", round_activation)
@@ -283,9 +283,9 @@ def products_bent(patch: pytest.MonkeyPatch) -> None:
 
 def products_by_rounding(patch: pytest.MonkeyPatch) -> None:
     """No error: bf16 as on a processor without instructions for it."""
-    from llmsuite.devices.cpu import CpuBackend
+    from llmsuite.plugins.cpu_kernels.cpu import CpuKernels
 
-    patch.setattr(CpuBackend, "_has_bf16", lambda self: False)
+    patch.setattr(CpuKernels, "_has_bf16", lambda self: False)
 
 
 def frozen_in_float32(patch: pytest.MonkeyPatch) -> None:
@@ -297,9 +297,9 @@ def frozen_in_float32(patch: pytest.MonkeyPatch) -> None:
 
 def plain_kernels(patch: pytest.MonkeyPatch) -> None:
     """No error: the CPU as without a compiler, so that attention makes scores of all pairs of tokens."""
-    from llmsuite.devices.cpu import CpuBackend
+    from llmsuite.plugins.cpu_kernels.cpu import CpuKernels
 
-    patch.setattr(CpuBackend, "kernels", lambda self, precision: {})
+    patch.setattr(CpuKernels, "kernels", lambda self, precision: {})
 
 
 def rollouts_in_float32(patch: pytest.MonkeyPatch) -> None:

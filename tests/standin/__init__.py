@@ -14,11 +14,11 @@ from pathlib import Path
 import llmsuite
 from llmsuite.contract.specs import DeviceSpec
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.cpp_library import CppLibrary, build_library
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.cpu.build import Library, library
 from llmsuite.devices.gpu import GpuBackend
 
-_LIBRARY = Library(
+_LIBRARY = CppLibrary(
     name="standin",
     sources=(Path(__file__).parent / "sixteen_bits.cc",),
     options=("-O1",),
@@ -34,21 +34,14 @@ class StandIn(CpuBackend):
     name = "standin"
     precisions = GpuBackend.precisions
     training_precisions = ()
-    weight_only_precisions = ()
     kernel_module = DeviceBackend.kernel_module
-    local_only_kernels = DeviceBackend.local_only_kernels
-    document_mask_bytes = DeviceBackend.document_mask_bytes
     kernels_in_programs = True
     overlaps_communication = DeviceBackend.overlaps_communication
 
     kernels = GpuBackend.kernels
     parameter_dtype = DeviceBackend.parameter_dtype
-    matmul_backend = DeviceBackend.matmul_backend
-    precision_warning = DeviceBackend.precision_warning
-    loaded_kernels = DeviceBackend.loaded_kernels
-
-    def padding_free(self, precision: str) -> bool:
-        return False
+    own_matmul_backend = DeviceBackend.own_matmul_backend
+    own_precision_warning = DeviceBackend.own_precision_warning
 
     def activate(self, local_rank: int) -> None:
         super().activate(local_rank)
@@ -65,7 +58,7 @@ def load() -> None:
 
     from tests.standin import gpu_kernels
 
-    ctypes.CDLL(str(library(_LIBRARY)))
+    ctypes.CDLL(str(build_library(_LIBRARY)))
     gpu_kernels.install()
 
 

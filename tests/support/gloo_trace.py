@@ -14,7 +14,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from llmsuite.devices.cpu.build import library
+from llmsuite.devices.cpp_library import build_library
 from llmsuite.devices.cpu.gloo.shims import FRONT
 
 Messages = collections.Counter[tuple[int, str, tuple[int, ...], int]]
@@ -25,7 +25,7 @@ _tracer: list[ctypes.CDLL] = []
 def install() -> None:
     """Build and load the tracer; once a process, before Paddle's first import."""
     source = dataclasses.replace(FRONT, sources=(Path(__file__).with_name("gloo_trace.cc"),))
-    tracer = ctypes.CDLL(str(library(source)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+    tracer = ctypes.CDLL(str(build_library(source)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
     tracer.trace_stop.restype = ctypes.c_char_p
     _tracer.append(tracer)
 

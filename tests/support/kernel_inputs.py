@@ -71,5 +71,5 @@ def check_cached_attention(cached: Any, whole: Any, heads: tuple[int, int, int],
     seen = [part[:, :, :length] for part in (keys, values)]
     expected = whole(q, *(part.transpose([0, 2, 1, 3]) for part in seen), spans).numpy()
     for count in (1, 63, 64, 100, length):
-        found = cached(q[:, -count:], *seen, spans[:, :, -count:]).numpy()
+        found = cached(q[:, -count:], keys, values, spans[:, :, -count:], length).numpy()
         assert np.abs(found - expected[:, -count:]).max() <= limit * np.abs(expected).max(), count

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import paddle
 
-from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
+from llmsuite.plugins.cpu_kernels.libraries import PRODUCTS, can_be_built
 
 CPU_INFO = Path("/proc/cpuinfo")
 INSTRUCTIONS = can_be_built(PRODUCTS) and bool({"avx512_bf16", "amx_bf16"} & set(CPU_INFO.read_text().split()))

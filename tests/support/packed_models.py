@@ -8,7 +8,7 @@ from typing import Any
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model, open_any
-from llmsuite.inference.next_logits import unsupported_reason
+from llmsuite.inference.plain_decoder import unsupported_reason
 from tests.support.families import CASES, FAMILIES
 
 COVERED = [case for case in CASES if case.startswith(("llama/", "qwen/", "ernie/")) and "bias" not in case]

@@ -12,7 +12,7 @@ from llmsuite.adapters.methods import BUILT_IN
 from llmsuite.base.errors import RecipeError
 from llmsuite.cli.main import main
 from llmsuite.contract import hookspecs
-from llmsuite.contract.checks import check_adapter_method, check_family, check_fields, check_stage
+from llmsuite.contract.checks import check_adapter_method, check_family, check_fields, check_kernels, check_stage
 from llmsuite.contract.hookspecs import LoggerSpec, StageSpec
 from llmsuite.contract.registry import (
     ALLOW_LIST,
@@ -295,7 +295,9 @@ def test_built_in_specs_pass_the_checks() -> None:
     for kind in REGISTRATIONS:
         assert registry.specs(kind)
         for name, spec in registry.specs(kind).items():
-            if kind != "adapter method":
+            if kind == "kernels":
+                check_kernels(spec)
+            elif kind != "adapter method":
                 check_fields(kind, spec)
             elif not spec.is_init:
                 check_adapter_method(spec, BUILT_IN)

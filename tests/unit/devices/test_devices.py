@@ -18,16 +18,18 @@ from llmsuite.base.errors import UserError
 from llmsuite.builtin import llmsuite_register_devices
 from llmsuite.devices import paddle_kernels
 from llmsuite.devices.base import DeviceBackend
-from llmsuite.devices.cpu import SPLIT, CpuBackend
+from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
-from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.devices.cpu.processor import multiplies_bf16
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.devices.kernel_table import forms, ops_of, optimizer_ops_of
 from llmsuite.devices.ops import Ops
 from llmsuite.devices.optimizer_ops import OptimizerOps
 from llmsuite.devices.start import start_paddle
 from llmsuite.devices.xpu import XpuBackend
+from llmsuite.plugins.cpu_kernels import kernels
+from llmsuite.plugins.cpu_kernels.cpu import SPLIT, CpuKernels
+from llmsuite.plugins.cpu_kernels.processor import multiplies_bf16
+from tests.support.devices import cpu_backend
 
 BACKENDS: dict[str, DeviceBackend] = {b.name: b for b in (CpuBackend(), GpuBackend(), XpuBackend())}
 
@@ -67,7 +69,7 @@ KERNELS = {
     **{
         name: getattr(kernels, name)
         for name in (
-            *("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "grouped_matmul", "next_logits"),
+            *("attention", "rms_norm", "rotary", "swiglu", "cross_entropy", "grouped_matmul", "decoder_for"),
             *("dispatch_rows", "combine_rows"),
             *(
                 "joined_swiglu",
@@ -78,9 +80,10 @@ KERNELS = {
                 "square_sum",
                 "scale",
             ),
-            *("adamw", "cached_attention"),
+            *("adamw", "pack_stack"),
         )
     },
+    "pack": kernels.pack_parts,
     "causal_mask": kernels.no_mask,
     "document_mask": kernels.spans,
 }
@@ -94,7 +97,7 @@ BY_ROUNDING = {
     "program_matmul": kernels.rounded_linear,
     "grouped_matmul": kernels.rounded_grouped_matmul,
     "joined_swiglu": kernels.rounded_joined_swiglu,
-    "next_logits": kernels.rounded_next_logits,
+    "decoder_for": kernels.rounded_decoder_for,
 }
 BY_INSTRUCTIONS = {
     **BY_ROUNDING,
@@ -105,8 +108,7 @@ BY_INSTRUCTIONS = {
     "grouped_matmul": kernels.bf16_grouped_matmul,
     "attention": kernels.bf16_attention,
     "round_attention_input": kernels.round_to_bf16_in_float32,
-    "cached_attention": kernels.bf16_cached_attention,
-    "next_logits": kernels.bf16_next_logits,
+    "decoder_for": kernels.bf16_decoder_for,
 }
 
 
@@ -133,7 +135,7 @@ IN_PARTS = {
     ],
 )
 def test_which_operations_are_fused(name: str, precision: str, fused: dict[str, Any]) -> None:
-    others = {"cpu without bf16": CpuBackend(False, False), "cpu with bf16": CpuBackend(True, True)}
+    others = {"cpu without bf16": cpu_backend(False, False), "cpu with bf16": cpu_backend(True, True)}
     backend = others.get(name) or BACKENDS[name]
     assert (backend.ops(precision), backend.optimizer_ops(precision)) == (ops_of(fused), optimizer_ops_of(fused))
     found = forms(backend.ops(precision), backend.optimizer_ops(precision))
@@ -159,7 +161,7 @@ def test_paddle_splits_what_does_not_run_on_parts(name: str, precision: str) -> 
             has_rule = True
         except RuntimeError:
             has_rule = False
-        assert has_rule == (operation not in BACKENDS[name].local_only_kernels), operation
+        assert has_rule == (operation not in BACKENDS[name].operations_of_local_shards), operation
 
 
 def test_a_cpu_without_a_compiler_has_the_plain_operations(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,17 +202,18 @@ def test_which_processors_multiply_in_bfloat16(
     vendor: str, flags: str, multiplies: bool, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     facts = {"vendor_id": vendor, "flags": flags}
-    monkeypatch.setattr("llmsuite.devices.cpu.processor._facts", lambda: facts)
+    monkeypatch.setattr("llmsuite.plugins.cpu_kernels.processor.processor_facts", lambda: facts)
+    monkeypatch.setattr("llmsuite.plugins.cpu_kernels.processor.processor_flags", lambda: set(flags.split()))
     assert multiplies_bf16() is multiplies
-    assert CpuBackend().kernels("bf16")["matmul"] == ("bf16_matmul" if multiplies else "rounded_matmul")
+    assert CpuKernels().kernels("bf16")["matmul"] == ("bf16_matmul" if multiplies else "rounded_matmul")
     assert (CpuBackend().precision_warning("bf16") is None) is multiplies
     monkeypatch.setenv(SPLIT, "no")
     with pytest.raises(UserError, match="is 'no' in the environment; unset it, or set it to 0"):
-        CpuBackend().kernels("fp32")
+        CpuKernels().kernels("fp32")
     monkeypatch.setenv(SPLIT, "0")
-    assert "matmul" not in CpuBackend().kernels("fp32")
+    assert "matmul" not in CpuKernels().kernels("fp32")
     monkeypatch.delenv(SPLIT)
-    assert CpuBackend().kernels("fp32").get("matmul") == ("split_matmul" if splits else None)
+    assert CpuKernels().kernels("fp32").get("matmul") == ("split_matmul" if splits else None)
     assert CpuBackend().matmul_backend("fp32").startswith("float32 in three") is splits
 
 
@@ -314,7 +317,7 @@ AVX512 = "avx2 fma avx512f avx512dq avx512cd avx512bw avx512vl avx512_bf16"
 )
 def test_the_cpu_environment(vendor: str, flags: str, path: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     text = CPUINFO.format(vendor, flags)
-    monkeypatch.setattr("llmsuite.devices.cpu.processor.open", lambda path: io.StringIO(text), raising=False)
+    monkeypatch.setattr("llmsuite.base.processor.open", lambda path: io.StringIO(text), raising=False)
     monkeypatch.setattr(os, "cpu_count", lambda: 6)
     expected = {
         "OMP_NUM_THREADS": "3",
@@ -335,7 +338,7 @@ def test_the_path_of_mkl_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(path: str) -> Any:
         raise FileNotFoundError(path)
 
-    monkeypatch.setattr("llmsuite.devices.cpu.processor.open", absent, raising=False)
+    monkeypatch.setattr("llmsuite.base.processor.open", absent, raising=False)
     for processor, path in (("AMD64 Family 25", "5"), ("arm", None)):
         monkeypatch.setattr("platform.processor", lambda processor=processor: processor)
         assert CpuBackend().environment(1).get("MKL_DEBUG_CPU_TYPE") == path

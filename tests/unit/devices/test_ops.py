@@ -12,7 +12,7 @@ import paddle.nn.functional as F
 import pytest
 
 from llmsuite.devices import decoding_ops, expert_ops, masks, ops, paddle_kernels
-from llmsuite.devices.decoding_ops import DecoderOps, DecodingOps, PackedOps
+from llmsuite.devices.decoding_ops import DecodingOps, PackedOps
 from llmsuite.devices.expert_ops import ExpertOps
 from llmsuite.devices.kernel_table import ops_of, optimizer_ops_of
 from llmsuite.devices.matmul_ops import MatmulOps
@@ -148,22 +148,19 @@ def test_a_kernel_is_in_the_group_of_its_operation() -> None:
     def kernel() -> None:
         """Of any operation."""
 
-    packed = dict.fromkeys(("packed_matmul", "packed_grouped_matmul", "packed_embedding", "write_packed"), kernel)
-    decoder = dict.fromkeys(("next_logits", "cached_attention"), kernel)
-    others = dict.fromkeys(("swiglu", "matmul", "dispatch_rows", "joined_swiglu", "adamw"), kernel)
-    assert ops_of(packed | decoder | others) == Ops(
+    packed = dict.fromkeys([field.name for field in dataclasses.fields(PackedOps)], kernel)
+    others = dict.fromkeys(("swiglu", "matmul", "dispatch_rows", "joined_swiglu", "decoder_for", "adamw"), kernel)
+    assert ops_of(packed | others) == Ops(
         swiglu=kernel,
         matmuls=MatmulOps(matmul=kernel),
         experts=ExpertOps(dispatch_rows=kernel),
-        decoding=DecodingOps(kernel, DecoderOps(*[kernel] * 2), PackedOps(*[kernel] * 4)),
+        decoding=DecodingOps(kernel, kernel, PackedOps(*[kernel] * len(packed))),
     )
     assert optimizer_ops_of(others) == OptimizerOps(adamw=kernel)
 
 
 def test_a_group_of_kernels_comes_as_a_whole() -> None:
-    with pytest.raises(TypeError, match="a kernel for next_logits, and none for cached_attention"):
-        ops_of({"next_logits": print})
-    with pytest.raises(TypeError, match="none for packed_grouped_matmul, packed_embedding"):
+    with pytest.raises(TypeError, match="none for pack, pack_stack, packed_grouped_matmul, packed_embedding"):
         ops_of({"packed_matmul": print, "write_packed": print})
 
 
@@ -174,7 +171,7 @@ def test_a_kernel_of_no_operation_is_refused(name: str) -> None:
             build({name: print})
 
 
-@pytest.mark.parametrize("group", [Ops, MatmulOps, ExpertOps, DecodingOps, DecoderOps, PackedOps, OptimizerOps])
+@pytest.mark.parametrize("group", [Ops, MatmulOps, ExpertOps, DecodingOps, PackedOps, OptimizerOps])
 def test_a_group_has_few_fields(group: Any) -> None:
     assert len(dataclasses.fields(group)) <= 10
 

@@ -15,7 +15,7 @@ from llmsuite.cli.main import main
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.inference.load import load_model
-from llmsuite.inference.packing import block_format
+from llmsuite.models.block_quant import block_format
 from tests.support import tiny_llama
 from tests.support.tiny_llama import FAMILIES
 from tests.support.written_family import write_family

@@ -19,6 +19,8 @@ from llmsuite.inference.fused import fuse
 from llmsuite.inference.generate import generate
 from llmsuite.inference.prefix_cache import PrefixCache
 from llmsuite.inference.sampling import Sampling, log_softmax
+from llmsuite.plugins.cpu_kernels import kernels
+from llmsuite.plugins.cpu_kernels.decoder import DecoderOps
 from tests.support.alike_prompts import PROMPTS as ALIKE
 from tests.support.decoding_models import PROMPTS, family_model
 from tests.support.families import FAMILIES
@@ -169,18 +171,16 @@ def test_pieces_that_are_read_faster_are_longer() -> None:
 
 def test_every_piece_is_read_by_the_kernels_that_read_a_prompt_at_once() -> None:
     live = CpuBackend().ops("fp32")
-    assert live.decoding.decoder is not None
-    attend = live.decoding.decoder.cached_attention
     seen = list[tuple[int, int]]()
 
-    def watched(q: Any, keys: Any, values: Any, spans: Any) -> Any:
-        seen.append((q.shape[1], keys.shape[2]))
-        return attend(q, keys, values, spans)
+    def watched(q: Any, keys: Any, values: Any, spans: Any, num_keys: int) -> Any:
+        seen.append((q.shape[1], num_keys))
+        return kernels.cached_attention(q, keys, values, spans, num_keys)
 
     model = family_model("llama")
     num_layers = len(model.model.layers)
-    decoder_ops = dataclasses.replace(live.decoding.decoder, cached_attention=watched)
-    fuse(model, dataclasses.replace(live, decoding=dataclasses.replace(live.decoding, decoder=decoder_ops)))
+    decoder_for = DecoderOps(kernels.next_logits, watched).decoder_for
+    fuse(model, dataclasses.replace(live, decoding=dataclasses.replace(live.decoding, decoder_for=decoder_for)))
     decoder = ModelDecoder(model)
     found = []
     for num_tokens, pieces in ((None, [(23, 23)]), (2, [(8, 8), (8, 16), (7, 23)])):

@@ -20,23 +20,24 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
+from llmsuite.devices.cpp_library import build_library
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.cpu.build import library
-from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.devices.cpu.kernels import source as of_kernels
+from llmsuite.devices.decoding_ops import MatrixPart as Part
 from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.devices.ops import Ops
-from llmsuite.inference import packing
 from llmsuite.inference.batch import Batch, DecodingSequence
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.evaluate import scorer
 from llmsuite.inference.load import load_model, open_any
 from llmsuite.inference.pack_model import head_precision, pack_matrices
-from llmsuite.inference.packing import Part, block_format, pack_parts, pack_stack, rounded
 from llmsuite.inference.sampling import Sampling
+from llmsuite.models.block_quant import block_format
 from llmsuite.models.linear import Linear
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 from llmsuite.models.qat import fake_quantize_layers
+from llmsuite.plugins.cpu_kernels import kernels, packing
+from llmsuite.plugins.cpu_kernels import libraries as of_kernels
+from llmsuite.plugins.cpu_kernels.packing import pack_parts, pack_stack, rounded
 from tests.support.adapter_models import adapted, section, write
 from tests.support.families import CASES, FAMILIES, reference, tiny
 from tests.support.packed_models import stored
@@ -169,7 +170,7 @@ def test_products_on_processors_with_less(processor: str) -> None:
     )
     program = (
         "import paddle\n"
-        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(less))!r})\n"
+        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(build_library(less))!r})\n"
         "from tests.unit.inference.test_pack_model import check_products\n"
         "check_products('all are equal')\n"
     )

@@ -19,7 +19,6 @@ from llmsuite.cli.main import main
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.gpu import GpuBackend
 from llmsuite.inference.decoder import ModelDecoder
 from llmsuite.inference.export import export
@@ -27,6 +26,7 @@ from llmsuite.inference.fused import fuse
 from llmsuite.inference.load import load_model
 from llmsuite.inference.predictor import Predictor
 from llmsuite.inference.verify import TOLERANCE, compare, compare_loop
+from llmsuite.plugins.cpu_kernels import kernels
 from tests.support.families import FAMILIES
 from tests.support.written_family import write_family
 
@@ -166,12 +166,13 @@ def test_what_cannot_be_stored_is_refused_by_name(
 
     message = refused(source, target, CpuBackend(), source.path, "bf16", degrees=Degrees(1, 1, 1, 2))
     assert "--precision bf16: on cpu for one device; leave out --tensor_parallel_degree" in message
-    with pytest.raises(UserError, match="its matrices are stored for cpu; export the model again with --device gpu"):
+    message = "its matrices are stored for kernels that gpu does not have; export the model again with --device gpu"
+    with pytest.raises(UserError, match=message):
         Predictor(pair[1], GpuBackend())
     monkeypatch.setattr(kernels, "load", lambda: False)
     with pytest.raises(UserError, match=r"kernels that are built by g\+\+; install it, or export"):
         Predictor(pair[1])
-    monkeypatch.setattr("llmsuite.devices.cpu.kernels.source.shutil.which", lambda name: None)
+    monkeypatch.setattr("llmsuite.plugins.cpu_kernels.libraries.shutil.which", lambda name: None)
     assert "needs kernels that are built by g++; install it, or use fp32" in refused(
         source, target, CpuBackend(), source.path, "bf16"
     )

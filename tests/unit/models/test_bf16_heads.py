@@ -15,7 +15,6 @@ from llmsuite.adapters.layers.lora import LoraLinear
 from llmsuite.adapters.layers.prefix import add_prefixes
 from llmsuite.adapters.methods import adapter_config
 from llmsuite.contract.registry import Registry
-from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import Attention
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
@@ -25,9 +24,11 @@ from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from llmsuite.planning.layout import Layout
 from llmsuite.planning.memory import activation_settings
+from llmsuite.plugins.cpu_kernels.cpu import CpuKernels
 from llmsuite.recipe.resolve import plan_run
 from tests.support import tiny_llama
 from tests.support.allocated import allocated
+from tests.support.devices import cpu_backend
 from tests.support.linear_forms import INSTRUCTIONS, leaf, random, rounded
 from tests.support.paths import ROOT
 
@@ -49,7 +50,7 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @pytest.fixture
 def ops() -> Ops:
-    return CpuBackend(multiplies_bf16=True).ops("bf16")
+    return cpu_backend(multiplies_bf16=True).ops("bf16")
 
 
 def attention_of(ops: Ops, adapted: bool = False, **more: bool) -> Attention:
@@ -167,7 +168,7 @@ def test_it_keeps_what_is_planned(ops: Ops) -> None:
 def test_a_plan_knows_where_it_is(
     words: list[str], num_bytes: int | None, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(CpuBackend, "_has_bf16", lambda self: True)
+    monkeypatch.setattr(CpuKernels, "_has_bf16", lambda self: True)
     given = words if "--engine.precision=fp32" in words else [*words, "--engine.precision=bf16"]
     place = ["--parallel={}", "--launch.num_devices=1"]
     plan = plan_run(ROOT / "recipes" / "llama" / "sft.json", [*place, *given], registry, smoke=True)
@@ -217,7 +218,7 @@ def test_what_else_sees_or_adds_leaves_float32(ops: Ops) -> None:
         seen.remove()
     plain.o_proj.__class__ = type("More", (nn.Linear,), {})
     assert between(plain, x) == whole
-    assert between(attention_of(CpuBackend(multiplies_bf16=False).ops("bf16")), x) == whole
+    assert between(attention_of(cpu_backend(multiplies_bf16=False).ops("bf16")), x) == whole
 
 
 def test_attention_with_a_prefix_is_float32(ops: Ops) -> None:

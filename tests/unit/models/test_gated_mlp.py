@@ -9,7 +9,6 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import GatedMLP
 from llmsuite.models.linear_ops import LinearOps, use_linear_ops
@@ -19,6 +18,7 @@ from llmsuite.planning import activations
 from llmsuite.planning.activations import ActivationSettings, MicroBatch
 from tests.support.allocated import allocated
 from tests.support.compiled_layers import compiled
+from tests.support.devices import cpu_backend
 from tests.support.linear_forms import FORMS, leaf, random, rounded
 
 HIDDEN = 48
@@ -29,7 +29,7 @@ NEAR = 2.0**-6
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return CpuBackend(multiplies_bf16=request.param).ops("bf16")
+    return cpu_backend(multiplies_bf16=request.param).ops("bf16")
 
 
 def mlp_of(ops: Ops, bias: bool = False) -> GatedMLP:
@@ -169,8 +169,8 @@ def test_what_else_sees_or_adds_leaves_float32(ops: Ops, monkeypatch: pytest.Mon
         seen.remove()
     plain.down_proj.__class__ = type("More", (paddle.nn.Linear,), {})
     assert between(plain, x) == [paddle.float32] * 2
-    monkeypatch.setattr("llmsuite.devices.cpu.can_be_built", lambda *_: False)
-    assert between(mlp_of(CpuBackend(multiplies_bf16=False).ops("bf16")), x) == [paddle.float32] * 2
+    monkeypatch.setattr("llmsuite.plugins.cpu_kernels.cpu.can_be_built", lambda *_: False)
+    assert between(mlp_of(cpu_backend(multiplies_bf16=False).ops("bf16")), x) == [paddle.float32] * 2
 
 
 def test_recomputed_it_is_the_same(ops: Ops) -> None:

@@ -10,11 +10,11 @@ import paddle
 import paddle.nn.functional as F
 import pytest
 
-from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.devices.masks import causal_mask, document_mask
 from llmsuite.devices.ops import Ops
 from llmsuite.inference.attention import with_cached_attention
 from llmsuite.models.deepseek.attention import absorbed_attention, latent_attention, up_matrices
+from llmsuite.plugins.cpu_kernels import kernels
 
 Tensor = Any
 ROWS = 2

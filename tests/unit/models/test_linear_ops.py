@@ -12,10 +12,7 @@ import pytest
 from paddle import nn
 
 from llmsuite.adapters.layers.adapter import Adapter
-from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul
-from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
+from llmsuite.devices.cpu.rounding import rounded_matmul
 from llmsuite.devices.matmul_ops import MatmulOps
 from llmsuite.devices.ops import Ops
 from llmsuite.models import blocks
@@ -25,13 +22,16 @@ from llmsuite.models.linear_ops import LinearOps, use_linear_ops
 from llmsuite.models.logit_ops import LogitOps
 from llmsuite.models.qat import FakeQuantLinear
 from llmsuite.models.quantised import QuantisedLinear
+from llmsuite.plugins.cpu_kernels import kernels
+from llmsuite.plugins.cpu_kernels.libraries import PRODUCTS, can_be_built
 from tests.support import tiny_llama
+from tests.support.devices import cpu_backend
 from tests.support.linear_forms import FORMS, LIMIT, leaf, random, rounded
 
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return CpuBackend(multiplies_bf16=request.param).ops("bf16")
+    return cpu_backend(multiplies_bf16=request.param).ops("bf16")
 
 
 def check(found: Any, expected: np.ndarray, limit: float = LIMIT) -> None:
@@ -49,7 +49,7 @@ def test_float32_in_parts_rounds_nothing(together: bool, monkeypatch: pytest.Mon
     more sums are rounded than those of LIMIT. How exact they are is looked at where the kernel is tested.
     """
     limit = 4 * LIMIT
-    ops = CpuBackend(splits=True).ops("fp32")
+    ops = cpu_backend(splits=True).ops("fp32")
     called = []
     run = kernels._run
     monkeypatch.setattr(kernels, "_run", lambda name, *given: called.append(name) or run(name, *given))
@@ -115,10 +115,10 @@ def test_all_forms_round_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     values = random(10_001)
     values[:6] = [np.nan, np.inf, -np.inf, 3.4e38, 1 + 2.0**-8, 1 + 3 * 2.0**-8]  # the last two lie in the middle
     expected = values.astype(ml_dtypes.bfloat16).astype("float32")
-    forms = [CpuBackend(multiplies_bf16=form).ops("bf16") for form in FORMS.values()]
-    monkeypatch.setattr("llmsuite.devices.cpu.can_be_built", lambda *_: False)
-    without_compiler = CpuBackend(multiplies_bf16=False).ops("bf16")
-    assert without_compiler.matmuls.matmul is plain_rounded_matmul
+    forms = [cpu_backend(multiplies_bf16=form).ops("bf16") for form in FORMS.values()]
+    monkeypatch.setattr("llmsuite.plugins.cpu_kernels.cpu.can_be_built", lambda *_: False)
+    without_compiler = cpu_backend(multiplies_bf16=False).ops("bf16")
+    assert without_compiler.matmuls.matmul is rounded_matmul
     eye = paddle.eye(4)
     check(without_compiler.matmuls.matmul(paddle.to_tensor(values[-4:]), eye, False, False), rounded(values[-4:]))
     for ops in (*forms, without_compiler):
@@ -344,6 +344,6 @@ def test_a_model_of_another_make_keeps_its_loss(ops: Ops) -> None:
 
 
 def test_a_processor_without_the_instructions_is_named() -> None:
-    assert CpuBackend(multiplies_bf16=True).precision_warning("bf16") is None
-    assert CpuBackend(multiplies_bf16=False).precision_warning("fp32") is None
-    assert "slower than engine.precision fp32" in str(CpuBackend(multiplies_bf16=False).precision_warning("bf16"))
+    assert cpu_backend(multiplies_bf16=True).precision_warning("bf16") is None
+    assert cpu_backend(multiplies_bf16=False).precision_warning("fp32") is None
+    assert "slower than engine.precision fp32" in str(cpu_backend(multiplies_bf16=False).precision_warning("bf16"))

@@ -15,7 +15,6 @@ from paddle import nn
 from llmsuite.adapters.layers.dora import DoraLinear
 from llmsuite.adapters.layers.lora import LoraLinear
 from llmsuite.adapters.methods import adapter_config
-from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.ops import Ops
 from llmsuite.models.blocks import GatedMLP
 from llmsuite.models.dropout import TokenDropout
@@ -23,6 +22,7 @@ from llmsuite.models.linear import Linear
 from llmsuite.models.linear_ops import LinearOps, is_low_rank, use_linear_ops
 from tests.support.allocated import allocated
 from tests.support.compiled_layers import compiled
+from tests.support.devices import cpu_backend
 from tests.support.linear_forms import FORMS, LIMIT, leaf, random, rounded
 
 I = 48  # noqa: E741
@@ -32,7 +32,7 @@ R = 4
 
 @pytest.fixture(params=FORMS.values(), ids=FORMS.keys())
 def ops(request: pytest.FixtureRequest) -> Ops:
-    return CpuBackend(multiplies_bf16=request.param).ops("bf16")
+    return cpu_backend(multiplies_bf16=request.param).ops("bf16")
 
 
 def layer_of(seed: int, inputs: int = I, outputs: int = O, bias: bool = False, kind: Any = LoraLinear) -> Any:

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from llmsuite.adapters.layers.prefix import add_prefixes
 from llmsuite.base.errors import UserError
 from llmsuite.devices import masks, ops, paddle_kernels
-from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.models.shape_spec import GatedMLP, GroupedQuery, LayerSpec
 from llmsuite.planning.activations import MicroBatch
 from llmsuite.planning.cost import layer_flops
+from llmsuite.plugins.cpu_kernels import kernels
 from llmsuite.recipe.resolve import plan_run
 from tests.conftest import registry_with
 from tests.standin import gpu_kernels

@@ -12,9 +12,9 @@ import pytest
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.contract.schema.section import forget_reads, unread
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.cpu.kernels.source import can_be_built
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
+from llmsuite.plugins.cpu_kernels.libraries import can_be_built
 from tests.support import alone
 from tests.support.optimizer_runs import (
     NUM_STEPS,

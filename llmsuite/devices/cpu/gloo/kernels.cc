@@ -1,7 +1,7 @@
 // What the CPU wheel of Paddle 3.3.1 lacks for several processes over Gloo.
 //
 // Called through front.cc in place of the wheel's stubs; loaded after Paddle. Built once per Paddle version by
-// build.py, against the headers the wheel ships.
+// cpp_library.py, against the headers the wheel ships.
 #include <dlfcn.h>
 
 #include <cstring>

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.errors import UserError
-from llmsuite.devices.cpu.build import Library, library
+from llmsuite.devices.cpp_library import CppLibrary, build_library
 from llmsuite.devices.cpu.gloo import GLOO_TIMEOUT
 
 _HERE = Path(__file__).parent
-KERNELS = Library(
+KERNELS = CppLibrary(
     name="gloo",
     sources=(_HERE / "kernels.cc", _HERE / "types.h", _HERE / "messages.cc", _HERE / "messages.h"),
     options=("-O1",),
@@ -43,19 +43,19 @@ _ranks_of_group: list[str] = []
 def build_kernels() -> None:
     """Build the missing kernels, if necessary. Raises UserError if they cannot be built."""
     for what in (FRONT, KERNELS):
-        library(what)
+        build_library(what)
 
 
 def preload() -> None:
     """Load `FRONT` before Paddle, so that its symbols are found first. Raises UserError if it cannot be built."""
     build_kernels()
-    ctypes.CDLL(str(library(FRONT)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
+    ctypes.CDLL(str(build_library(FRONT)), mode=ctypes.RTLD_GLOBAL | os.RTLD_LAZY)
 
 
 def load_kernels() -> None:
     """Load the kernels that `FRONT` calls, after Paddle is loaded."""
-    kernels = ctypes.CDLL(str(library(KERNELS)), mode=ctypes.RTLD_LOCAL | os.RTLD_LAZY)
-    ctypes.CDLL(str(library(FRONT))).use_kernels(ctypes.c_void_p(kernels._handle))
+    kernels = ctypes.CDLL(str(build_library(KERNELS)), mode=ctypes.RTLD_LOCAL | os.RTLD_LAZY)
+    ctypes.CDLL(str(build_library(FRONT))).use_kernels(ctypes.c_void_p(kernels._handle))
 
 
 def install() -> None:

@@ -25,6 +25,7 @@ from llmsuite.parallel.program.layout import MeshLayout
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import StepPrograms
 from tests.support import alone
+from tests.support.devices import cpu_backend
 from tests.support.families import FAMILIES
 from tests.support.program_batches import TRAIN
 from tests.support.program_loss import program_loss
@@ -99,7 +100,7 @@ def test_equals_op_by_op(family: str, is_plain: bool) -> None:
 
 def test_products_are_rounded_where_those_op_by_op_are() -> None:
     """But for a number of inputs that are rounded to another side; a program in float32 is off by more."""
-    backend = CpuBackend(multiplies_bf16=False)
+    backend = cpu_backend(multiplies_bf16=False)
     changes = []
     batch = _batch()
     for precision, compiles in (("bf16", False), ("bf16", True), ("fp32", True)):

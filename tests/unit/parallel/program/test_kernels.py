@@ -19,6 +19,7 @@ from llmsuite.parallel.program.optimizer import ProgramOptimizer
 from llmsuite.parallel.program.programs import Options, StepPrograms
 from llmsuite.parallel.recompute import recompute_layers
 from tests.support import alone
+from tests.support.devices import cpu_backend
 from tests.support.program_batches import TRAIN, random_batch
 from tests.support.program_loss import program_loss
 from tests.support.tiny_llama import CONFIG, FAMILY, values
@@ -56,7 +57,7 @@ def test_equals_op_by_op(with_documents: bool) -> None:
 @pytest.mark.parametrize("by_instructions", [False, None], ids=["by rounding", "as this processor has it"])
 def test_products_in_bf16_are_those_op_by_op(by_instructions: bool | None) -> None:
     """But for a number of products whose inputs are rounded to another side; a program in float32 is off by more."""
-    backend = CpuBackend(multiplies_bf16=by_instructions)
+    backend = cpu_backend(multiplies_bf16=by_instructions)
     changes = []
     batch = random_batch(False)
     for precision, compiles in (("bf16", False), ("bf16", True), ("fp32", True)):
@@ -72,7 +73,7 @@ def test_products_in_bf16_are_those_op_by_op(by_instructions: bool | None) -> No
             )
             programs.run(1, batch, 1)
             made = programs.operations()
-            name = f"custom_op.llmsuite_{backend.kernels('bf16')['program_matmul']}"
+            name = f"custom_op.llmsuite_{backend.kernels_of('matmul', 'bf16').kernels('bf16')['program_matmul']}"
             count = (7 * CONFIG.num_hidden_layers + 1) * (precision == "bf16")
             assert made[name] == made[f"{name}_grad"] == count
             assert (made["pd_op.matmul"] == 0) == (precision == "bf16")

@@ -15,9 +15,12 @@ std::array<Range, 2> All(int64_t keys) { return {Range{0, 0}, Range{0, keys}}; }
 
 int64_t Heads(const Shape& s) { return s.B * s.J; }
 
-Shape ReadEither(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
+void CheckTypes(const Tensor& q, const Tensor& k, const Tensor& v) {
   PD_CHECK(rounding::IsBf16(q) == rounding::IsBf16(k) && rounding::IsBf16(q) == rounding::IsBf16(v),
            "q, k and v differ in type");
+}
+Shape ReadEither(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans) {
+  CheckTypes(q, k, v);
   return ShapeOf(q, k, v, spans);
 }
 
@@ -72,9 +75,8 @@ class Packed {
 const uint16_t* Halves(const uint32_t* pairs) { return reinterpret_cast<const uint16_t*>(pairs); }
 
 template <typename T>
-std::vector<Tensor> ForwardOf(const Tensor& q, const Tensor& k, const Tensor& v,
-                              const paddle::optional<Tensor>& spans) {
-  const Shape s = ReadEither(q, k, v, spans);
+std::vector<Tensor> Attend(const Shape& s, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const paddle::optional<Tensor>& spans) {
   const Packed packed(s);
   Tensor out = Like(q), sums = rounding::New({s.B, s.H, s.L}, paddle::DataType::FLOAT32, q);
   const T* pq = Numbers<T>(q);
@@ -260,7 +262,13 @@ std::vector<Tensor> BackwardOf(const Tensor& q, const Tensor& k, const Tensor& v
 
 std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
                             const paddle::optional<Tensor>& spans) {
-  return (rounding::IsBf16(q) ? ForwardOf<uint16_t> : ForwardOf<float>)(q, k, v, spans);
+  return (rounding::IsBf16(q) ? Attend<uint16_t> : Attend<float>)(ReadEither(q, k, v, spans), q, k, v, spans);
+}
+std::vector<Tensor> Cached(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& spans,
+                           int64_t num_keys) {
+  CheckTypes(q, keys, values);
+  const Shape s = CacheShape(q, keys, values, spans, num_keys);
+  return {(rounding::IsBf16(q) ? Attend<uint16_t> : Attend<float>)(s, q, keys, values, spans)[0]};
 }
 std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans,
                              const Tensor& sums, const Tensor& d_out) {
@@ -279,3 +287,10 @@ PD_BUILD_GRAD_OP(llmsuite_bf16_attention)
     .Inputs({"q", "k", "v", paddle::Optional("spans"), "sums", paddle::Grad("out")})
     .Outputs({paddle::Grad("q"), paddle::Grad("k"), paddle::Grad("v")})
     .SetKernelFn(PD_KERNEL(Backward));
+PD_BUILD_OP(llmsuite_bf16_cached_attention)
+    .Inputs({"q", "keys", "values", "spans"})
+    .Outputs({"out"})
+    .Attrs({"num_keys: int64_t"})
+    .SetKernelFn(PD_KERNEL(Cached))
+    .SetInferShapeFn(PD_INFER_SHAPE(CachedShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(CachedTypes));

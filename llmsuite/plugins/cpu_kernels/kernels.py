@@ -1,4 +1,4 @@
-"""The operations of `llmsuite.devices.ops` by the kernels of this directory; equal to the plain forms up to rounding.
+"""The operations of `llmsuite.devices.ops` by the kernels of this plugin; equal to the plain forms up to rounding.
 
 Each rank computes its local shard of distributed tensors. Inputs that a kernel does not support go to the plain form:
 dtypes other than float32, and distributed tensors inside a program of `paddle.jit.to_static`.
@@ -14,15 +14,21 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices import decoding_ops, expert_ops, masks, ops, optimizer_ops
-from llmsuite.devices.cpu.build import Library
-from llmsuite.devices.cpu.kernels.source import KERNELS, build_kernels
-from llmsuite.devices.decoder_weights import DecoderWeights, PackedWeight
+from llmsuite.devices.cpp_library import CppLibrary
+from llmsuite.devices.decoding_ops import DecoderBuilder, PackedWeight
 from llmsuite.devices.local_parts import have_same_layout, is_split, local_constant, on_local_rows, on_local_shards
 from llmsuite.devices.matmul_ops import Pairs
+from llmsuite.models.blocks import CausalLM
+from llmsuite.plugins.cpu_kernels.decoder import DecoderOps
+from llmsuite.plugins.cpu_kernels.decoder_weights import DecoderWeights
+from llmsuite.plugins.cpu_kernels.libraries import KERNELS, build_kernels
+from llmsuite.plugins.cpu_kernels.packing import pack_parts, pack_stack
+
+__all__ = ["pack_parts", "pack_stack"]
 
 
 @functools.cache  # Paddle loads a library only once
-def load(what: Library = KERNELS) -> bool:
+def load(what: CppLibrary = KERNELS) -> bool:
     """Build the kernels if necessary, and register them with Paddle; False if they cannot be built."""
     library = build_kernels(what)
     if library is not None:
@@ -68,20 +74,27 @@ def _attention(kernel: str, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
     return _on_local_shards(lambda *local: _run(kernel, *local, given)[0], q, k, v)
 
 
-def cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
-    """`attention` of new tokens to a cache, which is read in place; for generation, without a gradient."""
-    return _cached_attention("attention", q, keys, values, spans)
+def cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor, num_keys: int) -> Tensor:
+    """`attention` of new tokens to a cache, which is read in place; for generation, without a gradient.
+
+    Args:
+        q: [B, L, H, K], the queries of the last L positions.
+        keys: [B, J, C, K], with room for more positions.
+        values: likewise.
+        spans: [B, 3, L], as of `llmsuite.devices.masks.document_spans`.
+        num_keys: filled positions of the cache.
+    """
+    return _cached_attention("cached_attention", q, keys, values, spans, num_keys)
 
 
-def bf16_cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
+def bf16_cached_attention(q: Tensor, keys: Tensor, values: Tensor, spans: Tensor, num_keys: int) -> Tensor:
     """`cached_attention` with the products of `bf16_attention`."""
-    return _cached_attention("bf16_attention", q, keys, values, spans)
+    return _cached_attention("bf16_cached_attention", q, keys, values, spans, num_keys)
 
 
-def _cached_attention(kernel: str, q: Tensor, keys: Tensor, values: Tensor, spans: Tensor) -> Tensor:
-    columns = [part.transpose([0, 2, 1, 3]) for part in (keys, values)]  # views, no copies
+def _cached_attention(kernel: str, q: Tensor, keys: Tensor, values: Tensor, spans: Tensor, num_keys: int) -> Tensor:
     outputs: list[Tensor] = paddle._C_ops._run_custom_op(
-        f"llmsuite_{kernel}", q.contiguous(), *columns, spans.contiguous()
+        f"llmsuite_{kernel}", q.contiguous(), keys, values, spans.contiguous(), num_keys
     )
     return outputs[0]
 
@@ -221,17 +234,6 @@ def bf16_grouped_matmul(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     return _grouped("bf16_grouped", x, weight, counts)
 
 
-def plain_rounded_matmul(x: Tensor, y: Tensor, transpose_x: bool = False, transpose_y: bool = False) -> Tensor:
-    """`rounded_matmul` by Paddle's casts, for machines without a compiler."""
-    x, y = (t.astype("bfloat16").astype("float32") for t in (x, y))
-    return paddle.matmul(x, y, transpose_x, transpose_y)
-
-
-def plain_round_to_bf16(x: Tensor) -> Tensor:
-    """`round_to_bf16` by Paddle's cast."""
-    return x.astype("bfloat16")
-
-
 # products of float32 matrices by the processor's instructions for bfloat16
 
 
@@ -268,7 +270,7 @@ def _next_logits(
     cache: Sequence[Tensor],
     cache_len: int,
 ) -> Tensor:
-    """`DecoderOps.next_logits`; `rounds`: flags to round the inputs of attention, and to round gate and up."""
+    """A `decoder.NextLogitsOfWeights`; `rounds`: flags to round the inputs of attention, and to round gate and up."""
     inputs = (x, cos, sin, padding, weights.layers, weights.norm, weights.head, list(cache), weights.eps)
     sizes = (weights.num_queries, weights.intermediate_size, weights.vocab_size)
     has = (weights.has_bias, weights.has_head_norms, weights.is_tied)
@@ -276,16 +278,28 @@ def _next_logits(
     return paddle._C_ops._run_custom_op("llmsuite_next_logits", *inputs, *sizes, *has, *codes, *rounds, cache_len)[0]
 
 
-# `llmsuite doctor` shows these docstrings
 next_logits = functools.partial(_next_logits, (False, False))
-next_logits.__doc__ = "One new token of each row through all layers of a decoder, in one operation; see `DecoderOps`."
 rounded_next_logits = functools.partial(_next_logits, (False, True))
-rounded_next_logits.__doc__ = "`next_logits` with gate and up rounded to bfloat16, as in training."
+"""`next_logits` with gate and up rounded to bfloat16, as in training."""
 bf16_next_logits = functools.partial(_next_logits, (True, True))
-bf16_next_logits.__doc__ = (
-    "`rounded_next_logits` with the attention of `bf16_attention`, and queries and keys rounded before the rotation as "
-    "in training; the entries of the cache have to be rounded already."
-)
+"""`rounded_next_logits` with the attention of `bf16_attention`, and queries and keys rounded before the rotation as in
+training; the entries of the cache have to be rounded already."""
+
+
+def decoder_for(model: CausalLM) -> DecoderBuilder | None:
+    """One new token of each row through all layers of a decoder, in one operation (`next_logits`), and passes over
+    several tokens by the kernels of training."""
+    return DecoderOps(next_logits, cached_attention).decoder_for(model)
+
+
+def rounded_decoder_for(model: CausalLM) -> DecoderBuilder | None:
+    """`decoder_for` with gate and up rounded to bfloat16, as in training (`next_logits`)."""
+    return DecoderOps(rounded_next_logits, cached_attention).decoder_for(model)
+
+
+def bf16_decoder_for(model: CausalLM) -> DecoderBuilder | None:
+    """`rounded_decoder_for` with the attention of `bf16_attention` (`next_logits`)."""
+    return DecoderOps(bf16_next_logits, bf16_cached_attention).decoder_for(model)
 
 
 def packed_matmul(x: Tensor, matrix: PackedWeight) -> Tensor:

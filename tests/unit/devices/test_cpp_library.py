@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from llmsuite.base.errors import UserError
-from llmsuite.devices.cpu import build
+from llmsuite.devices import cpp_library
 from llmsuite.devices.cpu.gloo.shims import KERNELS
-from llmsuite.devices.cpu.kernels.source import KERNELS as FUSED
-from llmsuite.devices.cpu.kernels.source import PRODUCTS
+from llmsuite.plugins.cpu_kernels.libraries import KERNELS as FUSED
+from llmsuite.plugins.cpu_kernels.libraries import PRODUCTS
 
 
-def num_files(library: build.Library) -> int:
+def num_files(library: cpp_library.CppLibrary) -> int:
     """Calls of the compiler, each for one file; one more makes the library of them."""
     return sum(source.suffix == ".cc" for source in library.sources)
 
@@ -65,32 +65,32 @@ def calls(tmp_path: Path) -> list[str]:
 
 def test_it_is_built_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, COMPILER, monkeypatch)
-    library = build.library(KERNELS)
+    library = cpp_library.build_library(KERNELS)
     assert library.read_text() == "built\n"
     assert library.parent == cache / "built" / "gloo"
     assert {path.name for path in library.parent.iterdir()} == {library.name, "build.lock"}
     words, *_ = calls(tmp_path)
     assert ".cc" in words
     assert "libpaddle.so" in words
-    assert build.library(KERNELS) == library
+    assert cpp_library.build_library(KERNELS) == library
     assert len(calls(tmp_path)) == PER_BUILD
     # another installation of Paddle has a library of its own
-    monkeypatch.setattr(build, "_paddle", lambda: Path("/elsewhere/paddle"))
-    assert build.library(KERNELS) != library
+    monkeypatch.setattr(cpp_library, "_paddle", lambda: Path("/elsewhere/paddle"))
+    assert cpp_library.build_library(KERNELS) != library
     assert len(calls(tmp_path)) == 2 * PER_BUILD
 
 
 def test_what_is_there_needs_no_compiler(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, COMPILER, monkeypatch)
-    library = build.library(KERNELS)
+    library = cpp_library.build_library(KERNELS)
     monkeypatch.setenv("PATH", "")
-    assert build.library(KERNELS) == library
+    assert cpp_library.build_library(KERNELS) == library
 
 
 def test_a_missing_compiler_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match=r"need a C\+\+ compiler.*apt-get install g\+\+.*launch\.num_devices to 1"):
-        build.library(KERNELS)
+        cpp_library.build_library(KERNELS)
     assert not list(cache.glob("gloo/*.so"))
 
 
@@ -98,13 +98,13 @@ def test_a_missing_paddle_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     message = r"Paddle is not installed; install it with: pip install .*paddlepaddle=="
     with pytest.raises(UserError, match=message):
-        build.library(KERNELS)
+        cpp_library.build_library(KERNELS)
 
 
 def test_a_failure_keeps_what_the_compiler_said(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, BROKEN, monkeypatch)
     with pytest.raises(UserError, match=r"building the CPU kernels failed; .* are in \S+\.log$") as caught:
-        build.library(KERNELS)
+        cpp_library.build_library(KERNELS)
     log = Path(str(caught.value).rpartition(" are in ")[2])
     assert log.parent == cache / "built" / "gloo"
     text = log.read_text()
@@ -113,18 +113,18 @@ def test_a_failure_keeps_what_the_compiler_said(cache: Path, tmp_path: Path, mon
     assert "kernels.cc:1: no such header" in text
     assert {path.name for path in log.parent.iterdir()} == {log.name, "build.lock"}, "nothing half built is left"
     with pytest.raises(UserError):
-        build.library(KERNELS)
+        cpp_library.build_library(KERNELS)
     assert len(calls(tmp_path)) == 2 * num_files(KERNELS), "it is tried again"
     install(tmp_path, COMPILER, monkeypatch)
-    assert build.library(KERNELS).read_text() == "built\n"
+    assert cpp_library.build_library(KERNELS).read_text() == "built\n"
 
 
 def test_two_processes_at_once_build_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(tmp_path, COMPILER, monkeypatch)
     monkeypatch.setenv("DELAY", "1.5")
     script = (
-        "from llmsuite.devices.cpu.build import library; from llmsuite.devices.cpu.gloo.shims import KERNELS; "
-        "print(library(KERNELS).read_text(), end='')"
+        "from llmsuite.devices.cpp_library import build_library; from llmsuite.devices.cpu.gloo.shims import KERNELS; "
+        "print(build_library(KERNELS).read_text(), end='')"
     )
     said = "building code that Paddle's CPU wheel lacks (gloo), once: up to a minute\n"
     both = [
@@ -145,7 +145,7 @@ def test_fused_operations_that_cannot_be_built_are_done_without(
 ) -> None:
     install(tmp_path, BROKEN, monkeypatch)
     script = (
-        "from llmsuite.devices.cpu import CpuBackend; from llmsuite.devices.ops import Ops; cpu = CpuBackend(); "
+        "from tests.support.devices import cpu_backend; from llmsuite.devices.ops import Ops; cpu = cpu_backend(); "
         "print(bool(cpu.fused('fp32')), [cpu.ops('fp32') == Ops() for _ in range(2)], bool(cpu.fused('fp32')))"
     )
     done = run_alone(script)
@@ -163,9 +163,10 @@ def test_bfloat16_is_by_rounding_where_some_of_its_operations_cannot_be_built(
 ) -> None:
     install(tmp_path, WITHOUT_ATTENTION, monkeypatch)
     script = (
-        "from llmsuite.devices import cpu; from llmsuite.devices.cpu.kernels.ops import plain_rounded_matmul; "
-        "cpu.multiplies_bf16 = lambda: True; backend = cpu.CpuBackend(); "
-        "print(backend.ops('bf16').matmuls.matmul is plain_rounded_matmul, backend.precision_warning('bf16') is None)"
+        "from llmsuite.devices.cpu.rounding import rounded_matmul; from llmsuite.plugins.cpu_kernels import cpu; "
+        "from tests.support.devices import cpu_backend; "
+        "cpu.multiplies_bf16 = lambda: True; backend = cpu_backend(); "
+        "print(backend.ops('bf16').matmuls.matmul is rounded_matmul, backend.precision_warning('bf16') is None)"
     )
     done = run_alone(script)
     assert (done.returncode, done.stdout) == (0, "True False\n"), done.stderr
@@ -176,15 +177,15 @@ def test_a_compiler_that_is_older_than_the_processor(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, COMPILER, monkeypatch)  # which knows no macro
-    monkeypatch.setattr(build, "_processor", lambda: b"flags : fma avx512_bf16 sse2\n")
+    monkeypatch.setattr(cpp_library, "_processor", lambda: b"flags : fma avx512_bf16 sse2\n")
     message = (
         r"need a C\+\+ compiler that knows avx512_bf16 of this processor.*install g\+\+ 11 or newer, or do without"
     )
     with pytest.raises(UserError, match=message):
-        build.library(PRODUCTS)
+        cpp_library.build_library(PRODUCTS)
     assert len(calls(tmp_path)) == 1, "and nothing is built"
-    monkeypatch.setattr(build, "_processor", lambda: b"flags : fma sse2\n")
-    assert build.library(PRODUCTS).read_text() == "built\n"
+    monkeypatch.setattr(cpp_library, "_processor", lambda: b"flags : fma sse2\n")
+    assert cpp_library.build_library(PRODUCTS).read_text() == "built\n"
 
 
 def test_a_full_disk_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +195,7 @@ def test_a_full_disk_is_named(cache: Path, tmp_path: Path, monkeypatch: pytest.M
     install(tmp_path, COMPILER, monkeypatch)
     monkeypatch.setattr("tempfile.TemporaryDirectory", is_full)
     with pytest.raises(UserError, match=r"gloo: No space left on device; .* set LLMSUITE_CACHE to another directory"):
-        build.library(KERNELS)
+        cpp_library.build_library(KERNELS)
 
 
 NAMES = """
@@ -202,11 +203,11 @@ import ctypes, os, subprocess
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.start import start_paddle
 start_paddle(CpuBackend(), 2, join=True)
-from llmsuite.devices.cpu.build import library
+from llmsuite.devices.cpp_library import build_library
 from llmsuite.devices.cpu.gloo.shims import FRONT, KERNELS
 
 def names(of):
-    said = subprocess.run(["nm", "-D", "--defined-only", library(of)], capture_output=True, text=True, check=True)
+    said = subprocess.run(["nm", "-D", "--defined-only", build_library(of)], capture_output=True, text=True, check=True)
     return {line.split()[2] for line in said.stdout.splitlines() if line.split()[1] in "TW"}
 
 front, kernels = names(FRONT) - {"use_kernels"}, names(KERNELS)

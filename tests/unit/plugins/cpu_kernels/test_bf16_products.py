@@ -14,9 +14,9 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite.devices.cpu.build import library
-from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.devices.cpu.kernels.source import PRODUCTS, can_be_built
+from llmsuite.devices.cpp_library import build_library
+from llmsuite.plugins.cpu_kernels import kernels
+from llmsuite.plugins.cpu_kernels.libraries import PRODUCTS, can_be_built
 from tests.support.kernel_inputs import random, rounded
 from tests.support.paths import ROOT
 
@@ -49,10 +49,10 @@ def test_products(processor: tuple[str, ...], threads: str) -> None:
     )
     program = (
         "import paddle\n"
-        "from llmsuite.devices.cpu.kernels import ops\n"
-        "from tests.unit.devices import test_bf16_products as tests\n"
-        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(products))!r})\n"
-        "assert ops.load()\n"
+        "from llmsuite.plugins.cpu_kernels import kernels\n"
+        "from tests.unit.plugins.cpu_kernels import test_bf16_products as tests\n"
+        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(build_library(products))!r})\n"
+        "assert kernels.load()\n"
         f"tests.check({threads!r})\n"
         "print('all are equal')\n"
     )

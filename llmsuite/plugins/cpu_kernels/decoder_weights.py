@@ -22,16 +22,6 @@ FLOATS = Codes(32)
 
 
 @dataclasses.dataclass(frozen=True)
-class PackedWeight:
-    """A matrix [I, O], or a stack of them, packed in the bytes that the device's kernels read."""
-
-    bytes: Tensor
-    codes: Codes
-    num_inputs: int
-    num_outputs: int
-
-
-@dataclasses.dataclass(frozen=True)
 class DecoderWeights:
     """All parameters of a decoder with grouped-query attention and gated MLPs, in the layout of
     `llmsuite.inference.fused`."""

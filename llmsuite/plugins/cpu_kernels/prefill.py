@@ -10,28 +10,24 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.ops import Ops
+from llmsuite.inference.fusible import rounds_activations
 from llmsuite.models.blocks import Attention, CausalLM, DecoderLayer, GatedMLP
 
-CachedAttention = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A `DecoderOps.cached_attention`."""
-
-
-def rounds_activations(attention: Attention) -> bool:
-    """True for a fused attention whose queries, keys and values are rounded in training, where the device rounds them
-    (`MatmulOps.rounds_attention`)."""
-    return attention.qkv_proj.bias is None and attention.q_norm is None
+CachedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+"""`Ops.attention` of new tokens [B, L, H, K] to keys and values of a cache, [B, J, C, K] each, with spans [B, 3, L] as
+of `llmsuite.devices.masks.document_spans`, and the number of filled positions, the new ones among them."""
 
 
 class FusedPrefill:
-    """`CausalLM.decode_step` of a model that `next_logits.decoder_weights` has weights of."""
+    """`CausalLM.decode_step` of a model that `decoder.decoder_weights` has weights of."""
 
     def __init__(self, model: CausalLM, live: Ops, cached_attention: CachedAttention, cache_dtype: str | None = None):
         """
         Args:
             model: fused.
             live: the device's operations.
-            cached_attention: the attention of its `DecoderOps`.
-            cache_dtype: as for `fused.fuse`.
+            cached_attention: the attention of the precision.
+            cache_dtype: as for `llmsuite.inference.fused.fuse`.
         """
         self._model = model
         self._live = live
@@ -100,20 +96,18 @@ class FusedPrefill:
         k = self._live.rotary(k, cos, sin)
         keys = self._append(keys, k, filled)
         values = self._append(values, v, filled)
-        x = x + attention.o_proj(self._attend(q, keys, values, spans).reshape([0, 0, -1]))
+        attended = self._attend(q, keys, values, spans, filled + k.shape[1])
+        x = x + attention.o_proj(attended.reshape([0, 0, -1]))
         mlp: GatedMLP = layer.mlp
         both = mlp.gate_up_proj(self._norm(layer.post_attention_layernorm, x))
         return x + mlp.down_proj(self._live.decoding.joined_swiglu(both))
 
     def _append(self, buffer: Tensor, new: Tensor, filled: int) -> Tensor:
-        """Write new keys or values [B, L, J, K] after the filled positions of a cache; returns all filled positions,
-        rounded as the cache is, [B, J, S, K]."""
-        end = filled + new.shape[1]
-        buffer[:, :, filled:end] = (
-            self._live.matmuls.round_attention_input(new).transpose([0, 2, 1, 3]).astype(buffer.dtype)
-        )
-        kept = buffer[:, :, :end]  # a view
-        return kept if kept.dtype == new.dtype else kept.astype(new.dtype)
+        """Write new keys or values [B, L, J, K] after the filled positions of a cache; returns the cache, with all its
+        room and rounded as it is, in the dtype of the new ones."""
+        rounded = self._live.matmuls.round_attention_input(new).transpose([0, 2, 1, 3])
+        buffer[:, :, filled : filled + new.shape[1]] = rounded.astype(buffer.dtype)
+        return buffer if buffer.dtype == new.dtype else buffer.astype(new.dtype)
 
     def _norm(self, norm: Any, x: Tensor) -> Tensor:
         return self._live.rms_norm(x, norm.weight, norm.eps)

@@ -13,9 +13,8 @@ void Product(int ta, int tb, int64_t m, int64_t n, int64_t k, float alpha, const
   cblas_sgemm(kRowMajor, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
-std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
-                            const paddle::optional<Tensor>& spans) {
-  const Shape s = Read(q, k, v, spans);
+std::vector<Tensor> Attend(const Shape& s, const Tensor& q, const Tensor& k, const Tensor& v,
+                           const paddle::optional<Tensor>& spans) {
   Tensor out = Like(q), sums = Floats({s.B, s.H, s.L}, q);
   const float *pq = q.data<float>(), *pk = k.data<float>(), *pv = v.data<float>();
   const int64_t* pb = spans ? spans->data<int64_t>() : nullptr;
@@ -59,6 +58,18 @@ std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
         }
   }
   return {out, sums};
+}
+
+std::vector<Tensor> Forward(const Tensor& q, const Tensor& k, const Tensor& v,
+                            const paddle::optional<Tensor>& spans) {
+  return Attend(Read(q, k, v, spans), q, k, v, spans);
+}
+
+std::vector<Tensor> Cached(const Tensor& q, const Tensor& keys, const Tensor& values, const Tensor& spans,
+                           int64_t num_keys) {
+  for (const Tensor* x : {&q, &keys, &values})
+    PD_CHECK(x->dtype() == paddle::DataType::FLOAT32, "q, keys and values are float32");
+  return {Attend(CacheShape(q, keys, values, spans, num_keys), q, keys, values, spans)[0]};
 }
 
 std::vector<Tensor> Backward(const Tensor& q, const Tensor& k, const Tensor& v, const paddle::optional<Tensor>& spans,
@@ -130,3 +141,10 @@ PD_BUILD_GRAD_OP(llmsuite_attention)
     .Inputs({"q", "k", "v", paddle::Optional("spans"), "sums", paddle::Grad("out")})
     .Outputs({paddle::Grad("q"), paddle::Grad("k"), paddle::Grad("v")})
     .SetKernelFn(PD_KERNEL(Backward));
+PD_BUILD_OP(llmsuite_cached_attention)
+    .Inputs({"q", "keys", "values", "spans"})
+    .Outputs({"out"})
+    .Attrs({"num_keys: int64_t"})
+    .SetKernelFn(PD_KERNEL(Cached))
+    .SetInferShapeFn(PD_INFER_SHAPE(CachedShapes))
+    .SetInferDtypeFn(PD_INFER_DTYPE(CachedTypes));

@@ -1,4 +1,8 @@
-"""Build of C++ code that Paddle's CPU wheel lacks, once per Paddle version, into the user's cache."""
+"""Build of C++ code that is linked to Paddle's CPU wheel, into the user's cache.
+
+A library is built once for each of its versions, installations of Paddle (and so interpreters), and compiler options;
+and for each processor, where it is compiled for one. Processes that start at the same time build it once.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from llmsuite.base.extras import install_command
 
 
 @dataclasses.dataclass(frozen=True)
-class Library:
+class CppLibrary:
     """A shared library that is built from C++."""
 
     name: str
@@ -41,7 +45,7 @@ class Library:
     and the compiler's macro."""
 
 
-def library(what: Library) -> Path:
+def build_library(what: CppLibrary) -> Path:
     """Path of the shared library for the installed Paddle; builds it (up to a minute) if it is not in the cache.
 
     Raises:
@@ -83,7 +87,7 @@ def _processor() -> bytes:
         return b"".join(sorted({line for line in lines if line.startswith((b"flags", b"Features", b"model name"))}))
 
 
-def _build(what: Library, target: Path, paddle: Path) -> None:
+def _build(what: CppLibrary, target: Path, paddle: Path) -> None:
     compiler = shutil.which("g++")
     if compiler is None:
         raise UserError(
@@ -118,7 +122,7 @@ def _build(what: Library, target: Path, paddle: Path) -> None:
         os.replace(output, target)
 
 
-def _check_knows(compiler: str, what: Library) -> None:
+def _check_knows(compiler: str, what: CppLibrary) -> None:
     """Raise UserError if the compiler is too old for this processor: it would ignore the instructions that the library
     is for."""
     command = [compiler, "-march=native", "-dM", "-E", "-x", "c++", os.devnull]

@@ -4,25 +4,22 @@ The outputs of a matrix [I, O] are in tiles of 32, the last one padded with zero
 after the other. A block is the scale of each output, float32 (none in bf16), then the codes, input by input; in 4 bits
 two inputs share a byte. So a matmul with a few rows reads the bytes of its outputs sequentially.
 
-`devices/cpu/kernels/stored.h` reads this layout.
+`sources/stored.h` reads this layout.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import ml_dtypes
 import numpy as np
 from paddle.utils.dlpack import from_dlpack
 
-from llmsuite.devices.decoder_weights import Codes, PackedWeight
-from llmsuite.models.block_quant import LEVELS, BlockFormat
+from llmsuite.devices.decoding_ops import MatrixPart, PackedWeight
+from llmsuite.models.block_quant import LEVELS, block_format
+from llmsuite.plugins.cpu_kernels.decoder_weights import Codes
+from llmsuite.plugins.cpu_kernels.libraries import TILE
 
-TILE = 32
-"""Outputs of a tile."""
-_MAX_BLOCK = 64
-"""Most inputs of a block."""
 _CHUNK_BYTES = 32 << 20
 """Size in float32 of the chunks that are read."""
 
@@ -42,11 +39,6 @@ _CODES = {
 def codes_of(precision: str) -> Codes:
     """The `Codes` of a precision."""
     return _CODES[precision]
-
-
-def block_format(precision: str, num_inputs: int) -> BlockFormat:
-    """The blocks of a matrix: the largest power of two that divides the number of inputs, up to 64."""
-    return BlockFormat(precision, min(_MAX_BLOCK, num_inputs & -num_inputs))
 
 
 def rounded(values: np.ndarray, precision: str) -> np.ndarray:
@@ -87,23 +79,14 @@ def pack(values: np.ndarray, precision: str) -> np.ndarray:
     return np.concatenate([of_scales, of_codes], 2).reshape(num_tiles, -1)
 
 
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """Outputs of a matrix that come from one parameter."""
-
-    num_outputs: int
-    read: Callable[[int, int], np.ndarray]
-    """Maps the range of outputs, first and end, to their values, [I, n] float32."""
-
-
-def pack_parts(parts: Sequence[Part], num_inputs: int, precision: str) -> PackedWeight:
+def pack_parts(parts: Sequence[MatrixPart], num_inputs: int, precision: str) -> PackedWeight:
     """Pack the outputs of several parameters into one matrix. Only a chunk of their values is in memory at a time."""
     num_outputs = sum(part.num_outputs for part in parts)
     packed = from_dlpack(_packed(parts, num_inputs, precision))
     return PackedWeight(packed, codes_of(precision), num_inputs, num_outputs)
 
 
-def pack_stack(matrices: Sequence[Part], num_inputs: int, precision: str) -> PackedWeight:
+def pack_stack(matrices: Sequence[MatrixPart], num_inputs: int, precision: str) -> PackedWeight:
     """Pack matrices of one shape, such as those of experts, into one stack. Only a chunk of values is in memory at a
     time."""
     stack: np.ndarray | None = None
@@ -116,7 +99,7 @@ def pack_stack(matrices: Sequence[Part], num_inputs: int, precision: str) -> Pac
     return PackedWeight(from_dlpack(stack), codes_of(precision), num_inputs, matrices[0].num_outputs)
 
 
-def _packed(parts: Sequence[Part], num_inputs: int, precision: str) -> np.ndarray:
+def _packed(parts: Sequence[MatrixPart], num_inputs: int, precision: str) -> np.ndarray:
     """The bytes of the outputs of several parameters, [tiles, bytes of a tile]."""
     num_outputs = sum(part.num_outputs for part in parts)
     chunk = max(1, _CHUNK_BYTES // (4 * num_inputs * TILE)) * TILE
@@ -131,7 +114,7 @@ def _packed(parts: Sequence[Part], num_inputs: int, precision: str) -> np.ndarra
     return packed
 
 
-def _read_outputs(parts: Sequence[Part], first: int, end: int) -> Iterator[np.ndarray]:
+def _read_outputs(parts: Sequence[MatrixPart], first: int, end: int) -> Iterator[np.ndarray]:
     """Values of the outputs in [first, end), parameter by parameter."""
     begin = 0
     for part in parts:

@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 from llmsuite.base.errors import UserError
-from llmsuite.devices.cpu.build import Library, library
+from llmsuite.devices.cpp_library import CppLibrary, build_library
 
-_HERE = Path(__file__).parent
+TILE = 32
+"""Outputs of a tile of a packed matrix, see `packing`; the same number as in `sources/stored.h`."""
+_SOURCES = Path(__file__).parent / "sources"
 _FILES = (
     *("attention.cc", "bf16_attention.cc", "rows.cc", "decode.cc", "stored.cc", "rounding.cc", "rounded_linear.cc"),
     *("grouped.cc", "expert_rows.cc", "gradients.cc", "adamw.cc"),
@@ -27,9 +29,9 @@ _HEADERS = (
     "stored.h",
     "tiles.h",
 )
-KERNELS = Library(
+KERNELS = CppLibrary(
     name="kernels",
-    sources=tuple(_HERE / name for name in (*_FILES, *_HEADERS)),
+    sources=tuple(_SOURCES / name for name in (*_FILES, *_HEADERS)),
     # OpenMP's runtime is Paddle's own libiomp5: with a second runtime in the process each thread would do all the work
     options=(
         "-O3",
@@ -49,7 +51,7 @@ PRODUCTS = dataclasses.replace(
     KERNELS,
     name="products",
     sources=tuple(
-        _HERE / name
+        _SOURCES / name
         for name in (
             *(
                 "products.cc",
@@ -69,26 +71,27 @@ PRODUCTS = dataclasses.replace(
     instructions=(("avx512_bf16", "__AVX512BF16__"), ("amx_bf16", "__AMX_BF16__")),
 )
 
-PROGRAM_FILES = tuple(
-    _HERE / name for name in ("stored.cc", "products.h", "rounding.h", "stored.h", "common.h", "program_kernels.py")
+PROGRAM_FILES = (
+    *(_SOURCES / name for name in ("stored.cc", "products.h", "rounding.h", "stored.h", "common.h")),
+    Path(__file__).with_name("program_kernels.py"),
 )
 """Files that are written with an exported program that has packed weights."""
 
 
-def can_be_built(what: Library = KERNELS) -> bool:
+def can_be_built(what: CppLibrary = KERNELS) -> bool:
     """True if this machine has a compiler, and a Paddle with Intel's MKL. A compiler that fails is known only after
     `build_kernels` has tried."""
     is_there = platform.machine() == "x86_64" and platform.system() == "Linux" and shutil.which("g++") is not None
     return is_there and what.name not in _FAILED
 
 
-def build_kernels(what: Library = KERNELS) -> Path | None:
+def build_kernels(what: CppLibrary = KERNELS) -> Path | None:
     """The library of kernels for the installed Paddle. None if it cannot be built: plain operations compute the same,
     slower, so that is a warning, not an error."""
     if not can_be_built(what):
         return None
     try:
-        return library(what)
+        return build_library(what)
     except UserError as error:
         _FAILED[what.name] = str(error)
         print(f"warning: {error}; continuing with plain operations, which are slower", file=sys.stderr, flush=True)

@@ -14,10 +14,9 @@ import paddle
 import pytest
 
 from llmsuite.devices import masks, ops
-from llmsuite.devices.cpu.build import library
-from llmsuite.devices.cpu.kernels import ops as kernels
-from llmsuite.devices.cpu.kernels import source
+from llmsuite.devices.cpp_library import build_library
 from llmsuite.inference.attention import grouped_attention, rounded_grouped_attention
+from llmsuite.plugins.cpu_kernels import kernels, libraries
 from tests.support.kernel_inputs import (
     HEADS,
     ROWS_OF_DOCUMENTS,
@@ -181,7 +180,7 @@ _FLAGS = next((line.split() for line in _LINES if line.startswith("flags")), [])
 )
 def test_attention_of_rounded_inputs_on_processors_with_less(processor: tuple[str, ...]) -> None:
     """The kernels are built for the processor at hand; here for one without AMX, and for one without AVX."""
-    whole = source.KERNELS
+    whole = libraries.KERNELS
     used = ("bf16_attention.cc", "attention.h", "common.h", "packing.h", "rounding.h", "tiles.h")
     less = dataclasses.replace(
         whole,
@@ -191,9 +190,9 @@ def test_attention_of_rounded_inputs_on_processors_with_less(processor: tuple[st
         is_for_this_cpu=False,
     )
     program = (
-        "from tests.unit.devices import test_bf16_attention as tests\n"
+        "from tests.unit.plugins.cpu_kernels import test_bf16_attention as tests\n"
         "import paddle\n"
-        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(library(less))!r})\n"
+        f"paddle.utils.cpp_extension.load_op_meta_info_and_register_op({str(build_library(less))!r})\n"
         "tests.check_attention_of_rounded_inputs()\n"
         "print('all are equal')\n"
     )
@@ -207,14 +206,14 @@ import os
 import resource
 os.environ["OMP_NUM_THREADS"] = "1"
 import paddle
-from llmsuite.devices.cpu.kernels import ops
+from llmsuite.plugins.cpu_kernels import kernels
 
-assert ops.load()
+assert kernels.load()
 query, keys = paddle.ones([1, 1, 1, 8]), paddle.ones([1, 1 << 21, 1, 8])
 taken = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (taken + (64 << 20), resource.RLIM_INFINITY))
 try:
-    ops.bf16_attention(query, keys, keys, None)
+    kernels.bf16_attention(query, keys, keys, None)
 except OSError as error:
     print(error)
 """

@@ -13,8 +13,8 @@ from paddle.base import core
 
 from llmsuite.devices import decoding_ops, expert_ops, masks, ops, optimizer_ops
 from llmsuite.devices.cpu import CpuBackend
-from llmsuite.devices.cpu.kernels import ops as kernels
 from llmsuite.models.experts import route_in_program
+from llmsuite.plugins.cpu_kernels import kernels
 from tests.support import tiny_llama
 from tests.support.kernel_inputs import (
     HEADS,

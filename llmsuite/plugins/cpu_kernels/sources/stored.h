@@ -1,7 +1,7 @@
 // Packed weights: matrices in 16, 8 or 4 bits, widened in registers as a product reads them. The inputs of a product
 // are rounded to bfloat16, in which codes and levels are exact; sums are float32, and so are scales. The layout is that
-// of llmsuite/inference/packing.py: tiles of kTile outputs, the last one padded; in a tile one block of inputs after
-// the other. A block is the scale of each output (float32; none in 16 bits), then the codes, input by input. In 4 bits
+// of llmsuite/plugins/cpu_kernels/packing.py: tiles of kTile outputs, the last one padded; in a tile one block of
+// inputs after the other. A block is the scale of each output (float32; none in 16 bits), then the codes, input by input. In 4 bits
 // two inputs share the bytes of a row, the even one in the upper half.
 //
 // Shapes: I inputs and N outputs of a matrix.

@@ -1,1 +1,0 @@
-"""Fused kernels in C++ for training and generation: one pass over memory where Paddle's CPU wheel has several."""
