@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite.base.errors import Problem, RecipeError, UserError
 from llmsuite.base.hub.names import hub_name
@@ -18,7 +18,7 @@ from llmsuite.contract.registry import BUILTIN, Registry
 from llmsuite.contract.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of, rollout_of
 from llmsuite.contract.schema.rule import Violation
-from llmsuite.contract.schema.section import subsection
+from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, StageSpec
 from llmsuite.data.read import data_files
 from llmsuite.data.remote import is_remote
@@ -209,10 +209,11 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
 
 def _data_plan(recipe: Recipe, stage: StageSpec | JobSpec) -> DataPlan:
     data = recipe.data
+    key: Literal["train", "prompts"] = "train" if stage.trains else "prompts"
     return DataPlan(
         section=data,
-        key="train" if stage.trains else "prompts",
-        train_file=data_file(data.train if stage.trains else data.prompts),
+        key=key,
+        train_file=data_file(value_at(data, key)),
         eval_file=data_file(data.eval) if stage.trains and data.eval else None,
         mixed=tuple(mixed_data(recipe)),
         seed=recipe.seed,
@@ -239,7 +240,8 @@ def _train_plan(recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry) 
     return TrainPlan(
         section=recipe.train,
         stage=stage,
-        stage_section=subsection(recipe, stage.section_name),
+        stage_section=value_at(recipe, stage.section_name),
+        sections={name: value_at(recipe, name) for name in stage.sections},
         rollout=rollout,
         rollout_engine=None if rollout is None else registry.rollout_engines.get(rollout.engine),
         reward=reward_of(recipe),

@@ -36,7 +36,9 @@ def planned(registry: Registry, *words: str) -> RunPlan:
 
 def stage(registry: Registry, *words: str) -> PpoStage:
     plan = planned(registry, *words)
-    made = make_stage(plan.recipe, plan.parallel, plan.train, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
+    made = make_stage(
+        plan.model, plan.data, plan.parallel, plan.train, registry, lambda: "", TextTokenizer(DATA / "tokenizer")
+    )
     assert isinstance(made, PpoStage)
     return made
 
