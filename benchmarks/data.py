@@ -204,23 +204,19 @@ def packing(rows: Path, tokenizer: Path, length: int, steps: int) -> None:
 # parts
 
 
-def _recipe(stage: str, length: int, train: str) -> Any:
-    from llmsuite.contract.schema.recipe import DataSection, ModelSection, Recipe, TrainSection
-
-    section = TrainSection(max_steps=1, global_batch_size=1, micro_batch_size=1, learning_rate=1.0)
-    data = DataSection(train=train, max_length=length)
-    return Recipe(stage=stage, model=ModelSection(family="llama"), data=data, train=section, output_dir="none")
-
-
-def _context(recipe: Any, directory: Path) -> Any:
+def _context(stage: str, length: int, train: str, directory: Path) -> Any:
     from llmsuite.builtin import llmsuite_register_data_formats
+    from llmsuite.contract.schema.recipe import DataSection, TrainSection
     from llmsuite.data.chat_template import load_template
     from llmsuite.data.tokenizer import TextTokenizer
     from llmsuite.engine.stage import StageContext
 
     tokenizer = TextTokenizer(directory)
     return StageContext(
-        recipe=recipe,
+        stage_name=stage,
+        data=DataSection(train=train, max_length=length),
+        train=TrainSection(max_steps=1, global_batch_size=1, micro_batch_size=1, learning_rate=1.0),
+        seed=42,
         tokenizer=tokenizer,
         template=lambda: load_template("tokenizer", directory, tokenizer.special_tokens),
         data_formats={f.name: f for f in llmsuite_register_data_formats()},
@@ -234,14 +230,14 @@ def pretrain_stage(length: int) -> Any:
     from llmsuite.stages.pretrain import PretrainStage
     from llmsuite.stages.sections import PretrainSection
 
-    return PretrainStage(PretrainSection(), _context(_recipe("pretrain", length, "none"), ROOT / "data" / "tokenizer"))
+    return PretrainStage(PretrainSection(), _context("pretrain", length, "none", ROOT / "data" / "tokenizer"))
 
 
 def sft_stage(rows: Path, tokenizer: Path, length: int) -> Any:
     from llmsuite.stages.sections import SftSection
     from llmsuite.stages.sft import SftStage
 
-    return SftStage(SftSection(), _context(_recipe("sft", length, str(rows)), tokenizer))
+    return SftStage(SftSection(), _context("sft", length, str(rows), tokenizer))
 
 
 def small_llama(vocab_size: int, length: int) -> Any:

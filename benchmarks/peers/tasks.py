@@ -171,7 +171,7 @@ def _write_rows(task: Task, recipe: Path, registry: Any, place: Path, count: int
     from llmsuite.stages.explain import open_stage
 
     plan = plan_run(recipe, [], registry)
-    stage = open_stage(plan.recipe, plan.model, plan.parallel, plan.train, registry)
+    stage = open_stage(plan.model, plan.data, plan.parallel, plan.train, registry)
     samples = stage.reader.read(plan.data.train_file)
     order = SampleOrder(len(samples), SEED)
     taken = [samples[order.at(position)] for position in range(count)]

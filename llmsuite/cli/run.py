@@ -19,7 +19,7 @@ from llmsuite.base.locks import empty_directory, lock_directory
 from llmsuite.base.safe_files import is_file
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import LaunchSection, Recipe
-from llmsuite.contract.schema.section import as_plain, values_of
+from llmsuite.contract.schema.section import as_plain
 from llmsuite.contract.specs import Command, JobSpec, ModelFamily, StageSpec
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.recipe.load import LoadedRecipe
@@ -64,7 +64,6 @@ def run(args: Any, registry: Registry) -> int:
     machine, master = _machine(plan.loaded, is_smoke=plan.smoke_of is not None)
     _check(args, plan, registry, machine)
     where = plan.recipe.launch
-    # read in every rank, or they would be keys without effect
     max_restarts = where.max_restarts
     membership = Membership(
         where.nnodes, where.spares, where.min_nnodes, where.rejoin_seconds, partial(_work_on_fewer, args, registry)
@@ -132,11 +131,10 @@ def _machine(loaded: LoadedRecipe, is_smoke: bool) -> tuple[int, str]:
     from llmsuite.launch.scheduler import check_scheduled_machine, find_scheduled_machine
 
     where = loaded.recipe.launch
-    number = where.node_rank  # read in every rank, or they would be keys without effect
-    master = where.master
     if is_worker():
         return 0, ""
     place = find_scheduled_machine(os.environ)
+    number = where.node_rank
     if where.nnodes == 1:
         if place is not None and number is None and not is_smoke:  # each machine would do the same run alone
             check_scheduled_machine(place, 1)
@@ -146,6 +144,7 @@ def _machine(loaded: LoadedRecipe, is_smoke: bool) -> tuple[int, str]:
             raise UserError(fan_out(sys.argv[1:], where))
         check_scheduled_machine(place, where.nnodes, where.spares)
         number = place.number
+    master = where.master
     if master is None:
         if place is None or place.master is None:
             message = "is required with several machines; set it to host:port of machine 0, which the others connect to"
@@ -220,9 +219,6 @@ def _work_on_fewer(args: Any, registry: Registry, count: int) -> Work:
     if plan.train.stage.trains:
         check_order(plan.loaded.name, plan.model, plan.data, plan.parallel, plan.train)
     plan = fetch_names(plan, registry, lambda text: None, True)
-    # this launcher keeps the settings that it has read before; marked as read, or they would be keys without effect
-    for section in (plan.recipe.launch, plan.parallel.engine):
-        values_of(section)
     words = overrides_for_machines(sys.argv[1:], count)
     return _rank_work(plan.parallel.device.factory(), partial(run_rank, plan, registry), True, words)
 

@@ -35,7 +35,7 @@ def prepare(plan: RunPlan, registry: Registry) -> tuple[RunPlan, Stage[Any]]:
     plan = plan.fetched(print_status)
     from llmsuite.stages.explain import open_stage
 
-    return plan, open_stage(plan.recipe, plan.model, plan.parallel, plan.train, registry)
+    return plan, open_stage(plan.model, plan.data, plan.parallel, plan.train, registry)
 
 
 def explain(stage: Stage[Any], path: Path, row: int) -> int:
@@ -93,11 +93,11 @@ def stats(stage: Stage[Any], data_plan: DataPlan, is_padding_free: bool, plot: s
 
     paths = (data_plan.train_path, data_plan.eval_path)
     found = [file_stats(stage, path, is_padding_free) for path in paths if path is not None]
-    recipe = stage.context.recipe
+    data = stage.context.data
     for each in found:
-        _print_stats(each, recipe.data, recipe.train)
+        _print_stats(each, data, stage.context.train)
     if plot is not None:
-        plot_lengths(found, recipe.data.max_length, Path(plot))
+        plot_lengths(found, data.max_length, Path(plot))
         print(f"wrote {plot}")
     return 0
 

@@ -17,11 +17,11 @@ from pydantic.errors import PydanticUserError
 from llmsuite.base.errors import UserError
 from llmsuite.base.fields import field_values
 from llmsuite.contract.schema.environment import EnvironmentSection
-from llmsuite.contract.schema.keys import describe
+from llmsuite.contract.schema.keys import describe, walk
 from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.schema.rollout import RolloutSection
-from llmsuite.contract.schema.section import Section, as_plain
+from llmsuite.contract.schema.section import Section, as_plain, violations
 from llmsuite.contract.specs import (
     Command,
     EnvironmentSpec,
@@ -229,12 +229,19 @@ def check_stage(spec: StageSpec | JobSpec) -> None:
                 f"{shared.__module__}.{shared.__name__}, which rules and the engine read"
             )
     section = _check_section(spec.config_cls, "stage", spec.name)
+    if section is not None:
+        known = {info.dotted for info in walk(Recipe)}
+        if wrong := sorted({key for key, _ in section.unused_elsewhere()} - known):
+            raise UserError(
+                f"{type(section).__name__}.unused_elsewhere of stage {spec.name!r} yielded {', '.join(wrong)}, which "
+                "not all recipes have; for keys of its own sections override `unused`"
+            )
     if isinstance(spec, JobSpec):
         if unknown := sorted(spec.capabilities - {"score_head"}):
             raise UserError(
                 f"capabilities of stage {spec.name!r} has {', '.join(unknown)}, which only stages that train have"
             )
-    elif section is not None and not list(section.problems()):
+    elif section is not None and not list(violations(section)):
         profile = spec.profile(section)
         if not isinstance(profile, StageProfile):
             raise UserError(
@@ -286,6 +293,9 @@ def _check_section(cls: Any, kind: str, name: str) -> Section | None:
     for found in section.problems():
         if not (isinstance(found, tuple) and len(found) == 2):
             raise UserError(f"{what}: {cls.__name__}.problems yielded {found!r}; it has to yield pairs: (key, message)")
+    for found in section.unused():
+        if not (isinstance(found, tuple) and len(found) == 2 and found[0] in cls.__dataclass_fields__):
+            raise UserError(f"{what}: {cls.__name__}.unused yielded {found!r}; it has to yield pairs: (key, reason)")
     return section
 
 

@@ -97,9 +97,7 @@ def build_model(
     engine = parallel_plan.engine
     lora = model_plan.lora
     reft = model_plan.reft
-    moving_rate = model_plan.qat.moving_rate  # read on every rank, also without such layers: unread keys are refused
     config = None if lora.rank is None else lora.adapter_config
-    network_size = model_plan.prefix_network_size  # read on every rank, for the same reason
     chunks, adapted, rounded = _build_chunks(model_plan, parallel_plan, backend, config, mesh.degrees.tp)
     padded = is_padded(model_plan.config, mesh.degrees.tp)
     unpadded = _build_chunks(model_plan, parallel_plan, backend, config, tp=1)[0][0] if padded else chunks[0]
@@ -122,7 +120,7 @@ def build_model(
     for chunk in chunks:
         shards += parallelize(chunk, strategy, read)
     adapters = _describe_adapters(model_plan, adapted, config, weights.base, trained)
-    if isinstance(adapters, Prefixes) and network_size is not None:
+    if isinstance(adapters, Prefixes) and model_plan.prefix_network_size is not None:
         _ = mesh.model_group  # a collective call: every rank has to create the groups of a mesh in the same order
     report_size(model_plan, parallel_plan, backend, shapes, trained)
 
@@ -149,7 +147,7 @@ def build_model(
         part.needs_padding_mask = True
     scales: InputScales | None = None
     if model_plan.qat.activation_bits is not None:
-        scales = InputScales(rounded, part, moving_rate)
+        scales = InputScales(rounded, part, model_plan.qat.moving_rate)
     own = [shard for shard in shards if shard.name in trained]
     carried = None
     if weights.source is not None and weights.source.carried:

@@ -24,9 +24,9 @@ def collate_of(stage: Stage[Any]) -> Collate:
     Raises:
         UserError: there is no such function. When it is called: it returns no batch.
     """
-    recipe = stage.context.recipe
-    own = _with_checked_counts(f"stage {recipe.stage}: `collate`", stage.collate)
-    return own if recipe.data.collator is None else _with_custom_collate(recipe.data.collator, own)
+    context = stage.context
+    own = _with_checked_counts(f"stage {context.stage_name}: `collate`", stage.collate)
+    return own if context.data.collator is None else _with_custom_collate(context.data.collator, own)
 
 
 def _with_custom_collate(key: str, own: Collate) -> Collate:

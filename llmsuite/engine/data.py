@@ -16,7 +16,6 @@ from llmsuite.base.files import read_json_object_if_there, write_text_atomic
 from llmsuite.base.progress import report
 from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.contract.specs import StageProfile, StageSpec
 from llmsuite.data.chat_template import BUILTIN, load_template
 from llmsuite.data.lazy_sequences import PackedSamples, Subset, lengths_of
@@ -151,7 +150,6 @@ def read_data(
     program_stage = stage
     train: Sequence[Any] = ()
     evaluation: Sequence[Any] = ()
-    _ = data_plan.section.collator  # read on every rank: middle stages of a pipeline may build no stage, which reads it
     if not mesh.loads_data:
         stage = None
     has_rollouts = train_plan.profile.updates > 0
@@ -212,7 +210,8 @@ def load_tokenizer(model_plan: ModelPlan) -> TextTokenizer:
 
 
 def make_stage(
-    recipe: Recipe,
+    model_plan: ModelPlan,
+    data_plan: DataPlan,
     parallel_plan: ParallelPlan,
     train_plan: TrainPlan,
     registry: Registry,
@@ -223,7 +222,8 @@ def make_stage(
     """Build the stage of a run, before it reads any data.
 
     Args:
-        recipe: recipe of the run, which its stage may read: a stage of a plugin adds sections to it.
+        model_plan: plan of the model.
+        data_plan: plan of the data.
         parallel_plan: plan of the parallelism.
         train_plan: plan of the training.
         registry: registered stages, data formats, rewards and environments.
@@ -231,14 +231,21 @@ def make_stage(
         tokenizer: tokenizer of the model.
         padding_free: result of `padding_free`.
     """
+    data = data_plan.section
     context = StageContext(
-        recipe=recipe,
+        stage_name=train_plan.stage.name,
+        data=data,
+        train=train_plan.section,
+        seed=train_plan.seed,
         tokenizer=tokenizer,
-        template=lambda: load_template(recipe.data.chat_template, tokenizer.directory, tokenizer.special_tokens),
+        template=lambda: load_template(data.chat_template, tokenizer.directory, tokenizer.special_tokens),
         data_formats=registry.data_formats,
         initial_digest=initial_digest,
         length_multiple=parallel_plan.length_multiple,
         report=report,
+        generation=train_plan.generation,
+        reft=model_plan.reft,
+        sections=train_plan.sections,
         readers=registry.stages_by_row_kind(),
         rewards=registry.rewards,
         environments=registry.environments,

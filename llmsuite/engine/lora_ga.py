@@ -51,8 +51,7 @@ class GradientInit:
 
     @classmethod
     def from_section(cls, lora: LoraSection) -> GradientInit | None:
-        """Read the keys of the recipe; None for adapters with another initialization. Every rank calls it while the
-        trainer is constructed: keys that are unread by then are refused."""
+        """Read the keys of the recipe; None for adapters with another initialization."""
         if lora.rank is None or not lora.adapter_method.needs_gradients:
             return None
         return cls(lora.rank, lora.init_batches, lora.init_passes, lora.init_gamma)

@@ -61,7 +61,7 @@ class RowReader(SampleReader[S]):
 
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[S], Sequence[S]]:
         """Read the samples for training and for evaluation, from `data.train`, `data.mix` and `data.eval`."""
-        mix = self.stage.context.recipe.data.mix
+        mix = self.stage.context.data.mix
         parts = [self.read(path) for path in (train, *self._mixed_files())]
         samples = parts[0] if len(parts) == 1 else Mixture(parts, [1.0, *mix.values()])
         evaluated = self.read(evaluation) if evaluation else []
@@ -80,7 +80,7 @@ class RowReader(SampleReader[S]):
         if warning is not None:
             report(warning)
         if counts.cut:
-            longest = stage.context.recipe.data.max_length
+            longest = stage.context.data.max_length
             report(f"{path}: {counts.cut} rows are cut to data.max_length {longest}")
         counts.check(report)
         if not isinstance(samples, Sized) or not len(samples):
@@ -93,7 +93,7 @@ class RowReader(SampleReader[S]):
     def read_rows(self, path: Path) -> Rows:
         """Read the rows of a file with the settings of the section `data` of the recipe."""
         context = self.stage.context
-        data = context.recipe.data
+        data = context.data
         return read_rows(
             path,
             self.stage.row_kind,
@@ -112,7 +112,7 @@ class RowReader(SampleReader[S]):
 
     def _mixed_files(self) -> list[Path]:
         context = self.stage.context
-        return [find_mixture_file(name, "data.mix", context.report) for name in context.recipe.data.mix]
+        return [find_mixture_file(name, "data.mix", context.report) for name in context.data.mix]
 
 
 class PackingReader(RowReader[S]):

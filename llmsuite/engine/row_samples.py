@@ -43,11 +43,6 @@ _FORMAT = "1"
 """Format version in the names of entries: raise it with any change of their files."""
 _WINDOW_BYTES = 4 << 20
 _WINDOW_ROWS = 4096
-_SECTIONS_WITHOUT_EFFECT = (
-    "checkpoint", "device", "engine", "generation", "launch", "loggers", "lora", "model", "output_dir", "parallel",
-    "prefix", "qat", "reft", "seed", "source", "train",
-)  # fmt: skip
-"""Sections of a recipe that do not change the sample of a row."""
 
 
 class SampleMaker(Protocol[S]):
@@ -128,7 +123,7 @@ def lazy_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
     stage = reader.stage
     row_stage = copy.copy(stage)
     row_stage.context = dataclasses.replace(stage.context, caches_tokens=False, report=lambda text: None)
-    data = stage.context.recipe.data
+    data = stage.context.data
     formats = stage.context.data_formats
     readers = stage.context.readers
     conversion = RowConverter(stage.row_kind, data.format, formats, data.columns, readers)
@@ -295,13 +290,14 @@ def _name(reader: ReaderOfRows, path: Path) -> str:
     """Return the name of an entry, a digest of everything that it depends on."""
     stage = reader.stage
     context = stage.context
-    recipe = {key: value for key, value in as_plain(context.recipe).items() if key not in _SECTIONS_WITHOUT_EFFECT}
     tokenizer = context.tokenizer
     packages = ["jinja2", *tokenizer.libraries]
     parts = [
         _FORMAT,
         [[str(file.resolve()), *file_state(file)] for file in data_files(path)],
-        {**recipe, "data": {**recipe["data"], **dict.fromkeys(("train", "eval", "mix", *_USED_LATER))}},
+        context.stage_name,
+        {**as_plain(context.data), **dict.fromkeys(("train", "eval", "mix", *_USED_LATER))},
+        {name: as_plain(section) for name, section in context.sections.items()},
         as_plain(stage.section),
         [tokenizer.digest(), _template_of(context)],
         [f"{package} {importlib.metadata.version(package)}" for package in packages],

@@ -4,8 +4,7 @@
 (`GeneratingStage`), rollouts (`RolloutStage`, `AsyncRolloutStage`), a critic (`CriticStage`), a state in checkpoints
 (`StatefulStage`).
 
-The engine does not depend on any stage, and a stage knows nothing of ranks, meshes or optimizers. A stage reads its
-recipe keys in its constructor: a key that nothing has read by the first step is reported as having no effect.
+The engine does not depend on any stage, and a stage knows nothing of ranks, meshes or optimizers.
 """
 
 from __future__ import annotations
@@ -23,7 +22,9 @@ from llmsuite.base.files import check_intact
 from llmsuite.base.safe_files import is_file
 from llmsuite.base.typing import Tensor
 from llmsuite.checkpoint.model_dir import open_model
-from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.generation import GenerationSection
+from llmsuite.contract.schema.recipe import DataSection, TrainSection
+from llmsuite.contract.schema.reft import ReftSection
 from llmsuite.contract.specs import Capability, DataFormat, EnvironmentSpec, PrePassKind, RewardSpec
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.encoding import encode_answers
@@ -52,7 +53,14 @@ S = TypeVar("S")
 class StageContext:
     """The services of a run for its stage."""
 
-    recipe: Recipe
+    stage_name: str
+    """Name of the stage, such as "sft"."""
+    data: DataSection
+    """Section `data` of the recipe."""
+    train: TrainSection
+    """Section `train` of the recipe."""
+    seed: int
+    """Seed of the recipe."""
     tokenizer: TextTokenizer
     template: Callable[[], ChatTemplate]
     """Loads the chat template of the recipe; a stage without conversations does not call it."""
@@ -63,6 +71,12 @@ class StageContext:
     """Number of tokens: batches are padded to a multiple of it, for sequences that are sharded over ranks."""
     report: Callable[[str], None]
     """Prints a message to the user, on rank 0 only."""
+    generation: GenerationSection = dataclasses.field(default_factory=GenerationSection)
+    """Section `generation` of the recipe."""
+    reft: ReftSection = dataclasses.field(default_factory=ReftSection)
+    """Section `reft` of the recipe."""
+    sections: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """The sections that `RunSpec.sections` adds to recipes of the stage, by name, such as "rollout"."""
     readers: StagesByKind = dataclasses.field(default_factory=dict)
     """Registered stages, by the kind of rows that each trains on."""
     rewards: Mapping[str, RewardSpec] = dataclasses.field(default_factory=dict)

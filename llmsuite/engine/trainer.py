@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from llmsuite.base.errors import AgreedError, RecipeError
+from llmsuite.base.errors import AgreedError
 from llmsuite.base.locks import lock_directory
 from llmsuite.base.progress import report
 from llmsuite.base.redaction import redacted_data
@@ -66,7 +66,6 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import REQUESTS
 from llmsuite.recipe.critic import critic_plans
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.recipe.unread import unread_keys
 
 
 def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
@@ -157,9 +156,6 @@ class Trainer:
 
         names = plan.recipe.loggers if collective.rank() == 0 else ()
         self._loggers = Loggers({name: registry.loggers[name].factory(plan.output_dir) for name in names})
-        unread = [] if data.stage is None else unread_keys(plan.loaded)
-        if unread:
-            raise RecipeError(unread)
         self._prepare_stage()
         # only rank 0 compares and writes it: its digest reads all data files
         files = None
@@ -412,7 +408,14 @@ class Trainer:
         tokenizer = load_tokenizer(plan.model)
         is_padding_free = padding_free(plan.model, plan.parallel, self.backend)
         return make_stage(
-            plan.recipe, plan.parallel, plan.train, self.registry, initial_digest, tokenizer, is_padding_free
+            plan.model,
+            plan.data,
+            plan.parallel,
+            plan.train,
+            self.registry,
+            initial_digest,
+            tokenizer,
+            is_padding_free,
         )
 
     def _make_engine(self, passes: Passes) -> TrainEngine:

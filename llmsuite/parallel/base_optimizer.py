@@ -86,7 +86,6 @@ class BaseOptimizer(abc.ABC):
         self.slots = [*self.own_slots, *([MASTER] if has_master else [])]
         """The slots of a parameter in a checkpoint, the same on every rank."""
         self._train = train
-        # of these slots only: a recipe key that is read here would not be reported as unused
         self._first_numbers = {slot: FIRST_VALUES[slot](train) for slot in self.own_slots if slot in FIRST_VALUES}
 
     def state(self) -> Iterator[StateTensor]:

@@ -10,6 +10,7 @@ from llmsuite.contract.schema.degrees import degrees_of
 from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.parallel import ParallelSection
 from llmsuite.contract.schema.recipe import Recipe
+from llmsuite.contract.schema.section import violations
 from llmsuite.models.mtp import num_layers
 from llmsuite.models.shape_spec import ShapeSpec
 from llmsuite.planning.cost import Hardware
@@ -190,8 +191,8 @@ class Candidates:
         model_plan = self.model_plan
         section = parallel_plan.section
         engine = parallel_plan.engine
-        found = [f"parallel.{key}: {message}" for key, message in section.problems()]
-        found += [f"engine.{key}: {message}" for key, message in engine.problems()]
+        found = [f"parallel.{key}: {message}" for key, message in violations(section)]
+        found += [f"engine.{key}: {message}" for key, message in violations(engine)]
         context = RuleContext(
             self._recipe(section, engine),
             parallel_plan.degrees,

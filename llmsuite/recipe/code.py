@@ -14,7 +14,7 @@ from pathlib import Path
 from llmsuite.base.python_files import ALLOW_CODE, python_function
 from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of
 from llmsuite.contract.schema.rule import Violation
-from llmsuite.contract.schema.section import stored
+from llmsuite.contract.schema.section import value_at
 from llmsuite.recipe.load import LoadedRecipe
 
 
@@ -36,15 +36,15 @@ def code_files(recipe: Recipe) -> Iterator[tuple[str, Path]]:
         parsed = python_function(name)
         if parsed is not None:
             yield key, Path(parsed[0])
-    collator = stored(recipe, "data", "collator")
+    collator = value_at(recipe, "data", "collator")
     parsed = None
     if isinstance(collator, str):
         parsed = python_function(collator)
     if parsed is not None:
         yield "data.collator", Path(parsed[0])
-    verifiers = stored(recipe, "environment", "verifiers", "id")
+    verifiers = value_at(recipe, "environment", "verifiers", "id")
     if (
-        stored(recipe, "environment", "name") == "verifiers"
+        value_at(recipe, "environment", "name") == "verifiers"
         and isinstance(verifiers, str)
         and verifiers.endswith(".py")
     ):

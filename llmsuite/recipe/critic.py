@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 from typing import Any
 
 from llmsuite.contract.schema.lora import LoraSection
-from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import PrePass, StageProfile, StageSpec
 from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
 from llmsuite.recipe.shape import local_weights
@@ -40,17 +38,19 @@ def critic_plans(model_plan: ModelPlan, parallel_plan: ParallelPlan, train_plan:
     )
     engine = parallel_plan.engine
     if engine.compiles_steps:  # of the model only; the critic is trained in eager mode
-        engine = _changed(engine, mode="dynamic", program="layers")
+        engine = dataclasses.replace(engine, mode="dynamic", program="layers")
     return CriticPlans(
         model=dataclasses.replace(
             model_plan,
-            section=_changed(model_plan.section, weights=named),
+            section=dataclasses.replace(model_plan.section, weights=named),
             config=dataclasses.replace(model_plan.config, head="score"),
             weights=weights,
             lora=LoraSection(),
         ),
         parallel=dataclasses.replace(parallel_plan, engine=engine),
-        train=dataclasses.replace(train_plan, section=_changed(train_plan.section, learning_rate=rate), stage=stage),
+        train=dataclasses.replace(
+            train_plan, section=dataclasses.replace(train_plan.section, learning_rate=rate), stage=stage
+        ),
     )
 
 
@@ -59,11 +59,3 @@ def _profile(run_profile: StageProfile, section: Any) -> StageProfile:
     assert run_profile.critic is not None
     prepasses = (PrePass(kind="model"),)
     return StageProfile(sums=run_profile.critic.sums, prepasses=prepasses, updates=run_profile.updates)
-
-
-def _changed(section: Any, **values: Any) -> Any:
-    """Return a section with other values. `dataclasses.replace` would read all keys, which records them as used."""
-    assert isinstance(section, Section)
-    changed = copy.copy(section)
-    changed.__dict__.update(values, _read=set())
-    return changed

@@ -70,6 +70,10 @@ SECTIONS: dict[str, type[Section]] = {
     "engine": InferEngine,
     "train": EmptySection,
     "lora": EmptySection,
+    "reft": EmptySection,
+    "prefix": EmptySection,
+    "generation": EmptySection,
+    "qat": EmptySection,
     "checkpoint": EmptySection,
 }
 """Sections that replace those of the same names in `Recipe`."""

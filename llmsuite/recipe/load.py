@@ -10,8 +10,9 @@ import dataclasses
 import functools
 import json
 import re
+import shlex
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from llmsuite.contract.registry import Registry, left_out
 from llmsuite.contract.schema import keys as recipe_keys
 from llmsuite.contract.schema.lora import LoraSection
 from llmsuite.contract.schema.recipe import ModelSection, Recipe, device_numbers
-from llmsuite.contract.schema.section import Section, default_of, forget_reads, stored, unread, values_of
+from llmsuite.contract.schema.section import Section, keys_in_vain, violated_rules
 from llmsuite.recipe.document import other_suite_hint, read_document
 from llmsuite.recipe.inference_sections import SECTIONS
 from llmsuite.recipe.problems import first_problems
@@ -59,24 +60,6 @@ class LoadedRecipe:
     def problem(self, key: str, message: str) -> Problem:
         """Return a problem with a dotted key, at the position of the key."""
         return Problem(self.origin(tuple(key.split("."))), key, message)
-
-    def unread(self) -> list[str]:
-        """Return the given keys that nothing has read since the recipe was loaded: they have no effect.
-
-        Keys with their default values are not included: a resolved recipe contains every default.
-        """
-        idle = {key for key in unread(self.recipe) if not self._is_default(key)}
-        found = []
-        for key in self.given:
-            prefixes = {key[:length] for length in range(1, len(key) + 1)}
-            if prefixes & idle:
-                found.append(".".join(key))
-        return sorted(found)
-
-    def _is_default(self, key: Key) -> bool:
-        section = stored(self.recipe, *key[:-1])
-        field = next(f for f in dataclasses.fields(section) if f.name == key[-1])
-        return bool(stored(section, key[-1]) == default_of(field))
 
 
 def load(
@@ -118,10 +101,10 @@ def load(
     problems += bind_problems
     if recipe is not None:
         loaded.recipe = recipe
-        problems += [loaded.problem(key, message) for key, message in _section_rules(recipe)]
+        problems += [loaded.problem(key, message) for key, message in violated_rules(recipe)]
+        problems += _keys_in_vain(loaded)
     if problems:
         raise RecipeError(first_problems(problems))
-    forget_reads(loaded.recipe)
     return loaded
 
 
@@ -417,12 +400,21 @@ def _expected(annotation: Any) -> str:
     return recipe_keys.describe(annotation) + example
 
 
-def _section_rules(section: Section, prefix: str = "") -> list[tuple[str, str]]:
-    found = [(prefix + key, message) for key, message in section.problems()]
-    for key, value in values_of(section).items():
-        if isinstance(value, Section):
-            found += _section_rules(value, f"{prefix}{key}.")
-    return found
+def _keys_in_vain(loaded: LoadedRecipe) -> Iterator[Problem]:
+    """Yield a problem for each key that is set and has no effect.
+
+    An override cannot take a key out of the file. So the message names the override that sets it to its default, which
+    counts as not set.
+    """
+    defaults = {info.key: info.default for info in recipe_keys.walk(type(loaded.recipe))}
+    for key, reason in keys_in_vain(loaded.recipe):
+        dotted = ".".join(key)
+        default = defaults[key]
+        hint = ""
+        if reason.endswith("remove it") and default is not dataclasses.MISSING:
+            text = default if isinstance(default, str) else json.dumps(default)
+            hint = f", or set it to its default: {shlex.quote(f'--{dotted}={text}')}"
+        yield loaded.problem(dotted, reason + hint)
 
 
 def _leaves(tree: Any, prefix: Key = ()) -> set[Key]:

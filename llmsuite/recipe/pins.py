@@ -11,7 +11,7 @@ from llmsuite.base.hub.listing import Kind, Want
 from llmsuite.base.hub.local_copies import pinned
 from llmsuite.base.hub.names import hub_name
 from llmsuite.contract.schema.recipe import Recipe
-from llmsuite.contract.schema.section import stored
+from llmsuite.contract.schema.section import value_at
 from llmsuite.recipe.load import LoadedRecipe
 
 _KEYS: tuple[tuple[str, str, Want, Kind], ...] = (
@@ -34,13 +34,13 @@ class HubReference:
     key: str
     """Dotted key, as in messages."""
     name: str
-    """The name in the recipe. Reading this attribute does not record the key as read."""
+    """The name in the recipe."""
     want: Want
     kind: Kind
 
     def recorded(self, value: Any) -> str | None:
         """Return the name at the same position in another value of this key; None if there is none."""
-        now = stored(self.section, self.key.partition(".")[2])
+        now = value_at(self.section, self.key.partition(".")[2])
         if isinstance(value, dict) and isinstance(now, dict) and len(value) == len(now):
             return str(list(value)[list(now).index(self.name)])
         if isinstance(value, str) and isinstance(now, str):
@@ -65,7 +65,7 @@ def rename(loaded: LoadedRecipe, named: HubReference, name: str) -> None:
         RecipeError: the new name is already in the same mix.
     """
     field = named.key.partition(".")[2]
-    value = stored(named.section, field)
+    value = value_at(named.section, field)
     if isinstance(value, str):
         setattr(named.section, field, name)
     elif name != named.name:
@@ -86,7 +86,7 @@ def hub_names(recipe: Recipe) -> list[HubReference]:
 
 def _hub_names(recipe: Recipe) -> Iterator[HubReference]:
     for section_name, key, want, kind in _KEYS:
-        value = stored(recipe, section_name, key)
+        value = value_at(recipe, section_name, key)
         names = [value] if isinstance(value, str) else value or ()
         for name in names:
             try:
@@ -94,11 +94,11 @@ def _hub_names(recipe: Recipe) -> Iterator[HubReference]:
             except UserError as error:
                 raise UserError(f"{section_name}.{key}: {error}") from error
             if is_one:
-                yield HubReference(stored(recipe, section_name), f"{section_name}.{key}", name, want, kind)
+                yield HubReference(value_at(recipe, section_name), f"{section_name}.{key}", name, want, kind)
 
 
 def mixed_data(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """Yield (key, name) of the data of the mixes, without recording the keys as read."""
+    """Yield (key, name) of the data of the mixes."""
     for section_name in ("data", "pretrain"):
-        for name in stored(recipe, section_name, "mix") or ():
+        for name in value_at(recipe, section_name, "mix") or ():
             yield f"{section_name}.mix", name

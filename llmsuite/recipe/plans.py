@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +31,7 @@ from llmsuite.contract.schema.recipe import (
 )
 from llmsuite.contract.schema.reft import ReftSection
 from llmsuite.contract.schema.reward import RewardSection
-from llmsuite.contract.schema.section import stored, subsection
+from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, RolloutEngineSpec, StageProfile, StageSpec
 from llmsuite.data.remote import fetch, is_remote
 from llmsuite.models.head import head_of
@@ -117,11 +117,11 @@ class DataPlan:
         return self.eval_file
 
     def given(self, key: str) -> Any:
-        """Return a key of section `data` without recording it as read: a check of a key does not use it."""
-        return stored(self.section, key)
+        """Return a key of section `data`; None where recipes of the stage have no such key."""
+        return value_at(self.section, key)
 
     def files(self) -> Iterator[tuple[str, str, Path | Url]]:
-        """Yield (key, name, file, directory or URL) of all data, without recording the keys as read."""
+        """Yield (key, name, file, directory or URL) of all data."""
         yield f"data.{self.key}", self.given(self.key), self.train_file
         if self.eval_file is not None:
             yield "data.eval", self.given("eval"), self.eval_file
@@ -130,7 +130,7 @@ class DataPlan:
 
     def fetched(self, report: Callable[[str], None]) -> DataPlan:
         """Return the plan with remote data downloaded to local files. Raises UserError if a download fails."""
-        train = subsection(self.section, self.key)
+        train = value_at(self.section, self.key)
         if self.key == "prompts":
             if is_remote(train):
                 return dataclasses.replace(self, train_file=fetch(train, report))
@@ -199,6 +199,8 @@ class TrainPlan:
     stage: StageSpec | JobSpec
     stage_section: Any
     """Section of the stage."""
+    sections: Mapping[str, Any]
+    """Further sections that the stage adds to its recipes, by name."""
     rollout: Any
     """Section `rollout`; None for a stage without rollouts."""
     rollout_engine: RolloutEngineSpec | None

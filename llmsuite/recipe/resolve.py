@@ -18,7 +18,7 @@ from llmsuite.contract.registry import BUILTIN, Registry
 from llmsuite.contract.schema.degrees import Degrees, accumulate_steps, degrees_of
 from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of, rollout_of
 from llmsuite.contract.schema.rule import Violation
-from llmsuite.contract.schema.section import subsection
+from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.specs import DeviceSpec, JobSpec, ModelFamily, StageSpec
 from llmsuite.data.read import data_files
 from llmsuite.data.remote import is_remote
@@ -209,19 +209,16 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
 
 def _data_plan(recipe: Recipe, stage: StageSpec | JobSpec) -> DataPlan:
     data = recipe.data
-    key: Literal["train", "prompts"] = "train"
+    key: Literal["train", "prompts"] = "prompts"
     eval_file = None
     if stage.trains:
-        rows = data.train
+        key = "train"
         if data.eval:
             eval_file = data_file(data.eval)
-    else:
-        key = "prompts"
-        rows = data.prompts
     return DataPlan(
         section=data,
         key=key,
-        train_file=data_file(rows),
+        train_file=data_file(value_at(data, key)),
         eval_file=eval_file,
         mixed=tuple(mixed_data(recipe)),
         seed=recipe.seed,
@@ -248,7 +245,8 @@ def _train_plan(recipe: Recipe, stage: StageSpec | JobSpec, registry: Registry) 
     return TrainPlan(
         section=recipe.train,
         stage=stage,
-        stage_section=subsection(recipe, stage.section_name),
+        stage_section=value_at(recipe, stage.section_name),
+        sections={name: value_at(recipe, name) for name in stage.sections},
         rollout=rollout,
         rollout_engine=None if rollout is None else registry.rollout_engines.get(rollout.engine),
         reward=reward_of(recipe),

@@ -166,6 +166,7 @@ def _model(shape: dict[str, Any]) -> dict[str, Any]:
     return {
         "source": REMOVE,
         "model.weights": REMOVE,
+        "model.load": REMOVE,
         "model.preset": REMOVE,
         "model.config": shape,
         "model.tokenizer": "data/tokenizer",

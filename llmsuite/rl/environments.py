@@ -16,7 +16,7 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.base.python_files import from_file, python_function
 from llmsuite.contract.schema.environment import EnvironmentSection
-from llmsuite.contract.schema.section import subsection, values_of
+from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.specs import Environment, EnvironmentSpec, Reply, ToolEnvironment, Turn
 from llmsuite.data.rows import Message
 from llmsuite.data.turns import parse_message, parse_tools
@@ -90,7 +90,7 @@ class EnvironmentSource:
 
 
 def environment_source(section: EnvironmentSection, registered: Mapping[str, EnvironmentSpec]) -> EnvironmentSource:
-    """The source of the recipe's environment. Reads the environment's own keys.
+    """The source of the recipe's environment.
 
     Raises:
         UserError: it cannot be sent to another process.
@@ -102,8 +102,7 @@ def environment_source(section: EnvironmentSection, registered: Mapping[str, Env
     spec = registered[name]
     options = None
     if spec.config_cls is not None:
-        options = subsection(section, name)
-        values_of(options)  # marks the keys as read: the environment reads them in other processes
+        options = value_at(section, name)
     try:
         factory = pickle.dumps((spec.factory, options))
     except (pickle.PicklingError, AttributeError, TypeError) as error:

@@ -14,7 +14,7 @@ from llmsuite.base.errors import AgreedError, UserError
 from llmsuite.base.python_files import python_function
 from llmsuite.base.redaction import redacted
 from llmsuite.contract.schema.reward import RewardSection
-from llmsuite.contract.schema.section import Section, subsection, values_of
+from llmsuite.contract.schema.section import Section, value_at
 from llmsuite.contract.specs import RewardSpec, Score
 from llmsuite.rl.checks import LARGEST
 from llmsuite.rl.completion import Completion
@@ -171,11 +171,10 @@ def _groups(completions: Sequence[Completion]) -> list[list[int]]:
 
 
 def _options(spec: RewardSpec | None, section: RewardSection) -> Section | None:
-    """The section of a reward's own keys; reading them here marks them as used."""
+    """The section of a reward's own keys."""
     if spec is None or spec.config_cls is None:
         return None
-    options: Section = subsection(section, spec.name)
-    values_of(options)  # marks them as read
+    options: Section = value_at(section, spec.name)
     return options
 
 

@@ -14,6 +14,9 @@ import numpy as np
 from llmsuite.base.errors import AgreedError, UserError
 from llmsuite.base.files import sha256_of
 from llmsuite.base.python_files import python_function
+from llmsuite.contract.schema.environment import EnvironmentSection
+from llmsuite.contract.schema.reward import RewardSection
+from llmsuite.contract.schema.rollout import RolloutSection
 from llmsuite.data.rows import Prompt
 from llmsuite.engine.stage import DropCounts, RolloutStage, StageContext, StatefulStage
 from llmsuite.inference.group_sampling import SamplingParams
@@ -22,6 +25,7 @@ from llmsuite.rl.dynamic_sampling import SampledBatch, sample_until_full
 from llmsuite.rl.episodes import Episodes, with_parts
 from llmsuite.rl.rewards import Rewards
 from llmsuite.rl.rollouts import RolloutMismatch, RolloutPrompt, Rollouts, Scored
+from llmsuite.stages.rl_sections import EvalRolloutSection
 
 _ROUNDING = 1e-9
 """Tolerance of a sum of weighted rewards: 0.2 + 0.7 + 0.1 is less than 1 in floating point."""
@@ -34,12 +38,14 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
     row_by_row = True
 
     def __init__(self, section: Any, context: StageContext):
-        """`section` has `patience`. The recipe has the sections `rollout`, `reward` and `eval_rollout`, and
+        """`section` has `patience`. The stage has the sections `rollout`, `reward` and `eval_rollout`, and
         `environment` if the stage can train on episodes."""
         super().__init__(section, context)
-        recipe: Any = context.recipe
-        rollout = recipe.rollout
-        evaluation = recipe.eval_rollout
+        sections = context.sections
+        rollout: RolloutSection = sections["rollout"]
+        evaluation: EvalRolloutSection = sections["eval_rollout"]
+        reward: RewardSection = sections["reward"]
+        environment: EnvironmentSection | None = sections.get("environment")
         self._patience = section.patience
         self._max_completion_length = rollout.max_completion_length
         self._max_gap = rollout.max_logprob_gap
@@ -54,26 +60,25 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
         self._max_rounds = rollout.max_rounds if self._is_dynamic else 1
         self._pass_at = list(evaluation.pass_at)
         self._pass_reward = evaluation.pass_reward
-        self._max_prompt_length = recipe.data.max_length - self._max_completion_length
+        self._max_prompt_length = context.data.max_length - self._max_completion_length
         self._template = context.template()
-        self._episodes = self._make_episodes(recipe)
+        self._episodes = self._make_episodes(environment)
         rewards = with_parts(context.rewards, self._episodes)
-        self._rewards = Rewards(recipe.reward, rewards, context.reward_services)
-        names = list(recipe.reward.functions)
-        if self._episodes is not None:
-            names.append(recipe.environment.name)
+        self._rewards = Rewards(reward, rewards, context.reward_services)
+        names = list(reward.functions)
+        if environment is not None and environment.name is not None:
+            names.append(environment.name)
         self._files = {found[0]: "" for name in names if (found := python_function(name)) is not None}
         """Python files with rewards and environment, with the digests that they had when this run read them."""
         self._idle_rollouts = 0
         """Consecutive rollouts in which no group has a signal."""
 
-    def _make_episodes(self, recipe: Any) -> Episodes | None:
+    def _make_episodes(self, section: EnvironmentSection | None) -> Episodes | None:
         """The player of episodes with the recipe's environment; None for completions of one turn."""
-        section = recipe.environment
         if section is None or section.name is None:
             return None
         tokenizer = self.context.tokenizer
-        return Episodes(section, self.context.environments, self._template, tokenizer, recipe.data.max_length)
+        return Episodes(section, self.context.environments, self._template, tokenizer, self.context.data.max_length)
 
     def before_reading(self) -> None:
         """Load rewards and environment."""
@@ -179,7 +184,7 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
         """Raise AgreedError after `patience` consecutive rollouts without a signal."""
         self._idle_rollouts = self._idle_rollouts + 1 if is_idle else 0
         if self._patience is not None and self._idle_rollouts >= self._patience:
-            key = f"{self.context.recipe.stage}.patience"
+            key = f"{self.context.stage_name}.patience"
             raise AgreedError(
                 f"step {step}: in {self._idle_rollouts} rollouts in a row ({key}) all completions of each prompt had "
                 "the same reward, so there is nothing to learn; look at completions.jsonl. Are the prompts too easy or "

@@ -39,7 +39,7 @@ class DpoStage(PairStage, GeneratingStage["Pair | Pairs"]):
         super().__init__(section, context)
         self._reference_from = section.reference_from
         self._pair_loss = PairLoss(section, section.profile())
-        self._reference = Reference(context, 2 * context.recipe.train.micro_batch_size)
+        self._reference = Reference(context, 2 * context.train.micro_batch_size)
 
     # data
 

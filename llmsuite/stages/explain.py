@@ -12,7 +12,6 @@ import numpy as np
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.columns import rename_columns
 from llmsuite.data.read import raw_row
@@ -22,7 +21,7 @@ from llmsuite.engine.data import load_tokenizer, make_stage
 from llmsuite.engine.row_reader import RowReader
 from llmsuite.engine.stage import DropCounts, Stage
 from llmsuite.engine.supervision import SupervisedSequence, supervised_sequences
-from llmsuite.recipe.plans import ModelPlan, ParallelPlan, TrainPlan
+from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +42,12 @@ class Explained:
 
 
 def open_stage(
-    recipe: Recipe, model_plan: ModelPlan, parallel_plan: ParallelPlan, train_plan: TrainPlan, registry: Registry
+    model_plan: ModelPlan, data_plan: DataPlan, parallel_plan: ParallelPlan, train_plan: TrainPlan, registry: Registry
 ) -> Stage[Any]:
     """The stage of a recipe with its tokenizer, but without a model. It does not cache tokens, as it may read a single
     row, and reports nothing."""
     tokenizer = load_tokenizer(model_plan)
-    stage = make_stage(recipe, parallel_plan, train_plan, registry, lambda: "no model", tokenizer)
+    stage = make_stage(model_plan, data_plan, parallel_plan, train_plan, registry, lambda: "no model", tokenizer)
     stage.context = dataclasses.replace(stage.context, caches_tokens=False, report=lambda text: None)
     return stage
 
@@ -80,7 +79,7 @@ def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None
 
 def made_of(stage: Stage[Any], path: Path, place: str) -> list[tuple[str, str, Any]]:
     """The fields that `data.columns` makes from a row: name, column or template, and value of each."""
-    columns = stage.context.recipe.data.columns
+    columns = stage.context.data.columns
     if not columns or not stage.row_kind:
         return []
     row = rename_columns(raw_row(path, place), columns)
@@ -98,7 +97,7 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
     sequences = supervised_sequences(collate_of(stage)([sample]), document_end)
     if sequences is None:
         raise UserError(
-            f"stage {stage.context.recipe.stage}: its batches have no 'input_ids' and 'targets', so it cannot be "
+            f"stage {stage.context.stage_name}: its batches have no 'input_ids' and 'targets', so it cannot be "
             "explained token by token"
         )
     conversations = _conversations(row)

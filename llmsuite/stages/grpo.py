@@ -79,7 +79,6 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
 
     def __init__(self, section: GrpoSection | PpoSection, context: StageContext):
         super().__init__(section, context)
-        recipe: Any = context.recipe
         self._loss = section.loss
         self._normaliser = section.normaliser
         self._level = section.importance_sampling_level
@@ -93,7 +92,7 @@ class GrpoStage(CompletionStage, AsyncRolloutStage[Any]):
         self._kl = section.kl
         self._kl_in = section.kl_in
         self._entropy_coef = section.entropy_coef
-        self._size = recipe.train.global_batch_size
+        self._size = context.train.global_batch_size
         self._masks_truncated = section.mask_truncated
         self._overlong = section.overlong_buffer
         if self._overlong is not None:

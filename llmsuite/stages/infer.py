@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from llmsuite.base.errors import RecipeError, UserError
+from llmsuite.base.errors import UserError
 from llmsuite.base.files import NO_ROOM, os_errors, read_json_object, write_text_atomic
 from llmsuite.base.locks import OpenDirectory, lock_directory
 from llmsuite.base.progress import report, track
@@ -35,7 +35,6 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.recipe.plans import ModelPlan
 from llmsuite.recipe.resolve import RunPlan
-from llmsuite.recipe.unread import unread_keys
 from llmsuite.stages.sections import InferSection
 
 _DECISIVE = ("model", "data", "infer", "seed")
@@ -91,8 +90,6 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
     beams = BeamParams(section.num_beams, section.length_penalty, section.max_new_tokens, section.min_new_tokens)
     count = section.num_return_sequences
     batch_size = section.batch_size
-    if unread := unread_keys(plan.loaded):
-        raise RecipeError(unread)
 
     assert isinstance(plan.train.stage, JobSpec)
     target = plan.output_dir / plan.train.stage.result

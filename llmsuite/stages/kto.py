@@ -65,9 +65,9 @@ class KtoStage(Stage[LabelledAnswer]):
         self._undesirable_weight = section.undesirable_weight
         self._reference_from = section.reference
         self._profile = section.profile()
-        self._max_length = context.recipe.data.max_length
+        self._max_length = context.data.max_length
         self._template = context.template()
-        self._reference = Reference(context, context.recipe.train.micro_batch_size)
+        self._reference = Reference(context, context.train.micro_batch_size)
         if self._kind == "kto":
             self.reader = _UnrelatedReader(self)
 
@@ -230,7 +230,7 @@ class _UnrelatedReader(RowReader[LabelledAnswer]):
 
     def __init__(self, stage: KtoStage):
         super().__init__(stage)
-        self._max_length = stage.context.recipe.data.max_length
+        self._max_length = stage.context.data.max_length
 
     def arrange(self, samples: Sequence[LabelledAnswer], path: Path) -> Sequence[LabelledAnswer]:
         if not isinstance(samples, LazySequence):

@@ -50,8 +50,8 @@ class PairStage(Stage["Pair | Pairs"]):
 
     def __init__(self, section: Any, context: StageContext):
         super().__init__(section, context)
-        self._max_length = context.recipe.data.max_length
-        self._is_packed = context.recipe.data.packing == "best_fit"
+        self._max_length = context.data.max_length
+        self._is_packed = context.data.packing == "best_fit"
         self._template = context.template()
         if self._is_packed:
             self.reader = PackingReader(self, self._max_length, join)

@@ -106,13 +106,15 @@ class PpoSection(ClippedPolicy):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.reference_problems()
-        yield from self.correction_problems()
         if self.beta == 0 and self.kl_target is not None:
             yield (
                 "kl_target",
                 "adapts beta, which is 0; set beta to its initial value, such as 0.05, or remove this key",
             )
-        if self.kl_target is None and self.kl_rate != type(self).__dataclass_fields__["kl_rate"].default:
-            yield "kl_rate", "has no effect while kl_target is null; set that too, or remove it"
         if self.dual_clip is not None and self.dual_clip <= 1 + self.upper:
             yield "dual_clip", f"is {self.dual_clip}; it has to be above 1 + epsilon_high = {1 + self.upper}"
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        if self.kl_target is None:
+            yield "kl_rate", "has no effect while kl_target is null; set that too, or remove it"

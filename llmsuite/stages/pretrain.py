@@ -41,14 +41,14 @@ class CorpusReader(SampleReader[np.ndarray]):
         super().__init__()
         self._stage = stage
         section: PretrainSection = stage.section
-        recipe = stage.context.recipe
-        self._length = recipe.data.max_length
+        data = stage.context.data
+        self._length = data.max_length
         self._mix = section.mix
         self._split = section.split
         self._max_eval_samples = section.max_eval_samples
         self._division = section.documents
-        self._columns = recipe.data.columns
-        self._max_samples = recipe.data.max_samples
+        self._columns = data.columns
+        self._max_samples = data.max_samples
         self._key = text_key(self._columns, section.key)
         self._is_masked = section.document_mask
 
@@ -102,7 +102,7 @@ class CorpusReader(SampleReader[np.ndarray]):
             self._division,
             self._key,
             lambda size: track_bytes(size, f"indexing {path}"),
-            self._stage.context.recipe.data.on_bad_row,
+            self._stage.context.data.on_bad_row,
         )
         if faults.total:
             self.counts[path] = DropCounts(path, corpus.num_documents, faults.total, faults=faults)
@@ -146,11 +146,11 @@ class PretrainStage(GeneratingStage[np.ndarray]):
 
     def __init__(self, section: PretrainSection, context: StageContext):
         super().__init__(section, context)
-        self._length = context.recipe.data.max_length
+        self._length = context.data.max_length
         self._padded = -(-self._length // context.length_multiple) * context.length_multiple
         self._is_masked = section.document_mask
-        self._mtp_weight = context.recipe.train.mtp_loss_weight
-        self._num_generated = context.recipe.generation.max_new_tokens or 0
+        self._mtp_weight = context.train.mtp_loss_weight
+        self._num_generated = context.generation.max_new_tokens or 0
         self.reader = CorpusReader(self)
 
     def collate(self, samples: Sequence[np.ndarray]) -> Batch:

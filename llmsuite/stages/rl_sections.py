@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt
 
 from llmsuite.contract.schema.numbers import NonNegativeFloat, PositiveInt
-from llmsuite.contract.schema.section import Section, changed_keys
+from llmsuite.contract.schema.section import Section
 from llmsuite.contract.specs import PrePass, StageProfile
 from llmsuite.stages.eval_metrics import rollout_metrics
 
@@ -101,13 +101,9 @@ class ClippedPolicy(Section):
         """`epsilon_high` with its default applied."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
-    def correction_problems(self) -> Iterator[tuple[str, str]]:
-        """Keys of a correction while there is none."""
-        if self.rollout_correction != "none":
-            return
-        changed = changed_keys(self)
-        for key in ("correction_level", "correction_cap"):
-            if key in changed:
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.rollout_correction == "none":
+            for key in ("correction_level", "correction_cap"):
                 yield key, "has no effect while rollout_correction is none; set that too, or remove it"
 
     def reference_problems(self) -> Iterator[tuple[str, str]]:
@@ -194,22 +190,24 @@ class GrpoSection(ClippedPolicy):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from self.reference_problems()
-        if self.beta == 0 and self.kl != "k3":
-            yield "kl", "has no effect while beta is 0; set that too, or remove it"
-        yield from self.correction_problems()
-        without_effect = {"epsilon", "dual_clip"} if self.loss in ("cispo", "sapo") else set()
-        for key in changed_keys(self):
-            if key in without_effect:
-                yield key, f"has no effect with loss {self.loss}; remove it"
         if self.kl_in == "reward" and self.beta == 0:
             yield "kl_in", "is reward, but beta is 0; set that too, or kl_in to loss"
         if self.kl_in == "reward" and not self.advantage.startswith("reinforce"):
             yield "kl_in", f"is reward, but advantage {self.advantage} is computed by completion; choose reinforce"
         if self.kl_in == "reward" and self.kl not in ("k1", "k3"):
             yield "kl", f"is {self.kl}, which is for kl_in loss; in the reward it is k1"
-        if self.loss == "sapo" and self.epsilon_high is not None:
-            yield "epsilon_high", "has no effect with loss sapo; remove it"
         if self.dual_clip is not None and self.dual_clip <= 1 + self.upper:
             yield "dual_clip", f"is {self.dual_clip}; it has to be above 1 + epsilon_high = {1 + self.upper}"
         if self.advantage.startswith("reinforce") and self.scale_rewards == "group":
             yield "scale_rewards", f"is group, but advantage {self.advantage} is scaled over the batch; set it to batch"
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        yield from super().unused()
+        if self.beta == 0:
+            yield "kl", "has no effect while beta is 0; set that too, or remove it"
+        of_clip: Mapping[str, tuple[str, ...]] = {
+            "cispo": ("epsilon", "dual_clip"),
+            "sapo": ("epsilon", "epsilon_high", "dual_clip"),
+        }
+        for key in of_clip.get(self.loss, ()):
+            yield key, f"has no effect with loss {self.loss}; remove it"

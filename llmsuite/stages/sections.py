@@ -78,18 +78,20 @@ class DpoSection(Section):
         return self.sft_weight
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.label_smoothing > 0 and self.loss not in _SMOOTHED:
-            known = " and ".join(_SMOOTHED)
-            yield "label_smoothing", f"works with loss {known} only, and loss is {self.loss}; set it to 0"
-        if self.gamma > 0 and self.loss != "simpo":
-            yield "gamma", f"is the margin of simpo, and loss is {self.loss}; set it to 0"
-        if self.sft_weight > 0 and self.loss == "orpo":
-            yield "sft_weight", "has no effect with loss orpo, which has this term with weight 1; set it to 0"
         if self.reference in ("cache", "adapter_off") and self.loss in _REFERENCE_FREE:
             yield "reference", f"is {self.reference}, but loss {self.loss} uses no reference; remove it"
         if self.reference == "none" and self.loss not in _REFERENCE_FREE:
             free = " or ".join(_REFERENCE_FREE)
             yield "reference", f"is none, but loss {self.loss} needs one; set it to cache, or loss to {free}"
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.loss not in _SMOOTHED:
+            known = " and ".join(_SMOOTHED)
+            yield "label_smoothing", f"works with loss {known} only, and loss is {self.loss}; set it to 0"
+        if self.loss != "simpo":
+            yield "gamma", f"is the margin of simpo, and loss is {self.loss}; set it to 0"
+        if self.loss == "orpo":
+            yield "sft_weight", "has no effect with loss orpo, which has this term with weight 1; set it to 0"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -198,14 +200,23 @@ class InferSection(Section):
             yield "min_new_tokens", f"is {self.min_new_tokens}, above max_new_tokens = {self.max_new_tokens}"
         if not all(self.stop):
             yield "stop", "has an empty text, which would end every answer; remove it"
-        if self.num_beams == 1 and self.length_penalty != 1:
-            yield "length_penalty", "has no effect without num_beams; remove it"
         if self.num_beams > 1:
             yield from self._without_effect_on_beams()
         if 1 < self.num_beams < self.num_return_sequences:
             yield "num_return_sequences", f"is {self.num_return_sequences}, more than num_beams = {self.num_beams}"
         if self.raw and self.system is not None:
             yield "system", "does not go with raw, which has no turns; remove one of them"
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.num_beams == 1:
+            yield "length_penalty", "has no effect without num_beams; remove it"
+        else:
+            yield "generation_config", "has no effect with num_beams: beam search does not sample; remove it"
+
+    def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
+        yield "model.load", "has no effect in stage infer, where the weights have to match the model; remove it"
+        if self.raw:
+            yield "data.chat_template", "has no effect with infer.raw; remove it"
 
     def _without_effect_on_beams(self) -> Iterator[tuple[str, str]]:
         of_sampling = {
@@ -248,6 +259,10 @@ class PretrainSection(Section):
 
     def profile(self) -> StageProfile:
         return StageProfile(evaluates=loss_metrics())
+
+    def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
+        yield "data.format", "has no effect in stage pretrain, which reads documents; remove it"
+        yield "data.mix", "has no effect in stage pretrain, which uses pretrain.mix; set that instead"
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.split is None:

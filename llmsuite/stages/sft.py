@@ -35,11 +35,11 @@ class SftStage(GeneratingStage[WeightedTokens]):
     def __init__(self, section: SftSection, context: StageContext):
         super().__init__(section, context)
         self._truncate = section.truncate
-        self._max_length = context.recipe.data.max_length
-        self._is_packed = context.recipe.data.packing == "best_fit"
+        self._max_length = context.data.max_length
+        self._is_packed = context.data.packing == "best_fit"
         self._template = context.template()
-        self._mtp_weight = context.recipe.train.mtp_loss_weight
-        self._has_prompt_lengths = context.recipe.reft.rank is not None
+        self._mtp_weight = context.train.mtp_loss_weight
+        self._has_prompt_lengths = context.reft.rank is not None
         if self._is_packed:
             self.reader = PackingReader(self, self._max_length, language_model.join)
 

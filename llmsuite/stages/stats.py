@@ -57,7 +57,7 @@ def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> Fil
     samples = reader.read(path)
     if isinstance(reader, CorpusReader):
         lengths = reader.document_lengths(path)
-        supervised = len(samples) * stage.context.recipe.data.max_length
+        supervised = len(samples) * stage.context.data.max_length
         counts = reader.counts.get(path)
         return FileStats(
             path, counts, "documents", lengths, len(samples), int(lengths.sum()), supervised, 0, None, None
@@ -70,7 +70,7 @@ def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> Fil
     for sample in samples:
         rows = supervised_sequences(collate([sample]))
         if rows is None:
-            raise UserError(f"stage {stage.context.recipe.stage}: its batches do not show which tokens are supervised")
+            raise UserError(f"stage {stage.context.stage_name}: its batches do not show which tokens are supervised")
         tokens += [len(row.ids) for row in rows]
         sizes.append([len(row.ids) - len(np.unique(row.documents)) for row in rows])
         supervised += sum(int((row.weights > 0).sum()) for row in rows)
@@ -97,11 +97,11 @@ def _padding(
     stage: Stage[Any], collate: Collate, samples: Sequence[Any], sizes: Sequence[Sequence[int]], padding_free: bool
 ) -> float:
     """Share of padding in the full steps of one epoch, with the micro-batches of the run."""
-    recipe = stage.context.recipe
-    multiple = stage.context.length_multiple
-    train = recipe.train
-    order = SampleOrder(len(sizes), recipe.seed, recipe.data.shuffle)
-    by_length = recipe.data.group_by_length or train.micro_batch_tokens is not None
+    context = stage.context
+    multiple = context.length_multiple
+    train = context.train
+    order = SampleOrder(len(sizes), context.seed, context.data.shuffle)
+    by_length = context.data.group_by_length or train.micro_batch_tokens is not None
     lengths = None
     if by_length:
         lengths = lengths_of(samples, stage.row_lengths)
@@ -116,7 +116,6 @@ def _padding(
         multiple,
     )
     used = positions = 0
-    context = stage.context
     stage.context = dataclasses.replace(context, padding_free=padding_free)
     for step in range(max(1, len(sizes) // train.global_batch_size)):
         for picked in sampler.micro_batches(step * train.global_batch_size, 0):
@@ -133,7 +132,7 @@ def _padding(
 def _packing(stage: Stage[Any], samples: Sequence[Any]) -> tuple[int, float] | None:
     """Number of samples that `best_fit` makes, and the share that is filled; samples that are already packed are
     counted unchanged. None for a stage without `row_lengths`."""
-    data = stage.context.recipe.data
+    data = stage.context.data
     lengths = lengths_of(samples, stage.row_lengths)
     if lengths is None:
         return None

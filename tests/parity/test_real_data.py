@@ -52,7 +52,7 @@ def test_the_table_has_every_file() -> None:
 def test_what_is_read_and_dropped(row: tuple[str, ...], registry: Registry) -> None:
     name, stage, read, used, dropped, tokens, learnt = row
     plan = plan_run(f"recipes/llama/{stage}.json", words(stage, real(name)), registry, smoke=True)
-    stage = open_stage(plan.recipe, plan.model, plan.parallel, plan.train, registry)
+    stage = open_stage(plan.model, plan.data, plan.parallel, plan.train, registry)
     stats = file_stats(stage, plan.data.train_file)
     expected = Counter({reason: int(count) for count, reason in re.findall(r"(\d+) ([^,]+)", dropped)})
     if stage == "pretrain":

@@ -34,7 +34,7 @@ class TokenStage(Stage[tuple[list[int], list[int]]]):
     def make_samples(self, rows: Sequence[Any], counts: DropCounts) -> list[tuple[list[int], list[int]]]:
         template = self.context.template()
         pairs = self.context.encode_answers([template.split(conversations_of(row)[0]) for row in rows])
-        longest = self.context.recipe.data.max_length
+        longest = self.context.data.max_length
         return [(p, a) for p, a in pairs if len(p) + len(a) <= longest or counts.drop("too long")]
 
     def collate(self, samples: Sequence[tuple[list[int], list[int]]]) -> Batch:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from llmsuite.contract.schema.recipe import DataSection, ModelSection, Recipe, TrainSection
+from llmsuite.contract.schema.recipe import DataSection, TrainSection
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.preference_formats import BUILTIN
 from llmsuite.data.read import read_rows
@@ -46,18 +46,14 @@ def stage(
     **section: Any,
 ) -> DpoStage:
     """A stage as a run makes it; `section` are keys of the recipe's section `dpo`."""
-    recipe = Recipe(
-        stage="dpo",
-        model=ModelSection(family="llama"),
+    tokenizer = TextTokenizer(DATA / "tokenizer")
+    context = StageContext(
+        stage_name="dpo",
         data=DataSection(
             train=str(DATA / "preference" / "train.jsonl"), max_length=max_length, chat_template=chat_template
         ),
         train=train_section(micro_batch_size=micro_batch_size),
-        output_dir="nothing is written",
-    )
-    tokenizer = TextTokenizer(DATA / "tokenizer")
-    context = StageContext(
-        recipe=recipe,
+        seed=42,
         tokenizer=tokenizer,
         template=lambda: load_template(chat_template, tokenizer.directory, tokenizer.special_tokens),
         data_formats=FORMATS,

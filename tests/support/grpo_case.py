@@ -35,7 +35,14 @@ LENGTHS = [[3, 1, 5], [2, 7, 4], [1, 1, 6]]
 def stage(registry: Registry, *words: str, padding_free: bool = False) -> GrpoStage:
     plan = plan_run(RECIPE, ["--rollout.max_completion_length=7", *words], registry, smoke=True)
     made = make_stage(
-        plan.recipe, plan.parallel, plan.train, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), padding_free
+        plan.model,
+        plan.data,
+        plan.parallel,
+        plan.train,
+        registry,
+        lambda: "",
+        TextTokenizer(DATA / "tokenizer"),
+        padding_free,
     )
     assert isinstance(made, GrpoStage)
     made.context = dataclasses.replace(made.context, caches_tokens=False)

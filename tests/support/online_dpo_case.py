@@ -20,7 +20,14 @@ RECIPE = ROOT / "recipes" / "llama" / "online_dpo.json"
 def stage(registry: Registry, *words: str, padding_free: bool = False) -> OnlineDpoStage:
     plan = plan_run(RECIPE, ["--rollout.max_completion_length=7", *words], registry, smoke=True)
     made = make_stage(
-        plan.recipe, plan.parallel, plan.train, registry, lambda: "", TextTokenizer(DATA / "tokenizer"), padding_free
+        plan.model,
+        plan.data,
+        plan.parallel,
+        plan.train,
+        registry,
+        lambda: "",
+        TextTokenizer(DATA / "tokenizer"),
+        padding_free,
     )
     assert isinstance(made, OnlineDpoStage)
     return made

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from llmsuite.contract.schema.recipe import DataSection, ModelSection, Recipe
+from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.conversation_formats import BUILTIN
 from llmsuite.data.rows import Conversation, Message
@@ -30,15 +30,6 @@ def make_stage(
     on_bad_row: Any = "error",
 ) -> SftStage:
     """`template` is a choice of the recipe, or a source."""
-    recipe = Recipe(
-        stage="sft",
-        model=ModelSection(family="llama"),
-        data=DataSection(
-            train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing, on_bad_row=on_bad_row
-        ),
-        train=dpo_case.train_section(),
-        output_dir="nothing is written",
-    )
     tokenizer = TextTokenizer(DATA / "tokenizer")
 
     def load() -> ChatTemplate:
@@ -47,7 +38,12 @@ def make_stage(
         return load_template(template, tokenizer.directory, tokenizer.special_tokens)
 
     context = StageContext(
-        recipe=recipe,
+        stage_name="sft",
+        data=DataSection(
+            train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing, on_bad_row=on_bad_row
+        ),
+        train=dpo_case.train_section(),
+        seed=42,
         tokenizer=tokenizer,
         template=load,
         data_formats=FORMATS,

@@ -12,7 +12,7 @@ class NextTokenStage(Stage):
 
     def make_samples(self, rows, counts):
         samples = [[*ids, self.context.tokenizer.eos_id] for ids in self.context.encode(rows)]
-        allowed = range(self.section.min_tokens, self.context.recipe.data.max_length + 1)
+        allowed = range(self.section.min_tokens, self.context.data.max_length + 1)
         return [ids for ids in samples if len(ids) in allowed or counts.drop("too short or too long")]
 
     def collate(self, samples):

@@ -12,17 +12,17 @@ from llmsuite.contract.schema.section import Section
 
 
 def _recompute_every(engine: EngineSection) -> Iterator[Violation]:
-    if engine.recompute_every > 1 and engine.recompute != "full":
+    if engine.recompute != "full":
         yield "recompute_every", f"is {engine.recompute_every}, but recompute is {engine.recompute}; choose full, or 1"
 
 
 def _program_without_mode(engine: EngineSection) -> Iterator[Violation]:
-    if engine.program == "step" and engine.mode == "dynamic":
+    if engine.mode == "dynamic":
         yield "program", "is step, but mode is dynamic, which compiles nothing; set mode to to_static"
 
 
 def _passes_without_a_step(engine: EngineSection) -> Iterator[Violation]:
-    if engine.fused_passes and not engine.compiles_steps:
+    if not engine.compiles_steps:
         yield (
             "fused_passes",
             "is set, but only compiled training steps use it; remove it, or set mode to to_static and program to step",
@@ -44,7 +44,7 @@ def _selective_in_layers(engine: EngineSection) -> Iterator[Violation]:
         )
 
 
-ENGINE_RULES = (
+_UNUSED = (
     Rule(
         "`recompute_every` without `recompute: full`",
         "it would change nothing",
@@ -63,6 +63,9 @@ ENGINE_RULES = (
         ("--engine.mode=dynamic", '--engine.fused_passes=["eliminate_transpose"]'),
         _passes_without_a_step,
     ),
+)
+"""Rules that yield the keys without effect, whatever their own values are."""
+_RULES = (
     Rule(
         "a pass twice in `fused_passes`",
         "it would change nothing",
@@ -80,6 +83,7 @@ ENGINE_RULES = (
         _selective_in_layers,
     ),
 )
+ENGINE_RULES = (*_UNUSED, *_RULES)
 """Rules between keys of section `engine`."""
 
 
@@ -138,5 +142,9 @@ class EngineSection(Section):
         return self.recompute == "full" and layer % self.recompute_every == 0
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for rule in ENGINE_RULES:
+        for rule in _RULES:
+            yield from rule.check(self)
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        for rule in _UNUSED:
             yield from rule.check(self)

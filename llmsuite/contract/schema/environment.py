@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import ClassVar
 
 from llmsuite.contract.schema.numbers import PositiveFloat, PositiveInt
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, keys_except, subsections
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -32,3 +33,12 @@ class EnvironmentSection(Section):
     killed, and its episodes end without a reward."""
     workers: PositiveInt = 2
     """Number of processes per rank that run environments."""
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.name is None:
+            for key in keys_except(self, "name"):
+                yield key, "has no effect while name is null; set that too, or remove it"
+        for other in subsections(self):
+            if other != self.name:
+                chosen = "null" if self.name is None else self.name
+                yield other, f"has no effect while environment.name is {chosen}; set that to {other}, or remove it"

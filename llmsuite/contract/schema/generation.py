@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from llmsuite.contract.schema.numbers import Fraction, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
-from llmsuite.contract.schema.section import Section, changed_keys
+from llmsuite.contract.schema.section import Section, keys_except
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -37,11 +37,10 @@ class GenerationSection(Section):
     save: bool = False
     """Write all answers to that file instead of the first log_samples."""
 
-    def problems(self) -> Iterator[tuple[str, str]]:
+    def unused(self) -> Iterator[tuple[str, str]]:
         if self.max_new_tokens is None:
-            for key in changed_keys(self):
+            for key in keys_except(self, "max_new_tokens"):
                 yield key, "has no effect while max_new_tokens is null; set that too, or remove it"
-            return
-        for key, is_set in (("top_k", self.top_k != 0), ("top_p", self.top_p != 1.0)):
-            if is_set and not self.temperature:
+        elif not self.temperature:
+            for key in ("top_k", "top_p"):
                 yield key, "has no effect while temperature is 0; set that too, or remove it"

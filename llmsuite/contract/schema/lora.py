@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from llmsuite.contract.schema.numbers import Decay, PositiveFloat, PositiveInt, Rank
-from llmsuite.contract.schema.section import Section, changed_keys
+from llmsuite.contract.schema.section import Section, keys_except
 from llmsuite.models.adapter_method import METHODS, AdapterConfig, AdapterMethod, find_method
 from llmsuite.models.block_quant import BlockFormat
 
@@ -86,20 +86,15 @@ class LoraSection(Section):
             yield "init", f"is {self.init}, which needs lora.method lora; set it to default, or lora.method to lora"
         if self.base_block % 2:
             yield "base_block", f"is {self.base_block}; it has to be even, because two 4-bit values share a byte"
-        yield from self._without_effect()
 
-    def _without_effect(self) -> Iterator[tuple[str, str]]:
-        given = changed_keys(self)
+    def unused(self) -> Iterator[tuple[str, str]]:
         if self.rank is None:
-            for key in given:
+            for key in keys_except(self, "rank"):
                 yield key, "has no effect while rank is null; set that too, or remove it"
             return
-        for key, message in METHODS[self.method].refused_keys.items():
-            if key in given:
-                yield key, message
-        of_lora_ga = ("init_batches", "init_passes", "init_gamma") if self.init != "lora_ga" else ()
-        for key in of_lora_ga:
-            if key in given:
+        yield from METHODS[self.method].refused_keys.items()
+        if self.init != "lora_ga":
+            for key in ("init_batches", "init_passes", "init_gamma"):
                 yield key, f"has no effect with lora.init {self.init}; remove it, or set lora.init to lora_ga"
-        if self.base_dtype is None and "base_block" in given:
+        if self.base_dtype is None:
             yield "base_block", "has no effect while base_dtype is null; set that too, or remove it"

@@ -13,12 +13,12 @@ from llmsuite.contract.schema.section import Section
 
 
 def _sequence_parallel(parallel: ParallelSection) -> Iterator[Violation]:
-    if parallel.sequence_parallel and parallel.tensor_parallel_degree == 1:
+    if parallel.tensor_parallel_degree == 1:
         yield "sequence_parallel", "needs tensor_parallel_degree above 1; set it to false"
 
 
 def _fused(parallel: ParallelSection) -> Iterator[Violation]:
-    if parallel.fuse_projections and parallel.tensor_parallel_degree == 1:
+    if parallel.tensor_parallel_degree == 1:
         yield "fuse_projections", "needs tensor_parallel_degree above 1; set it to false"
 
 
@@ -40,7 +40,7 @@ def _chunks(parallel: ParallelSection) -> Iterator[Violation]:
 
 
 def _cut_without_pipeline(parallel: ParallelSection) -> Iterator[Violation]:
-    if parallel.pipeline_cut != "layers" and parallel.pipeline_parallel_degree == 1:
+    if parallel.pipeline_parallel_degree == 1:
         yield "pipeline_cut", "needs pipeline_parallel_degree above 1: there is no pipeline to split layers over"
 
 
@@ -57,7 +57,7 @@ def _sharding_degree(parallel: ParallelSection) -> Iterator[Violation]:
         yield "sharding_parallel_degree", message
 
 
-PARALLEL_RULES = (
+_UNUSED = (
     Rule(
         "`sequence_parallel` with tensor parallel degree 1",
         "there are no ranks to shard sequences over",
@@ -75,6 +75,15 @@ PARALLEL_RULES = (
         _fused,
     ),
     Rule(
+        "`pipeline_cut` without a pipeline",
+        "it would change nothing",
+        ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
+        _cut_without_pipeline,
+    ),
+)
+"""Rules that yield the keys without effect, whatever their own values are."""
+_RULES = (
+    Rule(
         "`interleaved` without a pipeline, or with one chunk",
         "it would be another schedule",
         ("--parallel.pipeline_schedule=interleaved", "--parallel.virtual_pipeline_degree=1"),
@@ -85,12 +94,6 @@ PARALLEL_RULES = (
         "it would change nothing",
         ("--parallel.virtual_pipeline_degree=2",),
         _chunks,
-    ),
-    Rule(
-        "`pipeline_cut` without a pipeline",
-        "it would change nothing",
-        ("--parallel.pipeline_parallel_degree=1", "--parallel.pipeline_cut=parameters"),
-        _cut_without_pipeline,
     ),
     Rule(
         "layers of `pipeline_cut` that are not in order",
@@ -105,6 +108,7 @@ PARALLEL_RULES = (
         _sharding_degree,
     ),
 )
+PARALLEL_RULES = (*_UNUSED, *_RULES)
 """Rules between keys of section `parallel`."""
 
 
@@ -152,5 +156,9 @@ class ParallelSection(Section):
         return self.virtual_pipeline_degree or (2 if self.pipeline_schedule == "interleaved" else 1)
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        for rule in PARALLEL_RULES:
+        for rule in _RULES:
+            yield from rule.check(self)
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        for rule in _UNUSED:
             yield from rule.check(self)

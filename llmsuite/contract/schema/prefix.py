@@ -28,10 +28,10 @@ class PrefixSection(Section):
             return None
         return self.projection_hidden_size or hidden_size
 
-    def problems(self) -> Iterator[tuple[str, str]]:
-        if self.projection and self.tokens is None:
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.tokens is None:
             yield "projection", "is true, but tokens is null: there is no prefix to compute"
-        if self.projection_hidden_size is not None and not self.projection:
+        if not self.projection:
             yield (
                 "projection_hidden_size",
                 f"is {self.projection_hidden_size}, which needs projection; set that to true",

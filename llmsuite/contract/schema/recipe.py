@@ -34,7 +34,7 @@ from llmsuite.contract.schema.prefix import PrefixSection
 from llmsuite.contract.schema.reft import ReftSection
 from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.schema.rollout import RolloutSection
-from llmsuite.contract.schema.section import Section, changed_keys
+from llmsuite.contract.schema.section import Section, keys_except
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -58,6 +58,10 @@ class ModelSection(Section):
     """Name of a published model shape of the family, such as "llama-3.1-8b". Needed only without a config.json."""
     config: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Fields of the model's config to override, for example to make the model smaller."""
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.weights is None:
+            yield "load", "has no effect while weights is null; set that too, or remove it"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -193,28 +197,25 @@ class TrainSection(Section):
             if self.max_steps is None:
                 state = "neither is given"
             yield "max_steps", f"give max_steps or num_epochs, exactly one; {state}"
-        if self.optimizer == "sgd":
-            yield from self._without_effect_in_sgd()
-        if self.lr_schedule == "constant" and self.min_lr_ratio > 0:
-            yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear, cosine or wsd"
-        for key, value in (("decay_ratio", self.decay_ratio), ("decay_type", self.decay_type)):
-            if value is not None and self.lr_schedule != "wsd":
-                yield key, f"has no effect with lr_schedule {self.lr_schedule}; remove it or choose wsd"
         if self.warmup_steps is not None and self.warmup_ratio > 0:
             yield "warmup_steps", "and warmup_ratio are both given; remove one of them"
         if self.lr_schedule == "wsd" and self.warmup_ratio + (self.decay_ratio or 0.0) > 1:
             yield "decay_ratio", "and warmup_ratio together are above 1; lower one of them"
-        if self.warmup_from_zero and self.warmup_steps is None and self.warmup_ratio == 0:
-            yield "warmup_from_zero", "has no effect without a warm-up; set warmup_steps or warmup_ratio, or remove it"
-        if self.on_spike != "skip" and self.spike_factor is None:
-            yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
 
-    def _without_effect_in_sgd(self) -> Iterator[tuple[str, str]]:
-        defaults = {field.name: field.default for field in dataclasses.fields(self)}
-        changed = changed_keys(self)
-        for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
-            if key in changed:
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.optimizer == "sgd":
+            defaults = {field.name: field.default for field in dataclasses.fields(self)}
+            for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon"):
                 yield key, f"is not used by the optimizer sgd; set it to its default {defaults[key]}, or choose adamw"
+        if self.lr_schedule == "constant":
+            yield "min_lr_ratio", "has no effect with lr_schedule constant; remove it or choose linear, cosine or wsd"
+        if self.lr_schedule != "wsd":
+            for key in ("decay_ratio", "decay_type"):
+                yield key, f"has no effect with lr_schedule {self.lr_schedule}; remove it or choose wsd"
+        if self.warmup_steps is None and self.warmup_ratio == 0:
+            yield "warmup_from_zero", "has no effect without a warm-up; set warmup_steps or warmup_ratio, or remove it"
+        if self.spike_factor is None:
+            yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
 
     @property
     def may_roll_back(self) -> bool:
@@ -241,10 +242,12 @@ class QatSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.target_modules == []:
             yield "target_modules", "is empty, so nothing would be quantised; name modules, or remove it"
+
+    def unused(self) -> Iterator[tuple[str, str]]:
         if self.weight_bits is None:
-            for key in changed_keys(self):
+            for key in keys_except(self, "weight_bits"):
                 yield key, "has no effect while weight_bits is null; set that to 8, or remove it"
-        if self.weight_bits is not None and self.activation_bits is None and self.moving_rate != 0.9:
+        elif self.activation_bits is None:
             yield "moving_rate", "has no effect while activation_bits is null; set that to 8, or remove it"
 
 
@@ -265,6 +268,10 @@ class CheckpointSection(Section):
     to the keep_last newest."""
     best_is: Literal["lowest", "highest"] = "lowest"
     """Direction of best_metric: the lowest or the highest value is best."""
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.best_metric is None:
+            yield "best_is", "has no effect while best_metric is null; set that too, or remove it"
 
 
 @dataclasses.dataclass(kw_only=True)

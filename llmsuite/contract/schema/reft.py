@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 
 from llmsuite.contract.schema.numbers import NonNegativeInt, Rank
-from llmsuite.contract.schema.section import Section, changed_keys
+from llmsuite.contract.schema.section import Section, keys_except
 
 _POSITIONS = re.compile(r"f([1-9]\d*)(?:\+l([1-9]\d*))?|l([1-9]\d*)")
 
@@ -30,8 +30,10 @@ class ReftSection(Section):
             yield "positions", f'is {self.positions!r}; expected a value such as "f7+l7", "f3" or "l1"'
         if self.layers is not None and (not self.layers or len(set(self.layers)) < len(self.layers)):
             yield "layers", f"is {self.layers}; name at least one layer, each once, or leave it out for all"
+
+    def unused(self) -> Iterator[tuple[str, str]]:
         if self.rank is None:
-            for key in changed_keys(self):
+            for key in keys_except(self, "rank"):
                 yield key, "has no effect while rank is null; set that too, or remove it"
 
     @property

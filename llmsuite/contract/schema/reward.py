@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from llmsuite.base.python_files import python_function
 from llmsuite.contract.schema.numbers import Fraction, PositiveFloat, PositiveInt
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, subsections
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -49,3 +49,8 @@ class RewardSection(Section):
         names = list(self.names().values())
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield "functions", f"has two rewards called {name!r}; give one of the functions another name"
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        for reward in subsections(self):
+            if reward not in self.functions:
+                yield reward, f"has no effect without {reward} in reward.functions; add that, or remove it"

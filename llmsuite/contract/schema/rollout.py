@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from llmsuite.contract.schema.numbers import NonNegativeInt, PositiveFloat, PositiveInt
-from llmsuite.contract.schema.section import Section
+from llmsuite.contract.schema.section import Section, subsections
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -43,7 +43,12 @@ class RolloutSection(Section):
     this on average over a step. null: never."""
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if not self.dynamic_sampling and self.max_rounds != 10:
-            yield "max_rounds", "has no effect without dynamic_sampling; set that, or remove it"
         if self.dynamic_sampling and self.num_generations == 1:
             yield "dynamic_sampling", "compares the completions of a prompt, but num_generations is 1; set it to false"
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if not self.dynamic_sampling:
+            yield "max_rounds", "has no effect without dynamic_sampling; set that, or remove it"
+        for engine in subsections(self):
+            if engine != self.engine:
+                yield engine, f"has no effect with engine {self.engine}; set that to {engine}, or remove it"

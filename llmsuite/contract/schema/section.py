@@ -1,4 +1,4 @@
-"""Base class of recipe sections: strictly typed dataclasses that track which of their keys are read."""
+"""Base class of recipe sections: strictly typed dataclasses that declare which of their keys have no effect."""
 
 from __future__ import annotations
 
@@ -35,64 +35,98 @@ class Section:
         """Yield (key, message) for each violated rule between keys of this section. Override to add rules."""
         return iter(())
 
-    def __getattribute__(self, name: str) -> Any:
-        value = object.__getattribute__(self, name)
-        if not name.startswith("_") and name in type(self).__dataclass_fields__:
-            object.__getattribute__(self, "__dict__").setdefault("_read", set()).add(name)
-        return value
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield (key, reason) for each key that nothing uses while the other keys have these values; all others are
+        used. Override to declare them.
 
+        The own value of the key does not matter: a recipe is refused if it sets such a key to another value than its
+        default, with the reason as message, such as "has no effect while rank is null; set that too, or remove it".
+        The name of a section below this one stands for all its keys.
+        """
+        return iter(())
 
-def forget_reads(section: Section) -> None:
-    """Reset the record of read keys, which the checks of a recipe fill: checking a key does not count as using it."""
-    section.__dict__.pop("_read", None)
-    for field in dataclasses.fields(section):
-        value = section.__dict__[field.name]
-        if isinstance(value, Section):
-            forget_reads(value)
+    def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
+        """Yield (dotted key, reason), as `unused`, for each key of the sections of all recipes that a stage with this
+        section does not use, such as "data.mix". Asked of the own section of a stage."""
+        return iter(())
 
 
 def as_plain(section: Section) -> dict[str, Any]:
-    """Return the section as JSON data, without recording its keys as read."""
-    values = ((field.name, section.__dict__[field.name]) for field in dataclasses.fields(section))
-    return {name: as_plain(value) if isinstance(value, Section) else value for name, value in values}
+    """Return the section as JSON data."""
+    values = field_values(section)
+    return {name: as_plain(value) if isinstance(value, Section) else value for name, value in values.items()}
 
 
-def unread(section: Section, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield the keys that nothing has read, whether the recipe sets them or not."""
-    for field in dataclasses.fields(section):
-        key = (*prefix, field.name)
-        value = section.__dict__[field.name]
+def unused_keys(section: Section, prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (key, reason) for each key that a section, or a section below it, declares as unused."""
+    reasons = dict(section.unused())
+    for name, value in field_values(section).items():
+        key = (*prefix, name)
+        if isinstance(value, Section) and name in reasons:
+            yield from ((inner, reasons[name]) for inner in _leaves(value, key))
+        elif isinstance(value, Section):
+            yield from unused_keys(value, key)
+        elif name in reasons:
+            yield key, reasons[name]
+
+
+def keys_in_vain(section: Section) -> Iterator[tuple[tuple[str, ...], str]]:
+    """Yield (key, reason) for each unused key that has another value than its default."""
+    for key, reason in unused_keys(section):
+        parent = value_at(section, *key[:-1])
+        if key[-1] in changed_keys(parent):
+            yield key, reason
+
+
+def violations(section: Section) -> Iterator[tuple[str, str]]:
+    """Yield what `violated_rules` yields, and (dotted key, reason) for each key that is set in vain."""
+    yield from violated_rules(section)
+    for key, reason in keys_in_vain(section):
+        yield ".".join(key), reason
+
+
+def violated_rules(section: Section, prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, message) for each rule between keys that a section, or one below it, violates."""
+    for key, message in section.problems():
+        yield prefix + key, message
+    for name in subsections(section):
+        yield from violated_rules(getattr(section, name), f"{prefix}{name}.")
+
+
+def _leaves(section: Section, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    """Yield all keys below a section."""
+    for name, value in field_values(section).items():
         if isinstance(value, Section):
-            yield from unread(value, key)
-        elif field.name not in section.__dict__.get("_read", ()):
-            yield key
+            yield from _leaves(value, (*prefix, name))
+        else:
+            yield (*prefix, name)
 
 
-def stored(section: object, *path: str) -> Any:
-    """Return the value at a path of keys below a section, without recording the keys as read; None where there is
-    none."""
+def value_at(section: object, *path: str) -> Any:
+    """Return the value or section at a path of keys that is not known in advance, such as the section of a registered
+    stage in a recipe; None where there is none."""
     for key in path:
         if not isinstance(section, Section):
             return None
-        section = section.__dict__.get(key)
+        section = getattr(section, key, None)
     return section
 
 
-def values_of(section: Section) -> dict[str, Any]:
-    """Return the value of each key of a section, recorded as read."""
-    return field_values(section)
+def subsections(section: Section) -> list[str]:
+    """Return the names of the sections below a section, such as those of all registered rewards below `reward`."""
+    return [name for name, value in field_values(section).items() if isinstance(value, Section)]
 
 
-def subsection(section: Section, name: str) -> Any:
-    """Return a section below another one whose name is not known in advance, such as that of a registered stage in a
-    recipe, or of a reward in section `reward`; None where there is none."""
-    return getattr(section, name, None)
+def keys_except(section: Section, name: str) -> list[str]:
+    """Return the keys of a section without this one, and without the sections below it."""
+    below = subsections(section)
+    return [key for key in field_values(section) if key != name and key not in below]
 
 
 def changed_keys(section: Section) -> list[str]:
-    """Return the keys of a section whose values are not the defaults, recorded as read. A required key has none."""
+    """Return the keys of a section whose values are not the defaults. A required key has none."""
     defaults = {field.name: default_of(field) for field in dataclasses.fields(section)}
-    return [key for key, value in values_of(section).items() if value != defaults[key]]
+    return [key for key, value in field_values(section).items() if value != defaults[key]]
 
 
 def default_of(field: dataclasses.Field[Any]) -> Any:

@@ -1,21 +1,12 @@
 """Keys that the section of a stage may have, and that rules between sections or the planner read.
 
-`isinstance(section, HasMix)` is true where the section of a stage has such a key; the stage of a plugin declares a key
-of that name.
+`isinstance(section, HasSplit)` is true where the section of a stage has such a key; the stage of a plugin declares a
+key of that name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
-
-
-@runtime_checkable
-class HasMix(Protocol):
-    """Section of a stage that mixes data itself, in place of `data.mix`."""
-
-    mix: Mapping[str, float | None]
-    """Additional files, each with its weight."""
 
 
 @runtime_checkable

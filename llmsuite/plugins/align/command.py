@@ -168,8 +168,6 @@ def _plans(args: Any, registry: Registry) -> list[RunPlan]:
         plan.check_trains("align")
         if plan.recipe.launch.nnodes > 1:
             raise UserError(f"align: {path} runs on several machines; add --smoke, or --launch.nnodes=1")
-        # read, as keys without a reader are refused: one step has no use for them
-        _ = plan.recipe.launch.stall_seconds, plan.recipe.launch.log_dir
         plans.append(plan)
     return plans
 

@@ -41,6 +41,12 @@ def _unsupported_features(context: RuleContext) -> Iterator[Violation]:
     for key, value, is_set, instead in (
         ("parallel.sequence_parallel", "true", parallel.sequence_parallel, "false"),
         ("parallel.fuse_projections", "true", parallel.fuse_projections, "false"),
+        (
+            "parallel.gradient_bucket_bytes",
+            parallel.gradient_bucket_bytes,
+            parallel.gradient_bucket_bytes is not None and not engine.compiles_steps,
+            "null",
+        ),
         ("engine.recompute", engine.recompute, engine.recompute != "none", "none"),
         ("engine.loss_chunk_tokens", engine.loss_chunk_tokens, engine.loss_chunk_tokens is not None, "null"),
         ("engine.precision", engine.precision, engine.precision != "fp32", "fp32"),
@@ -79,8 +85,8 @@ AUTO_PARALLEL_RULES = (
     ),
     Rule(
         "`program: layers`, `recompute`, `loss_chunk_tokens`, 16 bits, `offload_optimizer`, `lora`, `reft`, `prefix`, "
-        "`qat`, `mtp_loss_weight`, `sequence_parallel`, `fuse_projections`, generation or rollouts with an "
-        "auto-parallel family",
+        "`qat`, `mtp_loss_weight`, `sequence_parallel`, `fuse_projections`, `gradient_bucket_bytes`, generation or "
+        "rollouts with an auto-parallel family",
         "they need layers that the engine knows; it does not know those of such a model",
         (),
         _unsupported_features,

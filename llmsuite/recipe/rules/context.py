@@ -11,7 +11,7 @@ from llmsuite.contract.schema.environment import EnvironmentSection
 from llmsuite.contract.schema.recipe import Recipe, environment_of, reward_of, rollout_of
 from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.schema.rollout import RolloutSection
-from llmsuite.contract.schema.section import subsection
+from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.schema.stage_keys import HasSplit
 from llmsuite.contract.specs import JobSpec, ModelFamily, StageProfile, StageSpec
 from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
@@ -38,7 +38,7 @@ class RuleContext:
     @property
     def section(self) -> Any:
         """Section of the stage."""
-        return subsection(self.recipe, self.stage.section_name)
+        return value_at(self.recipe, self.stage.section_name)
 
     @property
     def rollout(self) -> RolloutSection | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmsuite.contract.schema.rule import Rule, Violation
-from llmsuite.contract.schema.section import subsection, values_of
+from llmsuite.contract.schema.section import value_at
 from llmsuite.models.plain import reads_tokens
 from llmsuite.recipe.rules.context import RuleContext
 
@@ -32,7 +32,7 @@ def _incomplete_reward(context: RuleContext) -> Iterator[Violation]:
         return
     for name in context.reward.functions:
         key, what = _REQUIRED_BY_REWARDS.get(name, ("", ""))
-        if key and values_of(subsection(context.reward, name))[key] is None:
+        if key and value_at(context.reward, name, key) is None:
             yield f"reward.{name}.{key}", f"is required with the reward {name}; set it to {what}"
 
 
@@ -40,7 +40,7 @@ def _unnamed_environment(context: RuleContext) -> Iterator[Violation]:
     environment = context.environment
     if environment is None or environment.name != "verifiers":
         return
-    if subsection(environment, "verifiers").id is None:
+    if value_at(environment, "verifiers").id is None:
         what = "the name of its package, or a Python file with load_environment"
         yield "environment.verifiers.id", f"is required with the environment verifiers; set it to {what}"
 

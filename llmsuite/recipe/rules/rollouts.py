@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from llmsuite.contract.schema.rule import Rule, Violation
-from llmsuite.contract.schema.section import subsection
+from llmsuite.contract.schema.section import value_at
 from llmsuite.contract.schema.stage_keys import CorrectsRollouts, HasAdvantage
 from llmsuite.recipe.rules.context import RuleContext
 
@@ -122,7 +122,7 @@ def _stale(context: RuleContext) -> Iterator[Violation]:
 
 def _no_server(context: RuleContext) -> Iterator[Violation]:
     rollout = context.rollout
-    if rollout is not None and rollout.engine == "openai" and not subsection(rollout, "openai").urls:
+    if rollout is not None and rollout.engine == "openai" and not value_at(rollout, "openai").urls:
         message = "is empty; start `llmsuite serve MODEL --rl` and set its address"
         yield "rollout.openai.urls", f'{message}, such as ["http://127.0.0.1:8000"]'
 
@@ -131,7 +131,7 @@ def _late_server(context: RuleContext) -> Iterator[Violation]:
     rewards = context.reward
     if rewards is None or "http" not in rewards.functions:
         return
-    timeout = subsection(rewards, "http").timeout
+    timeout = value_at(rewards, "http").timeout
     if timeout > rewards.time_limit:
         message = f"is {timeout:g}, longer than reward.time_limit {rewards.time_limit:g}"
         yield "reward.http.timeout", f"{message}, which ends the call including its retries; lower it, or raise that"

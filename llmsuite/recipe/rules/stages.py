@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from llmsuite.adapters.parameters import factor_shapes
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.rule import Rule, Violation
-from llmsuite.contract.schema.stage_keys import HasMix, HasReference
+from llmsuite.contract.schema.section import changed_keys, value_at
+from llmsuite.contract.schema.stage_keys import HasReference
 from llmsuite.models.protocols import HasShapes, num_stored_mtp_layers
 from llmsuite.models.targets import expert_modules, has_own_head, linear_modules, matches, quantised_modules
 from llmsuite.recipe.rules.context import RuleContext
@@ -33,10 +34,11 @@ def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:
         yield "data.packing", f"{message}; remove it"
 
 
-def _mixed_elsewhere(context: RuleContext) -> Iterator[Violation]:
-    name = context.stage.section_name
-    if context.recipe.data.mix and isinstance(context.section, HasMix):
-        yield "data.mix", f"has no effect in stage {context.recipe.stage}, which uses {name}.mix; set that instead"
+def _unused_in_stage(context: RuleContext) -> Iterator[Violation]:
+    for key, reason in context.section.unused_elsewhere():
+        *path, name = key.split(".")
+        if name in changed_keys(value_at(context.recipe, *path)):
+            yield key, reason
 
 
 def _no_checkpoint_to_roll_back_to(context: RuleContext) -> Iterator[Violation]:
@@ -286,6 +288,13 @@ def _no_metrics(context: RuleContext) -> Iterator[Violation]:
         yield "loggers", f"stage {context.recipe.stage} has no metrics to log; remove it"
 
 
+_UNUSED_KEYS = Rule(
+    "a key that the stage does not use, such as `data.mix` with `pretrain`",
+    "it would have no effect",
+    (),
+    _unused_in_stage,
+)
+
 STAGE_RULES = (
     Rule(
         "`roll_back` without `save_steps`",
@@ -306,7 +315,7 @@ STAGE_RULES = (
         _nothing_to_evaluate,
     ),
     Rule("`packing` with a stage that does not pack", "it would have no effect", (), _nothing_to_pack),
-    Rule("`data.mix` with a stage that has a `mix` of its own", "it would have no effect", (), _mixed_elsewhere),
+    _UNUSED_KEYS,
     Rule(
         "a reference `adapter_off` without adapters",
         "the reference would be the trained model itself",
@@ -387,6 +396,7 @@ STAGE_RULES = (
 """Rules between sections and the stage."""
 
 INFERENCE_STAGE_RULES = (
+    _UNUSED_KEYS,
     Rule(
         "more or fewer devices than the tensor parallel degree, with a stage that does not train",
         "it runs on one tensor parallel group",

@@ -147,7 +147,7 @@ def opened(plan: Callable[..., RunPlan], registry: Registry) -> Callable[..., St
     def make(stage: str = "sft", **data: Any) -> Stage[Any]:
         keys = {f"data.{key}": value for key, value in data.items()}
         made = plan({"stage": stage, "model.tokenizer": "data/tokenizer", **keys})
-        return open_stage(made.recipe, made.model, made.parallel, made.train, registry)
+        return open_stage(made.model, made.data, made.parallel, made.train, registry)
 
     return make
 

@@ -114,7 +114,7 @@ stages = {}
 for name in ("sft", "dpo", "kto"):
     plan = plan_run(f"recipes/llama/{name}.json", [], registry, smoke=True)
     tokenizer = load_tokenizer(plan.model)
-    stage = make_stage(plan.recipe, plan.parallel, plan.train, registry, lambda: "no model", tokenizer)
+    stage = make_stage(plan.model, plan.data, plan.parallel, plan.train, registry, lambda: "no model", tokenizer)
     stages[name] = stage, plan.data.train_file
 print("ready", flush=True)
 sys.stdin.readline()

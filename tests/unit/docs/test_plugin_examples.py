@@ -19,7 +19,7 @@ import pytest
 from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.model_dir import open_model, read_config
 from llmsuite.contract.registry import Registry
-from llmsuite.contract.schema.recipe import DataSection, ModelSection, Recipe
+from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.contract.specs import Turn
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.rows import Conversation, Message
@@ -71,16 +71,12 @@ def teachers(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def context(directory: Path) -> StageContext:
-    recipe = Recipe(
-        stage="sft",
-        model=ModelSection(family="llama"),
-        data=DataSection(train="none", max_length=256),
-        train=dpo_case.train_section(),
-        output_dir="nothing is written",
-    )
     tokenizer = TextTokenizer(DATA / "tokenizer")
     return StageContext(
-        recipe=recipe,
+        stage_name="sft",
+        data=DataSection(train="none", max_length=256),
+        train=dpo_case.train_section(),
+        seed=42,
         tokenizer=tokenizer,
         template=lambda: load_template("tokenizer", tokenizer.directory, tokenizer.special_tokens),
         data_formats={},

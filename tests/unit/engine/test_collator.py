@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Iterator[Path]:
 def batch_by(collator: str) -> Batch:
     stage = make_stage()
     found, _ = samples(stage, talk("Hi?", "Hello."))
-    stage.context.recipe.data.collator = collator
+    stage.context.data.collator = collator
     return collate_of(stage)(found)
 
 
@@ -42,7 +42,7 @@ def test_the_example_of_the_guide(file: Path) -> None:
     stage = make_stage()
     found, _ = samples(stage, talk("Hi?", "Hello, and good morning to you."), talk("1 + 1?", "2"))
     plain = stage.collate(found)
-    stage.context.recipe.data.collator = f"{file}:tails_count_half"
+    stage.context.data.collator = f"{file}:tails_count_half"
     batch = collate_of(stage)(found)
     expected = []
     for sample in found:

@@ -41,9 +41,8 @@ FORMATS = {f.name: f for f in (*conversation_formats.BUILTIN, *preference_format
 
 def context(report: Callable[[str], None] = lambda text: None, **data: Any) -> StageContext:
     found = dpo_case.stage(report=report).context
-    section = dataclasses.replace(found.recipe.data, **{"max_length": 256, **data})
-    recipe = dataclasses.replace(found.recipe, data=section)
-    return dataclasses.replace(found, recipe=recipe, data_formats=FORMATS, caches_tokens=True)
+    section = dataclasses.replace(found.data, **{"max_length": 256, **data})
+    return dataclasses.replace(found, data=section, data_formats=FORMATS, caches_tokens=True)
 
 
 STAGES: dict[str, tuple[str, Made]] = {
@@ -104,7 +103,7 @@ def test_prompts_are_those_of_rows_in_memory(registry: Registry, monkeypatch: py
     for most in (32 << 20, 0):
         monkeypatch.setattr("llmsuite.data.disk_rows.MAX_IN_MEMORY_BYTES", most)
         stage = grpo_case.stage(registry)
-        path = ROOT / stage.context.recipe.data.train
+        path = ROOT / stage.context.data.train
         samples = stage.reader.read(path)
         assert isinstance(samples, LazySamples) == (most == 0)
         found.append(list(samples))
@@ -292,7 +291,9 @@ class Uncounted(DpoStage):
 def stage_of(registry: Registry, factory: Callable[[], Any], **spec: Any) -> Stage[Any]:
     plan = plan_run(ROOT / "recipes" / "llama" / "dpo.json", [], registry, smoke=True)
     train_plan = dataclasses.replace(plan.train, stage=dataclasses.replace(plan.train.stage, factory=factory, **spec))
-    return make_stage(plan.recipe, plan.parallel, train_plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
+    return make_stage(
+        plan.model, plan.data, plan.parallel, train_plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer")
+    )
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def made(registry: Registry, name: str, key: str = "", value: Any = None) -> tup
         section, _, field = key.partition(".")
         plan.recipe.__dict__[section].__dict__[field] = value
     tokenizer = TextTokenizer(DATA / "tokenizer")
-    return make_stage(plan.recipe, plan.parallel, plan.train, registry, lambda: "", tokenizer), plan
+    return make_stage(plan.model, plan.data, plan.parallel, plan.train, registry, lambda: "", tokenizer), plan
 
 
 def first_batches(registry: Registry, name: str, key: str = "", value: Any = None) -> list[Batch]:
@@ -167,7 +167,9 @@ def stage_with(registry: Registry, factory: Callable[[], Any], changed: dict[str
     assert isinstance(plan.train.stage, StageSpec)
     spec = dataclasses.replace(plan.train.stage, factory=factory, **{"capabilities": set(), **changed})
     train_plan = dataclasses.replace(plan.train, stage=spec)
-    return make_stage(plan.recipe, plan.parallel, train_plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer"))
+    return make_stage(
+        plan.model, plan.data, plan.parallel, train_plan, registry, lambda: "", TextTokenizer(DATA / "tokenizer")
+    )
 
 
 def test_a_class_may_do_more_than_its_spec_claims(registry: Registry) -> None:

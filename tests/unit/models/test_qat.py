@@ -24,6 +24,7 @@ from llmsuite.checkpoint.train_state import FORMAT, TrainState
 from llmsuite.cli.main import main
 from llmsuite.cli.model import check_refreshable
 from llmsuite.contract.schema.recipe import QatSection
+from llmsuite.contract.schema.section import violations
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.engine.input_scales import InputScales
 from llmsuite.inference.load import load_model
@@ -409,7 +410,7 @@ def test_a_recipe_without_the_section_rounds_nothing(plan: Callable[..., RunPlan
     ],
 )
 def test_a_key_without_effect_is_named(keys: dict[str, Any], key: str, message: str) -> None:
-    ((found, said),) = QatSection(**keys).problems()
+    ((found, said),) = violations(QatSection(**keys))
     assert found == key
     assert message in said
 

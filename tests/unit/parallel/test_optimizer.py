@@ -10,7 +10,7 @@ import paddle
 import pytest
 
 from llmsuite.contract.schema.recipe import TrainSection
-from llmsuite.contract.schema.section import forget_reads, unread
+from llmsuite.contract.schema.section import violations
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.parallel.optimizer import Optimizer
 from llmsuite.parallel.program.optimizer import ProgramOptimizer
@@ -28,6 +28,7 @@ from tests.support.optimizer_runs import (
     run,
     section,
 )
+from tests.support.recorded_keys import recorded
 
 
 def assert_close(found: Arrays, expected: Arrays) -> None:
@@ -115,19 +116,21 @@ def test_both_optimizers_begin_with_the_same_state() -> None:
 
 @pytest.mark.parametrize("make", [Optimizer, ProgramOptimizer])
 def test_sgd_reads_no_key_of_adamw(make: Any) -> None:
-    """So that a recipe with such a key gets a warning, in every mode."""
+    """In every mode: `TrainSection.unused` declares them."""
     train = section(optimizer="sgd")
-    forget_reads(train)
-    make([], train, NUM_STEPS)
-    assert {"adam_beta1", "adam_beta2", "adam_epsilon"} <= {key for (key,) in unread(train)}
+    with recorded() as reads:
+        make([], train, NUM_STEPS)
+    read = {key for _, key in reads}
+    assert "learning_rate" in read
+    assert not read & {"adam_beta1", "adam_beta2", "adam_epsilon"}
 
 
 def test_sgd_refuses_keys_of_adamw() -> None:
     """Before anything is read, and not where they have the values that are there without them."""
-    outputs = dict(section(optimizer="sgd", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95).problems())
+    outputs = dict(violations(section(optimizer="sgd", weight_decay=0.1, adam_beta1=0.9, adam_beta2=0.95)))
     assert list(outputs) == ["weight_decay", "adam_beta2"]
     assert outputs["adam_beta2"] == "is not used by the optimizer sgd; set it to its default 0.999, or choose adamw"
-    assert not [*section(optimizer="adamw", weight_decay=0.1, adam_beta2=0.95).problems()]
+    assert not [*violations(section(optimizer="adamw", weight_decay=0.1, adam_beta2=0.95))]
 
 
 @pytest.mark.parametrize("max_norm", [None, 0.5, 1e6])

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from llmsuite.base.errors import UserError
-from llmsuite.contract.schema.section import unread
+from llmsuite.contract.schema.section import unused_keys
 from llmsuite.rl import reward_sections
-from llmsuite.rl.rewards import Rewards
-from tests.support.reward_case import KNOWN, Making, completion, section
+from tests.support.reward_case import Making, completion, section
 
 
 def test_exact_format_and_length(make: Making) -> None:
@@ -134,8 +133,6 @@ def test_keys_that_a_reward_cannot_do_without(make: Making, name: str, key: str)
         rewards.score([completion("4")])
 
 
-def test_keys_are_read_of_rewards_that_are_named_only() -> None:
-    found = section({"exact": 1.0})
-    Rewards(found, KNOWN)
-    idle = {key[0] for key in unread(found)}
-    assert idle == {"countdown", "format", "length", "math", "http", "model"}
+def test_keys_are_used_of_rewards_that_are_named_only() -> None:
+    unused = {key[0] for key, _ in unused_keys(section({"exact": 1.0}))}
+    assert unused == {"countdown", "format", "length", "math", "http", "model"}

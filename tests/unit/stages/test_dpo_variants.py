@@ -11,6 +11,7 @@ import paddle
 import pytest
 
 from llmsuite.base.cache import BUILT
+from llmsuite.contract.schema.section import violations
 from llmsuite.engine.evaluate import evaluate
 from llmsuite.engine.passes import MicroBatchLoader, Passes
 from llmsuite.parallel.pipeline import PipelineStage
@@ -96,7 +97,7 @@ def test_without_a_reference_nothing_is_computed(tmp_path: Path, monkeypatch: py
     ],
 )
 def test_keys_that_do_not_fit_together(keys: dict[str, Any], key: str, message: str) -> None:
-    ((found, problem),) = DpoSection(**keys).problems()
+    ((found, problem),) = violations(DpoSection(**keys))
     assert found == key
     assert message in problem
 

@@ -178,8 +178,8 @@ def test_the_stages_pack_the_pairs_of_a_file(made_of: Any) -> None:
     context = dpo_case.stage(max_length=256, report=reported.append).context
     section = DpoSection() if made_of is DpoStage else RmSection()
     plain = made_of(section, context)
-    data = dataclasses.replace(context.recipe.data, packing="best_fit")
-    stage = made_of(section, dataclasses.replace(context, recipe=dataclasses.replace(context.recipe, data=data)))
+    data = dataclasses.replace(context.data, packing="best_fit")
+    stage = made_of(section, dataclasses.replace(context, data=data))
     path = dpo_case.DATA / "preference" / "eval.jsonl"
     rows = plain.reader.read(path)
     packs = stage.reader.read(path)

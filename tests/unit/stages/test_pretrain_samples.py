@@ -19,7 +19,7 @@ from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.generation import GenerationSection
-from llmsuite.contract.schema.recipe import DataSection, ModelSection, Recipe
+from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.data.indexed_corpus import CorpusWriter
 from llmsuite.data.loader import BatchSampler, SampleOrder, feistel_permute
 from llmsuite.data.mixture import Mixture
@@ -146,16 +146,12 @@ def stage(
     max_new_tokens: int | None = None,
     **keys: Any,
 ) -> PretrainStage:
-    recipe = Recipe(
-        stage="pretrain",
-        model=ModelSection(family="llama"),
+    context = StageContext(
+        stage_name="pretrain",
         data=DataSection(train="nothing", max_length=max_length),
         train=train_section(mtp_loss_weight=mtp_loss_weight),
+        seed=42,
         generation=GenerationSection(max_new_tokens=max_new_tokens),
-        output_dir="nothing is written",
-    )
-    context = StageContext(
-        recipe=recipe,
         tokenizer=TextTokenizer(DATA / "tokenizer"),
         template=lambda: pytest.fail("there are no conversations"),
         data_formats={},

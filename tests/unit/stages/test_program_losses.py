@@ -78,7 +78,7 @@ def test_the_program_loss_equals_the_eager_loss(
     if is_packed:  # rows of two pairs, one and two, and places for three
         samples = [join(samples[:2]), samples[2], join(samples[3:])]
         monkeypatch.setattr(stage, "_is_packed", True)
-        reader = PackingReader(stage, stage.context.recipe.data.max_length, join)
+        reader = PackingReader(stage, stage.context.data.max_length, join)
         reader.max_pack_size = 3
         monkeypatch.setattr(stage, "reader", reader)
     batch = {**stage.collate(samples), "prepass_stats": STATS}
