@@ -1,4 +1,4 @@
-"""Tensors made of arrays, in loops that a server runs for weeks."""
+"""Tensors made of arrays and numbers: the one place where values of the host become a tensor."""
 
 from __future__ import annotations
 
@@ -10,21 +10,32 @@ import paddle
 from llmsuite.base.typing import Tensor
 
 
-def tensor_of(array: np.ndarray, place: Any = None) -> Tensor:
-    """A tensor with the values, shape and dtype of an array.
+def tensor_of(values: Any, dtype: Any = None, place: Any = None) -> Tensor:
+    """A tensor with the values and shape of an array, a number or lists of numbers.
 
-    `paddle.to_tensor` does the same, but Paddle 3.3.1 never frees 112 bytes of each tensor that it makes of an array:
-    2 kB for a request to a server. A tensor that is allocated first and filled then keeps none. While a program is
-    traced there is no memory to fill, and the array becomes a constant of the program.
+    `paddle.to_tensor` does the same, but Paddle 3.3.1 never frees 112 bytes of each tensor that it makes: 2 kB for a
+    request to a server, 4 kB for each time that a server gets the weights of a small model. A tensor that is allocated
+    first and filled then keeps none. While a program is traced there is no memory to fill, and the values become a
+    constant of the program.
 
     Args:
-        array: of numbers or bool.
+        values: numbers or bool. An array of uint16 has the bits of bfloat16, as Paddle takes it.
+        dtype: the tensor's, as a name or Paddle's; None for the array's, and float32 for Python's floats.
         place: Paddle's place of the tensor; None for that of the current device.
     """
+    array = np.asarray(values)
+    if dtype is None and array.dtype == np.float64 and not isinstance(values, (np.ndarray, np.generic)):
+        dtype = "float32"
+    if dtype is not None:
+        name = str(dtype).removeprefix("paddle.")
+        if name == "bfloat16":  # numpy has none
+            return tensor_of(array, place=place).astype(name)
+        array = array.astype(name, copy=False)
     if not paddle.in_dynamic_mode():
         return paddle.to_tensor(array, place=place)
     place = place or paddle.framework._current_expected_place()
     tensor = paddle.empty(array.shape, array.dtype.name, device=place)
+    tensor.stop_gradient = True  # it says so by itself, but a PyLayer demands a gradient of one that has not been set
     if array.size:
         tensor.get_tensor().set(np.asarray(array, order="C"), place)
     return tensor

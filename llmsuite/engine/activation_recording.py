@@ -18,6 +18,7 @@ from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.engine.data_loader import StepDataLoader
 from llmsuite.engine.eager_engine import EagerEngine
 from llmsuite.engine.step import train_step
@@ -102,7 +103,7 @@ def record_model(source: ModelDirectory, backend: DeviceBackend, precision: str,
     tokens = Tokens.of(0, ids, None, None, every=1)
     activations = ActivationHooks(lambda: tokens)
     activations.watch(model)
-    loss = _loss(model, paddle.to_tensor(ids))
+    loss = _loss(model, tensor_of(ids))
     loss.backward()
     parameters = dict(model.named_parameters())
     gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}

@@ -20,6 +20,7 @@ import paddle
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel.loss_ledger import BatchSum
 from llmsuite.parallel.program.pipeline import LENGTHS
 
@@ -95,13 +96,13 @@ def tensor(batch: Batch, name: str) -> Tensor:
             f'engine.program: is step, and the loss of this stage uses batch["{name}"], which its `batch_layout` does '
             "not list; or set engine.program to layers"
         )
-    return paddle.to_tensor(value) if isinstance(value, np.ndarray) else value
+    return tensor_of(value) if isinstance(value, np.ndarray) else value
 
 
 def stat(batch: Batch, name: str) -> Tensor:
     """A statistic of the global batch, which a pre-pass has computed, as a tensor that broadcasts."""
     value = batch[_STATS][name]
-    return paddle.to_tensor(value, "float32") if isinstance(value, (int, float)) else value
+    return tensor_of(value, "float32") if isinstance(value, (int, float)) else value
 
 
 def total(batch: Batch, name: str) -> float | BatchSum:
@@ -138,7 +139,7 @@ def sum_by_answer(values: Tensor, batch: Batch) -> Tensor:
     """Sum of the values of the tokens of each answer: [A], in a program [B] or [B, S]."""
     if not isinstance(batch, ProgramBatch):
         is_owner = batch["owners"] == np.arange(batch["owners"][-1] + 1)[:, None]
-        return paddle.mv(paddle.to_tensor(is_owner.astype(_NUMPY[values.dtype])), values)
+        return paddle.mv(tensor_of(is_owner.astype(_NUMPY[values.dtype])), values)
     if _SLOTS in batch:
         values = values.unsqueeze(1)  # [B, 1, L]
     return (values * batch.mask_of_answers().astype(values.dtype)).sum(-1)
@@ -148,7 +149,7 @@ def tokens_by_answer(batch: Batch) -> Tensor:
     """Number of tokens of each answer, float32: [A], in a program [B] or [B, S]."""
     if isinstance(batch, ProgramBatch):
         return batch.mask_of_answers().astype("float32").sum(-1)
-    return paddle.to_tensor(np.bincount(batch["owners"]).astype("float32"))
+    return tensor_of(np.bincount(batch["owners"]).astype("float32"))
 
 
 def split_pairs(values: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ import paddle
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.engine.step_callback import StepCallback
 from llmsuite.models.experts import LoadBalance
 from llmsuite.models.shard_plan import ShardPlan
@@ -133,11 +134,11 @@ class ExpertBalance(StepCallback):
     def use_program_sums(self, sums: dict[str, Any]) -> None:
         """Remove the loads and the balance loss from the sums of a compiled train step, and keep them."""
         loads = sums.pop(LOADS).reshape([self.num_gates, -1])
-        self._loads = [paddle.to_tensor(loads[number], dtype="float32") for number in self._gate_numbers]
+        self._loads = [tensor_of(loads[number], dtype="float32") for number in self._gate_numbers]
         ratios = float((loads.max(-1) / loads.mean(-1)).sum())
         # the program returns a mean over sequences, scaled by the factor
         loss = sums.pop(BALANCE_LOSS) / self._loss_factor if self._loss_factor else 0.0
-        self._summed = paddle.to_tensor([ratios, float(len(loads)), loss], "float64")
+        self._summed = tensor_of([ratios, float(len(loads)), loss], "float64")
         self._num_sequences = 1.0
 
     def metrics(self) -> dict[str, float]:

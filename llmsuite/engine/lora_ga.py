@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import paddle
 
 from llmsuite.adapters.layers.adapter import Adapter
 from llmsuite.adapters.lora import FIRST_FACTOR, SECOND_FACTOR
@@ -23,6 +22,7 @@ from llmsuite.adapters.pissa import START_FIRST, START_SECOND, singular_vectors
 from llmsuite.base.errors import UserError
 from llmsuite.base.progress import report
 from llmsuite.contract.schema.lora import LoraSection
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.data import TrainingData
 from llmsuite.engine.data_loader import StepDataLoader
@@ -173,7 +173,7 @@ def _factors(
         flat = np.zeros([(num_inputs + num_outputs) * rank], "float32")
         if name in pairs:
             flat = np.concatenate([factor.ravel() for factor in pairs[name]])
-        tensor = paddle.to_tensor(flat)
+        tensor = tensor_of(flat)
         # one rank has the factors, the others zeros: the sum over both groups broadcasts them
         for ranks in (mesh.data_group, mesh.tensor_group):
             collective.sum_in_group(tensor, ranks)

@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import paddle
 
 from llmsuite.adapters.layers.reft import chosen_tokens
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.engine.batch import Batch, ProgramBatch, program_inputs
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.expert_balance import ExpertBalance
@@ -215,8 +215,8 @@ class ProgramEngine(TrainEngine):
             wider = [(0, 0), (0, length - batch["prompt_lengths"].shape[1])]
             prompts = np.pad(batch["prompt_lengths"], wider)
             starts = inputs.get("document_starts")
-            starts = None if starts is None else paddle.to_tensor(starts)
-            chosen = chosen_tokens(paddle.to_tensor(prompts), starts, self._edited_ends)
+            starts = None if starts is None else tensor_of(starts)
+            chosen = chosen_tokens(tensor_of(prompts), starts, self._edited_ends)
             inputs[TOKEN_VALUES] = chosen.numpy().astype("int64")  # int64, the type in which pipelines send ids
         return inputs
 

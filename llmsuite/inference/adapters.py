@@ -130,7 +130,7 @@ class MultiLoRADecoder(ModelDecoder):
                 layer = layers.get(target)
                 if layer is None:
                     layer = layers[target] = _replace_layer(model, target, self._active, name)
-                layer.factors[name] = paddle.to_tensor(pair[0]), paddle.to_tensor(pair[1])
+                layer.factors[name] = tensor_of(pair[0]), tensor_of(pair[1])
 
     def forward(
         self,

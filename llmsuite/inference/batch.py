@@ -255,8 +255,12 @@ class Batch:
         reading = [sequence for prefill in self._prefills for sequence in prefill.sequences]
         return [*reading, *(sequence for group in self._queued for sequence in group)]
 
-    def prefill(self) -> list[tuple[BatchSequence, str]]:
+    def prefill(self, num_tokens: int | None = None) -> list[tuple[BatchSequence, str]]:
         """Make one pass over a chunk of the prompts that are `prefilling`. Groups of prompts take turns.
+
+        Args:
+            num_tokens: most tokens of this chunk; None for the batch's `chunk_size`. It is ignored where prompts are
+                read in one pass.
 
         Returns:
             Each sequence whose prompt was read to the end and that got its first token, or that failed, with the text
@@ -268,8 +272,10 @@ class Batch:
         """
         self._start_prefills()
         prefill = self._prefills.popleft()
+        if self._chunk_size is None or num_tokens is None:
+            num_tokens = self._chunk_size
         try:
-            logits = prefill.advance(self._decoder, self._chunk_size)
+            logits = prefill.advance(self._decoder, num_tokens)
         except Exception as error:  # a fault of one prompt is no reason to end the others
             if not self._isolates_failures:
                 raise

@@ -24,6 +24,7 @@ from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.checkpoint.tensors import InMemoryTensors
 from llmsuite.devices.ops import Ops
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.plain_decoder import unsupported_reason
 from llmsuite.models.block_quant import block_format
 from llmsuite.models.gptq import rounded_by_inputs
@@ -86,7 +87,7 @@ def calibrate_model(source: ModelDirectory, windows: np.ndarray, precision: str)
     for name, parameter in model.named_parameters():
         parameter.set_value(values[name].astype("float32"))
     model.eval()
-    states = [model.embed(paddle.to_tensor(windows[i : i + _ROWS])) for i in range(0, len(windows), _ROWS)]
+    states = [model.embed(tensor_of(windows[i : i + _ROWS])) for i in range(0, len(windows), _ROWS)]
     inputs = model.layer_inputs(0, windows.shape[1], states[0].dtype)
     for number, layer in enumerate(track(model.model.layers, "rounding layers")):
         for name, (linear, hessian) in _input_hessians(layer, states, inputs).items():

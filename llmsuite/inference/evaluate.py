@@ -15,6 +15,7 @@ from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.encoding import encode_answers
 from llmsuite.data.rows import Preference, conversations_of
 from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.prompts import Prompt
 from llmsuite.inference.sampling import Sampling
@@ -35,12 +36,12 @@ def scorer(model: Any, batch_size: int) -> Scorer:
             for row, number in zip(ids, numbers):
                 row[: len(texts[number])] = texts[number]
             with paddle.no_grad():
-                hidden, _ = model.hidden_states(paddle.to_tensor(ids[:, :-1]))
+                hidden, _ = model.hidden_states(tensor_of(ids[:, :-1]))
                 for row, number in enumerate(numbers):  # one at a time: the logits of all would be the largest tensor
                     size = len(texts[number]) - 1
                     found[number] = np.zeros(0)
                     if size > 0:
-                        nll = model.token_nll(hidden[row, :size], paddle.to_tensor(ids[row, 1 : size + 1]))
+                        nll = model.token_nll(hidden[row, :size], tensor_of(ids[row, 1 : size + 1]))
                         found[number] = -nll.numpy().astype("float64")  # they are summed over very many tokens
         return [found[number] for number in range(len(texts))]
 

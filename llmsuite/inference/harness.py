@@ -11,6 +11,7 @@ import paddle
 from lm_eval.api.model import TemplateLM
 
 from llmsuite.base.errors import UserError
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.generate import Generator
 from llmsuite.inference.sampling import Sampling
 
@@ -64,12 +65,12 @@ class HarnessModel(TemplateLM):
             for row, number in zip(ids, numbers):
                 row[: len(texts[number])] = texts[number]
             with paddle.no_grad():
-                hidden, _ = self._model.hidden_states(paddle.to_tensor(ids[:, :-1]))
+                hidden, _ = self._model.hidden_states(tensor_of(ids[:, :-1]))
                 for row, number in enumerate(numbers):
                     last = len(texts[number]) - 1
                     size = len(requests[number][2])
                     logits = self._model.logits(hidden[row, last - size : last]).astype("float32")
-                    targets = paddle.to_tensor(ids[row, last + 1 - size : last + 1])
+                    targets = tensor_of(ids[row, last + 1 - size : last + 1])
                     nll = paddle.nn.functional.cross_entropy(logits, targets, reduction="sum")
                     results[number] = (-float(nll), bool((logits.argmax(-1) == targets).all()))
         return [results[number] for number in range(len(requests))]

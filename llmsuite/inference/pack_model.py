@@ -25,6 +25,7 @@ from llmsuite.adapters.parameters import is_factor
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.decoding_ops import MatrixPart, PackedOps, PackedWeight
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.fusible import attentions, is_gated_mlp
 from llmsuite.inference.packed_layers import PackedEmbedding, PackedExperts, PackedLinear, PackedTiedHead
 from llmsuite.models.block_quant import LEVELS
@@ -204,7 +205,7 @@ class _Packer:
         if layers[0].bias is not None:
             values = [self._read(f"{n}.bias", s[1:], [slice(0, s[1])]) for n, s in zip(names, shapes)]
             values = [value if order is None else value[order] for value, order in zip(values, orders)]
-            bias = paddle.to_tensor(np.concatenate(values).astype("float32"))
+            bias = tensor_of(np.concatenate(values).astype("float32"))
         return self._layer(matrix, bias, names[0] if is_accessible else "")
 
     def _layer(self, matrix: PackedWeight, bias: Tensor | None, name: str = "") -> PackedLinear:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import paddle
 from paddle import nn
 
@@ -89,7 +88,7 @@ class PackedExperts(GroupedMatrix):
     def grouped_product(self, x: Tensor, counts: Counts) -> Tensor:
         """Rows of x [N, I], sorted by expert with `counts` rows of each, to [N, O]."""
         if isinstance(counts, Sequence):
-            counts = tensor_of(np.asarray(counts, "int64"), paddle.CPUPlace())
+            counts = tensor_of(counts, "int64", paddle.CPUPlace())
         return self._matmul(x, self.matrix, counts)
 
 

@@ -17,6 +17,7 @@ import paddle
 
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.decoder import Cache
 from llmsuite.models.exact import describe_module
 from llmsuite.observe.activations.compare import TOLERANCE, compare
@@ -107,7 +108,7 @@ class ActivationRecorder:
     def logits(self, names: np.ndarray, values: np.ndarray) -> None:
         """Add logits [B, l, V] of tokens of these contexts [B, l]."""
         self._now = tokens_of(len(self._passes), names)
-        self._activations.note(LOGITS, None, paddle.to_tensor(values.astype("float32")))
+        self._activations.note(LOGITS, None, tensor_of(values.astype("float32")))
 
     def record(self) -> RankRecord:
         """The record of all passes."""
@@ -121,7 +122,7 @@ def record_training(model: Any, rows: TokenRows) -> RankRecord:
     recorder = ActivationRecorder([model])
     names = rows.to_left(rows.names)
     recorder.begin(names)
-    hidden, _ = stage.hidden_states(paddle.to_tensor(rows.to_left(rows.ids)))
+    hidden, _ = stage.hidden_states(tensor_of(rows.to_left(rows.ids)))
     recorder.logits(names, stage.logits(hidden).astype("float32").numpy())
     return recorder.record()
 
@@ -177,7 +178,7 @@ def record_program(model: Any, step: Any, rows: TokenRows, shapes: Sequence[Sequ
     with paddle.no_grad():
         for positions in rows.passes:
             recorder.begin(names[:, positions])
-            given = paddle.to_tensor(rows.ids[:, positions]), paddle.to_tensor(rows.padding)
+            given = tensor_of(rows.ids[:, positions]), tensor_of(rows.padding)
             (logits, *cache), values = program(*given, cache)
             for name, input_index, output_index in traced.entries:
                 recorder.add(name, None if input_index is None else values[input_index], values[output_index])

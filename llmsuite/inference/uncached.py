@@ -6,6 +6,7 @@ import numpy as np
 import paddle
 
 from llmsuite.base.errors import UserError
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.decoder import Cache, Decoder, DecoderTraits
 
 
@@ -30,7 +31,7 @@ class UncachedDecoder:
 
     def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
         """Make one pass, see `Decoder.forward`; the cache [B, S, 1] has the token ids so far."""
-        text = paddle.to_tensor(ids).unsqueeze(-1)
+        text = tensor_of(ids).unsqueeze(-1)
         if cache is not None:
             text = paddle.concat([cache[0], text], 1)
         return self._decoder.forward(text.squeeze(-1).numpy(), padding, None)[0], [text]

@@ -21,6 +21,7 @@ from paddle.autograd import PyLayer
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.masks import document_spans
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models.rotation import positions
 from llmsuite.models.token_context import current
 
@@ -48,7 +49,7 @@ def token_keys(input_ids: Tensor, document_starts: Tensor | None, seed: int, ste
     base = salt % (_PRIME - 2) + 2
     for i in range(length):
         powers[i + 1] = powers[i] * base % _PRIME
-    weights = paddle.to_tensor(powers[1:])
+    weights = tensor_of(powers[1:])
     if document_starts is None:
         terms = (input_ids + 1) * weights % _PRIME
         return _scrambled((terms.cumsum(1) % _PRIME).astype("int32"))
@@ -75,7 +76,7 @@ def _scrambled(keys: Tensor) -> Tensor:
 
 
 def _constant(value: int) -> Tensor:
-    return paddle.to_tensor(value, dtype="int32")  # with a Python number Paddle would multiply in floating point
+    return tensor_of(value, dtype="int32")  # with a Python number Paddle would multiply in floating point
 
 
 # the layer
@@ -144,7 +145,7 @@ class RowDropout(nn.Layer):
         assert keys is not None, "dropout in a pass whose rows have no keys"
         with paddle.no_grad():
             experts = np.repeat(self._experts[self.first : self.first + len(counts)], counts)
-            mask = _is_kept(_scrambled(keys ^ paddle.to_tensor(experts)), self._inputs, self.rate)
+            mask = _is_kept(_scrambled(keys ^ tensor_of(experts)), self._inputs, self.rate)
         mask.stop_gradient = True
         return _Masked.apply(x, (mask,), 1 / (1 - self.rate))
 
@@ -158,7 +159,7 @@ def _random_int32(name: str, size: int) -> np.ndarray:
 def _is_kept(keys: Tensor, inputs: np.ndarray, rate: float) -> Tensor:
     """Mask of the kept elements, [..., I] in bool, from keys [...] and random numbers of the inputs [I]."""
     first, second = _MULTIPLIERS
-    mixed = (keys.unsqueeze(-1) ^ paddle.to_tensor(inputs)) * _constant(first)
+    mixed = (keys.unsqueeze(-1) ^ tensor_of(inputs)) * _constant(first)
     mixed = (mixed ^ (mixed >> _constant(_SHIFT))) * _constant(second)
     return mixed >= _constant(round(rate * (1 << 32)) - (1 << 31))
 

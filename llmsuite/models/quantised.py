@@ -16,6 +16,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from paddle.utils.dlpack import from_dlpack
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, byte_levels
 from llmsuite.models.linear import WithMatmul, is_matrix
 
@@ -146,7 +147,7 @@ def dequantise_on_device(codes: Tensor, absmax: Tensor, format: BlockFormat) -> 
         absmax = absmax * float(np.float32(1 / 127))
     else:
         flat = codes.astype("int32").flatten()
-        halves = [paddle.gather(paddle.to_tensor(levels), flat) for levels in byte_levels(format.dtype)]
+        halves = [paddle.gather(tensor_of(levels), flat) for levels in byte_levels(format.dtype)]
         found = paddle.stack([half.reshape(codes.shape) for half in halves], 1)
         del flat, halves
     return found.reshape([num_blocks, -1, num_outputs]).multiply_(absmax.unsqueeze(1)).reshape([-1, num_outputs])

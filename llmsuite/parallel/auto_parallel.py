@@ -18,6 +18,7 @@ import paddle.distributed as dist
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.launch import calls
 from llmsuite.parallel import collective
 from llmsuite.parallel.auto_parallel_patches import check_ranks, checked_eager
@@ -121,12 +122,12 @@ class AutoParallelShard(ParameterShard):
     def load(self, values: np.ndarray | Tensor) -> None:
         """Copy this rank's part of the full parameter's values into the model."""
         if self._own is not None:
-            self._local().copy_(paddle.to_tensor(self.own_shard(np.asarray(values)).astype("float32")), True)
+            self._local().copy_(tensor_of(self.own_shard(np.asarray(values)).astype("float32")), True)
 
     @paddle.no_grad()
     def stored_form(self, values: np.ndarray) -> Tensor:
         """This rank's part of the full values, as a float32 tensor."""
-        return paddle.to_tensor(self.own_shard(values).astype("float32"))
+        return tensor_of(self.own_shard(values).astype("float32"))
 
     def gather_parameter(self) -> Tensor:
         """The full parameter. Every rank of the run calls it."""
@@ -156,7 +157,7 @@ class AutoParallelShard(ParameterShard):
         full = np.empty(self.shape, "float32")
         for rank, index in self._slices.items():
             full[index] = parts[rank]
-        return paddle.to_tensor(full)
+        return tensor_of(full)
 
     # gradients
 

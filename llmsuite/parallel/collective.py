@@ -23,6 +23,7 @@ from paddle.distributed.auto_parallel.static.process_group import new_process_gr
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.degrees import Degrees
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.devices.variables import LOCAL_RANK, NUM_RANKS, RANK, check_addresses, number_in
 from llmsuite.launch import calls
 from llmsuite.parallel.mesh import Mesh
@@ -121,7 +122,7 @@ def _on_device(values: Sequence[Number]) -> Tensor:
         if on_device:
             parts += [number.astype("float64").reshape([1]) for number in numbers]
         else:
-            parts.append(paddle.to_tensor(list(numbers), dtype="float64"))
+            parts.append(tensor_of(list(numbers), dtype="float64"))
     return parts[0] if len(parts) == 1 else paddle.concat(parts)
 
 
@@ -166,7 +167,7 @@ def sum_array_over_loader_ranks(values: np.ndarray) -> np.ndarray:
     assert mesh().loads_data
     if num_ranks() == 1 or not values.size:
         return values
-    tensor = paddle.to_tensor(values, dtype="float64")
+    tensor = tensor_of(values, dtype="float64")
     # None is the default group of all ranks: without middle stages all ranks load data
     group = mesh().loader_group if mesh().has_middle_stages else None
     _reduce(tensor, group, dist.ReduceOp.SUM)
@@ -200,7 +201,7 @@ def broadcast_bytes(source: int, size: int, data: bytes | None) -> bytes:
         assert data is not None
         return data
     values = np.zeros(size, "uint8") if data is None else np.frombuffer(data, "uint8")
-    tensor = paddle.to_tensor(values)
+    tensor = tensor_of(values)
     # a broadcast, not a sum as in `broadcast_from_rank0`: the data may be large, and it is sent in one direction only
     with calls.recorded("broadcast", tensor, None):
         dist.broadcast(tensor, source)
@@ -330,7 +331,7 @@ def all_to_all(rows: Tensor, sent: Sequence[int], received: Sequence[int], group
 def all_to_all_bytes(data: bytes, sent: Sequence[int], received: Sequence[int], group: Any) -> bytes:
     """`all_to_all` of bytes: `sent` and `received` are the numbers of bytes to and from each rank of the group, and
     `data` holds what is sent, in the order of the ranks."""
-    rows = paddle.to_tensor(np.frombuffer(data, "uint8").reshape(-1, 1))
+    rows = tensor_of(np.frombuffer(data, "uint8").reshape(-1, 1))
     return bytes(all_to_all(rows, sent, received, group).numpy().tobytes())
 
 
@@ -362,7 +363,7 @@ def _by_gathering(rows: Tensor, sent: Sequence[int], group: Any) -> Tensor:
     have sent and received fewer messages than the others, and Gloo matches messages by these numbers. So each rank
     gathers the rows of all ranks and takes its own."""
     # an all-gather needs equal shapes: the rows are padded to the longest, whose size every rank computes from counts
-    counts = all_gather(paddle.to_tensor([list(sent)], dtype="int64"), group).numpy()  # from each rank to each
+    counts = all_gather(tensor_of([list(sent)], dtype="int64"), group).numpy()  # from each rank to each
     longest = int(counts.sum(1).max())
     padded = paddle.concat([rows, paddle.zeros([longest + 1 - rows.shape[0], rows.shape[1]], rows.dtype)])
     everyone = all_gather(padded.unsqueeze(0), group)

@@ -20,6 +20,7 @@ from paddle.autograd import PyLayer
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models import token_context
 from llmsuite.models.dropout import RowDropout
 from llmsuite.models.experts import Experts, TokenDispatcher, check_experts, combine, dispatch, sort_rows
@@ -75,7 +76,7 @@ class ExpertParallelDispatcher(TokenDispatcher):
             x, weights, chosen = (self._plain(tensor) for tensor in (x, weights, chosen))
             # backward: each rank has the gradients that come from its own experts only
             x, weights = (SumGradients.apply(tensor, self._mesh.tensor_group) for tensor in (x, weights))
-        route = sort_rows(paddle.to_tensor(self._slots).index_select(chosen.flatten()), num_slots)
+        route = sort_rows(tensor_of(self._slots).index_select(chosen.flatten()), num_slots)
         keys = experts.row_keys(route)
         rows = self._through_experts(experts, dispatch(x.flatten(0, 1), route), route.counts, keys)
         y = combine(rows, weights.flatten(0, 1), route).reshape(shape)
@@ -100,14 +101,14 @@ class ExpertParallelDispatcher(TokenDispatcher):
             with token_context.tokens(keys):
                 return experts.rows(rows, counts, self._local)
         # how many rows each rank sends: receivers need the sizes before the rows, so this comes first
-        table = collective.all_gather(paddle.to_tensor(counts, dtype="int64"), group).numpy()
+        table = collective.all_gather(tensor_of(counts, dtype="int64"), group).numpy()
         table = table.reshape(ep, ep, self._num_here)  # rows from each rank to each rank's experts
         to_here = table[:, group.rank]
         sent = table[group.rank].sum(-1).tolist()
         received = to_here.sum(-1).tolist()
         # rows arrive in the order of the ranks, and are computed in the order of the experts
         blocks = np.repeat(np.tile(np.arange(self._num_here), ep), to_here.flatten())
-        by_expert = paddle.to_tensor(np.argsort(blocks, kind="stable"))
+        by_expert = tensor_of(np.argsort(blocks, kind="stable"))
         by_rank = paddle.argsort(by_expert)
         rows = _Exchange.apply(rows, sent, received, group)  # dispatch, over ep: to the ranks of the chosen experts
         rows = _Permute.apply(rows, (by_expert, by_rank))

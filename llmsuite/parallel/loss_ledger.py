@@ -13,6 +13,7 @@ import paddle
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.tensor import local_value
 
@@ -139,7 +140,7 @@ class LossLedger:
         if not tensors:
             return sum(numbers)
         total = paddle.add_n(tensors)
-        return total + paddle.to_tensor(sum(numbers), dtype="float64") if numbers else total
+        return total + tensor_of(sum(numbers), dtype="float64") if numbers else total
 
     def _reduce_loaders(self) -> tuple[float, dict[str, float]]:
         names = list(self._sums)

@@ -16,6 +16,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 from llmsuite.adapters.parameters import shard_dim
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import ReadSlice, Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
@@ -47,7 +48,7 @@ def materialize(
     for name, parameter in model.named_parameters():
         keeps = plan.has_own_dtype(name)
         read_as = _DTYPES[parameter.dtype] if keeps else "float32"
-        local = paddle.to_tensor(read_local_values(name, parameter.shape, plan, mesh, read, read_as))
+        local = tensor_of(read_local_values(name, parameter.shape, plan, mesh, read, read_as))
         if not keeps:
             local = local.astype("bfloat16" if name in bf16_frozen else dtype)
         if are_plain or mesh.tensor is None:

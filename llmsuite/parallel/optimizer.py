@@ -14,6 +14,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.optimizer_ops import OptimizerOps
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import MASTER, PADDLE_CLASSES, BaseOptimizer, OptimizerClasses, StateTensor
 from llmsuite.parallel.sharding import ParameterShard
@@ -220,7 +221,7 @@ class Optimizer(BaseOptimizer):
         for entry in self.state():
             if entry.shard.is_empty:
                 continue
-            value = paddle.to_tensor(read(entry), place=paddle.CPUPlace())  # the first step moves it to the device
+            value = tensor_of(read(entry), place=paddle.CPUPlace())  # the first step moves it to the device
             if entry.slot == MASTER:
                 entry.shard.load_master(value)
                 self.to_host(entry.shard)

@@ -28,6 +28,7 @@ from llmsuite.adapters.add import adapters
 from llmsuite.adapters.layers.reft import chosen_tokens
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models import dropout, token_context
 from llmsuite.models.block_quant import is_quantised_part
 from llmsuite.models.qat import FakeQuantLinear, observing
@@ -202,7 +203,7 @@ class PipelineStage:
     def _token_values(self, input_ids: Tensor, document_starts: Tensor | None) -> Tensor:
         if self.edited_ends is not None:
             assert self.prompt_lengths is not None, "the batches of the stage have no prompt lengths"
-            return chosen_tokens(paddle.to_tensor(self.prompt_lengths), document_starts, self.edited_ends)
+            return chosen_tokens(tensor_of(self.prompt_lengths), document_starts, self.edited_ends)
         assert self.dropout_seed is not None
         return dropout.token_keys(input_ids, document_starts, self.dropout_seed, self.step)
 
@@ -358,7 +359,7 @@ class PipelineStage:
     def send_stop(self) -> None:
         """Make the next rank leave `serve_forward_only`, if it is in the middle of the pipeline."""
         if self._channels is not None and self._mesh.coordinate["pp"] < self._mesh.degrees.pp - 2:
-            self._channels.send(paddle.to_tensor(_STOP, dtype="int64"), forward=True)
+            self._channels.send(tensor_of(_STOP, dtype="int64"), forward=True)
 
     # one pass through a chunk, and the messages around it
 
@@ -386,7 +387,7 @@ class PipelineStage:
         local = local_value(y).detach()
         length = 0 if document_starts is None else document_starts.shape[1]
         contents: dict[edges.Content, Tensor | None] = {
-            "header": paddle.to_tensor([*local.shape, length, edges.dtype_code(local.dtype)], dtype="int64"),
+            "header": tensor_of([*local.shape, length, edges.dtype_code(local.dtype)], dtype="int64"),
             "document_starts": document_starts,
             "activations": local,
         }

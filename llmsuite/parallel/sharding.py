@@ -20,6 +20,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.buckets import Bucket
 from llmsuite.parallel.mesh import Mesh
@@ -113,7 +114,7 @@ class ParameterShard:
     @paddle.no_grad()
     def load(self, values: np.ndarray | Tensor) -> None:
         """Load the values that this rank holds before sharding, also into the master."""
-        given = paddle.to_tensor(values) if isinstance(values, np.ndarray) else values
+        given = tensor_of(values) if isinstance(values, np.ndarray) else values
         local = given.astype(self.parameter.dtype)
         shard = self._own_part(local)
         if not self._is_stored_in_shards:
@@ -177,7 +178,7 @@ class ParameterShard:
         """This rank's part of a parameter between passes, from the values it would hold before sharding."""
         if self._is_stored_in_shards and self.is_empty:
             return self._stored.clone()
-        local = paddle.to_tensor(values).astype(self.parameter.dtype)
+        local = tensor_of(values).astype(self.parameter.dtype)
         return self._own_part(local).clone() if self._is_stored_in_shards else local
 
     @paddle.no_grad()

@@ -14,6 +14,7 @@ import paddle.nn.functional as F
 from paddle import nn
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models.embedding import is_plain_embedding, set_lookup
 
 
@@ -38,4 +39,4 @@ def dense_gradient(gradient: Tensor, parameter: Tensor) -> Tensor:
     rows = gradient.get_selected_rows()
     values = gradient._get_tensor_from_selected_rows()
     zeros = paddle.zeros(parameter.shape, parameter.dtype)
-    return paddle.scatter_nd_add(zeros, paddle.to_tensor(rows.rows()).unsqueeze(-1), values)
+    return paddle.scatter_nd_add(zeros, tensor_of(rows.rows()).unsqueeze(-1), values)

@@ -9,6 +9,7 @@ from typing import Any
 import paddle
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 
 _KEYS = 1 << 32
 """Number of keys; they start at -2^31."""
@@ -17,7 +18,7 @@ _KEYS = 1 << 32
 def mark_padding(document_starts: Tensor | None, lengths: Any, shape: Sequence[int]) -> Tensor:
     """Document starts [B, L] with -1 for the padding after the `lengths` [B] of the rows."""
     document_starts = paddle.zeros(shape, dtype="int64") if document_starts is None else document_starts
-    is_padding = paddle.arange(shape[1]) >= paddle.to_tensor(lengths).unsqueeze(-1)
+    is_padding = paddle.arange(shape[1]) >= tensor_of(lengths).unsqueeze(-1)
     return paddle.where(is_padding, paddle.full_like(document_starts, -1), document_starts)
 
 
@@ -32,13 +33,13 @@ def pack_token_values(document_starts: Tensor | None, keys: Tensor) -> Tensor:
     """Document starts and keys (`models.dropout.token_keys`) in one tensor: (start + 2) 2^32 + key, with 0 instead of
     start + 2 where there are no starts. Starts are at least -1, so start + 2 is at least 1."""
     keys = keys.astype("int64")
-    return keys if document_starts is None else (document_starts + 2) * paddle.to_tensor(_KEYS) + keys
+    return keys if document_starts is None else (document_starts + 2) * tensor_of(_KEYS) + keys
 
 
 def unpack_token_values(packed: Tensor) -> tuple[Tensor | None, Tensor]:
     """Document starts (None if there were none) and keys, from the result of `pack_token_values`."""
-    half = paddle.to_tensor(_KEYS // 2)
-    count = paddle.to_tensor(_KEYS)
+    half = tensor_of(_KEYS // 2)
+    count = tensor_of(_KEYS)
     keys = (packed + half) % count - half
     starts = (packed - keys) // count - 2
     return (None if bool((starts < -1).all()) else starts), keys.astype("int32")

@@ -14,6 +14,7 @@ from llmsuite.base.files import check_intact
 from llmsuite.checkpoint.model_dir import open_model
 from llmsuite.contract.specs import Score
 from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.frozen import build_frozen
 from llmsuite.models.head import head_of
 from llmsuite.recipe.shape import local_weights
@@ -75,6 +76,6 @@ def _scores(scoring: Any, rows: Sequence[Sequence[int]], pad_id: int) -> list[fl
     ids = np.full([len(rows), longest], pad_id, "int64")
     for row, given in zip(ids, rows):
         row[: len(given)] = given
-    hidden, _ = scoring.hidden_states(paddle.to_tensor(ids))  # [B, L, D]
-    last = paddle.to_tensor([number * longest + len(row) - 1 for number, row in enumerate(rows)])
+    hidden, _ = scoring.hidden_states(tensor_of(ids))  # [B, L, D]
+    last = tensor_of([number * longest + len(row) - 1 for number, row in enumerate(rows)])
     return [float(value) for value in scoring.scores(hidden.flatten(0, 1).index_select(last, 0)).numpy()]

@@ -1,7 +1,8 @@
 """The thread that decodes: requests of all clients share one batch, which they join and leave at any pass.
 
 Between two passes over the answers it reads at most one chunk of the prompts, and makes at most one step of other work
-with the model, such as embeddings. So a stream waits for two such passes at most, however long a prompt is.
+with the model, such as embeddings. So a stream waits for two such passes at most, however long a prompt is, and each of
+them is so short that it takes as long as a few passes over the answers; see `ChunkBudget`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 from llmsuite.inference.batch import Batch, BatchSequence, DecodingSequence
 from llmsuite.inference.decoder import Decoder
 from llmsuite.inference.prefix_cache import PrefixCache
+from llmsuite.serving.chunk_budget import ChunkBudget
 from llmsuite.serving.fair_queue import NOBODY, Client, FairQueue
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
@@ -60,6 +62,8 @@ class _Task:
 
     steps: Steps
     result: concurrent.futures.Future[Any]
+    chunk_tokens: int | None = None
+    """Most tokens of a step, where it reads a chunk of a text."""
     has_started: bool = False
 
 
@@ -67,19 +71,29 @@ class Scheduler:
     """Decodes sequences, and calls their listeners with the text. Between two passes it runs other work with the
     model."""
 
-    def __init__(self, decoder: Decoder, metrics: Metrics, limits: Limits, prefix_cache: PrefixCache | None = None):
+    def __init__(
+        self,
+        decoder: Decoder,
+        metrics: Metrics,
+        limits: Limits,
+        prefix_cache: PrefixCache | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
         """
         Args:
             decoder: the model; from here on only the scheduler's thread uses it.
             metrics: updated at every pass.
             limits: of the queue, of the batch, and of the chunks in which prompts are read.
             prefix_cache: keys and values of earlier prompts; used where the decoder `supports_prefix_cache`.
+            clock: gives seconds, by which chunks are made as long as a few passes.
         """
         self._decoder = decoder
         self._metrics = metrics
         self._limits = limits
         self._prefix_cache = prefix_cache if decoder.traits.supports_prefix_cache else None
         self._batch = self._new_batch()
+        self._clock = clock
+        self._chunk = ChunkBudget(limits.prompt_piece)
         self._streams: dict[BatchSequence, _OpenStream] = {}
         self._waiting: FairQueue[DecodingSequence] = FairQueue()
         self._cancelled: list[DecodingSequence] = []
@@ -168,13 +182,28 @@ class Scheduler:
 
         return self.submit_steps(single_step(), client, while_paused)
 
+    @property
+    def chunk_tokens(self) -> int:
+        """Most tokens of a chunk of a text that `submit_steps` reads."""
+        return self._chunk.tokens(is_limited=self._chunk.has_decoded)
+
     def submit_steps(
-        self, steps: Steps, client: Client = NOBODY, while_paused: bool = False
+        self,
+        steps: Steps,
+        client: Client = NOBODY,
+        while_paused: bool = False,
+        chunk_tokens: int | None = None,
     ) -> concurrent.futures.Future[Any]:
-        """Queue work in steps, of which the thread makes one between two passes; clients take turns. The future gets
-        the return value of the generator; arguments and errors are as for `submit_call`. When the future is cancelled,
-        no more steps are made."""
-        task = _Task(steps, concurrent.futures.Future())
+        """Queue work in steps, of which the thread makes one between two passes; clients take turns. When the future is
+        cancelled, no more steps are made. Raises as `submit_call` does.
+
+        Args:
+            steps: a generator; the future gets its return value.
+            client: who has requested it.
+            while_paused: accept it in a pause too.
+            chunk_tokens: the most tokens that a step reads, if it reads a text in chunks of `chunk_tokens`.
+        """
+        task = _Task(steps, concurrent.futures.Future(), chunk_tokens)
         with self._changed:
             if self._is_closing:
                 raise Closing
@@ -249,6 +278,7 @@ class Scheduler:
             return
         task.has_started = True
         ended: Callable[[], None]
+        start = self._clock()
         try:
             next(task.steps)
         except StopIteration as end:
@@ -256,6 +286,8 @@ class Scheduler:
         except Exception as error:  # any error belongs to the client that waits, and the server continues
             ended = partial(task.result.set_exception, error)
         else:
+            if task.chunk_tokens is not None and self._batch.sequences:
+                self._chunk.record_chunk(task.chunk_tokens, self._clock() - start, is_full=True)
             with self._changed:
                 self._tasks.add(client, task, is_first=True)
             return
@@ -264,7 +296,12 @@ class Scheduler:
 
     def _prefill(self) -> None:
         """Read a chunk of the prompts; sequences whose prompts are read to the end get their first tokens."""
-        steps = self._batch.prefill()
+        is_decoding = bool(self._batch.sequences)
+        num_tokens = self._chunk.tokens(is_decoding)
+        start = self._clock()
+        steps = self._batch.prefill(num_tokens)
+        if is_decoding:
+            self._chunk.record_chunk(num_tokens, self._clock() - start, is_full=not steps)
         if self._prefix_cache is not None:
             started = [sequence for sequence, _ in steps if sequence.error is None]
             self._metrics.prefix_hits.inc(sum(sequence.num_cached_tokens > 0 for sequence in started))
@@ -274,6 +311,7 @@ class Scheduler:
 
     def _advance(self) -> None:
         """Make a pass over the answers. Where it fails, all of them fail."""
+        start = self._clock()
         try:
             steps = self._batch.advance()
         except Exception as error:  # the clients get an error of any kind, and the server continues
@@ -284,6 +322,7 @@ class Scheduler:
             self._batch.add(prefilling)
             self._fail(failed, error)
         else:
+            self._chunk.record_pass(self._clock() - start)
             self._notify(steps)
 
     def _new_batch(self) -> Batch:

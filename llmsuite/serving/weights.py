@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import paddle
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import MANIFEST, broken_file, sha256_of
@@ -18,6 +17,7 @@ from llmsuite.checkpoint.finite import first_nonfinite
 from llmsuite.checkpoint.model_dir import ModelDirectory, open_model
 from llmsuite.checkpoint.shapes import check_shapes
 from llmsuite.contract.specs import ModelFamily
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.load import parameter_shapes
 from llmsuite.inference.refresh import RefreshableModel
 from llmsuite.models.head import NO_KEYS
@@ -102,4 +102,4 @@ def _values(source: ModelDirectory, names: set[str]) -> Iterator[tuple[str, Tens
     """Yield the parameters of a model directory."""
     for name in source.names:
         if name in names:
-            yield name, paddle.to_tensor(np.ascontiguousarray(source.read(name), "float32"))
+            yield name, tensor_of(np.ascontiguousarray(source.read(name), "float32"))

@@ -15,6 +15,7 @@ import numpy as np
 import paddle
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.engine.batch import as_tokens, flat_targets, tensor, total
 from llmsuite.engine.stage import Batch, LossTerms
 
@@ -117,7 +118,7 @@ def hidden_at_positions(model: Any, batch: Batch) -> Tensor:
     hidden = hidden_states(model, batch).flatten(0, 1)
     if "positions" not in batch:
         return hidden
-    return hidden.index_select(paddle.to_tensor(batch["positions"]), 0)
+    return hidden.index_select(tensor_of(batch["positions"]), 0)
 
 
 def hidden_states(model: Any, batch: Batch) -> Tensor:
@@ -173,7 +174,7 @@ def mtp_nll(model: Any, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, T
         Negative log-probabilities of the targets [N]; the weighted sum of those of the MTP targets; and 1 where greedy
         decoding picks a target, else 0 [N], or None in training.
     """
-    mtp_hidden = model.mtp_hidden_states(hidden, paddle.to_tensor(batch["next_ids"]))  # [B, L, D]
+    mtp_hidden = model.mtp_hidden_states(hidden, tensor_of(batch["next_ids"]))  # [B, L, D]
     # one product with the output projection for both. They are concatenated before positions are picked: the
     # gradient of the picked rows is a sum over tensor parallel ranks, which Paddle would split in the backward pass of
     # a concatenation
@@ -181,10 +182,10 @@ def mtp_nll(model: Any, hidden: Tensor, batch: Batch) -> tuple[Tensor, Tensor, T
     num_inputs = batch["next_ids"].size
     positions = batch.get("positions", np.arange(num_inputs))
     picked = np.concatenate([positions, num_inputs + batch["mtp_positions"]])
-    targets = paddle.to_tensor(np.concatenate([batch["targets"], batch["mtp_targets"]]))
-    nll, is_picked = nll_and_greedy_match(model, both.index_select(paddle.to_tensor(picked), 0), targets)
+    targets = tensor_of(np.concatenate([batch["targets"], batch["mtp_targets"]]))
+    nll, is_picked = nll_and_greedy_match(model, both.index_select(tensor_of(picked), 0), targets)
     count = positions.size
-    mtp_loss = (nll[count:] * paddle.to_tensor(batch["mtp_weights"])).sum()
+    mtp_loss = (nll[count:] * tensor_of(batch["mtp_weights"])).sum()
     if is_picked is not None:
         is_picked = is_picked[:count]
     return nll[:count], mtp_loss, is_picked

@@ -19,6 +19,7 @@ import paddle
 import paddle.nn.functional as F
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 
 Level = Literal["token", "sequence"]
 Normaliser = Literal["sequence_mean", "token_mean", "constant"]
@@ -48,8 +49,8 @@ class Completions(Partition):
         grid = np.full([len(self.lengths), width], total, "int64")  # index T is the zero that `sum` appends
         for row, start, length in zip(grid, itertools.accumulate(self.lengths, initial=0), self.lengths):
             row[:length] = range(start, start + length)
-        self._grid = paddle.to_tensor(grid.ravel())
-        self._positions = paddle.to_tensor(np.flatnonzero(grid.ravel() < total))
+        self._grid = tensor_of(grid.ravel())
+        self._positions = tensor_of(np.flatnonzero(grid.ravel() < total))
         self._shape = list(grid.shape)
 
     def sum(self, values: Tensor) -> Tensor:
@@ -59,7 +60,7 @@ class Completions(Partition):
 
     def mean(self, values: Tensor) -> Tensor:
         """The mean over each completion, [T] to [C]."""
-        return self.sum(values) / paddle.to_tensor(self.lengths, values.dtype)
+        return self.sum(values) / tensor_of(self.lengths, values.dtype)
 
     def broadcast(self, values: Tensor) -> Tensor:
         """The value of its completion for each token, [C] to [T]."""

@@ -21,6 +21,7 @@ from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.start import start_paddle
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.launch.launch import launch
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class _OnOneDevice:
         names = self._rows.to_left(self._rows.names)
         recorder.begin(names)
         with paddle.no_grad():
-            logits = model(paddle.to_tensor(self._rows.to_left(self._rows.ids)))
+            logits = model(tensor_of(self._rows.to_left(self._rows.ids)))
         recorder.logits(names, logits.astype("float32").numpy())
         return recorder.record()
 
@@ -273,7 +274,7 @@ def _logprobs(model: Any, ids: Sequence[int]) -> np.ndarray:
     from llmsuite.parallel.pipeline import PipelineStage
 
     stage = PipelineStage([model], ALONE, model.config.hidden_size, [], None)
-    row = paddle.to_tensor(np.asarray([ids], "int64"))
+    row = tensor_of(np.asarray([ids], "int64"))
     with paddle.no_grad():
         hidden, _ = stage.hidden_states(row)
         nll: np.ndarray = stage.token_nll(hidden[0, :-1], row[0, 1:]).numpy()

@@ -17,6 +17,7 @@ from llmsuite.checkpoint.convert.rewrite import Rewrite
 from llmsuite.checkpoint.finite import count_nonfinite
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.checkpoint.tokenizer_files import copy_tokenizer
+from llmsuite.devices.tensors import tensor_of
 
 _SAVE = 0
 """Number of the save in its directory; a new directory has only this one."""
@@ -82,5 +83,5 @@ def _tensor(rewrite: Rewrite, spec: TensorSpec) -> paddle.Tensor:
         if count:
             rewrite.on_nonfinite(spec.name, count, value.size)
     if spec.dtype == "bfloat16":  # Paddle reads bits in uint16 as bfloat16
-        return paddle.to_tensor(value.view("uint16"), place="cpu")
-    return paddle.to_tensor(value, place="cpu")
+        return tensor_of(value.view("uint16"), place=paddle.CPUPlace())
+    return tensor_of(value, place=paddle.CPUPlace())

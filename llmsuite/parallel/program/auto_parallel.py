@@ -16,6 +16,7 @@ import paddle.distributed as dist
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.auto_parallel import AutoParallelShard
 from llmsuite.parallel.auto_parallel_patches import checked_eager, checked_static
@@ -56,7 +57,7 @@ class AutoParallelLayout(Layout):
         meshes = [parameter.process_mesh for parameter in self.own_parameters.values() if parameter.is_dist()]
         if unplaced:
             with checked_eager() as named:
-                loss(self.full_model, {name: paddle.to_tensor(array) for name, array in inputs.items()})
+                loss(self.full_model, {name: tensor_of(array) for name, array in inputs.items()})
             meshes = meshes + named
         if not meshes:
             meshes = [dist.ProcessMesh([*range(collective.num_ranks())], dim_names=["ranks"])]

@@ -15,6 +15,7 @@ import paddle.distributed as dist
 from paddle.distributed.auto_parallel.api import dtensor_from_local, dtensor_to_local
 
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 
 _numbers = itertools.count()
@@ -46,7 +47,7 @@ class StepScalar:
 
     def feed(self, value: float) -> dict[str, Tensor]:
         """The variables for a run with this value."""
-        return {name: paddle.to_tensor(np.full([1], value, "float32")) for name in self.variables}
+        return {name: tensor_of(np.full([1], value, "float32")) for name in self.variables}
 
 
 class NormClip(paddle.nn.ClipGradByGlobalNorm):

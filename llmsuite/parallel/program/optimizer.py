@@ -17,6 +17,7 @@ from paddle._pir_ops import parameter
 
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import MASTER, BaseOptimizer, OptimizerClasses, StateTensor
 from llmsuite.parallel.program.clip import LARGEST, NormClip, StepScalar, over_data
@@ -174,7 +175,7 @@ class ProgramOptimizer(BaseOptimizer):
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Load a state: `read` returns each tensor before it is sharded over the ZeRO group."""
         for entry in self.state():
-            full = paddle.to_tensor(read(entry))
+            full = tensor_of(read(entry))
             if entry.slot == MASTER:
                 entry.shard.load_master(full)
                 continue

@@ -22,6 +22,7 @@ import paddle.distributed as dist
 
 from llmsuite.adapters.parameters import shard_dim
 from llmsuite.base.typing import Tensor
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.models import token_context
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective, schedule
@@ -128,7 +129,7 @@ class Pipeline:
     def broadcast_from_last(self, outputs: np.ndarray | None, count: int) -> np.ndarray:
         """Broadcast the `count` numbers of a step, which the last stage has, to all stages."""
         # float64, as the sums over micro-batches were made in it
-        value = None if outputs is None else paddle.to_tensor(outputs, dtype="float64")
+        value = None if outputs is None else tensor_of(outputs, dtype="float64")
         return np.asarray(collective.broadcast_from_stage(value, [count], "float64", self.num_stages - 1).numpy())
 
     @paddle.no_grad()

@@ -28,6 +28,7 @@ from paddle.distributed.auto_parallel.api import dtensor_from_local
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.local_parts import tracing_step_program
+from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import schedule
 from llmsuite.parallel.program.clip import NormClip, StepScalar
 from llmsuite.parallel.program.constants import share_constants
@@ -190,7 +191,7 @@ class StepPrograms:
         """Run a program. Returns its outputs of all micro-batches, concatenated; None on ranks without outputs."""
         if program.jobs is not None:
             return program.jobs.run(inputs, num_micro_batches)
-        return program.run(*(self._layout.place_input(name, paddle.to_tensor(array)) for name, array in inputs.items()))
+        return program.run(*(self._layout.place_input(name, tensor_of(array)) for name, array in inputs.items()))
 
     def _build(self, inputs: Inputs, num_micro_batches: int) -> Program:
         layout = self._layout

@@ -1,8 +1,10 @@
-"""Tensors made of arrays: their values, and what they leave behind."""
+"""Tensors made of arrays and numbers: their values, and what they leave behind."""
 
 from __future__ import annotations
 
 import gc
+import re
+from typing import Any
 
 import numpy as np
 import paddle
@@ -10,6 +12,7 @@ import psutil
 import pytest
 
 from llmsuite.devices.tensors import tensor_of
+from tests.support.paths import ROOT
 
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "int32", "int64", "float16", "float32", "float64"])
@@ -18,7 +21,7 @@ def test_the_tensor_equals_that_of_paddle(dtype: str, shape: tuple[int, ...]) ->
     array = np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
     # the second one is not contiguous
     for given, place in ((array, None), (array.T, None), (array, paddle.CPUPlace())):
-        found = tensor_of(given, place)
+        found = tensor_of(given, place=place)
         expected = paddle.to_tensor(given)
         assert (found.dtype, found.shape, found.place, found.stop_gradient) == (
             expected.dtype,
@@ -29,11 +32,44 @@ def test_the_tensor_equals_that_of_paddle(dtype: str, shape: tuple[int, ...]) ->
         assert np.array_equal(found.numpy(), given)
 
 
+@pytest.mark.parametrize(
+    "values", [2, 0.5, True, [1, 2], [0.1, 2.0], [[True], [False]], (1, 0.5), [], np.float64(0.1), 3_000_000_000]
+)
+@pytest.mark.parametrize("dtype", [None, "float32", "float64", "int64", "bfloat16", paddle.float32, paddle.bfloat16])
+def test_numbers_become_the_tensor_that_paddle_makes_of_them(values: object, dtype: object) -> None:
+    found = tensor_of(values, dtype)
+    expected = paddle.to_tensor(values, dtype)
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    assert found.astype("float64").tolist() == expected.astype("float64").tolist()
+
+
+def test_arrays_of_uint16_are_bits_of_bfloat16() -> None:
+    found = tensor_of(np.asarray([0x3F80, 0x4000], "uint16"))
+    assert found.dtype == paddle.bfloat16
+    assert found.astype("float32").tolist() == [1.0, 2.0]
+
+
 def test_the_tensor_has_its_own_memory() -> None:
     array = np.zeros([4])
     found = tensor_of(array)
     array[:] = 1
     assert not found.numpy().any()
+
+
+def test_a_layer_in_python_asks_for_no_gradient_of_it() -> None:
+    class Rows(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx: Any, x: paddle.Tensor, index: paddle.Tensor) -> paddle.Tensor:
+            return x.index_select(index)
+
+        @staticmethod
+        def backward(ctx: Any, gradient: paddle.Tensor) -> tuple[paddle.Tensor, None]:
+            return gradient, None
+
+    x = paddle.ones([2])
+    x.stop_gradient = False
+    Rows.apply(x, tensor_of([1, 0])).sum().backward()
+    assert x.grad.tolist() == [1.0, 1.0]
 
 
 def test_a_traced_program_has_the_array_as_a_constant() -> None:
@@ -45,16 +81,31 @@ def test_a_traced_program_has_the_array_as_a_constant() -> None:
     assert paddle.jit.to_static(add, full_graph=True)(paddle.ones([2])).tolist() == [2.0, 3.0]
 
 
-def test_freed_tensors_leave_no_memory() -> None:
-    array = np.ones([1, 1], "int64")
-
+@pytest.mark.parametrize("values", [np.ones([1, 1], "int64"), [0.5, 1.0], 1])
+def test_freed_tensors_leave_no_memory(values: object) -> None:
     def grown(count: int) -> int:
         gc.collect()
         before = psutil.Process().memory_info().rss
         for _ in range(count):
-            tensor_of(array)
+            tensor_of(values)
         gc.collect()
         return int(psutil.Process().memory_info().rss - before)
 
     grown(2000)  # pools of allocators
     assert grown(40_000) < 2**20, "with `paddle.to_tensor` it is 4 MB"
+
+
+KEPT = re.compile(r"\bto_tensor\(|paddle\.where\([^()\n]*, -?[\d.]+\)")
+"""`to_tensor`, and `where` with a number, of which Paddle makes a tensor by it."""
+
+
+def test_the_package_makes_no_tensor_that_paddle_keeps() -> None:
+    """In any loop it would be memory that grows; all values of the host go through one function."""
+    found = [
+        f"{path}:{number}"
+        for path in sorted((ROOT / "llmsuite").rglob("*.py"))
+        if path.name not in ("tensors.py", "exported_readme.py")  # the function, and a text for users
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if KEPT.search(line)
+    ]
+    assert not found

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from llmsuite.inference.batch import DecodingSequence
-from llmsuite.inference.decoder import Cache
+from llmsuite.inference.decoder import DOUBLE_COST_LEN, Cache
 from llmsuite.inference.sampling import Sampling
 from llmsuite.serving.app import make_app
+from llmsuite.serving.chunk_budget import SMALLEST
 from llmsuite.serving.fair_queue import Client, FairQueue
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
@@ -146,6 +147,56 @@ def test_a_stream_stands_still_for_two_passes_of_others_at_most() -> None:
     assert longest == 2, "a step of other work, and a chunk of a prompt"
     (count,) = re.findall(r"^llmsuite_longest_gap_seconds_count ([\d.]+)$", metrics.text().decode(), re.MULTILINE)
     assert float(count) == 2
+
+
+class Timed(Order):
+    """A decoder whose passes take simulated time: as much for a pass, and as much for each token and each token before
+    it."""
+
+    def __init__(self, of_pass: float, of_token: float) -> None:
+        super().__init__()
+        self._of_pass = of_pass
+        self._of_token = of_token
+        self.now = 0.0
+        self.decoded: list[float] = []
+        """When decoding passes ended."""
+
+    def forward(self, ids: np.ndarray, padding: np.ndarray, cache: Cache | None) -> tuple[np.ndarray, Cache]:
+        logits, present = super().forward(ids, padding, cache)
+        if ids.shape[1] == 1:
+            self.now += self._of_pass
+            self.decoded.append(self.now)
+        else:
+            self.now += self._of_pass + ids.size * self._of_token * (1 + len(present[0]) / DOUBLE_COST_LEN)
+        return logits, present
+
+
+@pytest.mark.parametrize("of_token", [1e-5, 1e-3, 0.05, 0.5])
+def test_a_stream_stands_still_for_eight_decoding_passes_at_most(of_token: float) -> None:
+    """However long a prompt is, and however much slower tokens are read than a pass decodes: counted in passes."""
+    decoder = Timed(of_pass=1.0, of_token=of_token)
+    ended = list[int]()
+    scheduler = Scheduler(decoder, Metrics(), Limits(), clock=lambda: decoder.now)
+
+    def steps(tokens: int) -> Steps:
+        for _ in range(100):
+            decoder.now += 1 + tokens * of_token
+            yield
+
+    def on_token(text: str, has_ended: bool) -> None:
+        if has_ended:
+            ended.append(1)
+
+    (talk,) = sequences(1, most=1500)
+    (long,) = sequences(1, [1 + i % 6 for i in range(8_000)])
+    scheduler.submit([talk], [on_token], A)
+    scheduler.submit([long], [on_token], B)
+    scheduler.submit_steps(steps(SMALLEST), B, chunk_tokens=SMALLEST)
+    drain(scheduler, ended, 2)
+    gaps = np.diff(decoder.decoded[: len(talk.ids)])  # until it ends: then nobody waits
+    assert gaps.max() <= 8, "chunks begin small"
+    reading = gaps[gaps > 1]
+    assert reading.max() > 3 or of_token < 1e-3, "and grow to what streams can wait for, or to the largest"
 
 
 def test_what_is_made_in_steps_ends_with_its_client() -> None:
