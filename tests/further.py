@@ -53,7 +53,6 @@ SAMPLED = {
         "unit/checkpoint/convert": "gguf_export pdparams",
         "unit/cli": "adapters_tokenizer odd_names",
         "unit/contract": "registry",
-        "unit/devices": "bf16_attention bf16_products",
         "unit/engine": "full_weights row_samples",
         "unit/inference": (
             "batch bf16_cache chunked_prefill fused generate own_layers prefix_cache rank_shards refresh"
@@ -64,6 +63,7 @@ SAMPLED = {
         "unit/parallel/program": "clip experts",
         "unit/planning": "memory plans",
         "unit/plugins/align": "command",
+        "unit/plugins/cpu_kernels": "bf16_attention bf16_products",
         "unit/rl": "builtin_rewards episodes local remote",
         "unit/stages": "program_losses reference_cache rm",
     },

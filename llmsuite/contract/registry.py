@@ -436,9 +436,9 @@ def left_out_reason(kind: str, name: str, plugin: str) -> str:
 def left_out_precision(device: str, precision: str) -> str:
     """Return what to append to the error message for a precision that a device does not have: the plugin whose kernels
     have it as a format of weights, if --no-plugins leaves it out; else an empty text."""
-    for name, (plugin, kernels) in left_out("kernels").items():
+    for plugin, kernels in left_out("kernels").values():
         if kernels.device == device and precision in kernels.weight_only_precisions:
-            return f". {left_out_reason('kernels', name, plugin)}"
+            return f"; {precision} is in the plugin {plugin}, which --no-plugins leaves out"
     return ""
 
 

@@ -126,11 +126,11 @@ def _import_ahead() -> None:
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.ranks import can_fork
 
+    os.environ["LLMSUITE_PLUGINS"] = ""
+    registry = load_plugins()
     backend = CpuBackend()
     backend.prepare_ranks()
     start_paddle(backend, 1, fork=True)
-    os.environ["LLMSUITE_PLUGINS"] = ""
-    registry = load_plugins()
     for stage in registry.stages.values():
         stage.factory()
     for family in registry.models.values():
