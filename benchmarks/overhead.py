@@ -40,13 +40,12 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=7, help="how often to start over, in new processes")
     parser.add_argument("--steps", type=int, default=8, help="timed pairs of steps per launch")
     arguments = parser.parse_args()
-    from llmsuite import builtin
     from llmsuite.contract.registry import load_plugins
     from llmsuite.launch.launch import is_worker, launch
 
     if is_worker():
         return work(arguments.ranks, arguments.steps)
-    backend = load_plugins(builtin).devices["cpu"].factory()
+    backend = load_plugins().devices["cpu"].factory()
     backend.prepare_ranks()
     environment = backend.variables(arguments.ranks, 0)
     found = []

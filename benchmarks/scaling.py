@@ -262,10 +262,9 @@ def table_of_starts(starts: Sequence[Start]) -> list[str]:
 
 def measure_start(num_ranks: int, times: int, place: Path) -> Start:
     """Start the smoke run of the recipe some times, its kernels built before, with the last of the strategies."""
-    from llmsuite import builtin
     from llmsuite.contract.registry import load_plugins
 
-    load_plugins(builtin).devices["cpu"].factory().prepare_ranks()
+    load_plugins().devices["cpu"].factory().prepare_ranks()
     name, chosen = list(strategies(num_ranks).items())[-1]
     parallel = [f"--launch.num_devices={num_ranks}", f"--parallel={json.dumps(chosen)}"]
     command = [sys.executable, "-m", "llmsuite", "run", str(RECIPE), "--smoke", "--train.max_steps=1", *parallel]

@@ -29,14 +29,13 @@ RECIPE = ROOT / "recipes" / "llama" / "pretrain.json"
 
 def main(file: Path, directory: Path) -> int:
     """The launcher: ranks are forks of it, so Paddle is imported once."""
-    from llmsuite import builtin
     from llmsuite.contract.registry import load_plugins
     from llmsuite.devices.start import start_paddle
     from llmsuite.launch.launch import launch
     from tests.support import gloo_trace
 
     asked = json.loads(file.read_text())
-    backend = load_plugins(builtin).devices["cpu"].factory()
+    backend = load_plugins().devices["cpu"].factory()
     num_ranks = int(asked["ranks"])
     gloo_trace.install()
     backend.prepare_ranks()

@@ -12,7 +12,6 @@ import importlib
 import sys
 from pathlib import Path
 
-from llmsuite import builtin
 from llmsuite.contract.registry import load_plugins
 from llmsuite.devices.cpu import CpuBackend
 from llmsuite.devices.start import start_paddle
@@ -26,7 +25,7 @@ def main() -> int:
     logs = Path(sys.argv[2])
     name = sys.argv[3]
     words = sys.argv[4:]
-    load_plugins(builtin)  # for the kernels of the CPU
+    load_plugins()  # for the kernels of the CPU
     backend = CpuBackend()
     module = importlib.import_module(name)
     if hasattr(module, "before_paddle"):

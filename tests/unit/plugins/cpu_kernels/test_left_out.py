@@ -12,7 +12,6 @@ import numpy as np
 import paddle
 import pytest
 
-from llmsuite import builtin
 from llmsuite.base.errors import UserError
 from llmsuite.cli.model import stored_precision
 from llmsuite.contract.registry import NO_PLUGINS, load_plugins
@@ -61,7 +60,7 @@ def test_a_run_without_plugins_has_the_same_numbers(tmp_path: Path) -> None:
 
 def test_a_stored_precision_names_the_plugin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NO_PLUGINS, "1")
-    assert load_plugins(builtin).devices["cpu"].factory().added_kernels == []
+    assert load_plugins().devices["cpu"].factory().added_kernels == []
     given = SimpleNamespace(engine="dynamic", precision="int8", num_devices=1)
     message = "--precision int8: cpu has fp32; int8 is in the plugin cpu_kernels, which --no-plugins leaves out"
     with pytest.raises(UserError, match=message):
