@@ -22,7 +22,7 @@ std::vector<Tensor> Attend(const Shape& s, const Tensor& q, const Tensor& k, con
   const float scale = 1.f / std::sqrt(static_cast<float>(s.K));
 #pragma omp parallel
   {
-    std::vector<float> scores(kBlock * s.S);
+    std::vector<float> scores(std::min(kBlock, s.L) * s.S);
 #pragma omp for collapse(3) schedule(monotonic : dynamic)
     for (int64_t b = 0; b < s.B; ++b)
       for (int64_t h = 0; h < s.H; ++h)
