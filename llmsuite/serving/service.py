@@ -192,7 +192,11 @@ class Service:
             body.tools = body.tool_choice = None
         tools = body.tools_as_text
         prompter = self.served_model(body.model).prompter
-        ids = prompter.turns(read_messages(body.messages), tools)
+        try:
+            kwargs = body.template_kwargs_as_text
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        ids = prompter.turns(read_messages(body.messages), tools, kwargs)
         if tools:
             prompter.tool_call_format  # noqa: B018  (raises for a model without tool calls)
         return ids

@@ -112,7 +112,7 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         prompt = _generation_prompt(template, tokenizer, conversation)
         (supervised,) = np.nonzero(sequence.weights)
         before_answer = sequence.ids[: supervised[0]].tolist() if len(supervised) else []
-        changed = _changed(template.render(conversation.messages, tools=conversation.tools), tokenizer)
+        changed = _changed(_full_text(template, conversation), tokenizer)
         yield Explained(name, sequence, roles, len(prompt), prompt == before_answer, changed)
 
 
@@ -124,6 +124,10 @@ def _conversations(row: Any) -> list[tuple[str, Conversation]]:
     elif isinstance(row, Unpaired):
         names = ["desirable" if row.desirable else "undesirable"]
     return [(name, found) for name, found in zip(names, conversations_of(row)) if any(found.supervised)]
+
+
+def _full_text(template: ChatTemplate, conversation: Conversation) -> str:
+    return template.render(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
 
 
 def _changed(text: str, tokenizer: Any) -> str | None:
@@ -140,7 +144,12 @@ def _changed(text: str, tokenizer: Any) -> str | None:
 def _generation_prompt(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -> list[int]:
     """Token ids of the generation prompt for the first supervised answer."""
     first = conversation.supervised.index(True)
-    text = template.render(conversation.messages[:first], add_generation_prompt=True, tools=conversation.tools)
+    text = template.render(
+        conversation.messages[:first],
+        add_generation_prompt=True,
+        tools=conversation.tools,
+        kwargs=conversation.template_kwargs,
+    )
     return list(tokenizer.encode(text))
 
 
@@ -152,7 +161,9 @@ def _roles(
     roles: list[str] = []
     for i, message in enumerate(conversation.messages):
         try:
-            text = template.render(conversation.messages[: i + 1], tools=conversation.tools)
+            text = template.render(
+                conversation.messages[: i + 1], tools=conversation.tools, kwargs=conversation.template_kwargs
+            )
         except UserError:  # the template cannot end here: these tokens belong to the next turn
             continue
         end = 0

@@ -34,7 +34,11 @@ def make_stage(
         stage="sft",
         model=ModelSection(family="llama"),
         data=DataSection(
-            train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing, on_bad_row=on_bad_row
+            train=str(DATA / "sft" / "train.jsonl"),
+            ignore_columns=["tasks"],
+            max_length=max_length,
+            packing=packing,
+            on_bad_row=on_bad_row,
         ),
         train=dpo_case.train_section(),
         output_dir="nothing is written",
