@@ -70,14 +70,15 @@ def _turn_without(value: Any, names: set[str]) -> Any:
     """Return a turn without keys; any other value unchanged."""
     if not isinstance(value, Mapping) or not ("role" in value or "from" in value):
         return value
-    turn = {key: inner for key, inner in value.items() if key not in names}
+    turn = _keys_without(value, names)
     content = turn.get("content")
     if isinstance(content, list):
-        turn["content"] = [
-            {key: inner for key, inner in part.items() if key not in names} if isinstance(part, Mapping) else part
-            for part in content
-        ]
+        turn["content"] = [_keys_without(part, names) if isinstance(part, Mapping) else part for part in content]
     return turn
+
+
+def _keys_without(value: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {key: inner for key, inner in value.items() if key not in names}
 
 
 def unread_columns(row: Mapping[str, Any], read: frozenset[str] | None) -> list[str]:
