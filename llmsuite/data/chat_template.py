@@ -27,6 +27,7 @@ from llmsuite.data.jinja import Marked, environment, has_mark, unmark
 from llmsuite.data.keys import TURN_KEYS, is_nothing
 from llmsuite.data.rendering import RenderError, render, render_all
 from llmsuite.data.rows import REASONING, Conversation, Message, Prompt, strings_in
+from llmsuite.data.thoughts import THINK_BLOCK, earlier_turn_length, shared_prompt
 from llmsuite.data.turns import DEVELOPER
 
 BUILTIN = {
@@ -57,8 +58,6 @@ _MAX_SOURCE_BYTES = 1 << 20
 _RenderKey = tuple[tuple[Message, ...], bool, str, str]
 """Turns; True if the generation prompt follows them; tools and variables as in `Conversation`."""
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
-_THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
-"""Content of a turn that begins with the thoughts of the model."""
 _MAX_OPENED_CHARS = 64
 """Characters of a turn that a generation prompt may already have written, such as `<think>`."""
 
@@ -224,6 +223,9 @@ class ChatTemplate:
         turn = message.as_turn()
         if turn["role"] == DEVELOPER and DEVELOPER not in self.source:
             turn["role"] = message.role
+        if message.reasoning and self._keys_of_thoughts and not any(key in turn for key in self._keys_of_thoughts):
+            turn = {key: value for key, value in turn.items() if key not in REASONING}
+            turn[self._keys_of_thoughts[0]] = message.reasoning
         return self._call_forms.fit(turn) if message.tool_calls else turn
 
     @functools.cached_property
@@ -310,13 +312,14 @@ class ChatTemplate:
         """Return, for each supervised turn, the text before it, and that text with the turn and its end.
 
         Each pair is rendered as if the conversation ended there, and has to be a prefix of the full conversation, so
-        that training is on the text that the model will see and will have to produce. A template with
+        that training is on the text that the model will see and will have to produce. Only the thoughts of a turn may
+        be left out once others follow: which turns keep them is the template's choice. A template with
         `{% generation %}` decides itself which part of a turn is supervised: each such block of the full conversation
         is a pair, as in the mask of transformers' `return_assistant_tokens_mask`, and a turn without one has none.
 
         Raises:
-            UserError: the template renders a turn differently when others follow, or leaves out a part of a turn or a
-                tool.
+            UserError: the template renders a turn differently when others follow, in more than its thoughts, or leaves
+                out a part of a turn or a tool.
         """
         messages = conversation.messages
         tools = conversation.tools
@@ -334,8 +337,8 @@ class ChatTemplate:
     def missing_part(self, text: str, messages: Sequence[Message], tools: str) -> str | None:
         """Return the name of a part that a rendered conversation lacks; None where it has all.
 
-        The part is a tool, a call, or thoughts of a turn under a key that this template does not read. A template that
-        reads thoughts may drop those of some turns.
+        The part is a tool, a call, or thoughts of a turn where this template reads none. A template that reads thoughts
+        may drop those of some turns.
         """
         for name in (tool["function"]["name"] for tool in json.loads(tools or "[]")):
             if name not in text:
@@ -346,16 +349,14 @@ class ChatTemplate:
                     return f"the call of the tool {call.name!r}"
             if message.reasoning.strip() and not _contains(text, message.reasoning):
                 keys = [key for key in message.as_turn() if key in REASONING]
-                read = self._keys_of_thoughts
-                if not any(key in read for key in keys):
-                    hint = f"; it reads {read[0]!r}" if read else ""
-                    return f"the thoughts of messages[{i}] ({keys[0]!r}{hint})"
+                if not self._keys_of_thoughts:
+                    return f"the thoughts of messages[{i}] ({keys[0]!r})"
         return None
 
     @functools.cached_property
     def _keys_of_thoughts(self) -> list[str]:
         """Keys of thoughts that this template reads, matched as full words: many templates name `enable_thinking`."""
-        return [key for key in REASONING if re.search(rf"\b{key}\b", self.source)]
+        return [key for key in REASONING if self._names(key)]
 
     def unread_key(self, messages: Sequence[Message], tools: str = "", kwargs: str = "") -> str | None:
         """Return the first key of a turn that is unknown and that this template does not read; None without one.
@@ -397,22 +398,31 @@ class ChatTemplate:
             )
 
     def _supervised(self, conversation: Conversation, i: int, full: str) -> tuple[str, str]:
-        """Return the pair of turn i of a conversation that is rendered as `full`."""
+        """Return the pair of turn i of a conversation that is rendered as `full`.
+
+        Of earlier turns a template may leave out the thoughts, and what the generation prompt writes to open them: the
+        turn is then supervised as it is in the full conversation.
+        """
         message = conversation.messages[i]
         tools = conversation.tools
         kwargs = conversation.template_kwargs
         where = f"messages[{i}]"
         before = self.render(conversation.messages[:i], add_generation_prompt=True, tools=tools, kwargs=kwargs)
         after = self.render(conversation.messages[: i + 1], tools=tools, kwargs=kwargs)
-        if not after.startswith(before):
+        own_before = shared_prompt(before, after)
+        full_before = shared_prompt(before, full)
+        if own_before is None or full_before is None:
             raise self._unfit(f"renders what is before {where} differently once it follows")
-        if not full.startswith(after):
+        turn = after[len(own_before) :]
+        self._check_turn(message, own_before, turn, where)
+        if full.startswith(after):
+            if after != full and turn.strip() == message.content.strip():
+                raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
+            return own_before, after
+        length = earlier_turn_length(message, turn, full[len(full_before) :])
+        if length is None:
             raise self._unfit(f"renders {where} differently once other turns follow")
-        turn = after[len(before) :]
-        self._check_turn(message, before, turn, where)
-        if after != full and turn.strip() == message.content.strip():
-            raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
-        return before, after
+        return full_before, full[: len(full_before) + length]
 
     def _blocks(self, conversation: Conversation, i: int, full: Marked) -> list[tuple[str, str]]:
         """Return the pairs of the marked blocks of turn i.
@@ -468,7 +478,7 @@ def _is_rendered(content: str, before: str, text: str) -> bool:
     for length in range(1, min(len(squeezed), _MAX_OPENED_CHARS) + 1):
         if opened.endswith(squeezed[:length]) and turn.startswith(squeezed[length:]):
             return True
-    parts = _THINK_BLOCK.fullmatch(content)
+    parts = THINK_BLOCK.fullmatch(content)
     return parts is not None and all(_contains(text, part) for part in parts.groups())
 
 

@@ -181,7 +181,7 @@ def test_the_date_never_changes() -> None:
 MARKED = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}{% endgeneration %}{%- generation %}</s>{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>:{% endif %}"
 )
 """With a prompt of generation that no turn begins with."""
 TALK = [Message("user", "Hi?"), Message("assistant", "Hello."), Message("user", "And?"), Message("assistant", "Bye.")]
