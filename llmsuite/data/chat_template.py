@@ -27,7 +27,7 @@ from llmsuite.data.jinja import Marked, environment, has_mark, unmark
 from llmsuite.data.keys import TURN_KEYS, is_nothing
 from llmsuite.data.rendering import RenderError, render, render_all
 from llmsuite.data.rows import REASONING, Conversation, Message, Prompt, strings_in
-from llmsuite.data.thoughts import THINK_BLOCK, earlier_turn_length, shared_prompt
+from llmsuite.data.thoughts import THINK_BLOCK, earlier_turn_length, shared_prompt, thought_span, thoughts_of
 from llmsuite.data.turns import DEVELOPER
 
 BUILTIN = {
@@ -333,6 +333,29 @@ class ChatTemplate:
         if indices and not turns:
             raise self._unfit("has {% generation %} around no turn of it")
         return turns
+
+    def thought_texts(
+        self, conversation: Conversation, turns: Sequence[tuple[str, str]]
+    ) -> list[tuple[str, str] | None]:
+        """Return, for each pair of `supervised_turns`, the text up to the thoughts in it and the text up to their end.
+
+        None for a pair without thoughts. Raises UserError when the template changes the white space in thoughts.
+        """
+        indices = [i for i in range(len(conversation.messages)) if conversation.supervised[i]]
+        if self._has_marks:
+            full = self._marked(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
+            ends = {i: self._shared_length(conversation, i + 1, full.text) for i in indices}
+            indices = [next(i for i in indices if ends[i] > len(before)) for before, _ in turns]
+        found: list[tuple[str, str] | None] = []
+        for i, (before, after) in zip(indices, turns):
+            message = conversation.messages[i]
+            turn = after[len(before) :]
+            span = thought_span(message, turn)
+            thoughts = thoughts_of(message)
+            if span is None and thoughts and _contains(turn, thoughts):
+                raise self._unfit(f"changes the white space in the thoughts of messages[{i}]", ())
+            found.append(None if span is None else (before + turn[: span[0]], before + turn[: span[1]]))
+        return found
 
     def missing_part(self, text: str, messages: Sequence[Message], tools: str) -> str | None:
         """Return the name of a part that a rendered conversation lacks; None where it has all.

@@ -28,6 +28,7 @@ def make_stage(
     report: Callable[[str], None] = lambda text: None,
     packing: Any = "none",
     on_bad_row: Any = "error",
+    supervise_thoughts: bool = True,
 ) -> SftStage:
     """`template` is a choice of the recipe, or a source."""
     recipe = Recipe(
@@ -39,6 +40,7 @@ def make_stage(
             max_length=max_length,
             packing=packing,
             on_bad_row=on_bad_row,
+            supervise_thoughts=supervise_thoughts,
         ),
         train=dpo_case.train_section(),
         output_dir="nothing is written",

@@ -97,6 +97,9 @@ class DataSection(Section):
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = dataclasses.field(default_factory=dict)
     """Variables of the chat template, such as {"enable_thinking": false}. A row may set them in a column of the same
     name. A variable that the template does not read is refused."""
+    supervise_thoughts: bool = True
+    """With stage sft: true: train on the thoughts of the supervised turns, where the chat template renders them. false:
+    the thoughts are input only; what the template writes around them, such as `</think>`, is supervised."""
     packing: Literal["none", "best_fit"] = "none"
     """best_fit: pack rows into samples of up to max_length tokens, which avoids most padding. Tokens do not attend to
     other rows, and positions restart with each row. Batch sizes and epochs then count packed samples. For the stages
