@@ -202,7 +202,7 @@ class ChatTemplate:
     def _variables(
         self, messages: Sequence[Message], add_generation_prompt: bool, tools: str, kwargs: str
     ) -> dict[str, Any]:
-        return self._named([self._turn(message) for message in messages], add_generation_prompt, tools, kwargs)
+        return self._named([self.turn(message) for message in messages], add_generation_prompt, tools, kwargs)
 
     def _named(
         self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: str, kwargs: str = ""
@@ -218,7 +218,11 @@ class ChatTemplate:
             **(json.loads(kwargs) if kwargs else {}),
         }
 
-    def _turn(self, message: Message) -> dict[str, Any]:
+    def kwargs_of(self, conversation: Conversation) -> dict[str, Any]:
+        """Return the variables that are set for a conversation: those of its row, and the template's others."""
+        return {**self._kwargs, **json.loads(conversation.template_kwargs or "{}")}
+
+    def turn(self, message: Message) -> dict[str, Any]:
         """Return a turn in the form that this template accepts."""
         turn = message.as_turn()
         if turn["role"] == DEVELOPER and DEVELOPER not in self.source:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -38,6 +39,8 @@ class Explained:
     """Length of the generation prompt for the first answer, in tokens; None where there is no answer."""
     prompt_matches: bool
     """True where the tokens of the generation prompt are those before the answer in training."""
+    given: tuple[str, ...] = ()
+    """What the chat template is given besides the roles and contents of the turns."""
     changed: str | None = None
     """The difference between the rendered conversation and its decoded tokens; None where they are equal."""
 
@@ -113,7 +116,8 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         (supervised,) = np.nonzero(sequence.weights)
         before_answer = sequence.ids[: supervised[0]].tolist() if len(supervised) else []
         changed = _changed(_full_text(template, conversation), tokenizer)
-        yield Explained(name, sequence, roles, len(prompt), prompt == before_answer, changed)
+        matches = prompt == before_answer
+        yield Explained(name, sequence, roles, len(prompt), matches, _given(template, conversation), changed)
 
 
 def _conversations(row: Any) -> list[tuple[str, Conversation]]:
@@ -124,6 +128,20 @@ def _conversations(row: Any) -> list[tuple[str, Conversation]]:
     elif isinstance(row, Unpaired):
         names = ["desirable" if row.desirable else "undesirable"]
     return [(name, found) for name, found in zip(names, conversations_of(row)) if any(found.supervised)]
+
+
+def _given(template: ChatTemplate, conversation: Conversation) -> tuple[str, ...]:
+    """What the template is given besides roles and contents: further keys of turns, tools, and variables."""
+    found = []
+    for i, message in enumerate(conversation.messages):
+        keys = [key for key in template.turn(message) if key not in ("role", "content")]
+        if keys:
+            found.append(f"{', '.join(keys)} of messages[{i}]")
+    if conversation.tools:
+        names = [tool["function"]["name"] for tool in json.loads(conversation.tools)]
+        found.append(f"tools {', '.join(names)}")
+    found += [f"{name} = {json.dumps(value)}" for name, value in template.kwargs_of(conversation).items()]
+    return tuple(found)
 
 
 def _full_text(template: ChatTemplate, conversation: Conversation) -> str:
