@@ -349,7 +349,7 @@ class ChatTemplate:
         if self._has_marks:
             full = self._marked(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
             ends = {i: self._shared_length(conversation, i + 1, full.text) for i in indices}
-            indices = [next(i for i in indices if ends[i] > len(before)) for before, _ in turns]
+            indices = [_first_beyond(ends, len(before)) for before, _ in turns]
         found: list[tuple[str, str] | None] = []
         for i, (before, after) in zip(indices, turns):
             message = conversation.messages[i]
@@ -484,6 +484,11 @@ class ChatTemplate:
         return UserError(
             f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; {advice}"
         )
+
+
+def _first_beyond(ends: Mapping[int, int], position: int) -> int:
+    """Return the first turn that ends after a position."""
+    return next(i for i, end in ends.items() if end > position)
 
 
 def _contains(text: str, content: str) -> bool:

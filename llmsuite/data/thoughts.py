@@ -58,7 +58,7 @@ def earlier_turn_length(message: Message, last: str, text: str) -> int | None:
     Args:
         message: the turn.
         last: the turn as it is rendered at the end of a conversation.
-        text: a conversation from the begin of the turn on, with other turns behind it.
+        text: a conversation from the begin of the turn on, with other turns after it.
 
     Returns:
         Number of characters of `text`; None if more than the thoughts is different.

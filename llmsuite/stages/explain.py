@@ -40,7 +40,7 @@ class Explained:
     prompt_matches: bool
     """True where the tokens of the generation prompt are those before the answer in training."""
     given: tuple[str, ...] = ()
-    """What the chat template is given besides the roles and contents of the turns."""
+    """Parts that the chat template is given besides the roles and contents of the turns."""
     changed: str | None = None
     """The difference between the rendered conversation and its decoded tokens; None where they are equal."""
 
@@ -131,7 +131,7 @@ def _conversations(row: Any) -> list[tuple[str, Conversation]]:
 
 
 def _given(template: ChatTemplate, conversation: Conversation) -> tuple[str, ...]:
-    """What the template is given besides roles and contents: further keys of turns, tools, and variables."""
+    """Return the parts that a template is given besides roles and contents: further keys of turns, tools, variables."""
     found = []
     for i, message in enumerate(conversation.messages):
         keys = [key for key in template.turn(message) if key not in ("role", "content")]

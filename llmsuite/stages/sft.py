@@ -150,7 +150,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
 
 
 def _mask_thoughts(sample: WeightedTokens, borders: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
-    """The sample without weight on thoughts. A token that is partly of thoughts and partly of the text behind them
+    """The sample without weight on thoughts. A token that is partly of thoughts and partly of the text after them
     keeps its weight.
 
     Args:
