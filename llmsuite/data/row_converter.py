@@ -11,7 +11,7 @@ from llmsuite.contract.registry import traceback_tail
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data.columns import MissingColumnError, rename_columns
 from llmsuite.data.faults import Faults
-from llmsuite.data.keys import KEEP_ALL, MEDIA, ColumnRules, is_nothing, unread_columns, without_ignored
+from llmsuite.data.keys import ALL, KEEP_ALL, MEDIA, ColumnRules, is_nothing, unread_columns, without_ignored
 from llmsuite.data.row_kinds import StagesByKind, is_accepted, other_kinds, preference_hint
 from llmsuite.data.row_limits import MAX_COLUMNS, check_conversations
 from llmsuite.data.rows import TYPES
@@ -25,6 +25,9 @@ from llmsuite.data.suggest import (
     shell_quoted,
     suggest_columns,
 )
+
+_MAX_UNREAD = 8
+"""Largest number of unread columns that a message names."""
 
 
 class RowConverter:
@@ -119,10 +122,14 @@ class RowConverter:
         unread = unread_columns(row, data_format.columns)
         if not unread:
             return None
+        names = [*self._rules.ignored, *unread]
         named = ", ".join(map(repr, unread))
+        if len(unread) > _MAX_UNREAD:
+            names = [ALL]
+            named = f"{', '.join(map(repr, unread[:_MAX_UNREAD]))} and {len(unread) - _MAX_UNREAD} more"
         if self._columns:
             return f"{data_format.name} does not read {named}; leave that out of data.columns"
-        option = shell_quoted(ignore_option([*self._rules.ignored, *unread]))
+        option = shell_quoted(ignore_option(names))
         return (
             f"has columns that {data_format.name} does not read ({named}): remove them from the rows, or leave them "
             f'out with {option} ("*" stands for all such columns)'

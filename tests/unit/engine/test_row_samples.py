@@ -42,6 +42,7 @@ FORMATS = {f.name: f for f in (*conversation_formats.BUILTIN, *preference_format
 def context(report: Callable[[str], None] = lambda text: None, **data: Any) -> StageContext:
     found = dpo_case.stage(report=report).context
     section = dataclasses.replace(found.recipe.data, **{"max_length": 256, **data})
+    section = dataclasses.replace(section, ignore_columns=["*"])
     recipe = dataclasses.replace(found.recipe, data=section)
     return dataclasses.replace(found, recipe=recipe, data_formats=FORMATS, caches_tokens=True)
 
