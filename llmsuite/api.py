@@ -173,6 +173,8 @@ class GenerateOptions(TypedDict, total=False):
     """Seed of sampling, which is combined with the number of each answer; default 0."""
     chat_template: str | None
     """Chat template: "tokenizer", the default, the name of a built-in one, or None to continue plain texts."""
+    chat_template_kwargs: Mapping[str, Any]
+    """Variables of the chat template, such as {"enable_thinking": False}; default none."""
     batch_size: int
     """Number of answers that are decoded together; default 8."""
     base: str | Path | None
@@ -224,7 +226,8 @@ def generate(model: str | Path, prompts: Sequence[Prompt], **options: Unpack[Gen
     from llmsuite.inference.prompts import Prompter
     from llmsuite.inference.sampling import Sampling
 
-    prompter = Prompter(generator.tokenizer, options.get("chat_template", "tokenizer"))
+    template_kwargs = options.get("chat_template_kwargs")
+    prompter = Prompter(generator.tokenizer, options.get("chat_template", "tokenizer"), template_kwargs=template_kwargs)
     ids = []
     for prompt in prompts:
         row = prompt if isinstance(prompt, str) else {"messages": list(map(dict, prompt))}

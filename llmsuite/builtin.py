@@ -41,9 +41,21 @@ def lazily(address: str) -> Callable[[], Any]:
     return functools.partial(pkgutil.resolve_name, address)
 
 
-CONVERSATIONS = {"data.train": "data/sft/train.jsonl", "data.eval": "data/sft/eval.jsonl"}
-PREFERENCE = {"data.train": "data/preference/train.jsonl", "data.eval": "data/preference/eval.jsonl"}
-UNPAIRED = {"data.train": "data/unpaired/train.jsonl", "data.eval": "data/unpaired/eval.jsonl"}
+CONVERSATIONS = {
+    "data.train": "data/sft/train.jsonl",
+    "data.eval": "data/sft/eval.jsonl",
+    "data.ignore_columns": ["tasks"],
+}
+PREFERENCE = {
+    "data.train": "data/preference/train.jsonl",
+    "data.eval": "data/preference/eval.jsonl",
+    "data.ignore_columns": ["task", "answer"],
+}
+UNPAIRED = {
+    "data.train": "data/unpaired/train.jsonl",
+    "data.eval": "data/unpaired/eval.jsonl",
+    "data.ignore_columns": ["task"],
+}
 ROLLOUTS = {
     "data.train": "data/digits/sft/train.jsonl",
     "data.eval": "data/digits/sft/eval.jsonl",

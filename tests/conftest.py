@@ -52,7 +52,7 @@ TRAINING_STAGES = sorted(spec.name for spec in builtin.llmsuite_register_stages(
 VALID: dict[str, Any] = {
     "stage": "dpo",
     "model": {"family": "llama", "preset": "llama-7b", "tokenizer": "data/tokenizer"},
-    "data": {"train": "data/preference/train.jsonl"},
+    "data": {"train": "data/preference/train.jsonl", "ignore_columns": ["task", "answer"]},
     "train": {"max_steps": 10, "global_batch_size": 8, "micro_batch_size": 2, "learning_rate": 1e-3},
     "output_dir": "runs/test",
 }

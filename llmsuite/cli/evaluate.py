@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
-from llmsuite.cli.generate import add_model_arguments
+from llmsuite.cli.generate import add_model_arguments, add_template_kwargs, read_template_kwargs
 from llmsuite.cli.ranks import settle_degrees
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import Command
@@ -53,6 +53,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=64, help="longest answer of --exact_match")
     parser.add_argument("--raw", action="store_true", help="no chat template for --exact_match")
     parser.add_argument("--chat_template", type=str, default="tokenizer", help="tokenizer, chatml, llama3 or plain")
+    add_template_kwargs(parser)
     parser.add_argument("--batch_size", type=PositiveInt, default=8)
     parser.add_argument("--output", type=str | None, default=None, help="JSON file for the results")
 
@@ -72,11 +73,13 @@ def run(args: Any, registry: Registry) -> int:
     resolve_model_arguments(args)
     opened = open_generator(args, registry)
     from llmsuite.data.chat_template import load_template
+    from llmsuite.data.keys import ALL, ColumnRules
     from llmsuite.data.read import read_rows
     from llmsuite.inference import evaluate
     from llmsuite.inference.prompts import Prompter
 
     generator = opened.generator
+    kwargs = read_template_kwargs(args)
     found = dict[str, Any]()
     tokenizer = generator.tokenizer
     longest = generator.decoder.max_length
@@ -89,13 +92,14 @@ def run(args: Any, registry: Registry) -> int:
             texts = read_texts(Path(args.perplexity), args.key)
             found["perplexity"] = evaluate.perplexity(score, tokenizer, texts, length)
         if args.preference:
-            template = load_template(args.chat_template, tokenizer.directory, tokenizer.special_tokens)
+            template = load_template(args.chat_template, tokenizer.directory, tokenizer.special_tokens, kwargs)
             formats = registry.data_formats
             readers = registry.stages_by_row_kind()
-            rows = read_rows(Path(args.preference), "preference", "auto", formats, readers=readers)
+            columns = ColumnRules(ignored=(ALL,))  # a file for several evaluations has the columns of all of them
+            rows = read_rows(Path(args.preference), "preference", "auto", formats, columns=columns, readers=readers)
             found["preference"] = evaluate.preference_accuracy(score, tokenizer, template, rows, length)
     if args.exact_match:
-        prompter = Prompter(tokenizer, None if args.raw else args.chat_template)
+        prompter = Prompter(tokenizer, None if args.raw else args.chat_template, template_kwargs=kwargs)
         prompts, answers = read_eval_prompts(Path(args.exact_match), prompter)
         found["exact_match"] = evaluate.exact_match(generator, prompts, answers, args.max_new_tokens, args.batch_size)
     numbers = {name: dataclasses.asdict(value) for name, value in found.items()}

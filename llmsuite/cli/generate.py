@@ -78,6 +78,28 @@ def add_generation_config(parser: Any) -> None:
     )
 
 
+def add_template_kwargs(parser: Any) -> None:
+    """Add the option for variables of the chat template."""
+    parser.add_argument(
+        "--chat_template_kwargs",
+        type=str | None,
+        default=None,
+        help="variables of the chat template, a JSON object, such as '{\"enable_thinking\": false}'",
+    )
+
+
+def read_template_kwargs(args: Any) -> dict[str, Any]:
+    """Return the variables of `--chat_template_kwargs`. Raises UserError if it is no JSON object."""
+    from llmsuite.data.turns import parse_template_kwargs
+
+    try:
+        text = parse_template_kwargs({"chat_template_kwargs": args.chat_template_kwargs})
+    except ValueError as error:
+        raise UserError(f"--chat_template_kwargs: {error}") from error
+    found: dict[str, Any] = json.loads(text or "{}")
+    return found
+
+
 def add_arguments(parser: Any) -> None:
     from jsonargparse.typing import ClosedUnitInterval, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -88,6 +110,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--chat", action="store_true", help="chat in the terminal")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without chat template")
     parser.add_argument("--chat_template", type=str, default="tokenizer", help="tokenizer, chatml, llama3 or plain")
+    add_template_kwargs(parser)
     parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS_HELP)
     parser.add_argument("--system", type=str | None, default=None, help="a system message before each conversation")
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=128)
@@ -162,7 +185,8 @@ def run(args: Any, registry: Registry) -> int:
         if defaults.note and opened.is_main_rank:
             print(defaults.note, file=sys.stderr)
     template = None if args.raw else args.chat_template
-    prompter = Prompter(opened.generator.tokenizer, template, args.system, args.control_tokens)
+    kwargs = read_template_kwargs(args)
+    prompter = Prompter(opened.generator.tokenizer, template, args.system, args.control_tokens, kwargs)
     if args.chat:
         return _chat(opened.generator, prompter, sampling)
     prompts = prompter.read(Path(args.input)) if args.input else [prompter.text(text) for text in args.prompt]
@@ -208,8 +232,11 @@ def _check(args: Any) -> None:
         raise UserError(f"--output: {args.output} exists; choose another, or remove it first")
     if args.chat and (args.num_devices > 1 or args.num_beams > 1 or args.raw or args.output):
         raise UserError("--chat: works without --num_devices, --num_beams, --raw and --output")
-    if args.raw and (args.system is not None or args.chat_template != "tokenizer"):
-        raise UserError("--raw: continues plain text, which has no turns; leave out --system and --chat_template")
+    if args.raw and (args.system is not None or args.chat_template != "tokenizer" or args.chat_template_kwargs):
+        raise UserError(
+            "--raw: continues plain text, which has no turns; leave out --system, --chat_template and "
+            "--chat_template_kwargs"
+        )
     if args.num_beams > 1 and (args.temperature or args.stop or args.logprobs is not None):
         raise UserError("--num_beams: beam search does not sample; leave out --temperature, --stop and --logprobs")
     penalties = [f"--{name}" for name, off in PENALTIES.items() if getattr(args, name) not in (None, off)]

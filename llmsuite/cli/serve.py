@@ -18,7 +18,13 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.extras import install_command
 from llmsuite.base.hub.names import hub_name
 from llmsuite.base.web.client import API_KEY
-from llmsuite.cli.generate import CONTROL_TOKENS_HELP, add_generation_config, add_model_arguments
+from llmsuite.cli.generate import (
+    CONTROL_TOKENS_HELP,
+    add_generation_config,
+    add_model_arguments,
+    add_template_kwargs,
+    read_template_kwargs,
+)
 from llmsuite.cli.ranks import launch_ranks, settle_degrees
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import Command
@@ -47,6 +53,7 @@ def add_arguments(parser: Any) -> None:
         help="name of the model for clients (default: that of its directory); may be given several times",
     )
     parser.add_argument("--chat_template", type=str, default="tokenizer", help="tokenizer, chatml, llama3 or plain")
+    add_template_kwargs(parser)
     parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS_HELP)
     add_generation_config(parser)
     parser.add_argument(
@@ -211,7 +218,8 @@ def _prompter(generator: Generator, args: Any, needs_template: bool) -> Prompter
     template = args.chat_template
     if not needs_template and template == "tokenizer" and tokenizer_template(tokenizer.directory) is None:
         template = None
-    return Prompter(tokenizer, template, control_tokens=args.control_tokens)
+    kwargs = read_template_kwargs(args) if template is not None else None
+    return Prompter(tokenizer, template, control_tokens=args.control_tokens, template_kwargs=kwargs)
 
 
 def _follow(decoder: Any) -> int:

@@ -74,6 +74,9 @@ def _print_sequence(console: Any, text: Any, place: str, found: Explained, token
             comparison = f"NOT {comparison}"
             style = "bold red"
         console.print(f"generation is prompted with {found.prompt_length} tokens: {comparison}", style=style)
+    if found.given:
+        given = "; ".join(found.given)
+        console.print(f"besides roles and contents, the chat template is given: {given}", markup=False)
     if found.changed is not None:
         console.print(f"the tokens are not the rendered text: {found.changed}", style="bold red", markup=False)
     console.print(f"{'position':>8}  {'id':>7}  {'role':9}  {'document':>8}  {'label':>7}  {'weight':>6}  token")

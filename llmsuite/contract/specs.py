@@ -273,6 +273,9 @@ class DataFormat:
     """Returns True for a row that looks like this format; used with `data.format: auto`."""
     convert: Callable[[Mapping[str, Any]], Any]
     """Converts a row to the type of `kind`. Raises ValueError that names the wrong key."""
+    columns: frozenset[str] | None = None
+    """Columns that `convert` reads, besides "system", "tools" and "chat_template_kwargs": a row with another one is
+    refused unless `data.ignore_columns` has its name. None: any column may be read, and none is refused."""
     api: int = API_VERSION
 
 

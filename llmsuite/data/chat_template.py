@@ -8,6 +8,7 @@ to attributes of Python, cannot change their arguments, and are rendered by a se
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import json
 import os
@@ -23,8 +24,10 @@ from llmsuite.base.files import read_json_object
 from llmsuite.base.safe_files import is_file, read_regular
 from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
 from llmsuite.data.jinja import Marked, environment, has_mark, unmark
+from llmsuite.data.keys import TURN_KEYS, is_nothing
 from llmsuite.data.rendering import RenderError, render, render_all
-from llmsuite.data.rows import REASONING, Conversation, Message, strings_in
+from llmsuite.data.rows import REASONING, Conversation, Message, Prompt, strings_in
+from llmsuite.data.thoughts import THINK_BLOCK, earlier_turn_length, shared_prompt, thought_span, thoughts_of
 from llmsuite.data.turns import DEVELOPER
 
 BUILTIN = {
@@ -52,11 +55,9 @@ PLACEHOLDER = "<think>\nplaceholder\n</think>\n\nplaceholder"
 """Content of the model's turn where only the text around it is used. It has the part that some templates drop from
 earlier turns."""
 _MAX_SOURCE_BYTES = 1 << 20
-_RenderKey = tuple[tuple[Message, ...], bool, str]
-"""Turns; True if the generation prompt follows them; tools as in `Conversation`."""
+_RenderKey = tuple[tuple[Message, ...], bool, str, str]
+"""Turns; True if the generation prompt follows them; tools and variables as in `Conversation`."""
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
-_THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
-"""Content of a turn that begins with the thoughts of the model."""
 _MAX_OPENED_CHARS = 64
 """Characters of a turn that a generation prompt may already have written, such as `<think>`."""
 
@@ -64,9 +65,32 @@ _MAX_OPENED_CHARS = 64
 class ChatTemplate:
     """A compiled template with the special tokens it may use."""
 
-    def __init__(self, source: str, special_tokens: dict[str, str], name: str):
-        """Raises UserError when the template is not valid Jinja, or takes too much time or memory to compile."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: dict[str, str],
+        name: str,
+        kwargs: Mapping[str, Any] | None = None,
+        ignores_unknown: bool = False,
+    ):
+        """
+        Args:
+            source: the template.
+            special_tokens: the tokenizer's, by their roles.
+            name: of the template, for messages.
+            kwargs: `data.chat_template_kwargs`: variables for every conversation that does not set them itself.
+            ignores_unknown: True to leave out keys of turns that are unknown and that the template does not read;
+                else they are refused.
+
+        Raises:
+            UserError: the template is not valid Jinja, takes too much time or memory to compile, or does not read a
+                variable of `kwargs`.
+        """
         self.source = source
+        self._kwargs = dict(kwargs or {})
+        self._ignores_unknown = ignores_unknown
+        self._generically_read: set[str] = set()
+        """Unknown keys of turns that the template reads without naming them, such as one that writes turns as JSON."""
         self._tokens = special_tokens
         self._name = name
         self._has_marks = re.search(r"{%[-+]?\s*generation\b", source) is not None
@@ -78,6 +102,7 @@ class ChatTemplate:
                 render(source, None)
         except RenderError as error:
             raise UserError(f"chat template of {name}: {error}") from error
+        self._check_kwargs(self._kwargs)
 
     def prerender_turns(self, conversations: Iterable[Conversation]) -> ChatTemplate:
         """Return a copy that has rendered, in one batch, all that `supervised_turns` needs for these conversations."""
@@ -85,10 +110,14 @@ class ChatTemplate:
         for conversation in conversations:
             messages = conversation.messages
             tools = conversation.tools
-            keys.append((messages, False, tools))
+            kwargs = conversation.template_kwargs
+            keys.append((messages, False, tools, kwargs))
             for i in range(len(messages)):
                 if conversation.supervised[i]:
-                    keys += [(messages[:i], not self._has_marks, tools), (messages[: i + 1], False, tools)]
+                    keys += [
+                        (messages[:i], not self._has_marks, tools, kwargs),
+                        (messages[: i + 1], False, tools, kwargs),
+                    ]
         return self._prerender(keys)
 
     def prerender_splits(self, answered: Iterable[Conversation]) -> ChatTemplate:
@@ -97,12 +126,13 @@ class ChatTemplate:
         for conversation in answered:
             messages = conversation.messages
             tools = conversation.tools
-            keys += [(messages[:-1], True, tools), (messages, False, tools)]
+            kwargs = conversation.template_kwargs
+            keys += [(messages[:-1], True, tools, kwargs), (messages, False, tools, kwargs)]
         return self._prerender(keys)
 
-    def prerender_prompts(self, prompts: Iterable[tuple[Sequence[Message], str]]) -> ChatTemplate:
-        """Return a copy that has rendered, in one batch, all that `prompt` needs for these messages and tools."""
-        return self._prerender((tuple(messages), True, tools) for messages, tools in prompts)
+    def prerender_prompts(self, prompts: Iterable[Prompt]) -> ChatTemplate:
+        """Return a copy that has rendered, in one batch, all that `prompt` needs for these rows."""
+        return self._prerender((row.messages, True, row.tools, row.template_kwargs) for row in prompts)
 
     def _prerender(self, keys: Iterable[_RenderKey]) -> ChatTemplate:
         if self._is_builtin:
@@ -113,23 +143,39 @@ class ChatTemplate:
         prerendered._prerendered = dict(zip(unique, texts))
         return prerendered
 
-    def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> str:
-        """Render a conversation; `tools` as in `Conversation`. Raises UserError when the template refuses it."""
-        return self._marked(messages, add_generation_prompt, tools).text
+    def render(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "", kwargs: str = ""
+    ) -> str:
+        """Render a conversation; `tools` and `kwargs` as in `Conversation`. Raises UserError when the template refuses
+        it."""
+        return self._marked(messages, add_generation_prompt, tools, kwargs).text
 
-    def prompt(self, messages: Sequence[Message], tools: str = "") -> str:
+    def prompt(self, messages: Sequence[Message], tools: str = "", kwargs: str = "") -> str:
         """Render a conversation and the beginning of its answer.
 
         Raises:
-            UserError: the template refuses it, or leaves out a tool, a call, or the model's thoughts.
+            UserError: the template refuses it, or leaves out a tool, a call, a key of a turn, or the model's thoughts.
         """
-        text = self.render(messages, add_generation_prompt=True, tools=tools)
-        self._check_complete(text, messages, tools)
+        text = self.render(messages, add_generation_prompt=True, tools=tools, kwargs=kwargs)
+        self._check_complete(text, messages, tools, kwargs)
         return text
 
-    def _marked(self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "") -> Marked:
+    def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+        """Raise UserError for a variable that the template does not name: it would change nothing."""
+        for name in kwargs:
+            if re.search(rf"\b{re.escape(name)}\b", self.source) is None:
+                raise UserError(
+                    f"chat template of {self._name} has no variable {name!r}, which chat_template_kwargs sets; leave "
+                    "it out, or choose a template that reads it"
+                )
+
+    def _marked(
+        self, messages: Sequence[Message], add_generation_prompt: bool = False, tools: str = "", kwargs: str = ""
+    ) -> Marked:
+        if kwargs:
+            self._check_kwargs(json.loads(kwargs))
         try:
-            rendered = self._rendered((tuple(messages), add_generation_prompt, tools))
+            rendered = self._rendered((tuple(messages), add_generation_prompt, tools, kwargs))
         except RenderError as error:
             roles = ", ".join(m.role for m in messages)
             raise UserError(f"chat template of {self._name} refuses the turns ({roles}): {error}") from error
@@ -153,10 +199,14 @@ class ChatTemplate:
             return render(self.source, self._variables(*key))
         return text
 
-    def _variables(self, messages: Sequence[Message], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
-        return self._named([self._turn(message) for message in messages], add_generation_prompt, tools)
+    def _variables(
+        self, messages: Sequence[Message], add_generation_prompt: bool, tools: str, kwargs: str
+    ) -> dict[str, Any]:
+        return self._named([self.turn(message) for message in messages], add_generation_prompt, tools, kwargs)
 
-    def _named(self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: str) -> dict[str, Any]:
+    def _named(
+        self, turns: Sequence[Mapping[str, Any]], add_generation_prompt: bool, tools: str, kwargs: str = ""
+    ) -> dict[str, Any]:
         """Variables of a template, the same as in transformers."""
         return {
             "messages": turns,
@@ -164,13 +214,22 @@ class ChatTemplate:
             "tools": json.loads(tools) if tools else None,
             "documents": None,
             **self._tokens,
+            **self._kwargs,
+            **(json.loads(kwargs) if kwargs else {}),
         }
 
-    def _turn(self, message: Message) -> dict[str, Any]:
+    def kwargs_of(self, conversation: Conversation) -> dict[str, Any]:
+        """Return the variables that are set for a conversation: those of its row, and the template's others."""
+        return {**self._kwargs, **json.loads(conversation.template_kwargs or "{}")}
+
+    def turn(self, message: Message) -> dict[str, Any]:
         """Return a turn in the form that this template accepts."""
         turn = message.as_turn()
         if turn["role"] == DEVELOPER and DEVELOPER not in self.source:
             turn["role"] = message.role
+        if message.reasoning and self._keys_of_thoughts and not any(key in turn for key in self._keys_of_thoughts):
+            turn = {key: value for key, value in turn.items() if key not in REASONING}
+            turn[self._keys_of_thoughts[0]] = message.reasoning
         return self._call_forms.fit(turn) if message.tool_calls else turn
 
     @functools.cached_property
@@ -197,7 +256,9 @@ class ChatTemplate:
             return [_built_in(self.source).render(each) for each in variables]
         return render_all(self.source, variables)
 
-    def continuation(self, messages: Sequence[Message], replies: Sequence[Message], tools: str = "") -> str:
+    def continuation(
+        self, messages: Sequence[Message], replies: Sequence[Message], tools: str = "", kwargs: str = ""
+    ) -> str:
         """Return the text between the end of the last turn, which is the assistant's, and its next turn.
 
         This is the text that closes the last turn, the replies, and the generation prompt.
@@ -206,14 +267,15 @@ class ChatTemplate:
             messages: with `PLACEHOLDER` as the content of each turn of the assistant.
             replies: the turns that follow them.
             tools: as in `Conversation`.
+            kwargs: variables of the template, as in `Conversation`.
 
         Raises:
             UserError: the template renders earlier turns differently when others follow, such as one that drops
                 earlier thoughts of the model: the model would continue from a text that it has not written.
         """
         assert messages[-1] == Message("assistant", PLACEHOLDER), messages[-1]
-        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools) + PLACEHOLDER
-        after = self.render([*messages, *replies], add_generation_prompt=True, tools=tools)
+        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools, kwargs=kwargs) + PLACEHOLDER
+        after = self.render([*messages, *replies], add_generation_prompt=True, tools=tools, kwargs=kwargs)
         if not after.startswith(before):
             roles = ", ".join(message.role for message in replies)
             fit = ", ".join(name for name in BUILTIN if name != self._name)
@@ -238,14 +300,15 @@ class ChatTemplate:
         """
         messages = conversation.messages
         tools = conversation.tools
-        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools)
-        full = self.render(messages, tools=tools)
+        kwargs = conversation.template_kwargs
+        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools, kwargs=kwargs)
+        full = self.render(messages, tools=tools, kwargs=kwargs)
         if not full.startswith(before):
             raise UserError(
                 f"chat template of {self._name} renders a prompt differently when an answer follows, so the answer "
                 f"cannot be separated from it; choose another data.chat_template ({', '.join(BUILTIN)})"
             )
-        self._check_complete(full, messages, tools)
+        self._check_complete(full, messages, tools, kwargs)
         self._check_turn(messages[-1], before, full[len(before) :], "the answer")
         return before, full
 
@@ -253,31 +316,56 @@ class ChatTemplate:
         """Return, for each supervised turn, the text before it, and that text with the turn and its end.
 
         Each pair is rendered as if the conversation ended there, and has to be a prefix of the full conversation, so
-        that training is on the text that the model will see and will have to produce. A template with
+        that training is on the text that the model will see and will have to produce. Only the thoughts of a turn may
+        be left out once others follow: which turns keep them is the template's choice. A template with
         `{% generation %}` decides itself which part of a turn is supervised: each such block of the full conversation
         is a pair, as in the mask of transformers' `return_assistant_tokens_mask`, and a turn without one has none.
 
         Raises:
-            UserError: the template renders a turn differently when others follow, or leaves out a part of a turn or a
-                tool.
+            UserError: the template renders a turn differently when others follow, in more than its thoughts, or leaves
+                out a part of a turn or a tool.
         """
         messages = conversation.messages
         tools = conversation.tools
-        full = self._marked(messages, tools=tools)
-        self._check_complete(full.text, messages, tools)
+        kwargs = conversation.template_kwargs
+        full = self._marked(messages, tools=tools, kwargs=kwargs)
+        self._check_complete(full.text, messages, tools, kwargs)
         indices = [i for i in range(len(messages)) if conversation.supervised[i]]
         if not self._has_marks:
-            return [self._supervised(messages[: i + 1], tools, full.text) for i in indices]
-        turns = [pair for i in indices for pair in self._blocks(messages, i, tools, full)]
+            return [self._supervised(conversation, i, full.text) for i in indices]
+        turns = [pair for i in indices for pair in self._blocks(conversation, i, full)]
         if indices and not turns:
             raise self._unfit("has {% generation %} around no turn of it")
         return turns
 
+    def thought_texts(
+        self, conversation: Conversation, turns: Sequence[tuple[str, str]]
+    ) -> list[tuple[str, str] | None]:
+        """Return, for each pair of `supervised_turns`, the text up to the thoughts in it and the text up to their end.
+
+        None for a pair without thoughts. Raises UserError when the template changes the white space in thoughts.
+        """
+        indices = [i for i in range(len(conversation.messages)) if conversation.supervised[i]]
+        if self._has_marks:
+            full = self._marked(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
+            ends = {i: self._shared_length(conversation, i + 1, full.text) for i in indices}
+            indices = [_first_beyond(ends, len(before)) for before, _ in turns]
+        found: list[tuple[str, str] | None] = []
+        for i, (before, after) in zip(indices, turns):
+            message = conversation.messages[i]
+            turn = after[len(before) :]
+            span = thought_span(message, turn)
+            thoughts = thoughts_of(message)
+            if span is None and thoughts and _contains(turn, thoughts):
+                raise self._unfit(f"changes the white space in the thoughts of messages[{i}]", ())
+            found.append(None if span is None else (before + turn[: span[0]], before + turn[: span[1]]))
+        return found
+
     def missing_part(self, text: str, messages: Sequence[Message], tools: str) -> str | None:
         """Return the name of a part that a rendered conversation lacks; None where it has all.
 
-        The part is a tool, a call, or thoughts of a turn under a key that this template does not read. A template that
-        reads thoughts may drop those of some turns.
+        The part is a tool, a call, or thoughts of a turn where this template reads none. A template that reads thoughts
+        may drop those of some turns.
         """
         for name in (tool["function"]["name"] for tool in json.loads(tools or "[]")):
             if name not in text:
@@ -288,51 +376,97 @@ class ChatTemplate:
                     return f"the call of the tool {call.name!r}"
             if message.reasoning.strip() and not _contains(text, message.reasoning):
                 keys = [key for key in message.as_turn() if key in REASONING]
-                read = self._keys_of_thoughts
-                if not any(key in read for key in keys):
-                    hint = f"; it reads {read[0]!r}" if read else ""
-                    return f"the thoughts of messages[{i}] ({keys[0]!r}{hint})"
+                if not self._keys_of_thoughts:
+                    return f"the thoughts of messages[{i}] ({keys[0]!r})"
         return None
 
     @functools.cached_property
     def _keys_of_thoughts(self) -> list[str]:
         """Keys of thoughts that this template reads, matched as full words: many templates name `enable_thinking`."""
-        return [key for key in REASONING if re.search(rf"\b{key}\b", self.source)]
+        return [key for key in REASONING if self._names(key)]
 
-    def _check_complete(self, text: str, messages: Sequence[Message], tools: str) -> None:
+    def unread_key(self, messages: Sequence[Message], tools: str = "", kwargs: str = "") -> str | None:
+        """Return the first key of a turn that is unknown and that this template does not read; None without one.
+
+        A template may read a key without naming it, such as one that writes turns as JSON: its text then changes when
+        the key is left out.
+        """
+        if self._ignores_unknown:
+            return None
+        for i, message in enumerate(messages):
+            if not message.raw:
+                continue
+            turn = message.as_turn()
+            for key, value in turn.items():
+                if key in TURN_KEYS or is_nothing(value) or key in self._generically_read or self._names(key):
+                    continue
+                without = dataclasses.replace(
+                    message, raw=json.dumps({name: turn[name] for name in turn if name != key}, ensure_ascii=False)
+                )
+                others = [*messages[:i], without, *messages[i + 1 :]]
+                if self.render(messages, tools=tools, kwargs=kwargs) == self.render(others, tools=tools, kwargs=kwargs):
+                    return f"{key!r} of messages[{i}]"
+                self._generically_read.add(key)
+        return None
+
+    def _names(self, key: str) -> bool:
+        """Return True if the template names a key of a turn, as `turn.key` or `turn["key"]`."""
+        return re.search(rf"""(?:\.|['"]){re.escape(key)}\b""", self.source) is not None
+
+    def _check_complete(self, text: str, messages: Sequence[Message], tools: str, kwargs: str) -> None:
         what = self.missing_part(text, messages, tools)
         if what is not None:
             raise self._unfit(f"leaves out {what}", _WITH_TOOLS if "tool" in what else ())
+        key = self.unread_key(messages, tools, kwargs)
+        if key is not None:
+            raise UserError(
+                f"chat template of {self._name} does not read the key {key}, which is no key that is known: remove it "
+                'from the rows, or list it in data.ignore_columns ("*" stands for all such keys)'
+            )
 
-    def _supervised(self, messages: Sequence[Message], tools: str, full: str) -> tuple[str, str]:
-        """Return the pair of the last turn, in a conversation that is rendered as `full`."""
-        *earlier, message = messages
-        where = f"messages[{len(earlier)}]"
-        before = self.render(earlier, add_generation_prompt=True, tools=tools)
-        after = self.render(messages, tools=tools)
-        if not after.startswith(before):
+    def _supervised(self, conversation: Conversation, i: int, full: str) -> tuple[str, str]:
+        """Return the pair of turn i of a conversation that is rendered as `full`.
+
+        Of earlier turns a template may leave out the thoughts, and what the generation prompt writes to open them: the
+        turn is then supervised as it is in the full conversation.
+        """
+        message = conversation.messages[i]
+        tools = conversation.tools
+        kwargs = conversation.template_kwargs
+        where = f"messages[{i}]"
+        before = self.render(conversation.messages[:i], add_generation_prompt=True, tools=tools, kwargs=kwargs)
+        after = self.render(conversation.messages[: i + 1], tools=tools, kwargs=kwargs)
+        own_before = shared_prompt(before, after)
+        full_before = shared_prompt(before, full)
+        if own_before is None or full_before is None:
             raise self._unfit(f"renders what is before {where} differently once it follows")
-        if not full.startswith(after):
+        turn = after[len(own_before) :]
+        self._check_turn(message, own_before, turn, where)
+        if full.startswith(after):
+            if after != full and turn.strip() == message.content.strip():
+                raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
+            return own_before, after
+        length = earlier_turn_length(message, turn, full[len(full_before) :])
+        if length is None:
             raise self._unfit(f"renders {where} differently once other turns follow")
-        turn = after[len(before) :]
-        self._check_turn(message, before, turn, where)
-        if after != full and turn.strip() == message.content.strip():
-            raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
-        return before, after
+        return full_before, full[: len(full_before) + length]
 
-    def _blocks(self, messages: Sequence[Message], i: int, tools: str, full: Marked) -> list[tuple[str, str]]:
+    def _blocks(self, conversation: Conversation, i: int, full: Marked) -> list[tuple[str, str]]:
         """Return the pairs of the marked blocks of turn i.
 
         The marks do not depend on the generation prompt, which may differ from the text before the block.
         """
-        begin = self._shared_length(messages[:i], tools, full.text)
-        end = self._shared_length(messages[: i + 1], tools, full.text)
+        messages = conversation.messages
+        begin = self._shared_length(conversation, i, full.text)
+        end = self._shared_length(conversation, i + 1, full.text)
         self._check_turn(messages[i], "", full.text[begin:end], f"messages[{i}]")
         return [(full.text[:a], full.text[:b]) for a, b in full.blocks if begin <= a < end]
 
-    def _shared_length(self, messages: Sequence[Message], tools: str, text: str) -> int:
-        """Length of the common prefix of the rendered messages and a text."""
-        return len(os.path.commonprefix([self.render(messages, tools=tools), text]))
+    def _shared_length(self, conversation: Conversation, count: int, text: str) -> int:
+        """Length of the common prefix of the first rendered messages and a text."""
+        messages = conversation.messages[:count]
+        rendered = self.render(messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
+        return len(os.path.commonprefix([rendered, text]))
 
     def _check_turn(self, message: Message, before: str, text: str, where: str) -> None:
         """Raise UserError unless a turn, rendered as `text` after `before`, has all of its content."""
@@ -350,6 +484,11 @@ class ChatTemplate:
         return UserError(
             f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; {advice}"
         )
+
+
+def _first_beyond(ends: Mapping[int, int], position: int) -> int:
+    """Return the first turn that ends after a position."""
+    return next(i for i, end in ends.items() if end > position)
 
 
 def _contains(text: str, content: str) -> bool:
@@ -371,7 +510,7 @@ def _is_rendered(content: str, before: str, text: str) -> bool:
     for length in range(1, min(len(squeezed), _MAX_OPENED_CHARS) + 1):
         if opened.endswith(squeezed[:length]) and turn.startswith(squeezed[length:]):
             return True
-    parts = _THINK_BLOCK.fullmatch(content)
+    parts = THINK_BLOCK.fullmatch(content)
     return parts is not None and all(_contains(text, part) for part in parts.groups())
 
 
@@ -380,10 +519,27 @@ def _built_in(source: str) -> jinja2.Template:
     return environment().from_string(source)
 
 
-def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, str]) -> ChatTemplate:
-    """Return the template that a recipe selects: "tokenizer", or the name of a built-in one. Raises UserError."""
+def load_template(
+    choice: str,
+    tokenizer_dir: Path,
+    special_tokens: dict[str, str],
+    kwargs: Mapping[str, Any] | None = None,
+    ignores_unknown: bool = False,
+) -> ChatTemplate:
+    """Return the template that a recipe selects.
+
+    Args:
+        choice: "tokenizer", or the name of a built-in template.
+        tokenizer_dir: directory of the tokenizer.
+        special_tokens: as of `ChatTemplate`.
+        kwargs: as of `ChatTemplate`.
+        ignores_unknown: as of `ChatTemplate`.
+
+    Raises:
+        UserError: there is no such template, or it cannot be used.
+    """
     if choice in BUILTIN:
-        return ChatTemplate(BUILTIN[choice], special_tokens, choice)
+        return ChatTemplate(BUILTIN[choice], special_tokens, choice, kwargs, ignores_unknown)
     if choice != "tokenizer":  # from a command line; in recipes it is checked earlier
         raise UserError(
             f"chat template {choice!r}: is none of tokenizer, {', '.join(BUILTIN)}; one of your own is a file "
@@ -395,7 +551,7 @@ def load_template(choice: str, tokenizer_dir: Path, special_tokens: dict[str, st
             f"{tokenizer_dir}: has no chat template; set data.chat_template to one of: {', '.join(BUILTIN)}; in "
             "`generate`, `serve` and `eval` it is --chat_template"
         )
-    return ChatTemplate(source, special_tokens, str(tokenizer_dir))
+    return ChatTemplate(source, special_tokens, str(tokenizer_dir), kwargs, ignores_unknown)
 
 
 def tokenizer_template(directory: Path) -> str | None:

@@ -22,6 +22,7 @@ from llmsuite.data.turns import (
     parse_message,
     parse_messages,
     parse_sharegpt_message,
+    parse_template_kwargs,
     parse_tools,
     with_system,
 )
@@ -102,7 +103,8 @@ def _conversation(row: Row, messages: Sequence[Message], supervised: Sequence[bo
     all_messages = with_system(row, messages)
     num_before = len(all_messages) - len(messages)
     check_order(all_messages, where, num_before)
-    return Conversation(tuple(all_messages), (*[False] * num_before, *supervised), parse_tools(row))
+    mask = (*[False] * num_before, *supervised)
+    return Conversation(tuple(all_messages), mask, parse_tools(row), parse_template_kwargs(row))
 
 
 def _is_supervised(turn: Row, where: str, role: str) -> bool:
@@ -127,6 +129,7 @@ BUILTIN = [
         kind="conversation",
         matches=has_keys("messages"),
         convert=openai,
+        columns=frozenset({"messages"}),
     ),
     DataFormat(
         name="sharegpt",
@@ -134,6 +137,7 @@ BUILTIN = [
         kind="conversation",
         matches=has_keys("conversations"),
         convert=sharegpt,
+        columns=frozenset({"conversations"}),
     ),
     DataFormat(
         name="alpaca",
@@ -141,6 +145,7 @@ BUILTIN = [
         kind="conversation",
         matches=has_keys("instruction", "output"),
         convert=alpaca,
+        columns=frozenset({"instruction", "input", "output", "history"}),
     ),
     DataFormat(
         name="trl_completion",
@@ -148,6 +153,7 @@ BUILTIN = [
         kind="conversation",
         matches=has_keys("prompt", "completion"),
         convert=trl_completion,
+        columns=frozenset({"prompt", "completion"}),
     ),
     DataFormat(
         name="paddlenlp",
@@ -155,5 +161,6 @@ BUILTIN = [
         kind="conversation",
         matches=has_keys("src", "tgt"),
         convert=paddlenlp,
+        columns=frozenset({"src", "tgt", "label"}),
     ),
 ]

@@ -21,12 +21,10 @@ from llmsuite.data.turns import (
     get_turns,
     parse_messages,
     parse_sharegpt_message,
+    parse_template_kwargs,
     parse_tools,
     with_system,
 )
-
-MEDIA = ("images", "videos", "audios")
-"""Columns of pictures, videos and sounds, by their names in other suites."""
 
 
 def paddlenlp_preference(row: Row) -> Preference:
@@ -190,7 +188,7 @@ def _preference(row: Row, prompt: Sequence[Message], chosen: Message, rejected: 
         raise ValueError("the prompt does not end with a turn of the user")
     all_messages = with_system(row, prompt)
     check_order(all_messages, "prompt", len(all_messages) - len(prompt))
-    return Preference(tuple(all_messages), chosen, rejected, parse_tools(row))
+    return Preference(tuple(all_messages), chosen, rejected, parse_tools(row), parse_template_kwargs(row))
 
 
 def has_keys(*keys: str) -> Any:
@@ -205,6 +203,7 @@ BUILTIN = [
         kind="preference",
         matches=has_keys("src", "response", "sort"),
         convert=paddlenlp_preference,
+        columns=frozenset({"src", "tgt", "response", "sort"}),
     ),
     DataFormat(
         name="sharegpt_preference",
@@ -212,6 +211,7 @@ BUILTIN = [
         kind="preference",
         matches=has_keys("conversations", "chosen", "rejected"),
         convert=sharegpt_preference,
+        columns=frozenset({"conversations", "chosen", "rejected"}),
     ),
     DataFormat(
         name="hh_rlhf",
@@ -219,6 +219,7 @@ BUILTIN = [
         kind="preference",
         matches=_is_hh_rlhf,
         convert=hh_rlhf,
+        columns=frozenset({"chosen", "rejected"}),
     ),
     DataFormat(
         name="alpaca_preference",
@@ -226,6 +227,7 @@ BUILTIN = [
         kind="preference",
         matches=_is_alpaca,
         convert=alpaca_preference,
+        columns=frozenset({"instruction", "input", "history", "chosen", "rejected"}),
     ),
     DataFormat(
         name="trl_preference",
@@ -233,5 +235,6 @@ BUILTIN = [
         kind="preference",
         matches=has_keys("chosen", "rejected"),
         convert=trl_preference,
+        columns=frozenset({"prompt", "chosen", "rejected"}),
     ),
 ]

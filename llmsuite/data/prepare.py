@@ -16,6 +16,7 @@ from llmsuite.base.safe_files import exists
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data.archives import read_members
 from llmsuite.data.indexed_corpus import IndexedCorpus
+from llmsuite.data.keys import ALL, ColumnRules
 from llmsuite.data.read import read_rows
 from llmsuite.data.remote import fetch
 
@@ -102,7 +103,8 @@ def prepare(
             return
         splits = _convert(files[0], directory, found.rename)
         for split in sorted(splits):
-            rows = read_rows(directory / f"{split}.jsonl", found.kind, "auto", formats)
+            columns = ColumnRules(ignored=(ALL,))  # which columns to ignore is the recipe's choice
+            rows = read_rows(directory / f"{split}.jsonl", found.kind, "auto", formats, columns=columns)
             report(f"{target / split}.jsonl: {len(rows):,} rows")
 
 

@@ -11,9 +11,18 @@ from typing import Any
 
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data import conversation_formats
+from llmsuite.data.keys import ROW_KEYS
 from llmsuite.data.preference_formats import has_keys
 from llmsuite.data.rows import Conversation, Message, Prompt, Unpaired
-from llmsuite.data.turns import Row, check_order, get_texts, parse_messages, parse_tools, with_system
+from llmsuite.data.turns import (
+    Row,
+    check_order,
+    get_texts,
+    parse_messages,
+    parse_template_kwargs,
+    parse_tools,
+    with_system,
+)
 
 _TAGS = ("kto_tag", "label")
 _TEXTS = {"true": 1, "false": 0, "1": 1, "0": 0}
@@ -61,7 +70,7 @@ def alpaca_unpaired(row: Row) -> Unpaired:
 def prompt(row: Row) -> Prompt:
     """`{"prompt"}`: text or a list of `{"role", "content"}`."""
     messages = with_system(row, parse_messages(row["prompt"], "prompt", "user"))
-    return _prompt(messages, parse_tools(row), _columns(row, ("prompt", "system", "tools")))
+    return _prompt(messages, parse_tools(row), _columns(row, ("prompt",)), parse_template_kwargs(row))
 
 
 def paddlenlp_prompt(row: Row) -> Prompt:
@@ -74,7 +83,7 @@ def paddlenlp_prompt(row: Row) -> Prompt:
     answer = None
     if answers:
         answer = Message("assistant", answers[0])
-    return _prompt(messages, parse_tools(row), _columns(row, ("src", "tgt", "system", "tools"), answer))
+    return _prompt(messages, parse_tools(row), _columns(row, ("src", "tgt"), answer), parse_template_kwargs(row))
 
 
 def alpaca_prompt(row: Row) -> Prompt:
@@ -82,7 +91,7 @@ def alpaca_prompt(row: Row) -> Prompt:
     answer = None
     if isinstance(row.get("output"), str):
         answer = Message("assistant", row["output"])
-    used = ("instruction", "input", "history", "system", "tools", "output")
+    used = ("instruction", "input", "history", "output")
     return _without_answer(conversation_formats.alpaca({**row, "output": ""}), _columns(row, used, answer))
 
 
@@ -107,16 +116,22 @@ def answer_columns(answer: Message) -> dict[str, Any]:
 
 
 def _columns(row: Row, used: tuple[str, ...], answer: Message | None = None) -> dict[str, Any]:
-    """Return the columns of a row that are not used in its prompt, without null ones, and its answer if it has one."""
+    """Return the columns of a row that are not used in its prompt, without null ones, and its answer if it has one.
+
+    Args:
+        row: the row.
+        used: columns that its format uses, besides `ROW_KEYS`.
+        answer: the row's own answer.
+    """
     found = answer_columns(answer) if answer is not None else {}
-    found.update((key, value) for key, value in row.items() if key not in used and value is not None)
+    found.update((key, value) for key, value in row.items() if key not in (*used, *ROW_KEYS) and value is not None)
     return found
 
 
 def _prompt_of_turns(row: Row, conversation: Conversation, key: str) -> Prompt:
     last = conversation.messages[-1]
     answer = last if last.role == "assistant" else None
-    return _without_answer(conversation, _columns(row, (key, "system", "tools"), answer))
+    return _without_answer(conversation, _columns(row, (key,), answer))
 
 
 def _of_conversation(row: Row, convert: Callable[[Row], Conversation]) -> Unpaired:
@@ -133,23 +148,26 @@ def _unpaired(row: Row, messages: list[Message], tag: Any, where: str) -> Unpair
         raise ValueError(f"{where!r} is {tag!r}; true or false is needed")
     if not messages or messages[-1].role != "assistant":
         raise ValueError("the last turn is not an answer of the assistant")
-    return Unpaired(_prompt(messages[:-1]).messages, messages[-1], bool(tag), parse_tools(row))
+    prompt_messages = _prompt(messages[:-1]).messages
+    return Unpaired(prompt_messages, messages[-1], bool(tag), parse_tools(row), parse_template_kwargs(row))
 
 
 def _without_answer(conversation: Conversation, columns: Mapping[str, Any]) -> Prompt:
     messages = list(conversation.messages)
     if messages[-1].role == "assistant":
         messages.pop()
-    return _prompt(messages, conversation.tools, columns)
+    return _prompt(messages, conversation.tools, columns, conversation.template_kwargs)
 
 
-def _prompt(messages: list[Message], tools: str = "", columns: Mapping[str, Any] | None = None) -> Prompt:
+def _prompt(
+    messages: list[Message], tools: str = "", columns: Mapping[str, Any] | None = None, template_kwargs: str = ""
+) -> Prompt:
     if not messages or messages[-1].role not in ("user", "tool"):
         raise ValueError("the prompt does not end with a turn of the user")
     if not messages[-1].content.strip():
         raise ValueError("the last turn of the prompt is empty")
     check_order(messages, "prompt")
-    return Prompt(tuple(messages), tools, columns or {})
+    return Prompt(tuple(messages), tools, columns or {}, template_kwargs)
 
 
 def _paddlenlp_turns(row: Row, more: tuple[int, ...]) -> list[Message]:
@@ -173,19 +191,53 @@ def _with_tag(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
     return lambda row: all(key in row for key in keys) and any(tag in row for tag in _TAGS)
 
 
-def _format(kind: str, convert: Callable[[Row], Any], help: str, matches: Any) -> DataFormat:
-    return DataFormat(name=convert.__name__, help=help, kind=kind, matches=matches, convert=convert)
+def _unpaired_format(convert: Callable[[Row], Any], help: str, matches: Any, *columns: str) -> DataFormat:
+    name = convert.__name__
+    return DataFormat(
+        name=name, help=help, kind="unpaired", matches=matches, convert=convert, columns=frozenset(columns)
+    )
+
+
+def _prompt_format(convert: Callable[[Row], Any], help: str, matches: Any) -> DataFormat:
+    """Return a format of prompts, which read all columns: rewards get those that are no part of the prompt."""
+    return DataFormat(name=convert.__name__, help=help, kind="prompt", matches=matches, convert=convert)
 
 
 BUILTIN = [
-    _format("unpaired", trl_unpaired, "prompt, completion, label", has_keys("prompt", "completion", "label")),
-    _format("unpaired", paddlenlp_unpaired, "src, tgt, response, sort", has_keys("src", "response", "sort")),
-    _format("unpaired", sharegpt_unpaired, "conversations of from/value, kto_tag", _with_tag("conversations")),
-    _format("unpaired", openai_unpaired, "messages of role/content, label", _with_tag("messages")),
-    _format("unpaired", alpaca_unpaired, "instruction, input, output, kto_tag", _with_tag("instruction", "output")),
-    _format("prompt", prompt, "prompt: text or messages of role/content; tools", has_keys("prompt")),
-    _format("prompt", openai_prompt, "messages of role/content; tools", has_keys("messages")),
-    _format("prompt", sharegpt_prompt, "conversations of from/value; system, tools", has_keys("conversations")),
-    _format("prompt", alpaca_prompt, "instruction, input; history, system", has_keys("instruction")),
-    _format("prompt", paddlenlp_prompt, "src: text or list; tgt, system", has_keys("src")),
+    _unpaired_format(
+        trl_unpaired,
+        "prompt, completion, label",
+        has_keys("prompt", "completion", "label"),
+        "prompt",
+        "completion",
+        "label",
+    ),
+    _unpaired_format(
+        paddlenlp_unpaired,
+        "src, tgt, response, sort",
+        has_keys("src", "response", "sort"),
+        "src",
+        "tgt",
+        "response",
+        "sort",
+    ),
+    _unpaired_format(
+        sharegpt_unpaired, "conversations of from/value, kto_tag", _with_tag("conversations"), "conversations", *_TAGS
+    ),
+    _unpaired_format(openai_unpaired, "messages of role/content, label", _with_tag("messages"), "messages", *_TAGS),
+    _unpaired_format(
+        alpaca_unpaired,
+        "instruction, input, output, kto_tag",
+        _with_tag("instruction", "output"),
+        "instruction",
+        "input",
+        "output",
+        "history",
+        *_TAGS,
+    ),
+    _prompt_format(prompt, "prompt: text or messages of role/content; tools", has_keys("prompt")),
+    _prompt_format(openai_prompt, "messages of role/content; tools", has_keys("messages")),
+    _prompt_format(sharegpt_prompt, "conversations of from/value; system, tools", has_keys("conversations")),
+    _prompt_format(alpaca_prompt, "instruction, input; history, system", has_keys("instruction")),
+    _prompt_format(paddlenlp_prompt, "src: text or list; tgt, system", has_keys("src")),
 ]

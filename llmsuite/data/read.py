@@ -17,6 +17,7 @@ from llmsuite.base.strict_json import first_repeated
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data.compressed import PACKED, open_bytes, read_lines
 from llmsuite.data.faults import Faults, OnBadRow
+from llmsuite.data.keys import KEEP_ALL, ColumnRules
 from llmsuite.data.parquet import open_parquet
 from llmsuite.data.row_converter import RowConverter
 from llmsuite.data.row_kinds import StagesByKind
@@ -47,7 +48,7 @@ def read_rows(
     name: str,
     formats: Mapping[str, DataFormat],
     on_bad_row: OnBadRow = "error",
-    columns: Mapping[str, str] | None = None,
+    columns: ColumnRules = KEEP_ALL,
     limit: int | None = None,
     readers: StagesByKind | None = None,
 ) -> Rows:
@@ -60,7 +61,7 @@ def read_rows(
         name: a format's name, or "auto" for the first one that matches the first row.
         formats: the registered formats.
         on_bad_row: "skip" to leave faulty rows out and count them.
-        columns: the source of each field in the columns of a row, see `rename_columns`; None to keep the columns.
+        columns: the columns that are read and those that are ignored.
         limit: number of rows to read, the first ones without a fault; None for all.
         readers: the registered stages, for messages about rows of another kind.
 

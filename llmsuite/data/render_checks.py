@@ -39,7 +39,7 @@ def check_rendered(template: ChatTemplate, row: Any) -> None:
         if not row.completion.is_empty:
             _check_answers(template, row)
     elif isinstance(row, Prompt):
-        template.prompt(row.messages, row.tools)
+        template.prompt(row.messages, row.tools, row.template_kwargs)
 
 
 def _check_answers(template: ChatTemplate, row: Preference | Unpaired) -> None:

@@ -11,7 +11,7 @@ from llmsuite.contract.registry import traceback_tail
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data.columns import MissingColumnError, rename_columns
 from llmsuite.data.faults import Faults
-from llmsuite.data.preference_formats import MEDIA
+from llmsuite.data.keys import ALL, KEEP_ALL, MEDIA, ColumnRules, is_nothing, unread_columns, without_ignored
 from llmsuite.data.row_kinds import StagesByKind, is_accepted, other_kinds, preference_hint
 from llmsuite.data.row_limits import MAX_COLUMNS, check_conversations
 from llmsuite.data.rows import TYPES
@@ -21,9 +21,13 @@ from llmsuite.data.suggest import (
     columns_option,
     correct_columns,
     fields_of,
+    ignore_option,
     shell_quoted,
     suggest_columns,
 )
+
+_MAX_UNREAD = 8
+"""Largest number of unread columns that a message names."""
 
 
 class RowConverter:
@@ -34,7 +38,7 @@ class RowConverter:
         kind: str,
         name: str,
         formats: Mapping[str, DataFormat],
-        columns: Mapping[str, str] | None = None,
+        columns: ColumnRules = KEEP_ALL,
         readers: StagesByKind | None = None,
     ):
         """
@@ -42,7 +46,7 @@ class RowConverter:
             kind: the type of rows that the stage needs, such as "preference".
             name: a format's name, or "auto" for the first one that matches the first row.
             formats: the registered formats.
-            columns: the source of each field in the columns of a row, see `rename_columns`; None to keep the columns.
+            columns: the columns that are read and those that are ignored.
             readers: the registered stages, for messages about rows of another kind.
 
         Raises:
@@ -50,7 +54,8 @@ class RowConverter:
         """
         self._kind = kind
         self._formats = formats
-        self._columns = columns or {}
+        self._columns = columns.sources
+        self._rules = columns
         self._stages_by_kind = readers or {}
         self._name = name
         self.format: DataFormat | None = None if name == "auto" else formats[name]
@@ -82,18 +87,24 @@ class RowConverter:
         if fault is None:
             fault = _text_fault(raw)
         if fault is None and not self._columns:
-            media = [name for name in MEDIA if raw.get(name)]
+            media = [name for name in MEDIA if not is_nothing(raw.get(name)) and name not in self._rules.ignored]
             if media:
-                fault = f"has {', '.join(media)}, and only text is read; name the columns of text in data.columns"
+                fault = (
+                    f"has {', '.join(media)}, and only text is read; name the columns of text in data.columns, or "
+                    "list these in data.ignore_columns"
+                )
         is_of_recipe = False
         given = raw
         if fault is None:
             try:
-                raw = rename_columns(given, self._columns)
+                raw = without_ignored(rename_columns(given, self._columns), self._rules.ignored)
                 self.format = self.format or self._recognise(raw, given, where)
                 row = self._converted(self.format, raw, where)
                 self._has_read = True
-                return row
+                fault = self._unread_fault(self.format, raw)
+                if fault is None:
+                    return row
+                is_of_recipe = True
             except MissingColumnError as error:
                 fault = str(error)
                 is_of_recipe = True
@@ -103,6 +114,26 @@ class RowConverter:
                     fault += f"; {self.format.name} needs: {self.format.help}{self._advice_on_first(given)}"
         faults.add(where, fault, once=is_of_recipe)
         return None
+
+    def _unread_fault(self, data_format: DataFormat, row: Mapping[str, Any]) -> str | None:
+        """The fault of a row with columns that its format does not read; None without one."""
+        if self._rules.ignores_all:
+            return None
+        unread = unread_columns(row, data_format.columns)
+        if not unread:
+            return None
+        names = [*self._rules.ignored, *unread]
+        named = ", ".join(map(repr, unread))
+        if len(unread) > _MAX_UNREAD:
+            names = [ALL]
+            named = f"{', '.join(map(repr, unread[:_MAX_UNREAD]))} and {len(unread) - _MAX_UNREAD} more"
+        if self._columns:
+            return f"{data_format.name} does not read {named}; leave that out of data.columns"
+        option = shell_quoted(ignore_option(names))
+        return (
+            f"has columns that {data_format.name} does not read ({named}): remove them from the rows, or leave them "
+            f'out with {option} ("*" stands for all such columns)'
+        )
 
     def _converted(self, data_format: DataFormat, raw: Mapping[str, Any], where: str) -> Any:
         """Return a row of the stage's kind. Raises UserError for a fault of the format, not of the row."""
@@ -132,7 +163,7 @@ class RowConverter:
         mended = correct_columns(self._columns, row)
         if mended is None:
             return None
-        trial = RowConverter(self._kind, self._name, self._formats, mended)
+        trial = RowConverter(self._kind, self._name, self._formats, ColumnRules(mended, self._rules.ignored))
         try:
             if trial.convert("", row, None, Faults("skip")) is not None:
                 return mended

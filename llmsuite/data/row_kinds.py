@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -45,9 +46,10 @@ def preference_hint(
         needed = _needed(pairs, row) if pairs.kind == "preference" else set()
         if needed & read and len(needed) > len(read) and is_accepted(pairs.convert, row):
             left_out = ", ".join(map(repr, sorted(needed - read)))
+            names = json.dumps(sorted(needed - read), ensure_ascii=False)
             return (
                 f"is a pair of answers ({pairs.name}: {pairs.help}){_clause(pairs.kind, readers)}; to train on the "
-                f"conversation without {left_out}, set data.format={fitting.name}"
+                f"conversation without {left_out}, set data.format={fitting.name} and data.ignore_columns={names}"
             )
     return None
 

@@ -72,6 +72,8 @@ class Conversation:
     """For each message, True if it is trained on; True for the assistant's only."""
     tools: str = ""
     """Tools that the assistant may call: a JSON list of function descriptions, as text. Empty for none."""
+    template_kwargs: str = ""
+    """Variables of the chat template that its row sets: a JSON object, as text. Empty for none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +85,8 @@ class Preference:
     rejected: Message
     tools: str = ""
     """Tools as in `Conversation`."""
+    template_kwargs: str = ""
+    """Variables of the chat template as in `Conversation`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,6 +98,8 @@ class Unpaired:
     desirable: bool
     tools: str = ""
     """Tools as in `Conversation`."""
+    template_kwargs: str = ""
+    """Variables of the chat template as in `Conversation`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +112,8 @@ class Prompt:
     columns: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
     """The other columns of the row, for rewards. If the row has an answer to the prompt, it is left out of `messages`
     and becomes the column "answer", unless there is another one of this name."""
+    template_kwargs: str = ""
+    """Variables of the chat template as in `Conversation`."""
 
 
 TYPES: Mapping[str, type] = {
@@ -117,9 +125,9 @@ TYPES: Mapping[str, type] = {
 """Class of a row by the kind of rows that a stage of llmsuite trains on."""
 
 
-def with_answer(prompt: Sequence[Message], answer: Message, tools: str = "") -> Conversation:
+def with_answer(prompt: Sequence[Message], answer: Message, tools: str = "", template_kwargs: str = "") -> Conversation:
     """Return a prompt with its answer, which is the only supervised turn."""
-    return Conversation((*prompt, answer), (*[False] * len(prompt), True), tools)
+    return Conversation((*prompt, answer), (*[False] * len(prompt), True), tools, template_kwargs)
 
 
 def conversations_of(row: Any) -> list[Conversation]:
@@ -127,11 +135,12 @@ def conversations_of(row: Any) -> list[Conversation]:
     if isinstance(row, Conversation):
         return [row]
     if isinstance(row, Prompt):
-        return [Conversation(row.messages, (False,) * len(row.messages), row.tools)]
+        return [Conversation(row.messages, (False,) * len(row.messages), row.tools, row.template_kwargs)]
     if isinstance(row, Preference):
-        return [with_answer(row.prompt, answer, row.tools) for answer in (row.chosen, row.rejected)]
+        answers = (row.chosen, row.rejected)
+        return [with_answer(row.prompt, answer, row.tools, row.template_kwargs) for answer in answers]
     if isinstance(row, Unpaired):
-        return [with_answer(row.prompt, row.completion, row.tools)]
+        return [with_answer(row.prompt, row.completion, row.tools, row.template_kwargs)]
     return []
 
 
@@ -148,6 +157,9 @@ def turns_of(row: Any) -> list[tuple[str, str]]:
             found.update(dict.fromkeys((message.role, text) for text in strings_in(values)))
         if conversation.tools:
             found.update(dict.fromkeys(("user", text) for text in strings_in(json.loads(conversation.tools))))
+        if conversation.template_kwargs:
+            given = json.loads(conversation.template_kwargs)
+            found.update(dict.fromkeys(("user", text) for text in strings_in(list(given.values()))))
     return list(found)
 
 

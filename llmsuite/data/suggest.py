@@ -157,6 +157,11 @@ def columns_option(columns: Mapping[str, str]) -> str:
     return f"--data.columns={_escape_invisible(json.dumps(columns, ensure_ascii=False, separators=(',', ':')))}"
 
 
+def ignore_option(names: Sequence[str]) -> str:
+    """Return the command-line option that sets `data.ignore_columns`."""
+    return f"--data.ignore_columns={_escape_invisible(json.dumps(list(names), ensure_ascii=False))}"
+
+
 def key_option(key: str, name: str) -> str:
     """Return the command-line option that sets a key to a text, which is JSON if the bare text would be ambiguous."""
     is_bare = name.isprintable() and not name.startswith('"') and name != "null"

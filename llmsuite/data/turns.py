@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llmsuite.base.redaction import json_type_name
+from llmsuite.contract.schema.columns import kwargs_fault
+from llmsuite.data.keys import LOSS_KEYS, MEDIA, PART_KEYS, TEMPLATE_KWARGS, is_nothing
 from llmsuite.data.row_limits import MAX_TOOLS, check_count
 from llmsuite.data.rows import REASONING, ROLES, Message, ToolCall
 
@@ -33,9 +35,6 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 DEVELOPER = "developer"
 """OpenAI's name of the system role since o1. Templates that do not know it receive a turn of the system."""
-
-_LOSS_KEYS = ("weight", "loss")
-"""Keys that select the supervised turns, and are no part of the turn for a template."""
 
 
 def parse_message(turn: Any, where: str) -> Message:
@@ -89,6 +88,9 @@ def _message(turn: Row, role: str, where: str, calls_key: str = "") -> Message:
         if role != "assistant":
             raise ValueError(f"{calls_key!r} is there, but {role!r} calls no tools")
         calls = parse_tool_calls(turn["tool_calls"], calls_key)
+    media = [key for key in MEDIA if not is_nothing(turn.get(key))]
+    if media:
+        raise ValueError(f"'{where}.{media[0]}' is there, and only text is read; list it in data.ignore_columns")
     if turn.get("function_call"):
         raise ValueError(f"'{where}.function_call' is OpenAI's old form of a call; 'tool_calls' is its form today")
     # a turn that calls a tool may have no content
@@ -97,7 +99,7 @@ def _message(turn: Row, role: str, where: str, calls_key: str = "") -> Message:
     for key in ("name", "tool_call_id"):
         if turn.get(key) is not None:
             get_text(turn, key, where)
-    fields = {key: value for key, value in turn.items() if value is not None and key not in _LOSS_KEYS}
+    fields = {key: value for key, value in turn.items() if value is not None and key not in LOSS_KEYS}
     fields["content"] = None if has_no_content else content
     if calls:
         fields["tool_calls"] = _wrapped_calls(turn["tool_calls"])
@@ -237,6 +239,9 @@ def join_text_parts(parts: Sequence[Any], where: str) -> str:
             raise ValueError(
                 f"'{where}[{i}]' is a part of type {str(kind)[:100]!r}; only parts of type 'text' are read"
             )
+        for key, value in part.items():
+            if key not in PART_KEYS and not is_nothing(value):
+                raise ValueError(f"'{where}[{i}].{key}' is there, and only the text of a part is read")
         texts.append(get_text(part, "text", f"{where}[{i}]"))
     return "".join(texts)
 
@@ -309,6 +314,21 @@ def parse_tools(row: Row) -> str:
     if wrapped:
         return _as_json(wrapped, "tools")
     return ""
+
+
+def parse_template_kwargs(row: Row) -> str:
+    """Return the variables of the chat template that a row sets, as JSON; empty for none."""
+    value = row.get(TEMPLATE_KWARGS)
+    if isinstance(value, str):
+        value = from_json(value, TEMPLATE_KWARGS) if value.strip() else None
+    if not isinstance(value, (Mapping, type(None))):
+        raise ValueError(f"{TEMPLATE_KWARGS!r} is {json_type_name(value)}, not an object")
+    # a table has null for variables that only other rows set
+    given = {key: inner for key, inner in (value or {}).items() if inner is not None}
+    fault = kwargs_fault(given)
+    if fault is not None:
+        raise ValueError(f"'{TEMPLATE_KWARGS}.{fault[0]}' {fault[1]}")
+    return _as_json(given, TEMPLATE_KWARGS) if given else ""
 
 
 def from_json(text: str, where: str) -> Any:

@@ -16,8 +16,10 @@ from llmsuite.base.files import read_json_object_if_there, write_text_atomic
 from llmsuite.base.progress import report
 from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.contract.specs import StageProfile, StageSpec
-from llmsuite.data.chat_template import BUILTIN, load_template
+from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
+from llmsuite.data.keys import ALL
 from llmsuite.data.lazy_sequences import PackedSamples, Subset, lengths_of
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.tokenizer import NoTokenizer, TextTokenizer
@@ -238,7 +240,7 @@ def make_stage(
         train=train_plan.section,
         seed=train_plan.seed,
         tokenizer=tokenizer,
-        template=lambda: load_template(data.chat_template, tokenizer.directory, tokenizer.special_tokens),
+        template=lambda: _template(data, tokenizer),
         data_formats=registry.data_formats,
         initial_digest=initial_digest,
         length_multiple=parallel_plan.length_multiple,
@@ -259,6 +261,14 @@ def make_stage(
     )
     assert isinstance(train_plan.stage, StageSpec), "only stages are trained"
     return _stage_class(train_plan.stage, train_plan.profile)(train_plan.stage_section, context)
+
+
+def _template(data: DataSection, tokenizer: TextTokenizer) -> ChatTemplate:
+    """Load the chat template of a recipe."""
+    ignores_unknown = ALL in data.ignore_columns
+    return load_template(
+        data.chat_template, tokenizer.directory, tokenizer.special_tokens, data.chat_template_kwargs, ignores_unknown
+    )
 
 
 def _stage_class(spec: StageSpec, profile: StageProfile) -> type[Stage[Any]]:

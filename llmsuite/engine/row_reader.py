@@ -13,6 +13,7 @@ import numpy as np
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import sha256_of
 from llmsuite.data.disk_rows import is_large
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.mixture import Mixture, find_mixture_file
 from llmsuite.data.packing import pack_samples
 from llmsuite.data.read import Rows, read_rows
@@ -100,7 +101,7 @@ class RowReader(SampleReader[S]):
             data.format,
             context.data_formats,
             data.on_bad_row,
-            data.columns,
+            ColumnRules(data.columns, data.ignore_columns),
             limit=data.max_samples,
             readers=context.readers,
         )

@@ -32,6 +32,7 @@ from llmsuite.contract.schema.section import as_plain
 from llmsuite.data.control_tokens import ControlTokens, warning
 from llmsuite.data.disk_rows import ROW_SPAN, DiskRows, file_state, jsonl_files, scan_rows
 from llmsuite.data.faults import Faults
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.lazy_sequences import LazySequence, LengthFunction
 from llmsuite.data.read import Rows, data_files
 from llmsuite.data.row_converter import RowConverter
@@ -126,7 +127,8 @@ def lazy_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
     data = stage.context.data
     formats = stage.context.data_formats
     readers = stage.context.readers
-    conversion = RowConverter(stage.row_kind, data.format, formats, data.columns, readers)
+    columns = ColumnRules(data.columns, data.ignore_columns)
+    conversion = RowConverter(stage.row_kind, data.format, formats, columns, readers)
     entry = cache_root() / "rows" / _name(reader, path)
     faults = Faults(data.on_bad_row)
     cache_pass = _CachePass(row_stage, path, conversion, faults, data.max_samples, reader.cached_numbers)
@@ -141,7 +143,7 @@ def lazy_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
     lengths: np.ndarray | None = None
     if note["has_lengths"]:
         lengths = np.memmap(entry / "lengths", "<i8", "r").reshape(len(places), -1)
-    found_format = RowConverter(stage.row_kind, note["format"], stage.context.data_formats, data.columns)
+    found_format = RowConverter(stage.row_kind, note["format"], stage.context.data_formats, columns)
     rows = DiskRows([Path(file) for file, _ in note["files"]], places)
     make = functools.partial(_sample, row_stage, found_format, path)
     counts = DropCounts(path, **note["counts"], faults=Faults.from_json(note["faults"], path))

@@ -14,12 +14,13 @@ from llmsuite.base.redaction import json_type_name
 from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.columns import rename_columns
 from llmsuite.data.control_tokens import ControlTokens
+from llmsuite.data.keys import ColumnRules, without_ignored
 from llmsuite.data.prompt_formats import answer_columns
 from llmsuite.data.read import raw_rows
 from llmsuite.data.rows import Message, ToolCall
 from llmsuite.data.suggest import advice, correct_columns, suggest_prompt_columns
 from llmsuite.data.tokenizer import TextTokenizer
-from llmsuite.data.turns import parse_message, parse_tools, with_system
+from llmsuite.data.turns import parse_message, parse_template_kwargs, parse_tools, with_system
 from llmsuite.inference.tool_calls import ToolCallFormat, detect_tool_call_format
 
 NO_TEXT = "has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
@@ -44,6 +45,8 @@ class PromptRow:
     """A text, or the turns up to the one that is answered."""
     tools: str = ""
     """Tools in JSON, see `Conversation`; empty for none."""
+    template_kwargs: str = ""
+    """Variables of the chat template in JSON, see `Conversation`; empty for none."""
 
 
 def parse_prompt_row(row: Any) -> PromptRow:
@@ -55,9 +58,10 @@ def parse_prompt_row(row: Any) -> PromptRow:
         raise UserError(f'is {json_type_name(row)}; a text, {{"prompt": …}} or {{"messages": […]}} is needed')
     try:
         tools = parse_tools(row)
+        kwargs = parse_template_kwargs(row)
         if isinstance(row.get("prompt"), str) and "messages" not in row:
             turns = with_system(row, [Message("user", row["prompt"])])
-            return PromptRow(dict(row), row["prompt"] if len(turns) == 1 else turns, tools)
+            return PromptRow(dict(row), row["prompt"] if len(turns) == 1 else turns, tools, kwargs)
     except ValueError as error:
         raise UserError(str(error)) from error
     if ("prompt" in row) == ("messages" in row):
@@ -76,7 +80,7 @@ def parse_prompt_row(row: Any) -> PromptRow:
             raise UserError("has only the assistant's turn; a turn that it answers is needed")
         fields = {**fields, **answer_columns(answer), **{key: row[key] for key in row if row[key] is not None}}
     try:
-        return PromptRow(fields, with_system(row, messages), tools)
+        return PromptRow(fields, with_system(row, messages), tools, kwargs)
     except ValueError as error:
         raise UserError(str(error)) from error
 
@@ -95,12 +99,15 @@ def _is_prompt(row: Mapping[str, Any]) -> bool:
         return False
 
 
-def parse_prompt_at(where: str, row: Any, fault: str | None, columns: Mapping[str, str] | None) -> PromptRow:
+def parse_prompt_at(where: str, row: Any, fault: str | None, rules: ColumnRules | None) -> PromptRow:
     """Parse a row of a file, with `data.columns`; the arguments are those of `Prompter.read` and `raw_rows`. Raises
     UserError with the place of the row."""
+    columns = None if rules is None else rules.sources
     try:
         if fault is not None:
             raise UserError(fault)
+        if isinstance(row, Mapping) and rules is not None:
+            row = without_ignored(row, rules.ignored)
         if not columns:
             return parse_prompt_row(row)
         if not isinstance(row, Mapping):
@@ -118,7 +125,13 @@ class Prompter:
     """A maker of prompts for a model, through its chat template or as plain text."""
 
     def __init__(
-        self, tokenizer: TextTokenizer, template: str | None, system: str | None = None, control_tokens: bool = False
+        self,
+        tokenizer: TextTokenizer,
+        template: str | None,
+        system: str | None = None,
+        control_tokens: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+        ignores_unknown: bool = False,
     ):
         """
         Args:
@@ -128,13 +141,23 @@ class Prompter:
             control_tokens: control tokens in the content of turns, such as one that ends the turn, become tokens; else
                 they stay text. In the text that the template renders around the turns, and in plain text, they always
                 become tokens.
+            template_kwargs: variables of the template, for conversations that do not set them themselves.
+            ignores_unknown: keys of turns that are unknown and that the template does not read are left out; else they
+                are refused.
+
+        Raises:
+            UserError: there is no such template, or it does not read a variable.
         """
+        if template is None and template_kwargs:
+            raise UserError("chat_template_kwargs: plain text has no chat template; leave them out")
         self._system = system
         self._tokenizer = tokenizer
         self._keeps_control = control_tokens
         self._template: ChatTemplate | None = None
         if template is not None:
-            self._template = loaded = load_template(template, tokenizer.directory, tokenizer.special_tokens)
+            self._template = loaded = load_template(
+                template, tokenizer.directory, tokenizer.special_tokens, template_kwargs, ignores_unknown
+            )
         self._control = ControlTokens(tokenizer, None if template is None else lambda: loaded)
 
     @property
@@ -155,8 +178,13 @@ class Prompter:
         ids = self._encode(text if self._keeps_control else self._control.escape(text))
         return self._tokenizer.with_special_tokens(ids, is_complete)
 
-    def turns(self, messages: Sequence[Message], tools: str = "") -> list[int]:
-        """The ids of a conversation and the beginning of an answer; `tools` as in `Conversation`."""
+    def turns(self, messages: Sequence[Message], tools: str = "", template_kwargs: str = "") -> list[int]:
+        """The ids of a conversation and the beginning of an answer; `tools` and `template_kwargs` as in
+        `Conversation`."""
+        return self._encode(self.rendered(messages, tools, template_kwargs))
+
+    def rendered(self, messages: Sequence[Message], tools: str = "", template_kwargs: str = "") -> str:
+        """The text of a conversation and the beginning of an answer. Control tokens of turns are escaped in it."""
         if self._template is None:
             raise UserError('plain text is expected, and turns are given; use {"prompt": …}, or a chat template')
         if self._system is not None and all(message.role != "system" for message in messages):
@@ -164,7 +192,8 @@ class Prompter:
         if not self._keeps_control:
             messages = [self._escape_control(message) for message in messages]
             tools = self._control.escape(tools)
-        text = self._template.render(messages, add_generation_prompt=True, tools=tools)
+            template_kwargs = self._control.escape(template_kwargs)
+        text = self._template.render(messages, add_generation_prompt=True, tools=tools, kwargs=template_kwargs)
         if missing := [name for name in tool_names(tools) if name not in text]:
             raise UserError(
                 f"tools: the model's chat template leaves out {missing[0]!r}, so it supports no tools; send none, or "
@@ -172,7 +201,9 @@ class Prompter:
             )
         if (what := self._template.missing_part(text, messages, tools)) is not None:
             raise UserError(f"messages: the model's chat template leaves out {what}; send turns without it")
-        return self._encode(text)
+        if (key := self._template.unread_key(messages, tools, template_kwargs)) is not None:
+            raise UserError(f"messages: the model's chat template does not read the key {key}; send turns without it")
+        return text
 
     def _escape_control(self, message: Message) -> Message:
         """A message whose control tokens are escaped, in all its fields."""
@@ -201,20 +232,20 @@ class Prompter:
         """The prompt of a row of a file, see `parse_prompt_row`. Raises UserError with the fault of the row."""
         return self._prompt(parse_prompt_row(row))
 
-    def read(self, path: Path, columns: Mapping[str, str] | None = None) -> list[Prompt]:
+    def read(self, path: Path, rules: ColumnRules | None = None) -> list[Prompt]:
         """Read the prompts of a file, in any format of `llmsuite.data.read`.
 
         Args:
             path: of the file.
-            columns: the columns that become "prompt" or "messages", see `rename_columns`; the row keeps its own columns
-                too.
+            rules: the columns that become "prompt" or "messages"; the row keeps its own columns too. None for a command
+                that has no such rules.
 
         Raises:
             UserError: with file and line of the first fault.
         """
         prompts = []
         for where, row, fault in raw_rows(path):
-            prompt_row = parse_prompt_at(where, row, fault, columns)
+            prompt_row = parse_prompt_at(where, row, fault, rules)
             try:
                 prompts.append(self._prompt(prompt_row))
             except UserError as error:
@@ -226,10 +257,10 @@ class Prompter:
     def _prompt(self, prompt_row: PromptRow) -> Prompt:
         turns = prompt_row.turns
         if isinstance(turns, str):
-            if not prompt_row.tools:
+            if not prompt_row.tools and not prompt_row.template_kwargs:
                 return dataclasses.replace(self.text(turns), row=prompt_row.row)
             turns = [Message("user", turns)]
-        return Prompt(prompt_row.row, self.turns(turns, prompt_row.tools))
+        return Prompt(prompt_row.row, self.turns(turns, prompt_row.tools, prompt_row.template_kwargs))
 
     def _encode(self, text: str) -> list[int]:
         try:

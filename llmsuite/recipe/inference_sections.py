@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from llmsuite.contract.schema.columns import column_problems
+from llmsuite.contract.schema.columns import column_problems, kwargs_problems
 from llmsuite.contract.schema.numbers import PositiveInt
 from llmsuite.contract.schema.section import Section
 
@@ -24,12 +24,19 @@ class PromptSection(Section):
     "{question} {context}". Default: the columns of the data."""
     chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
     """Chat template. "tokenizer": the template of the tokenizer. The others are built in."""
+    chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template, such as {"enable_thinking": false}. A row may set them in a column of the same
+    name. A variable that the template does not read is refused."""
+    ignore_columns: list[str] = dataclasses.field(default_factory=list)
+    """Keys of turns to leave out. Other keys of turns that are unknown and that the chat template does not read are
+    refused by name. "*": leave all of these out."""
 
     format: ClassVar[str] = "auto"
     collator: ClassVar[None] = None
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from column_problems(self.columns)
+        yield from kwargs_problems(self.chat_template_kwargs)
         if self.columns and set(self.columns) not in ({"prompt"}, {"messages"}):
             yield "columns", f"has {', '.join(self.columns)}; this stage has one field: prompt or messages"
 

@@ -187,6 +187,7 @@ def _set_data(recipe: dict[str, Any], choice: Choice) -> None:
     data = recipe["data"]
     data["train"] = choice.data
     data.pop("eval", None)
+    data.pop("ignore_columns", None)  # those of the bundled rows
     if choice.eval_data is not None:
         data["eval"] = choice.eval_data
     elif "split" not in recipe.get(choice.stage, {}):  # no rows are held out

@@ -129,19 +129,22 @@ def _reading(loaded: LoadedRecipe, stage: RunSpec) -> dict[str, Any]:
     """Return the keys for reading rows: bundled rows need no columns; data of the command line is read as in the
     recipe.
 
-    Bundled evaluation data lacks the columns of the recipe; the run is then evaluated on its training data.
+    The columns that bundled rows have for other stages are ignored, next to those that the recipe ignores. Bundled
+    evaluation data lacks the columns of the recipe; the run is then evaluated on its training data.
     """
     data: Any = loaded.recipe.data
     first = _first(stage)
     if not _embeds(stage):
         return {}
+    columns = stage.smoke.get("data.ignore_columns")
+    ignored = {"data.ignore_columns": list(dict.fromkeys([*data.ignore_columns, *columns]))} if columns else {}
     if not overrides_data(loaded, stage):
-        return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {})}
+        return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {}), **ignored}
     # rewards and environments read columns
     reads_columns = data.columns or data.format != "auto" or "reward" in stage.smoke
     if first == "train" and reads_columns:
-        return {"data.eval": data.train}
-    return {}
+        return {"data.eval": data.train, **ignored}
+    return ignored
 
 
 _ANSWERS = {"generation.max_new_tokens": 16, "generation.max_samples": 8}

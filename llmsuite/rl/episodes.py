@@ -49,6 +49,8 @@ class Episode:
     scores: np.ndarray
     """The environment's reward and its parts, summed over the turns."""
     failure: str = ""
+    template_kwargs: str = ""
+    """Variables of the chat template, of the row."""
     ids: list[int] = dataclasses.field(default_factory=list)
     logprobs: list[float] = dataclasses.field(default_factory=list)
     sampled_mask: list[bool] = dataclasses.field(default_factory=list)
@@ -210,7 +212,10 @@ class Episodes:
             given.append(tuple(prompt.messages) if result is None else result.messages)
             offered = "" if result is None else result.tools
             tools.append(offered or prompt.tools)
-        texts = [self._template.prompt(messages, offered) for messages, offered in zip(given, tools)]
+        texts = [
+            self._template.prompt(messages, offered, prompt.template_kwargs)
+            for messages, offered, prompt in zip(given, tools, prompts)
+        ]
         groups = []
         for i, ids in enumerate(self._tokenizer.encode_batch(texts)):
             result = results[i]
@@ -232,7 +237,19 @@ class Episodes:
                 random_numbers = uniforms(request.key, number, room)
                 scores = np.zeros(1 + len(self.parts))
                 group.append(
-                    Episode(base, number, text, tools[i], list(given[i]), room, random_numbers, state, scores, whys[i])
+                    Episode(
+                        base,
+                        number,
+                        text,
+                        tools[i],
+                        list(given[i]),
+                        room,
+                        random_numbers,
+                        state,
+                        scores,
+                        whys[i],
+                        prompts[i].template_kwargs,
+                    )
                 )
             groups.append(group)
         return groups
@@ -253,7 +270,9 @@ class Episodes:
             for episode, result in zip(active, results)
             if result is not None and not episode.done and episode.num_turns < self._max_turns
         ]
-        texts = [self._template.continuation(e.messages, messages, e.tools) for e, messages in continuing]
+        texts = [
+            self._template.continuation(e.messages, messages, e.tools, e.template_kwargs) for e, messages in continuing
+        ]
         remaining = []
         for (episode, messages), ids in zip(continuing, encode_continuations(texts, self._tokenizer)):
             # the template closes the turn of the model, which has sampled its stop token itself unless it is truncated

@@ -48,6 +48,8 @@ class RolloutPrompt:
     """Turns, the same as in `llmsuite.data.rows.Prompt`."""
     tools: str = ""
     """Functions that the prompt offers, the same as in `llmsuite.data.rows.Prompt`."""
+    template_kwargs: str = ""
+    """Variables of the chat template, the same as in `llmsuite.data.rows.Prompt`."""
 
 
 class RolloutMismatch(UserError):

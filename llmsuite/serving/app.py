@@ -153,9 +153,11 @@ def _add_api(app: FastAPI, service: Service, weights: ServedWeights | None) -> N
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         def choice(sequence: DecodingSequence, body: ChatRequest) -> dict[str, Any]:
-            content, calls = service.parse_tool_calls(body, _text(sequence))
+            thoughts, content, calls = service.split_answer(body, sequence)
             tokenizer = service.served_model(body.model).generator.tokenizer
             message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+            if thoughts:
+                message["reasoning_content"] = thoughts
             if calls:
                 message |= {"content": content or None, "tool_calls": protocol.tool_calls(calls)}
             return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from collections.abc import AsyncIterator
@@ -10,6 +11,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from llmsuite.data.rows import ToolCall
+from llmsuite.inference.thoughts import ThoughtReader
 from llmsuite.serving import protocol
 from llmsuite.serving.fair_queue import Client
 from llmsuite.serving.jobs import Job, TextDelta
@@ -33,6 +35,9 @@ class EventStream:
         self._num_sent = [0] * len(job.sequences)
         """Tokens of each answer whose log-probabilities have been sent."""
         self._tool_calls = ToolCallReader(service, body, len(job.sequences))
+        self._thoughts: list[ThoughtReader | None] = [None] * len(job.sequences)
+        if isinstance(body, ChatRequest):
+            self._thoughts = [service.thought_reader(body, sequence) for sequence in job.sequences]
 
     async def events(self, client: Client) -> AsyncIterator[str]:
         """Yield the events for a client, in the order in which text becomes certain."""
@@ -50,6 +55,13 @@ class EventStream:
                 if delta.text and is_first:
                     metrics.first_token.observe(time.monotonic() - started)
                     is_first = False
+                reader = self._thoughts[delta.number]
+                if reader is not None:
+                    thoughts, content = reader.push(delta.text, delta.has_ended)
+                    delta = dataclasses.replace(delta, text=content)
+                    if thoughts:
+                        logprobs = self._logprobs(delta)
+                        yield self._event([self._choice(delta.number, "", None, logprobs, reasoning_content=thoughts)])
                 text, calls = self._tool_calls.read(delta)
                 if text:
                     yield self._event([self._choice(delta.number, text, None, self._logprobs(delta))])

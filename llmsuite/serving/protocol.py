@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from llmsuite.data.rows import ToolCall
 from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.data.turns import parse_template_kwargs
 from llmsuite.inference.batch import DecodingSequence, TokenLogprob
 from llmsuite.inference.sampling import MAX_PENALTY, MAX_REPETITION, MAX_TEMPERATURE, MIN_REPETITION, Sampling
 from llmsuite.inference.text import TextStream
@@ -200,6 +201,9 @@ class ChatRequest(Request):
     parallel_tool_calls: bool | None = None
     functions: Annotated[list[Any], Field(max_length=0), FAIL_FAST] | None = None
     function_call: Literal["none", "auto"] | None = None
+    # not in OpenAI's API
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template, such as {"enable_thinking": false}; those of the server apply to the others."""
     # these do not change answers
     store: bool | None = None
     modalities: Annotated[list[Literal["text"]], FAIL_FAST] | None = None
@@ -219,6 +223,12 @@ class ChatRequest(Request):
         if not self.tools or self.tool_choice == "none":
             return ""
         return json.dumps([tool.model_dump(exclude_none=True) for tool in self.tools], ensure_ascii=False)
+
+    @property
+    def template_kwargs_as_text(self) -> str:
+        """The variables of the chat template in JSON, see `Conversation`; empty for none. Raises ValueError for one
+        that cannot be set."""
+        return parse_template_kwargs({"chat_template_kwargs": self.chat_template_kwargs})
 
     @property
     def has_to_call(self) -> bool:

@@ -22,6 +22,7 @@ from llmsuite.inference.guided import Guide
 from llmsuite.inference.prefix_cache import PrefixCache
 from llmsuite.inference.prompts import Prompter, read_messages, tool_names
 from llmsuite.inference.sampling import Sampling
+from llmsuite.inference.thoughts import ThoughtReader, has_thoughts, opens_thoughts
 from llmsuite.serving import protocol
 from llmsuite.serving.bodies import MAX_INLINE_BYTES, ModelOf, validate_body
 from llmsuite.serving.fair_queue import Client, client_of
@@ -32,6 +33,8 @@ from llmsuite.serving.protocol import ChatRequest, CompletionRequest
 from llmsuite.serving.scheduler import Scheduler, Steps
 from llmsuite.serving.thread_pool import FairThreadPool
 
+_PROMPT_END_TOKENS = 16
+"""Tokens at the end of a prompt that are read to see whether it opens the thoughts of the answer."""
 R = TypeVar("R", ChatRequest, CompletionRequest)
 B = TypeVar("B", bound=BaseModel)
 
@@ -192,7 +195,11 @@ class Service:
             body.tools = body.tool_choice = None
         tools = body.tools_as_text
         prompter = self.served_model(body.model).prompter
-        ids = prompter.turns(read_messages(body.messages), tools)
+        try:
+            kwargs = body.template_kwargs_as_text
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        ids = prompter.turns(read_messages(body.messages), tools, kwargs)
         if tools:
             prompter.tool_call_format  # noqa: B018  (raises for a model without tool calls)
         return ids
@@ -241,6 +248,29 @@ class Service:
         size = self.generator.decoder.vocab_size
         if wrong := [token for token in body.logit_bias or () if int(token) >= size]:
             raise UserError(f"logit_bias: has token {wrong[0]}; the model's vocabulary ends at {size - 1}")
+
+    def thought_reader(self, body: ChatRequest, sequence: DecodingSequence) -> ThoughtReader | None:
+        """A reader that separates the thoughts of an answer from its content; None where the model writes none.
+
+        An answer whose form is prescribed, by a schema or as a call, has no thoughts.
+        """
+        served_model = self.served_model(body.model)
+        schema = None if body.response_format is None else body.response_format.schema_of_answer
+        if schema is not None or body.has_to_call or not has_thoughts(served_model.prompter.template_source):
+            return None
+        end = served_model.generator.tokenizer.decode(sequence.prompt[-_PROMPT_END_TOKENS:], False)
+        return ThoughtReader(opens_thoughts(end))
+
+    def split_answer(self, body: ChatRequest, sequence: DecodingSequence) -> tuple[str, str, list[ToolCall]]:
+        """Split an answer into its thoughts, its text and its tool calls."""
+        assert sequence.text is not None
+        text = sequence.text.text
+        thoughts = ""
+        reader = self.thought_reader(body, sequence)
+        if reader is not None:
+            thoughts, text = reader.push(text, True)
+        content, calls = self.parse_tool_calls(body, text)
+        return thoughts, content, calls
 
     def parse_tool_calls(self, body: ChatRequest, text: str) -> tuple[str, list[ToolCall]]:
         """Split an answer into its text and its tool calls; at most one call without `parallel_tool_calls`."""

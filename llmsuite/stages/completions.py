@@ -91,10 +91,10 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
         """Prompts that leave room for a completion of the maximum length."""
         texts = []
         kept = []
-        template = self._template.prerender_prompts((row.messages, row.tools) for row in rows)
+        template = self._template.prerender_prompts(rows)
         for number, row in enumerate(rows):
             try:
-                texts.append(template.prompt(row.messages, row.tools))
+                texts.append(template.prompt(row.messages, row.tools, row.template_kwargs))
                 kept.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
@@ -109,7 +109,9 @@ class CompletionStage(RolloutStage[Any], StatefulStage[Any]):
                     number,
                 )
             else:
-                prompts.append(RolloutPrompt(tuple(ids), row.columns, text, row.messages, row.tools))
+                prompts.append(
+                    RolloutPrompt(tuple(ids), row.columns, text, row.messages, row.tools, row.template_kwargs)
+                )
         return prompts
 
     def _sample_batch(self, step: int, samples: Sequence[Any], rollouts: Rollouts) -> SampledBatch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +38,8 @@ class Explained:
     """Length of the generation prompt for the first answer, in tokens; None where there is no answer."""
     prompt_matches: bool
     """True where the tokens of the generation prompt are those before the answer in training."""
+    given: tuple[str, ...] = ()
+    """Parts that the chat template is given besides the roles and contents of the turns."""
     changed: str | None = None
     """The difference between the rendered conversation and its decoded tokens; None where they are equal."""
 
@@ -111,8 +114,9 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         prompt = _generation_prompt(template, tokenizer, conversation)
         (supervised,) = np.nonzero(sequence.weights)
         before_answer = sequence.ids[: supervised[0]].tolist() if len(supervised) else []
-        changed = _changed(template.render(conversation.messages, tools=conversation.tools), tokenizer)
-        yield Explained(name, sequence, roles, len(prompt), prompt == before_answer, changed)
+        changed = _changed(_full_text(template, conversation), tokenizer)
+        matches = prompt == before_answer
+        yield Explained(name, sequence, roles, len(prompt), matches, _given(template, conversation), changed)
 
 
 def _conversations(row: Any) -> list[tuple[str, Conversation]]:
@@ -123,6 +127,24 @@ def _conversations(row: Any) -> list[tuple[str, Conversation]]:
     elif isinstance(row, Unpaired):
         names = ["desirable" if row.desirable else "undesirable"]
     return [(name, found) for name, found in zip(names, conversations_of(row)) if any(found.supervised)]
+
+
+def _given(template: ChatTemplate, conversation: Conversation) -> tuple[str, ...]:
+    """Return the parts that a template is given besides roles and contents: further keys of turns, tools, variables."""
+    found = []
+    for i, message in enumerate(conversation.messages):
+        keys = [key for key in template.turn(message) if key not in ("role", "content")]
+        if keys:
+            found.append(f"{', '.join(keys)} of messages[{i}]")
+    if conversation.tools:
+        names = [tool["function"]["name"] for tool in json.loads(conversation.tools)]
+        found.append(f"tools {', '.join(names)}")
+    found += [f"{name} = {json.dumps(value)}" for name, value in template.kwargs_of(conversation).items()]
+    return tuple(found)
+
+
+def _full_text(template: ChatTemplate, conversation: Conversation) -> str:
+    return template.render(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
 
 
 def _changed(text: str, tokenizer: Any) -> str | None:
@@ -139,7 +161,12 @@ def _changed(text: str, tokenizer: Any) -> str | None:
 def _generation_prompt(template: ChatTemplate, tokenizer: Any, conversation: Conversation) -> list[int]:
     """Token ids of the generation prompt for the first supervised answer."""
     first = conversation.supervised.index(True)
-    text = template.render(conversation.messages[:first], add_generation_prompt=True, tools=conversation.tools)
+    text = template.render(
+        conversation.messages[:first],
+        add_generation_prompt=True,
+        tools=conversation.tools,
+        kwargs=conversation.template_kwargs,
+    )
     return list(tokenizer.encode(text))
 
 
@@ -151,7 +178,9 @@ def _roles(
     roles: list[str] = []
     for i, message in enumerate(conversation.messages):
         try:
-            text = template.render(conversation.messages[: i + 1], tools=conversation.tools)
+            text = template.render(
+                conversation.messages[: i + 1], tools=conversation.tools, kwargs=conversation.template_kwargs
+            )
         except UserError:  # the template cannot end here: these tokens belong to the next turn
             continue
         end = 0

@@ -23,6 +23,7 @@ from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.columns import rename_columns
 from llmsuite.data.documents import check_has_columns, first_document, text_key
 from llmsuite.data.faults import Faults
+from llmsuite.data.keys import ALL, ColumnRules
 from llmsuite.data.read import data_files, first_rows
 from llmsuite.data.remote import is_remote, saved_rows
 from llmsuite.data.render_checks import check_rendered
@@ -239,7 +240,7 @@ class _RowChecker:
         if found is None:
             raise UserError(f"{path}: has no rows")
         where = found[0]
-        question = parse_prompt_at(*found, self._columns)
+        question = parse_prompt_at(*found, ColumnRules(self._columns, self._data["ignore_columns"]))
         turns = question.turns
         template = self._template()
         system = self._section["system"]
@@ -248,7 +249,7 @@ class _RowChecker:
         messages = [Message("user", turns)] if isinstance(turns, str) else turns
         if system is not None and all(message.role != "system" for message in messages):
             messages = [Message("system", system), *messages]
-        _at(where, lambda: template.prompt(messages, question.tools))
+        _at(where, lambda: template.prompt(messages, question.tools, question.template_kwargs))
 
     def _template(self) -> ChatTemplate | None:
         """The chat template; None if the tokenizer is not available locally. Raises UserError where there is no
@@ -256,7 +257,13 @@ class _RowChecker:
         directory = self._tokenizer
         if not self._renders or directory is None or not is_file(directory / "tokenizer_config.json"):
             return None
-        return load_template(self._data["chat_template"], directory, dict(read_token_files(directory).roles))
+        return load_template(
+            self._data["chat_template"],
+            directory,
+            dict(read_token_files(directory).roles),
+            self._data["chat_template_kwargs"],
+            ALL in self._data["ignore_columns"],
+        )
 
     # suggestions
 
@@ -322,7 +329,8 @@ class _RowChecker:
     def _conversion(self) -> RowConverter:
         formats = self._registry.data_formats
         readers = self._registry.stages_by_row_kind()
-        return RowConverter(self._row_kind, self._data["format"], formats, self._columns, readers)
+        columns = ColumnRules(self._columns, self._data["ignore_columns"])
+        return RowConverter(self._row_kind, self._data["format"], formats, columns, readers)
 
 
 class _TooManyFaults(Exception):

@@ -21,6 +21,7 @@ from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import Recipe
 from llmsuite.contract.schema.section import as_plain
 from llmsuite.contract.specs import JobSpec
+from llmsuite.data.keys import ALL, ColumnRules
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine.weights import random_values
 from llmsuite.inference.beam import BeamParams
@@ -63,7 +64,15 @@ def work(plan: RunPlan, registry: Registry, resume: bool) -> int:
 
     generator, configs = _generator(plan.model, recipe.engine.precision, registry, backend, mesh)
     template = None if section.raw else recipe.data.chat_template
-    prompts = Prompter(generator.tokenizer, template, section.system).read(plan.data.train_path, recipe.data.columns)
+    data = recipe.data
+    prompter = Prompter(
+        generator.tokenizer,
+        template,
+        section.system,
+        template_kwargs=data.chat_template_kwargs,
+        ignores_unknown=ALL in data.ignore_columns,
+    )
+    prompts = prompter.read(plan.data.train_path, ColumnRules(data.columns, data.ignore_columns))
     given: dict[str, Any] = {
         "temperature": section.temperature,
         "top_k": section.top_k,

@@ -38,6 +38,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
         self._max_length = context.data.max_length
         self._is_packed = context.data.packing == "best_fit"
         self._template = context.template()
+        self._supervises_thoughts = context.data.supervise_thoughts
         self._mtp_weight = context.train.mtp_loss_weight
         self._has_prompt_lengths = context.reft.rank is not None
         if self._is_packed:
@@ -47,22 +48,27 @@ class SftStage(GeneratingStage[WeightedTokens]):
         """The conversations that fit. A row that the chat template cannot render is counted as a bad one, which raises
         UserError with its line unless bad rows are to be skipped."""
         turns: list[list[tuple[str, str]]] = []
+        thoughts: list[list[tuple[str, str] | None]] = []
         rendered: list[tuple[int, Conversation]] = []
         template = self._template.prerender_turns(filter(has_answers, rows))
         for number, row in enumerate(rows):
             try:
-                turns.append(template.supervised_turns(row) if has_answers(row) else [])
+                texts = template.supervised_turns(row) if has_answers(row) else []
+                thoughts.append([] if self._supervises_thoughts else template.thought_texts(row, texts))
+                turns.append(texts)
                 rendered.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))
         encoded = iter(self.context.encode_answers([texts for row in turns for texts in row]))
+        unsupervised = iter(self.context.encode([text for row in thoughts for texts in row for text in texts or ()]))
         samples = []
-        for (number, row), texts in zip(rendered, turns):
+        for (number, row), texts, spans in zip(rendered, turns, thoughts):
             parts = [next(encoded) for _ in texts]
+            borders = [(next(unsupervised), next(unsupervised)) for span in spans if span is not None]
             try:
                 if not has_answers(row):
                     raise Unusable("with no supervised turn of the assistant, or an empty one")
-                sample = self._join(parts)
+                sample = _mask_thoughts(self._join(parts), borders)
                 if len(sample.ids) > self._max_length:
                     sample = self._cut(sample)
                     counts.cut += 1
@@ -141,3 +147,31 @@ class SftStage(GeneratingStage[WeightedTokens]):
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the supervised tokens, each with weight 1."""
         return language_model.weighted_loss(model, batch, self._mtp_weight)
+
+
+def _mask_thoughts(sample: WeightedTokens, borders: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
+    """The sample without weight on thoughts. A token that is partly of thoughts and partly of the text after them
+    keeps its weight.
+
+    Args:
+        sample: of a conversation.
+        borders: token ids of the text up to the thoughts of a turn, and up to their end, for each turn that has some.
+
+    Raises:
+        Unusable: nothing else is supervised.
+    """
+    if not borders:
+        return sample
+    weights = sample.weights.copy()
+    for before, with_thoughts in borders:
+        weights[_shared(sample.ids, before) : _shared(sample.ids, with_thoughts)] = 0
+    if not weights.any():
+        raise Unusable("with nothing but thoughts to supervise (data.supervise_thoughts is false)")
+    return WeightedTokens(sample.ids, weights)
+
+
+def _shared(ids: np.ndarray, others: Sequence[int]) -> int:
+    """Number of equal ids at the beginning of two sequences."""
+    count = min(len(ids), len(others))
+    (different,) = np.nonzero(ids[:count] != np.array(others[:count]))
+    return int(different[0]) if len(different) else count

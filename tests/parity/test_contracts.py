@@ -67,7 +67,7 @@ def stage():
 
 @llmsuite.hookimpl
 def llmsuite_register_stages():
-    smoke = {"data.train": "data/sft/train.jsonl"}
+    smoke = {"data.train": "data/sft/train.jsonl", "data.ignore_columns": ["tasks"]}
     return [StageSpec(name="broken", help="for tests", config_cls=BrokenSection, factory=stage, smoke=smoke)]
 '''
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from llmsuite.contract.schema.recipe import DataSection, TrainSection
 from llmsuite.data.chat_template import load_template
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.preference_formats import BUILTIN
 from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Preference
@@ -76,7 +77,8 @@ class MovedLogps(LogpTable):
 
 
 def rows(count: int) -> list[Preference]:
-    return read_rows(DATA / "preference" / "train.jsonl", "preference", "auto", FORMATS)[:count]
+    columns = ColumnRules(ignored=["task", "answer"])
+    return read_rows(DATA / "preference" / "train.jsonl", "preference", "auto", FORMATS, columns=columns)[:count]
 
 
 def pairs(made: DpoStage, rows: Sequence[Preference]) -> tuple[list[Pair], DropCounts]:

@@ -28,6 +28,7 @@ def make_stage(
     report: Callable[[str], None] = lambda text: None,
     packing: Any = "none",
     on_bad_row: Any = "error",
+    supervise_thoughts: bool = True,
 ) -> SftStage:
     """`template` is a choice of the recipe, or a source."""
     tokenizer = TextTokenizer(DATA / "tokenizer")
@@ -40,7 +41,12 @@ def make_stage(
     context = StageContext(
         stage_name="sft",
         data=DataSection(
-            train=str(DATA / "sft" / "train.jsonl"), max_length=max_length, packing=packing, on_bad_row=on_bad_row
+            train=str(DATA / "sft" / "train.jsonl"),
+            ignore_columns=["tasks"],
+            max_length=max_length,
+            packing=packing,
+            on_bad_row=on_bad_row,
+            supervise_thoughts=supervise_thoughts,
         ),
         train=dpo_case.train_section(),
         seed=42,

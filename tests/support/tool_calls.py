@@ -10,6 +10,7 @@ import numpy as np
 import openai
 from starlette.testclient import TestClient
 
+from llmsuite.inference.prompts import Prompter
 from llmsuite.serving.app import make_app
 from tests.support.served import TableDecoder, make_service
 
@@ -32,9 +33,10 @@ class Scripted(TableDecoder):
 
 
 @contextlib.contextmanager
-def says(text: str, seen: list[list[int]] | None = None) -> Iterator[openai.OpenAI]:
+def says(text: str, seen: list[list[int]] | None = None, prompter: Prompter | None = None) -> Iterator[openai.OpenAI]:
     """A client of a model that says a text; `seen` gets the prompts."""
     service = make_service()
+    service.prompter = prompter or service.prompter
     tokenizer = service.generator.tokenizer
     decoder: Any = service.generator.decoder
     decoder.__class__ = Scripted

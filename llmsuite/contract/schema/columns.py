@@ -4,11 +4,31 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 PARTS = re.compile(r"\{\{|\}\}|\{([^{}]*)\}")
 """Escaped braces ({{ and }}) and column names in braces; a template copies everything else.
 
 Braces hold a name only: unlike in `str.format`, no attribute, index, conversion or format specification."""
+
+
+_OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
+"""Variables of chat templates that a conversation and its use determine."""
+
+
+def kwargs_fault(kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return name and fault of the first entry of `chat_template_kwargs` that cannot be set; None without one."""
+    for name in kwargs:
+        if name in _OWN_VARIABLES:
+            return name, "is not set by hand: it is the conversation's"
+    return None
+
+
+def kwargs_problems(kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for a faulty entry of a key `chat_template_kwargs`."""
+    fault = kwargs_fault(kwargs)
+    if fault is not None:
+        yield f"chat_template_kwargs.{fault[0]}", fault[1]
 
 
 def is_template(source: str) -> bool:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from llmsuite.contract.schema.columns import column_problems
+from llmsuite.contract.schema.columns import column_problems, kwargs_problems
 from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.environment import EnvironmentSection
 from llmsuite.contract.schema.generation import GenerationSection
@@ -81,6 +81,10 @@ class DataSection(Section):
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     """Fields of the data format and their source: the name of a column, or a template with columns in braces, such as
     "{question} {context}". Rows then have exactly these fields. Default: the columns of the data."""
+    ignore_columns: list[str] = dataclasses.field(default_factory=list)
+    """Columns of rows, and keys of turns, to leave out. Other columns that the format does not read, and other keys of
+    turns that are unknown and that the chat template does not read, are refused by name. "*": leave all of these
+    out."""
     mix: dict[str, MixWeight] = dataclasses.field(default_factory=dict)
     """More training data, each with its number of samples per sample of train, or with null to use each of its samples
     once. The stage pretrain uses pretrain.mix instead."""
@@ -94,6 +98,12 @@ class DataSection(Section):
     them."""
     chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
     """Chat template. "tokenizer": the template of the tokenizer. The others are built in."""
+    chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = dataclasses.field(default_factory=dict)
+    """Variables of the chat template, such as {"enable_thinking": false}. A row may set them in a column of the same
+    name. A variable that the template does not read is refused."""
+    supervise_thoughts: bool = True
+    """With stage sft: true: train on the thoughts of the supervised turns, where the chat template renders them. false:
+    the thoughts are input only; what the template writes around them, such as `</think>`, is supervised."""
     packing: Literal["none", "best_fit"] = "none"
     """best_fit: pack rows into samples of up to max_length tokens, which avoids most padding. Tokens do not attend to
     other rows, and positions restart with each row. Batch sizes and epochs then count packed samples. For the stages
@@ -116,6 +126,7 @@ class DataSection(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from column_problems(self.columns)
+        yield from kwargs_problems(self.chat_template_kwargs)
 
 
 @dataclasses.dataclass(kw_only=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.errors import UserError
-from llmsuite.data.preference_formats import MEDIA
+from llmsuite.data.keys import MEDIA
 from llmsuite.data.turns import SHAREGPT_ROLES
 from llmsuite.plugins.suites.conversion.kinds import MAPPING, ONE, Kind, check
 from llmsuite.plugins.suites.suite import Run

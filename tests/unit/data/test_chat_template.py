@@ -17,7 +17,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.data import chat_template
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
-from llmsuite.data.rows import Conversation, Message, with_answer
+from llmsuite.data.rows import Conversation, Message, Prompt, with_answer
 from llmsuite.data.turns import parse_message
 from tests.support.paths import DATA
 
@@ -181,7 +181,7 @@ def test_the_date_never_changes() -> None:
 MARKED = (
     "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
     "{% generation %}{{ m.content }}{% endgeneration %}{%- generation %}</s>{% endgeneration %}{{ '\\n' }}"
-    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant><think>{% endif %}"
+    "{% else %}{{ m.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}<assistant>:{% endif %}"
 )
 """With a prompt of generation that no turn begins with."""
 TALK = [Message("user", "Hi?"), Message("assistant", "Hello."), Message("user", "And?"), Message("assistant", "Bye.")]
@@ -232,7 +232,7 @@ def test_prerendered_texts_are_the_same(source: str, monkeypatch: pytest.MonkeyP
     prompts = [_result_or_error(alone.prompt, talk.messages[:3]) for talk in talks[:300]]
     assert {type(found) for found in (*turns, *splits)} == {list, tuple, str}
     ahead = alone.prerender_turns(talks[:300]), alone.prerender_splits(talks[:300])
-    of_prompts = alone.prerender_prompts((talk.messages[:3], "") for talk in talks[:300])
+    of_prompts = alone.prerender_prompts(Prompt(talk.messages[:3]) for talk in talks[:300])
     monkeypatch.setattr(chat_template, "render", None)  # all is known
     assert [_result_or_error(ahead[0].supervised_turns, talk) for talk in talks[:300]] == turns
     assert [_result_or_error(ahead[1].split, talk) for talk in talks[:300]] == splits
@@ -265,7 +265,7 @@ def test_names_are_there_where_turns_have_them() -> None:
     )
     assert source.render(turns) == expected
     # what was rendered ahead is that of the same names
-    ahead = source.prerender_prompts([(turns, "")])
+    ahead = source.prerender_prompts([Prompt(tuple(turns))])
     other = [named("user", "Hi?", "Bob"), *turns[1:]]
     assert [ahead.render(each, True) for each in (turns, other)] == [expected, expected.replace("Ann", "Bob")]
 

@@ -17,6 +17,7 @@ from llmsuite.contract.schema.section import as_plain
 from llmsuite.data.columns import rename_columns
 from llmsuite.data.conversation_formats import BUILTIN
 from llmsuite.data.documents import read_documents
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.mixture import Mixture
 from llmsuite.data.prompt_formats import alpaca_unpaired
 from llmsuite.data.read import read_rows
@@ -33,7 +34,7 @@ TABLE = '\ufeffid,question,context,answer\r\n1,"What is ""x"", or y?","a, b\r\nc
 
 
 def read(path: Path, columns: dict[str, str] | None = None, **more: Any) -> Any:
-    return read_rows(path, "conversation", "auto", FORMATS, columns=columns, **more)
+    return read_rows(path, "conversation", "auto", FORMATS, columns=ColumnRules(columns or {}), **more)
 
 
 def talk(question: str, answer: str) -> Conversation:

@@ -12,6 +12,7 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.hookspecs import DataFormat
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.preference_formats import BUILTIN
 from llmsuite.data.read import raw_rows, read_rows
 from llmsuite.data.rows import Message, Preference
@@ -24,7 +25,7 @@ LINE = json.dumps(ROW)
 
 
 def read(path: Path, name: str = "auto") -> list[Any]:
-    return read_rows(path, "preference", name, FORMATS)
+    return read_rows(path, "preference", name, FORMATS, columns=ColumnRules(ignored=["task", "answer", "extra"]))
 
 
 def write(directory: Path, content: str | bytes, name: str = "rows.jsonl") -> Path:

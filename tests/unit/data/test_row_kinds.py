@@ -12,6 +12,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.contract.given import plugin_from_specs
 from llmsuite.contract.hookspecs import DataFormat, Section, StageSpec
 from llmsuite.contract.registry import Registry
+from llmsuite.data.keys import ALL, ColumnRules
 from llmsuite.data.read import read_rows
 from tests.conftest import registry_with
 
@@ -113,10 +114,12 @@ def test_pairs_are_no_conversations(tmp_path: Path, registry: Registry, row: dic
 
 def test_explicit_columns_disable_the_hint(tmp_path: Path, registry: Registry) -> None:
     row = {**SHAREGPT_PAIR, "answered": [HUMAN, GPT]}
-    assert refusal(tmp_path, registry, "conversation", row).endswith("'chosen', 'rejected', set data.format=sharegpt")
-    assert read(tmp_path, registry, "conversation", row, name="sharegpt")
-    columns = {"conversations": "answered", "chosen": "chosen", "rejected": "rejected"}
-    assert read(tmp_path, registry, "conversation", row, columns=columns)
+    assert refusal(tmp_path, registry, "conversation", row).endswith(
+        """'chosen', 'rejected', set data.format=sharegpt and data.ignore_columns=["chosen", "rejected"]"""
+    )
+    ignored = ["chosen", "rejected", "answered"]
+    assert read(tmp_path, registry, "conversation", row, name="sharegpt", columns=ColumnRules(ignored=ignored))
+    assert read(tmp_path, registry, "conversation", row, columns=ColumnRules({"conversations": "answered"}))
 
 
 @pytest.mark.parametrize(
@@ -138,4 +141,6 @@ def test_explicit_columns_disable_the_hint(tmp_path: Path, registry: Registry) -
     ],
 )
 def test_rows_with_more_columns_are_read(tmp_path: Path, registry: Registry, kind: str, row: dict[str, Any]) -> None:
-    assert len(read(tmp_path, registry, kind, row)) == 1
+    assert len(read(tmp_path, registry, kind, row, columns=ColumnRules(ignored=[ALL]))) == 1
+    if kind == "conversation":
+        assert "has columns that" in refusal(tmp_path, registry, kind, row)

@@ -16,6 +16,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.redaction import redacted
 from llmsuite.contract.registry import Registry
 from llmsuite.data.faults import Faults
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.read import first_rows, raw_rows, read_rows
 from llmsuite.data.row_converter import RowConverter
 from llmsuite.data.suggest import (
@@ -135,7 +136,7 @@ def test_proposals_can_be_typed_and_read(
     assert json.loads(word.partition("=")[2]) == columns
     place = tmp_path_factory.getbasetemp() / "rows.jsonl"
     place.write_text(json.dumps(row))
-    assert len(read_rows(place, kind, "auto", registry.data_formats, columns=columns)) == 1
+    assert len(read_rows(place, kind, "auto", registry.data_formats, columns=ColumnRules(columns))) == 1
     with pytest.raises(UserError) if _is_refused(kind, row, registry) else _nothing():
         read_rows(place, kind, "auto", registry.data_formats)
 

@@ -41,7 +41,7 @@ FORMATS = {f.name: f for f in (*conversation_formats.BUILTIN, *preference_format
 
 def context(report: Callable[[str], None] = lambda text: None, **data: Any) -> StageContext:
     found = dpo_case.stage(report=report).context
-    section = dataclasses.replace(found.data, **{"max_length": 256, **data})
+    section = dataclasses.replace(found.data, **{"max_length": 256, "ignore_columns": ["*"], **data})
     return dataclasses.replace(found, data=section, data_formats=FORMATS, caches_tokens=True)
 
 

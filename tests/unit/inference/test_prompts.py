@@ -10,6 +10,7 @@ import pytest
 
 from llmsuite.base.errors import RecipeError, UserError
 from llmsuite.contract.registry import Registry
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.prompts import Prompter
 from llmsuite.recipe.resolve import plan_run
@@ -65,23 +66,23 @@ def test_columns_and_tables(prompter: Prompter, tmp_path: Path) -> None:
     """A file of any kind, with the prompt made of its columns, which stay in the answers."""
     table = tmp_path / "rows.csv"
     table.write_text("id,a,b,prompt\n3,7,5,other\n")
-    (found,) = prompter.read(table, {"prompt": "What is {a} plus {b}?"})
+    (found,) = prompter.read(table, ColumnRules({"prompt": "What is {a} plus {b}?"}))
     assert found.ids == prompter.row("What is 7 plus 5?").ids
     assert found.row == {"id": "3", "a": "7", "b": "5", "prompt": "What is 7 plus 5?"}
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"talk": TURNS, "prompt": 5}) + "\n")
-    assert prompter.read(rows, {"messages": "talk"})[0].ids == found.ids  # the other column is no prompt
+    assert prompter.read(rows, ColumnRules({"messages": "talk"}))[0].ids == found.ids  # the other column is no prompt
     answered = tmp_path / "answered.jsonl"
     answered.write_text(json.dumps({"talk": [*TURNS, {"role": "assistant", "content": "12"}]}) + "\n")
-    (shown,) = prompter.read(answered, {"messages": "talk"})
+    (shown,) = prompter.read(answered, ColumnRules({"messages": "talk"}))
     assert shown.ids == found.ids
     assert shown.row["answer"] == "12"
     for columns, message in (({"prompt": "x"}, "has no column 'x'"), ({}, "list of turns")):
         with pytest.raises(UserError, match=rf"rows\.jsonl:1: .*{message}"):
-            prompter.read(rows, columns)
+            prompter.read(rows, ColumnRules(columns))
     rows.write_text('"Hi?"\n')
     with pytest.raises(UserError, match=r"rows\.jsonl:1: is a string, which has no columns"):
-        prompter.read(rows, {"prompt": "x"})
+        prompter.read(rows, ColumnRules({"prompt": "x"}))
 
 
 @pytest.mark.parametrize(

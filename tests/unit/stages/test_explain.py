@@ -286,3 +286,18 @@ def test_tokens_that_differ_from_the_text_are_shown(tmp_path: Path) -> None:
     plain.normalizer = normalizers.Lowercase()
     lower = TextTokenizer(tokenizers.write(tmp_path / "lower", plain))
     assert _changed("the Paris", lower) == "'Paris' is 'paris' in tokens"
+
+
+def test_what_the_template_is_given(run: Any, recipe: Any) -> None:
+    row = {
+        "messages": [{"role": "user", "content": "Hi?", "name": "Ann"}, {"role": "assistant", "content": "Hello."}],
+        "tools": [{"type": "function", "function": {"name": "weather"}}],
+        "id": 7,
+    }
+    path = recipe("sft", [row], **{"data.ignore_columns": ["id"], "data.chat_template": "chatml"})
+    code, out, err = run("data", "explain", path)
+    assert (code, err) == (0, "")
+    assert "\nbesides roles and contents, the chat template is given: name of messages[0]; tools weather\n" in out
+    code, _, err = run("data", "explain", recipe("sft", [row]))
+    assert code == 2
+    assert "rows.jsonl:1: has columns that openai does not read ('id'): remove them from the rows" in err

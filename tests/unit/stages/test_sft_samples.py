@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import load_template
 from llmsuite.data.control_tokens import ControlTokens
+from llmsuite.data.conversation_formats import openai
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Conversation, Message, ToolCall, turns_of
 from llmsuite.data.tokenizer import TextTokenizer
@@ -216,7 +218,8 @@ def test_a_file_without_a_usable_row_is_refused(tmp_path: Path, stage: SftStage)
 
 
 def test_every_embedded_row(stage: SftStage) -> None:
-    rows = read_rows(DATA / "sft" / "train.jsonl", "conversation", "auto", FORMATS)
+    columns = ColumnRules(ignored=["tasks"])
+    rows = read_rows(DATA / "sft" / "train.jsonl", "conversation", "auto", FORMATS, columns=columns)
     found, dropped = samples(stage, *rows)
     assert (len(found), dropped) == (160, {})
     for row, sample in zip(rows, found):
@@ -352,3 +355,41 @@ def test_tokens_of_any_file_are_warned_of_and_thoughts_are_not(tmp_path: Path) -
 
     assert [warned(text, "b") for text in ("<|A|>", "<|im_end|>", "<think>", "a")] == [True, True, True, False]
     assert [warned("b", text) for text in ("<|A|>", "<|im_end|>", "<think>a</think>b")] == [True, True, False]
+
+
+THINKS = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.reasoning_content and loop.last %}<think>\n{{ m.reasoning_content }}"
+    "\n</think>\n\n{% endif %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+WORDS = st.text("ab .\n", min_size=1, max_size=12).filter(lambda text: bool(text.strip()))
+
+
+@given(thoughts=WORDS, answer=WORDS, in_content=st.booleans())
+def test_thoughts_are_input_only_where_the_recipe_says_so(thoughts: str, answer: str, in_content: bool) -> None:
+    turn = {"role": "assistant", "content": answer, "reasoning_content": thoughts}
+    source = THINKS
+    if in_content:
+        turn = {"role": "assistant", "content": f"<think>{thoughts}</think>{answer}"}
+        source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>\n{% endfor %}"
+        source += "{% if add_generation_prompt %}<assistant>{% endif %}"
+    row = openai({"messages": [{"role": "user", "content": "Hi?"}, turn]})
+    (full,), _ = samples(make_stage(template=source), row)
+    (masked,), _ = samples(make_stage(template=source, supervise_thoughts=False), row)
+    assert masked.ids.tolist() == full.ids.tolist()
+    assert (masked.weights <= full.weights).all()
+    dropped = np.flatnonzero(full.weights != masked.weights)
+    made = make_stage(template=source)
+    # a token may be of thoughts and of the text behind them
+    assert thoughts.strip().startswith(text(made, full.ids[dropped]).strip())
+    left = text(made, full.ids[dropped[-1] + 1 if len(dropped) else 0 :])
+    assert "</think>" in left
+    assert answer.strip() in left
+    assert np.diff(dropped).tolist() == [1] * (len(dropped) - 1 if len(dropped) else 0)
+
+
+def test_a_row_without_thoughts_is_supervised_as_before() -> None:
+    row = openai({"messages": [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]})
+    (full,), _ = samples(make_stage(template=THINKS), row)
+    (same,), _ = samples(make_stage(template=THINKS, supervise_thoughts=False), row)
+    assert full.weights.tolist() == same.weights.tolist()

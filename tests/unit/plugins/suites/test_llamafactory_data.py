@@ -10,6 +10,7 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.builtin import llmsuite_register_data_formats
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.read import read_rows
 from tests.support.llamafactory import ACTION, DPO, SFT
 from tests.unit.plugins.suites.conftest import Converted
@@ -164,5 +165,5 @@ def test_the_columns_fit_a_format(data: Any, tmp_path: Path) -> None:
     for name, base, kind, row in rows:
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps(row))
-        (found,) = read_rows(path, kind, "auto", formats, columns=data(name, base)["columns"])
+        (found,) = read_rows(path, kind, "auto", formats, columns=ColumnRules(data(name, base)["columns"]))
         assert "Hello." in str(found)

@@ -1,0 +1,93 @@
+"""Keys of rows and turns: the known ones, those that carry nothing, and those that a recipe ignores.
+
+No key is dropped unread. A column that a data format does not declare, and a key of a turn that is neither known nor
+read by the chat template, make a faulty row unless `data.ignore_columns` has the name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from llmsuite.data.rows import REASONING
+
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""Column with variables of the chat template for one row."""
+ROW_KEYS = frozenset({"system", "tools", TEMPLATE_KWARGS})
+"""Columns that every format may have."""
+MEDIA = ("images", "videos", "audios", "image", "video", "audio")
+"""Columns, and keys of turns, with pictures, videos and sounds, by their names in other suites."""
+LOSS_KEYS = ("weight", "loss")
+"""Keys of a turn that select the supervised turns, and are no part of the turn for a template."""
+TURN_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", *REASONING, *LOSS_KEYS})
+"""Keys of a turn that always reach the chat template, or are used here."""
+PART_KEYS = frozenset({"type", "text", "annotations", "logprobs", "cache_control"})
+"""Keys of a part of a turn's content. All but the first two concern a server, and not what the model reads."""
+ALL = "*"
+"""Entry of `data.ignore_columns` that stands for every column and key that nothing reads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnRules:
+    """The keys of the section `data` that select columns."""
+
+    sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """`data.columns`: the source of each field, see `rename_columns`. Empty to keep the columns of the row."""
+    ignored: Sequence[str] = ()
+    """`data.ignore_columns`: columns, and keys of turns, that are left out; `ALL` for all that nothing reads."""
+
+    @property
+    def ignores_all(self) -> bool:
+        """True where every column that nothing reads is ignored."""
+        return ALL in self.ignored
+
+
+KEEP_ALL = ColumnRules()
+"""The rules of a recipe without both keys."""
+
+
+def is_nothing(value: Any) -> bool:
+    """Return True for a value that carries nothing: null, and an empty text, list or object."""
+    return value is None or (isinstance(value, (str, list, Mapping)) and not value)
+
+
+def without_ignored(row: Mapping[str, Any], ignored: Sequence[str]) -> Mapping[str, Any]:
+    """Return a row without the ignored columns, and without the ignored keys of its turns and their parts."""
+    names = set(ignored) - {ALL}
+    if not names:
+        return row
+    return {key: _value_without(value, names) for key, value in row.items() if key not in names}
+
+
+def _value_without(value: Any, names: set[str]) -> Any:
+    if isinstance(value, list):
+        return [_turn_without(item, names) for item in value]
+    return _turn_without(value, names)
+
+
+def _turn_without(value: Any, names: set[str]) -> Any:
+    """Return a turn without keys; any other value unchanged."""
+    if not isinstance(value, Mapping) or not ("role" in value or "from" in value):
+        return value
+    turn = _keys_without(value, names)
+    content = turn.get("content")
+    if isinstance(content, list):
+        turn["content"] = [_keys_without(part, names) if isinstance(part, Mapping) else part for part in content]
+    return turn
+
+
+def _keys_without(value: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
+    return {key: inner for key, inner in value.items() if key not in names}
+
+
+def unread_columns(row: Mapping[str, Any], read: frozenset[str] | None) -> list[str]:
+    """Return the columns of a row that carry something and that its format does not read.
+
+    Args:
+        row: with the fields of `data.columns`.
+        read: `DataFormat.columns`.
+    """
+    if read is None:
+        return []
+    return [key for key, value in row.items() if key not in read and key not in ROW_KEYS and not is_nothing(value)]

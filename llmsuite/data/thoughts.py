@@ -1,0 +1,90 @@
+"""Thoughts of a model in a rendered conversation: where they are, and what a template does with those of earlier turns.
+
+A template writes the thoughts of a turn before its content, such as in `<think>` and `</think>`. Its generation prompt
+may open them already, or open and close them for a model that is not to think. Of earlier turns it may leave them out.
+"""
+
+from __future__ import annotations
+
+import re
+
+from llmsuite.data.rows import Message
+
+THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+"""Content of a turn that begins with the thoughts of the model."""
+_OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
+"""End of a generation prompt that opens the thoughts, or opens and closes them."""
+_END_MARKER = re.compile(r"<[|\uff5c][^<>|\uff5c]+[|\uff5c]>")
+"""A marker that ends a turn, such as `<|end|>`."""
+
+
+def thoughts_of(message: Message) -> str:
+    """Return the thoughts of a turn, which stand in a key of their own or in its content; "" for none."""
+    if message.reasoning.strip():
+        return message.reasoning.strip()
+    found = THINK_BLOCK.fullmatch(message.content)
+    return "" if found is None else found[1].strip()
+
+
+def visible_content(message: Message) -> str:
+    """Return the content of a turn without thoughts."""
+    found = None if message.reasoning.strip() else THINK_BLOCK.fullmatch(message.content)
+    return message.content.strip() if found is None else found[2].strip()
+
+
+def shared_prompt(prompt: str, text: str) -> str | None:
+    """Return the beginning of a conversation, rendered as `text`, that a generation prompt shares with it.
+
+    This is the prompt, or the prompt without the end that opens thoughts; None if the conversation begins differently.
+    """
+    if text.startswith(prompt):
+        return prompt
+    found = _OPENED.search(prompt)
+    if found is not None and text.startswith(prompt[: found.start()]):
+        return prompt[: found.start()]
+    return None
+
+
+def thought_span(message: Message, turn: str) -> tuple[int, int] | None:
+    """Return begin and end of the thoughts of a turn that is rendered as `turn`; None where it has none."""
+    thoughts = thoughts_of(message)
+    begin = turn.find(thoughts) if thoughts else -1
+    return None if begin < 0 else (begin, begin + len(thoughts))
+
+
+def earlier_turn_length(message: Message, last: str, text: str) -> int | None:
+    """Return the length of a turn that a template renders differently once others follow.
+
+    Args:
+        message: the turn.
+        last: the turn as it is rendered at the end of a conversation.
+        text: a conversation from the begin of the turn on, with other turns after it.
+
+    Returns:
+        Number of characters of `text`; None if more than the thoughts is different.
+    """
+    anchor = visible_content(message)
+    if not anchor and message.tool_calls:
+        anchor = message.tool_calls[0].name
+    at_last = last.rfind(anchor) if anchor else -1
+    if at_last < 0:
+        return None
+    head = _squeezed(last[:at_last]).replace(_squeezed(thoughts_of(message)), "", 1)
+    tail = last[at_last:]
+    at = text.find(anchor)
+    while at >= 0:
+        if not head.endswith(_squeezed(text[:at])):
+            return None
+        if text.startswith(tail, at):
+            return at + len(tail)
+        # the last turn of all may end with another marker than the others
+        end = at + len(anchor)
+        marker = _END_MARKER.match(text, end)
+        if marker is not None and _END_MARKER.fullmatch(tail[len(anchor) :]):
+            return marker.end()
+        at = text.find(anchor, at + 1)
+    return None
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())

@@ -1,0 +1,195 @@
+"""No key of a row or a turn is dropped unread: it is read, ignored by name, or refused by name."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.base.errors import UserError
+from llmsuite.data import conversation_formats, preference_formats, prompt_formats
+from llmsuite.data.chat_template import BUILTIN, ChatTemplate
+from llmsuite.data.faults import Faults
+from llmsuite.data.keys import ALL, ROW_KEYS, TURN_KEYS, ColumnRules, is_nothing
+from llmsuite.data.row_converter import RowConverter
+from llmsuite.data.rows import Prompt, conversations_of
+from llmsuite.data.turns import parse_message
+from tests.support.tool_turns import ASK, HELLO, ROWS, TOOLS
+
+FORMATS = {
+    data_format.name: data_format
+    for data_format in (*conversation_formats.BUILTIN, *preference_formats.BUILTIN, *prompt_formats.BUILTIN)
+}
+TABLE = [name for name, data_format in FORMATS.items() if data_format.kind != "prompt"]
+NAMES = st.text(min_size=1, max_size=6) | st.sampled_from(
+    ["id", "source", "chosen", "rejected", "label", "kto_tag", "history", "sort", "answer", "input", "weight", "text"]
+)
+VALUES = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4) | st.just([]) | st.just({}) | st.just([1])
+PLAIN = ChatTemplate("{% for m in messages %}{{ m.role }} {{ m.content }};{% endfor %}", {}, "a test")
+
+
+class Recorded(Mapping[str, Any]):
+    """A row that records which of its columns are read."""
+
+    def __init__(self, row: Mapping[str, Any]):
+        self._row = row
+        self.read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.read.add(key)
+        return self._row[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+
+def convert(name: str, row: Any, ignored: list[str] | None = None) -> tuple[Any, Faults]:
+    data_format = FORMATS[name]
+    converter = RowConverter(data_format.kind, name, FORMATS, ColumnRules(ignored=ignored or ()))
+    faults = Faults()
+    return converter.convert("rows.jsonl:7", row, None, faults), faults
+
+
+def refusal(faults: Faults) -> str:
+    with pytest.raises(UserError) as caught:
+        faults.check()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_a_format_declares_exactly_the_columns_that_it_reads(name: str) -> None:
+    columns = FORMATS[name].columns
+    assert columns is not None
+    row = Recorded({**ROWS[name], "tools": TOOLS, "system": "Be brief.", "chat_template_kwargs": {"a": 1}})
+    FORMATS[name].convert(row)
+    assert row.read <= columns | ROW_KEYS
+    assert row.read >= ROW_KEYS
+    assert set(ROWS[name]) <= columns
+
+
+@pytest.mark.parametrize("name", TABLE)
+@given(key=NAMES, value=VALUES)
+def test_a_column_is_read_or_refused_by_name(name: str, key: str, value: Any) -> None:
+    columns = FORMATS[name].columns
+    assert columns is not None
+    if key in columns | ROW_KEYS:
+        return
+    plain, _ = convert(name, ROWS[name])
+    row, faults = convert(name, {**ROWS[name], key: value})
+    if is_nothing(value):
+        assert row == plain
+        return
+    assert row is None
+    message = refusal(faults)
+    assert message.startswith("rows.jsonl:7: has columns that ")
+    assert repr(key) in message
+    assert "--data.ignore_columns=" in message
+    assert "remove them from the rows" in message
+    for ignored in ([key], [ALL], ["other", key]):
+        assert convert(name, {**ROWS[name], key: value}, ignored)[0] == plain
+
+
+@pytest.mark.parametrize("name", ["prompt", "openai_prompt"])
+def test_columns_of_prompts_are_for_rewards(name: str) -> None:
+    row, _ = convert(name, {**ROWS[name], "gold": "4"})
+    assert isinstance(row, Prompt)
+    assert row.columns["gold"] == "4"
+    row, _ = convert(name, {**ROWS[name], "gold": "4"}, ["gold"])
+    assert "gold" not in row.columns
+
+
+def test_columns_of_a_mapping_are_exactly_those_of_the_format() -> None:
+    rules = ColumnRules({"instruction": "ask", "output": "reply", "extra": "id"})
+    faults = Faults()
+    row = {"ask": "a", "reply": "b", "id": 1, "more": 2}
+    assert RowConverter("conversation", "auto", FORMATS, rules).convert("x:1", row, None, faults) is None
+    assert refusal(faults) == "x:1: alpaca does not read 'extra'; leave that out of data.columns"
+    rules = ColumnRules({"instruction": "ask", "output": "reply"})
+    assert RowConverter("conversation", "auto", FORMATS, rules).convert("x:1", row, None, Faults()) is not None
+
+
+@pytest.mark.parametrize("key", ["images", "image", "video", "audios"])
+def test_media_are_refused_by_name_unless_they_are_named(key: str) -> None:
+    turn = {**ASK, key: ["a.png"]}
+    with pytest.raises(ValueError, match=rf"'messages\[0\]\.{key}' is there, and only text is read"):
+        parse_message(turn, "messages[0]")
+    row = {"messages": [turn, HELLO]}
+    assert convert("openai", row, [ALL])[0] is None
+    assert convert("openai", row, [key])[0] == convert("openai", {"messages": [ASK, HELLO]})[0]
+    assert f"has {key}, and only text is read" in refusal(convert("openai", {**ROWS["openai"], key: ["a"]}, [ALL])[1])
+    assert parse_message({**ASK, key: []}, "messages[0]").content == "Hi?"
+
+
+def test_keys_of_parts_are_refused_by_name() -> None:
+    part = {"type": "text", "text": "a", "annotations": [], "cache_control": {"type": "ephemeral"}}
+    assert parse_message({"role": "user", "content": [part]}, "m").content == "a"
+    with pytest.raises(ValueError, match=r"'m\.content\[0\]\.language' is there, and only the text of a part is read"):
+        parse_message({"role": "user", "content": [{**part, "language": "de"}]}, "m")
+    row = {"messages": [{"role": "user", "content": [{**part, "language": "de"}]}, HELLO]}
+    assert convert("openai", row, ["language"])[0].messages[0].content == "a"
+
+
+@given(key=NAMES | st.sampled_from(["reasoning_effort", "channel", "timestamp"]), value=VALUES)
+def test_a_key_of_a_turn_is_read_or_refused_by_name(key: str, value: Any) -> None:
+    if key in TURN_KEYS or key in ("tool_calls", "function_call", "images", "from", "value"):
+        return
+    turn = {**HELLO, key: value}
+    row, faults = convert("openai", {"messages": [ASK, turn]})
+    assert row is not None, faults.counts
+    named = ChatTemplate(
+        "{% for m in messages %}{{ m[" + json.dumps(key) + "] }}{{ m.content }};{% endfor %}", {}, "a test"
+    )
+    as_json = ChatTemplate("{% for m in messages %}{{ m | tojson }}{{ m.content }};{% endfor %}", {}, "a test")
+    for template in (PLAIN, as_json, ChatTemplate(BUILTIN["chatml"], {}, "chatml")):
+        assert template.unread_key(row.messages[:1]) is None
+    assert as_json.unread_key(row.messages) is None
+    if key.isidentifier():
+        assert named.unread_key(row.messages) is None
+    if is_nothing(value):
+        assert PLAIN.unread_key(row.messages) is None
+        return
+    assert PLAIN.unread_key(row.messages) == f"{key!r} of messages[1]"
+    with pytest.raises(UserError, match="which is no key that is known: remove it from the rows, or list it in data"):
+        PLAIN.prompt([*row.messages, row.messages[0]])
+    for ignored in ([key], [key, ALL]):
+        (conversation,) = conversations_of(convert("openai", {"messages": [ASK, turn]}, ignored)[0])
+        assert PLAIN.unread_key(conversation.messages) is None
+    assert ChatTemplate(PLAIN.source, {}, "a test", ignores_unknown=True).unread_key(row.messages) is None
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_carries_the_variables_of_the_template(name: str) -> None:
+    for given_kwargs in ({"enable_thinking": False, "x": None}, '{"enable_thinking": false}'):
+        row, _ = convert(name, {**ROWS[name], "chat_template_kwargs": given_kwargs})
+        assert {json.dumps(json.loads(each.template_kwargs)) for each in conversations_of(row)} == {
+            '{"enable_thinking": false}'
+        }
+    row, _ = convert(name, {**ROWS[name], "chat_template_kwargs": None})
+    assert {each.template_kwargs for each in conversations_of(row)} == {""}
+    _, faults = convert(name, {**ROWS[name], "chat_template_kwargs": {"messages": []}})
+    assert "'chat_template_kwargs.messages' is not set by hand" in refusal(faults)
+    _, faults = convert(name, {**ROWS[name], "chat_template_kwargs": [1]})
+    assert "'chat_template_kwargs' is a list, not an object" in refusal(faults)
+
+
+def test_variables_reach_the_template_and_unread_ones_are_refused() -> None:
+    source = "{{ 'thinks' if enable_thinking | default(true) else 'answers' }} {{ messages[0].content }}"
+    turns = [parse_message(ASK, "m")]
+    assert ChatTemplate(source, {}, "a test").render(turns) == "thinks Hi?"
+    off = ChatTemplate(source, {}, "a test", {"enable_thinking": False})
+    assert off.render(turns) == "answers Hi?"
+    assert off.render(turns, kwargs='{"enable_thinking": true}') == "thinks Hi?"
+    ahead = off.prerender_prompts([Prompt(tuple(turns), template_kwargs='{"enable_thinking": true}')])
+    assert ahead.prompt(turns, "", '{"enable_thinking": true}') == "thinks Hi?"
+    assert ahead.prompt(turns) == "answers Hi?"
+    with pytest.raises(UserError, match="has no variable 'thinking', which chat_template_kwargs sets"):
+        ChatTemplate(source, {}, "a test", {"thinking": False})
+    with pytest.raises(UserError, match="has no variable 'thinking'"):
+        off.render(turns, kwargs='{"thinking": true}')

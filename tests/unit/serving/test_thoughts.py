@@ -1,0 +1,102 @@
+"""Thoughts of an answer come back apart from its content, complete or as a stream, and the template takes variables."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from llmsuite.data.tokenizer import TextTokenizer
+from llmsuite.inference.prompts import Prompter
+from tests.support.paths import DATA
+from tests.support.served import make_service
+from tests.support.tool_calls import CALLS, TOOLS, says
+
+TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>\n{{ m.reasoning_content }}\n</think>\n\n{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n"
+    "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n"
+    "{% elif opens is defined %}<think>\n{% endif %}{% endif %}"
+)
+ASK: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "1+1?"}]}
+THOUGHT = "<think>\nOne and one.\n</think>\n\nTwo."
+
+
+@pytest.fixture
+def prompter(tmp_path: Path) -> Prompter:
+    directory = tmp_path / "thinks"
+    shutil.copytree(DATA / "tokenizer", directory)
+    (directory / "chat_template.jinja").write_text(TEMPLATE)
+    return Prompter(TextTokenizer(directory), "tokenizer")
+
+
+def streamed(client: openai.OpenAI, **keys: Any) -> tuple[str, str, list[Any]]:
+    """Thoughts, content and calls of a stream."""
+    thoughts = ""
+    content = ""
+    calls: list[Any] = []
+    for chunk in client.chat.completions.create(**ASK, stream=True, **keys):
+        delta: Any = chunk.choices[0].delta
+        thoughts += getattr(delta, "reasoning_content", None) or ""
+        content += delta.content or ""
+        calls += delta.tool_calls or []
+    return thoughts, content, calls
+
+
+def test_thoughts_are_apart_from_the_content(prompter: Prompter) -> None:
+    with says(THOUGHT, prompter=prompter) as client:
+        message: Any = client.chat.completions.create(**ASK).choices[0].message
+        assert (message.reasoning_content, message.content) == ("One and one.", "Two.")
+        assert streamed(client)[:2] == ("One and one.", "Two.")
+        again: Any = {**ASK, "messages": [*ASK["messages"], message.model_dump(exclude_none=True), *ASK["messages"]]}
+        assert client.chat.completions.create(**again).choices[0].message.content == "Two."
+
+
+def test_a_prompt_may_have_opened_the_thoughts(prompter: Prompter) -> None:
+    keys: Any = {"extra_body": {"chat_template_kwargs": {"opens": True}}}
+    seen: list[list[int]] = []
+    with says("One and one.\n</think>\n\nTwo.", seen, prompter) as client:
+        message: Any = client.chat.completions.create(**ASK, **keys).choices[0].message
+        assert (message.reasoning_content, message.content) == ("One and one.", "Two.")
+        assert streamed(client, **keys)[:2] == ("One and one.", "Two.")
+        assert make_service().generator.tokenizer.decode(seen[0], False).endswith("<think>\n")
+    off: Any = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}
+    with says("Two.", seen, prompter) as client:
+        message = client.chat.completions.create(**ASK, **off).choices[0].message
+        assert message.content == "Two."
+        assert getattr(message, "reasoning_content", None) is None
+        assert make_service().generator.tokenizer.decode(seen[-1], False).endswith("</think>\n\n")
+        with pytest.raises(openai.BadRequestError, match="has no variable 'thinks', which chat_template_kwargs sets"):
+            client.chat.completions.create(**ASK, extra_body={"chat_template_kwargs": {"thinks": 1}})
+        with pytest.raises(openai.BadRequestError, match=r"'chat_template_kwargs\.messages' is not set by hand"):
+            client.chat.completions.create(**ASK, extra_body={"chat_template_kwargs": {"messages": []}})
+
+
+def test_calls_follow_thoughts(prompter: Prompter) -> None:
+    with says(f"<think>\nI add.\n</think>\n\n{CALLS}", prompter=prompter) as client:
+        choice = client.chat.completions.create(**ASK, tools=TOOLS).choices[0]
+        message: Any = choice.message
+        assert (choice.finish_reason, message.reasoning_content, message.content) == ("tool_calls", "I add.", None)
+        assert len(message.tool_calls) == 2
+        thoughts, content, calls = streamed(client, tools=TOOLS)
+        assert (thoughts, content, len(calls)) == ("I add.", "", 2)
+
+
+def test_a_model_without_thoughts_answers_as_before() -> None:
+    with says(THOUGHT) as client:
+        message: Any = client.chat.completions.create(**ASK).choices[0].message
+        assert message.content == THOUGHT
+        assert getattr(message, "reasoning_content", None) is None
+
+
+def test_an_unknown_key_of_a_turn_is_refused_by_name() -> None:
+    with says("Two.") as client:
+        turn: Any = {"role": "user", "content": "1+1?", "mood": "good", "annotations": []}
+        with pytest.raises(openai.BadRequestError, match=r"does not read the key 'mood' of messages\[0\]"):
+            client.chat.completions.create(model="toy", messages=[turn])
