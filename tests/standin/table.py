@@ -100,7 +100,7 @@ ALONE: tuple[Removal, ...] = (
         ('self.main_param.copy_(shard.astype("float32"), True)',
          "self.main_param.copy_(shard, True)", "loaded_values"),
         ("shard = shard.astype(self.parameter.dtype)", "pass", "masters"),
-        ("paddle.to_tensor(values).astype(self.parameter.dtype)", "paddle.to_tensor(values)", "loaded_values"),
+        ("tensor_of(values).astype(self.parameter.dtype)", "tensor_of(values)", "loaded_values"),
         ('local = local.astype("float32")', "pass", "masters"),
         ("before = held.clone()", "before = held", "swapped"),
     ),
