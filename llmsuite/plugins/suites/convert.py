@@ -10,6 +10,7 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.specs import ConvertedRecipe
+from llmsuite.data.keys import ALL
 from llmsuite.plugins.suites.conversion.arguments import Arguments
 from llmsuite.plugins.suites.conversion.conversion import check_stage
 from llmsuite.plugins.suites.conversion.family import family_of
@@ -100,6 +101,8 @@ def _read(
     run = Run(suite, Arguments(dict(flat)), name, registry, stage, spec, num_devices)
     report = run.result
     report.recipe = suite.recipe(run)
+    if stage != "pretrain":  # whose texts are one column
+        report.recipe["data"]["ignore_columns"] = [ALL]  # every suite leaves out the columns that it does not read
     for key, value in run.left.items():
         why = why_refused(suite.refused, key, value)
         ignored = find(suite.ignored, key)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from llmsuite.base.errors import UserError
+from llmsuite.data.keys import ALL
 from llmsuite.plugins.suites.conversion.conversion import Conversion
 from llmsuite.plugins.suites.conversion.family import preset_of
 from llmsuite.plugins.suites.conversion.kinds import ONE, Kind, is_true, wrong
@@ -128,6 +129,8 @@ def data(run: Conversion, own: dict[str, Any]) -> dict[str, Any]:
     data["max_length"] = next((value for value in lengths if value is not None), None) or _LENGTHS.get(
         run.section, 2048
     )
+    if run.stage != "pretrain":
+        data["ignore_columns"] = [ALL]  # PaddleNLP leaves out the columns that it does not read
     _check_template(run)
     if _is_packed(run):
         data["packing"] = "best_fit"

@@ -19,7 +19,10 @@ def test_adapters_by_its_defaults(converted: Converted) -> None:
     assert found.recipe == {
         "stage": "lora", "source": "Axolotl x.yaml",
         "model": {"family": "llama", "weights": "NousResearch/Meta-Llama-3-8B-Instruct", "preset": "llama-3-8b"},
-        "data": {"train": "hf:org/rows?split=train", "columns": {"messages": "messages"}, "max_length": 512},
+        "data": {
+            "train": "hf:org/rows?split=train", "columns": {"messages": "messages"}, "max_length": 512,
+            "ignore_columns": ["*"],
+        },
         "engine": {"precision": "bf16"}, "launch": {"num_devices": 1},
         "train": {
             "num_epochs": 1, "global_batch_size": 1, "micro_batch_size": 1, "learning_rate": 2e-5,

@@ -21,7 +21,10 @@ def test_sft_with_adapters(converted: Converted) -> None:
     assert found.recipe == {
         "stage": "lora", "source": "LLaMA-Factory x.yaml",
         "model": {"family": "qwen", "weights": "Qwen/Qwen3-8B", "preset": "qwen3-8b"},
-        "data": {"train": "data/mine.json", "max_length": 1024, "chat_template": "chatml", "num_workers": 2},
+        "data": {
+            "train": "data/mine.json", "max_length": 1024, "chat_template": "chatml", "num_workers": 2,
+            "ignore_columns": ["*"],
+        },
         "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 4},
         "train": {
             "num_epochs": 2, "global_batch_size": 32, "micro_batch_size": 2, "learning_rate": 2e-4,

@@ -21,7 +21,7 @@ def test_sft(converted: Converted) -> None:
         "model": {"family": "qwen", "weights": "Qwen/Qwen3-0.6B", "preset": "qwen3-0.6b"},
         "data": {
             "train": "train.jsonl", "eval": "eval.jsonl", "max_length": 8192, "packing": "best_fit",
-            "chat_template": "chatml",
+            "chat_template": "chatml", "ignore_columns": ["*"],
         },
         "parallel": {
             "tensor_parallel_degree": 2, "pipeline_parallel_degree": 2, "sharding": "stage1", "sequence_parallel": True,
@@ -42,7 +42,7 @@ def test_defaults_of_the_suite(converted: Converted) -> None:
     assert recipe["train"] == {
         "num_epochs": 1, "global_batch_size": 8, "micro_batch_size": 8, "learning_rate": 5e-5, "lr_schedule": "linear",
     }  # fmt: skip
-    assert recipe["data"] == {"train": "train.jsonl", "max_length": 4096}
+    assert recipe["data"] == {"train": "train.jsonl", "max_length": 4096, "ignore_columns": ["*"]}
     assert recipe["engine"] == {"precision": "bf16"}  # whatever bf16 says
     assert converted(ACTION, {**BARE, "bf16": False}).recipe["engine"] == {"precision": "bf16"}
     assert converted(ACTION, {**BARE, "compute_type": "float32"}).recipe["engine"] == {"precision": "fp32"}

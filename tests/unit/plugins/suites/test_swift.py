@@ -36,7 +36,7 @@ def test_sft_by_its_defaults(converted: Converted) -> None:
     assert found.recipe == {
         "stage": "lora", "source": "ms-swift x.yaml",
         "model": {"family": "qwen", "weights": "ms:Qwen/Qwen2.5-7B-Instruct", "preset": "qwen2.5-7b"},
-        "data": {"train": "rows.jsonl", "max_length": 2048},
+        "data": {"train": "rows.jsonl", "max_length": 2048, "ignore_columns": ["*"]},
         "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 1},
         "train": {
             "num_epochs": 3, "global_batch_size": 16, "micro_batch_size": 1, "learning_rate": 1e-4,

@@ -20,7 +20,7 @@ def test_sft_by_its_defaults(converted: Converted) -> None:
     assert found.recipe == {
         "stage": "sft", "source": "TRL x.yaml",
         "model": {"family": "qwen", "weights": "Qwen/Qwen2.5-0.5B", "preset": "qwen2.5-0.5b"},
-        "data": {"train": "hf:org/rows?split=train", "max_length": 1024},
+        "data": {"train": "hf:org/rows?split=train", "max_length": 1024, "ignore_columns": ["*"]},
         "engine": {"precision": "bf16", "recompute": "full"}, "launch": {"num_devices": 1},
         "train": {
             "num_epochs": 3, "global_batch_size": 8, "micro_batch_size": 8, "learning_rate": 2e-5,
