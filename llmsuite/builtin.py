@@ -92,7 +92,7 @@ def _language_stages() -> list[StageSpec]:
             profile=SftSection.profile,
             factory=lazily("llmsuite.stages.sft:SftStage"),
             capabilities=frozenset(
-                {"generation", "mtp", "packing", "prefix", "prompt_lengths", "qat", "step_programs"}
+                {"generation", "mtp", "packing", "prefix", "prompt_lengths", "qat", "step_programs", "thoughts"}
             ),
             smoke=CONVERSATIONS,
         ),
@@ -105,7 +105,16 @@ def _language_stages() -> list[StageSpec]:
             sections={"sft": SftSection},
             factory=lazily("llmsuite.stages.sft:SftStage"),
             capabilities=frozenset(
-                {"adapters_only", "generation", "mtp", "packing", "prefix", "prompt_lengths", "step_programs"}
+                {
+                    "adapters_only",
+                    "generation",
+                    "mtp",
+                    "packing",
+                    "prefix",
+                    "prompt_lengths",
+                    "step_programs",
+                    "thoughts",
+                }
             ),
             smoke=CONVERSATIONS,
         ),

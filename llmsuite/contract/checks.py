@@ -48,7 +48,7 @@ def check_fields(kind: str, spec: Any) -> None:
         what = f"{name} of {kind} {spec.name!r}"
         if isinstance(value, str) and typing.get_origin(hint) in (Sequence, tuple):
             raise UserError(f"{what} is a text; it has to be a tuple: ({value!r},)")
-        if isinstance(value, str) and typing.get_origin(hint) is Set:
+        if isinstance(value, str) and typing.get_origin(hint) in (Set, frozenset):
             raise UserError(f"{what} is a text; it has to be a set: {{{value!r}}}")
         if not _fits(value, hint):
             raise UserError(f"{what} has to be {_describe(hint)}, and is a {type(value).__name__}: {value!r}")
@@ -73,8 +73,8 @@ def _fits(value: Any, hint: Any) -> bool:
         return callable(value)
     if origin is Mapping:
         return isinstance(value, Mapping) and all(_fits(k, parts[0]) and _fits(v, parts[1]) for k, v in value.items())
-    if origin is Set:
-        return isinstance(value, Set) and all(_fits(item, parts[0]) for item in value)
+    if origin in (Set, frozenset):
+        return isinstance(value, origin) and all(_fits(item, parts[0]) for item in value)
     if origin in (Sequence, tuple):
         return isinstance(value, (list, tuple)) and all(_fits(item, parts[0]) for item in value)
     return isinstance(value, hint)
@@ -90,7 +90,7 @@ def _describe(hint: Any) -> str:
         return "a function"
     if origin is Mapping:
         return f"a mapping of {_describe(parts[0])} to {_describe(parts[1])}"
-    if origin is Set:
+    if origin in (Set, frozenset):
         return f"a set of {_describe(parts[0])}"
     if origin in (Sequence, tuple):
         return f"a tuple of {_describe(parts[0])}"

@@ -91,7 +91,7 @@ class StageProfile:
 
 Capability = Literal[
     "adapters_only", "all_logits", "async_rollout", "fixed_length", "generation", "mtp", "packing", "prefix",
-    "prompt_lengths", "qat", "score_head", "step_programs",
+    "prompt_lengths", "qat", "score_head", "step_programs", "thoughts",
 ]  # fmt: skip
 """A property of a stage that keys of recipes, the engine or `llmsuite plan` depend on, see `CAPABILITIES`."""
 
@@ -114,6 +114,8 @@ CAPABILITIES: Mapping[Capability, str] = {
     "that is missing in the weights is initialised from the seed",
     "step_programs": "has `Stage.batch_layout`, and its loss uses the functions of `llmsuite.engine.batch`, which "
     "`engine.program: step` needs",
+    "thoughts": "can leave thoughts out of its loss, by `data.supervise_thoughts`; recipes of other stages that set "
+    "the key are refused",
 }
 """Meaning of each capability: what a stage that claims it does."""
 

@@ -51,7 +51,10 @@ def stage(
     context = StageContext(
         stage_name="dpo",
         data=DataSection(
-            train=str(DATA / "preference" / "train.jsonl"), max_length=max_length, chat_template=chat_template
+            train=str(DATA / "preference" / "train.jsonl"),
+            ignore_columns=["task", "answer"],
+            max_length=max_length,
+            chat_template=chat_template,
         ),
         train=train_section(micro_batch_size=micro_batch_size),
         seed=42,

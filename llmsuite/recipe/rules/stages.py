@@ -34,6 +34,12 @@ def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:
         yield "data.packing", f"{message}; remove it"
 
 
+def _no_thoughts(context: RuleContext) -> Iterator[Violation]:
+    if not context.recipe.data.supervise_thoughts and "thoughts" not in context.stage.capabilities:
+        message = f"is false; stage {context.recipe.stage} cannot leave thoughts out of what it trains on"
+        yield "data.supervise_thoughts", f"{message}; remove it"
+
+
 def _unused_in_stage(context: RuleContext) -> Iterator[Violation]:
     for key, reason in context.section.unused_elsewhere():
         *path, name = key.split(".")
@@ -315,6 +321,12 @@ STAGE_RULES = (
         _nothing_to_evaluate,
     ),
     Rule("`packing` with a stage that does not pack", "it would have no effect", (), _nothing_to_pack),
+    Rule(
+        "`data.supervise_thoughts: false` with a stage that trains on all of an answer",
+        "it would have no effect",
+        (),
+        _no_thoughts,
+    ),
     _UNUSED_KEYS,
     Rule(
         "a reference `adapter_off` without adapters",

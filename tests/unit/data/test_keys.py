@@ -14,7 +14,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.data import conversation_formats, preference_formats, prompt_formats
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
 from llmsuite.data.faults import Faults
-from llmsuite.data.keys import ALL, ROW_KEYS, TURN_KEYS, ColumnRules, is_nothing
+from llmsuite.data.keys import ALL, MEDIA, ROW_KEYS, TURN_KEYS, ColumnRules, is_nothing
 from llmsuite.data.row_converter import RowConverter
 from llmsuite.data.rows import Prompt, conversations_of
 from llmsuite.data.turns import parse_message
@@ -79,7 +79,7 @@ def test_a_format_declares_exactly_the_columns_that_it_reads(name: str) -> None:
 def test_a_column_is_read_or_refused_by_name(name: str, key: str, value: Any) -> None:
     columns = FORMATS[name].columns
     assert columns is not None
-    if key in columns | ROW_KEYS:
+    if key in columns | ROW_KEYS or key in MEDIA:  # media have a message of their own
         return
     plain, _ = convert(name, ROWS[name])
     row, faults = convert(name, {**ROWS[name], key: value})

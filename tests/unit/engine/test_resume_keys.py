@@ -24,7 +24,7 @@ def test_the_batch_size_of_sampling_may_change_on_resume(registry: Registry) -> 
         plan = plan_run(ROOT / "recipes/llama/grpo.json", words, registry, smoke=True)
         return training_keys(as_plain(plan.recipe))
 
-    free = ("--rollout.batch_size=3", "--reward.workers=1", "--environment.workers=1", "--train.micro_batch_size=1")
+    free = ("--rollout.batch_size=3", "--reward.workers=1", "--train.micro_batch_size=1")
     assert keys(*free) == keys()
     assert keys("--rollout.temperature=0.5") != keys()
 

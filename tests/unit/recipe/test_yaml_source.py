@@ -179,11 +179,11 @@ def test_jsonc_may_have_comments(tmp_path: Path) -> None:
 
 def test_commands_read_yaml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "r.yaml"
-    path.write_text(RECIPE)
+    path.write_text(RECIPE.replace("  max_length: 512\n", "  max_length: 512\n  ignore_columns: [task, answer]\n"))
     assert main(["validate", str(path), "--train.max_steps=3"]) == 0
     assert "r.yaml: ok (dpo, llama" in capsys.readouterr().out
     assert main(["show", str(path)]) == 0
-    assert f"{path}:11:3" in capsys.readouterr().out
+    assert f"{path}:12:3" in capsys.readouterr().out
     path.write_text(RECIPE.replace("stage: dpo", "stage: dqo"))
     assert main(["validate", str(path)]) == 2
     assert "r.yaml:2:1: stage:" in capsys.readouterr().err

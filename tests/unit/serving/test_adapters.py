@@ -136,7 +136,13 @@ def test_each_adapter_is_asked_by_its_own_template(place: Path, tmp_path: Path, 
     more = dict.fromkeys(("base", "config", "tokenizer", "tensor_parallel_degree"))
     more |= {"allow_pickle": False, "engine": "dynamic", "pipeline_parallel_degree": 1, "precision": "fp32"}
     args = argparse.Namespace(
-        model=str(place / "base"), device="cpu", num_devices=1, chat_template="tokenizer", control_tokens=False, **more
+        model=str(place / "base"),
+        device="cpu",
+        num_devices=1,
+        chat_template="tokenizer",
+        control_tokens=False,
+        chat_template_kwargs=None,
+        **more,
     )
     opened = open_generator(args, registry, adapters={"own": own, "b": place / "b"})
     assert opened.adapter_generators["b"] is opened.generator, "it brings nothing"
@@ -162,7 +168,7 @@ def test_a_base_without_a_template_serves_an_adapter_that_has_one(tmp_path: Path
     del settings["chat_template"]
     (bare / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = TextTokenizer(bare)
-    args = argparse.Namespace(chat_template="tokenizer", control_tokens=False)
+    args = argparse.Namespace(chat_template="tokenizer", chat_template_kwargs=None, control_tokens=False)
     generator = Generator(ToyDecoder(8), tokenizer)
     assert _prompter(generator, args, False).template_source is None
     with pytest.raises(UserError, match="has no chat template"):

@@ -16,6 +16,7 @@ from llmsuite.base.resources import bundled
 from llmsuite.cli.main import main
 from llmsuite.contract.registry import Registry
 from llmsuite.data.documents import read_documents
+from llmsuite.data.keys import KEEP_ALL
 from llmsuite.data.read import read_rows
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.prompts import Prompter
@@ -203,7 +204,7 @@ def test_other_requirements_of_pretraining_are_checked(refused: Refused) -> None
 def test_prompts_to_answer(refused: Refused, row: Any) -> None:
     write("a.jsonl", row)
     prompter = Prompter(TextTokenizer(bundled("data") / "tokenizer"), "chatml")
-    wanted = said(lambda: prompter.read(Path("a.jsonl"), {}))
+    wanted = said(lambda: prompter.read(Path("a.jsonl"), KEEP_ALL))
     assert refused("infer", "--data.prompts=a.jsonl") == [("data.prompts", wanted)]
     if row == {"Question": "a"}:
         assert """add --data.columns='{"prompt":"Question"}'""" in wanted

@@ -87,7 +87,8 @@ def test_sft(converted: Convert) -> None:
     assert recipe["model"]["weights"] == "meta-llama/Meta-Llama-3.1-8B-Instruct"
     assert recipe["model"]["preset"] == "llama-3.1-8b"
     assert recipe["data"] == {
-        "train": "./data/train.json", "eval": "./data/dev.json", "max_length": 3072, "ignore_columns": ["*"], "packing": "best_fit",
+        "train": "./data/train.json", "eval": "./data/dev.json", "max_length": 3072, "packing": "best_fit",
+        "ignore_columns": ["*"],
     }  # fmt: skip
     assert recipe["train"]["num_epochs"] == 3
     assert recipe["train"]["global_batch_size"] == 2 * 4 * 4
