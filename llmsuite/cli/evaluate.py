@@ -92,14 +92,18 @@ def run(args: Any, registry: Registry) -> int:
             texts = read_texts(Path(args.perplexity), args.key)
             found["perplexity"] = evaluate.perplexity(score, tokenizer, texts, length)
         if args.preference:
-            template = load_template(args.chat_template, tokenizer.directory, tokenizer.special_tokens, kwargs)
+            template = load_template(
+                args.chat_template, tokenizer.directory, tokenizer.special_tokens, kwargs, ignores_unknown=True
+            )
             formats = registry.data_formats
             readers = registry.stages_by_row_kind()
             columns = ColumnRules(ignored=(ALL,))  # a file for several evaluations has the columns of all of them
             rows = read_rows(Path(args.preference), "preference", "auto", formats, columns=columns, readers=readers)
             found["preference"] = evaluate.preference_accuracy(score, tokenizer, template, rows, length)
     if args.exact_match:
-        prompter = Prompter(tokenizer, None if args.raw else args.chat_template, template_kwargs=kwargs)
+        prompter = Prompter(
+            tokenizer, None if args.raw else args.chat_template, template_kwargs=kwargs, ignores_unknown=True
+        )
         prompts, answers = read_eval_prompts(Path(args.exact_match), prompter)
         found["exact_match"] = evaluate.exact_match(generator, prompts, answers, args.max_new_tokens, args.batch_size)
     numbers = {name: dataclasses.asdict(value) for name, value in found.items()}

@@ -357,7 +357,7 @@ class Registry:
         if kind == "adapter method":
             del METHODS[name]
         elif kind == "kernels":
-            del DEVICE_KERNELS[name]
+            DEVICE_KERNELS.pop(name, None)
         self._owners.pop((kind, name)).provides.remove(f"{kind} {name}")
         self._withdrawn[kind, name] = reason
 

@@ -22,12 +22,21 @@ import jinja2
 from llmsuite.base.errors import UserError, reason_of
 from llmsuite.base.files import read_json_object
 from llmsuite.base.safe_files import is_file, read_regular
+from llmsuite.contract.schema.columns import kwargs_fault
 from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
 from llmsuite.data.jinja import Marked, environment, has_mark, unmark
 from llmsuite.data.keys import TURN_KEYS, is_nothing
 from llmsuite.data.rendering import RenderError, render, render_all
 from llmsuite.data.rows import REASONING, Conversation, Message, Prompt, strings_in
-from llmsuite.data.thoughts import THINK_BLOCK, earlier_turn_length, shared_prompt, thought_span, thoughts_of
+from llmsuite.data.thoughts import (
+    THINK_BLOCK,
+    THOUGHT_END,
+    earlier_turn_length,
+    shared_prompt,
+    thought_place,
+    thought_span,
+    thoughts_of,
+)
 from llmsuite.data.turns import DEVELOPER
 
 BUILTIN = {
@@ -161,7 +170,10 @@ class ChatTemplate:
         return text
 
     def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise UserError for a variable that the template does not name: it would change nothing."""
+        """Raise UserError for a variable that is not set by hand, or that the template does not name: it would change
+        nothing."""
+        if (fault := kwargs_fault(kwargs)) is not None:
+            raise UserError(f"chat_template_kwargs.{fault[0]}: {fault[1]}")
         for name in kwargs:
             if re.search(rf"\b{re.escape(name)}\b", self.source) is None:
                 raise UserError(
@@ -356,16 +368,25 @@ class ChatTemplate:
             turn = after[len(before) :]
             span = thought_span(message, turn)
             thoughts = thoughts_of(message)
-            if span is None and thoughts and _contains(turn, thoughts):
+            if span is None and thoughts and _contains(turn[thought_place(message, turn)], thoughts):
                 raise self._unfit(f"changes the white space in the thoughts of messages[{i}]", ())
             found.append(None if span is None else (before + turn[: span[0]], before + turn[: span[1]]))
         return found
 
-    def missing_part(self, text: str, messages: Sequence[Message], tools: str) -> str | None:
+    def missing_part(
+        self, text: str, messages: Sequence[Message], tools: str, may_drop_thoughts: bool = False
+    ) -> str | None:
         """Return the name of a part that a rendered conversation lacks; None where it has all.
 
         The part is a tool, a call, or thoughts of a turn where this template reads none. A template that reads thoughts
         may drop those of some turns.
+
+        Args:
+            text: the conversation.
+            messages: its turns.
+            tools: as JSON; "" for none.
+            may_drop_thoughts: a template that reads none may drop them, if it knows thoughts: DeepSeek's cut them from
+                the content of earlier turns, so that a model never sees them again.
         """
         for name in (tool["function"]["name"] for tool in json.loads(tools or "[]")):
             if name not in text:
@@ -374,6 +395,8 @@ class ChatTemplate:
             for call in message.tool_calls:
                 if call.name not in text:
                     return f"the call of the tool {call.name!r}"
+            if may_drop_thoughts and THOUGHT_END in self.source:
+                continue
             if message.reasoning.strip() and not _contains(text, message.reasoning):
                 keys = [key for key in message.as_turn() if key in REASONING]
                 if not self._keys_of_thoughts:

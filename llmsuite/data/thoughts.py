@@ -10,6 +10,8 @@ import re
 
 from llmsuite.data.rows import Message
 
+_BEGIN = "<think>"
+THOUGHT_END = "</think>"
 THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 """Content of a turn that begins with the thoughts of the model."""
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
@@ -45,11 +47,32 @@ def shared_prompt(prompt: str, text: str) -> str | None:
     return None
 
 
+def thought_place(message: Message, turn: str) -> slice:
+    """Return the part of a turn, rendered as `turn`, that has its thoughts if the template has rendered them: up to
+    `</think>`, or before the content. The content, or a call, may have the same words."""
+    opened = turn.find(_BEGIN)
+    begin = opened + len(_BEGIN) if opened >= 0 else 0
+    end = turn.find(THOUGHT_END, begin)
+    if end < 0:
+        anchor = _anchor(message)
+        end = turn.rfind(anchor) if anchor else -1
+    return slice(begin, end if end >= 0 else len(turn))
+
+
 def thought_span(message: Message, turn: str) -> tuple[int, int] | None:
     """Return begin and end of the thoughts of a turn that is rendered as `turn`; None where it has none."""
     thoughts = thoughts_of(message)
-    begin = turn.find(thoughts) if thoughts else -1
+    place = thought_place(message, turn)
+    begin = turn.find(thoughts, place.start, place.stop) if thoughts else -1
     return None if begin < 0 else (begin, begin + len(thoughts))
+
+
+def _anchor(message: Message) -> str:
+    """Return what a template writes after the thoughts of a turn: its content, or the name of its first call."""
+    content = visible_content(message)
+    if not content and message.tool_calls:
+        return message.tool_calls[0].name
+    return content
 
 
 def earlier_turn_length(message: Message, last: str, text: str) -> int | None:
@@ -63,9 +86,7 @@ def earlier_turn_length(message: Message, last: str, text: str) -> int | None:
     Returns:
         Number of characters of `text`; None if more than the thoughts is different.
     """
-    anchor = visible_content(message)
-    if not anchor and message.tool_calls:
-        anchor = message.tool_calls[0].name
+    anchor = _anchor(message)
     at_last = last.rfind(anchor) if anchor else -1
     if at_last < 0:
         return None

@@ -24,7 +24,7 @@ from llmsuite.checkpoint.directory import find_adapter
 from llmsuite.checkpoint.model_dir import ModelDirectory
 from llmsuite.checkpoint.tokenizer_files import tokenizer_of_adapter
 from llmsuite.devices.tensors import tensor_of
-from llmsuite.inference.decoder import Cache, ModelDecoder
+from llmsuite.inference.decoder import Cache, ChunkTokens, ModelDecoder
 from llmsuite.models.linear import is_plain_linear
 
 T = TypeVar("T")
@@ -144,13 +144,13 @@ class MultiLoRADecoder(ModelDecoder):
             return super().forward(ids, padding, cache)
 
     def prompt_logits(
-        self, ids: Sequence[int], num_tokens: int | None = None, adapter: str | None = None
+        self, ids: Sequence[int], num_tokens: ChunkTokens = None, adapter: str | None = None
     ) -> Iterator[np.ndarray]:
         """Yield the logits of a text, see `ModelDecoder.prompt_logits`; adapter: None for the base model."""
         return self._with_adapters(super().prompt_logits(ids, num_tokens), [adapter])
 
     def embed(
-        self, texts: Sequence[Sequence[int]], num_tokens: int | None = None, adapter: str | None = None
+        self, texts: Sequence[Sequence[int]], num_tokens: ChunkTokens = None, adapter: str | None = None
     ) -> Iterator[np.ndarray | None]:
         """Embed texts, see `ModelDecoder.embed`; adapter: None for the base model."""
         return self._with_adapters(super().embed(texts, num_tokens), [adapter] * len(texts))

@@ -8,7 +8,7 @@ caches.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -49,6 +49,15 @@ def chunk_length(num_tokens: int, num_rows: int, num_before: int, double_cost_le
     """
     least = min(_FEWEST_TOKENS, num_tokens) // num_rows
     return max(1, least, round(num_tokens // num_rows * double_cost_len / (double_cost_len + num_before)))
+
+
+ChunkTokens = int | Callable[[], int] | None
+"""Most tokens of a chunk, or a function that returns them for the next one; None for any number."""
+
+
+def next_chunk(num_tokens: ChunkTokens) -> int | None:
+    """Return the most tokens of the next chunk; None for any number."""
+    return num_tokens() if callable(num_tokens) else num_tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,7 +104,7 @@ class Decoder(Protocol):
 class PromptDecoder(Protocol):
     """The interface of a decoder that also has the logits of the tokens of a text."""
 
-    def prompt_logits(self, ids: Sequence[int], num_tokens: int | None = None) -> Iterator[np.ndarray]:
+    def prompt_logits(self, ids: Sequence[int], num_tokens: ChunkTokens = None) -> Iterator[np.ndarray]:
         """Yield the logits of each token of a text but the last, chunk by chunk, see `ModelDecoder.prompt_logits`."""
 
 
@@ -216,13 +225,14 @@ class ModelDecoder:
 
         return dtensor_from_local(stage_input, self._tensor_mesh, [dist.Replicate()])
 
-    def prompt_logits(self, ids: Sequence[int], num_tokens: int | None = None) -> Iterator[np.ndarray]:
+    def prompt_logits(self, ids: Sequence[int], num_tokens: ChunkTokens = None) -> Iterator[np.ndarray]:
         """Yield the logits of each token of a text but the last, each a prediction of the next one, chunk by chunk:
         [L, V] float32. Other passes may be made between two chunks.
 
         Args:
             ids: token ids of the text.
-            num_tokens: most tokens of a chunk; None for as many logits as are in memory together.
+            num_tokens: most tokens of a chunk, or a function that returns them for the next one; None for as many
+                logits as are in memory together.
 
         Raises:
             UserError: interventions or prefixes edit the model's prompts.
@@ -231,7 +241,8 @@ class ModelDecoder:
         start = 0
         cache = None
         while start < len(ids) - 1:
-            size = min(chunk_length(num_tokens or _LOGITS_CHUNK, 1, start, self.traits.double_cost_len), _LOGITS_CHUNK)
+            most = next_chunk(num_tokens) or _LOGITS_CHUNK
+            size = min(chunk_length(most, 1, start, self.traits.double_cost_len), _LOGITS_CHUNK)
             chunk = np.asarray([ids[start : min(start + size, len(ids) - 1)]], "int64")
             start += size
             with paddle.no_grad():
@@ -248,7 +259,7 @@ class ModelDecoder:
         if self._mesh is not None:
             raise UserError(f"{what}: not of a model on several pipeline stages")
 
-    def embed(self, texts: Sequence[Sequence[int]], num_tokens: int | None = None) -> Iterator[np.ndarray | None]:
+    def embed(self, texts: Sequence[Sequence[int]], num_tokens: ChunkTokens = None) -> Iterator[np.ndarray | None]:
         """Embed texts: the mean of the last normed hidden states over the tokens of each text, normalised to length 1.
 
         Yields:
@@ -257,7 +268,7 @@ class ModelDecoder:
 
         Args:
             texts: token ids.
-            num_tokens: most tokens of a chunk; None for all.
+            num_tokens: most tokens of a chunk, or a function that returns them for the next one; None for all.
 
         Raises:
             UserError: interventions or prefixes edit the model's prompts.
@@ -275,9 +286,9 @@ class ModelDecoder:
             if start:
                 yield None
             size = length
-            if num_tokens is not None:
+            if (most := next_chunk(num_tokens)) is not None:
                 traits = self.traits
-                size = chunk_length(num_tokens * traits.prefill_speedup, len(texts), start, traits.double_cost_len)
+                size = chunk_length(most * traits.prefill_speedup, len(texts), start, traits.double_cost_len)
             chunk = tensor_of(ids[:, start : start + size])
             with paddle.no_grad():
                 hidden, cache = self._hidden_states(chunk, tensor_of(padding), cache)

@@ -22,7 +22,16 @@ from typing import Any
 import numpy as np
 
 from llmsuite.base.typing import Tensor
-from llmsuite.inference.decoder import Cache, Decoder, DecoderTraits, PromptDecoder, join_caches, select_rows
+from llmsuite.inference.decoder import (
+    Cache,
+    ChunkTokens,
+    Decoder,
+    DecoderTraits,
+    PromptDecoder,
+    join_caches,
+    next_chunk,
+    select_rows,
+)
 from llmsuite.parallel import collective
 
 _HEARTBEAT_SECONDS = 60.0
@@ -122,19 +131,20 @@ class DriverDecoder:
 
 
 class LiveDriverDecoder(DriverDecoder):
-    """A `DriverDecoder` of live models, which also have log-probabilities of prompts and embeddings."""
+    """A `DriverDecoder` of live models, which also have log-probabilities of prompts and embeddings. All chunks of a
+    text have the length of the first one, as it is sent to all ranks once."""
 
     _decoder: Any
 
-    def prompt_logits(self, ids: Sequence[int], num_tokens: int | None = None) -> Iterator[np.ndarray]:
+    def prompt_logits(self, ids: Sequence[int], num_tokens: ChunkTokens = None) -> Iterator[np.ndarray]:
         """Yield the logits of a text chunk by chunk, see `ModelDecoder.prompt_logits`."""
         self._decoder.check_supports("echo: with logprobs")
-        return self._steps("prompt_logits", list(ids), num_tokens)
+        return self._steps("prompt_logits", list(ids), next_chunk(num_tokens))
 
-    def embed(self, texts: Sequence[Sequence[int]], num_tokens: int | None = None) -> Iterator[np.ndarray | None]:
+    def embed(self, texts: Sequence[Sequence[int]], num_tokens: ChunkTokens = None) -> Iterator[np.ndarray | None]:
         """Embed texts chunk by chunk, see `ModelDecoder.embed`."""
         self._decoder.check_supports("embeddings")
-        return self._steps("embed", [list(text) for text in texts], num_tokens)
+        return self._steps("embed", [list(text) for text in texts], next_chunk(num_tokens))
 
     def _steps(self, method: str, *arguments: Any) -> Iterator[Any]:
         """The steps of a method of the decoder, each made on all ranks."""

@@ -17,10 +17,11 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.files import broken_file, read_json_object
 from llmsuite.base.safe_files import is_file
 from llmsuite.base.typing import Tensor
-from llmsuite.contract.registry import left_out_precision
+from llmsuite.contract.registry import left_out_precision, load_plugins
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.devices.cpu import CpuBackend
+from llmsuite.devices.device_kernels import kernels_for
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.inference.batch import check_context_length
 from llmsuite.inference.decoder import Cache, DecoderTraits
@@ -67,6 +68,8 @@ class Predictor:
         if broken := broken_file(directory, check_hashes=False):
             raise UserError(f"{broken}; export the model again")
         self._directory = rank_directory(directory, self._mesh)
+        if backend is None and not kernels_for("cpu"):
+            load_plugins()  # in a script that uses the predictor alone: they add the kernels of the CPU
         self._backend = backend or CpuBackend()
         self._num_threads = num_threads or int(os.environ.get("OMP_NUM_THREADS", "1"))
         self.has_loop = is_file(self._directory / LOOP)

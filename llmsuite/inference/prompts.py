@@ -199,7 +199,7 @@ class Prompter:
                 f"tools: the model's chat template leaves out {missing[0]!r}, so it supports no tools; send none, or "
                 "start the server with --leave_out_tools, which answers without optional tools"
             )
-        if (what := self._template.missing_part(text, messages, tools)) is not None:
+        if (what := self._template.missing_part(text, messages, tools, may_drop_thoughts=True)) is not None:
             raise UserError(f"messages: the model's chat template leaves out {what}; send turns without it")
         if (key := self._template.unread_key(messages, tools, template_kwargs)) is not None:
             raise UserError(f"messages: the model's chat template does not read the key {key}; send turns without it")

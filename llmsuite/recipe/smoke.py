@@ -174,6 +174,7 @@ def _model(shape: dict[str, Any]) -> dict[str, Any]:
         "model.config": shape,
         "model.tokenizer": "data/tokenizer",
         "data.chat_template": "tokenizer",
+        "data.chat_template_kwargs": REMOVE,  # of the model's own template
         "engine.precision": "fp32",
     }
 

@@ -39,11 +39,6 @@ class ChunkBudget:
         self._tokens = float(min(SMALLEST, largest))
         self._passes: collections.deque[float] = collections.deque(maxlen=_NUM_PASSES)
 
-    @property
-    def has_decoded(self) -> bool:
-        """True once there was a decoding pass, so that chunks are limited."""
-        return bool(self._passes)
-
     def tokens(self, is_limited: bool) -> int:
         """Most tokens of the next chunk; `is_limited`: somebody's decoding waits for it."""
         return int(self._tokens) if is_limited else self._largest

@@ -93,19 +93,17 @@ async def _embedded(
     found: dict[int, np.ndarray] = {}
     limits = service.limits
 
-    def steps(members: list[list[int]], chunk_tokens: int) -> Steps:
+    def steps(members: list[list[int]]) -> Steps:
         vectors: Any = None
-        for vectors in decoder.embed(members, chunk_tokens, **more):
+        for vectors in decoder.embed(members, service.scheduler.next_chunk_tokens, **more):
             if vectors is None:
                 yield
         return vectors
 
     for group in group_prompts([len(texts[number]) for number in order], limits.prompt_piece, limits.batch_size):
         members = [order[place] for place in group]
-        size = service.scheduler.chunk_tokens
-        work = steps([texts[number] for number in members], size)
         with as_http_errors():
-            made = service.scheduler.submit_steps(work, client_of(request), chunk_tokens=size)
+            made = service.scheduler.submit_steps(steps([texts[number] for number in members]), client_of(request))
         found |= dict(zip(members, await wait_for_result(request, made, deadline)))
     return np.stack([found[number] for number in range(len(texts))])
 

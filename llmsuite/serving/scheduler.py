@@ -62,8 +62,6 @@ class _Task:
 
     steps: Steps
     result: concurrent.futures.Future[Any]
-    chunk_tokens: int | None = None
-    """Most tokens of a step, where it reads a chunk of a text."""
     has_started: bool = False
 
 
@@ -94,6 +92,8 @@ class Scheduler:
         self._batch = self._new_batch()
         self._clock = clock
         self._chunk = ChunkBudget(limits.prompt_piece)
+        self._step_tokens: int | None = None
+        """Last result of `next_chunk_tokens` in the current step."""
         self._streams: dict[BatchSequence, _OpenStream] = {}
         self._waiting: FairQueue[DecodingSequence] = FairQueue()
         self._cancelled: list[DecodingSequence] = []
@@ -182,17 +182,13 @@ class Scheduler:
 
         return self.submit_steps(single_step(), client, while_paused)
 
-    @property
-    def chunk_tokens(self) -> int:
-        """Most tokens of a chunk of a text that `submit_steps` reads."""
-        return self._chunk.tokens(is_limited=self._chunk.has_decoded)
+    def next_chunk_tokens(self) -> int:
+        """Return the most tokens of the chunk of a text that a step of `submit_steps` reads now. Steps call it."""
+        self._step_tokens = self._chunk.tokens(is_limited=bool(self._batch.sequences))
+        return self._step_tokens
 
     def submit_steps(
-        self,
-        steps: Steps,
-        client: Client = NOBODY,
-        while_paused: bool = False,
-        chunk_tokens: int | None = None,
+        self, steps: Steps, client: Client = NOBODY, while_paused: bool = False
     ) -> concurrent.futures.Future[Any]:
         """Queue work in steps, of which the thread makes one between two passes; clients take turns. When the future is
         cancelled, no more steps are made. Raises as `submit_call` does.
@@ -201,9 +197,8 @@ class Scheduler:
             steps: a generator; the future gets its return value.
             client: who has requested it.
             while_paused: accept it in a pause too.
-            chunk_tokens: the most tokens that a step reads, if it reads a text in chunks of `chunk_tokens`.
         """
-        task = _Task(steps, concurrent.futures.Future(), chunk_tokens)
+        task = _Task(steps, concurrent.futures.Future())
         with self._changed:
             if self._is_closing:
                 raise Closing
@@ -278,6 +273,7 @@ class Scheduler:
             return
         task.has_started = True
         ended: Callable[[], None]
+        self._step_tokens = None
         start = self._clock()
         try:
             next(task.steps)
@@ -286,8 +282,8 @@ class Scheduler:
         except Exception as error:  # any error belongs to the client that waits, and the server continues
             ended = partial(task.result.set_exception, error)
         else:
-            if task.chunk_tokens is not None and self._batch.sequences:
-                self._chunk.record_chunk(task.chunk_tokens, self._clock() - start, is_full=True)
+            if self._step_tokens is not None and self._batch.sequences:
+                self._chunk.record_chunk(self._step_tokens, self._clock() - start, is_full=True)
             with self._changed:
                 self._tasks.add(client, task, is_first=True)
             return

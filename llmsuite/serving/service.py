@@ -320,19 +320,16 @@ class Service:
         count = body.logprobs
         deadline = time.monotonic() + self.limits.request_timeout
 
-        def steps(ids: Sequence[int], chunk_tokens: int) -> Steps:
+        def steps(ids: Sequence[int]) -> Steps:
             kept: list[TokenLogprob] = []
-            for rows in decoder.prompt_logits(ids, chunk_tokens, **more):
+            for rows in decoder.prompt_logits(ids, self.scheduler.next_chunk_tokens, **more):
                 kept += [token_logprob(t, row, count) for t, row in zip(ids[len(kept) + 1 :], rows)]
                 yield
             return kept
 
         for sequence in job.sequences[:: body.num_sampled]:
-            size = self.scheduler.chunk_tokens
             with as_http_errors():
-                future = self.scheduler.submit_steps(
-                    steps(sequence.prompt, size), client_of(request), chunk_tokens=size
-                )
+                future = self.scheduler.submit_steps(steps(sequence.prompt), client_of(request))
             try:
                 found += [await wait_for_result(request, future, deadline)] * (body.n or 1)
             except UserError as error:

@@ -19,6 +19,8 @@ _OWN_VARIABLES = ("messages", "tools", "add_generation_prompt")
 def kwargs_fault(kwargs: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return name and fault of the first entry of `chat_template_kwargs` that cannot be set; None without one."""
     for name in kwargs:
+        if not isinstance(name, str) or not name:
+            return str(name), "is no name of a variable"
         if name in _OWN_VARIABLES:
             return name, "is not set by hand: it is the conversation's"
     return None

@@ -40,6 +40,19 @@ def _no_thoughts(context: RuleContext) -> Iterator[Violation]:
         yield "data.supervise_thoughts", f"{message}; remove it"
 
 
+def _prompts_with_thoughts(context: RuleContext) -> Iterator[Violation]:
+    recipe = context.recipe
+    if recipe.data.supervise_thoughts:
+        return
+    message = (
+        "is set, and with data.supervise_thoughts false a prompt would have the thoughts of the row; set it to null"
+    )
+    if recipe.generation.max_new_tokens is not None:
+        yield "generation.max_new_tokens", message
+    if recipe.reft.rank is not None:
+        yield "reft.rank", message
+
+
 def _unused_in_stage(context: RuleContext) -> Iterator[Violation]:
     for key, reason in context.section.unused_elsewhere():
         *path, name = key.split(".")
@@ -326,6 +339,12 @@ STAGE_RULES = (
         "it would have no effect",
         (),
         _no_thoughts,
+    ),
+    Rule(
+        "generated evaluations, and `reft`, with `data.supervise_thoughts: false`",
+        "an answer begins at its first supervised token",
+        (),
+        _prompts_with_thoughts,
     ),
     _UNUSED_KEYS,
     Rule(

@@ -82,9 +82,7 @@ def family_with(names: Callable[[], Any]) -> ModelFamily:
 )
 def test_names_of_parameters(write_recipe: Write, names: Any, missing: str) -> None:
     family = family_with(lambda: names)
-    path = write_recipe(
-        {"stage": "pretrain", "model": {"family": "mine", "config": {"width": 8}}}
-    )
+    path = write_recipe({"stage": "pretrain", "model": {"family": "mine", "config": {"width": 8}}})
     ((key, said),) = problems(path, family)
     assert key == "model.family"
     assert said.startswith("`names` of 'mine' returned ")

@@ -123,6 +123,11 @@ def test_embedded_rows_are_read_as_they_are(plan: Plan) -> None:
     assert plan({}, "--data.train=mine.csv", smoke=True).recipe.data.eval == embedded
 
 
+def test_variables_of_the_own_template_are_left_out(plan: Plan) -> None:
+    made = plan({"data.chat_template_kwargs": {"enable_thinking": False}}, smoke=True)
+    assert made.recipe.data.chat_template_kwargs == {}
+
+
 def test_a_stage_without_embedded_rows_reads_those_of_the_recipe(
     write_recipe: Callable[..., Path], site: PluginSite
 ) -> None:

@@ -32,7 +32,6 @@ def test_a_chunk_lasts_a_few_passes(of_pass: float, of_call: float, of_token: fl
 
 def test_where_nobody_decodes_chunks_are_large() -> None:
     budget = ChunkBudget(256)
-    assert not budget.has_decoded
     assert budget.tokens(is_limited=False) == 256
     assert budget.tokens(is_limited=True) == SMALLEST
 

@@ -16,7 +16,6 @@ from llmsuite.inference.batch import DecodingSequence
 from llmsuite.inference.decoder import DOUBLE_COST_LEN, Cache
 from llmsuite.inference.sampling import Sampling
 from llmsuite.serving.app import make_app
-from llmsuite.serving.chunk_budget import SMALLEST
 from llmsuite.serving.fair_queue import Client, FairQueue
 from llmsuite.serving.limits import Limits
 from llmsuite.serving.metrics import Metrics
@@ -178,9 +177,9 @@ def test_a_stream_stands_still_for_eight_decoding_passes_at_most(of_token: float
     ended = list[int]()
     scheduler = Scheduler(decoder, Metrics(), Limits(), clock=lambda: decoder.now)
 
-    def steps(tokens: int) -> Steps:
+    def steps() -> Steps:
         for _ in range(100):
-            decoder.now += 1 + tokens * of_token
+            decoder.now += 1 + scheduler.next_chunk_tokens() * of_token
             yield
 
     def on_token(text: str, has_ended: bool) -> None:
@@ -191,7 +190,7 @@ def test_a_stream_stands_still_for_eight_decoding_passes_at_most(of_token: float
     (long,) = sequences(1, [1 + i % 6 for i in range(8_000)])
     scheduler.submit([talk], [on_token], A)
     scheduler.submit([long], [on_token], B)
-    scheduler.submit_steps(steps(SMALLEST), B, chunk_tokens=SMALLEST)
+    scheduler.submit_steps(steps(), B)
     drain(scheduler, ended, 2)
     gaps = np.diff(decoder.decoded[: len(talk.ids)])  # until it ends: then nobody waits
     assert gaps.max() <= 8, "chunks begin small"
