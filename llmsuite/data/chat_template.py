@@ -239,7 +239,7 @@ class ChatTemplate:
         turn = message.as_turn()
         if turn["role"] == DEVELOPER and DEVELOPER not in self.source:
             turn["role"] = message.role
-        if message.reasoning and self._keys_of_thoughts and not any(key in turn for key in self._keys_of_thoughts):
+        if message.reasoning and self._keys_of_thoughts and not any(turn.get(key) for key in self._keys_of_thoughts):
             turn = {key: value for key, value in turn.items() if key not in REASONING}
             turn[self._keys_of_thoughts[0]] = message.reasoning
         return self._call_forms.fit(turn) if message.tool_calls else turn

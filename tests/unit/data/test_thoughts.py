@@ -7,6 +7,7 @@ import pytest
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.rows import Message
 from llmsuite.data.thoughts import thought_span
+from llmsuite.data.turns import parse_message
 from tests.support.paths import ROOT
 
 TEMPLATES = ROOT / "tests" / "reference" / "chat_templates"
@@ -34,6 +35,12 @@ def test_thoughts_are_found_before_the_content_only(
     assert (None if span is None else turn[slice(*span)]) == expected
     if span is not None and "<think>" in turn:
         assert turn[: span[0]].rstrip().endswith("<think>")
+
+
+def test_an_empty_key_of_thoughts_hides_no_other() -> None:
+    template = ChatTemplate("{% for m in messages %}{{ m.reasoning_content }}|{{ m.content }}{% endfor %}", {}, "own")
+    turn = {"role": "assistant", "content": "4", "reasoning_content": "", "reasoning": "two and two"}
+    assert template.render([parse_message(turn, "turn")]) == "two and two|4"
 
 
 @pytest.mark.parametrize("name", ["deepseek_r1_distill", "deepseekv3"])
