@@ -10,8 +10,9 @@ import re
 
 from llmsuite.data.rows import Message
 
-_BEGIN = "<think>"
+THOUGHT_BEGIN = "<think>"
 THOUGHT_END = "</think>"
+"""Marks that most models write around their thoughts."""
 THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 """Content of a turn that begins with the thoughts of the model."""
 _OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")
@@ -50,8 +51,8 @@ def shared_prompt(prompt: str, text: str) -> str | None:
 def thought_place(message: Message, turn: str) -> slice:
     """Return the part of a turn, rendered as `turn`, that has its thoughts if the template has rendered them: up to
     `</think>`, or before the content. The content, or a call, may have the same words."""
-    opened = turn.find(_BEGIN)
-    begin = opened + len(_BEGIN) if opened >= 0 else 0
+    opened = turn.find(THOUGHT_BEGIN)
+    begin = opened + len(THOUGHT_BEGIN) if opened >= 0 else 0
     end = turn.find(THOUGHT_END, begin)
     if end < 0:
         anchor = _anchor(message)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import re
 
-BEGIN = "<think>"
-END = "</think>"
+from llmsuite.data.thoughts import THOUGHT_BEGIN, THOUGHT_END
+
 _OPENED = re.compile(r"<think>\s*\Z")
 
 
 def has_thoughts(template: str | None) -> bool:
-    """Return True for a chat template of a model that writes its thoughts between `BEGIN` and `END`."""
-    return template is not None and END in template
+    """Return True for a chat template of a model that writes its thoughts between `THOUGHT_BEGIN` and `THOUGHT_END`."""
+    return template is not None and THOUGHT_END in template
 
 
 def opens_thoughts(prompt: str) -> bool:
-    """Return True if a prompt ends with `BEGIN`, so that its answer begins with the thoughts."""
+    """Return True if a prompt ends with `THOUGHT_BEGIN`, so that its answer begins with the thoughts."""
     return _OPENED.search(prompt) is not None
 
 
@@ -57,23 +57,23 @@ class ThoughtReader:
         return thoughts, content
 
     def _start(self, has_ended: bool) -> None:
-        """Decide whether the answer begins with `BEGIN`."""
+        """Decide whether the answer begins with `THOUGHT_BEGIN`."""
         begun = self._held.lstrip()
-        if begun.startswith(BEGIN):
-            self._held = begun.removeprefix(BEGIN)
+        if begun.startswith(THOUGHT_BEGIN):
+            self._held = begun.removeprefix(THOUGHT_BEGIN)
             self._state = "thoughts"
-        elif has_ended or not BEGIN.startswith(begun):
+        elif has_ended or not THOUGHT_BEGIN.startswith(begun):
             self._state = "content"
 
     def _thoughts(self, has_ended: bool) -> str:
         """Return the thoughts that are certain. A model may repeat the mark that its prompt has written."""
         if self._is_first:
             begun = self._held.lstrip()
-            if BEGIN.startswith(begun) and not has_ended:
+            if THOUGHT_BEGIN.startswith(begun) and not has_ended:
                 return ""
-            self._held = begun.removeprefix(BEGIN).lstrip()
+            self._held = begun.removeprefix(THOUGHT_BEGIN).lstrip()
             self._is_first = not self._held
-        found, mark, rest = self._held.partition(END)
+        found, mark, rest = self._held.partition(THOUGHT_END)
         if mark:
             self._held = rest
             self._state = "gap"
@@ -82,8 +82,8 @@ class ThoughtReader:
             self._held = ""
             return found.rstrip()
         length = len(found)
-        for size in range(min(len(END) - 1, length), 0, -1):
-            if found.endswith(END[:size]):
+        for size in range(min(len(THOUGHT_END) - 1, length), 0, -1):
+            if found.endswith(THOUGHT_END[:size]):
                 length -= size
                 break
         length = len(found[:length].rstrip())

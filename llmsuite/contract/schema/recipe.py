@@ -84,7 +84,7 @@ class DataSection(Section):
     ignore_columns: list[str] = dataclasses.field(default_factory=list)
     """Columns of rows, and keys of turns, to leave out. Other columns that the format does not read, and other keys of
     turns that are unknown and that the chat template does not read, are refused by name. "*": leave all of these
-    out."""
+    out. Pictures, videos and sounds are left out only by their names."""
     mix: dict[str, MixWeight] = dataclasses.field(default_factory=dict)
     """More training data, each with its number of samples per sample of train, or with null to use each of its samples
     once. The stage pretrain uses pretrain.mix instead."""

@@ -89,8 +89,9 @@ def violated_rules(section: Section, prefix: str = "") -> Iterator[tuple[str, st
     """Yield (dotted key, message) for each rule between keys that a section, or one below it, violates."""
     for key, message in section.problems():
         yield prefix + key, message
-    for name in subsections(section):
-        yield from violated_rules(getattr(section, name), f"{prefix}{name}.")
+    for name, value in field_values(section).items():
+        if isinstance(value, Section):
+            yield from violated_rules(value, f"{prefix}{name}.")
 
 
 def _leaves(section: Section, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
