@@ -180,7 +180,7 @@ def write_recipe(tmp_path: Path) -> Callable[..., Path]:
             else:
                 node[key] = value
         if tree.get("stage") == "pretrain" and "data.ignore_columns" not in (changes or {}):
-            del tree["data"]["ignore_columns"]  # which is refused there
+            tree["data"].pop("ignore_columns", None)  # which is refused there
         path = tmp_path / name
         path.write_text(json.dumps(tree, indent=1), encoding="utf-8")
         return path
