@@ -130,9 +130,10 @@ class RowConverter:
         if self._columns:
             return f"{data_format.name} does not read {named}; leave that out of data.columns"
         option = shell_quoted(ignore_option(names))
+        # the names come before the colon, as skipped rows are counted by the text up to it
         return (
-            f"has columns that {data_format.name} does not read ({named}): remove them from the rows, or leave them "
-            f'out with {option} ("*" stands for all such columns)'
+            f"has the columns {named}, which {data_format.name} does not read: remove them from the rows, or leave "
+            f'them out with {option} ("*" stands for all such columns)'
         )
 
     def _converted(self, data_format: DataFormat, raw: Mapping[str, Any], where: str) -> Any:

@@ -227,6 +227,8 @@ class TrainSection(Section):
             yield "warmup_from_zero", "has no effect without a warm-up; set warmup_steps or warmup_ratio, or remove it"
         if self.spike_factor is None:
             yield "on_spike", "has no effect while spike_factor is null; set that too, or remove it"
+        if self.on_nonfinite == "stop" and (self.spike_factor is None or self.on_spike == "stop"):
+            yield "max_bad_steps", "has no effect while a bad step stops the run; set on_nonfinite too, or remove it"
 
     @property
     def may_roll_back(self) -> bool:
@@ -353,6 +355,10 @@ class LaunchSection(Section):
         if numbers is not None and len(numbers) != self.num_devices:
             message = f"names {len(numbers)} devices, but num_devices is {self.num_devices}; remove num_devices"
             yield "devices", message
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.min_nnodes is None:
+            yield "rejoin_seconds", "has no effect while min_nnodes is null; set that too, or remove it"
 
 
 def device_numbers(devices: Any) -> list[int] | None:

@@ -88,12 +88,20 @@ def test_a_column_is_read_or_refused_by_name(name: str, key: str, value: Any) ->
         return
     assert row is None
     message = refusal(faults)
-    assert message.startswith("rows.jsonl:7: has columns that ")
+    assert message.startswith("rows.jsonl:7: has the columns ")
     assert repr(key) in message
     assert "--data.ignore_columns=" in message
     assert "remove them from the rows" in message
     for ignored in ([key], [ALL], ["other", key]):
         assert convert(name, {**ROWS[name], key: value}, ignored)[0] == plain
+
+
+def test_skipped_rows_are_counted_by_the_columns_that_nothing_reads() -> None:
+    faults = Faults("skip")
+    for key in ("id", "source", "id"):
+        RowConverter("conversation", "openai", FORMATS).convert("x:1", {**ROWS["openai"], key: "a"}, None, faults)
+    assert "'id', which openai does not read (2, first at x:1)" in faults.summary()
+    assert "'source', which openai does not read (1, first at x:1)" in faults.summary()
 
 
 @pytest.mark.parametrize("name", ["prompt", "openai_prompt"])

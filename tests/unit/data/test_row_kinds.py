@@ -143,4 +143,4 @@ def test_explicit_columns_disable_the_hint(tmp_path: Path, registry: Registry) -
 def test_rows_with_more_columns_are_read(tmp_path: Path, registry: Registry, kind: str, row: dict[str, Any]) -> None:
     assert len(read(tmp_path, registry, kind, row, columns=ColumnRules(ignored=[ALL]))) == 1
     if kind == "conversation":
-        assert "has columns that" in refusal(tmp_path, registry, kind, row)
+        assert "has the columns" in refusal(tmp_path, registry, kind, row)

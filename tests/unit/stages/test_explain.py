@@ -300,4 +300,4 @@ def test_what_the_template_is_given(run: Any, recipe: Any) -> None:
     assert "\nbesides roles and contents, the chat template is given: name of messages[0]; tools weather\n" in out
     code, _, err = run("data", "explain", recipe("sft", [row]))
     assert code == 2
-    assert "rows.jsonl:1: has columns that openai does not read ('id'): remove them from the rows" in err
+    assert "rows.jsonl:1: has the columns 'id', which openai does not read: remove them from the rows" in err
