@@ -43,6 +43,4 @@ def check_rendered(template: ChatTemplate, row: Any) -> None:
 
 
 def _check_answers(template: ChatTemplate, row: Preference | Unpaired) -> None:
-    ready = template.prerender_splits(conversations_of(row))
-    for conversation in conversations_of(row):
-        ready.split(conversation)
+    template.prerender_splits(conversations_of(row)).splits(conversations_of(row))

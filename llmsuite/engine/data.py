@@ -18,7 +18,7 @@ from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.contract.specs import StageProfile, StageSpec
-from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
+from llmsuite.data.chat_template import ChatTemplate, chosen_template, load_template
 from llmsuite.data.keys import ALL
 from llmsuite.data.lazy_sequences import PackedSamples, Subset, lengths_of
 from llmsuite.data.loader import BatchSampler, SampleOrder
@@ -332,12 +332,13 @@ def tokenizer_to_save(tokenizer: Path | None, choice: str, output_dir: Path) -> 
     if tokenizer is None or collective.rank() != 0:
         return tokenizer
     check_tokenizer(tokenizer)  # fail now instead of at the first checkpoint
-    if choice not in BUILTIN:
+    chosen = chosen_template(choice)
+    if chosen is None:
         return tokenizer
     directory = output_dir / "tokenizer"
     directory.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(tokenizer, directory)
-    write_text_atomic(directory / "chat_template.jinja", BUILTIN[choice])
+    write_text_atomic(directory / "chat_template.jinja", chosen)
     path = directory / "tokenizer_config.json"
     config = read_json_object_if_there(path)
     if config.pop("chat_template", None) is not None:

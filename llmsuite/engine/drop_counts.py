@@ -23,6 +23,8 @@ class DropCounts:
     """Number of valid rows that are dropped, by reason."""
     cut: int = 0
     """Number of rows that are truncated."""
+    forgetful: int = 0
+    """Number of rows with turns whose thoughts the chat template leaves out."""
     places: Sequence[str] = ()
     """File and line of each row that could be read."""
     faults: Faults = dataclasses.field(default_factory=Faults)

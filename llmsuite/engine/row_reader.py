@@ -12,6 +12,7 @@ import numpy as np
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import sha256_of
+from llmsuite.data.control_tokens import doubled_bos
 from llmsuite.data.disk_rows import is_large
 from llmsuite.data.keys import ColumnRules
 from llmsuite.data.mixture import Mixture, find_mixture_file
@@ -63,10 +64,23 @@ class RowReader(SampleReader[S]):
     def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[S], Sequence[S]]:
         """Read the samples for training and for evaluation, from `data.train`, `data.mix` and `data.eval`."""
         mix = self.stage.context.data.mix
+        self._report_doubled_bos()
         parts = [self.read(path) for path in (train, *self._mixed_files())]
         samples = parts[0] if len(parts) == 1 else Mixture(parts, [1.0, *mix.values()])
         evaluated = self.read(evaluation) if evaluation else []
         return samples, evaluated
+
+    def _report_doubled_bos(self) -> None:
+        """Report a chat template that writes two BOS tokens, for a stage that has a template."""
+        context = self.stage.context
+        if not self.stage.row_kind:
+            return
+        try:
+            warning = doubled_bos(context.tokenizer, context.template())
+        except UserError:  # without a template, or with a broken one: an error where it is used
+            return
+        if warning is not None:
+            context.report(warning)
 
     def read(self, path: Path) -> Sequence[S]:
         """Read the samples of a file; they may be made lazily.
@@ -83,6 +97,11 @@ class RowReader(SampleReader[S]):
         if counts.cut:
             longest = stage.context.data.max_length
             report(f"{path}: {counts.cut} rows are cut to data.max_length {longest}")
+        if counts.forgetful:
+            report(
+                f"{path}: in {counts.forgetful} rows the chat template leaves out thoughts of earlier turns, which are "
+                "not trained on; `llmsuite data explain` lists the turns"
+            )
         counts.check(report)
         if not isinstance(samples, Sized) or not len(samples):
             found = "no sample, and counted no row as dropped"

@@ -221,7 +221,7 @@ class _CachePass:
             "files": [[str(file), state] for file, state in zip(files, states)],
             "format": "auto" if format is None else format.name,
             "has_lengths": self._has_lengths,
-            "counts": {name: getattr(self._counts, name) for name in ("read", "unread", "dropped", "cut")},
+            "counts": {name: getattr(self._counts, name) for name in _KEPT_COUNTS},
             "faults": faults.to_json(self._path),
             "warning": warning(self._with_control, self._num_with_control),
         }
@@ -271,6 +271,7 @@ class _CachePass:
         for reason, count in counts.dropped.items():
             self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + count
         self._counts.cut += counts.cut
+        self._counts.forgetful += counts.forgetful
         for name, row in zip(names, rows):
             if token := self._control.find_in_turns(turns_of(row)):
                 self._with_control = self._with_control or [(name, token)]
@@ -308,6 +309,8 @@ def _name(reader: ReaderOfRows, path: Path) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
+_KEPT_COUNTS = ("read", "unread", "dropped", "cut", "forgetful")
+"""Fields of `DropCounts` that an entry of the cache keeps."""
 _USED_LATER = ("packing", "shuffle", "drop_last", "group_by_length", "collator", "num_workers")
 """Keys of the section `data` that do not change the sample of a row."""
 

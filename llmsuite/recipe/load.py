@@ -29,6 +29,7 @@ from llmsuite.contract.schema.recipe import ModelSection, Recipe, device_numbers
 from llmsuite.contract.schema.section import Section, keys_in_vain, violated_rules
 from llmsuite.recipe.document import other_suite_hint, read_document
 from llmsuite.recipe.inference_sections import SECTIONS
+from llmsuite.recipe.own_template import read_own_template
 from llmsuite.recipe.problems import first_problems
 from llmsuite.recipe.source import Key, parse_json
 
@@ -103,6 +104,7 @@ def load(
         loaded.recipe = recipe
         problems += [loaded.problem(key, message) for key, message in violated_rules(recipe)]
         problems += _keys_in_vain(loaded)
+        problems += [loaded.problem(key, message) for key, message in read_own_template(recipe, str(path))]
     if problems:
         raise RecipeError(first_problems(problems))
     return loaded

@@ -139,6 +139,8 @@ def _given(template: ChatTemplate, conversation: Conversation) -> tuple[str, ...
     if conversation.tools:
         names = [tool["function"]["name"] for tool in json.loads(conversation.tools)]
         found.append(f"tools {', '.join(names)}")
+    dropped = template.dropped_thoughts(conversation)
+    found += [f"thoughts of messages[{i}], which it leaves out" for i in dropped]
     found += [f"{name} = {json.dumps(value)}" for name, value in template.kwargs_of(conversation).items()]
     return tuple(found)
 

@@ -69,7 +69,7 @@ class PairStage(Stage["Pair | Pairs"]):
                 counts.drop("with an empty answer", number)
             else:
                 try:
-                    texts += [template.split(conversation) for conversation in conversations_of(row)]
+                    texts += template.splits(conversations_of(row))
                     kept.append(number)
                 except UserError as error:
                     counts.bad(number, str(error))

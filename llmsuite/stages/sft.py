@@ -54,6 +54,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
         for number, row in enumerate(rows):
             try:
                 texts = template.supervised_turns(row) if has_answers(row) else []
+                counts.forgetful += bool(texts and template.dropped_thoughts(row))
                 thoughts.append([] if self._supervises_thoughts else template.thought_texts(row, texts))
                 turns.append(texts)
                 rendered.append((number, row))

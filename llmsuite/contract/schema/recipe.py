@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
+from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, template_problems
 from llmsuite.contract.schema.columns import column_problems, kwargs_problems
 from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.environment import EnvironmentSection
@@ -96,8 +97,11 @@ class DataSection(Section):
     max_length: PositiveInt = 2048
     """Maximum sequence length in tokens. Longer rows are dropped and counted, unless the stage has a key to truncate
     them."""
-    chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
-    """Chat template. "tokenizer": the template of the tokenizer. The others are built in."""
+    chat_template: str = OF_TOKENIZER
+    """Chat template. "tokenizer": the template of the tokenizer. Else the name of one that comes along, such as "qwen3"
+    (`llmsuite list templates`), or one of your own: the path of a .jinja file, which is looked up in the working
+    directory, then next to the recipe, or the text itself. The run records the text, and saves checkpoints with
+    it."""
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = dataclasses.field(default_factory=dict)
     """Variables of the chat template, such as {"enable_thinking": false}. A row may set them in a column of the same
     name. A variable that the template does not read is refused."""
@@ -126,6 +130,7 @@ class DataSection(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from column_problems(self.columns)
+        yield from template_problems(self.chat_template)
         yield from kwargs_problems(self.chat_template_kwargs)
 
 
