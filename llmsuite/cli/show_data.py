@@ -117,6 +117,8 @@ def _print_stats(stats: FileStats, data: DataSection, train: TrainSection) -> No
         print(f"  rows       {counts.total:,} read, {counts.total - counts.lost:,} used, {counts.lost:,} dropped")
         for reason in counts.reasons():
             print(f"             dropped: {reason}")
+        if (ranked := counts.of_ranked()) is not None:
+            print(f"  ranked     {ranked}")
     if counts is not None and stats.padding is not None:
         print(f"  truncated  {counts.cut:,} rows are cut to data.max_length {data.max_length}")
     print(

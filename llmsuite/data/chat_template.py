@@ -376,6 +376,15 @@ class ChatTemplate:
             raise self._unfit("has {% generation %} around no turn of it")
         return turns
 
+    def numbers_of(self, conversation: Conversation, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """Return, for each pair of `supervised_turns`, the number of its message, from 0."""
+        indices = [i for i in range(len(conversation.messages)) if conversation.supervised[i]]
+        if not self._has_marks:
+            return indices
+        full = self._marked(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
+        ends = {i: self._shared_length(conversation, i + 1, full.text) for i in indices}
+        return [_first_beyond(ends, len(before)) for before, _ in turns]
+
     def thought_texts(
         self, conversation: Conversation, turns: Sequence[tuple[str, str]]
     ) -> list[tuple[str, str] | None]:
@@ -383,13 +392,8 @@ class ChatTemplate:
 
         None for a pair without thoughts. Raises UserError when the template changes the white space in thoughts.
         """
-        indices = [i for i in range(len(conversation.messages)) if conversation.supervised[i]]
-        if self._has_marks:
-            full = self._marked(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
-            ends = {i: self._shared_length(conversation, i + 1, full.text) for i in indices}
-            indices = [_first_beyond(ends, len(before)) for before, _ in turns]
         found: list[tuple[str, str] | None] = []
-        for i, (before, after) in zip(indices, turns):
+        for i, (before, after) in zip(self.numbers_of(conversation, turns), turns):
             message = conversation.messages[i]
             turn = after[len(before) :]
             span = thought_span(message, turn)

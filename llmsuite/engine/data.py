@@ -256,6 +256,7 @@ def make_stage(
             device=parallel_plan.device.factory(),
             precision=parallel_plan.engine.precision,
         ),
+        capabilities=train_plan.stage.capabilities,
         padding_free=padding_free,
         caches_tokens=True,
     )

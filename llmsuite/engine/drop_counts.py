@@ -23,8 +23,20 @@ class DropCounts:
     """Number of valid rows that are dropped, by reason."""
     cut: int = 0
     """Number of rows that are truncated."""
+<<<<<<< HEAD
     forgetful: int = 0
     """Number of rows with turns whose thoughts the chat template leaves out."""
+=======
+    num_ranked: int = 0
+    """Number of rows with ranked answers that are used."""
+    num_pairs: int = 0
+    """Number of samples that are pairs of their answers."""
+    left_out: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Number of other pairs of ranked answers, by the reason why they are not used."""
+    sample_rows: list[int] | None = None
+    """For each sample, the number of its row, where a row may have several; None where it is the next row that is not
+    dropped."""
+>>>>>>> rows
     places: Sequence[str] = ()
     """File and line of each row that could be read."""
     faults: Faults = dataclasses.field(default_factory=Faults)
@@ -36,6 +48,10 @@ class DropCounts:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if number is not None:
             self.dropped_rows.add(number)
+
+    def leave_out(self, reason: str) -> None:
+        """Count a pair of ranked answers that is not used."""
+        self.left_out[reason] = self.left_out.get(reason, 0) + 1
 
     def bad(self, number: int, reason: str) -> None:
         """Record that row `number`, counted from 0, is faulty. Raises UserError unless faulty rows are skipped."""
@@ -59,6 +75,14 @@ class DropCounts:
         dropped = [f"{count} {reason}" for reason, count in sorted(self.dropped.items())]
         return [*dropped, self.faults.summary()] if self.faults.total else dropped
 
+    def of_ranked(self) -> str | None:
+        """Return what became of the rows with ranked answers; None without any."""
+        if not (self.num_ranked or self.left_out):
+            return None
+        text = f"{self.num_ranked} rows with ranked answers make {self.num_pairs} pairs"
+        left_out = [f"{count} {reason}" for reason, count in sorted(self.left_out.items())]
+        return f"{text}; pairs that are left out: {'; '.join(left_out)}" if left_out else text
+
     def check(self, report: Callable[[str], None]) -> None:
         """Report the counts. Raises UserError when no row is left."""
         reasons = "; ".join(self.reasons())
@@ -66,3 +90,6 @@ class DropCounts:
             raise UserError(f"{self.path}: none of its {self.total} rows can train anything: {reasons}")
         text = f"{self.path}: {self.total - self.lost} of {self.total} rows are used"
         report(f"{text}; dropped: {reasons}" if self.lost else text)
+        ranked = self.of_ranked()
+        if ranked is not None:
+            report(f"{self.path}: {ranked}")

@@ -120,7 +120,7 @@ class RowReader(SampleReader[S]):
             data.format,
             context.data_formats,
             data.on_bad_row,
-            ColumnRules(data.columns, data.ignore_columns),
+            ColumnRules(data.columns, data.ignore_columns, data.text_template, context.capabilities),
             limit=data.max_samples,
             readers=context.readers,
         )

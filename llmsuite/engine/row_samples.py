@@ -40,8 +40,10 @@ from llmsuite.data.rows import turns_of
 from llmsuite.engine.drop_counts import DropCounts
 
 S = TypeVar("S")
-_FORMAT = "1"
+_FORMAT = "2"
 """Format version in the names of entries: raise it with any change of their files."""
+_COUNTS = ("read", "unread", "dropped", "cut", "num_ranked", "num_pairs", "left_out")
+"""Fields of `DropCounts` in an entry."""
 _WINDOW_BYTES = 4 << 20
 _WINDOW_ROWS = 4096
 
@@ -74,11 +76,11 @@ class ReaderOfRows(Protocol):
 class LazySamples(LazySequence[S]):
     """Samples of a file that are made when they are accessed."""
 
-    def __init__(self, rows: DiskRows, make: Callable[[Any], S], lengths: np.ndarray | None):
+    def __init__(self, rows: DiskRows, make: Callable[[Any, int], S], lengths: np.ndarray | None):
         """
         Args:
-            rows: rows that have a sample.
-            make: converts a row to its sample.
+            rows: the row of each sample.
+            make: converts a row to one of its samples, by number.
             lengths: `RowReader.cached_numbers` of all samples.
         """
         self._rows = rows
@@ -89,7 +91,7 @@ class LazySamples(LazySequence[S]):
         return len(self._rows)
 
     def make(self, number: int) -> S:
-        return self._make(self._rows[number])
+        return self._make(self._rows[number], self._rows.part(number))
 
     def lengths(self, measure: LengthFunction) -> np.ndarray | None:
         return self._lengths
@@ -127,7 +129,7 @@ def lazy_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
     data = stage.context.data
     formats = stage.context.data_formats
     readers = stage.context.readers
-    columns = ColumnRules(data.columns, data.ignore_columns)
+    columns = ColumnRules(data.columns, data.ignore_columns, data.text_template, stage.context.capabilities)
     conversion = RowConverter(stage.row_kind, data.format, formats, columns, readers)
     entry = cache_root() / "rows" / _name(reader, path)
     faults = Faults(data.on_bad_row)
@@ -150,13 +152,12 @@ def lazy_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
     return LazySamples(rows, make, lengths), counts, note["warning"]
 
 
-def _sample(stage: SampleMaker[Any], conversion: RowConverter, path: Path, raw: Any) -> Any:
-    """Make the sample of a row that had one in the pass over all rows."""
+def _sample(stage: SampleMaker[Any], conversion: RowConverter, path: Path, raw: Any, part: int) -> Any:
+    """Make sample `part` of a row that had it in the pass over all rows."""
     faults = Faults()
     row = conversion.convert(str(path), raw, None, faults)
     faults.check()
-    (sample,) = stage.make_samples([row], DropCounts(path, 1))
-    return sample
+    return stage.make_samples([row], DropCounts(path, 1))[part]
 
 
 class _CachePass:
@@ -204,7 +205,9 @@ class _CachePass:
                 if faults.total and not faults.skips:
                     continue  # the run ends with the faults of all rows, so no more samples are made
                 kept, numbers = self._window(rows, names)
-                places.write(np.array(where, ROW_SPAN)[kept].tobytes())
+                spans = np.array([(*place, 0) for place in where], ROW_SPAN)[kept]
+                spans["part"] = _parts(kept)
+                places.write(spans.tobytes())
                 total += len(kept)
                 if numbers is None:
                     self._has_lengths = False
@@ -221,7 +224,11 @@ class _CachePass:
             "files": [[str(file), state] for file, state in zip(files, states)],
             "format": "auto" if format is None else format.name,
             "has_lengths": self._has_lengths,
+<<<<<<< HEAD
             "counts": {name: getattr(self._counts, name) for name in _KEPT_COUNTS},
+=======
+            "counts": {name: getattr(self._counts, name) for name in _COUNTS},
+>>>>>>> rows
             "faults": faults.to_json(self._path),
             "warning": warning(self._with_control, self._num_with_control),
         }
@@ -256,11 +263,12 @@ class _CachePass:
             yield rows, names, places
 
     def _window(self, rows: list[Any], names: list[str]) -> tuple[list[int], np.ndarray | None]:
-        """Return the numbers of the rows of a window that have a sample, and the numbers to cache of these
-        samples."""
+        """Return the number of the row of each sample of a window, and the numbers to cache of these samples."""
         counts = DropCounts(self._path, len(rows), places=names, faults=self._counts.faults)
         samples = self._stage.make_samples(rows, counts)
-        kept = [number for number in range(len(rows)) if number not in counts.dropped_rows]
+        kept = counts.sample_rows
+        if kept is None:
+            kept = [number for number in range(len(rows)) if number not in counts.dropped_rows]
         if len(kept) != len(samples):
             name = f"{type(self._stage).__module__}.{type(self._stage).__name__}"
             raise UserError(
@@ -270,13 +278,28 @@ class _CachePass:
             )
         for reason, count in counts.dropped.items():
             self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + count
+<<<<<<< HEAD
         self._counts.cut += counts.cut
         self._counts.forgetful += counts.forgetful
+=======
+        for reason, count in counts.left_out.items():
+            self._counts.left_out[reason] = self._counts.left_out.get(reason, 0) + count
+        for name in ("cut", "num_ranked", "num_pairs"):
+            setattr(self._counts, name, getattr(self._counts, name) + getattr(counts, name))
+>>>>>>> rows
         for name, row in zip(names, rows):
             if token := self._control.find_in_turns(turns_of(row)):
                 self._with_control = self._with_control or [(name, token)]
                 self._num_with_control += 1
         return kept, self._measure(samples)
+
+
+def _parts(numbers: Sequence[int]) -> list[int]:
+    """Return the number of each sample among those of its row; the samples of a row follow each other."""
+    parts: list[int] = []
+    for i, number in enumerate(numbers):
+        parts.append(parts[-1] + 1 if i and numbers[i - 1] == number else 0)
+    return parts
 
 
 def _note(entry: Path) -> dict[str, Any] | None:

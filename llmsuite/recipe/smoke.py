@@ -139,9 +139,10 @@ def _reading(loaded: LoadedRecipe, stage: RunSpec) -> dict[str, Any]:
     columns = stage.smoke.get("data.ignore_columns")
     ignored = {"data.ignore_columns": list(dict.fromkeys([*data.ignore_columns, *columns]))} if columns else {}
     if not overrides_data(loaded, stage):
-        return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {}), **ignored}
+        own = dict.fromkeys(("data.columns", "data.text_template"), REMOVE)
+        return {**own, **({"data.format": "auto"} if first == "train" else {}), **ignored}
     # rewards and environments read columns
-    reads_columns = data.columns or data.format != "auto" or "reward" in stage.smoke
+    reads_columns = data.columns or data.text_template or data.format != "auto" or "reward" in stage.smoke
     if first == "train" and reads_columns:
         return {"data.eval": data.train, **ignored}
     return ignored

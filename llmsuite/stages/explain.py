@@ -15,8 +15,10 @@ from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.columns import rename_columns
+from llmsuite.data.plain_text import plain_texts
 from llmsuite.data.read import raw_row
-from llmsuite.data.rows import Conversation, Preference, Unpaired, conversations_of
+from llmsuite.data.render_checks import is_plain
+from llmsuite.data.rows import Conversation, Preference, Ranking, Unpaired, conversations_of
 from llmsuite.engine.collator import collate_of
 from llmsuite.engine.data import load_tokenizer, make_stage
 from llmsuite.engine.row_reader import RowReader
@@ -76,8 +78,18 @@ def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None
     counts = DropCounts(path, 1, places=[place])
     samples = stage.make_samples([row], counts)
     if not samples:
-        return place, "; ".join(counts.dropped), []
+        return place, "; ".join([*counts.dropped, *counts.left_out]), []
+    if isinstance(row, Ranking):
+        return place, None, list(_explained_pairs(stage, row))
     return place, None, list(_explained(stage, samples[0], row))
+
+
+def _explained_pairs(stage: Stage[Any], row: Ranking) -> Iterator[Explained]:
+    """The sequences of the pairs of a row with ranked answers, numbered from 1. Pairs that are left out are skipped."""
+    for number, pair in enumerate(row.pairs(stage.context.data.ranked_pairs), 1):
+        for sample in stage.make_samples([pair], DropCounts(Path(), 1)):
+            for found in _explained(stage, sample, pair):
+                yield dataclasses.replace(found, name=f"{found.name} of pair {number}")
 
 
 def made_of(stage: Stage[Any], path: Path, place: str) -> list[tuple[str, str, Any]]:
@@ -108,6 +120,9 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         for sequence in sequences:
             yield Explained("", sequence, ["text"] * len(sequence.ids), None, True)
         return
+    if is_plain(row):
+        yield _plain(tokenizer, conversations[0][1], sequences[0])
+        return
     template = stage.context.template()
     for (name, conversation), sequence in zip(conversations, sequences):
         roles = _roles(template, tokenizer, conversation, sequence)
@@ -117,6 +132,19 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         changed = _changed(_full_text(template, conversation), tokenizer)
         matches = prompt == before_answer
         yield Explained(name, sequence, roles, len(prompt), matches, _given(template, conversation), changed)
+
+
+def _plain(tokenizer: Any, conversation: Conversation, sequence: SupervisedSequence) -> Explained:
+    """A row of plain text; its tokens are of the prompt or of the answer."""
+    prompt, text = plain_texts(conversation)
+    begin = int(np.argmax(sequence.weights > 0))
+    changed = _changed(text, tokenizer)
+    if not prompt:
+        return Explained("", sequence, ["text"] * len(sequence.ids), None, True, (), changed)
+    roles = ["prompt"] * begin + ["answer"] * (len(sequence.ids) - begin)
+    given = tokenizer.with_special_tokens(tokenizer.encode(prompt))
+    matches = given == sequence.ids[:begin].tolist()
+    return Explained("", sequence, roles, len(given), matches, (), changed)
 
 
 def _conversations(row: Any) -> list[tuple[str, Conversation]]:

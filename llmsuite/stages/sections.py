@@ -99,7 +99,8 @@ class RmSection(Section):
     """Reward model: a score for each answer, such that chosen answers score higher than rejected ones."""
 
     margin: NonNegativeFloat = 0.0
-    """Margin by which a chosen answer should score higher (Touvron et al. 2023, arXiv 2307.09288, eq. 2)."""
+    """Margin by which a chosen answer should score higher (Touvron et al. 2023, arXiv 2307.09288, eq. 2), in
+    rows without a column `margin`."""
     center_rewards: NonNegativeFloat = 0.0
     """Weight of a centering term: the square of the sum of both scores, which keeps them around 0 (Eisenstein et al.
     2023, arXiv 2312.09244)."""
@@ -148,9 +149,13 @@ class SftSection(Section):
 
     truncate: bool = False
     """Truncate conversations to data.max_length tokens instead of dropping them. Either is counted and reported."""
+    loss: Literal["nll", "dft"] = "nll"
+    """Loss of a token. nll: its negative log-probability; dft: that times its probability, without a gradient through
+    the latter (dynamic fine-tuning, Wu et al. 2025, arXiv 2508.05629)."""
 
     def profile(self) -> StageProfile:
-        return StageProfile(sums=("tokens/likely",), evaluates=loss_metrics("tokens/accuracy"))
+        sums = ("tokens/likely", "nll") if self.loss == "dft" else ("tokens/likely",)
+        return StageProfile(sums=sums, evaluates=loss_metrics("tokens/accuracy"))
 
 
 @dataclasses.dataclass(kw_only=True)

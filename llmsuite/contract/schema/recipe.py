@@ -36,6 +36,7 @@ from llmsuite.contract.schema.reft import ReftSection
 from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.schema.rollout import RolloutSection
 from llmsuite.contract.schema.section import Section, keys_except
+from llmsuite.contract.schema.text_template import text_template_problems
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -86,6 +87,13 @@ class DataSection(Section):
     """Columns of rows, and keys of turns, to leave out. Other columns that the format does not read, and other keys of
     turns that are unknown and that the chat template does not read, are refused by name. "*": leave all of these
     out. Pictures, videos and sounds are left out only by their names."""
+    text_template: str | None = None
+    """With stages sft and lora: text that the fields of a row are put into, in place of a chat template: "alpaca" (its
+    own words, with and without an input), "completion" ("{prompt}{completion}"), or a text with fields in braces. From
+    the last field on, the text is supervised. null: rows have a data format."""
+    ranked_pairs: Literal["all", "best"] = "all"
+    """With stages dpo and rm: pairs that are made of a row with ranked answers. all: each two with different scores;
+    best: the best answer with each that has a lower score."""
     mix: dict[str, MixWeight] = dataclasses.field(default_factory=dict)
     """More training data, each with its number of samples per sample of train, or with null to use each of its samples
     once. The stage pretrain uses pretrain.mix instead."""
@@ -132,6 +140,14 @@ class DataSection(Section):
         yield from column_problems(self.columns)
         yield from template_problems(self.chat_template)
         yield from kwargs_problems(self.chat_template_kwargs)
+        yield from text_template_problems(self.text_template)
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.text_template is not None:
+            yield "format", "has no effect with data.text_template, which says what a row has; remove it"
+        if self.text_template is not None or self.format == "text":
+            for key in ("chat_template", "chat_template_kwargs", "supervise_thoughts"):
+                yield key, "has no effect on rows of text, which have no turns; remove it"
 
 
 @dataclasses.dataclass(kw_only=True)

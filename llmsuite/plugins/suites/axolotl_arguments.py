@@ -78,7 +78,7 @@ REFUSED: Mapping[str, Refusal] = {
     "bfloat16": Refusal("parameters in 16 bits have float32 master weights here; nearest key: engine.precision"),
     "float16": Refusal("parameters in 16 bits have float32 master weights here; nearest key: engine.precision"),
     "fp8": Refusal("engine.precision has fp32, bf16 and fp16"),
-    "use_dft_loss": Refusal("all supervised tokens have the same weight"),
+    "use_dft_loss": Refusal("its mean may be another one; nearest key: sft.loss"),
     "trl": Refusal("is for other stages: llmsuite recipe new"),
     "ebft": Refusal("is for other stages: llmsuite recipe new"),
     "vllm": Refusal("is for other stages: llmsuite recipe new"),

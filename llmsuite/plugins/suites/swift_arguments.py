@@ -54,7 +54,7 @@ REFUSED: Mapping[str, Refusal] = {
     "optimizer": _OPTIMIZER,
     "use_galore": _OPTIMIZER,
     "lisa_activated_layers": _FROZEN,
-    "enable_dft_loss": Refusal("all supervised tokens have the same weight"),
+    "enable_dft_loss": Refusal("its mean may be another one; nearest key: sft.loss"),
     "enable_channel_loss": Refusal("all supervised tokens have the same weight"),
     "router_aux_loss_coef": Refusal(
         "is a load-balancing loss over the micro-batch; nearest key: train.expert_balance_loss"

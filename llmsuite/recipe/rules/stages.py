@@ -34,6 +34,19 @@ def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:
         yield "data.packing", f"{message}; remove it"
 
 
+def _no_plain_text(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.data.text_template is not None and "plain_text" not in context.stage.capabilities:
+        message = f"is set; stage {context.recipe.stage} does not train on rows of plain text"
+        yield "data.text_template", f"{message}; remove it"
+
+
+def _no_ranked_answers(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.data.ranked_pairs != "all" and "ranked" not in context.stage.capabilities:
+        stage = context.recipe.stage
+        message = f"is {context.recipe.data.ranked_pairs}; stage {stage} does not train on ranked answers"
+        yield "data.ranked_pairs", f"{message}; remove it"
+
+
 def _no_thoughts(context: RuleContext) -> Iterator[Violation]:
     if not context.recipe.data.supervise_thoughts and "thoughts" not in context.stage.capabilities:
         message = f"is false; stage {context.recipe.stage} cannot leave thoughts out of what it trains on"
@@ -334,6 +347,18 @@ STAGE_RULES = (
         _nothing_to_evaluate,
     ),
     Rule("`packing` with a stage that does not pack", "it would have no effect", (), _nothing_to_pack),
+    Rule(
+        "`data.text_template` with a stage that does not train on plain text",
+        "it would have no effect",
+        (),
+        _no_plain_text,
+    ),
+    Rule(
+        "`data.ranked_pairs` with a stage that makes no pairs of ranked answers",
+        "it would have no effect",
+        (),
+        _no_ranked_answers,
+    ),
     Rule(
         "`data.supervise_thoughts: false` with a stage that trains on all of an answer",
         "it would have no effect",
