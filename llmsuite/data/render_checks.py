@@ -49,12 +49,5 @@ def check_rendered(template: ChatTemplate, row: Any) -> None:
         template.prompt(row.messages, row.tools, row.template_kwargs)
 
 
-<<<<<<< HEAD
-def _check_answers(template: ChatTemplate, row: Preference | Unpaired) -> None:
-    template.prerender_splits(conversations_of(row)).splits(conversations_of(row))
-=======
 def _check_answers(template: ChatTemplate, row: Preference | Ranking | Unpaired) -> None:
-    ready = template.prerender_splits(conversations_of(row))
-    for conversation in conversations_of(row):
-        ready.split(conversation)
->>>>>>> rows
+    template.prerender_splits(conversations_of(row)).splits(conversations_of(row))

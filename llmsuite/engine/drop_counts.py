@@ -23,10 +23,8 @@ class DropCounts:
     """Number of valid rows that are dropped, by reason."""
     cut: int = 0
     """Number of rows that are truncated."""
-<<<<<<< HEAD
     forgetful: int = 0
     """Number of rows with turns whose thoughts the chat template leaves out."""
-=======
     num_ranked: int = 0
     """Number of rows with ranked answers that are used."""
     num_pairs: int = 0
@@ -36,7 +34,6 @@ class DropCounts:
     sample_rows: list[int] | None = None
     """For each sample, the number of its row, where a row may have several; None where it is the next row that is not
     dropped."""
->>>>>>> rows
     places: Sequence[str] = ()
     """File and line of each row that could be read."""
     faults: Faults = dataclasses.field(default_factory=Faults)

@@ -42,7 +42,7 @@ from llmsuite.engine.drop_counts import DropCounts
 S = TypeVar("S")
 _FORMAT = "2"
 """Format version in the names of entries: raise it with any change of their files."""
-_COUNTS = ("read", "unread", "dropped", "cut", "num_ranked", "num_pairs", "left_out")
+_COUNTS = ("read", "unread", "dropped", "cut", "forgetful", "num_ranked", "num_pairs", "left_out")
 """Fields of `DropCounts` in an entry."""
 _WINDOW_BYTES = 4 << 20
 _WINDOW_ROWS = 4096
@@ -224,11 +224,7 @@ class _CachePass:
             "files": [[str(file), state] for file, state in zip(files, states)],
             "format": "auto" if format is None else format.name,
             "has_lengths": self._has_lengths,
-<<<<<<< HEAD
-            "counts": {name: getattr(self._counts, name) for name in _KEPT_COUNTS},
-=======
             "counts": {name: getattr(self._counts, name) for name in _COUNTS},
->>>>>>> rows
             "faults": faults.to_json(self._path),
             "warning": warning(self._with_control, self._num_with_control),
         }
@@ -278,15 +274,10 @@ class _CachePass:
             )
         for reason, count in counts.dropped.items():
             self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + count
-<<<<<<< HEAD
-        self._counts.cut += counts.cut
-        self._counts.forgetful += counts.forgetful
-=======
         for reason, count in counts.left_out.items():
             self._counts.left_out[reason] = self._counts.left_out.get(reason, 0) + count
-        for name in ("cut", "num_ranked", "num_pairs"):
+        for name in ("cut", "forgetful", "num_ranked", "num_pairs"):
             setattr(self._counts, name, getattr(self._counts, name) + getattr(counts, name))
->>>>>>> rows
         for name, row in zip(names, rows):
             if token := self._control.find_in_turns(turns_of(row)):
                 self._with_control = self._with_control or [(name, token)]
@@ -332,8 +323,6 @@ def _name(reader: ReaderOfRows, path: Path) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-_KEPT_COUNTS = ("read", "unread", "dropped", "cut", "forgetful")
-"""Fields of `DropCounts` that an entry of the cache keeps."""
 _USED_LATER = ("packing", "shuffle", "drop_last", "group_by_length", "collator", "num_workers")
 """Keys of the section `data` that do not change the sample of a row."""
 

@@ -78,13 +78,8 @@ class PairStage(Stage["Pair | Pairs"]):
                 reasons.add(number, "with an empty answer")
             else:
                 try:
-<<<<<<< HEAD
-                    texts += template.splits(conversations_of(row))
-                    kept.append(number)
-=======
-                    texts += [template.split(conversation) for conversation in conversations_of(pair)]
+                    texts += template.splits(conversations_of(pair))
                     kept.append((number, pair))
->>>>>>> rows
                 except UserError as error:
                     reasons.add_fault(number, str(error))
         encoded = self.context.encode_answers(texts)

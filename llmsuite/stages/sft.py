@@ -43,6 +43,8 @@ class _Rendered:
     """Weight of each of these turns."""
     thoughts: list[tuple[str, str] | None]
     """`ChatTemplate.thought_texts` of the turns, where thoughts are not supervised."""
+    is_forgetful: bool = False
+    """True where the template leaves out the thoughts of some turn."""
 
 
 class SftStage(GeneratingStage[WeightedTokens]):
@@ -76,15 +78,8 @@ class SftStage(GeneratingStage[WeightedTokens]):
         template = self._prerendered(rows)
         for number, row in enumerate(rows):
             try:
-<<<<<<< HEAD
-                texts = template.supervised_turns(row) if has_answers(row) else []
-                counts.forgetful += bool(texts and template.dropped_thoughts(row))
-                thoughts.append([] if self._supervises_thoughts else template.thought_texts(row, texts))
-                turns.append(texts)
-                rendered.append((number, row))
-=======
                 rendered.append(self._rendered(template, number, row))
->>>>>>> rows
+                counts.forgetful += rendered[-1].is_forgetful
             except UserError as error:
                 counts.bad(number, str(error))
         encoded = iter(self.context.encode_answers([texts for each in rendered for texts in each.turns]))
@@ -124,7 +119,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
         if row.weights:
             weights = [row.weight(i) for i in template.numbers_of(row, turns)]
         thoughts = [] if self._supervises_thoughts else template.thought_texts(row, turns)
-        return _Rendered(number, row, turns, weights, thoughts)
+        return _Rendered(number, row, turns, weights, thoughts, bool(template.dropped_thoughts(row)))
 
     def _sample(
         self,
