@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.data.faults import Faults
@@ -56,6 +58,23 @@ class DropCounts:
         place = self.places[number] if self.places else f"{self.path}: row {number + 1}"
         self.faults.add(place, reason)
         self.faults.check()
+
+    def add_samples(self, other: DropCounts) -> None:
+        """Add the counts of other rows that were made into samples; they are counted as read or unread elsewhere."""
+        self.dropped = dict(Counter(self.dropped) + Counter(other.dropped))
+        self.left_out = dict(Counter(self.left_out) + Counter(other.left_out))
+        self.cut += other.cut
+        self.forgetful += other.forgetful
+        self.num_ranked += other.num_ranked
+        self.num_pairs += other.num_pairs
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the counts, without places and faults, as fields for the constructor."""
+        return {
+            "read": self.read, "unread": self.unread, "dropped": self.dropped, "cut": self.cut,
+            "forgetful": self.forgetful, "num_ranked": self.num_ranked, "num_pairs": self.num_pairs,
+            "left_out": self.left_out,
+        }  # fmt: skip
 
     @property
     def total(self) -> int:

@@ -42,8 +42,6 @@ from llmsuite.engine.drop_counts import DropCounts
 S = TypeVar("S")
 _FORMAT = "2"
 """Format version in the names of entries: raise it with any change of their files."""
-_COUNTS = ("read", "unread", "dropped", "cut", "forgetful", "num_ranked", "num_pairs", "left_out")
-"""Fields of `DropCounts` in an entry."""
 _WINDOW_BYTES = 4 << 20
 _WINDOW_ROWS = 4096
 
@@ -224,7 +222,7 @@ class _CachePass:
             "files": [[str(file), state] for file, state in zip(files, states)],
             "format": "auto" if format is None else format.name,
             "has_lengths": self._has_lengths,
-            "counts": {name: getattr(self._counts, name) for name in _COUNTS},
+            "counts": self._counts.to_json(),
             "faults": faults.to_json(self._path),
             "warning": warning(self._with_control, self._num_with_control),
         }
@@ -272,12 +270,7 @@ class _CachePass:
                 f"{len(counts.dropped_rows)} that it drops; with `row_by_row`, `make_samples` has to call "
                 "`counts.drop(reason, number)` for each"
             )
-        for reason, count in counts.dropped.items():
-            self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + count
-        for reason, count in counts.left_out.items():
-            self._counts.left_out[reason] = self._counts.left_out.get(reason, 0) + count
-        for name in ("cut", "forgetful", "num_ranked", "num_pairs"):
-            setattr(self._counts, name, getattr(self._counts, name) + getattr(counts, name))
+        self._counts.add_samples(counts)
         for name, row in zip(names, rows):
             if token := self._control.find_in_turns(turns_of(row)):
                 self._with_control = self._with_control or [(name, token)]
