@@ -237,7 +237,7 @@ def test_a_margin_is_read_by_the_stages_that_have_one() -> None:
         assert "'margin' is " in refusal(faults)
         assert "a number from -1e+06 to 1e+06 is needed" in refusal(faults)
     _, faults = convert("trl_preference", {**pair, "margin": 1})
-    assert "has columns that trl_preference does not read ('margin')" in refusal(faults)
+    assert "has the columns 'margin', which trl_preference does not read" in refusal(faults)
     row, _ = convert("trl_preference", {**pair, "margin": 1}, [ALL])
     assert row.margin is None
     _, faults = convert("ranked", {**ROWS["ranked"], "margin": 1}, capabilities=able)

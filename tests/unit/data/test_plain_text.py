@@ -52,7 +52,7 @@ def test_a_text_is_supervised_as_a_whole() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"text": "a", "id": 3}, "has columns that text does not read ('id')"),
+        ({"text": "a", "id": 3}, "has the columns 'id', which text does not read"),
         ({"text": "a", "system": "Be brief."}, "'system' is there, and a row of text has no place for it"),
         ({"text": "a", "tools": [{"name": "f"}]}, "'tools' is there, and a row of text has no place for it"),
         ({"text": ["a"]}, "'text' is a list, not text"),
@@ -104,9 +104,9 @@ def test_fields_are_put_into_a_template(template: str, row: Any, texts: tuple[st
         ("{question} {answer}", {"Question": "a", "answer": "b"}, "did you mean 'Question'?"),
         ("{q}{a}", {"q": "a", "a": ["b"]}, "field 'a' is a list; data.text_template takes texts and numbers"),
         ("{q}{a}", {"q": True, "a": "b"}, "field 'q' is true; data.text_template takes texts and numbers"),
-        ("{q}{a}", {"q": "a", "a": "b", "c": 1}, "has columns that data.text_template does not read ('c')"),
+        ("{q}{a}", {"q": "a", "a": "b", "c": 1}, "has the columns 'c', which data.text_template does not read"),
         ("{q}{a}", {"q": "a", "a": "b", "system": "Hi"}, "'system' is there, and data.text_template has no place"),
-        ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "does not read ('history')"),
+        ("alpaca", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "has the columns 'history', which"),
     ],
 )
 def test_a_row_that_does_not_fit_a_template_is_refused(template: str, row: Any, message: str) -> None:

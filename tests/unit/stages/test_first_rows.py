@@ -290,7 +290,7 @@ def test_plain_text_needs_no_chat_template(refused: Refused, tmp_path: Path) -> 
     ((_, message),) = refused("sft", "--data.train=b.jsonl", "--data.text_template={question}{output}", tokenizer)
     assert "b.jsonl:1: has no field 'question', which data.text_template takes" in message
     ((key, message),) = refused("dpo", "--data.train=" + write("c.jsonl", PAIR | {"margin": 1}))
-    assert "has columns that trl_preference does not read ('margin')" in message
+    assert "has the columns 'margin', which trl_preference does not read" in message
     assert refused("rm", "--data.train=c.jsonl") == []
 
 
