@@ -30,12 +30,15 @@ ALL = "*"
 
 @dataclasses.dataclass(frozen=True)
 class ColumnRules:
-    """The keys of the section `data` that select columns."""
+    """The keys of the section `data` that change rows."""
 
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`data.columns`: the source of each field, see `rename_columns`. Empty to keep the columns of the row."""
     ignored: Sequence[str] = ()
     """`data.ignore_columns`: columns, and keys of turns, that are left out; `ALL` for all that nothing reads."""
+
+    system: str | None = None
+    """`data.system`: text of the system turn of rows without one."""
 
     @property
     def ignores_all(self) -> bool:

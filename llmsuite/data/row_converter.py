@@ -14,7 +14,7 @@ from llmsuite.data.faults import Faults
 from llmsuite.data.keys import ALL, KEEP_ALL, MEDIA, ColumnRules, is_nothing, unread_columns, without_ignored
 from llmsuite.data.row_kinds import StagesByKind, is_accepted, other_kinds, preference_hint
 from llmsuite.data.row_limits import MAX_COLUMNS, check_conversations
-from llmsuite.data.rows import TYPES
+from llmsuite.data.rows import TYPES, with_system
 from llmsuite.data.suggest import (
     Columns,
     advice,
@@ -64,6 +64,8 @@ class RowConverter:
         """True once a row was converted: then a fault of a later row is not that of its columns."""
         if self.format is not None and self.format.kind != kind:
             raise UserError(f"data.format: {name} gives {self.format.kind} rows; this stage trains on {kind} rows")
+        if columns.system is not None and kind not in TYPES:
+            raise UserError(f"data.system: {kind} rows are no conversations, so they have no system turn; remove it")
 
     def convert(self, where: str, raw: Any, fault: str | None, faults: Faults) -> Any:
         """Convert a row.
@@ -147,7 +149,7 @@ class RowConverter:
         expected = TYPES.get(self._kind, object)
         if row is not None and isinstance(row, expected):
             check_conversations(row)
-            return row
+            return row if self._rules.system is None else with_system(row, self._rules.system)
         found = "nothing"
         if row is not None:
             found = f"a {type(row).__name__}"
