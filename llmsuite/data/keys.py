@@ -32,7 +32,7 @@ ALL = "*"
 
 @dataclasses.dataclass(frozen=True)
 class ColumnRules:
-    """The keys of the section `data` that decide which columns are read."""
+    """The keys of the section `data` that decide which columns are read, and change rows."""
 
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`data.columns`: the source of each field, see `rename_columns`. Empty to keep the columns of the row."""
@@ -43,6 +43,9 @@ class ColumnRules:
     capabilities: Set[str] = frozenset()
     """Capabilities of the stage: it reads the column `MARGIN` with "margins", and accepts rows of plain text with
     "plain_text" and rows with ranked answers with "ranked"."""
+
+    system: str | None = None
+    """`data.system`: text of the system turn of rows without one."""
 
     @property
     def ignores_all(self) -> bool:

@@ -16,7 +16,7 @@ from llmsuite.data.keys import ALL, KEEP_ALL, MARGIN, MEDIA, ColumnRules, is_not
 from llmsuite.data.plain_text import text_template_format
 from llmsuite.data.row_kinds import StagesByKind, is_accepted, other_kinds, preference_hint
 from llmsuite.data.row_limits import MAX_COLUMNS, check_conversations
-from llmsuite.data.rows import TYPES, Conversation, Preference, Ranking
+from llmsuite.data.rows import TYPES, Conversation, Preference, Ranking, with_default_system
 from llmsuite.data.suggest import (
     Columns,
     advice,
@@ -69,6 +69,8 @@ class RowConverter:
             self.format = text_template_format(columns.text_template)
         if self.format is not None and self.format.kind != kind:
             raise UserError(f"data.format: {name} gives {self.format.kind} rows; this stage trains on {kind} rows")
+        if columns.system is not None and kind not in TYPES:
+            raise UserError(f"data.system: {kind} rows are no conversations, so they have no system turn; remove it")
 
     def convert(self, where: str, raw: Any, fault: str | None, faults: Faults) -> Any:
         """Convert a row.
@@ -172,6 +174,10 @@ class RowConverter:
             raise ValueError("has ranked answers, which are not read here; give pairs of answers")
         if isinstance(row, Conversation) and row.is_plain and "plain_text" not in capabilities:
             raise ValueError("is plain text, and conversations are read here; give turns")
+        if self._rules.system is not None:
+            if isinstance(row, Conversation) and row.is_plain:
+                raise ValueError("is plain text, which has no turns; remove data.system")
+            row = with_default_system(row, self._rules.system)
         if "margins" not in capabilities or is_nothing(raw.get(MARGIN)):
             return row
         if isinstance(row, Ranking):

@@ -170,6 +170,21 @@ def with_answer(prompt: Sequence[Message], answer: Message, tools: str = "", tem
     return Conversation((*prompt, answer), (*[False] * len(prompt), True), tools, template_kwargs)
 
 
+def with_default_system(row: Any, text: str) -> Any:
+    """Return a row of a kind of `TYPES` with a system turn in front, unless it has one."""
+    turn = Message("system", text)
+    turns = row.messages if isinstance(row, (Conversation, Prompt)) else row.prompt
+    if any(message.role == "system" for message in turns):
+        return row
+    turns = (turn, *turns)
+    if isinstance(row, Conversation):
+        weights = (0.0, *row.weights) if row.weights else ()
+        return dataclasses.replace(row, messages=turns, supervised=(False, *row.supervised), weights=weights)
+    if isinstance(row, Prompt):
+        return dataclasses.replace(row, messages=turns)
+    return dataclasses.replace(row, prompt=turns)
+
+
 def conversations_of(row: Any) -> list[Conversation]:
     """Return the conversations of a row, one for each of its answers. Empty for rows of a plugin's kind."""
     if isinstance(row, Conversation):

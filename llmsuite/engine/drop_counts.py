@@ -41,6 +41,8 @@ class DropCounts:
     faults: Faults = dataclasses.field(default_factory=Faults)
     dropped_rows: set[int] = dataclasses.field(default_factory=set)
     """Numbers of the rows without a sample, as far as `drop` and `bad` received them."""
+    part: str = ""
+    """Description of the rows for messages, where they are a part of the file, such as " (held out)"."""
 
     def drop(self, reason: str, number: int | None = None) -> None:
         """Count a row without supervised tokens: row `number`, counted from 0."""
@@ -103,8 +105,8 @@ class DropCounts:
         """Report the counts. Raises UserError when no row is left."""
         reasons = "; ".join(self.reasons())
         if self.lost == self.total:
-            raise UserError(f"{self.path}: none of its {self.total} rows can train anything: {reasons}")
-        text = f"{self.path}: {self.total - self.lost} of {self.total} rows are used"
+            raise UserError(f"{self.path}{self.part}: none of its {self.total} rows can train anything: {reasons}")
+        text = f"{self.path}{self.part}: {self.total - self.lost} of {self.total} rows are used"
         report(f"{text}; dropped: {reasons}" if self.lost else text)
         ranked = self.of_ranked()
         if ranked is not None:

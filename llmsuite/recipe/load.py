@@ -258,7 +258,8 @@ def _override_value(text: str, annotation: Any, word: str, key: Key) -> tuple[An
     quoted = len(text) >= 2 and text[0] == text[-1] == '"'
     listed = text.startswith("[") and recipe_keys.accepts_list(annotation)
     counted = _NUMBER.fullmatch(text) and recipe_keys.accepts_number(annotation)
-    is_json = quoted or listed or counted or text == "null"
+    mapped = text.startswith("{") and recipe_keys.accepts_object(annotation)
+    is_json = quoted or listed or counted or mapped or text == "null"
     if annotation is not None and recipe_keys.accepts_text(annotation) and not is_json:
         return text, None
     try:

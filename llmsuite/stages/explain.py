@@ -18,7 +18,7 @@ from llmsuite.data.columns import rename_columns
 from llmsuite.data.plain_text import plain_texts
 from llmsuite.data.read import raw_row
 from llmsuite.data.render_checks import is_plain
-from llmsuite.data.rows import Conversation, Preference, Ranking, Unpaired, conversations_of
+from llmsuite.data.rows import Conversation, Message, Preference, Ranking, Unpaired, conversations_of
 from llmsuite.engine.collator import collate_of
 from llmsuite.engine.data import load_tokenizer, make_stage
 from llmsuite.engine.row_reader import RowReader
@@ -42,6 +42,8 @@ class Explained:
     """True where the tokens of the generation prompt are those before the answer in training."""
     given: tuple[str, ...] = ()
     """Parts that the chat template is given besides the roles and contents of the turns."""
+    has_default_system: bool = False
+    """True where the system turn is that of `data.system`."""
     changed: str | None = None
     """The difference between the rendered conversation and its decoded tokens; None where they are equal."""
 
@@ -101,6 +103,21 @@ def made_of(stage: Stage[Any], path: Path, place: str) -> list[tuple[str, str, A
     return [(field, source, row[field]) for field, source in columns.items()]
 
 
+def use_of(stage: Stage[Any], path: Path, number: int) -> str | None:
+    """The use of a row of `data.train` with `data.sample` or `data.holdout`; None where every row is trained on."""
+    reader = stage.reader
+    data = stage.context.data
+    if not isinstance(reader, RowReader) or (data.sample is None and data.holdout is None):
+        return None
+    files = [path, *reader.mixed_files().values()]
+    train, held_out = reader.choose_rows([len(reader.read_rows(file)) for file in files])
+    if number - 1 in held_out[0]:
+        return f"is held out for evaluation by data.holdout {data.holdout}"
+    if number - 1 in train[0]:
+        return "is trained on"
+    return f"is not used: it is not among the rows of data.sample {data.sample}"
+
+
 def _check_number(number: int, count: int, what: str) -> None:
     if number > count:
         raise UserError(f"--row {number}: {what} are numbered from 1 to {count}")
@@ -131,7 +148,10 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         before_answer = sequence.ids[: supervised[0]].tolist() if len(supervised) else []
         changed = _changed(_full_text(template, conversation), tokenizer)
         matches = prompt == before_answer
-        yield Explained(name, sequence, roles, len(prompt), matches, _given(template, conversation), changed)
+        given = _given(template, conversation)
+        system = stage.context.data.system
+        is_default = system is not None and Message("system", system) in conversation.messages
+        yield Explained(name, sequence, roles, len(prompt), matches, given, is_default, changed)
 
 
 def _plain(tokenizer: Any, conversation: Conversation, sequence: SupervisedSequence) -> Explained:
@@ -140,11 +160,11 @@ def _plain(tokenizer: Any, conversation: Conversation, sequence: SupervisedSeque
     begin = int(np.argmax(sequence.weights > 0))
     changed = _changed(text, tokenizer)
     if not prompt:
-        return Explained("", sequence, ["text"] * len(sequence.ids), None, True, (), changed)
+        return Explained("", sequence, ["text"] * len(sequence.ids), None, True, (), False, changed)
     roles = ["prompt"] * begin + ["answer"] * (len(sequence.ids) - begin)
     given = tokenizer.with_special_tokens(tokenizer.encode(prompt))
     matches = given == sequence.ids[:begin].tolist()
-    return Explained("", sequence, roles, len(given), matches, (), changed)
+    return Explained("", sequence, roles, len(given), matches, (), False, changed)
 
 
 def _conversations(row: Any) -> list[tuple[str, Conversation]]:

@@ -331,7 +331,11 @@ class _RowChecker:
         formats = self._registry.data_formats
         readers = self._registry.stages_by_row_kind()
         columns = ColumnRules(
-            self._columns, self._data["ignore_columns"], self._data.get("text_template"), self._capabilities
+            self._columns,
+            self._data["ignore_columns"],
+            self._data.get("text_template"),
+            self._capabilities,
+            self._data.get("system"),
         )
         return RowConverter(self._row_kind, self._data["format"], formats, columns, readers)
 

@@ -268,6 +268,9 @@ class PretrainSection(Section):
     def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
         yield "data.format", "has no effect in stage pretrain, which reads documents; remove it"
         yield "data.mix", "has no effect in stage pretrain, which uses pretrain.mix; set that instead"
+        yield "data.holdout", "has no effect in stage pretrain, which uses pretrain.split; set that instead"
+        yield "data.sample", "has no effect in stage pretrain, whose samples are no rows; remove it"
+        yield "data.system", "has no effect in stage pretrain, which renders no conversations; remove it"
         yield "data.ignore_columns", "has no effect in stage pretrain, which reads one column; remove it"
         yield "data.chat_template_kwargs", "has no effect in stage pretrain, which renders no conversations; remove it"
 

@@ -24,7 +24,7 @@ def _changes_the_job(plugins: Any) -> bool:
 
 
 REFUSED: Mapping[str, Refusal] = {
-    "val_set_size": Refusal("it splits rows at random; write the split into files: data.train and data.eval"),
+    "val_set_size": Refusal("it holds out the last rows after dropping and shuffling some; nearest key: data.holdout"),
     "train_on_inputs": Refusal("only assistant turns are supervised"),
     "group_by_length": Refusal("global batches are not grouped by length"),
     "shuffle_merged_datasets": Refusal("nearest key: data.shuffle", lambda value: value is False),
@@ -56,7 +56,6 @@ REFUSED: Mapping[str, Refusal] = {
     "noisy_embedding_alpha": Refusal("noise on embeddings is not supported"),
     "batch_size": Refusal("nearest: micro_batch_size and gradient_accumulation_steps"),
     "max_packed_sequence_len": Refusal("packs rows without separating their attention; nearest key: data.packing"),
-    "early_stopping_patience": Refusal("there is no early stopping; nearest key: checkpoint.best_metric"),
     "tensor_parallel_size": Refusal(_OTHER_RANKS, _is_more_than_one),
     "context_parallel_size": Refusal(_OTHER_RANKS, _is_more_than_one),
     "sequence_parallel_degree": Refusal(_OTHER_RANKS, _is_more_than_one),
@@ -165,6 +164,7 @@ TRANSLATIONS: Mapping[str, str] = {
     "base_model": "model.weights",
     "datasets": "data.train, data.mix, data.columns",
     "test_datasets": "data.eval",
+    "early_stopping_patience": "train.early_stopping.patience",
     "chat_template": "data.chat_template",
     "eot_tokens": "data.chat_template",
     "special_tokens": "data.chat_template",

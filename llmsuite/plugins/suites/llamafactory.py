@@ -63,7 +63,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     }
     recipe["launch"] = trainer.launch(run)
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, _DEFAULTS)
-    has_eval = trainer.evaluates(run, recipe["train"]) and "eval" in recipe["data"]
+    has_eval = trainer.evaluates(run, recipe["train"]) and ("eval" in recipe["data"] or "holdout" in recipe["data"])
     if not has_eval:
         recipe["data"].pop("eval", None)
         recipe["train"].pop("eval_steps", None)
@@ -76,6 +76,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     elif kind != "full":
         run.refuse("finetuning_type", kind, "supported are full fine-tuning (full) and adapters (lora)")
     recipe["checkpoint"] = trainer.checkpoint(run, has_eval, _DEFAULTS)
+    trainer.early_stopping(run, "early_stopping_steps", recipe)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
 
@@ -154,17 +155,38 @@ def _data(run: Run) -> dict[str, Any]:
     elif run.flag("packing"):
         run.refuse("packing", True, "without neat_packing tokens attend to other rows of a pack; data.packing "
                                     "separates rows, like neat_packing")  # fmt: skip
-    found: dict[str, Any] = {**llamafactory_data.rows(run), "max_length": length}
+    found: dict[str, Any] = {**llamafactory_data.rows(run), **_held_out(run), "max_length": length}
     if is_on(run.given("neat_packing")) and run.section == "sft":
         found["packing"] = "best_fit"
         run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with LLaMA-Factory")
+    system = run.take("default_system")
     if run.section != "pretrain":
         found |= _template(run)
+        if system is not None:
+            found["system"] = str(system)
     else:
         run.take("template")
+        if system is not None:
+            run.left_out("default_system", system, "texts for pretraining have no turns")
     if run.flag("disable_shuffling"):
         found["shuffle"] = False
     return found | trainer.loading(run)
+
+
+def _held_out(run: Run) -> dict[str, Any]:
+    """Return `data.holdout`: its rows are those of `datasets.train_test_split` with the seed of the run, too."""
+    size = run.number("val_size", 0)
+    if not size > 1e-6:
+        return {}
+    if run.given("eval_dataset") is not None:
+        raise UserError(f"{run.name}: has val_size and eval_dataset, which LLaMA-Factory refuses; remove one of them")
+    if run.section == "pretrain":
+        run.refuse("val_size", size, "it holds rows out and joins the others into samples; nearest key: pretrain.split")
+    elif is_on(run.given("streaming")):
+        run.refuse("val_size", size, "with streaming it holds the first rows of a buffer out; write them into a file")
+    elif size > 1:
+        return {"holdout": int(size)}
+    return {"holdout": float(size)}
 
 
 def _template(run: Run) -> dict[str, Any]:

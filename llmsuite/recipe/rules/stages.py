@@ -17,7 +17,7 @@ from llmsuite.recipe.rules.context import RuleContext
 
 def _no_evaluation(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.checkpoint.best_metric and not context.evaluates:
-        yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
+        yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval or data.holdout, or remove it"
 
 
 def _nothing_to_evaluate(context: RuleContext) -> Iterator[Violation]:
@@ -25,7 +25,10 @@ def _nothing_to_evaluate(context: RuleContext) -> Iterator[Violation]:
         return  # set to null: this turns the evaluation off
     steps = context.recipe.train.eval_steps
     if steps is not None and not context.evaluates:
-        yield "train.eval_steps", f"is {steps}, but there is no evaluation data; set data.eval, or remove it"
+        yield (
+            "train.eval_steps",
+            f"is {steps}, but there is no evaluation data; set data.eval or data.holdout, or remove it",
+        )
 
 
 def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:

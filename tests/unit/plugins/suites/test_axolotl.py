@@ -105,7 +105,7 @@ def test_adapters(converted: Converted) -> None:
         ),
         ({**BARE, "datasets": ["a"]}, "expected a mapping {key: value}"),
         ({**BARE, "datasets": None}, "has no datasets"),
-        ({**BARE, "test_datasets": [ROWS, ROWS]}, "data.eval is one"),
+        ({**BARE, "test_datasets": [ROWS, ROWS]}, "sets of data.eval have"),
         ({**BARE, "test_datasets": [ROWS], "evals_per_epoch": 4}, "evals_per_epoch = 4"),
         ({**BARE, "val_set_size": 0.05}, r"val_set_size = 0\.05"),
         ({**BARE, "sample_packing": True}, "without flash attention tokens attend"),
