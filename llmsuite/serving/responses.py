@@ -189,8 +189,7 @@ class ResponseRequest(_Strict):
         if not self.input:
             raise HTTPException(400, "input: has to be a text or a list of items, at least one")
         messages: list[dict[str, Any]] = [*system]
-        thoughts = dict[str, Any]()
-        """Thoughts of the turn that begins with the next item."""
+        thoughts = dict[str, Any]()  # of the turn that begins with the next item
         for number, item in enumerate(self.input):
             where = f"input[{number}]"
             kind = item.get("type", "message")

@@ -13,8 +13,8 @@ from llmsuite.plugins.suites import axolotl_arguments, model, trainer
 from llmsuite.plugins.suites.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
-_ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "tokenizer_default": "tokenizer"}
+_ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "qwen2.5": "<|im_end|>"}
 _SEPARATING_KERNELS = (
     "flash_attention",
     "flash_attention_2",

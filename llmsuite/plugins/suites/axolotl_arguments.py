@@ -29,7 +29,7 @@ REFUSED: Mapping[str, Refusal] = {
     "group_by_length": Refusal("global batches are not grouped by length"),
     "shuffle_merged_datasets": Refusal("nearest key: data.shuffle", lambda value: value is False),
     "excess_length_strategy": Refusal("longer rows are dropped", lambda value: value not in (None, "drop")),
-    "chat_template_jinja": Refusal("nearest: write it into the tokenizer's directory"),
+    "chat_template_jinja": Refusal("nearest key: data.chat_template, which takes the path or the text"),
     "plugins": Refusal("are code for Axolotl; see the guide on plugins", _changes_the_job),
     "lora_model_dir": Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model"),
     "lora_modules_to_save": Refusal("only adapters are trained: lora.target_modules may name embed_tokens"),

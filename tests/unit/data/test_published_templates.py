@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import ChatTemplate
@@ -215,3 +217,45 @@ def test_thoughts_between_calls_may_be_dropped_by_the_next_question(name: str) -
     assert "Clear 1." in turns[3]
     ends = [len(after) for _, after in pairs]
     assert ends == sorted(ends)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    name=st.sampled_from(["qwen3", "glm4moe"]),
+    rounds=st.lists(st.tuples(st.lists(st.booleans(), max_size=2), st.booleans()), min_size=1, max_size=3),
+)
+def test_turns_of_any_rounds_are_those_of_the_full_conversation(
+    name: str, rounds: list[tuple[list[bool], bool]]
+) -> None:
+    """`rounds`: for each question, whether each call has thoughts before it, and whether the answer has."""
+    messages: list[dict[str, Any]] = []
+    for number, (calls, answer_thinks) in enumerate(rounds):
+        messages.append({"role": "user", "content": f"Question {number}?"})
+        for k, thinks in enumerate(calls):
+            turn: dict[str, Any] = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+            if thinks:
+                turn["reasoning_content"] = f"Call {number}.{k}."
+            result = {"role": "tool", "tool_call_id": CALL["id"], "content": f"Result {number}.{k}."}
+            messages += [turn, result]
+        answer = {"role": "assistant", "content": f"Answer {number}."}
+        if answer_thinks:
+            answer["reasoning_content"] = f"Thought {number}."
+        messages.append(answer)
+    template = published(name)
+    conversation = openai({"messages": messages, "tools": TOOLS})
+    full = template.render(conversation.messages, tools=conversation.tools)
+    pairs = template.supervised_turns(conversation)
+    indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    dropped = template.dropped_thoughts(conversation)
+    end = 0
+    for i, (before, after) in zip(indices, pairs, strict=True):
+        assert full.startswith(after)
+        assert end <= len(before) < len(after)
+        turn_text = after[len(before) :]
+        assert messages[i]["content"] in turn_text
+        assert ("weather" in turn_text) == ("tool_calls" in messages[i])
+        thoughts = messages[i].get("reasoning_content", "")
+        assert not thoughts or (thoughts in turn_text) == (i not in dropped)
+        end = len(after)
+    last_question = max(i for i, message in enumerate(messages) if message["role"] == "user")
+    assert all(i < last_question for i in dropped)

@@ -58,6 +58,7 @@ def test_data(converted: Converted) -> None:
     several = data(datasets=[ROWS, {**ROWS, "path": "two.jsonl"}])
     assert (several["train"], several["mix"]) == ("hf:org/rows?split=train", {"two.jsonl": None})
     assert data(chat_template="chatml", eot_tokens=["<|im_end|>"])["chat_template"] == "chatml"
+    assert data(chat_template="qwen_25", eot_tokens=["<|im_end|>"])["chat_template"] == "qwen2.5"
     assert data(sample_packing=True, attn_implementation="flash_attention_2")["packing"] == "best_fit"
     held = {"test_datasets": [{**ROWS, "split": "test"}]}
     assert "eval" not in data(**held)
