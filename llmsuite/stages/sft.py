@@ -144,7 +144,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
         """One sequence of plain text, with the special tokens that the tokenizer puts in front of a text, as in a
         prompt of generation, and the end-of-sequence token after it. A first token is not supervised."""
         eos = self.context.tokenizer.eos_id
-        if eos in answer[:-1]:
+        if prompt and eos in answer[:-1]:  # a whole text may have documents of its own
             raise Unusable("with the end-of-sequence token inside an answer")
         ids = self.context.tokenizer.with_special_tokens([*prompt, *answer])
         begin = len(ids) - len(answer)

@@ -127,10 +127,11 @@ def test_a_text_gets_the_token_that_the_tokenizer_puts_in_front(tmp_path: Path) 
 
 def test_plain_text_that_trains_nothing_is_dropped(stage: SftStage) -> None:
     end = "<|im_end|>"
-    _, dropped = samples(stage, plain_conversation("", f"a{end}b"), plain_conversation("a", " "))
+    _, dropped = samples(stage, plain_conversation("c", f"a{end}b"), plain_conversation("a", " "))
     assert sorted(dropped.values()) == [1, 1]
-    ((ended,), _) = samples(stage, plain_conversation("a", f"b{end}"))
+    ((ended, whole), _) = samples(stage, plain_conversation("a", f"b{end}"), plain_conversation("", f"a{end}b"))
     assert text(stage, ended.ids) == f"ab{end}"
+    assert text(stage, whole.ids) == f"a{end}b{end}", "a whole text may have ends inside"
 
 
 def test_an_eval_prompt_has_the_tokens_before_the_last_answer(stage: SftStage) -> None:
