@@ -14,6 +14,7 @@ import shlex
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -303,6 +304,7 @@ def _bind(
         return typed.validate_json(json.dumps(tree)), []
     except ValidationError as error:
         problems = []
+        found: set[tuple[Key, str]] = set()
         types = _types(cls)
         hints_left = _MAX_HINTS
         for item in error.errors(include_url=False):
@@ -316,7 +318,8 @@ def _bind(
             if item["type"] not in _UNKNOWN_KEY:
                 key = _without_alternatives(item["loc"], types)
             message = _explain(item, key, cls, types, tree, registry)
-            if message is not None:
+            if message is not None and (key, message) not in found:  # alternatives of a union have the same one
+                found.add((key, message))
                 problems.append(Problem(loaded.origin(key), ".".join(key), message))
         return None, problems
 
@@ -338,9 +341,17 @@ def _without_alternatives(loc: tuple[int | str, ...], types: dict[Key, Any]) -> 
     it."""
     key = tuple(map(str, loc))
     leaf = next((n for n in range(len(key), 0, -1) if key[:n] in types), len(key))
-    if _of_kind(types.get(key[:leaf]), dict):
-        return key[: leaf + 1]
-    return key[:leaf] + tuple(str(part) for part in loc[leaf:] if isinstance(part, int))
+    annotation = types.get(key[:leaf])
+    rest = loc[leaf:]
+    if sum(found is not type(None) for found in typing.get_args(annotation)) > 1 and _is_union(annotation):
+        rest = rest[1:]
+    if _of_kind(annotation, dict):
+        return key[:leaf] + tuple(map(str, rest[:1]))
+    return key[:leaf] + tuple(str(part) for part in rest if isinstance(part, int))
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, UnionType)
 
 
 def _of_kind(annotation: Any, kind: type) -> list[Any]:

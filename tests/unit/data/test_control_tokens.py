@@ -94,5 +94,5 @@ def test_training_reports_it_once() -> None:
     reports: list[str] = []
     stage = make_stage(template=TWICE, report=reports.append)
     path = DATA / "sft" / "train.jsonl"
-    assert stage.reader.read_all(path, path)[0]
+    assert stage.reader.read_all(path, {"": path})[0]
     assert [text for text in reports if "two tokens" in text] == [reports[0]]

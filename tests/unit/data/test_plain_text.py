@@ -146,6 +146,6 @@ def test_a_faulty_template_is_a_problem_of_the_recipe(given_template: str, messa
 
 def test_keys_of_chat_templates_have_no_effect_on_text() -> None:
     unused = dict(DataSection(train="a.jsonl", text_template="alpaca").unused())
-    assert unused.keys() == {"format", "chat_template", "chat_template_kwargs", "supervise_thoughts"}
+    assert unused.keys() == {"format", "chat_template", "chat_template_kwargs", "supervise_thoughts", "system"}
     assert "format" not in dict(DataSection(train="a.jsonl", format="text").unused())
     assert not dict(DataSection(train="a.jsonl").unused())
