@@ -17,6 +17,12 @@ _TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "smollm": "chatml",
 """Templates equal to a built-in one, without a default system turn."""
 _OWN_TEMPLATES = {"qwen": r"qwen-?2\.5", "smollm2": "smollm2"}
 """Templates equal, with their system turn, to those of the tokenizers of some models: pattern of model names."""
+_NEAREST = {
+    "qwen": "qwen2.5", "qwen3": "qwen3", "mistral": "mistral", "mistral_small": "mistral-v7", "gemma": "gemma",
+    "gemma2": "gemma", "gemma3": "gemma", "deepseek3": "deepseek-v3", "deepseekr1": "deepseek-r1",
+    "glm4_moe": "glm4.5", "gpt_oss": "gpt-oss", "phi": "phi3", "phi4": "phi4",
+}  # fmt: skip
+"""Templates for the same models that differ, such as in spaces, tools or a default system turn."""
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
 
 
@@ -207,6 +213,8 @@ def _template(run: Run) -> dict[str, Any]:
     why = "is a template of LLaMA-Factory"
     if name in _OWN_TEMPLATES:
         why = "adds a default system turn"
+    if name in _NEAREST:
+        why = f"{why} (nearest: data.chat_template {_NEAREST[name]})"
     run.refuse("template", name, f"{why}; to use the template of {weights}, leave it out: data.chat_template")
     return {}
 

@@ -121,7 +121,10 @@ def test_the_default_system_turn(converted: Converted) -> None:
 NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; did you mean learning_rate"),
     ({**SFT, "template": "qwen"}, "template = qwen: adds a default system turn"),
-    ({**SFT, "template": "qwen3"}, "template = qwen3: is a template of LLaMA-Factory"),
+    (
+        {**SFT, "template": "qwen3"},
+        r"template = qwen3: is a template of LLaMA-Factory \(nearest: data\.chat_template qwen3\)",
+    ),
     ({**SFT, "packing": True}, "tokens attend to other rows of a pack"),
     ({**SFT, "val_size": 0.1, "streaming": True}, "val_size = 0.1: with streaming it holds the first rows"),
     ({**SFT, "early_stopping_steps": 3}, "early_stopping_steps = 3: needs load_best_model_at_end, and evaluations"),
