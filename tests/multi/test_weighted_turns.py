@@ -51,7 +51,7 @@ def cases(data: Path) -> list[Case]:
             "--model.config.num_hidden_layers=2", "--data.max_length=128",
             "--checkpoint.save_steps=1", f"--checkpoint.keep_last={STEPS}",
         ]  # fmt: skip
-        one = Case(f"{loss} one", 1, words, recipe="recipes/llama/sft.json")
+        one = Case(f"{loss} one", 1, once(words), recipe="recipes/llama/sft.json")
         made.append(one)
         for mesh, (ranks, parallel, more) in MESHES.items():
             place = (f"--parallel={json.dumps(parallel)}", f"--launch.num_devices={ranks}")
