@@ -55,7 +55,8 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
     file = tmp_path / "job.yaml"
     recipe = tmp_path / "recipe.json"
     file.write_text(text, encoding="utf-8")
-    runner.run("recipe", f"from-{suite}", str(file), "-o", str(recipe))
+    action = "from-swift" if suite == "megatron" else f"from-{suite}"
+    runner.run("recipe", action, str(file), "-o", str(recipe))
     runner.run("run", str(recipe), "--device=cpu")
     ours = [record["loss"] for record in runner.metrics(suite)]
     by_hand = first_loss(tmp_path / MODEL, tmp_path / "rows/train.jsonl", apart=suite == "paddleformers")

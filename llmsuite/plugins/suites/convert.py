@@ -62,6 +62,7 @@ def convert(
         UserError: no recipe can be the same job, stage or family are not determined, or an argument has a wrong type.
     """
     flat = suite.flatten(dict(values))
+    suite = suite.programs.get(str(flat.get("command", "")).partition(" ")[0], suite)
     job = f"this job of {suite.name}"
     reasons: list[Reason] = []
     try:

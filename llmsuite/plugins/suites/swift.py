@@ -1,4 +1,5 @@
-"""Conversion of ms-swift's arguments: `swift sft` and `swift rlhf`, in a shell script or a YAML or JSON file."""
+"""Conversion of ms-swift's arguments: `swift sft` and `swift rlhf`, in a shell script or a YAML or JSON file. The
+`megatron` commands are in `swift_megatron`."""
 
 from __future__ import annotations
 
@@ -28,6 +29,10 @@ _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp1
 """Precision by `torch_dtype`; float32 also trains in mixed precision."""
 _MIN_BATCH = 16
 """Minimum number of samples that gradients are accumulated over by default."""
+SEPARATE_TEXTS = (
+    "trains on each text separately; stage pretrain concatenates them. For pretraining: llmsuite recipe new --stage "
+    "pretrain"
+)
 
 
 def read_shell(path: Path) -> dict[str, Any]:
@@ -60,28 +65,30 @@ def _flatten(values: dict[str, Any]) -> dict[str, Any]:
 def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     command = str(values.get("command") or ("swift rlhf" if "rlhf_type" in values else "swift sft"))
     refused = f"{name}: no recipe is this job of ms-swift"
-    if command.startswith("megatron"):
-        raise UserError(f"{refused}: megatron is a separate program, with other arguments; write a recipe: llmsuite "
-                        "recipe new")  # fmt: skip
     if command == "swift pt":
-        raise UserError(f"{refused}: swift pt trains on each text separately; stage pretrain concatenates them. "
-                        "For pretraining: llmsuite recipe new --stage pretrain")  # fmt: skip
+        raise UserError(f"{refused}: swift pt {SEPARATE_TEXTS}")
     kind = "sft"
     if command == "swift rlhf":
         kind = str(values.get("rlhf_type") or "dpo")
-    if kind in ("grpo", "ppo"):
-        raise UserError(f"{refused}: its {kind} has its own rewards and sampling; llmsuite recipe new --stage {kind}")
     if kind != "sft" and kind not in _STAGES:
-        why = "has no stage"
-        if kind in ("simpo", "cpo", "orpo"):
-            why = "adds a loss on the chosen answers"
-        raise UserError(f"{refused}: rlhf_type {kind} {why}")
+        raise UserError(f"{refused}: rlhf_type {kind} {without_stage(kind)}")
     stage = requested or _STAGES.get(kind, kind)
     # train_type in older versions
     kind = str(values.get("tuner_type") or values.get("train_type") or "lora")
     if stage == "sft" and kind == "lora":
         return "lora"
     return stage
+
+
+def without_stage(kind: str) -> str:
+    """Return the reason why a kind of `swift rlhf` cannot be converted, to follow its name."""
+    if kind in ("grpo", "ppo"):
+        return f"has its own rewards and sampling; llmsuite recipe new --stage {kind}"
+    if kind in ("simpo", "cpo", "orpo"):
+        return "adds a loss on the chosen answers"
+    if kind == "rm":
+        return "has a head whose initial values are not known; llmsuite recipe new --stage rm"
+    return "has no stage"
 
 
 def _recipe(run: Run) -> dict[str, Any]:
@@ -91,37 +98,30 @@ def _recipe(run: Run) -> dict[str, Any]:
     kind = str(run.take("tuner_type") or run.take("train_type") or "lora")
     run.take("command"), run.take("rlhf_type")
     is_full = kind == "full"
-    hub = "ms:"
-    if is_on(run.take("use_hf")) | is_on(run.take("USE_HF")):
-        hub = ""
-    dtype = run.take("torch_dtype")
-    if dtype not in _TO_16_BITS:
-        run.refuse("torch_dtype", dtype, "engine.precision has fp32, bf16 and fp16")
+    hub = hub_of(run)
     defaults = trainer.Defaults(
         learning_rate=1e-5 if is_full else 1e-4, micro_batch_size=1, lr_schedule="cosine", weight_decay=0.1,
-        adam_beta2=0.95, recompute=True, precision=_TO_16_BITS.get(dtype, "bf16"),
+        adam_beta2=0.95, recompute=True, precision=precision(run),
     )  # fmt: skip
     has_masters = is_on(run.given("deepspeed")) or defaults.precision == "fp16"
     if is_full and not has_masters:
         run.refuse(name, kind, "without deepspeed it trains parameters in 16 bits; they have float32 master "
                                "weights here")  # fmt: skip
     parallel = trainer.parallel(run)
-    ranks = run.integer("NPROC_PER_NODE", 0)
-    machines = run.integer("NNODES", 1)
-    run.file_devices = ranks * machines or None
+    read_devices(run)
     recipe: dict[str, Any] = {
         "stage": run.stage,
         "source": f"ms-swift {run.name}",
         "model": model.model(run, hub=hub),
-        "data": _data(run, hub),
+        "data": data(run, hub),
         "parallel": parallel,
         "engine": trainer.engine(run, defaults),
         "launch": trainer.launch(run),
     }
     _accumulate(run, recipe["launch"])
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
-    _evaluate(run, recipe)
-    own = _own_section(run)
+    evaluate(run, recipe)
+    own = own_section(run)
     if own:
         recipe[run.section] = own
     if kind == "lora":
@@ -133,6 +133,26 @@ def _recipe(run: Run) -> dict[str, Any]:
     return {key: value for key, value in recipe.items() if value != {}}
 
 
+def hub_of(run: Run) -> str:
+    """Return the prefix of names on the hub that a file means: ModelScope unless it says Hugging Face."""
+    return "" if is_on(run.take("use_hf")) | is_on(run.take("USE_HF")) else "ms:"
+
+
+def precision(run: Run) -> str:
+    """Return the precision of `torch_dtype`."""
+    dtype = run.take("torch_dtype")
+    if dtype not in _TO_16_BITS:
+        run.refuse("torch_dtype", dtype, "engine.precision has fp32, bf16 and fp16")
+    return _TO_16_BITS.get(dtype, "bf16")
+
+
+def read_devices(run: Run) -> None:
+    """Set the number of devices that the launcher's variables name."""
+    ranks = run.integer("NPROC_PER_NODE", 0)
+    machines = run.integer("NNODES", 1)
+    run.file_devices = ranks * machines or None
+
+
 def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
     """Set the default of gradient accumulation: at least 16 samples."""
     if run.given("gradient_accumulation_steps") is None:
@@ -142,7 +162,7 @@ def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
             run.left["gradient_accumulation_steps"] = max(1, math.ceil(_MIN_BATCH / size / total))
 
 
-def _evaluate(run: Run, recipe: dict[str, Any]) -> None:
+def evaluate(run: Run, recipe: dict[str, Any]) -> None:
     """Set the evaluation keys; by default evaluations are at the steps of checkpoints."""
     if "eval" not in recipe["data"]:
         for key in ("eval_strategy", "eval_steps"):
@@ -158,7 +178,8 @@ def _evaluate(run: Run, recipe: dict[str, Any]) -> None:
         recipe["data"].pop("eval")
 
 
-def _data(run: Run, hub: str) -> dict[str, Any]:
+def data(run: Run, hub: str) -> dict[str, Any]:
+    """Return section data."""
     sources = [_source(run, "dataset", word, hub) for word in run.words("dataset")]
     held_out = [_source(run, "val_dataset", word, hub) for word in run.words("val_dataset")]
     if not sources:
@@ -234,7 +255,8 @@ def _template(run: Run) -> None:
              "are not supervised")  # fmt: skip
 
 
-def _own_section(run: Run) -> dict[str, Any]:
+def own_section(run: Run) -> dict[str, Any]:
+    """Return the section of the stage."""
     strategy = run.take("truncation_strategy") or "delete"
     if strategy not in ("delete", "right") or (strategy == "right" and run.section != "sft"):
         run.refuse("truncation_strategy", strategy, "longer rows are dropped, or in stage sft truncated at the end")

@@ -133,7 +133,6 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**RLHF, "rlhf_type": "gkd"}, "rlhf_type gkd has no stage"),
         ({**RLHF, "rlhf_type": "grpo"}, "llmsuite recipe new --stage grpo"),
         ({**BARE, "command": "swift pt"}, "swift pt trains on each text separately"),
-        ({**BARE, "command": "megatron sft"}, "megatron is a separate program"),
     ],
 )
 def test_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
