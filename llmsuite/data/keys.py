@@ -7,6 +7,7 @@ read by the chat template, make a faulty row unless `data.ignore_columns` has th
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,12 +31,15 @@ ALL = "*"
 
 @dataclasses.dataclass(frozen=True)
 class ColumnRules:
-    """The keys of the section `data` that select columns."""
+    """The keys of the section `data` that select columns, and texts in them."""
 
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`data.columns`: the source of each field, see `rename_columns`. Empty to keep the columns of the row."""
     ignored: Sequence[str] = ()
     """`data.ignore_columns`: columns, and keys of turns, that are left out; `ALL` for all that nothing reads."""
+
+    fill: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """`data.fill`: texts in the values of rows, and what replaces them."""
 
     @property
     def ignores_all(self) -> bool:
@@ -44,12 +48,27 @@ class ColumnRules:
 
 
 KEEP_ALL = ColumnRules()
-"""The rules of a recipe without both keys."""
+"""The rules of a recipe without these keys."""
 
 
 def is_nothing(value: Any) -> bool:
     """Return True for a value that carries nothing: null, and an empty text, list or object."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
+
+
+def filled(value: Any, texts: Mapping[str, str]) -> Any:
+    """Return a row, or a value in it, in whose texts each key of `texts` is replaced by its value, at all places at
+    once; where several fit, the longest is. Names of columns and keys stay."""
+    if not texts:
+        return value
+    if isinstance(value, str):
+        pattern = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+        return re.sub(pattern, lambda found: texts[found[0]], value)
+    if isinstance(value, Mapping):
+        return {key: filled(inner, texts) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [filled(inner, texts) for inner in value]
+    return value
 
 
 def without_ignored(row: Mapping[str, Any], ignored: Sequence[str]) -> Mapping[str, Any]:

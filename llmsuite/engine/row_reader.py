@@ -101,7 +101,7 @@ class RowReader(SampleReader[S]):
             data.format,
             context.data_formats,
             data.on_bad_row,
-            ColumnRules(data.columns, data.ignore_columns),
+            ColumnRules(data.columns, data.ignore_columns, fill=data.fill),
             limit=data.max_samples,
             readers=context.readers,
         )

@@ -127,7 +127,7 @@ def lazy_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
     data = stage.context.data
     formats = stage.context.data_formats
     readers = stage.context.readers
-    columns = ColumnRules(data.columns, data.ignore_columns)
+    columns = ColumnRules(data.columns, data.ignore_columns, fill=data.fill)
     conversion = RowConverter(stage.row_kind, data.format, formats, columns, readers)
     entry = cache_root() / "rows" / _name(reader, path)
     faults = Faults(data.on_bad_row)

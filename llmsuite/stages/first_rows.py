@@ -329,7 +329,7 @@ class _RowChecker:
     def _conversion(self) -> RowConverter:
         formats = self._registry.data_formats
         readers = self._registry.stages_by_row_kind()
-        columns = ColumnRules(self._columns, self._data["ignore_columns"])
+        columns = ColumnRules(self._columns, self._data["ignore_columns"], fill=self._data["fill"])
         return RowConverter(self._row_kind, self._data["format"], formats, columns, readers)
 
 

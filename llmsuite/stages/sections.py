@@ -264,6 +264,7 @@ class PretrainSection(Section):
         yield "data.format", "has no effect in stage pretrain, which reads documents; remove it"
         yield "data.mix", "has no effect in stage pretrain, which uses pretrain.mix; set that instead"
         yield "data.ignore_columns", "has no effect in stage pretrain, which reads one column; remove it"
+        yield "data.fill", "has no effect in stage pretrain, which reads documents; remove it"
         yield "data.chat_template_kwargs", "has no effect in stage pretrain, which renders no conversations; remove it"
 
     def problems(self) -> Iterator[tuple[str, str]]:

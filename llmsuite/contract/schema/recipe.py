@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
 
-from llmsuite.contract.schema.columns import column_problems, kwargs_problems
+from llmsuite.contract.schema.columns import column_problems, fill_problems, kwargs_problems
 from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.environment import EnvironmentSection
 from llmsuite.contract.schema.generation import GenerationSection
@@ -93,6 +93,9 @@ class DataSection(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """Handling of a row that cannot be read (truncated JSON, a missing key, a turn without a role). error: stop before
     the first step. skip: skip the row and count it by reason."""
+    fill: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Texts that are replaced wherever they occur in the values of a row, such as {"{{NAME}}": "Ada"}, in all files.
+    The replacement is literal, and what was filled in is not replaced again."""
     max_length: PositiveInt = 2048
     """Maximum sequence length in tokens. Longer rows are dropped and counted, unless the stage has a key to truncate
     them."""
@@ -127,6 +130,7 @@ class DataSection(Section):
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from column_problems(self.columns)
         yield from kwargs_problems(self.chat_template_kwargs)
+        yield from fill_problems(self.fill)
 
 
 @dataclasses.dataclass(kw_only=True)
