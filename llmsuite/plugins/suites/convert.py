@@ -92,7 +92,7 @@ def _read(
     num_devices: int | None,
 ) -> Run:
     """Return the conversion with its recipe and a report of unused arguments."""
-    check_stage(stage, registry)
+    check_stage(stage, registry, suite.rollout_stages)
     if family is not None and family not in registry.models:
         raise UserError(registry.unknown("model", family))
     model = str(flat.get(suite.model_key) or "")

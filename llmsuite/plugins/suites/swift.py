@@ -11,17 +11,23 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
-from llmsuite.plugins.suites import model, swift_arguments, trainer
+from llmsuite.plugins.suites import grpo, model, swift_arguments, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 
 _COMMANDS = ("sft", "pt", "rlhf")
-_LISTS = ("dataset", "val_dataset", "target_modules", "loss_type", "modules_to_save", "report_to")
+_LISTS = (
+    "dataset", "val_dataset", "target_modules", "loss_type", "modules_to_save", "report_to", "reward_funcs",
+    "reward_weights",
+)  # fmt: skip
 """Arguments with several values, separated by spaces on the command line."""
 _ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "USE_HF")
 """Environment variables that set the number of ranks and the hub."""
-_STAGES = {"dpo": "dpo", "kto": "kto", "rm": "rm"}
+_STAGES = {"dpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo"}
+_GRPO = grpo.GrpoDefaults(
+    beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
+)
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
 _KNOWN_TEMPLATES = r"qwen-?(1\.5|2|2\.5)[-_](?!vl|audio|omni)|qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
 """Models whose tokenizers have the templates of ms-swift, with the same system turn."""
@@ -121,8 +127,9 @@ def _recipe(run: Run) -> dict[str, Any]:
     _accumulate(run, recipe["launch"])
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     evaluate(run, recipe)
-    own = own_section(run)
-    if own:
+    if run.section == "grpo":
+        recipe |= _rollouts(run, recipe, kind == "lora")
+    elif own := own_section(run):
         recipe[run.section] = own
     if kind == "lora":
         recipe["lora"] = _lora(run)
@@ -131,6 +138,26 @@ def _recipe(run: Run) -> dict[str, Any]:
     recipe["checkpoint"] = trainer.checkpoint(run, "eval" in recipe["data"], defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str, Any]:
+    """Return the sections of GRPO; prompts and completions share `data.max_length`."""
+    found = grpo.sections(run, recipe["train"], has_adapters, _GRPO)
+    if run.given("max_length") is not None:
+        recipe["data"]["max_length"] += found["rollout"]["max_completion_length"]
+        run.note("data.max_length: max_length and max_completion_length, of prompts and completions")
+    strategy = run.take("truncation_strategy") or "left"
+    if strategy == "left":
+        run.note("data.max_length: longer prompts are dropped and counted; ms-swift truncates them on the left")
+    elif strategy != "delete":
+        run.refuse("truncation_strategy", strategy, "longer prompts are dropped")
+    for key, usual in (("advantage_estimator", "grpo"), ("loss_scale", "last_round")):
+        value = run.take(key)
+        if value not in (None, usual):
+            run.refuse(key, value, f"supported is {usual}")
+    if is_on(run.take("kl_in_reward")):
+        run.refuse("kl_in_reward", True, "the divergence is in the loss; nearest key: grpo.kl_in")
+    return found
 
 
 def hub_of(run: Run) -> str:
@@ -292,7 +319,7 @@ def own_section(run: Run) -> dict[str, Any]:
 
 def _lora(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"rank": run.integer("lora_rank", 8), "alpha": float(run.number("lora_alpha", 32))}
-    dropout = run.number("lora_dropout", 0.05)
+    dropout = grpo.check_dropout(run, run.number("lora_dropout", 0.05))
     if dropout:
         found["dropout"] = float(dropout)
     if run.flag("use_rslora"):
@@ -330,4 +357,5 @@ SWIFT = Suite(
     translations=swift_arguments.TRANSLATIONS,
     flatten=_flatten,
     read_shell=read_shell,
+    rollout_stages=("grpo",),
 )
