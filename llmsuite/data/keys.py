@@ -7,6 +7,7 @@ read by the chat template, make a faulty row unless `data.ignore_columns` has th
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
@@ -43,9 +44,10 @@ class ColumnRules:
     capabilities: Set[str] = frozenset()
     """Capabilities of the stage: it reads the column `MARGIN` with "margins", and accepts rows of plain text with
     "plain_text" and rows with ranked answers with "ranked"."""
-
     system: str | None = None
     """`data.system`: text of the system turn of rows without one."""
+    fill: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    """`data.fill`: texts in the values of rows, and what replaces them."""
 
     @property
     def ignores_all(self) -> bool:
@@ -54,12 +56,27 @@ class ColumnRules:
 
 
 KEEP_ALL = ColumnRules()
-"""The rules of a recipe without both keys."""
+"""The rules of a recipe without these keys."""
 
 
 def is_nothing(value: Any) -> bool:
     """Return True for a value that carries nothing: null, and an empty text, list or object."""
     return value is None or (isinstance(value, (str, list, Mapping)) and not value)
+
+
+def filled(value: Any, texts: Mapping[str, str]) -> Any:
+    """Return a row, or a value in it, in whose texts each key of `texts` is replaced by its value, at all places at
+    once; where several fit, the longest is. Names of columns and keys stay."""
+    if not texts:
+        return value
+    if isinstance(value, str):
+        pattern = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
+        return re.sub(pattern, lambda found: texts[found[0]], value)
+    if isinstance(value, Mapping):
+        return {key: filled(inner, texts) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [filled(inner, texts) for inner in value]
+    return value
 
 
 def without_ignored(row: Mapping[str, Any], ignored: Sequence[str]) -> Mapping[str, Any]:

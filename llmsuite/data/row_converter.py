@@ -12,7 +12,17 @@ from llmsuite.contract.registry import traceback_tail
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data.columns import MissingColumnError, rename_columns
 from llmsuite.data.faults import Faults
-from llmsuite.data.keys import ALL, KEEP_ALL, MARGIN, MEDIA, ColumnRules, is_nothing, unread_columns, without_ignored
+from llmsuite.data.keys import (
+    ALL,
+    KEEP_ALL,
+    MARGIN,
+    MEDIA,
+    ColumnRules,
+    filled,
+    is_nothing,
+    unread_columns,
+    without_ignored,
+)
 from llmsuite.data.plain_text import text_template_format
 from llmsuite.data.row_kinds import StagesByKind, is_accepted, other_kinds, preference_hint
 from llmsuite.data.row_limits import MAX_COLUMNS, check_conversations
@@ -101,6 +111,8 @@ class RowConverter:
                     "list these in data.ignore_columns"
                 )
         is_of_recipe = False
+        if fault is None:
+            raw = filled(raw, self._rules.fill)
         given = raw
         if fault is None:
             try:

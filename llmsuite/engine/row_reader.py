@@ -16,13 +16,12 @@ from llmsuite.contract.schema.recipe import HELD_OUT
 from llmsuite.data.control_tokens import doubled_bos
 from llmsuite.data.disk_rows import is_large
 from llmsuite.data.faults import Faults
-from llmsuite.data.keys import ColumnRules
 from llmsuite.data.mixture import Mixture, find_mixture_file
 from llmsuite.data.packing import pack_samples
 from llmsuite.data.read import Rows, read_rows
 from llmsuite.data.row_choice import held_out_rows, rows_of_files, sampled_rows
 from llmsuite.engine.drop_counts import DropCounts
-from llmsuite.engine.row_samples import OpenRows, RowsInMemory, RowsOnDisk, SampleMaker
+from llmsuite.engine.row_samples import OpenRows, RowsInMemory, RowsOnDisk, SampleMaker, column_rules
 
 S = TypeVar("S")
 _HELD_OUT_ROWS = " (held out)"
@@ -208,7 +207,7 @@ class RowReader(SampleReader[S]):
             data.format,
             context.data_formats,
             data.on_bad_row,
-            ColumnRules(data.columns, data.ignore_columns, data.text_template, context.capabilities, data.system),
+            column_rules(context),
             limit=data.max_samples,
             readers=context.readers,
         )

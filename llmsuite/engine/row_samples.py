@@ -120,6 +120,19 @@ class OpenRows(Protocol):
         """
 
 
+def column_rules(context: Any) -> ColumnRules:
+    """Return the rules for the columns of rows of the section `data` of a stage's context."""
+    data = context.data
+    return ColumnRules(
+        sources=data.columns,
+        ignored=data.ignore_columns,
+        text_template=data.text_template,
+        capabilities=context.capabilities,
+        system=data.system,
+        fill=data.fill,
+    )
+
+
 class RowsInMemory:
     """Rows that are all in memory."""
 
@@ -164,9 +177,7 @@ class RowsOnDisk:
         data = stage.context.data
         formats = stage.context.data_formats
         readers = stage.context.readers
-        columns = ColumnRules(
-            data.columns, data.ignore_columns, data.text_template, stage.context.capabilities, data.system
-        )
+        columns = column_rules(stage.context)
         conversion = RowConverter(stage.row_kind, data.format, formats, columns, readers)
         entry = cache_root() / "rows" / _name(reader, path)
         faults = Faults(data.on_bad_row)

@@ -336,6 +336,7 @@ class _RowChecker:
             self._data.get("text_template"),
             self._capabilities,
             self._data.get("system"),
+            self._data["fill"],
         )
         return RowConverter(self._row_kind, self._data["format"], formats, columns, readers)
 

@@ -272,6 +272,7 @@ class PretrainSection(Section):
         yield "data.sample", "has no effect in stage pretrain, whose samples are no rows; remove it"
         yield "data.system", "has no effect in stage pretrain, which renders no conversations; remove it"
         yield "data.ignore_columns", "has no effect in stage pretrain, which reads one column; remove it"
+        yield "data.fill", "has no effect in stage pretrain, which reads documents; remove it"
         yield "data.chat_template_kwargs", "has no effect in stage pretrain, which renders no conversations; remove it"
 
     def problems(self) -> Iterator[tuple[str, str]]:

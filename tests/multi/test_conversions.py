@@ -55,7 +55,8 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
     file = tmp_path / "job.yaml"
     recipe = tmp_path / "recipe.json"
     file.write_text(text, encoding="utf-8")
-    runner.run("recipe", f"from-{suite}", str(file), "-o", str(recipe))
+    action = "from-swift" if suite == "megatron" else f"from-{suite}"
+    runner.run("recipe", action, str(file), "-o", str(recipe))
     runner.run("run", str(recipe), "--device=cpu")
     ours = [record["loss"] for record in runner.metrics(suite)]
     by_hand = first_loss(tmp_path / MODEL, tmp_path / "rows/train.jsonl", apart=suite == "paddleformers")
@@ -65,3 +66,37 @@ def test_losses_of_other_suites(suite: str, runner: Runner, tmp_path: Path) -> N
         theirs = json.loads((REFERENCE / "conversions/llamafactory.json").read_text(encoding="utf-8"))
         assert theirs["arguments"] == FILES[suite]
         assert ours == pytest.approx(theirs["losses"], rel=2e-6)
+
+
+@pytest.mark.parametrize("suite", ["swift", "trl"])
+def test_grpo_starts(suite: str, runner: Runner, tmp_path: Path) -> None:
+    """In the first step all ratios are 1 and the advantages of a group sum to 0, so the loss is 0, whatever the
+    rewards; with as many tokens in each completion, as truncated ones have, also with TRL's mean over tokens."""
+    write_inputs(tmp_path)
+    rows = [{"messages": [{"role": "user", "content": f"Say {i}."}], "solution": f"${i}$"} for i in range(8)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    common = {
+        "num_generations": 4, "max_completion_length": 8, "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 1e-3, "bf16": False, "fp16": False,
+        "output_dir": str(runner.directory / f"grpo-{suite}"), "logging_steps": 1, "report_to": "none",
+    }  # fmt: skip
+    files = {
+        "swift": {
+            "command": "swift rlhf", "rlhf_type": "grpo", "model": str(tmp_path / MODEL), "tuner_type": "full",
+            "dataset": str(tmp_path / "prompts.jsonl"), "torch_dtype": "float32", "max_length": 64,
+            "reward_funcs": ["accuracy", "format"],
+        },
+        "trl": {
+            "model_name_or_path": str(tmp_path / MODEL), "dataset_name": str(tmp_path / "prompts.jsonl"),
+            "reward_funcs": ["accuracy_reward", "think_format_reward"], "vllm_max_model_length": 128,
+        },
+    }  # fmt: skip
+    file = tmp_path / "grpo.yaml"
+    recipe = tmp_path / "recipe.json"
+    file.write_text(json.dumps({**files[suite], **common}), encoding="utf-8")
+    runner.run("recipe", f"from-{suite}", str(file), "-o", str(recipe))
+    runner.run("run", str(recipe), "--device=cpu")
+    first = runner.metrics(f"grpo-{suite}")[0]
+    assert first["loss"] == pytest.approx(0.0, abs=1e-5)
+    names = {"swift": ("swift_accuracy", "swift_format"), "trl": ("trl_accuracy", "trl_think_format")}[suite]
+    assert {f"rewards/{name}" for name in names} <= {key for key in first if first[key] is not None}

@@ -40,6 +40,12 @@ FILES: dict[str, dict[str, Any]] = {
         **_TRAINER, "model": MODEL, "tuner_type": "full", "dataset": ["rows/train.jsonl"], "max_length": 256,
         "torch_dtype": "float32", "split_dataset_ratio": 0, "save_strategy": "steps",
     },
+    "megatron": {
+        "command": "megatron sft", "model": MODEL, "dataset": ["rows/train.jsonl"], "max_length": 256,
+        "torch_dtype": "float32", "bf16": False, "fp16": False, "micro_batch_size": 2, "global_batch_size": COUNT,
+        "train_iters": STEPS, "lr": 0.002, "lr_warmup_iters": 3, "weight_decay": 0.1, "adam_beta2": 0.999,
+        "logging_steps": 1, "save_steps": STEPS, "report_to": "none", "output_dir": "out",
+    },
     "axolotl": {
         "base_model": MODEL, "datasets": [{"path": "rows/train.jsonl", "ds_type": "json", "type": "chat_template"}],
         "chat_template": "llama3", "sequence_len": 256, "micro_batch_size": 2, "gradient_accumulation_steps": 8,
@@ -56,7 +62,7 @@ FILES: dict[str, dict[str, Any]] = {
         "logging_steps": 1, "save_steps": STEPS, "output_dir": "out",
     },
 }  # fmt: skip
-"""What the command takes; places are below the directory in which it runs."""
+"""What the command takes; places are below the directory in which it runs. "megatron" is a command of ms-swift."""
 
 
 def write_inputs(directory: Path) -> None:

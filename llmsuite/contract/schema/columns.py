@@ -33,6 +33,12 @@ def kwargs_problems(kwargs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield f"chat_template_kwargs.{fault[0]}", fault[1]
 
 
+def fill_problems(texts: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield (key, message) for each faulty entry of `data.fill`."""
+    if "" in texts:
+        yield "fill", "has an empty text to replace; give the text that rows have, such as {{NAME}}"
+
+
 def is_template(source: str) -> bool:
     """Return True for a template, False for the plain name of a column."""
     return "{" in source or "}" in source

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 
 from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, template_problems
-from llmsuite.contract.schema.columns import column_problems, kwargs_problems
+from llmsuite.contract.schema.columns import column_problems, fill_problems, kwargs_problems
 from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.environment import EnvironmentSection
 from llmsuite.contract.schema.generation import GenerationSection
@@ -117,6 +117,9 @@ class DataSection(Section):
     on_bad_row: Literal["error", "skip"] = "error"
     """Handling of a row that cannot be read (truncated JSON, a missing key, a turn without a role). error: stop before
     the first step. skip: skip the row and count it by reason."""
+    fill: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Texts that are replaced wherever they occur in the values of a row, such as {"{{NAME}}": "Ada"}, in all files.
+    The replacement is literal, and what was filled in is not replaced again."""
     max_length: PositiveInt = 2048
     """Maximum sequence length in tokens. Longer rows are dropped and counted, unless the stage has a key to truncate
     them."""
@@ -159,6 +162,7 @@ class DataSection(Section):
         yield from template_problems(self.chat_template)
         yield from kwargs_problems(self.chat_template_kwargs)
         yield from text_template_problems(self.text_template)
+        yield from fill_problems(self.fill)
         yield from self._evaluation_problems()
 
     def unused(self) -> Iterator[tuple[str, str]]:

@@ -62,6 +62,7 @@ def convert(
         UserError: no recipe can be the same job, stage or family are not determined, or an argument has a wrong type.
     """
     flat = suite.flatten(dict(values))
+    suite = suite.programs.get(str(flat.get("command", "")).partition(" ")[0], suite)
     job = f"this job of {suite.name}"
     reasons: list[Reason] = []
     try:
@@ -91,7 +92,7 @@ def _read(
     num_devices: int | None,
 ) -> Run:
     """Return the conversion with its recipe and a report of unused arguments."""
-    check_stage(stage, registry)
+    check_stage(stage, registry, suite.rollout_stages)
     if family is not None and family not in registry.models:
         raise UserError(registry.unknown("model", family))
     model = str(flat.get(suite.model_key) or "")

@@ -42,6 +42,10 @@ class Suite:
     """Returns the arguments by name for a parsed document."""
     read_shell: Callable[[Path], dict[str, Any]] | None = None
     """Returns the arguments in a shell script; None if the suite is not used by scripts."""
+    rollout_stages: tuple[str, ...] = ()
+    """Stages with rollouts that its files can be converted to."""
+    programs: Mapping[str, Suite] = dataclasses.field(default_factory=dict)
+    """Descriptions of the suite's other programs, which have other arguments, by the first word of `command`."""
 
 
 class Run(Conversion):

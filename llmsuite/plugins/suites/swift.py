@@ -1,4 +1,5 @@
-"""Conversion of ms-swift's arguments: `swift sft` and `swift rlhf`, in a shell script or a YAML or JSON file."""
+"""Conversion of ms-swift's arguments: `swift sft` and `swift rlhf`, in a shell script or a YAML or JSON file. The
+`megatron` commands are in `swift_megatron`."""
 
 from __future__ import annotations
 
@@ -10,17 +11,23 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
-from llmsuite.plugins.suites import model, swift_arguments, trainer
+from llmsuite.plugins.suites import grpo, model, swift_arguments, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 
 _COMMANDS = ("sft", "pt", "rlhf")
-_LISTS = ("dataset", "val_dataset", "target_modules", "loss_type", "modules_to_save", "report_to")
+_LISTS = (
+    "dataset", "val_dataset", "target_modules", "loss_type", "modules_to_save", "report_to", "reward_funcs",
+    "reward_weights",
+)  # fmt: skip
 """Arguments with several values, separated by spaces on the command line."""
 _ENVIRONMENT = ("NPROC_PER_NODE", "NNODES", "USE_HF")
 """Environment variables that set the number of ranks and the hub."""
-_STAGES = {"dpo": "dpo", "kto": "kto", "rm": "rm"}
+_STAGES = {"dpo": "dpo", "kto": "kto", "rm": "rm", "grpo": "grpo"}
+_GRPO = grpo.GrpoDefaults(
+    beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
+)
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
 _KNOWN_TEMPLATES = r"qwen-?(1\.5|2|2\.5)[-_](?!vl|audio|omni)|qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
 """Models whose tokenizers have the templates of ms-swift, with the same system turn."""
@@ -28,6 +35,10 @@ _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp1
 """Precision by `torch_dtype`; float32 also trains in mixed precision."""
 _MIN_BATCH = 16
 """Minimum number of samples that gradients are accumulated over by default."""
+SEPARATE_TEXTS = (
+    "trains on each text separately; stage pretrain concatenates them. For pretraining: llmsuite recipe new --stage "
+    "pretrain"
+)
 
 
 def read_shell(path: Path) -> dict[str, Any]:
@@ -60,28 +71,30 @@ def _flatten(values: dict[str, Any]) -> dict[str, Any]:
 def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
     command = str(values.get("command") or ("swift rlhf" if "rlhf_type" in values else "swift sft"))
     refused = f"{name}: no recipe is this job of ms-swift"
-    if command.startswith("megatron"):
-        raise UserError(f"{refused}: megatron is a separate program, with other arguments; write a recipe: llmsuite "
-                        "recipe new")  # fmt: skip
     if command == "swift pt":
-        raise UserError(f"{refused}: swift pt trains on each text separately; stage pretrain concatenates them. "
-                        "For pretraining: llmsuite recipe new --stage pretrain")  # fmt: skip
+        raise UserError(f"{refused}: swift pt {SEPARATE_TEXTS}")
     kind = "sft"
     if command == "swift rlhf":
         kind = str(values.get("rlhf_type") or "dpo")
-    if kind in ("grpo", "ppo"):
-        raise UserError(f"{refused}: its {kind} has its own rewards and sampling; llmsuite recipe new --stage {kind}")
     if kind != "sft" and kind not in _STAGES:
-        why = "has no stage"
-        if kind in ("simpo", "cpo", "orpo"):
-            why = "adds a loss on the chosen answers"
-        raise UserError(f"{refused}: rlhf_type {kind} {why}")
+        raise UserError(f"{refused}: rlhf_type {kind} {without_stage(kind)}")
     stage = requested or _STAGES.get(kind, kind)
     # train_type in older versions
     kind = str(values.get("tuner_type") or values.get("train_type") or "lora")
     if stage == "sft" and kind == "lora":
         return "lora"
     return stage
+
+
+def without_stage(kind: str) -> str:
+    """Return the reason why a kind of `swift rlhf` cannot be converted, to follow its name."""
+    if kind in ("grpo", "ppo"):
+        return f"has its own rewards and sampling; llmsuite recipe new --stage {kind}"
+    if kind in ("simpo", "cpo", "orpo"):
+        return "adds a loss on the chosen answers"
+    if kind == "rm":
+        return "has a head whose initial values are not known; llmsuite recipe new --stage rm"
+    return "has no stage"
 
 
 def _recipe(run: Run) -> dict[str, Any]:
@@ -91,38 +104,32 @@ def _recipe(run: Run) -> dict[str, Any]:
     kind = str(run.take("tuner_type") or run.take("train_type") or "lora")
     run.take("command"), run.take("rlhf_type")
     is_full = kind == "full"
-    hub = "ms:"
-    if is_on(run.take("use_hf")) | is_on(run.take("USE_HF")):
-        hub = ""
-    dtype = run.take("torch_dtype")
-    if dtype not in _TO_16_BITS:
-        run.refuse("torch_dtype", dtype, "engine.precision has fp32, bf16 and fp16")
+    hub = hub_of(run)
     defaults = trainer.Defaults(
         learning_rate=1e-5 if is_full else 1e-4, micro_batch_size=1, lr_schedule="cosine", weight_decay=0.1,
-        adam_beta2=0.95, recompute=True, precision=_TO_16_BITS.get(dtype, "bf16"),
+        adam_beta2=0.95, recompute=True, precision=precision(run),
     )  # fmt: skip
     has_masters = is_on(run.given("deepspeed")) or defaults.precision == "fp16"
     if is_full and not has_masters:
         run.refuse(name, kind, "without deepspeed it trains parameters in 16 bits; they have float32 master "
                                "weights here")  # fmt: skip
     parallel = trainer.parallel(run)
-    ranks = run.integer("NPROC_PER_NODE", 0)
-    machines = run.integer("NNODES", 1)
-    run.file_devices = ranks * machines or None
+    read_devices(run)
     recipe: dict[str, Any] = {
         "stage": run.stage,
         "source": f"ms-swift {run.name}",
         "model": model.model(run, hub=hub),
-        "data": _data(run, hub),
+        "data": data(run, hub),
         "parallel": parallel,
         "engine": trainer.engine(run, defaults),
         "launch": trainer.launch(run),
     }
     _accumulate(run, recipe["launch"])
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
-    _evaluate(run, recipe)
-    own = _own_section(run)
-    if own:
+    evaluate(run, recipe)
+    if run.section == "grpo":
+        recipe |= _rollouts(run, recipe, kind == "lora")
+    elif own := own_section(run):
         recipe[run.section] = own
     if kind == "lora":
         recipe["lora"] = _lora(run)
@@ -131,6 +138,46 @@ def _recipe(run: Run) -> dict[str, Any]:
     recipe["checkpoint"] = trainer.checkpoint(run, "eval" in recipe["data"], defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str, Any]:
+    """Return the sections of GRPO; prompts and completions share `data.max_length`."""
+    found = grpo.sections(run, recipe["train"], has_adapters, _GRPO)
+    if run.given("max_length") is not None:
+        recipe["data"]["max_length"] += found["rollout"]["max_completion_length"]
+        run.note("data.max_length: max_length and max_completion_length, of prompts and completions")
+    strategy = run.take("truncation_strategy") or "left"
+    if strategy == "left":
+        run.note("data.max_length: longer prompts are dropped and counted; ms-swift truncates them on the left")
+    elif strategy != "delete":
+        run.refuse("truncation_strategy", strategy, "longer prompts are dropped")
+    for key, usual in (("advantage_estimator", "grpo"), ("loss_scale", "last_round")):
+        value = run.take(key)
+        if value not in (None, usual):
+            run.refuse(key, value, f"supported is {usual}")
+    if is_on(run.take("kl_in_reward")):
+        run.refuse("kl_in_reward", True, "the divergence is in the loss; nearest key: grpo.kl_in")
+    return found
+
+
+def hub_of(run: Run) -> str:
+    """Return the prefix of names on the hub that a file means: ModelScope unless it says Hugging Face."""
+    return "" if is_on(run.take("use_hf")) | is_on(run.take("USE_HF")) else "ms:"
+
+
+def precision(run: Run) -> str:
+    """Return the precision of `torch_dtype`."""
+    dtype = run.take("torch_dtype")
+    if dtype not in _TO_16_BITS:
+        run.refuse("torch_dtype", dtype, "engine.precision has fp32, bf16 and fp16")
+    return _TO_16_BITS.get(dtype, "bf16")
+
+
+def read_devices(run: Run) -> None:
+    """Set the number of devices that the launcher's variables name."""
+    ranks = run.integer("NPROC_PER_NODE", 0)
+    machines = run.integer("NNODES", 1)
+    run.file_devices = ranks * machines or None
 
 
 def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
@@ -142,7 +189,7 @@ def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
             run.left["gradient_accumulation_steps"] = max(1, math.ceil(_MIN_BATCH / size / total))
 
 
-def _evaluate(run: Run, recipe: dict[str, Any]) -> None:
+def evaluate(run: Run, recipe: dict[str, Any]) -> None:
     """Set the evaluation keys; by default evaluations are at the steps of checkpoints."""
     if "eval" not in recipe["data"]:
         for key in ("eval_strategy", "eval_steps"):
@@ -158,7 +205,8 @@ def _evaluate(run: Run, recipe: dict[str, Any]) -> None:
         recipe["data"].pop("eval")
 
 
-def _data(run: Run, hub: str) -> dict[str, Any]:
+def data(run: Run, hub: str) -> dict[str, Any]:
+    """Return section data."""
     words = run.words("dataset")
     count = _sampled(run, words)
     sources = [
@@ -264,7 +312,8 @@ def _template(run: Run) -> None:
              "are not supervised")  # fmt: skip
 
 
-def _own_section(run: Run) -> dict[str, Any]:
+def own_section(run: Run) -> dict[str, Any]:
+    """Return the section of the stage."""
     strategy = run.take("truncation_strategy") or "delete"
     if strategy not in ("delete", "right") or (strategy == "right" and run.section != "sft"):
         run.refuse("truncation_strategy", strategy, "longer rows are dropped, or in stage sft truncated at the end")
@@ -300,7 +349,7 @@ def _own_section(run: Run) -> dict[str, Any]:
 
 def _lora(run: Run) -> dict[str, Any]:
     found: dict[str, Any] = {"rank": run.integer("lora_rank", 8), "alpha": float(run.number("lora_alpha", 32))}
-    dropout = run.number("lora_dropout", 0.05)
+    dropout = grpo.check_dropout(run, run.number("lora_dropout", 0.05))
     if dropout:
         found["dropout"] = float(dropout)
     if run.flag("use_rslora"):
@@ -338,4 +387,5 @@ SWIFT = Suite(
     translations=swift_arguments.TRANSLATIONS,
     flatten=_flatten,
     read_shell=read_shell,
+    rollout_stages=("grpo",),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmsuite.plugins.suites import trainer
+from llmsuite.plugins.suites import grpo, trainer
 from llmsuite.plugins.suites.conversion.refuse import Refusal
 
 _IMAGES = Refusal("models read text")
@@ -75,6 +75,20 @@ REFUSED: Mapping[str, Refusal] = {
     "callbacks": Refusal("is code for ms-swift; see the guide on plugins"),
     "tuner_backend": Refusal("adapters have one implementation", lambda value: value not in (None, "peft", "unsloth")),
     "group_by_length": Refusal("global batches are not grouped by length"),
+    "dynamic_sample": Refusal("samples again in another way; nearest key: rollout.dynamic_sampling"),
+    "overlong_filter": Refusal("nearest key: grpo.mask_truncated"),
+    "tau_pos": Refusal("sapo has 1", lambda value: value not in (None, 1)),
+    "tau_neg": Refusal("sapo has 1.05", lambda value: value not in (None, 1.05)),
+    "rollout_importance_sampling_mode": Refusal("nearest key: grpo.rollout_correction"),
+    "off_policy_sequence_mask_delta": Refusal("nearest key: grpo.rollout_correction"),
+    "multi_turn_scheduler": Refusal("is code for ms-swift; nearest: section environment"),
+    "use_gym_env": Refusal("is code for ms-swift; nearest: section environment"),
+    "gym_env": Refusal("is code for ms-swift; nearest: section environment"),
+    "teacher_*": Refusal("there is no teacher"),
+    "chord_*": Refusal("there is one loss"),
+    "stop_words": Refusal("a completion ends with the token that ends an answer"),
+    "structured_outputs_regex": Refusal("completions are free"),
+    **grpo.REFUSED,
     **trainer.REFUSED,
 }
 IGNORED: Mapping[str, str] = {
@@ -134,6 +148,17 @@ IGNORED: Mapping[str, str] = {
     "swanlab_*": "nearest key: loggers",
     "ignore_args_error": "unknown arguments are errors",
     "warmup_ratio": "there is no warm-up",
+    "max_resample_times": "belongs to dynamic_sample",
+    "tau_*": "has its default value",
+    "offload_model": "rollouts use the trained weights",
+    "offload_optimizer": "rollouts use the trained weights",
+    "move_model_batches": "rollouts use the trained weights",
+    "rollout_importance_sampling_threshold": "belongs to rollout_importance_sampling_mode",
+    "log_rollout_offpolicy_metrics": "rollouts use the trained weights",
+    "cosine_*": "belongs to the reward cosine",
+    "repetition_*": "belongs to the reward repetition",
+    "soft_*": "belongs to the reward soft_overlong",
+    **grpo.IGNORED,
     **trainer.IGNORED,
 }
 TRANSLATIONS: Mapping[str, str] = {
@@ -168,5 +193,6 @@ TRANSLATIONS: Mapping[str, str] = {
     "init_weights": "lora.init",
     "quant_*": "lora.base_dtype",
     "bnb_4bit_*": "lora.base_dtype",
+    **{key: value for key, value in grpo.TRANSLATIONS.items() if key not in ("beta", "loss_type")},
     **trainer.TRANSLATIONS,
 }

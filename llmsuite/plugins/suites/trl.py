@@ -1,4 +1,4 @@
-"""Conversion of TRL's arguments: `trl sft --config FILE`, and dpo, kto and reward."""
+"""Conversion of TRL's arguments: `trl sft --config FILE`, and dpo, kto, reward and grpo."""
 
 from __future__ import annotations
 
@@ -8,16 +8,20 @@ from pathlib import Path
 from typing import Any
 
 from llmsuite.base.errors import UserError
-from llmsuite.plugins.suites import model, trainer, trl_arguments, trl_data
+from llmsuite.plugins.suites import grpo, model, trainer, trl_arguments, trl_data
 from llmsuite.plugins.suites.conversion.kinds import WORDS, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 
-_STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "rm": "rm"}
-_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4}
+_STAGES = {"sft": "sft", "dpo": "dpo", "kto": "kto", "reward": "rm", "rm": "rm", "grpo": "grpo"}
+_RATES = {"sft": 2e-5, "dpo": 1e-6, "kto": 1e-6, "rm": 1e-4, "grpo": 1e-6}
 _LOSSES = {
     "dpo": {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"},
     "kto": {"kto": "kto", "apo_zero_unpaired": "apo_zero"},
 }
+_GRPO = grpo.GrpoDefaults(
+    beta=0.0, temperature=1.0, loss="dapo",
+    rewards={"accuracy_reward": "trl_accuracy", "think_format_reward": "trl_think_format"},
+)  # fmt: skip
 _QUERIES_AND_VALUES = ("llama", "qwen")
 """Families in which PEFT by default puts adapters on q_proj and v_proj."""
 _LENGTH = 1024
@@ -25,16 +29,16 @@ _BALANCE = 0.001
 
 
 def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
-    found = [key for key in ("reward_funcs", "num_generations") if is_on(values.get(key))]
-    if found:
-        raise UserError(
-            f"{name}: no recipe is this job of TRL, because of {found[0]} = {values[found[0]]}, which is for GRPO and "
-            "RLOO; llmsuite recipe new --stage grpo"
-        )
     words = re.split(r"[^a-z]+", Path(name).stem.lower())
     stage = requested or next((_STAGES[word] for word in words if word in _STAGES), None)
     if stage is None or stage not in {*_STAGES.values(), "lora"}:
-        raise UserError(f"{name}: does not tell the command of TRL; add --stage, one of sft, dpo, kto and rm")
+        raise UserError(f"{name}: does not tell the command of TRL; add --stage, one of sft, dpo, kto, rm and grpo")
+    found = [key for key in ("reward_funcs", "num_generations") if is_on(values.get(key))]
+    if found and (stage != "grpo" or "rloo" in words):
+        raise UserError(
+            f"{name}: no recipe is this job of TRL, because of {found[0]} = {values[found[0]]}, which is for GRPO and "
+            "RLOO; for GRPO add --stage grpo"
+        )
     stage = "sft" if stage == "lora" else stage
     if stage == "sft" and is_on(values.get("use_peft")):
         return "lora"
@@ -62,8 +66,19 @@ def _recipe(run: Run) -> dict[str, Any]:
     has_eval = trainer.evaluates(run, recipe["train"])
     if not has_eval:
         recipe["data"].pop("eval", None)
-    own = _own_section(run)
-    if own:
+    if run.section == "grpo":
+        recipe |= grpo.sections(run, recipe["train"], adapters, _GRPO)
+        most = run.integer("vllm_max_model_length", None)
+        if most is None:
+            most = _LENGTH + recipe["rollout"]["max_completion_length"]
+            run.note(
+                f"data.max_length: {_LENGTH} tokens for prompts, which have no limit there; longer ones are dropped"
+            )
+        recipe["data"]["max_length"] = most
+        run.note(
+            "data.train: a prompt has to be turns; TRL gives a prompt of text to the model without a chat template"
+        )
+    elif own := _own_section(run):
         recipe[run.section] = own
     if adapters:
         recipe["lora"] = _lora(run)
@@ -157,7 +172,7 @@ def _lora(run: Run) -> dict[str, Any]:
     rank = run.integer("lora_r", 16)
     alpha = run.number("lora_alpha", 32)
     found: dict[str, Any] = {"rank": rank, "alpha": float(alpha)}
-    dropout = run.number("lora_dropout", 0.05)
+    dropout = grpo.check_dropout(run, run.number("lora_dropout", 0.05))
     if dropout:
         found["dropout"] = float(dropout)
     if run.flag("use_rslora"):
@@ -189,4 +204,5 @@ TRL = Suite(
     refused=trl_arguments.REFUSED,
     ignored=trl_arguments.IGNORED,
     translations=trl_arguments.TRANSLATIONS,
+    rollout_stages=("grpo",),
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from llmsuite.plugins.suites import trainer
+from llmsuite.plugins.suites import grpo, trainer
 from llmsuite.plugins.suites.conversion.refuse import Refusal
 
 REFUSED: Mapping[str, Refusal] = {
@@ -28,6 +28,18 @@ REFUSED: Mapping[str, Refusal] = {
     "lora_modules_to_save": Refusal("only adapters are trained: lora.target_modules may name embed_tokens"),
     "test_split_size": Refusal("it splits rows at random; write the split into files: data.train and data.eval"),
     "model_revision": Refusal("nearest: model.weights hf:ORG/NAME@REVISION", lambda value: value not in (None, "main")),
+    "mask_truncated_completions": Refusal("nearest key: grpo.mask_truncated"),
+    "sapo_temperature_pos": Refusal("sapo has 1", lambda value: value not in (None, 1)),
+    "sapo_temperature_neg": Refusal("sapo has 1.05", lambda value: value not in (None, 1.05)),
+    "multi_objective_aggregation": Refusal(
+        "rewards are summed, then normalised", lambda value: value not in (None, "sum_then_normalize")
+    ),
+    "off_policy_mask_threshold": Refusal("nearest key: grpo.rollout_correction"),
+    "use_bias_correction_kl": Refusal("nearest key: grpo.kl"),
+    "cast_lm_head_to_fp32": Refusal("the loss computes logits in float32"),
+    "chat_template_kwargs": Refusal("nearest key: data.chat_template_kwargs"),
+    "max_tool_calling_iterations": Refusal("nearest: section environment"),
+    **grpo.REFUSED,
     **trainer.REFUSED,
 }
 IGNORED: Mapping[str, str] = {
@@ -61,6 +73,10 @@ IGNORED: Mapping[str, str] = {
     "use_bnb_nested_quant": "belongs to load_in_4bit",
     "ignore_bias_buffers": "ranks keep their own buffers",
     "env": "set variables in the shell",
+    "sapo_*": "has its default value",
+    "multi_objective_aggregation": "has its default value",
+    "ds3_gather_for_generation": "rollouts use the trained weights",
+    **grpo.IGNORED,
     **trainer.IGNORED,
 }
 TRANSLATIONS: Mapping[str, str] = {
@@ -76,6 +92,7 @@ TRANSLATIONS: Mapping[str, str] = {
     "datasets": "data.train, data.mix, data.columns",
     "dataset*": "data.train, data.eval",
     "max_length": "data.max_length",
+    "vllm_max_model_length": "data.max_length",
     "packing*": "data.packing",
     "train_sampling_strategy": "data.shuffle",
     "assistant_only_loss": "stage",
@@ -88,5 +105,6 @@ TRANSLATIONS: Mapping[str, str] = {
     "dtype": "engine.precision",
     "num_processes": "launch.num_devices",
     "accelerate_config": "parallel.sharding",
+    **{key: value for key, value in grpo.TRANSLATIONS.items() if key not in ("beta", "loss_type")},
     **trainer.TRANSLATIONS,
 }

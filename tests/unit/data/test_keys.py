@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
+from llmsuite.contract.schema.columns import fill_problems
 from llmsuite.data import conversation_formats, preference_formats, prompt_formats
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate
 from llmsuite.data.faults import Faults
-from llmsuite.data.keys import ALL, MEDIA, ROW_KEYS, TURN_KEYS, ColumnRules, is_nothing
+from llmsuite.data.keys import ALL, MEDIA, ROW_KEYS, TURN_KEYS, ColumnRules, filled, is_nothing
 from llmsuite.data.row_converter import RowConverter
 from llmsuite.data.rows import Prompt, conversations_of
 from llmsuite.data.turns import parse_message
@@ -247,3 +248,38 @@ def test_a_margin_is_read_by_the_stages_that_have_one() -> None:
 def test_ranked_answers_are_refused_where_nothing_makes_pairs() -> None:
     _, faults = convert("ranked", ROWS["ranked"], capabilities=frozenset())
     assert "has ranked answers, which are not read here" in refusal(faults)
+
+
+@given(
+    st.recursive(st.text("ab{}") | st.none() | st.integers(), lambda inner: st.lists(inner, max_size=3), max_leaves=8),
+    st.dictionaries(st.text("ab{}", min_size=1, max_size=3), st.text("xy", max_size=3), max_size=3),
+)
+def test_filling_is_literal_and_done_at_once(value: Any, texts: dict[str, str]) -> None:
+    found = filled({"ab": value}, texts)
+    assert list(found) == ["ab"]
+    assert filled(value, {}) is value
+    if isinstance(value, str) and len(texts) == 1:
+        ((text, given),) = texts.items()
+        assert found["ab"] == value.replace(text, given)
+
+
+def test_an_empty_text_is_not_replaced() -> None:
+    assert [key for key, _ in fill_problems({"": "x"})] == ["fill"]
+    assert list(fill_problems({"a": ""})) == []
+
+
+def test_filled_texts_are_not_replaced_again() -> None:
+    texts = {"{{NAME}}": "{{AUTHOR}}", "{{AUTHOR}}": "Ada", "{{": "["}
+    assert filled("{{NAME}} by {{AUTHOR}} {{x", texts) == "{{AUTHOR}} by Ada [x"
+    turns = [{"role": "user", "content": "{{AUTHOR}}?"}]
+    assert filled({"{{AUTHOR}}": turns, "n": 3}, texts) == {
+        "{{AUTHOR}}": [{"role": "user", "content": "Ada?"}],
+        "n": 3,
+    }
+
+
+def test_rows_are_filled_before_their_columns_are_read() -> None:
+    rules = ColumnRules(sources={"instruction": "q", "output": "a"}, fill={"{{NAME}}": "Ada"})
+    converter = RowConverter("conversation", "auto", FORMATS, rules)
+    found = converter.convert("rows:1", {"q": "Who?", "a": "{{NAME}}."}, None, Faults())
+    assert [message.content for message in found.messages] == ["Who?", "Ada."]

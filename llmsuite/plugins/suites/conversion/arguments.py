@@ -15,7 +15,7 @@ from typing import Any
 from llmsuite.base.errors import UserError, reason_of
 from llmsuite.recipe.source import parse_json, read_text
 
-_QUOTIENT = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+)\s*/\s*(\d+)\s*\)\)?")
+_QUOTIENT = re.compile(r"\$\(\(?\s*(?:expr\s+)?(\d+(?:\s*/\s*\d+)+)\s*\)\)?")
 _ASSIGNMENT = re.compile(r"^\s*(?:export\s+)?([A-Za-z_]\w*)=(.*)$")
 _DEVICES = {"gpus": "gpu", "xpus": "xpu", "devices": None}
 
@@ -157,8 +157,13 @@ def _unquoted(line: str, path: Path) -> list[str]:
 
 
 def _divide(found: re.Match[str]) -> str:
-    by = int(found[2])
-    return str(int(found[1]) // by) if by else found[0]
+    """Return the quotient of integers, from left to right as a shell computes it; the text if a divisor is 0."""
+    number, *divisors = map(int, found[1].split("/"))
+    for by in divisors:
+        if not by:
+            return found[0]
+        number //= by
+    return str(number)
 
 
 def _words(line: str, path: Path) -> list[str]:

@@ -14,12 +14,13 @@ from llmsuite.plugins.suites.conversion.kinds import ONE, Kind, check, is_on, is
 from llmsuite.recipe.load import recipe_type
 
 
-def check_stage(stage: str, registry: Registry) -> None:
-    """Raise UserError for a stage that is unknown, or that files of other suites cannot be converted to."""
+def check_stage(stage: str, registry: Registry, also: tuple[str, ...] = ()) -> None:
+    """Raise UserError for a stage that is unknown, or that files of other suites cannot be converted to: one with
+    rollouts that is not among `also`."""
     if stage not in registry.stages:
         raise UserError(registry.unknown("stage", stage))
     from_rows = sorted(name for name, spec in registry.stages.items() if spec.trains and "rollout" not in spec.sections)
-    if stage not in from_rows:
+    if stage not in (*from_rows, *also):
         raise UserError(
             f"--stage {stage}: cannot be converted to; choose {', '.join(from_rows)}, or see: llmsuite recipe new"
         )

@@ -15,6 +15,16 @@ Reason = tuple[str, Any, str]
 """(argument, value, reason why no recipe can express it)."""
 
 
+class NotTheSameJob(UserError):
+    """No recipe is the same job; with all reasons, by the arguments of the file."""
+
+    def __init__(self, message: str, reasons: Sequence[Reason], stop: UserError | None = None):
+        super().__init__(message)
+        self.reasons = list(reasons)
+        self.stop = stop
+        """Error that ended the conversion before all arguments were read; None if all were."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Refusal:
     """Reason why no recipe can express an argument, and the values to which it applies."""
@@ -78,7 +88,7 @@ def refusal(
         if stop is not None and not messages:
             messages.append(str(stop))
         messages.append(f"--leave_out: {name} has no {', '.join(absent)}")
-    return UserError("\n".join(messages)) if messages else stop
+    return NotTheSameJob("\n".join(messages), refused, stop) if messages else stop
 
 
 def honoured_leave_out(found: ConvertedRecipe, leave_out: Sequence[str]) -> list[str]:

@@ -141,9 +141,8 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**RLHF, "truncation_strategy": "right"}, "truncation_strategy = right"),
         ({**RLHF, "rlhf_type": "simpo"}, "rlhf_type simpo adds a loss"),
         ({**RLHF, "rlhf_type": "gkd"}, "rlhf_type gkd has no stage"),
-        ({**RLHF, "rlhf_type": "grpo"}, "llmsuite recipe new --stage grpo"),
+        ({**RLHF, "rlhf_type": "ppo"}, "llmsuite recipe new --stage ppo"),
         ({**BARE, "command": "swift pt"}, "swift pt trains on each text separately"),
-        ({**BARE, "command": "megatron sft"}, "megatron is a separate program"),
     ],
 )
 def test_refused(values: dict[str, Any], message: str, converted: Converted) -> None:

@@ -40,7 +40,7 @@ def test_the_name_of_the_file_determines_the_command(converted: Converted) -> No
     ):
         recipe = converted(ACTION, SFT if stage == "sft" else BARE, name=name).recipe
         assert (recipe["stage"], recipe["train"]["learning_rate"]) == (stage, rate)
-    with pytest.raises(UserError, match="add --stage, one of sft, dpo, kto and rm"):
+    with pytest.raises(UserError, match="add --stage, one of sft, dpo, kto, rm and grpo"):
         converted(ACTION, SFT)
 
 
@@ -149,7 +149,8 @@ def test_strategy(converted: Converted) -> None:
         ({**BARE, "sync_ref_model": True}, "dpo", "sync_ref_model = True"),
         ({**BARE, "use_peft": True}, "rm", "lora_task_type = CAUSAL_LM"),
         ({**BARE, "reward_funcs": ["a"]}, "grpo", "reward_funcs = "),
-        (BARE, "grpo", "add --stage, one of sft, dpo, kto and rm"),
+        (BARE, "grpo", "reward_funcs = not given"),
+        (BARE, "ppo", "add --stage, one of sft, dpo, kto, rm and grpo"),
         ({"dataset_name": "x"}, "dpo", "has no model_name_or_path"),
         ({"model_name_or_path": "Qwen/Qwen2.5-0.5B"}, "dpo", "has no dataset_name and no datasets"),
     ],

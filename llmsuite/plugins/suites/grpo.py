@@ -1,0 +1,184 @@
+"""Conversion of GRPO's arguments, whose names TRL and ms-swift share."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from llmsuite.plugins.suites.conversion.kinds import WORDS
+from llmsuite.plugins.suites.conversion.refuse import Refusal
+from llmsuite.plugins.suites.suite import Run
+
+_LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo")
+_OTHER_SAMPLING = "completions are sampled from the full distribution, so that its probabilities are those of the loss"
+
+
+@dataclasses.dataclass(frozen=True)
+class GrpoDefaults:
+    """Defaults of a suite's arguments."""
+
+    beta: float
+    temperature: float
+    loss: str
+    rewards: Mapping[str, str]
+    """Names of the suite's reward functions -> names of the rewards here that are the same functions."""
+
+
+def sections(run: Run, train: dict[str, Any], has_adapters: bool, defaults: GrpoDefaults) -> dict[str, Any]:
+    """Return sections `rollout`, `reward` and `grpo`; change batch sizes of section `train` from completions to
+    prompts."""
+    size = run.integer("num_generations", 8)
+    length = run.integer("max_completion_length", 512)
+    temperature = float(run.number("temperature", defaults.temperature))
+    _count_prompts(run, train, size)
+    rollout = {"num_generations": size, "max_completion_length": length, "temperature": temperature}
+    return {
+        "rollout": rollout,
+        "reward": {"functions": _rewards(run, defaults)},
+        "grpo": _own_section(run, has_adapters, defaults),
+    }
+
+
+def _count_prompts(run: Run, train: dict[str, Any], size: int) -> None:
+    """Set the batch sizes of prompts, of which each has `size` completions."""
+    completions = train["global_batch_size"]
+    micro = train["micro_batch_size"]
+    per_step = completions // (micro * run.data_ranks)
+    steps = run.integer("steps_per_generation", None)
+    generated = run.integer("generation_batch_size", None)
+    if steps not in (None, per_step) or generated not in (None, completions):
+        key = "steps_per_generation" if steps is not None else "generation_batch_size"
+        run.refuse(key, run.given(key), "a rollout is for one step, so that its groups are not split: grpo.updates")
+    again = run.integer("num_iterations", 1)
+    if again != 1:
+        run.refuse("num_iterations", again, "each completion is trained on once")
+    if size < 1 or completions % (size * run.data_ranks):
+        run.refuse(
+            "num_generations",
+            size,
+            f"a step has {completions} completions; expected a multiple of num_generations times the {run.data_ranks} "
+            "data ranks, as the completions of a prompt stay on one of them",
+        )
+        return
+    prompts = completions // size
+    train["global_batch_size"] = prompts
+    train["micro_batch_size"] = math.gcd(max(1, micro // size), prompts // run.data_ranks)
+
+
+def _rewards(run: Run, defaults: GrpoDefaults) -> dict[str, float]:
+    names = [str(name) for name in run.words("reward_funcs")]
+    weights = run.take("reward_weights", WORDS)
+    if isinstance(weights, str):
+        weights = weights.split()
+    elif weights is not None and not isinstance(weights, list):
+        weights = [weights]
+    if not names:
+        run.refuse("reward_funcs", "not given", "name a reward")
+    for name in names:
+        if name not in defaults.rewards:
+            known = ", ".join(defaults.rewards)
+            why = f"of its rewards, these are the same functions here: {known}; nearest key: reward.functions"
+            run.refuse("reward_funcs", name, why)
+    if weights is not None and len(weights) != len(names):
+        run.refuse("reward_weights", weights, f"has {len(weights)} numbers for {len(names)} rewards")
+        weights = None
+    numbers = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
+    return {defaults.rewards.get(name, name): weight for name, weight in zip(names, numbers)}
+
+
+def _own_section(run: Run, has_adapters: bool, defaults: GrpoDefaults) -> dict[str, Any]:
+    given = run.take("loss_type", WORDS) or defaults.loss
+    loss = str(given[0] if isinstance(given, list) else given)
+    if loss not in _LOSSES:
+        run.refuse("loss_type", loss, f"grpo.loss has {', '.join(_LOSSES)}")
+    own: dict[str, Any] = {"loss": loss}
+    low = float(run.number("epsilon", 0.2))
+    high = run.number("epsilon_high", None)
+    if loss == "cispo":  # which bounds the ratio by this number itself
+        bound = low if high is None else high
+        if bound < 1:
+            why = "is the bound of the ratio of cispo; grpo.epsilon_high is what it exceeds 1 by"
+            run.refuse("epsilon_high", bound, why)
+        own["epsilon_high"] = float(max(0.0, bound - 1))
+    elif loss != "sapo":
+        own["epsilon"] = low
+        if high is not None:
+            own["epsilon_high"] = float(high)
+    delta = run.number("delta", None)
+    if delta is not None and loss in ("cispo", "sapo"):
+        run.left_out("delta", delta, f"belongs to the other losses than {loss}")
+    elif delta is not None:
+        own["dual_clip"] = float(delta)
+    level = run.take("importance_sampling_level") or "token"
+    if level not in ("token", "sequence"):
+        run.refuse("importance_sampling_level", level, "grpo.importance_sampling_level has token and sequence")
+    elif level != "token":
+        own["importance_sampling_level"] = level
+    scale = {True: "group", False: "none"}.get(run.given("scale_rewards"), run.given("scale_rewards") or "group")
+    run.take("scale_rewards")
+    if scale not in ("group", "batch", "none"):
+        run.refuse("scale_rewards", scale, "grpo.scale_rewards has group, batch and none")
+    elif scale != "group":
+        own["scale_rewards"] = scale
+    beta = float(run.number("beta", defaults.beta))
+    if beta:
+        own |= {"beta": beta, "reference": "adapter_off" if has_adapters else "copy"}
+    return own
+
+
+def check_dropout(run: Run, dropout: float) -> float:
+    """Return the dropout of adapters; refuse one with rollouts."""
+    if run.section == "grpo" and dropout:
+        run.refuse("lora_dropout", dropout, "completions are sampled without dropout; set it to 0 for the same job")
+        return 0.0
+    return dropout
+
+
+def _is_other_than(*values: Any) -> Any:
+    return lambda value: value is not None and value not in values
+
+
+REFUSED: Mapping[str, Refusal] = {
+    "top_k": Refusal(_OTHER_SAMPLING, _is_other_than(-1, 0)),
+    "top_p": Refusal(_OTHER_SAMPLING, _is_other_than(1)),
+    "min_p": Refusal(_OTHER_SAMPLING, _is_other_than(0)),
+    "repetition_penalty": Refusal(_OTHER_SAMPLING, _is_other_than(1)),
+    "generation_kwargs": Refusal(_OTHER_SAMPLING),
+    "top_entropy_quantile": Refusal("all tokens of completions count", _is_other_than(1)),
+    "entropy_coef": Refusal("nearest key: grpo.entropy_coef"),
+    "use_adaptive_entropy": Refusal("nearest key: grpo.entropy_coef"),
+    "sync_ref_model": Refusal("the reference is the initial model"),
+    "reward_model*": Refusal("nearest key: reward.model.weights"),
+    "async_generate": Refusal("each step trains on completions of its own weights; nearest key: rollout.max_staleness"),
+}
+IGNORED: Mapping[str, str] = {
+    "use_vllm": "rollout.engine is local; for servers: rollout.engine openai",
+    "vllm_*": "rollout.engine is local; for servers: rollout.engine openai",
+    "sleep_level": "rollout.engine is local; for servers: rollout.engine openai",
+    "log_completions": "metrics go to the terminal and to metrics.jsonl",
+    "log_entropy": "metrics go to the terminal and to metrics.jsonl",
+    "wandb_log_unique_prompts": "metrics go to the terminal and to metrics.jsonl",
+    "num_completions_to_print": "metrics go to the terminal and to metrics.jsonl",
+    "num_generations_eval": "evaluations have as many completions as rollouts",
+    "ref_model_*": "belongs to sync_ref_model",
+    **dict.fromkeys(("top_k", "top_p", "min_p"), "completions are sampled from the full distribution"),
+    **dict.fromkeys(("repetition_penalty", "top_entropy_quantile"), "has its default value"),
+}
+TRANSLATIONS: Mapping[str, str] = {
+    "reward_funcs": "reward.functions",
+    "reward_weights": "reward.functions",
+    "num_generations": "rollout.num_generations",
+    "max_completion_length": "rollout.max_completion_length",
+    "temperature": "rollout.temperature",
+    "steps_per_generation": "grpo.updates, which is 1",
+    "generation_batch_size": "grpo.updates, which is 1",
+    "num_iterations": "grpo.updates, which is 1",
+    "epsilon*": "grpo.epsilon, grpo.epsilon_high",
+    "delta": "grpo.dual_clip",
+    "importance_sampling_level": "grpo.importance_sampling_level",
+    "scale_rewards": "grpo.scale_rewards",
+    "beta": "grpo.beta",
+    "loss_type": "grpo.loss",
+}

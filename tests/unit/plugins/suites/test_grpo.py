@@ -1,0 +1,107 @@
+"""GRPO's files of ms-swift and TRL become recipes whose batches count prompts, with rewards that are the same
+functions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from llmsuite.base.errors import UserError
+from tests.support import swift, trl
+from tests.unit.plugins.suites.conftest import Converted
+
+SWIFT: dict[str, Any] = {
+    **swift.BARE, "command": "swift rlhf", "rlhf_type": "grpo", "reward_funcs": "accuracy format",
+    "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2,
+    "lora_dropout": 0,
+}  # fmt: skip
+TRL: dict[str, Any] = {**trl.BARE, "reward_funcs": ["accuracy_reward"]}
+
+
+def test_swift_by_its_defaults(converted: Converted) -> None:
+    found = converted("from-swift", SWIFT).recipe
+    assert found["stage"] == "grpo"
+    assert found["rollout"] == {"num_generations": 8, "max_completion_length": 512, "temperature": 0.9}
+    assert found["reward"] == {"functions": {"swift_accuracy": 1.0, "swift_format": 1.0}}
+    assert found["grpo"] == {"loss": "grpo", "epsilon": 0.2, "beta": 0.04, "reference": "adapter_off"}
+    assert (found["train"]["global_batch_size"], found["train"]["micro_batch_size"]) == (2, 1)  # prompts
+    assert found["data"]["max_length"] == 2048 + 512
+    assert found["lora"]["rank"] == 8
+
+
+def test_trl_by_its_defaults(converted: Converted) -> None:
+    found = converted("from-trl", TRL, stage="grpo").recipe
+    assert found["rollout"] == {"num_generations": 8, "max_completion_length": 512, "temperature": 1.0}
+    assert found["reward"] == {"functions": {"trl_accuracy": 1.0}}
+    assert found["grpo"] == {"loss": "dapo", "epsilon": 0.2}
+    assert (found["train"]["global_batch_size"], found["train"]["learning_rate"]) == (1, 1e-6)
+    assert converted("from-trl", TRL, name="grpo_math.yaml").recipe["stage"] == "grpo"
+
+
+def test_batches_of_prompts(converted: Converted) -> None:
+    values = {**SWIFT, "NPROC_PER_NODE": 4, "num_generations": 4, "gradient_accumulation_steps": 3}
+    train = converted("from-swift", values).recipe["train"]
+    assert (train["global_batch_size"], train["micro_batch_size"]) == (24, 2)  # 8 * 3 * 4 completions
+    few = {**values, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 4}
+    assert converted("from-swift", few).recipe["train"]["micro_batch_size"] == 1
+    same = {**values, "steps_per_generation": 3, "generation_batch_size": 96, "num_iterations": 1}
+    assert converted("from-swift", same).recipe["train"] == train
+
+
+def test_losses(converted: Converted) -> None:
+    def own(**values: Any) -> Any:
+        full = {"tuner_type": "full", "deepspeed": "zero2"}
+        return converted("from-swift", {**SWIFT, **full, "beta": 0, **values}).recipe["grpo"]
+
+    assert own(epsilon=0.1, epsilon_high=0.3, delta=5) == {
+        "loss": "grpo", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 5.0,
+    }  # fmt: skip
+    assert own(loss_type="cispo", epsilon_high=5) == {"loss": "cispo", "epsilon_high": 4.0}
+    assert own(loss_type="sapo", tau_neg=1.05) == {"loss": "sapo"}
+    assert own(importance_sampling_level="sequence", scale_rewards="none") == {
+        "loss": "grpo", "epsilon": 0.2, "importance_sampling_level": "sequence", "scale_rewards": "none",
+    }  # fmt: skip
+    assert own(beta=0.01)["reference"] == "copy"
+    weighted = converted("from-swift", {**SWIFT, "reward_weights": "0.5 2"}).recipe["reward"]
+    assert weighted == {"functions": {"swift_accuracy": 0.5, "swift_format": 2.0}}
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"reward_funcs": "accuracy cosine"}, "reward_funcs = cosine: of its rewards, these are the same functions"),
+        ({"reward_funcs": None}, "reward_funcs = not given"),
+        ({"reward_weights": "1"}, "has 1 numbers for 2 rewards"),
+        ({"num_generations": 5}, "num_generations = 5: a step has 16 completions"),
+        ({"steps_per_generation": 4}, "steps_per_generation = 4: a rollout is for one step"),
+        ({"generation_batch_size": 64}, "generation_batch_size = 64: a rollout is for one step"),
+        ({"lora_dropout": None}, "lora_dropout = 0.05: completions are sampled without dropout"),
+        ({"num_iterations": 2}, "num_iterations = 2"),
+        ({"loss_type": "bnpo"}, "loss_type = bnpo: grpo.loss has"),
+        ({"loss_type": "cispo"}, "epsilon_high = 0.2: is the bound of the ratio"),
+        ({"importance_sampling_level": "sequence_token"}, "importance_sampling_level = sequence_token"),
+        ({"scale_rewards": "gdpo"}, "scale_rewards = gdpo"),
+        ({"top_p": 0.9}, "top_p = 0.9: completions are sampled from the full distribution"),
+        ({"dynamic_sample": True}, "dynamic_sample = True"),
+        ({"overlong_filter": True}, "overlong_filter = True"),
+        ({"advantage_estimator": "rloo"}, "advantage_estimator = rloo"),
+        ({"kl_in_reward": True}, "kl_in_reward = True"),
+        ({"tau_pos": 2}, "tau_pos = 2"),
+        ({"external_plugins": "plugin.py"}, "external_plugins = plugin.py: is code"),
+        ({"async_generate": True}, "async_generate = True"),
+        ({"truncation_strategy": "right"}, "truncation_strategy = right"),
+        ({"multi_turn_scheduler": "tips"}, "multi_turn_scheduler = tips"),
+    ],
+)
+def test_other_jobs_are_refused(values: dict[str, Any], message: str, converted: Converted) -> None:
+    with pytest.raises(UserError) as refused:
+        converted("from-swift", {**SWIFT, **values})
+    assert message in str(refused.value)
+
+
+def test_trl_names_its_command(converted: Converted) -> None:
+    with pytest.raises(UserError, match="for GRPO add --stage grpo"):
+        converted("from-trl", TRL, stage="sft")
+    with pytest.raises(UserError, match=r"reward_funcs = my\.reward: of its rewards"):
+        converted("from-trl", {**TRL, "reward_funcs": ["my.reward"]}, stage="grpo")

@@ -1,0 +1,69 @@
+"""The rewards of ms-swift and TRL, on completions whose reward there follows from their text."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from llmsuite.contract.registry import Registry
+from llmsuite.plugins.suites.rewards import (
+    REWARDS,
+    SolutionSection,
+    swift_accuracy,
+    swift_format,
+    trl_accuracy,
+    trl_think_format,
+)
+
+HALF = r"The answer is \boxed{\frac{1}{2}}."
+
+
+def score(make: Callable[..., Any], text: str, solution: Any = None, section: Any = None) -> Any:
+    completion = types.SimpleNamespace(text=text, columns={"solution": solution})
+    return make(section)([completion])[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "solution", "expected"),
+    [
+        (swift_accuracy, HALF, r"$\frac{2}{4}$", 1.0),
+        (swift_accuracy, HALF, r"$\frac{1}{3}$", 0.0),
+        (swift_accuracy, "It is 0.5", r"$\frac{1}{2}$", 0.0),  # no LaTeX
+        (swift_accuracy, "<answer>0.5</answer>", r"<answer>$\frac{1}{2}$</answer>", 1.0),  # in a tag it need not be
+        (swift_accuracy, r"<answer>3</answer> \boxed{\frac{1}{2}}", r"$\frac{1}{2}$", 0.0),  # the tag alone counts
+        (swift_accuracy, HALF, "no number", 0.0),
+        (trl_accuracy, HALF, r"$\frac{1}{2}$", 1.0),
+        (trl_accuracy, r"<answer>3</answer> \boxed{\frac{1}{2}}", r"$\frac{1}{2}$", 1.0),
+        (trl_accuracy, "It is 0.5", "0.5", 0.0),
+        (trl_accuracy, HALF, "no number", 0.0),
+    ],
+)
+def test_accuracy(make: Callable[..., Any], text: str, solution: str, expected: float) -> None:
+    assert score(make, text, solution, SolutionSection()) == expected
+
+
+def test_a_row_without_a_solution_has_no_reward() -> None:
+    with pytest.raises(ValueError, match=r"no text 'solution' \(reward\.swift_accuracy\.column\)"):
+        score(swift_accuracy, HALF, None, SolutionSection())
+
+
+@pytest.mark.parametrize(
+    ("make", "text", "expected"),
+    [
+        (swift_format, "<think>a\nb</think>\n<answer>c</answer>", 1.0),
+        (swift_format, "<think>a</think><answer>c</answer>\n", 0.0),  # nothing may follow
+        (swift_format, " <think>a</think><answer>c</answer>", 0.0),
+        (trl_think_format, "<think>\na\n</think>\nb", 1.0),
+        (trl_think_format, "<think>a<think></think>b", 0.0),
+        (trl_think_format, "<think>a", 0.0),
+    ],
+)
+def test_formats(make: Callable[..., Any], text: str, expected: float) -> None:
+    assert score(make, text) == expected
+
+
+def test_they_are_registered(registry: Registry) -> None:
+    assert {spec.name for spec in REWARDS} <= set(registry.rewards)
