@@ -238,8 +238,11 @@ def _is_answer(item: dict[str, Any]) -> bool:
 def _reasoning_text(content: Any, where: str) -> str:
     """The thoughts of an item. Raises HTTPException where there are none to read, such as encrypted ones."""
     parts = content if isinstance(content, list) else []
-    texts = [part.get("text") for part in parts if isinstance(part, dict) and part.get("type") == "reasoning_text"]
-    if not texts or len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+    texts = list[str]()
+    for part in parts:
+        if isinstance(part, dict) and part.get("type") == "reasoning_text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+    if not texts or len(texts) < len(parts):
         raise HTTPException(400, f'{where}: a list of {{"type": "reasoning_text", "text": …}} is needed')
     return "".join(texts)
 
