@@ -60,7 +60,6 @@ class SftStage(GeneratingStage[WeightedTokens]):
         self._max_length = context.data.max_length
         self._is_packed = context.data.packing == "best_fit"
         self._supervises_thoughts = context.data.supervise_thoughts
-        self._is_dft = section.loss == "dft"
         self._mtp_weight = context.train.mtp_loss_weight
         self._has_prompt_lengths = context.reft.rank is not None
         if self._is_packed:
@@ -225,7 +224,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the supervised tokens, each with the weight of its turn."""
-        return language_model.weighted_loss(model, batch, self._mtp_weight, is_dft=self._is_dft)
+        return language_model.weighted_loss(model, batch, self._mtp_weight, is_dft=self.section.loss == "dft")
 
 
 def _mask_thoughts(sample: WeightedTokens, borders: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
