@@ -86,9 +86,8 @@
 
   function answer(turn, round, isLast) {
     const said = element("div", {className: "said"}), acts = element("div", {className: "acts"});
-    const thoughts = element("details", {className: "thoughts", hidden: !turn.thoughts},
-      element("summary", {textContent: "Thoughts"}), element("div", {textContent: turn.thoughts ?? ""}));
-    const made = element("article", {className: "assistant"}, thoughts, said, acts);
+    const made = element("article", {className: "assistant"}, said, acts);
+    showThoughts(turn, made);
     const who = names.length > 1 && turn.model || "", whose = who ? `the answer of ${who}` : "the answer";
     made.setAttribute("aria-label", who || "The model");
     if (who) made.prepend(element("h2", {textContent: who}));
@@ -110,6 +109,15 @@
     }
     places.set(turn, {made, round, isLast});
     return made;
+  }
+
+  // thoughts are folded, above the answer; an answer without any has no place for them
+  function showThoughts(turn, made) {
+    if (!turn.thoughts) return;
+    if (!made.querySelector(".thoughts"))
+      made.querySelector(".said").before(element("details", {className: "thoughts"},
+        element("summary", {textContent: "Thoughts"}), element("div")));
+    made.querySelector(".thoughts > div").textContent = turn.thoughts;
   }
 
   // an answer has ended: only its own element changes, the others of the round continue
@@ -217,9 +225,8 @@
     let first = 0, last = 0, tokens = 0, reason = "", frame = 0;
     const paint = () => {
       frame = 0;
-      const {made} = places.get(turn), thoughts = made.querySelector(".thoughts");
-      thoughts.hidden = !turn.thoughts;
-      thoughts.lastChild.textContent = turn.thoughts ?? "";
+      const {made} = places.get(turn);
+      showThoughts(turn, made);
       render(made.querySelector(".said"), turn.content, false);
       follow();
     };
