@@ -54,7 +54,8 @@ def text_template_format(given: str) -> DataFormat:
     variants = variants_of(given)
     fields_of = {source: columns_of(source) for source in variants}
     fields = list(dict.fromkeys(name for names in fields_of.values() for name in names))
-    needed = [name for name in fields if all(name in names for names in fields_of.values())]
+    shared = set.intersection(*map(set, fields_of.values()))
+    needed = [name for name in fields if name in shared]
 
     def convert(row: Row) -> Conversation:
         for name in needed:

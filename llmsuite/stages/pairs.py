@@ -24,7 +24,7 @@ class Pair:
     chosen: list[int]
     rejected: list[int]
     margin: float | None = None
-    """Of `Preference`."""
+    """Margin of the scores, as in `Preference`."""
 
     @property
     def answers(self) -> tuple[Answer, Answer]:
