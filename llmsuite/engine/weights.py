@@ -146,8 +146,8 @@ class QuantisedReads:
         self._format = format
         self._last: object = None
         self._parts: dict[str, np.ndarray] = {}
-        """What is stored of the slice that was read last, without the parts that were returned already. With double
-        quantisation, of full matrices."""
+        """Parts of the slice that was read last, without those that were returned already; with double quantisation,
+        of full matrices."""
 
     def __call__(self, name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         if not is_quantised_part(name):
@@ -191,7 +191,8 @@ class QuantisedReads:
                 for number in range(index[0].start, index[0].stop):
                     (values,) = self._read(matrix, shape, [slice(number, number + 1), *full])
                     of_each.append(self._format.parts(values))
-                self._parts = {name: np.stack([parts[name] for parts in of_each]) for name in of_each[0]}
+                for name in of_each[0]:
+                    self._parts[name] = np.stack([parts[name] for parts in of_each])
         found = self._parts.pop(part)
         return found[(slice(None), *index[1:])] if is_stack else found[tuple(index)]
 

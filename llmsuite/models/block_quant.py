@@ -120,7 +120,7 @@ class BlockFormat:
         return found
 
     def parts(self, matrix: np.ndarray) -> dict[str, np.ndarray]:
-        """What is stored of a matrix, by the names of the parts; with `double_quant`, of a full matrix."""
+        """The stored parts of a matrix, by their names; with `double_quant`, of a full matrix."""
         codes, absmax = self.quantise(matrix)
         if not self.double_quant:
             return {CODES: codes, ABSMAX: absmax}
@@ -195,8 +195,8 @@ class BlockFormat:
             return self.dequantise(*self.quantise(flat)).reshape(values.shape)
         found = np.empty(values.shape, "float32")
         for matrix, rounded in zip(values.reshape(-1, *values.shape[-2:]), found.reshape(-1, *values.shape[-2:])):
-            codes, *of_scales = self.parts(matrix).values()
-            rounded[:] = self.dequantise(codes, dequantise_scales(*of_scales))
+            codes, absmax, nested_absmax, nested_offset = self.parts(matrix).values()
+            rounded[:] = self.dequantise(codes, dequantise_scales(absmax, nested_absmax, nested_offset))
         return found
 
 

@@ -76,16 +76,17 @@ class QuantisedMatrix(nn.Layer, WithMatmul, GroupedMatrix):
     def _scales(self, number: int | None = None) -> Tensor:
         """This rank's scales in float32, [I / block, O]; of a stack, those of the matrix with this index."""
         absmax = _local(self.absmax)
-        of_blocks: list[Tensor] = []
-        if self.format.double_quant:
-            of_blocks = [_local(self.nested_absmax), _local(self.nested_offset)]
         if number is not None:
             absmax = absmax[number]
-            of_blocks = [part[number] for part in of_blocks]
-        if not of_blocks:
+        if not self.format.double_quant:
             return absmax
+        nested_absmax = _local(self.nested_absmax)
+        nested_offset = _local(self.nested_offset)
+        if number is not None:
+            nested_absmax = nested_absmax[number]
+            nested_offset = nested_offset[number]
         num_rows = self.shape[-2] // self.format.block
-        return dequantise_scale_codes(absmax, *of_blocks, num_rows, self.first_scale)
+        return dequantise_scale_codes(absmax, nested_absmax, nested_offset, num_rows, self.first_scale)
 
 
 class QuantisedLinear(nn.Layer):
