@@ -73,7 +73,12 @@ def _column_norms(model: AdaptedModel, module: str, index: Sequence[slice]) -> n
 def _norms(model: AdaptedModel, module: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
     import numpy as np
 
+    outputs = index[-1]
+    if model.rounds_in_full:
+        index = [*index[:-1], slice(0, shape[-1])]
     columns = model.read(f"{module}.weight", shape, index).astype("float32")
     columns = model.rounded(module, columns.reshape(columns.shape[-2:]))
+    if model.rounds_in_full:
+        columns = columns[:, outputs]
     norms: np.ndarray = np.linalg.norm(columns, axis=0)
     return norms

@@ -41,9 +41,10 @@ def with_adapter_values(
         if module not in quantised:
             return matrix
         assert base_format is not None
-        return base_format.dequantise(*base_format.quantise(matrix))
+        return base_format.rounded(matrix)
 
-    of_method = config.method.initial(AdaptedModel(read, seed, shapes, config, embedding, rounded))
+    in_full = base_format is not None and base_format.double_quant
+    of_method = config.method.initial(AdaptedModel(read, seed, shapes, config, embedding, rounded, in_full))
 
     def initial(name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         is_own = name.rpartition(".")[2] in config.method.parameters

@@ -37,7 +37,7 @@ class Base:
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of base.json."""
-        stored = {} if self.format is None else {"stored_as": dataclasses.asdict(self.format)}
+        stored = {} if self.format is None else {"stored_as": self.format.to_json()}
         return {"path": self.path, "sha256": self.digest, **stored}
 
 
@@ -76,7 +76,7 @@ def read_base(directory: Path) -> Base | None:
     stored = data.get("stored_as")
     if stored is not None:
         check_kinds(f"{directory / BASE}: stored_as", stored, STORED_KINDS)
-        stored = BlockFormat(stored["dtype"], stored["block"])
+        stored = BlockFormat.from_json(stored)
     return Base(data.get("path"), data["sha256"], stored)
 
 

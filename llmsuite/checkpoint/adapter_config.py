@@ -50,6 +50,7 @@ BASE_KINDS: Mapping[str, Kind] = {
 STORED_KINDS: Mapping[str, Kind] = {
     "dtype": Kind(f"one of {', '.join(LEVELS)}, int8", lambda value: value in ("int8", *LEVELS)),
     "block": Kind("an even number above 0", lambda value: type(value) is int and value > 0 and value % 2 == 0),
+    "double_quant": _FLAG,
 }
 """Types of the keys of its `stored_as`."""
 _PATTERN = re.compile(r"(?P<full>\^)?(?P<any>\.\*(?:\\\.)?)?(?P<name>(?:[\w.-]|\\[.-])+)\$?")

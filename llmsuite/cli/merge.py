@@ -115,8 +115,8 @@ def run(args: Any, registry: Registry) -> int:
         format = stored_format(adapter)
         if format is not None:
             print(
-                f"{adapter} was trained on a base stored as {format.dtype} in blocks of {format.block}; it is merged "
-                "into the dequantised values"
+                f"{adapter} was trained on a base stored as {format.described}; it is merged into the dequantised "
+                "values"
             )
     model = dataclasses.replace(model, allow_nonfinite=args.allow_nonfinite)
     if args.layout == "gguf":

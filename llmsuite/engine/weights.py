@@ -80,7 +80,7 @@ def initial_weights(
     if base_format is not None:
         read = QuantisedReads(read, shapes, base_format)
         base = dataclasses.replace(base, format=base_format)
-        digest.update(json.dumps(dataclasses.asdict(base_format)).encode())
+        digest.update(json.dumps(base_format.to_json()).encode())
     if model_plan.lora.rank is not None:
         shard_plan = model_plan.shard_plan
         quantised = () if base_format is None else frozenset(quantised_modules(shapes, shard_plan))
@@ -146,12 +146,15 @@ class QuantisedReads:
         self._format = format
         self._last: object = None
         self._parts: dict[str, np.ndarray] = {}
-        """Codes and scales of the slice that was read last, without those that were returned already."""
+        """Parts of the slice that was read last, without those that were returned already; with double quantisation,
+        of full matrices."""
 
     def __call__(self, name: str, shape: Sequence[int], index: Sequence[slice]) -> np.ndarray:
         if not is_quantised_part(name):
             return self._read(name, shape, index)
         matrix, _, part = name.rpartition(".")
+        if self._format.double_quant:
+            return self._part_of_full(matrix, part, index)
         matrix_index = self._format.in_matrix(part, index)
         if self._last != (matrix, matrix_index) or part not in self._parts:
             self._parts.clear()
@@ -171,6 +174,28 @@ class QuantisedReads:
         codes, absmax = zip(*quantised)
         return np.stack(codes), np.stack(absmax)
 
+    def _part_of_full(self, matrix: str, part: str, index: Sequence[slice]) -> np.ndarray:
+        """A slice of a part, from the quantised full matrix or the full matrices of a slice of a stack: scales that are
+        quantised themselves depend on the others."""
+        shape = self._shapes[matrix]
+        is_stack = len(shape) == 3
+        numbers = index[0] if is_stack else None
+        if self._last != (matrix, numbers) or part not in self._parts:
+            self._parts.clear()
+            self._last = (matrix, numbers)
+            full = [slice(0, size) for size in shape[-2:]]
+            if not is_stack:
+                self._parts = self._format.parts(self._read(matrix, shape, full))
+            else:
+                of_each = []
+                for number in range(index[0].start, index[0].stop):
+                    (values,) = self._read(matrix, shape, [slice(number, number + 1), *full])
+                    of_each.append(self._format.parts(values))
+                for name in of_each[0]:
+                    self._parts[name] = np.stack([parts[name] for parts in of_each])
+        found = self._parts.pop(part)
+        return found[(slice(None), *index[1:])] if is_stack else found[tuple(index)]
+
 
 def read_from(source: ModelDirectory | SavedAdapters | TensorSource | PrefixTensors) -> ReadSlice:
     """Return a function that reads slices from files."""
@@ -188,7 +213,8 @@ def random_values(chunks: Sequence[Any], seed: int, std: float) -> ReadSlice:
     """
     constants: dict[str, np.ndarray] = {}
     for name, parameter in (pair for chunk in chunks for pair in chunk.named_parameters()):
-        if parameter.ndim == 1 or parameter.shape[0] == 1:  # a bias may be stored as one row
+        # a bias may be stored as one row; what is stored of a quantised matrix comes from the matrix
+        if not is_quantised_part(name) and (parameter.ndim == 1 or parameter.shape[0] == 1):
             parameter.initialize()
             constants[name] = parameter.numpy()
     return _either(constants, lambda name, shape, index: constants[name][tuple(index)], _normal(seed, std))

@@ -86,6 +86,8 @@ class AdaptedModel:
     """Name of the embedding module."""
     rounded: Callable[[str, np.ndarray], np.ndarray] = lambda module, matrix: matrix
     """Maps a matrix, or full columns of it, to what the model multiplies by: other values where it is quantised."""
+    rounds_in_full: bool = False
+    """True where `rounded` needs full matrices, because the scales of all columns depend on each other."""
 
 
 class PaddleNlpFiles:

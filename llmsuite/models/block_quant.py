@@ -20,7 +20,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from llmsuite.models.scale_quant import dequantise_scales, num_scale_blocks, quantise_scales
 
 if TYPE_CHECKING:  # imported where it computes: a recipe is read without NumPy
     import numpy as np
@@ -39,17 +41,26 @@ LEVELS = {"nf4": NF4, "fp4": FP4, "int4": INT4}
 _STEPS = 127
 CODES = "codes"
 ABSMAX = "absmax"
-"""Names of the stored parts of a matrix, appended to the name of its parameter."""
+NESTED_ABSMAX = "nested_absmax"
+NESTED_OFFSET = "nested_offset"
+"""Names of the stored parts of a matrix, appended to the name of its parameter. The last two are there where the scales
+are quantised themselves, see `scale_quant`."""
+PARTS = (CODES, ABSMAX, NESTED_ABSMAX, NESTED_OFFSET)
 
 
 def is_quantised_part(parameter: str) -> bool:
     """True if a parameter is the codes or the scales of a quantised matrix."""
-    return parameter.endswith((f".{CODES}", f".{ABSMAX}"))
+    return parameter.rpartition(".")[2] in PARTS
+
+
+def is_nested_part(parameter: str) -> bool:
+    """True if a parameter belongs to the scales of a full matrix, so that tensor parallel does not split it."""
+    return parameter.endswith((f".{NESTED_ABSMAX}", f".{NESTED_OFFSET}"))
 
 
 @dataclasses.dataclass(frozen=True)
 class BlockFormat:
-    """Storage format of a matrix [I, O]: codes, and the scale of each block in float32, [I / block, O].
+    """Storage format of a matrix [I, O]: codes, and the scale of each block, [I / block, O]: in float32, or quantised.
 
     A stack of matrices [E, I, O] is stored as stacks of their codes and scales.
     """
@@ -58,6 +69,24 @@ class BlockFormat:
     """nf4, fp4, int4 or int8."""
     block: int
     """Inputs of a block: even, and a divisor of I."""
+    double_quant: bool = False
+    """True where the scales are quantised themselves, see `scale_quant`."""
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> BlockFormat:
+        """Make a format from what `to_json` returned."""
+        return cls(data["dtype"], data["block"], bool(data.get("double_quant")))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the format as JSON data."""
+        doubled = {"double_quant": True} if self.double_quant else {}
+        return {"dtype": self.dtype, "block": self.block, **doubled}
+
+    @property
+    def described(self) -> str:
+        """The format in words, for messages."""
+        scales = ", with quantised scales" if self.double_quant else ""
+        return f"{self.dtype} in blocks of {self.block}{scales}"
 
     @property
     def per_code(self) -> int:
@@ -69,14 +98,33 @@ class BlockFormat:
         """Dtype of the codes."""
         return "int8" if self.dtype == "int8" else "uint8"
 
+    @property
+    def dtypes(self) -> dict[str, str]:
+        """Dtype of each part, by its name, in the order in which they are stored."""
+        if not self.double_quant:
+            return {CODES: self.stored_dtype, ABSMAX: "float32"}
+        return {CODES: self.stored_dtype, ABSMAX: "uint8", NESTED_ABSMAX: "float32", NESTED_OFFSET: "float32"}
+
     def shapes(self, shape: Sequence[int]) -> dict[str, tuple[int, ...]]:
-        """The shapes of codes and scales of a matrix or a stack, by `CODES` and `ABSMAX`."""
+        """The shapes of the parts of a matrix or a stack, by their names."""
         *stack, num_inputs, num_outputs = shape
         assert num_inputs % self.block == 0, (shape, self)
-        return {
+        num_rows = num_inputs // self.block
+        found: dict[str, tuple[int, ...]] = {
             CODES: (*stack, num_inputs // self.per_code, num_outputs),
-            ABSMAX: (*stack, num_inputs // self.block, num_outputs),
+            ABSMAX: (*stack, num_rows, num_outputs),
         }
+        if self.double_quant:
+            found[NESTED_ABSMAX] = (*stack, num_scale_blocks(num_rows * num_outputs))
+            found[NESTED_OFFSET] = (*stack, 1)
+        return found
+
+    def parts(self, matrix: np.ndarray) -> dict[str, np.ndarray]:
+        """The stored parts of a matrix, by their names; with `double_quant`, of a full matrix."""
+        codes, absmax = self.quantise(matrix)
+        if not self.double_quant:
+            return {CODES: codes, ABSMAX: absmax}
+        return dict(zip(PARTS, (codes, *quantise_scales(absmax))))
 
     def in_matrix(self, part: str, index: Sequence[slice]) -> list[slice]:
         """The slice of the matrix or stack whose codes or scales are a slice of them."""
@@ -85,7 +133,7 @@ class BlockFormat:
         return [*stack, slice(inputs.start * times, inputs.stop * times), outputs]
 
     def quantise(self, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Codes and scales of a matrix, or of whole blocks of it."""
+        """Codes and float32 scales of a matrix, or of whole blocks of it."""
         import numpy as np
 
         shapes = self.shapes(values.shape)
@@ -139,9 +187,17 @@ class BlockFormat:
         return found.reshape(-1, num_outputs)
 
     def rounded(self, values: np.ndarray) -> np.ndarray:
-        """A matrix or a stack quantised and dequantised again, in float32."""
-        flat = values.reshape(-1, values.shape[-1])  # no block spans two matrices of a stack
-        return self.dequantise(*self.quantise(flat)).reshape(values.shape)
+        """A matrix or a stack quantised and dequantised again, in float32; with `double_quant`, full ones."""
+        import numpy as np
+
+        if not self.double_quant:
+            flat = values.reshape(-1, values.shape[-1])  # no block spans two matrices of a stack
+            return self.dequantise(*self.quantise(flat)).reshape(values.shape)
+        found = np.empty(values.shape, "float32")
+        for matrix, rounded in zip(values.reshape(-1, *values.shape[-2:]), found.reshape(-1, *values.shape[-2:])):
+            codes, absmax, nested_absmax, nested_offset = self.parts(matrix).values()
+            rounded[:] = self.dequantise(codes, dequantise_scales(absmax, nested_absmax, nested_offset))
+        return found
 
 
 def block_format(dtype: str, num_inputs: int) -> BlockFormat:

@@ -17,8 +17,10 @@ from paddle.utils.dlpack import from_dlpack
 
 from llmsuite.base.typing import Tensor
 from llmsuite.devices.tensors import tensor_of
-from llmsuite.models.block_quant import ABSMAX, CODES, BlockFormat, byte_levels
+from llmsuite.models.block_quant import BlockFormat, byte_levels
+from llmsuite.models.dynamic_map import BLOCK, dynamic_map
 from llmsuite.models.linear import WithMatmul, add_bias, is_matrix
+from llmsuite.models.scale_quant import dequantise_scales
 
 
 class GroupedMatrix:
@@ -34,12 +36,18 @@ class QuantisedMatrix(nn.Layer, WithMatmul, GroupedMatrix):
 
     codes: Tensor
     absmax: Tensor
+    """Scales; their codes where the format quantises them."""
+    nested_absmax: Tensor
+    nested_offset: Tensor
+    """There only where the format quantises the scales."""
+    first_scale: tuple[int, int] = (0, 0)
+    """Row and output of the full scales at which this rank's slice begins."""
 
     def __init__(self, shape: Sequence[int], format: BlockFormat):
         super().__init__()
         self.shape = list(shape)
         self.format = format
-        dtypes = {CODES: format.stored_dtype, ABSMAX: "float32"}
+        dtypes = format.dtypes
         for part, of_part in format.shapes(shape).items():
             zeros = paddle.ParamAttr(initializer=nn.initializer.Constant(0.0), trainable=False)
             setattr(self, part, self.create_parameter(of_part, attr=zeros, dtype=dtypes[part]))
@@ -52,11 +60,8 @@ class QuantisedMatrix(nn.Layer, WithMatmul, GroupedMatrix):
     def dense(self, dtype: Any) -> Tensor:
         """The dequantised matrix; of one that is sharded over ranks a distributed tensor with this rank's shard."""
         codes = self.codes
-        absmax = self.absmax
-        if not codes.is_dist():
-            return dequantise(codes, absmax, self.format).astype(dtype)
-        local = dequantise(codes._local_value(), absmax._local_value(), self.format)
-        return dtensor_from_local(local.astype(dtype), codes.process_mesh, codes.placements)
+        local = dequantise(_local(codes), self._scales(), self.format).astype(dtype)
+        return dtensor_from_local(local, codes.process_mesh, codes.placements) if codes.is_dist() else local
 
     def grouped_product(self, x: Tensor, counts: Sequence[int]) -> Tensor:
         """Grouped product, [N, O]: consecutive rows of x [N, I], `counts[i]` of them times matrix i of this rank's
@@ -66,9 +71,22 @@ class QuantisedMatrix(nn.Layer, WithMatmul, GroupedMatrix):
     @paddle.no_grad()
     def one(self, number: int, dtype: Any) -> Tensor:
         """The dequantised matrix [I, O] with this index in this rank's shard of a stack."""
-        codes = self.codes._local_value() if self.codes.is_dist() else self.codes
-        absmax = self.absmax._local_value() if self.absmax.is_dist() else self.absmax
-        return dequantise(codes[number], absmax[number], self.format).astype(dtype)
+        return dequantise(_local(self.codes)[number], self._scales(number), self.format).astype(dtype)
+
+    def _scales(self, number: int | None = None) -> Tensor:
+        """This rank's scales in float32, [I / block, O]; of a stack, those of the matrix with this index."""
+        absmax = _local(self.absmax)
+        if number is not None:
+            absmax = absmax[number]
+        if not self.format.double_quant:
+            return absmax
+        nested_absmax = _local(self.nested_absmax)
+        nested_offset = _local(self.nested_offset)
+        if number is not None:
+            nested_absmax = nested_absmax[number]
+            nested_offset = nested_offset[number]
+        num_rows = self.shape[-2] // self.format.block
+        return dequantise_scale_codes(absmax, nested_absmax, nested_offset, num_rows, self.first_scale)
 
 
 class QuantisedLinear(nn.Layer):
@@ -129,6 +147,32 @@ def by_matrix(x: Tensor, counts: Sequence[int], product: Callable[[Tensor, int],
     if not groups:
         return product(x, 0)  # [0, O]
     return paddle.concat([product(rows, number) for number, rows in groups])
+
+
+def _local(part: Tensor) -> Tensor:
+    """This rank's shard of a part of a matrix."""
+    return part._local_value() if part.is_dist() else part
+
+
+def dequantise_scale_codes(
+    codes: Tensor, nested_absmax: Tensor, nested_offset: Tensor, num_rows: int, first: tuple[int, int]
+) -> Tensor:
+    """Scales in float32 of plain tensors on any device, equal to `scale_quant.dequantise_scales`."""
+    if codes.place.is_cpu_place():
+        parts = (codes.numpy(), nested_absmax.numpy(), nested_offset.numpy())
+        return from_dlpack(dequantise_scales(*parts, num_rows, first))
+    return dequantise_scales_on_device(codes, nested_absmax, nested_offset, num_rows, first)
+
+
+def dequantise_scales_on_device(
+    codes: Tensor, nested_absmax: Tensor, nested_offset: Tensor, num_rows: int, first: tuple[int, int]
+) -> Tensor:
+    """`dequantise_scale_codes` by Paddle's operations."""
+    rows, outputs = (paddle.arange(start, start + size) for start, size in zip(first, codes.shape))
+    numbers = (outputs * num_rows + rows.unsqueeze(1)) // BLOCK
+    values = paddle.gather(tensor_of(dynamic_map(True)), codes.astype("int32").flatten())
+    scales = paddle.gather(nested_absmax, numbers.flatten())
+    return (values * scales + nested_offset).reshape(codes.shape)
 
 
 def dequantise(codes: Tensor, absmax: Tensor, format: BlockFormat) -> Tensor:

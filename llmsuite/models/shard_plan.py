@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from llmsuite.models.block_quant import is_quantised_part
+from llmsuite.models.block_quant import is_nested_part, is_quantised_part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,9 +54,12 @@ class ShardPlan:
     def dim(self, parameter: str) -> int | None:
         """The dim of a parameter of a model without adapters that is sharded over tp; None where it is replicated.
 
-        Codes and scales of a quantised matrix are sharded as the matrix. `llmsuite.adapters.parameters.shard_dim` also
+        Codes and scales of a quantised matrix are sharded as the matrix; of a matrix whose scales are quantised, the
+        scales of their blocks are replicated. `llmsuite.adapters.parameters.shard_dim` also
         knows the parameters of adapters.
         """
+        if is_nested_part(parameter) and not self.is_expert(parameter):
+            return None
         if is_quantised_part(parameter):
             return self.dim(parameter.rpartition(".")[0])
         return next((dim for pattern, dim in self.shard_dims if fnmatch.fnmatchcase(parameter, pattern)), None)

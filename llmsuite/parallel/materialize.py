@@ -16,6 +16,8 @@ from llmsuite.adapters.parameters import shard_dim
 from llmsuite.base.errors import UserError
 from llmsuite.base.typing import ReadSlice, Tensor
 from llmsuite.devices.tensors import tensor_of
+from llmsuite.models.block_quant import ABSMAX
+from llmsuite.models.quantised import QuantisedMatrix
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
@@ -57,6 +59,17 @@ def materialize(
             dim = shard_dim(plan, name)
             parameter._set_impl(dtensor_from_local(local, mesh.tensor, [placement(dim)]))
         on_filled(name, parameter)
+    _place_scales(model, plan, mesh)
+
+
+def _place_scales(model: Any, plan: ShardPlan, mesh: Mesh) -> None:
+    """Set where this rank's slice of the scales of each quantised matrix begins: whose block a scale belongs to, if
+    they are quantised themselves, depends on its place in the full matrix."""
+    for name, layer in model.named_sublayers():
+        if isinstance(layer, QuantisedMatrix):
+            shape = layer.format.shapes(layer.shape)[ABSMAX]
+            rows, outputs = local_slice(f"{name}.{ABSMAX}", shape, plan, mesh)[-2:]
+            layer.first_scale = (rows.start, outputs.start)
 
 
 _DTYPES = {paddle.float32: "float32", paddle.uint8: "uint8", paddle.int8: "int8"}

@@ -36,7 +36,7 @@ from llmsuite.parallel.partition import (
 from llmsuite.parallel.pipeline_split import layer_costs, layer_of, part_bounds, parts_with
 from llmsuite.recipe.plans import ModelPlan, ParallelPlan
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1, "int8": 1}
 
 
 @dataclasses.dataclass(slots=True, eq=False)  # frozen would be four times slower to make: a search makes 100,000
@@ -142,7 +142,10 @@ class ModelParameters:
         self.shapes = {name: tuple(shape) for name, shape in shapes.items()}
         self.stored: dict[str, dict[str, tuple[int, ...]]] = {}
         """Shapes of the codes and scales of each matrix that is stored quantised."""
+        self.part_bytes: dict[str, int] = {}
+        """Bytes of an element of each part of such a matrix, by its name."""
         if lora.rank is not None and lora.base_format is not None:
+            self.part_bytes = {part: _BYTES[dtype] for part, dtype in lora.base_format.dtypes.items()}
             for name in (f"{module}.weight" for module in quantised_modules(self.model_shapes, self.shard_plan)):
                 parts = lora.base_format.shapes(self.shapes[name])
                 self.stored[name] = {f"{name}.{part}": shape for part, shape in parts.items()}
@@ -308,10 +311,8 @@ class Layout:
                     dtype = "float32"
                 codes = name.endswith(f".{CODES}")
                 num_bytes = _BYTES[dtype]
-                if of != name:  # the codes or the scales of a quantised matrix
-                    num_bytes = 4
-                if codes:
-                    num_bytes = 1
+                if of != name:  # a part of a quantised matrix
+                    num_bytes = self.model.part_bytes[name.rpartition(".")[2]]
                 result.append(
                     LocalParameter(
                         name=name,

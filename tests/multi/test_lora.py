@@ -14,6 +14,8 @@ from tests.parity.cases import GRADIENT_LIMIT, STEPS, Case, compare, few, run_ca
 from tests.parity.lora import case
 from tests.support.lora_meshes import (
     ADAMW,
+    DOUBLED,
+    DOUBLED_EXPERTS,
     DROPOUT,
     ENDS,
     EP,
@@ -48,6 +50,8 @@ ONES = {
     "dora": case("dora", words=("--train.micro_batch_size=8",), **DORA),
     "experts": case("experts", words=("--train.micro_batch_size=8",), **EXPERTS),
     "nf4 experts": case("nf4 experts", words=("--train.micro_batch_size=8",), **NF4_EXPERTS),
+    "doubled": case("doubled", words=("--train.micro_batch_size=8",), **DOUBLED),
+    "doubled experts": case("doubled experts", words=("--train.micro_batch_size=8",), **DOUBLED_EXPERTS),
     "ends": case("ends", words=("--train.micro_batch_size=8",), **ENDS),
 }
 # other kinds of adapters, and other meshes: test_lora and test_adapter_methods in tests/parity
@@ -76,11 +80,17 @@ MANY: dict[str, tuple[str, Case]] = {
     "lokr, tp2, sequence parallel": ("lokr", case("lokr-tp", 2, {**TP, **SP}, (RECOMPUTE,), **LOKR)),
     "dpo, tp2": ("dpo", case("dpo-tp", 2, TP, **PREFERENCE)),
     "nf4, tp2, sequence parallel, recompute": ("nf4", case("nf4-tp", 2, {**TP, **SP}, (RECOMPUTE,), **NF4)),
+    "doubled, tp2, sequence parallel": ("doubled", case("doubled-tp", 2, {**TP, **SP}, **DOUBLED)),
+    "doubled experts, ep2, stage3": (
+        "doubled experts",
+        case("doubled-experts-stage3", 2, {**EP, "sharding": "stage3"}, (RECOMPUTE,), **DOUBLED_EXPERTS),
+    ),
 }
 MANY = few(
     MANY,
     "dora, tp2, sequence parallel", "lokr, tp2, sequence parallel", "ends, pp2", "nf4 experts, ep2, stage3",
     "experts, ep2, stage3", "nf4, tp2, sequence parallel, recompute",
+    "doubled experts, ep2, stage3",
 )  # fmt: skip
 CONTINUED: dict[str, tuple[dict[str, object], dict[str, object]]] = {
     "adamw": (ADAMW, {**TP, **SP}),  # type: ignore[dict-item]

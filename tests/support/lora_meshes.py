@@ -32,3 +32,11 @@ ENDS = {**ADAMW, "run": ('--lora.target_modules=["embed_tokens", "lm_head", "lay
 NF4 = {
     "run": ("--lora.base_dtype=nf4", "--lora.base_block=16", '--lora.target_modules=["q_proj", "o_proj", "up_proj"]')
 }
+# in blocks so small that a matrix has several blocks of scales
+DOUBLED = {
+    "run": (
+        *("--lora.base_dtype=nf4", "--lora.base_block=2", "--lora.base_double_quant=true"),
+        '--lora.target_modules=["q_proj", "o_proj", "up_proj"]',
+    )
+}
+DOUBLED_EXPERTS = {**NF4_EXPERTS, "run": (*NF4_EXPERTS["run"], "--lora.base_double_quant=true")}  # type: ignore[misc]

@@ -59,12 +59,16 @@ class LoraSection(Section):
     """With base_dtype: number of input dimensions of a matrix that share a scale. An even number that divides the input
     dimension of every quantised matrix; with tensor parallelism, of its shard on each rank."""
 
+    base_double_quant: bool = False
+    """With base_dtype nf4 or fp4: quantise the scales too (QLoRA, section 3: double quantisation): to 8 bits, with one
+    scale for 256 of them."""
+
     @property
     def base_format(self) -> BlockFormat | None:
         """Quantisation format of the frozen matrices; None where they are kept in engine.precision."""
         if self.base_dtype is None:
             return None
-        return BlockFormat(self.base_dtype, self.base_block)
+        return BlockFormat(self.base_dtype, self.base_block, self.base_double_quant)
 
     @property
     def adapter_method(self) -> AdapterMethod:
@@ -86,6 +90,8 @@ class LoraSection(Section):
             yield "init", f"is {self.init}, which needs lora.method lora; set it to default, or lora.method to lora"
         if self.base_block % 2:
             yield "base_block", f"is {self.base_block}; it has to be even, because two 4-bit values share a byte"
+        if self.base_double_quant and self.base_dtype == "int8":
+            yield "base_double_quant", "is true, but base_dtype is int8; set that to nf4 or fp4, or this to false"
 
     def unused(self) -> Iterator[tuple[str, str]]:
         if self.rank is None:
@@ -97,4 +103,5 @@ class LoraSection(Section):
             for key in ("init_batches", "init_passes", "init_gamma"):
                 yield key, f"has no effect with lora.init {self.init}; remove it, or set lora.init to lora_ga"
         if self.base_dtype is None:
-            yield "base_block", "has no effect while base_dtype is null; set that too, or remove it"
+            for key in ("base_block", "base_double_quant"):
+                yield key, "has no effect while base_dtype is null; set that too, or remove it"

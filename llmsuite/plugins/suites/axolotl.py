@@ -267,7 +267,7 @@ def _lora(run: Run, adapter: str, four: bool, eight: bool) -> dict[str, Any]:
         found |= model.target_modules(run, "lora_target_modules", ("all-linear",))
     options = run.take("bnb_config_kwargs", MAPPING) or {}
     kind = ("bnb_config_kwargs.bnb_4bit_quant_type", str(options.get("bnb_4bit_quant_type", "nf4")))
-    doubled = ("bnb_config_kwargs.bnb_4bit_use_double_quant", bool(options.get("bnb_4bit_use_double_quant", True)))
+    doubled = bool(options.get("bnb_4bit_use_double_quant", True))
     return found | model.bits(run, four, ("load_in_8bit", eight), kind, doubled)
 
 

@@ -246,8 +246,7 @@ def _lora(run: Run) -> dict[str, Any]:
         run.refuse("quantization_method", method, f"with {number} bits: lora.base_dtype has nf4, fp4 and int8")
     eight = ("quantization_bit", number if number == 8 else None)
     kinds = ("quantization_type", kind)
-    scales = ("double_quantization", doubled is not False)
-    return found | model.bits(run, number == 4, eight, kinds, scales)
+    return found | model.bits(run, number == 4, eight, kinds, doubled is not False)
 
 
 LLAMA_FACTORY = Suite(

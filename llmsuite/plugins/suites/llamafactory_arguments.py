@@ -148,7 +148,7 @@ TRANSLATIONS: Mapping[str, str] = {
     "pissa_init": "lora.init",
     "loraplus_lr_ratio": "lora.lora_plus_ratio",
     "quantization_*": "lora.base_dtype",
-    "double_quantization": "lora.base_dtype",
+    "double_quantization": "lora.base_double_quant",
     "pref_beta": "dpo.beta or kto.beta",
     "pref_loss": "dpo.loss",
     "dpo_label_smoothing": "dpo.label_smoothing",

@@ -54,17 +54,15 @@ def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | No
     return {}
 
 
-def bits(
-    run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], doubled: tuple[str, bool]
-) -> dict[str, Any]:
-    """Return `lora.base_dtype` for bitsandbytes' arguments.
+def bits(run: Run, four: bool, eight: tuple[str, Any], kind: tuple[str, str], doubled: bool) -> dict[str, Any]:
+    """Return `lora.base_dtype` and `lora.base_double_quant` for bitsandbytes' arguments.
 
     Args:
         run: the conversion.
         four: True if frozen matrices are in 4 bits.
         eight: name and value of the argument for 8 bits; the value is false or None if they are not.
         kind: name and value of the argument for nf4 or fp4.
-        doubled: name and value of the argument for double quantisation, which also quantises the scales.
+        doubled: True for double quantisation, which also quantises the scales.
     """
     if eight[1]:
         run.refuse(*eight, "LLM.int8 keeps outliers in 16 bits; nearest key: lora.base_dtype, with int8")
@@ -72,6 +70,4 @@ def bits(
         return {}
     if kind[1] not in ("nf4", "fp4"):
         run.refuse(*kind, "lora.base_dtype has nf4, fp4 and int8")
-    if doubled[1]:
-        run.refuse(doubled[0], True, f"also quantises the scales to 8 bits; set {doubled[0]} to false for the same job")
-    return {"base_dtype": kind[1]}
+    return {"base_dtype": kind[1], **({"base_double_quant": True} if doubled else {})}

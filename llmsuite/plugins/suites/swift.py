@@ -373,8 +373,7 @@ def _lora(run: Run) -> dict[str, Any]:
         run.refuse("quant_method", method, f"with {number} bits: lora.base_dtype has nf4, fp4 and int8")
     eight = ("quant_bits", number if number == 8 else None)
     kinds = ("bnb_4bit_quant_type", kind)
-    scales = ("bnb_4bit_use_double_quant", doubled is not False)
-    return found | model.bits(run, number == 4, eight, kinds, scales)
+    return found | model.bits(run, number == 4, eight, kinds, doubled is not False)
 
 
 SWIFT = Suite(

@@ -193,7 +193,7 @@ def _lora(run: Run) -> dict[str, Any]:
     four = run.flag("load_in_4bit")
     eight = ("load_in_8bit", run.flag("load_in_8bit"))
     kind = ("bnb_4bit_quant_type", str(run.take("bnb_4bit_quant_type") or "nf4"))
-    return found | model.bits(run, four, eight, kind, ("use_bnb_nested_quant", run.flag("use_bnb_nested_quant")))
+    return found | model.bits(run, four, eight, kind, run.flag("use_bnb_nested_quant"))
 
 
 TRL = Suite(

@@ -88,7 +88,7 @@ TRANSLATIONS: Mapping[str, str] = {
     "use_dora": "lora.method",
     "load_in_4bit": "lora.base_dtype",
     "bnb_4bit_quant_type": "lora.base_dtype",
-    "use_bnb_nested_quant": "lora.base_dtype",
+    "use_bnb_nested_quant": "lora.base_double_quant",
     "datasets": "data.train, data.mix, data.columns",
     "dataset*": "data.train, data.eval",
     "max_length": "data.max_length",

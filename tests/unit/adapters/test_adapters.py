@@ -175,11 +175,15 @@ def test_base_and_adapter_make_the_same_logits(made: Any) -> None:
     np.testing.assert_allclose(merged(paddle.to_tensor(IDS)).numpy(), logits, rtol=0, atol=8e-6 * np.abs(logits).max())
 
 
+@pytest.mark.parametrize("doubled", ["false", "true"])
 @pytest.mark.parametrize("family", ["llama", "deepseek"])
-def test_a_quantised_base_and_adapter_make_the_same_logits(family: str, tmp_path: Path, registry: Registry) -> None:
+def test_a_quantised_base_and_adapter_make_the_same_logits(
+    family: str, doubled: str, tmp_path: Path, registry: Registry
+) -> None:
     """The base is merged with the values that its codes stand for, those of routed experts too."""
     base_of(family, tmp_path / "base")
     words = ["--launch.num_devices=1", "--parallel={}", "--lora.base_dtype=nf4", f"--model.weights={tmp_path / 'base'}"]
+    words.append(f"--lora.base_double_quant={doubled}")
     if family in TARGETS:
         words.append(f"--lora.target_modules={json.dumps(TARGETS[family])}")
     plan = plan_run(ROOT / f"recipes/{family}/lora.json", words, registry, smoke=True)

@@ -166,19 +166,21 @@ def test_dora_on_a_part_of_a_fused_matrix_is_refused() -> None:
 
 # on a quantised base
 
+BASES = [("nf4", False), ("nf4", True), ("int8", False)]
+"""`lora.base_dtype` and `lora.base_double_quant`."""
 
-@pytest.mark.parametrize("base_dtype", ["nf4", "int8"])
-def test_dora_begins_with_a_quantised_base(base_dtype: str) -> None:
+
+@pytest.mark.parametrize(("base_dtype", "doubled"), BASES)
+def test_dora_begins_with_a_quantised_base(base_dtype: str, doubled: bool) -> None:
     """Its magnitudes are the lengths of what the codes stand for, of any slice; of a matrix that is not quantised its
     own."""
-    lora = section(method="dora", base_dtype=base_dtype, base_block=8)
+    lora = section(method="dora", base_dtype=base_dtype, base_block=8, base_double_quant=doubled)
     layer = DoraLinear(linear(16, 10), lora.adapter_config)
     assert lora.base_format is not None
     dense = layer.weight.numpy()
     quantise_matrices(nn.Sequential(layer), ["0"], lora.base_format)
-    codes, absmax = lora.base_format.quantise(dense)
-    layer.weight.codes.set_value(codes)
-    layer.weight.absmax.set_value(absmax)
+    for part, stored in lora.base_format.parts(dense).items():
+        getattr(layer.weight, part).set_value(stored)
     shapes = {"q.weight": [16, 10], "q.lora_magnitude": [10]}
     of = {
         stored: with_adapter_values(
@@ -211,9 +213,11 @@ def test_dora_begins_with_a_quantised_base(base_dtype: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["lora", *METHODS])
-@pytest.mark.parametrize("base_dtype", ["nf4", "int8"])
-def test_merged_and_unmerged_are_the_same_on_a_quantised_base(method: str, base_dtype: str, tmp_path: Path) -> None:
-    lora = section(**keys_of(method), base_dtype=base_dtype, base_block=8)
+@pytest.mark.parametrize(("base_dtype", "doubled"), BASES)
+def test_merged_and_unmerged_are_the_same_on_a_quantised_base(
+    method: str, base_dtype: str, doubled: bool, tmp_path: Path
+) -> None:
+    lora = section(**keys_of(method), base_dtype=base_dtype, base_block=8, base_double_quant=doubled)
     base_of("llama", tmp_path / "base")
     model, modules = adapted("llama", tmp_path / "base", lora)
     assert lora.base_format is not None
@@ -224,9 +228,8 @@ def test_merged_and_unmerged_are_the_same_on_a_quantised_base(method: str, base_
     found = dict(model.named_sublayers())
     for name in stored:
         matrix = found[name].weight
-        (codes, absmax) = lora.base_format.quantise(values[f"{name}.weight"])
-        matrix.codes.set_value(codes)
-        matrix.absmax.set_value(absmax)
+        for part, values_of_part in lora.base_format.parts(values[f"{name}.weight"]).items():
+            getattr(matrix, part).set_value(values_of_part)
     metadata = write(tmp_path / "adapter", model, modules, lora, tmp_path / "base")
     assert metadata.base.format == lora.base_format
     merged = load_model(add_adapter(open_model(tmp_path / "base", FAMILIES), tmp_path / "adapter"), CpuBackend())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.models.block_quant import ABSMAX, CODES, LEVELS, BlockFormat
+from llmsuite.models.block_quant import ABSMAX, CODES, LEVELS, PARTS, BlockFormat
+from llmsuite.models.scale_quant import dequantise_scales
 
 DTYPES = ("nf4", "fp4", "int8")
 # `bitsandbytes.functional.quantize_4bit(torch.linspace(-1.5, 1.5, 64)[None], blocksize=64, quant_type=...)`, 0.50.2
@@ -75,6 +78,27 @@ def test_what_was_stored_is_stored_as_it_is(given: tuple[BlockFormat, np.ndarray
     format, values = given
     once = format.rounded(values)
     np.testing.assert_allclose(format.rounded(once), once, rtol=1e-6)
+
+
+@given(matrices())
+def test_quantised_scales_move_values_by_as_much_as_the_scales(given: tuple[BlockFormat, np.ndarray]) -> None:
+    format, values = given
+    if format.dtype == "int8":
+        return
+    doubled = dataclasses.replace(format, double_quant=True)
+    codes, _ = format.quantise(values)
+    parts = doubled.parts(values)
+    assert {part: (stored.shape, str(stored.dtype)) for part, stored in parts.items()} == {
+        part: (shape, doubled.dtypes[part]) for part, shape in doubled.shapes(values.shape).items()
+    }
+    np.testing.assert_array_equal(parts[CODES], codes)
+    scales = dequantise_scales(*(parts[part] for part in PARTS[1:]))
+    expected = format.dequantise(codes, scales)
+    np.testing.assert_array_equal(doubled.rounded(values), expected)
+    stack = np.stack([values, 2 * values])
+    np.testing.assert_array_equal(doubled.rounded(stack), [doubled.rounded(matrix) for matrix in stack])
+    assert BlockFormat.from_json(doubled.to_json()) == doubled
+    assert BlockFormat.from_json(format.to_json()) == format
 
 
 @given(matrices(), st.data())

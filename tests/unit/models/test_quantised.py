@@ -21,8 +21,13 @@ from tests.support.families import FAMILIES, tiny
 
 INPUTS = 64
 OUTPUTS = 24
-FORMATS = [BlockFormat("nf4", 16), BlockFormat("fp4", 64), BlockFormat("int8", 32)]
-IDS = [format.dtype for format in FORMATS]
+FORMATS = [
+    BlockFormat("nf4", 16),
+    BlockFormat("fp4", 64),
+    BlockFormat("int8", 32),
+    BlockFormat("nf4", 4, double_quant=True),  # more than one block of scales
+]
+IDS = ["nf4", "fp4", "int8", "nf4 doubled"]
 
 
 def stored(format: BlockFormat, adapted: bool) -> tuple[Any, np.ndarray]:
@@ -35,12 +40,12 @@ def stored(format: BlockFormat, adapted: bool) -> tuple[Any, np.ndarray]:
             add_adapters(model, ["0"], adapter_config(rank=2))
     with paddle.LazyGuard():
         quantise_matrices(model, ["0"], format)
-    codes, absmax = format.quantise(rng.normal(size=[INPUTS, OUTPUTS]).astype("float32"))
-    values = {CODES: codes, ABSMAX: absmax}
+    matrix = rng.normal(size=[INPUTS, OUTPUTS]).astype("float32")
+    values = format.parts(matrix)
     for name, parameter in model.named_parameters():
         part = name.rpartition(".")[2]
         parameter._set_impl(paddle.to_tensor(values.get(part, rng.normal(size=parameter.shape).astype("float32"))))
-    return model[0], format.dequantise(codes, absmax)
+    return model[0], format.rounded(matrix)
 
 
 @pytest.mark.parametrize("adapted", [False, True], ids=["plain", "adapter"])
@@ -72,7 +77,7 @@ def test_paddles_operations_dequantise_as_numpy_does(format: BlockFormat) -> Non
     """The ones for devices run here too."""
     layer, matrix = stored(format, adapted=False)
     for function in (dequantise, dequantise_on_device):
-        np.testing.assert_array_equal(function(layer.weight.codes, layer.weight.absmax, format).numpy(), matrix)
+        np.testing.assert_array_equal(function(layer.weight.codes, layer.weight._scales(), format).numpy(), matrix)
 
 
 @pytest.mark.parametrize("format", FORMATS, ids=IDS)
@@ -101,14 +106,14 @@ def test_a_stack_computes_as_its_dequantised_matrices(format: BlockFormat, adapt
         if adapted:
             add_adapters(model, ["0"], adapter_config(rank=2))
         quantise_matrices(model, ["0"], format)
-    stacks = [format.quantise(rng.normal(size=[INPUTS, OUTPUTS]).astype("float32")) for _ in counts]
-    values = {part: np.stack([stack[number] for stack in stacks]) for number, part in enumerate((CODES, ABSMAX))}
+    dense = [rng.normal(size=[INPUTS, OUTPUTS]).astype("float32") for _ in counts]
+    values = {part: np.stack([format.parts(matrix)[part] for matrix in dense]) for part in format.dtypes}
     for name, parameter in model.named_parameters():
         part = name.rpartition(".")[2]
         assert part not in values or list(values[part].shape) == parameter.shape
         parameter._set_impl(paddle.to_tensor(values.get(part, rng.normal(size=parameter.shape).astype("float32"))))
     layer = model[0]
-    matrices = [paddle.to_tensor(format.dequantise(*stack)) for stack in stacks]
+    matrices = [paddle.to_tensor(format.rounded(matrix)) for matrix in dense]
     if adapted:
         matrices = [
             w + layer.scaling * a @ b for w, a, b in zip(matrices, layer.lora_A.detach(), layer.lora_B.detach())

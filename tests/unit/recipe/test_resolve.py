@@ -214,6 +214,16 @@ def test_accumulate_steps_follow_from_batch_sizes(plan: Plan) -> None:
             "has no effect while base_dtype is null; set that too, or remove it",
         ),
         (
+            {"lora.rank": 2, "lora.base_double_quant": True},
+            "lora.base_double_quant",
+            "has no effect while base_dtype is null; set that too, or remove it",
+        ),
+        (
+            {"lora": {"rank": 2, "base_dtype": "int8", "base_double_quant": True}},
+            "lora.base_double_quant",
+            "is true, but base_dtype is int8; set that to nf4 or fp4, or this to false",
+        ),
+        (
             {"lora": {"rank": 2, "base_dtype": "nf4", "base_block": 5}},
             "lora.base_block",
             "is 5; it has to be even, because two 4-bit values share a byte",

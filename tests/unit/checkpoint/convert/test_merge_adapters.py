@@ -87,18 +87,19 @@ def test_an_adapter_of_peft_is_added_to_its_base(tmp_path: Path, layout: Any, dt
     assert not tiny_llama.same(tiny_llama.read(tmp_path / "out"), tiny_llama.read(tmp_path / "base"))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "doubled"), [("float32", False), ("bfloat16", False), ("float32", True)])
 def test_an_adapter_is_added_to_the_quantised_base_it_was_trained_on(
-    tmp_path: Path, dtype: str, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, dtype: str, doubled: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_llama.write(tmp_path / "base", dtype=dtype)
     base = tmp_path / "base"
     adapter = write_peft(tmp_path / "adapter")
-    format = BlockFormat("nf4", 4)
+    format = BlockFormat("nf4", 4, doubled)
     sha256 = open_model(base, FAMILIES).digest()
     write_json(adapter / BASE, Base(str(base), sha256, format).to_json())
     assert main(["merge", str(adapter), "-o", str(tmp_path / "out")]) == 0
-    assert "stored as nf4 in blocks of 4" in capsys.readouterr().out
+    scales = ", with quantised scales" if doubled else ""
+    assert f"stored as nf4 in blocks of 4{scales}; it is merged" in capsys.readouterr().out
     merged = tiny_llama.read(tmp_path / "out")
     trained = factors()
     for name, value in tiny_llama.values(dtype=dtype).items():

@@ -78,13 +78,14 @@ def test_adapters(converted: Converted) -> None:
     assert lora(loraplus_lr_ratio=16)["lora_plus_ratio"] == 16.0
     single = {"adapter": "qlora", "load_in_4bit": True, "bnb_config_kwargs": {"bnb_4bit_use_double_quant": False}}
     assert lora(**single)["base_dtype"] == "nf4"
+    assert "base_double_quant" not in lora(**single)
+    assert lora(load_in_4bit=True)["base_double_quant"] is True  # as in its own default
 
 
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (FULL, "bf16 = auto: trains parameters in 16 bits without deepspeed"),
-        ({**BARE, "load_in_4bit": True}, "bnb_config_kwargs.bnb_4bit_use_double_quant = True"),
         ({**BARE, "load_in_8bit": True}, "load_in_8bit = True"),
         ({**BARE, "optimizer": "adamw_bnb_8bit"}, "optimizer = adamw_bnb_8bit"),
         ({**BARE, "warmup_steps": None}, "warmup_steps = not given"),

@@ -72,6 +72,7 @@ def test_adapters(converted: Converted) -> None:
     assert lora(use_rslora=True)["rslora"] is True
     assert lora(pissa_init=True)["init"] == "pissa"
     assert lora(quantization_bit=4, double_quantization=False)["base_dtype"] == "nf4"
+    assert lora(quantization_bit=4)["base_double_quant"] is True
 
 
 def test_strategy_and_schedule(converted: Converted) -> None:
@@ -134,7 +135,6 @@ NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "optim": "adamw_8bit"}, "optim = adamw_8bit: train.optimizer has adamw"),
     ({**SFT, "lr_scheduler_type": "polynomial"}, "lr_scheduler_type = polynomial"),
     ({**SFT, "num_train_epochs": 0.5}, "num_train_epochs = 0.5: train.num_epochs is an integer"),
-    ({**SFT, "quantization_bit": 4}, "double_quantization = True: also quantises the scales to 8 bits"),
     ({**SFT, "quantization_bit": 8}, "quantization_bit = 8: LLM.int8"),
     ({**SFT, "quantization_bit": 4, "quantization_method": "hqq"}, "quantization_method = hqq"),
     ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "lora_target = all: includes routed experts and gates"),
@@ -169,8 +169,8 @@ def test_reasons_can_be_waived(converted: Converted) -> None:
     values = {**SFT, "quantization_bit": 4, "use_muon": True}
     with pytest.raises(UserError, match="add --leave_out use_muon"):
         converted(ACTION, values)
-    found = converted(ACTION, values, leave_out=["use_muon", "double_quantization"])
-    assert found.recipe["source"] == "LLaMA-Factory x.yaml, without use_muon, double_quantization"
+    found = converted(ACTION, values, leave_out=["use_muon"])
+    assert found.recipe["source"] == "LLaMA-Factory x.yaml, without use_muon"
     assert found.recipe["lora"]["base_dtype"] == "nf4"
     with pytest.raises(UserError, match=r"--leave_out: x\.yaml has no use_galore"):
         converted(ACTION, SFT, leave_out=["use_galore"])

@@ -100,6 +100,7 @@ def test_adapters_and_losses(converted: Converted) -> None:
     assert lora(target_modules="q_proj v_proj")["target_modules"] == ["q_proj", "v_proj"]
     assert lora(init_weights="pissa", lora_rank=4)["init"] == "pissa"
     assert lora(quant_bits=4, quant_method="bnb", bnb_4bit_use_double_quant=False)["base_dtype"] == "nf4"
+    assert lora(quant_bits=4, quant_method="bnb")["base_double_quant"] is True
     assert lora(lorap_lr_ratio=16, use_rslora=True)["lora_plus_ratio"] == 16.0
     assert converted(ACTION, {**BARE, "truncation_strategy": "right"}).recipe["sft"] == {"truncate": True}
     ipo = converted(ACTION, {**RLHF, "loss_type": "ipo", "beta": 0.2}).recipe
@@ -129,7 +130,6 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "loss_scale": "last_round"}, "loss_scale = last_round"),
         ({**BARE, "loss_type": "dft"}, "loss_type = dft"),
         ({**BARE, "sequence_parallel_size": 2}, "sequence_parallel_size = 2"),
-        ({**BARE, "quant_bits": 4, "quant_method": "bnb"}, "bnb_4bit_use_double_quant = True"),
         ({**BARE, "quant_bits": 4, "quant_method": "hqq"}, "quant_method = hqq"),
         ({**BARE, "init_weights": "olora"}, "init_weights = olora"),
         ({**BARE, "task_type": "embedding"}, "task_type = embedding"),

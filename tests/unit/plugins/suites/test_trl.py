@@ -56,6 +56,7 @@ def test_adapters(converted: Converted) -> None:
     assert lora(lora_target_modules="all-linear") == {"rank": 16, "alpha": 32.0}
     assert lora(lora_target_modules=["q_proj", "o_proj"])["target_modules"] == ["q_proj", "o_proj"]
     assert lora(load_in_4bit=True)["base_dtype"] == "nf4"  # its scales are not rounded by default
+    assert lora(load_in_4bit=True, use_bnb_nested_quant=True)["base_double_quant"] is True
     assert lora(lora_r=8, use_rslora=True, use_dora=True)["method"] == "dora"
 
 
@@ -141,7 +142,6 @@ def test_strategy(converted: Converted) -> None:
         ({**SFT, "dataset_name": ".", "eval_strategy": "steps"}, "sft", "dataset_test_split = test: . has no file"),
         ({**SFT, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}, "sft", r"router_aux_loss_coef = 0\.001"),
         ({**ADAPTERS, "lora_task_type": "SEQ_CLS"}, "sft", "lora_task_type = SEQ_CLS"),
-        ({**ADAPTERS, "load_in_4bit": True, "use_bnb_nested_quant": True}, "sft", "use_bnb_nested_quant = True"),
         ({**ADAPTERS, "load_in_8bit": True}, "sft", "load_in_8bit = True"),
         ({**BARE, "loss_type": ["sigmoid", "sft"]}, "dpo", "loss_type = "),
         ({**BARE, "loss_type": "robust"}, "dpo", "loss_type = robust"),
