@@ -174,6 +174,8 @@ TRANSLATIONS: Mapping[str, str] = {
     "NNODES": "launch.nnodes",
     "dataset": "data.train, data.mix",
     "val_dataset": "data.eval",
+    "model_name": "data.fill",
+    "model_author": "data.fill",
     "max_length": "data.max_length",
     "packing": "data.packing",
     "*_shuffle": "data.shuffle",
