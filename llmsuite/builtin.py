@@ -92,7 +92,17 @@ def _language_stages() -> list[StageSpec]:
             profile=SftSection.profile,
             factory=lazily("llmsuite.stages.sft:SftStage"),
             capabilities=frozenset(
-                {"generation", "mtp", "packing", "prefix", "prompt_lengths", "qat", "step_programs", "thoughts"}
+                {
+                    "generation",
+                    "mtp",
+                    "packing",
+                    "plain_text",
+                    "prefix",
+                    "prompt_lengths",
+                    "qat",
+                    "step_programs",
+                    "thoughts",
+                }
             ),
             smoke=CONVERSATIONS,
         ),
@@ -110,6 +120,7 @@ def _language_stages() -> list[StageSpec]:
                     "generation",
                     "mtp",
                     "packing",
+                    "plain_text",
                     "prefix",
                     "prompt_lengths",
                     "step_programs",
@@ -131,7 +142,7 @@ def _preference_stages() -> list[StageSpec]:
             config_cls=DpoSection,
             profile=DpoSection.profile,
             factory=lazily("llmsuite.stages.dpo:DpoStage"),
-            capabilities=frozenset({"generation", "packing", "step_programs"}),
+            capabilities=frozenset({"generation", "packing", "ranked", "step_programs"}),
             smoke=PREFERENCE,
         ),
         StageSpec(
@@ -141,7 +152,7 @@ def _preference_stages() -> list[StageSpec]:
             config_cls=RmSection,
             profile=RmSection.profile,
             factory=lazily("llmsuite.stages.rm:RmStage"),
-            capabilities=frozenset({"packing", "score_head", "step_programs"}),
+            capabilities=frozenset({"margins", "packing", "ranked", "score_head", "step_programs"}),
             smoke=PREFERENCE,
         ),
         StageSpec(

@@ -105,7 +105,10 @@ def _has_own(name: str, own: dict[str, Path]) -> bool:
 
 
 def _merged_settings(own: dict[str, Path], theirs: dict[str, Path]) -> dict[str, Any] | None:
-    """Return the adapter's tokenizer_config.json with the base's chat template, if the base's has one; else None."""
+    """Return a tokenizer_config.json that neither has: the adapter's with the base's chat template, or the base's
+    without its own, which some libraries would prefer to the adapter's chat_template.jinja; else None."""
+    if _TEMPLATE in own and _CONFIG not in own and _template_in(theirs) is not None:
+        return {key: value for key, value in read_json_object(theirs[_CONFIG]).items() if key != "chat_template"}
     if _CONFIG not in own or _TEMPLATE in own or _TEMPLATE in theirs or _has_own(_TEMPLATE, own):
         return None
     template = _template_in(theirs)

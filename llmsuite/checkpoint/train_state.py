@@ -44,6 +44,10 @@ class TrainState:
     rolled back to a checkpoint."""
     stage: dict[str, Any] = dataclasses.field(default_factory=dict)
     """State of the stage, as JSON data, to resume from."""
+    early_stopping: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Evaluations without an improvement so far, see `llmsuite.engine.early_stopping`; empty without early stopping."""
+    inputs: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Digests of the data files and of the initial weights, by key and name for messages."""
     rollouts: dict[str, Any] = dataclasses.field(default_factory=dict)
     """Completions that were sampled ahead of the steps that train on them, see `llmsuite.rl.in_flight`."""
 

@@ -12,6 +12,7 @@ from llmsuite.base.extras import install_command
 from llmsuite.cli.generate import add_model_arguments, add_template_kwargs, read_template_kwargs
 from llmsuite.cli.ranks import settle_degrees
 from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, TEMPLATE_HELP
 from llmsuite.contract.specs import Command
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def add_arguments(parser: Any) -> None:
     )
     parser.add_argument("--max_new_tokens", type=PositiveInt, default=64, help="longest answer of --exact_match")
     parser.add_argument("--raw", action="store_true", help="no chat template for --exact_match")
-    parser.add_argument("--chat_template", type=str, default="tokenizer", help="tokenizer, chatml, llama3 or plain")
+    parser.add_argument("--chat_template", type=str, default=OF_TOKENIZER, help=TEMPLATE_HELP)
     add_template_kwargs(parser)
     parser.add_argument("--batch_size", type=PositiveInt, default=8)
     parser.add_argument("--output", type=str | None, default=None, help="JSON file for the results")

@@ -14,6 +14,7 @@ from llmsuite.base.redaction import printable
 from llmsuite.base.safe_files import exists
 from llmsuite.cli.ranks import add_degrees, launch_ranks, settle_degrees
 from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, TEMPLATE_HELP
 from llmsuite.contract.specs import Command
 from llmsuite.stages.sections import PENALTIES
 
@@ -109,7 +110,7 @@ def add_arguments(parser: Any) -> None:
     parser.add_argument("--output", type=str | None, default=None, help="JSON Lines file to write; must not exist")
     parser.add_argument("--chat", action="store_true", help="chat in the terminal")
     parser.add_argument("--raw", action="store_true", help="continue the prompt as plain text, without chat template")
-    parser.add_argument("--chat_template", type=str, default="tokenizer", help="tokenizer, chatml, llama3 or plain")
+    parser.add_argument("--chat_template", type=str, default=OF_TOKENIZER, help=TEMPLATE_HELP)
     add_template_kwargs(parser)
     parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS_HELP)
     parser.add_argument("--system", type=str | None, default=None, help="a system message before each conversation")
@@ -187,6 +188,8 @@ def run(args: Any, registry: Registry) -> int:
     template = None if args.raw else args.chat_template
     kwargs = read_template_kwargs(args)
     prompter = Prompter(opened.generator.tokenizer, template, args.system, args.control_tokens, kwargs)
+    if prompter.warning is not None and opened.is_main_rank:
+        print(prompter.warning, file=sys.stderr)
     if args.chat:
         return _chat(opened.generator, prompter, sampling)
     prompts = prompter.read(Path(args.input)) if args.input else [prompter.text(text) for text in args.prompt]
@@ -232,7 +235,7 @@ def _check(args: Any) -> None:
         raise UserError(f"--output: {args.output} exists; choose another, or remove it first")
     if args.chat and (args.num_devices > 1 or args.num_beams > 1 or args.raw or args.output):
         raise UserError("--chat: works without --num_devices, --num_beams, --raw and --output")
-    if args.raw and (args.system is not None or args.chat_template != "tokenizer" or args.chat_template_kwargs):
+    if args.raw and (args.system is not None or args.chat_template != OF_TOKENIZER or args.chat_template_kwargs):
         raise UserError(
             "--raw: continues plain text, which has no turns; leave out --system, --chat_template and "
             "--chat_template_kwargs"

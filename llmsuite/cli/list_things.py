@@ -10,13 +10,14 @@ from typing import Any, Literal
 from llmsuite.base.errors import UserError
 from llmsuite.base.resources import bundled
 from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.chat_templates import NAMES
 from llmsuite.contract.schema.keys import walk
 from llmsuite.contract.specs import Command
 from llmsuite.recipe.load import recipe_type
 
 _WHAT = Literal[
     "stages", "models", "recipes", "devices", "adapters", "formats", "loggers", "rewards", "environments", "engines",
-    "layouts", "suites", "keys",
+    "layouts", "suites", "templates", "keys",
 ]  # fmt: skip
 
 
@@ -32,6 +33,8 @@ def run(args: Any, registry: Registry) -> int:
         rows = list(_keys(args.stage, args.family, registry))
     elif args.what == "recipes":
         rows = list(_recipes())
+    elif args.what == "templates":
+        rows = list(NAMES.items())
     else:
         kind = {
             "adapters": "adapter method",
@@ -83,7 +86,7 @@ def _recipes() -> Iterator[tuple[str, str, str, str]]:
 COMMAND = Command(
     name="list",
     help="list stages, models, recipes, devices, adapters, formats, loggers, rewards, environments, rollout engines, "
-    "layouts, suites or recipe keys",
+    "layouts, suites, chat templates or recipe keys",
     add_arguments=add_arguments,
     run=run,
 )

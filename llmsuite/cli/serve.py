@@ -27,6 +27,7 @@ from llmsuite.cli.generate import (
 )
 from llmsuite.cli.ranks import launch_ranks, settle_degrees
 from llmsuite.contract.registry import Registry
+from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, TEMPLATE_HELP
 from llmsuite.contract.specs import Command
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def add_arguments(parser: Any) -> None:
         action="append",
         help="name of the model for clients (default: that of its directory); may be given several times",
     )
-    parser.add_argument("--chat_template", type=str, default="tokenizer", help="tokenizer, chatml, llama3 or plain")
+    parser.add_argument("--chat_template", type=str, default=OF_TOKENIZER, help=TEMPLATE_HELP)
     add_template_kwargs(parser)
     parser.add_argument("--control_tokens", action="store_true", help=CONTROL_TOKENS_HELP)
     add_generation_config(parser)
@@ -170,8 +171,7 @@ def run(args: Any, registry: Registry) -> int:
 
     leader = as_driver(opened.generator.decoder) if args.num_devices > 1 else None
     opened.generator.decoder = leader or opened.generator.decoder
-    if not args.prompt_piece:
-        args.prompt_piece = _PREFILL_CHUNK_CPU if args.device == "cpu" else _PREFILL_CHUNK
+    args.prompt_piece = args.prompt_piece or (_PREFILL_CHUNK_CPU if args.device == "cpu" else _PREFILL_CHUNK)
     limits = Limits(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Limits)})
     if key is None and not _is_loopback(args.host):
         print(f"warning: {args.host} can be reached by others, and no --api_key is set", file=sys.stderr)
@@ -186,6 +186,7 @@ def run(args: Any, registry: Registry) -> int:
         for name, generator in opened.adapter_generators.items()
         if generator is not opened.generator
     }
+    _check_templates(args, [prompter, *(model.prompter for model in service.adapter_models.values())])
     service.defaults = defaults.fill(service.defaults, ())
     if defaults.note:
         print(defaults.note, flush=True)
@@ -216,10 +217,23 @@ def _prompter(generator: Generator, args: Any, needs_template: bool) -> Prompter
 
     tokenizer = generator.tokenizer
     template = args.chat_template
-    if not needs_template and template == "tokenizer" and tokenizer_template(tokenizer.directory) is None:
+    if not needs_template and template == OF_TOKENIZER and tokenizer_template(tokenizer.directory) is None:
         template = None
     kwargs = read_template_kwargs(args) if template is not None else None
     return Prompter(tokenizer, template, control_tokens=args.control_tokens, template_kwargs=kwargs)
+
+
+def _check_templates(args: Any, prompters: Sequence[Prompter]) -> None:
+    """Print the warnings about chat templates. Raise UserError where `--chat_template_kwargs` is given and no model
+    that is served has one."""
+    for warning in dict.fromkeys(prompter.warning for prompter in prompters):
+        if warning is not None:
+            print(warning, file=sys.stderr)
+    if args.chat_template_kwargs and all(prompter.template_source is None for prompter in prompters):
+        raise UserError(
+            "--chat_template_kwargs: neither the model nor an adapter has a chat template to read them; leave them "
+            "out, or choose a --chat_template"
+        )
 
 
 def _follow(decoder: Any) -> int:

@@ -42,7 +42,7 @@ def run(args: Any, registry: Registry) -> int:
         ("data_parallel_degree", plan.parallel.degrees.dp),
         ("accumulate_steps", plan.parallel.accumulate_steps),
         ("data.train file" if plan.train.stage.trains else "data.prompts file", plan.data.train_file),
-        ("data.eval file", plan.data.eval_file),
+        *((f"{key} file", file) for key, _, file in plan.data.files() if key.startswith("data.eval")),
         ("tokenizer directory", plan.model.tokenizer),
         ("weights directory", plan.model.weights),
     ):

@@ -42,9 +42,12 @@ def explain(stage: Stage[Any], path: Path, row: int) -> int:
     from rich.console import Console
     from rich.text import Text
 
-    from llmsuite.stages.explain import explain, made_of
+    from llmsuite.stages.explain import explain, made_of, use_of
 
     place, dropped, found = explain(stage, path, row)
+    use = use_of(stage, path, row)
+    if use is not None:
+        print(f"{place}: {use}")
     for field, source, value in made_of(stage, path, place):
         print(f"{place}: {field} is made of {source!r}: {value!r}")
     if dropped is not None:
@@ -74,6 +77,8 @@ def _print_sequence(console: Any, text: Any, place: str, found: Explained, token
             comparison = f"NOT {comparison}"
             style = "bold red"
         console.print(f"generation is prompted with {found.prompt_length} tokens: {comparison}", style=style)
+    if found.has_default_system:
+        console.print("the system turn is that of data.system")
     if found.given:
         given = "; ".join(found.given)
         console.print(f"besides roles and contents, the chat template is given: {given}", markup=False)
@@ -92,10 +97,9 @@ def _print_sequence(console: Any, text: Any, place: str, found: Explained, token
 
 
 def stats(stage: Stage[Any], data_plan: DataPlan, is_padding_free: bool, plot: str | None) -> int:
-    from llmsuite.stages.stats import file_stats, plot_lengths
+    from llmsuite.stages.stats import data_stats, plot_lengths
 
-    paths = (data_plan.train_path, data_plan.eval_path)
-    found = [file_stats(stage, path, is_padding_free) for path in paths if path is not None]
+    found = data_stats(stage, data_plan, is_padding_free)
     data = stage.context.data
     for each in found:
         _print_stats(each, data, stage.context.train)
@@ -117,6 +121,8 @@ def _print_stats(stats: FileStats, data: DataSection, train: TrainSection) -> No
         print(f"  rows       {counts.total:,} read, {counts.total - counts.lost:,} used, {counts.lost:,} dropped")
         for reason in counts.reasons():
             print(f"             dropped: {reason}")
+        if (ranked := counts.of_ranked()) is not None:
+            print(f"  ranked     {ranked}")
     if counts is not None and stats.padding is not None:
         print(f"  truncated  {counts.cut:,} rows are cut to data.max_length {data.max_length}")
     print(

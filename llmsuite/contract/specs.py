@@ -90,8 +90,8 @@ class StageProfile:
 
 
 Capability = Literal[
-    "adapters_only", "all_logits", "async_rollout", "fixed_length", "generation", "mtp", "packing", "prefix",
-    "prompt_lengths", "qat", "score_head", "step_programs", "thoughts",
+    "adapters_only", "all_logits", "async_rollout", "fixed_length", "generation", "margins", "mtp", "packing",
+    "plain_text", "prefix", "prompt_lengths", "qat", "ranked", "score_head", "step_programs", "thoughts",
 ]  # fmt: skip
 """A property of a stage that keys of recipes, the engine or `llmsuite plan` depend on, see `CAPABILITIES`."""
 
@@ -103,13 +103,18 @@ CAPABILITIES: Mapping[Capability, str] = {
     "fixed_length": "trains on sequences of exactly `data.max_length` tokens, so that compiled training steps have one "
     "shape",
     "generation": "is a `GeneratingStage`, which `generation.max_new_tokens` needs",
+    "margins": "reads the column `margin` of rows of pairs (`Preference.margin`); other stages refuse it",
     "mtp": "adds the multi-token prediction term of `train.mtp_loss_weight` (`mtp_hidden_states`) to its loss, and the "
     "metric `mtp_loss`",
     "packing": "packs samples with `data.packing`; recipes of other stages that set the key are refused",
+    "plain_text": "trains on rows without a chat template (`data.text_template`, and the format `text`); recipes of "
+    "other stages that set the key are refused",
     "prefix": "supports prefix tuning (section `prefix`): its loss uses no other model than the trained one",
     "prompt_lengths": 'has "prompt_lengths" in its batches where the recipe sets `reft.rank`, as '
     "`language_model.collate` does",
     "qat": "supports section `qat`: its loss uses one forward pass of the trained model and no other model",
+    "ranked": "makes pairs of rows with ranked answers (`Ranking`), by `data.ranked_pairs`; rows and recipes of other "
+    "stages that have them are refused",
     "score_head": "uses a model with one score for each sequence (`model.scores`) in place of logits; a score head "
     "that is missing in the weights is initialised from the seed",
     "step_programs": "has `Stage.batch_layout`, and its loss uses the functions of `llmsuite.engine.batch`, which "

@@ -19,14 +19,23 @@ from typing import Any
 
 import jinja2
 
-from llmsuite.base.errors import UserError, reason_of
+from llmsuite.base.errors import UserError
 from llmsuite.base.files import read_json_object
-from llmsuite.base.safe_files import is_file, read_regular
+from llmsuite.base.resources import find
+from llmsuite.base.safe_files import is_file
+from llmsuite.contract.schema.chat_templates import (
+    NAMES,
+    OF_TOKENIZER,
+    is_template_file,
+    is_template_text,
+    template_fault,
+)
 from llmsuite.contract.schema.columns import kwargs_fault
 from llmsuite.data.call_forms import FORMS, PROBE_TOOLS, CallForms, probe
-from llmsuite.data.jinja import Marked, environment, has_mark, unmark
+from llmsuite.data.jinja import Marked, environment, has_mark, undeclared_variables, unmark
 from llmsuite.data.keys import TURN_KEYS, is_nothing
-from llmsuite.data.rendering import RenderError, render, render_all
+from llmsuite.data.named_templates import check_tokens, named_template, read_template
+from llmsuite.data.rendering import RenderError, read_variables, render, render_all
 from llmsuite.data.rows import REASONING, Conversation, Message, Prompt, strings_in
 from llmsuite.data.thoughts import (
     THINK_BLOCK,
@@ -36,6 +45,7 @@ from llmsuite.data.thoughts import (
     thought_place,
     thought_span,
     thoughts_of,
+    without_thoughts,
 )
 from llmsuite.data.turns import DEVELOPER
 
@@ -63,7 +73,8 @@ BUILTIN = {
 PLACEHOLDER = "<think>\nplaceholder\n</think>\n\nplaceholder"
 """Content of the model's turn where only the text around it is used. It has the part that some templates drop from
 earlier turns."""
-_MAX_SOURCE_BYTES = 1 << 20
+OWN = "data.chat_template"
+"""Name in messages of a template whose text a recipe has."""
 _RenderKey = tuple[tuple[Message, ...], bool, str, str]
 """Turns; True if the generation prompt follows them; tools and variables as in `Conversation`."""
 _WITH_TOOLS = tuple(name for name, source in BUILTIN.items() if "tools" in source)
@@ -107,11 +118,16 @@ class ChatTemplate:
         self._prerendered: Mapping[_RenderKey, str | RenderError] = {}
         """Results of `prerender_turns` and the like."""
         try:
-            if not self._is_builtin:
-                render(source, None)
+            read = undeclared_variables(source) if self._is_builtin else read_variables(source)
         except RenderError as error:
             raise UserError(f"chat template of {name}: {error}") from error
+        self._variables_read = frozenset(read)
         self._check_kwargs(self._kwargs)
+
+    @property
+    def name(self) -> str:
+        """Name of the template in messages."""
+        return self._name
 
     def prerender_turns(self, conversations: Iterable[Conversation]) -> ChatTemplate:
         """Return a copy that has rendered, in one batch, all that `supervised_turns` needs for these conversations."""
@@ -170,12 +186,12 @@ class ChatTemplate:
         return text
 
     def _check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
-        """Raise UserError for a variable that is not set by hand, or that the template does not name: it would change
+        """Raise UserError for a variable that is not set by hand, or that the template does not read: it would change
         nothing."""
         if (fault := kwargs_fault(kwargs)) is not None:
             raise UserError(f"chat_template_kwargs.{fault[0]}: {fault[1]}")
         for name in kwargs:
-            if re.search(rf"\b{re.escape(name)}\b", self.source) is None:
+            if name not in self._variables_read:
                 raise UserError(
                     f"chat template of {self._name} has no variable {name!r}, which chat_template_kwargs sets; leave "
                     "it out, or choose a template that reads it"
@@ -304,7 +320,7 @@ class ChatTemplate:
         """Return the text before the last turn, and that text with the answer and the end of its turn.
 
         The full conversation is rendered and cut where the prompt ends, so that training is on the text that the model
-        has to produce after the prompt.
+        has to produce after the prompt. The prompt is cut before thoughts that it opens and the answer does not have.
 
         Raises:
             UserError: the template renders the prompt differently when an answer follows, or leaves out a part of the
@@ -313,9 +329,10 @@ class ChatTemplate:
         messages = conversation.messages
         tools = conversation.tools
         kwargs = conversation.template_kwargs
-        before = self.render(messages[:-1], add_generation_prompt=True, tools=tools, kwargs=kwargs)
+        prompt = self.render(messages[:-1], add_generation_prompt=True, tools=tools, kwargs=kwargs)
         full = self.render(messages, tools=tools, kwargs=kwargs)
-        if not full.startswith(before):
+        before = shared_prompt(prompt, full)
+        if before is None:
             raise UserError(
                 f"chat template of {self._name} renders a prompt differently when an answer follows, so the answer "
                 f"cannot be separated from it; choose another data.chat_template ({', '.join(BUILTIN)})"
@@ -323,6 +340,15 @@ class ChatTemplate:
         self._check_complete(full, messages, tools, kwargs)
         self._check_turn(messages[-1], before, full[len(before) :], "the answer")
         return before, full
+
+    def splits(self, conversations: Sequence[Conversation]) -> list[tuple[str, str]]:
+        """Return `split` of conversations that differ in their last turn only, with the same text before it.
+
+        Of a prompt that opens thoughts, answers with thoughts and answers without have different parts.
+        """
+        found = [self.split(conversation) for conversation in conversations]
+        shared = min((before for before, _ in found), key=len)
+        return [(shared, full) for _, full in found]
 
     def supervised_turns(self, conversation: Conversation) -> list[tuple[str, str]]:
         """Return, for each supervised turn, the text before it, and that text with the turn and its end.
@@ -350,6 +376,15 @@ class ChatTemplate:
             raise self._unfit("has {% generation %} around no turn of it")
         return turns
 
+    def numbers_of(self, conversation: Conversation, turns: Sequence[tuple[str, str]]) -> list[int]:
+        """Return, for each pair of `supervised_turns`, the number of its message, from 0."""
+        indices = [i for i in range(len(conversation.messages)) if conversation.supervised[i]]
+        if not self._has_marks:
+            return indices
+        full = self._marked(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
+        ends = {i: self._shared_length(conversation, i + 1, full.text) for i in indices}
+        return [_first_beyond(ends, len(before)) for before, _ in turns]
+
     def thought_texts(
         self, conversation: Conversation, turns: Sequence[tuple[str, str]]
     ) -> list[tuple[str, str] | None]:
@@ -357,13 +392,8 @@ class ChatTemplate:
 
         None for a pair without thoughts. Raises UserError when the template changes the white space in thoughts.
         """
-        indices = [i for i in range(len(conversation.messages)) if conversation.supervised[i]]
-        if self._has_marks:
-            full = self._marked(conversation.messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
-            ends = {i: self._shared_length(conversation, i + 1, full.text) for i in indices}
-            indices = [_first_beyond(ends, len(before)) for before, _ in turns]
         found: list[tuple[str, str] | None] = []
-        for i, (before, after) in zip(indices, turns):
+        for i, (before, after) in zip(self.numbers_of(conversation, turns), turns):
             message = conversation.messages[i]
             turn = after[len(before) :]
             span = thought_span(message, turn)
@@ -407,6 +437,19 @@ class ChatTemplate:
     def _keys_of_thoughts(self) -> list[str]:
         """Keys of thoughts that this template reads, matched as full words: many templates name `enable_thinking`."""
         return [key for key in REASONING if self._names(key)]
+
+    def dropped_thoughts(self, conversation: Conversation) -> list[int]:
+        """Return the turns whose thoughts the template leaves out, as it may those of earlier turns."""
+        messages = conversation.messages
+        if not any(map(thoughts_of, messages)):
+            return []
+        text = self.render(messages, tools=conversation.tools, kwargs=conversation.template_kwargs)
+        found = []
+        for i, message in enumerate(messages):
+            thoughts = thoughts_of(message) if message.role == "assistant" else ""
+            if thoughts and not _contains(text, thoughts):
+                found.append(i)
+        return found
 
     def unread_key(self, messages: Sequence[Message], tools: str = "", kwargs: str = "") -> str | None:
         """Return the first key of a turn that is unknown and that this template does not read; None without one.
@@ -454,17 +497,27 @@ class ChatTemplate:
         turn is then supervised as it is in the full conversation.
         """
         message = conversation.messages[i]
-        tools = conversation.tools
-        kwargs = conversation.template_kwargs
         where = f"messages[{i}]"
-        before = self.render(conversation.messages[:i], add_generation_prompt=True, tools=tools, kwargs=kwargs)
-        after = self.render(conversation.messages[: i + 1], tools=tools, kwargs=kwargs)
+        before, after = self._around(conversation, i)
         own_before = shared_prompt(before, after)
         full_before = shared_prompt(before, full)
-        if own_before is None or full_before is None:
+        if own_before is None:
             raise self._unfit(f"renders what is before {where} differently once it follows")
         turn = after[len(own_before) :]
         self._check_turn(message, own_before, turn, where)
+        if full_before is None:
+            # the thoughts of turns between the last question and this one, such as before a call, are kept only until
+            # the next question
+            reduced = dataclasses.replace(conversation, messages=_forgetting(conversation.messages, i))
+            before, after = self._around(reduced, i)
+            own_before = shared_prompt(before, after)
+            full_before = shared_prompt(before, full)
+            if own_before is None or full_before is None:
+                raise self._unfit(
+                    f"renders what is before {where} differently once other turns follow, by more than the thoughts of "
+                    "the turns before it"
+                )
+            turn = after[len(own_before) :]
         if full.startswith(after):
             if after != full and turn.strip() == message.content.strip():
                 raise self._unfit(f"does not mark the end of {where}, so no model could learn where to end it")
@@ -473,6 +526,13 @@ class ChatTemplate:
         if length is None:
             raise self._unfit(f"renders {where} differently once other turns follow")
         return full_before, full[: len(full_before) + length]
+
+    def _around(self, conversation: Conversation, i: int) -> tuple[str, str]:
+        """Return the prompt for turn i, and the conversation up to this turn."""
+        tools = conversation.tools
+        kwargs = conversation.template_kwargs
+        before = self.render(conversation.messages[:i], add_generation_prompt=True, tools=tools, kwargs=kwargs)
+        return before, self.render(conversation.messages[: i + 1], tools=tools, kwargs=kwargs)
 
     def _blocks(self, conversation: Conversation, i: int, full: Marked) -> list[tuple[str, str]]:
         """Return the pairs of the marked blocks of turn i.
@@ -507,6 +567,12 @@ class ChatTemplate:
         return UserError(
             f"chat template of {self._name} {what}, so it cannot be used to train on this conversation; {advice}"
         )
+
+
+def _forgetting(messages: Sequence[Message], i: int) -> tuple[Message, ...]:
+    """Return the turns without the thoughts of those before turn i."""
+    earlier = [without_thoughts(message) if message.role == "assistant" else message for message in messages[:i]]
+    return (*earlier, *messages[i:])
 
 
 def _first_beyond(ends: Mapping[int, int], position: int) -> int:
@@ -552,7 +618,8 @@ def load_template(
     """Return the template that a recipe selects.
 
     Args:
-        choice: "tokenizer", or the name of a built-in template.
+        choice: a value of `data.chat_template`: "tokenizer", the name of a template that comes along, the text of one,
+            or the path of a file with one.
         tokenizer_dir: directory of the tokenizer.
         special_tokens: as of `ChatTemplate`.
         kwargs: as of `ChatTemplate`.
@@ -561,30 +628,47 @@ def load_template(
     Raises:
         UserError: there is no such template, or it cannot be used.
     """
-    if choice in BUILTIN:
-        return ChatTemplate(BUILTIN[choice], special_tokens, choice, kwargs, ignores_unknown)
-    if choice != "tokenizer":  # from a command line; in recipes it is checked earlier
-        raise UserError(
-            f"chat template {choice!r}: is none of tokenizer, {', '.join(BUILTIN)}; one of your own is a file "
-            f"chat_template.jinja in {tokenizer_dir}"
-        )
+    chosen = chosen_template(choice)
+    if chosen is not None:
+        if named_template(choice) is not None:
+            check_tokens(choice, tokenizer_dir)
+        name = OWN if is_template_text(choice) else choice
+        return ChatTemplate(chosen, special_tokens, name, kwargs, ignores_unknown)
     source = tokenizer_template(tokenizer_dir)
     if source is None:
         raise UserError(
-            f"{tokenizer_dir}: has no chat template; set data.chat_template to one of: {', '.join(BUILTIN)}; in "
+            f"{tokenizer_dir}: has no chat template; set data.chat_template to one of: {', '.join(NAMES)}; in "
             "`generate`, `serve` and `eval` it is --chat_template"
         )
     return ChatTemplate(source, special_tokens, str(tokenizer_dir), kwargs, ignores_unknown)
+
+
+def chosen_template(choice: str) -> str | None:
+    """Return the text of a template that a recipe or a command selects in place of the tokenizer's; None for
+    "tokenizer".
+
+    Raises:
+        UserError: there is no such template, or its file cannot be read.
+    """
+    if choice == OF_TOKENIZER:
+        return None
+    if choice in BUILTIN:
+        return BUILTIN[choice]
+    if is_template_text(choice):
+        return choice
+    if is_template_file(choice):
+        return read_template(find(choice))
+    fault = template_fault(choice)
+    if fault is not None:
+        raise UserError(f"chat template: {fault}")
+    return named_template(choice)
 
 
 def tokenizer_template(directory: Path) -> str | None:
     """Return chat_template.jinja, else the entry of tokenizer_config.json (which may be a list of named ones)."""
     separate = directory / "chat_template.jinja"
     if is_file(separate):
-        try:
-            return read_regular(separate, _MAX_SOURCE_BYTES).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{separate}: cannot be read: {reason_of(error)}") from error
+        return read_template(separate)
     path = directory / "tokenizer_config.json"
     if not is_file(path):
         return None

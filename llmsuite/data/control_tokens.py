@@ -45,6 +45,25 @@ def warning(found: Sequence[tuple[str, str]], count: int) -> str | None:
     )
 
 
+def doubled_bos(tokenizer: TextTokenizer, template: ChatTemplate) -> str | None:
+    """Return a warning about a chat template whose text begins with two BOS tokens; None for another template.
+
+    The tokens that the tokenizer adds to plain text are never added to a rendered conversation, so a template writes
+    both: as `bos_token` and once more as text.
+    """
+    bos = tokenizer.special_tokens.get("bos_token")
+    text = _rendered(template, add_generation_prompt=True)
+    if not bos or not text:
+        return None
+    number = tokenizer.token_id(bos)
+    if tokenizer.encode(text)[:2] != [number, number]:
+        return None
+    return (
+        f"warning: the chat template of {template.name} begins a conversation with two tokens {bos}; a model is "
+        "trained with one: remove {{ bos_token }} or the token that is written as text from the template"
+    )
+
+
 class ControlTokens:
     """Control tokens of a tokenizer.
 

@@ -1,8 +1,8 @@
 """Formats of conversation rows: how each is recognised and converted.
 
 `convert` raises ValueError that names the wrong key; the reader adds file and line. All of the assistant's turns are
-supervised, unless a turn has the key "weight" or "loss" (0, 1, true, false). Each of the formats may have the columns
-"system" and "tools".
+supervised, unless a turn has the key "loss" (0, 1, true, false) or "weight": 0, or the weight of its tokens in the
+loss. Each of the formats may have the columns "system" and "tools", except plain text.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data.keys import ROW_KEYS
+from llmsuite.data.plain_text import is_text_row, text
 from llmsuite.data.preference_formats import alpaca_turns, has_keys
 from llmsuite.data.rows import Conversation, Message
 from llmsuite.data.turns import (
@@ -28,6 +29,10 @@ from llmsuite.data.turns import (
     with_system,
 )
 
+MIN_WEIGHT = 1e-6
+MAX_WEIGHT = 1e6
+"""Bounds of the weight of a supervised turn: sums of weights are exact enough in float32."""
+
 
 def paddlenlp(row: Row) -> Conversation:
     """`{"src": "question", "tgt": "answer"}`, or lists of as many questions as answers.
@@ -43,11 +48,11 @@ def paddlenlp(row: Row) -> Conversation:
         flags = [1] * len(answers)
     if not isinstance(flags, list) or len(flags) != len(answers):
         raise ValueError(f"'label' is {flags!r}; a list with 0 or 1 for each of the {len(answers)} 'tgt' is needed")
-    supervised = [_flag(flag, f"label[{i}]") for i, flag in enumerate(flags)]
+    supervised = [float(_flag(flag, f"label[{i}]")) for i, flag in enumerate(flags)]
     messages: list[Message] = []
     for question, answer in zip(users, answers):
         messages += [Message("user", question), Message("assistant", answer)]
-    return _conversation(row, messages, [flag for own in supervised for flag in (False, own)], "src")
+    return _conversation(row, messages, [flag for own in supervised for flag in (0.0, own)], "src")
 
 
 def alpaca(row: Row) -> Conversation:
@@ -56,7 +61,7 @@ def alpaca(row: Row) -> Conversation:
     Optional: "history", a list of earlier [question, answer].
     """
     messages = [*alpaca_turns(row), Message("assistant", get_text(row, "output"))]
-    return _conversation(row, messages, [message.role == "assistant" for message in messages], "history")
+    return _conversation(row, messages, [float(message.role == "assistant") for message in messages], "history")
 
 
 def query_response(row: Row) -> Conversation:
@@ -71,12 +76,12 @@ def sharegpt(row: Row) -> Conversation:
     The value of a "function_call" is JSON with name and arguments, or a list of such.
     """
     messages = []
-    supervised = []
+    weights = []
     for i, turn in enumerate(get_turns(row, "conversations")):
         where = f"conversations[{i}]"
         messages.append(parse_sharegpt_message(turn, where))
-        supervised.append(_is_supervised(turn, where, messages[-1].role))
-    return _conversation(row, messages, supervised, "conversations")
+        weights.append(_weight(turn, where, messages[-1].role))
+    return _conversation(row, messages, weights, "conversations")
 
 
 def openai(row: Row) -> Conversation:
@@ -85,12 +90,12 @@ def openai(row: Row) -> Conversation:
     Every other key of a turn is for chat templates that know it, such as "name" and "reasoning_content".
     """
     messages = []
-    supervised = []
+    weights = []
     for i, turn in enumerate(get_turns(row, "messages")):
         where = f"messages[{i}]"
         messages.append(parse_message(turn, where))
-        supervised.append(_is_supervised(turn, where, messages[-1].role))
-    return _conversation(row, messages, supervised, "messages")
+        weights.append(_weight(turn, where, messages[-1].role))
+    return _conversation(row, messages, weights, "messages")
 
 
 def trl_completion(row: Row) -> Conversation:
@@ -102,25 +107,45 @@ def trl_completion(row: Row) -> Conversation:
     completion = parse_messages(row["completion"], "completion", "assistant")
     if len(completion) != 1 or completion[0].role != "assistant":
         raise ValueError("'completion' is not one turn of the assistant; with more of them use 'messages'")
-    return _conversation(row, [*prompt, *completion], [*(False for _ in prompt), True], "prompt")
+    weight = 1.0
+    if isinstance(row["completion"], list):
+        weight = _weight(row["completion"][0], "completion[0]", "assistant")
+    return _conversation(row, [*prompt, *completion], [*(0.0 for _ in prompt), weight], "prompt")
 
 
-def _conversation(row: Row, messages: Sequence[Message], supervised: Sequence[bool], where: str) -> Conversation:
-    """Return the turns with the system prompt and the tools of their row. `where` names the column of the turns."""
+def _conversation(row: Row, messages: Sequence[Message], weights: Sequence[float], where: str) -> Conversation:
+    """Return the turns, each with its weight in the loss, with the system prompt and the tools of their row. `where`
+    names the column of the turns."""
     all_messages = with_system(row, messages)
     num_before = len(all_messages) - len(messages)
     check_order(all_messages, where, num_before)
-    mask = (*[False] * num_before, *supervised)
-    return Conversation(tuple(all_messages), mask, parse_tools(row), parse_template_kwargs(row))
+    all_weights = (*[0.0] * num_before, *weights)
+    mask = tuple(weight > 0 for weight in all_weights)
+    if all(weight in (0, 1) for weight in all_weights):
+        all_weights = ()
+    return Conversation(tuple(all_messages), mask, parse_tools(row), parse_template_kwargs(row), all_weights)
 
 
-def _is_supervised(turn: Row, where: str, role: str) -> bool:
-    flags = {_flag(turn[key], f"{where}.{key}") for key in ("weight", "loss") if turn.get(key) is not None}
-    if len(flags) == 2:
+def _weight(turn: Row, where: str, role: str) -> float:
+    """Return the weight of a turn, of its keys "weight" and "loss"; by default that of an answer is 1."""
+    weight = _number(turn["weight"], f"{where}.weight") if turn.get("weight") is not None else None
+    flag = _flag(turn["loss"], f"{where}.loss") if turn.get("loss") is not None else None
+    if weight is not None and flag is not None and (weight > 0) != flag:
         raise ValueError(f"{where!r} has a 'weight' and a 'loss' that disagree")
-    if role != "assistant" and True in flags:
-        raise ValueError(f"{where!r} is to be supervised, but is of {role!r}; only the assistant's turns can be")
-    return role == "assistant" and False not in flags
+    if role != "assistant":
+        if weight or flag:
+            raise ValueError(f"{where!r} is to be supervised, but is of {role!r}; only the assistant's turns can be")
+        return 0.0
+    if weight is not None:
+        return weight
+    return float(flag is not False)
+
+
+def _number(value: Any, where: str) -> float:
+    """Return a weight. Raises ValueError for anything but a number within the bounds; true and false are 1 and 0."""
+    if not isinstance(value, (bool, int, float)) or not (value == 0 or MIN_WEIGHT <= value <= MAX_WEIGHT):
+        raise ValueError(f"{where!r} is {value!r}; 0 or a number from {MIN_WEIGHT:g} to {MAX_WEIGHT:g} is needed")
+    return float(value)
 
 
 def _flag(value: Any, where: str) -> bool:
@@ -177,5 +202,13 @@ BUILTIN = [
         matches=has_keys("src", "tgt"),
         convert=paddlenlp,
         columns=frozenset({"src", "tgt", "label"}),
+    ),
+    DataFormat(
+        name="text",
+        help="text, all of which is supervised, without a chat template",
+        kind="conversation",
+        matches=is_text_row,
+        convert=text,
+        columns=frozenset({"text"}),
     ),
 ]

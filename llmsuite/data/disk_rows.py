@@ -28,8 +28,9 @@ MAX_IN_MEMORY_BYTES = 4 << 20
 _PACKED_RATIO = 4
 """Estimated ratio of unpacked to packed bytes, for compressed files and Parquet."""
 
-ROW_SPAN = np.dtype([("file", "<i4"), ("size", "<i4"), ("start", "<i8")])
-"""Location of a row: number of the file, size of the row in bytes, offset of its first byte."""
+ROW_SPAN = np.dtype([("file", "<i4"), ("size", "<i4"), ("start", "<i8"), ("part", "<i4")])
+"""Location of a sample: number of the file, size of its row in bytes, offset of the first byte of the row; and its
+number among the samples of the row."""
 
 
 def is_large(path: Path) -> bool:
@@ -62,8 +63,8 @@ def jsonl_files(path: Path) -> list[Path]:
 def scan_rows(path: Path) -> Iterator[tuple[str, Any, str | None, tuple[int, int, int]]]:
     """Yield the rows of a file or of all files of a directory as `raw_rows` does, each with its location.
 
-    The location is a `ROW_SPAN` in the files of `jsonl_files`, for rows without a fault. The place for messages is
-    that in the original file.
+    The location is the first three fields of a `ROW_SPAN` in the files of `jsonl_files`, for rows without a fault. The
+    place for messages is that in the original file.
     """
     for number, (file, jsonl_file) in enumerate(zip(data_files(path), jsonl_files(path))):
         spanned = lines_with_offsets(jsonl_file)
@@ -83,7 +84,7 @@ class DiskRows:
         """
         Args:
             files: of JSON Lines.
-            spans: [rows], the `ROW_SPAN` of each row.
+            spans: [samples], the `ROW_SPAN` of each.
 
         Raises:
             UserError: a file cannot be opened.
@@ -101,9 +102,13 @@ class DiskRows:
     def __len__(self) -> int:
         return len(self._spans)
 
+    def part(self, number: int) -> int:
+        """Return the number of a sample among those of its row."""
+        return int(self._spans[number]["part"])
+
     def __getitem__(self, number: int) -> Any:
         """Read a row. Raises UserError when the file has been written to since it was opened."""
-        at, size, start = (int(value) for value in self._spans[number])
+        at, size, start, _ = (int(value) for value in self._spans[number])
         descriptor = self._files[at].fileno()
         line = os.pread(descriptor, size, start)
         if _state(os.fstat(descriptor)) != self._states[at]:

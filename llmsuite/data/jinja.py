@@ -11,6 +11,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -97,3 +98,8 @@ def environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     made.globals["strftime_now"] = _FixedDate(name="strftime_now")
     made.filters["tojson"] = _tojson
     return made
+
+
+def undeclared_variables(source: str) -> list[str]:
+    """Return the sorted names of the variables that a template reads from outside. Raises TemplateSyntaxError."""
+    return sorted(jinja2.meta.find_undeclared_variables(environment().parse(source)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 from llmsuite.data.rows import REASONING
@@ -17,6 +17,8 @@ TEMPLATE_KWARGS = "chat_template_kwargs"
 """Column with variables of the chat template for one row."""
 ROW_KEYS = frozenset({"system", "tools", TEMPLATE_KWARGS})
 """Columns that every format may have."""
+MARGIN = "margin"
+"""Column of pairs with the margin of a reward model; only stages with the capability "margins" read it."""
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 """Columns, and keys of turns, with pictures, videos and sounds, by their names in other suites."""
 LOSS_KEYS = ("weight", "loss")
@@ -31,12 +33,20 @@ ALL = "*"
 
 @dataclasses.dataclass(frozen=True)
 class ColumnRules:
-    """The keys of the section `data` that select columns, and texts in them."""
+    """The keys of the section `data` that decide which columns are read, and change rows."""
 
     sources: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`data.columns`: the source of each field, see `rename_columns`. Empty to keep the columns of the row."""
     ignored: Sequence[str] = ()
     """`data.ignore_columns`: columns, and keys of turns, that are left out; `ALL` for all that nothing reads."""
+    text_template: str | None = None
+    """`data.text_template`: rows have its fields, and no registered format is used; null: they have a format."""
+    capabilities: Set[str] = frozenset()
+    """Capabilities of the stage: it reads the column `MARGIN` with "margins", and accepts rows of plain text with
+    "plain_text" and rows with ranked answers with "ranked"."""
+
+    system: str | None = None
+    """`data.system`: text of the system turn of rows without one."""
 
     fill: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """`data.fill`: texts in the values of rows, and what replaces them."""
@@ -100,13 +110,17 @@ def _keys_without(value: Mapping[str, Any], names: set[str]) -> dict[str, Any]:
     return {key: inner for key, inner in value.items() if key not in names}
 
 
-def unread_columns(row: Mapping[str, Any], read: frozenset[str] | None) -> list[str]:
+def unread_columns(
+    row: Mapping[str, Any], read: frozenset[str] | None, also: frozenset[str] = frozenset()
+) -> list[str]:
     """Return the columns of a row that carry something and that its format does not read.
 
     Args:
         row: with the fields of `data.columns`.
         read: `DataFormat.columns`.
+        also: other columns that the stage reads.
     """
     if read is None:
         return []
-    return [key for key, value in row.items() if key not in read and key not in ROW_KEYS and not is_nothing(value)]
+    known = read | ROW_KEYS | also
+    return [key for key, value in row.items() if key not in known and not is_nothing(value)]

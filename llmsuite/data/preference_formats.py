@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from llmsuite.base.redaction import json_type_name
 from llmsuite.contract.specs import DataFormat
-from llmsuite.data.rows import Message, Preference
+from llmsuite.data.row_limits import MAX_ANSWERS, check_count
+from llmsuite.data.rows import Message, Preference, Ranking
 from llmsuite.data.turns import (
     Row,
     check_order,
@@ -170,6 +172,10 @@ def _is_alpaca(row: Row) -> bool:
     return "prompt" not in row and all(key in row for key in ("instruction", "chosen", "rejected"))
 
 
+def _is_ranked(row: Row) -> bool:
+    return "prompt" in row and "responses" in row and ("scores" in row or "ranks" in row)
+
+
 def _one_answer_each(
     row: Row, prompt: Sequence[Message], chosen: Sequence[Message], rejected: Sequence[Message]
 ) -> Preference:
@@ -184,11 +190,50 @@ def _preference(row: Row, prompt: Sequence[Message], chosen: Message, rejected: 
     for key, answer in (("chosen", chosen), ("rejected", rejected)):
         if answer.role != "assistant":
             raise ValueError(f"{key!r} is a turn of {answer.role!r}, not of the assistant")
+    return Preference(_prompt(row, prompt), chosen, rejected, parse_tools(row), parse_template_kwargs(row))
+
+
+def _prompt(row: Row, prompt: Sequence[Message]) -> tuple[Message, ...]:
+    """Return the turns of a prompt with the system prompt of its row. Raises ValueError unless an answer may follow."""
     if not prompt or prompt[-1].role not in ("user", "tool"):
         raise ValueError("the prompt does not end with a turn of the user")
     all_messages = with_system(row, prompt)
     check_order(all_messages, "prompt", len(all_messages) - len(prompt))
-    return Preference(tuple(all_messages), chosen, rejected, parse_tools(row), parse_template_kwargs(row))
+    return tuple(all_messages)
+
+
+def ranked(row: Row) -> Ranking:
+    """`{"prompt", "responses": [a, b, c], "scores": [7, 9, 2]}`: a larger score is better; or "ranks", 1 for the best.
+
+    The prompt is a text or turns, a response a text or a turn. Answers with equal scores are not compared.
+    """
+    prompt = parse_messages(row["prompt"], "prompt", "user")
+    responses = row["responses"]
+    if not isinstance(responses, list) or len(responses) < 2:
+        raise ValueError("'responses' is no list of two answers or more")
+    check_count(responses, MAX_ANSWERS, "'responses'", "answers")
+    answers = []
+    for i, response in enumerate(responses):
+        turn = response if isinstance(response, (str, list)) else [response]
+        messages = parse_messages(turn, f"responses[{i}]", "assistant")
+        if len(messages) != 1 or messages[0].role != "assistant":
+            raise ValueError(f"'responses[{i}]' is not one turn of the assistant")
+        answers.append(messages[0])
+    keys = [key for key in ("scores", "ranks") if row.get(key) is not None]
+    if len(keys) != 1:
+        raise ValueError(f"has {' and '.join(keys) or 'neither'} of scores, ranks; one of them is needed")
+    values = row[keys[0]]
+    if not isinstance(values, list) or len(values) != len(answers) or not all(map(_is_finite, values)):
+        raise ValueError(f"{keys[0]!r} is no list of a number for each of the {len(answers)} 'responses'")
+    sign = 1 if keys[0] == "scores" else -1
+    all_messages = _prompt(row, prompt)
+    scores = tuple(sign * float(value) for value in values)
+    return Ranking(all_messages, tuple(answers), scores, parse_tools(row), parse_template_kwargs(row))
+
+
+def _is_finite(value: Any) -> bool:
+    """Return True for a number that float64 has."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
 def has_keys(*keys: str) -> Any:
@@ -236,5 +281,13 @@ BUILTIN = [
         matches=has_keys("chosen", "rejected"),
         convert=trl_preference,
         columns=frozenset({"prompt", "chosen", "rejected"}),
+    ),
+    DataFormat(
+        name="ranked",
+        help="prompt, responses, scores or ranks",
+        kind="preference",
+        matches=_is_ranked,
+        convert=ranked,
+        columns=frozenset({"prompt", "responses", "scores", "ranks"}),
     ),
 ]

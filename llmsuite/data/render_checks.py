@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.rows import Conversation, Message, Preference, Prompt, Unpaired, conversations_of
+from llmsuite.data.rows import Conversation, Message, Preference, Prompt, Ranking, Unpaired, conversations_of
+
+
+def is_plain(row: Any) -> bool:
+    """Return True for a row of plain text, which needs no chat template."""
+    return isinstance(row, Conversation) and row.is_plain
 
 
 def has_answers(row: Conversation) -> bool:
@@ -30,11 +35,13 @@ def check_rendered(template: ChatTemplate, row: Any) -> None:
     Rows on which nothing is trained, such as one with an empty answer, are not rendered.
     """
     if isinstance(row, Conversation):
-        if has_answers(row):
+        if has_answers(row) and not row.is_plain:
             template.prerender_turns([row]).supervised_turns(row)
     elif isinstance(row, Preference):
         if not (row.chosen.is_empty or row.rejected.is_empty or same_answers(row)):
             _check_answers(template, row)
+    elif isinstance(row, Ranking):
+        _check_answers(template, row)
     elif isinstance(row, Unpaired):
         if not row.completion.is_empty:
             _check_answers(template, row)
@@ -42,7 +49,5 @@ def check_rendered(template: ChatTemplate, row: Any) -> None:
         template.prompt(row.messages, row.tools, row.template_kwargs)
 
 
-def _check_answers(template: ChatTemplate, row: Preference | Unpaired) -> None:
-    ready = template.prerender_splits(conversations_of(row))
-    for conversation in conversations_of(row):
-        ready.split(conversation)
+def _check_answers(template: ChatTemplate, row: Preference | Ranking | Unpaired) -> None:
+    template.prerender_splits(conversations_of(row)).splits(conversations_of(row))

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-from llmsuite.data.jinja import environment
+from llmsuite.data.jinja import environment, undeclared_variables
 from llmsuite.data.process_limits import limit_memory, limit_seconds
 
 SECONDS = 2
@@ -43,7 +43,7 @@ class RenderError(Exception):
 
 
 def render(source: str, variables: Mapping[str, Any] | None) -> str:
-    """Render a template; with `variables` None it is compiled only.
+    """Render a template; with `variables` None it is compiled only, and the text is `undeclared_variables` as JSON.
 
     Args:
         source: the template.
@@ -56,6 +56,12 @@ def render(source: str, variables: Mapping[str, Any] | None) -> str:
     if isinstance(text, RenderError):
         raise text
     return text
+
+
+def read_variables(source: str) -> list[str]:
+    """Return the names of the variables that a template reads from outside. Raises RenderError as `render`."""
+    found: list[str] = json.loads(render(source, None))
+    return found
 
 
 def render_all(source: str, variables: Sequence[Mapping[str, Any] | None]) -> list[str | RenderError]:
@@ -99,10 +105,12 @@ def serve(pipe: int) -> None:
 def _render_reply(job: Mapping[str, Any], variables: Mapping[str, Any] | None, compiled: dict[str, Any]) -> bytes:
     key = job["key"]
     if key not in compiled:
-        compiled[key] = environment().from_string(job["source"])
+        source = job["source"]
+        compiled[key] = environment().from_string(source), undeclared_variables(source)
+    template, names = compiled[key]
     if variables is None:
-        return _TEXT
-    text = compiled[key].render(variables).encode("utf-8", "surrogatepass")
+        return _TEXT + json.dumps(names).encode()
+    text = template.render(variables).encode("utf-8", "surrogatepass")
     if len(text) > MAX_TEXT_BYTES:
         return _REASON + f"renders {len(text):,} bytes; a text has at most {MAX_TEXT_BYTES:,}".encode()
     return _TEXT + bytes(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,10 +12,21 @@ from llmsuite.contract.registry import traceback_tail
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data.columns import MissingColumnError, rename_columns
 from llmsuite.data.faults import Faults
-from llmsuite.data.keys import ALL, KEEP_ALL, MEDIA, ColumnRules, filled, is_nothing, unread_columns, without_ignored
+from llmsuite.data.keys import (
+    ALL,
+    KEEP_ALL,
+    MARGIN,
+    MEDIA,
+    ColumnRules,
+    filled,
+    is_nothing,
+    unread_columns,
+    without_ignored,
+)
+from llmsuite.data.plain_text import text_template_format
 from llmsuite.data.row_kinds import StagesByKind, is_accepted, other_kinds, preference_hint
 from llmsuite.data.row_limits import MAX_COLUMNS, check_conversations
-from llmsuite.data.rows import TYPES
+from llmsuite.data.rows import TYPES, Conversation, Preference, Ranking, with_default_system
 from llmsuite.data.suggest import (
     Columns,
     advice,
@@ -25,6 +37,7 @@ from llmsuite.data.suggest import (
     shell_quoted,
     suggest_columns,
 )
+from llmsuite.data.turns import parse_margin
 
 _MAX_UNREAD = 8
 """Largest number of unread columns that a message names."""
@@ -58,12 +71,16 @@ class RowConverter:
         self._rules = columns
         self._stages_by_kind = readers or {}
         self._name = name
-        self.format: DataFormat | None = None if name == "auto" else formats[name]
+        self.format: DataFormat | None = None if name == "auto" or columns.text_template else formats[name]
         """None until the first row has decided it."""
         self._has_read = False
         """True once a row was converted: then a fault of a later row is not that of its columns."""
+        if columns.text_template is not None:
+            self.format = text_template_format(columns.text_template)
         if self.format is not None and self.format.kind != kind:
             raise UserError(f"data.format: {name} gives {self.format.kind} rows; this stage trains on {kind} rows")
+        if columns.system is not None and kind not in TYPES:
+            raise UserError(f"data.system: {kind} rows are no conversations, so they have no system turn; remove it")
 
     def convert(self, where: str, raw: Any, fault: str | None, faults: Faults) -> Any:
         """Convert a row.
@@ -101,7 +118,7 @@ class RowConverter:
             try:
                 raw = without_ignored(rename_columns(given, self._columns), self._rules.ignored)
                 self.format = self.format or self._recognise(raw, given, where)
-                row = self._converted(self.format, raw, where)
+                row = self._completed(self._converted(self.format, raw, where), raw)
                 self._has_read = True
                 fault = self._unread_fault(self.format, raw)
                 if fault is None:
@@ -121,7 +138,9 @@ class RowConverter:
         """The fault of a row with columns that its format does not read; None without one."""
         if self._rules.ignores_all:
             return None
-        unread = unread_columns(row, data_format.columns)
+        reads_margins = self._kind == "preference" and "margins" in self._rules.capabilities
+        also = frozenset({MARGIN}) if reads_margins else frozenset()
+        unread = unread_columns(row, data_format.columns, also)
         if not unread:
             return None
         names = [*self._rules.ignored, *unread]
@@ -148,7 +167,8 @@ class RowConverter:
                 f"{what} has to raise ValueError with what is wrong in the row: {traceback_tail(error)}"
             ) from error
         expected = TYPES.get(self._kind, object)
-        if row is not None and isinstance(row, expected):
+        is_ranking = expected is Preference and isinstance(row, Ranking)
+        if row is not None and (isinstance(row, expected) or is_ranking):
             check_conversations(row)
             return row
         found = "nothing"
@@ -159,6 +179,23 @@ class RowConverter:
             hint = f"; {self._kind} rows are {expected.__module__}.{expected.__name__}"
         raise UserError(f"{what} returned {found}{hint}")
 
+    def _completed(self, row: Any, raw: Mapping[str, Any]) -> Any:
+        """Return a row with what only some stages read of it. Raises ValueError for what this stage does not accept."""
+        capabilities = self._rules.capabilities
+        if isinstance(row, Ranking) and "ranked" not in capabilities:
+            raise ValueError("has ranked answers, which are not read here; give pairs of answers")
+        if isinstance(row, Conversation) and row.is_plain and "plain_text" not in capabilities:
+            raise ValueError("is plain text, and conversations are read here; give turns")
+        if self._rules.system is not None:
+            if isinstance(row, Conversation) and row.is_plain:
+                raise ValueError("is plain text, which has no turns; remove data.system")
+            row = with_default_system(row, self._rules.system)
+        if "margins" not in capabilities or is_nothing(raw.get(MARGIN)):
+            return row
+        if isinstance(row, Ranking):
+            raise ValueError(f"{MARGIN!r} belongs to a pair of answers, and the row has ranked ones")
+        return dataclasses.replace(row, margin=parse_margin(raw)) if isinstance(row, Preference) else row
+
     def suggest_columns(self, row: Mapping[str, Any]) -> Columns | None:
         """Return a proposal of `data.columns` for a row that has other columns; None where it cannot be guessed."""
         if not self._columns:
@@ -166,7 +203,7 @@ class RowConverter:
         mended = correct_columns(self._columns, row)
         if mended is None:
             return None
-        trial = RowConverter(self._kind, self._name, self._formats, ColumnRules(mended, self._rules.ignored))
+        trial = RowConverter(self._kind, self._name, self._formats, dataclasses.replace(self._rules, sources=mended))
         try:
             if trial.convert("", row, None, Faults("skip")) is not None:
                 return mended

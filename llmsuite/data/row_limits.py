@@ -16,6 +16,8 @@ MAX_TURNS = 4_096
 """Turns of a conversation. Agent traces have about a thousand."""
 MAX_TOOLS = 1_024
 """Tools of a row, and tool calls of a turn. Each is searched for in the rendered text."""
+MAX_ANSWERS = 128
+"""Ranked answers of a row, which make up to 8,128 pairs."""
 MAX_RENDERED_CHARS = 1 << 30
 """Characters of a conversation times its supervised turns: the characters that are rendered in all."""
 

@@ -74,6 +74,15 @@ class Conversation:
     """Tools that the assistant may call: a JSON list of function descriptions, as text. Empty for none."""
     template_kwargs: str = ""
     """Variables of the chat template that its row sets: a JSON object, as text. Empty for none."""
+    weights: tuple[float, ...] = ()
+    """For each message, the weight of its tokens in the loss, above 0 for the supervised ones only. Empty where each of
+    them has weight 1."""
+    is_plain: bool = False
+    """True for text without a chat template: the contents of the messages follow each other as they are."""
+
+    def weight(self, i: int) -> float:
+        """Return the weight of message i in the loss."""
+        return self.weights[i] if self.weights else float(self.supervised[i])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +96,37 @@ class Preference:
     """Tools as in `Conversation`."""
     template_kwargs: str = ""
     """Variables of the chat template as in `Conversation`."""
+    margin: float | None = None
+    """Margin by which the chosen answer should score higher; None where its row has none, or the stage reads none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking:
+    """A prompt with several answers, of which pairs are made."""
+
+    prompt: tuple[Message, ...]
+    answers: tuple[Message, ...]
+    scores: tuple[float, ...]
+    """For each answer, a number that is larger for a better one."""
+    tools: str = ""
+    """Tools as in `Conversation`."""
+    template_kwargs: str = ""
+    """Variables of the chat template as in `Conversation`."""
+
+    def pairs(self, which: Literal["all", "best"]) -> list[Preference]:
+        """Return the pairs of answers with different scores, the best chosen answers first.
+
+        Args:
+            which: "all" for every such pair; "best" for those of the best answer, the first one where several are.
+        """
+        order = sorted(range(len(self.answers)), key=lambda i: -self.scores[i])
+        chosen = order[:1] if which == "best" else order
+        return [
+            Preference(self.prompt, self.answers[i], self.answers[j], self.tools, self.template_kwargs)
+            for i in chosen
+            for j in order
+            if self.scores[i] > self.scores[j]
+        ]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +170,21 @@ def with_answer(prompt: Sequence[Message], answer: Message, tools: str = "", tem
     return Conversation((*prompt, answer), (*[False] * len(prompt), True), tools, template_kwargs)
 
 
+def with_default_system(row: Any, text: str) -> Any:
+    """Return a row of a kind of `TYPES` with a system turn in front, unless it has one."""
+    turn = Message("system", text)
+    turns = row.messages if isinstance(row, (Conversation, Prompt)) else row.prompt
+    if any(message.role == "system" for message in turns):
+        return row
+    turns = (turn, *turns)
+    if isinstance(row, Conversation):
+        weights = (0.0, *row.weights) if row.weights else ()
+        return dataclasses.replace(row, messages=turns, supervised=(False, *row.supervised), weights=weights)
+    if isinstance(row, Prompt):
+        return dataclasses.replace(row, messages=turns)
+    return dataclasses.replace(row, prompt=turns)
+
+
 def conversations_of(row: Any) -> list[Conversation]:
     """Return the conversations of a row, one for each of its answers. Empty for rows of a plugin's kind."""
     if isinstance(row, Conversation):
@@ -139,6 +194,8 @@ def conversations_of(row: Any) -> list[Conversation]:
     if isinstance(row, Preference):
         answers = (row.chosen, row.rejected)
         return [with_answer(row.prompt, answer, row.tools, row.template_kwargs) for answer in answers]
+    if isinstance(row, Ranking):
+        return [with_answer(row.prompt, answer, row.tools, row.template_kwargs) for answer in row.answers]
     if isinstance(row, Unpaired):
         return [with_answer(row.prompt, row.completion, row.tools, row.template_kwargs)]
     return []

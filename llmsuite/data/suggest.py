@@ -55,6 +55,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
 _FORMAT_FIELDS = (
     *("instruction", "input", "output", "history", "system", "messages", "conversations", "tools", "prompt"),
     *("completion", "chosen", "rejected", "label", "kto_tag", "src", "tgt", "response", "sort"),
+    *("text", "margin", "responses", "scores", "ranks"),
 )
 """All fields of the formats that come with llmsuite."""
 FIELD_MEANINGS: Mapping[str, str] = {

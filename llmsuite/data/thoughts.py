@@ -6,9 +6,11 @@ may open them already, or open and close them for a model that is not to think. 
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import re
 
-from llmsuite.data.rows import Message
+from llmsuite.data.rows import REASONING, Message
 
 THOUGHT_BEGIN = "<think>"
 THOUGHT_END = "</think>"
@@ -27,6 +29,16 @@ def thoughts_of(message: Message) -> str:
         return message.reasoning.strip()
     found = THINK_BLOCK.fullmatch(message.content)
     return "" if found is None else found[1].strip()
+
+
+def without_thoughts(message: Message) -> Message:
+    """Return a turn without its thoughts, wherever they stand."""
+    turn = {key: value for key, value in message.as_turn().items() if key not in REASONING}
+    content = visible_content(message)
+    if isinstance(turn.get("content"), str):
+        turn["content"] = content
+    raw = json.dumps(turn, ensure_ascii=False) if message.raw else ""
+    return dataclasses.replace(message, content=content, reasoning="", raw=raw)
 
 
 def visible_content(message: Message) -> str:

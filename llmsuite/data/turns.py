@@ -13,7 +13,7 @@ from typing import Any
 
 from llmsuite.base.redaction import json_type_name
 from llmsuite.contract.schema.columns import kwargs_fault
-from llmsuite.data.keys import LOSS_KEYS, MEDIA, PART_KEYS, TEMPLATE_KWARGS, is_nothing
+from llmsuite.data.keys import LOSS_KEYS, MARGIN, MEDIA, PART_KEYS, TEMPLATE_KWARGS, is_nothing
 from llmsuite.data.row_limits import MAX_TOOLS, check_count
 from llmsuite.data.rows import REASONING, ROLES, Message, ToolCall
 
@@ -35,6 +35,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 DEVELOPER = "developer"
 """OpenAI's name of the system role since o1. Templates that do not know it receive a turn of the system."""
+
+MAX_MARGIN = 1e6
+"""Largest size of a margin between two scores."""
 
 
 def parse_message(turn: Any, where: str) -> Message:
@@ -329,6 +332,20 @@ def parse_template_kwargs(row: Row) -> str:
     if fault is not None:
         raise ValueError(f"'{TEMPLATE_KWARGS}.{fault[0]}' {fault[1]}")
     return _as_json(given, TEMPLATE_KWARGS) if given else ""
+
+
+def parse_margin(row: Row) -> float:
+    """Return the margin of a pair, a number or its text as in tables."""
+    value = row[MARGIN]
+    number = value
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            number = None
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not abs(number) <= MAX_MARGIN:
+        raise ValueError(f"{MARGIN!r} is {value!r}; a number from {-MAX_MARGIN:g} to {MAX_MARGIN:g} is needed")
+    return float(number)
 
 
 def from_json(text: str, where: str) -> Any:

@@ -10,7 +10,6 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.progress import report
-from llmsuite.base.safe_files import exists
 from llmsuite.checkpoint.adapter_dir import Adapters
 from llmsuite.checkpoint.background import Writer, room_for_copy
 from llmsuite.checkpoint.directory import Best, load_best, save_best
@@ -22,9 +21,8 @@ from llmsuite.checkpoint.train_state import TrainState
 from llmsuite.contract.schema.recipe import CheckpointSection
 from llmsuite.contract.specs import ModelFamily
 from llmsuite.engine.model_state import FullModelState
+from llmsuite.engine.request_file import RequestFile
 from llmsuite.parallel import collective
-
-_TRIGGER = "save-now"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +52,7 @@ class Checkpointer:
         contents: CheckpointContents,
         num_machines: int = 1,
         local_storage: LocalStorage | None = None,
+        best_metric: str | None = None,
     ):
         """
         Args:
@@ -62,9 +61,10 @@ class Checkpointer:
             contents: content of the checkpoints.
             num_machines: number of machines of the run; each copies its share of the values to its host memory.
             local_storage: this machine, where machines share no output_dir.
+            best_metric: metric that selects the best checkpoint where the section names none.
         """
         self.root = output_dir / "checkpoints"
-        self._trigger = output_dir / _TRIGGER
+        self._request = RequestFile(output_dir / "save-now")
         self._contents = contents
         self._num_machines = num_machines
         self._local_storage = local_storage
@@ -72,8 +72,8 @@ class Checkpointer:
         """Called on rank 0 with step and directory of each complete checkpoint, in the thread of the caller."""
         self._keep_last = section.keep_last
         self._async = section.async_save
-        self._metric = section.best_metric
-        self._highest = self._metric is not None and section.best_is == "highest"
+        self._metric = section.best_metric or best_metric
+        self._highest = section.best_metric is not None and section.best_is == "highest"
         self._best: Best | None = None
         self._last_saved = 0
         self._writer = Writer(self._async)
@@ -100,13 +100,7 @@ class Checkpointer:
 
     def requested(self) -> bool:
         """Return True if the user has created the file `save-now` in the directory of the run; remove the file."""
-        if collective.rank() != 0 or not exists(self._trigger):
-            return False
-        try:
-            self._trigger.unlink(missing_ok=True)
-        except OSError as error:  # a file that stays would request a checkpoint after every step
-            raise UserError(f"{self._trigger}: cannot be removed: {error.strerror}") from error
-        return True
+        return self._request.requested()
 
     def save(self, state: TrainState, overlaps: bool = True) -> None:
         """Save this step, unless it is saved already. Waits for the previous save, and until the values are copied to

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from llmsuite.checkpoint.tokenizer_files import check_tokenizer, copy_tokenizer
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.contract.specs import StageProfile, StageSpec
-from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
+from llmsuite.data.chat_template import ChatTemplate, chosen_template, load_template
 from llmsuite.data.keys import ALL
 from llmsuite.data.lazy_sequences import PackedSamples, Subset, lengths_of
 from llmsuite.data.loader import BatchSampler, SampleOrder
@@ -26,6 +26,7 @@ from llmsuite.data.tokenizer import NoTokenizer, TextTokenizer
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.batch import Batch
 from llmsuite.engine.collator import Collate, collate_of
+from llmsuite.engine.row_reader import RowReader
 from llmsuite.engine.stage import (
     AsyncRolloutStage,
     CriticStage,
@@ -88,6 +89,35 @@ class MicroBatches:
 
 
 @dataclasses.dataclass(frozen=True)
+class EvaluationSet:
+    """Samples of an evaluation. On middle stages of a pipeline a sample is just a number."""
+
+    name: str
+    """Name of the set, "" for the only one."""
+    samples: Sequence[Any]
+    """Samples; with `data.group_by_length` the longest first."""
+    in_file_order: Sequence[Any]
+    """Samples in the order of the file."""
+
+    def metric(self, name: str) -> str:
+        """Return the name of a metric of this set, such as "math/loss" for "loss"."""
+        return f"{self.name}/{name}" if self.name else name
+
+    def micro_batches(self, mesh: Mesh, size: int) -> tuple[Sequence[list[Any]], int]:
+        """Return this rank's micro-batches of an evaluation, and how many of them count. Every rank has the same number
+        of micro-batches, as passes are collective operations; the surplus ones do not count."""
+        num_ranks = mesh.degrees.num_data_ranks
+        own = range(len(self.samples))[mesh.data_rank :: num_ranks]
+        batches = [own[i : i + size] for i in range(0, len(own), size)]
+        if mesh.degrees.auto_parallel and len(batches) > 1 and len(batches[-1]) < size:
+            # a few rows might not be enough for the ranks of an axis
+            batches[-2:] = [own[(len(batches) - 2) * size :]]
+        num_counted = len(batches)
+        max_batches = math.ceil(math.ceil(len(self.samples) / num_ranks) / size)
+        return PackedSamples(self.samples, batches + batches[-1:] * (max_batches - num_counted), list), num_counted
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainingData:
     """Samples for training and evaluation. On middle stages of a pipeline a sample is just a number."""
 
@@ -97,10 +127,8 @@ class TrainingData:
     """Stage of the run; with compiled train steps on all ranks, as each compiles the full step."""
     train: Sequence[Any]
     """Samples for training."""
-    eval: Sequence[Any]
-    """Samples for evaluation; with `data.group_by_length` the longest first."""
-    eval_in_file_order: Sequence[Any]
-    """Samples for evaluation in the order of the file."""
+    evaluations: tuple[EvaluationSet, ...]
+    """Sets of samples for evaluation; none without evaluation."""
     order: SampleOrder
     """Order of the endless stream of training samples."""
     sampler: BatchSampler
@@ -112,20 +140,8 @@ class TrainingData:
         """Iterate once over each of the first `num_samples` samples of the stream, and those of the evaluation."""
         for index in self.order.first(num_samples):
             yield self.train[index]
-        yield from self.eval
-
-    def eval_micro_batches(self, mesh: Mesh, size: int) -> tuple[Sequence[list[Any]], int]:
-        """Return this rank's micro-batches of an evaluation, and how many of them count. Every rank has the same number
-        of micro-batches, as passes are collective operations; the surplus ones do not count."""
-        num_ranks = mesh.degrees.num_data_ranks
-        own = range(len(self.eval))[mesh.data_rank :: num_ranks]
-        batches = [own[i : i + size] for i in range(0, len(own), size)]
-        if mesh.degrees.auto_parallel and len(batches) > 1 and len(batches[-1]) < size:
-            # a few rows might not be enough for the ranks of an axis
-            batches[-2:] = [own[(len(batches) - 2) * size :]]
-        num_counted = len(batches)
-        max_batches = math.ceil(math.ceil(len(self.eval) / num_ranks) / size)
-        return PackedSamples(self.eval, batches + batches[-1:] * (max_batches - num_counted), list), num_counted
+        for evaluation in self.evaluations:
+            yield from evaluation.samples
 
 
 def read_data(
@@ -151,7 +167,7 @@ def read_data(
     """
     program_stage = stage
     train: Sequence[Any] = ()
-    evaluation: Sequence[Any] = ()
+    found: Mapping[str, Sequence[Any]] = {}
     if not mesh.loads_data:
         stage = None
     has_rollouts = train_plan.profile.updates > 0
@@ -161,29 +177,32 @@ def read_data(
         collate = collate_of(stage)
         if isinstance(stage, RolloutStage):
             stage.before_reading()
-        train, evaluation = stage.reader.read_all(data_plan.train_path, data_plan.eval_path)
+        _check_reader(stage, data_plan)
+        train, found = stage.reader.read_all(data_plan.train_path, data_plan.eval_paths)
         if not has_rollouts:  # there the samples are prompts, which have no answers yet
-            if reads_tokens(model_plan.config):
-                source = data_plan.eval_path or data_plan.train_path
-                check_supervision(stage, collate, train, f"data.train: {data_plan.train_path}")
-                check_supervision(stage, collate, evaluation, f"data.eval: {source}")
-            _check_count(evaluation, data_plan, mesh)
-    by_length = evaluation
+            _check_samples(stage, collate, train, found, data_plan, reads_tokens(model_plan.config), mesh)
+    by_length = found
     if stage is not None and micro_batches.by_length and not has_rollouts:
-        by_length = _by_length(stage, evaluation)
+        by_length = {name: _by_length(stage, samples) for name, samples in found.items()}
     lengths: np.ndarray | None = None
     if not has_rollouts:  # else split into micro-batches after the rollout
         lengths = _row_lengths(stage, micro_batches, parallel_plan.degrees.pp, train, train_plan.stage.name)
     # ranks without data need the number of samples, to run as many passes
-    counts = collective.broadcast_from_rank0([len(train), len(evaluation)])
+    names = data_plan.eval_names
+    counts = collective.broadcast_from_rank0([len(train), *(len(found.get(name, ())) for name in names)])
+    evaluations = list[EvaluationSet]()
     if stage is None:
-        train, evaluation = (range(int(count)) for count in counts)
-        by_length = evaluation
+        train = range(int(counts[0]))
+    for name, count in zip(names, counts[1:]):
+        numbers = range(int(count))
+        if count:
+            evaluations.append(EvaluationSet(name, by_length.get(name, numbers), found.get(name, numbers)))
     size = train_plan.section.global_batch_size
     order = _order(data_plan, size, len(train))
     of_stream = dataclasses.replace(micro_batches, max_tokens=None) if has_rollouts else micro_batches
     sampler = of_stream.sampler(order, size, lengths)
-    return TrainingData(stage, program_stage, train, by_length, evaluation, order, sampler, micro_batches, collate)
+    sets = tuple(evaluations)
+    return TrainingData(stage, program_stage, train, sets, order, sampler, micro_batches, collate)
 
 
 def _order(data_plan: DataPlan, size: int, num_samples: int) -> SampleOrder:
@@ -256,6 +275,7 @@ def make_stage(
             device=parallel_plan.device.factory(),
             precision=parallel_plan.engine.precision,
         ),
+        capabilities=train_plan.stage.capabilities,
         padding_free=padding_free,
         caches_tokens=True,
     )
@@ -332,12 +352,13 @@ def tokenizer_to_save(tokenizer: Path | None, choice: str, output_dir: Path) -> 
     if tokenizer is None or collective.rank() != 0:
         return tokenizer
     check_tokenizer(tokenizer)  # fail now instead of at the first checkpoint
-    if choice not in BUILTIN:
+    chosen = chosen_template(choice)
+    if chosen is None:
         return tokenizer
     directory = output_dir / "tokenizer"
     directory.mkdir(parents=True, exist_ok=True)
     copy_tokenizer(tokenizer, directory)
-    write_text_atomic(directory / "chat_template.jinja", BUILTIN[choice])
+    write_text_atomic(directory / "chat_template.jinja", chosen)
     path = directory / "tokenizer_config.json"
     config = read_json_object_if_there(path)
     if config.pop("chat_template", None) is not None:
@@ -346,11 +367,35 @@ def tokenizer_to_save(tokenizer: Path | None, choice: str, output_dir: Path) -> 
     return directory
 
 
-def _check_count(evaluation: Sequence[Any], data_plan: DataPlan, mesh: Mesh) -> None:
-    """Raise UserError where an evaluation has too few samples."""
-    if 0 < len(evaluation) < mesh.degrees.num_data_ranks:
-        source = data_plan.eval_path or data_plan.train_path
-        raise UserError(f"data.eval: {source} has {len(evaluation)} usable samples; every data rank needs one")
+def _check_reader(stage: Stage[Any], data_plan: DataPlan) -> None:
+    """Raise UserError where rows are chosen and the stage reads none."""
+    for key in ("holdout", "sample"):
+        if data_plan.given(key) is not None and not isinstance(stage.reader, RowReader):
+            name = stage.context.stage_name
+            raise UserError(f"data.{key}: stage {name} reads data in its own way and chooses no rows; remove it")
+
+
+def _check_samples(
+    stage: Stage[Any],
+    collate: Collate,
+    train: Sequence[Any],
+    evaluations: Mapping[str, Sequence[Any]],
+    data_plan: DataPlan,
+    has_tokens: bool,
+    mesh: Mesh,
+) -> None:
+    """Raise UserError where nothing is supervised, or an evaluation has too few samples."""
+    if has_tokens:
+        check_supervision(stage, collate, train, f"data.train: {data_plan.train_path}")
+    for name, samples in evaluations.items():
+        key = f"data.eval.{name}" if name in data_plan.eval_paths and name else "data.eval"
+        if data_plan.section.holdout is not None and name not in data_plan.eval_paths:
+            key = "data.holdout"
+        what = f"{key}: {data_plan.eval_paths.get(name, data_plan.train_path)}"
+        if has_tokens:
+            check_supervision(stage, collate, samples, what)
+        if 0 < len(samples) < mesh.degrees.num_data_ranks:
+            raise UserError(f"{what} has {len(samples)} usable samples; every data rank needs one")
 
 
 def _by_length(stage: Stage[Any], evaluation: Sequence[Any]) -> Sequence[Any]:

@@ -60,6 +60,11 @@ class GenerationEvaluation:
         dtype = backend.parameter_dtype(precision)
         self._weights = functools.partial(full_weights, model_plan, built, dtype, mesh)
         self._prompts: list[EvalPrompt] = []
+        """Prompts of all evaluation sets."""
+        self._sets = [evaluation.name for evaluation in data.evaluations]
+        self._counts = [0] * len(self._sets)
+        """Number of the prompts of each set."""
+        self._names = [evaluation.metric(name) for evaluation in data.evaluations for name in METRIC_NAMES]
         self._generator: Generator | None = None
         assert self._section.max_new_tokens is not None
         self._sampling = Sampling(
@@ -77,7 +82,10 @@ class GenerationEvaluation:
         if data.stage is None:
             return
         assert isinstance(data.stage, GeneratingStage), "`make_stage` checks the class"
-        self._prompts = _evenly_spaced(functools.partial(_prompts_of, data.stage, data.eval_in_file_order), count)
+        for at, evaluation in enumerate(data.evaluations):
+            prompts = _evenly_spaced(functools.partial(_prompts_of, data.stage, evaluation.in_file_order), count)
+            self._counts[at] = len(prompts)
+            self._prompts += prompts
         self._model = LocalModel(model_plan, backend, precision)
         tokenizer = data.stage.context.tokenizer
         stops = tokenizer.stop_token_ids(model_plan.weights or tokenizer.directory)
@@ -87,13 +95,13 @@ class GenerationEvaluation:
         """Generate answers with the current weights. A collective call: it gathers the weights of all ranks.
 
         Returns:
-            The metrics `METRIC_NAMES`, on every rank; and, on data-loading ranks, the answers to save: "prompt",
-            "output" and "tgt", the reference.
+            The metrics `METRIC_NAMES` of each evaluation set, on every rank; and, on data-loading ranks, the answers to
+            save: "prompt", "output" and "tgt", the reference; with several sets also "set", its name.
 
         Raises:
             UserError: logits are not finite.
         """
-        values = [0.0] * len(METRIC_NAMES)
+        values = [0.0] * len(self._names)
         saved = list[dict[str, str]]()
         if self._generator is None:
             for _ in self._weights():  # take part in the collective gathering
@@ -104,11 +112,20 @@ class GenerationEvaluation:
             texts = [decode(ids) for ids in self._answers()]
             self._model.release()
             references = [decode(list(prompt.answer)) for prompt in self._prompts]
-            if texts:
-                values = [scores(texts, references)[name] for name in METRIC_NAMES]
-            for prompt, text, reference in zip(self._prompts[: self._num_saved], texts, references):
-                saved.append({"prompt": decode(list(prompt.prompt)), "output": text, "tgt": reference})
-        return dict(zip(METRIC_NAMES, collective.broadcast_from_rank0(values))), saved
+            values = []
+            begin = 0
+            for name, count in zip(self._sets, self._counts):
+                mine = slice(begin, begin + count)
+                begin += count
+                found = scores(texts[mine], references[mine]) if count else dict.fromkeys(METRIC_NAMES, 0.0)
+                values += [found[metric] for metric in METRIC_NAMES]
+                of_set = {"set": name} if name else {}
+                for prompt, text, reference in list(zip(self._prompts[mine], texts[mine], references[mine]))[
+                    : self._num_saved
+                ]:
+                    answer = {"prompt": decode(list(prompt.prompt)), "output": text, "tgt": reference}
+                    saved.append(of_set | answer)
+        return dict(zip(self._names, collective.broadcast_from_rank0(values))), saved
 
     def _answers(self) -> list[list[int]]:
         """Generate the answer of each prompt as token ids, the same on every data-loading rank."""

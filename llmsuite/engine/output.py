@@ -64,8 +64,9 @@ class NullOutput:
         """Called when the run continues from the checkpoint of step `kept` after a bad step; later records are
         removed."""
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Called with the metrics of an evaluation after a step."""
+    def evaluated(self, step: int, metrics: Mapping[str, float], sets: Sequence[str] = ("",)) -> None:
+        """Called with the metrics of an evaluation after a step; `sets` are the names of its sets of data, which the
+        metrics have in front."""
 
     def generated(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
         """Called with the generated answers of an evaluation after a step."""
@@ -79,8 +80,8 @@ class NullOutput:
     def interrupted(self) -> None:
         """Called when a second signal ends the process immediately."""
 
-    def ended(self, step: int) -> None:
-        """Called when the run ends after a step, its last one or not."""
+    def ended(self, step: int, why: str = "") -> None:
+        """Called when the run ends after a step. `why` is the reason why it ends as planned before its last step."""
 
 
 class Output(NullOutput):
@@ -157,9 +158,10 @@ class Output(NullOutput):
         if self._ranks is not None:
             self._ranks.rewind(kept)
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+    def evaluated(self, step: int, metrics: Mapping[str, float], sets: Sequence[str] = ("",)) -> None:
         self._record(step, {f"eval/{name}": value for name, value in metrics.items()})
-        report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in _SHOWN if n in metrics))
+        names = [f"{of_set}/{name}" if of_set else name for of_set in sets for name in _SHOWN]
+        report(f"eval at step {step}: " + "  ".join(f"{n} {metrics[n]:.4g}" for n in names if n in metrics))
 
     def generated(self, step: int, rows: Sequence[Mapping[str, str]]) -> None:
         if rows:
@@ -184,10 +186,13 @@ class Output(NullOutput):
         with contextlib.suppress(UserError):
             add_event(self._view.output_dir, "stopped")
 
-    def ended(self, step: int) -> None:
+    def ended(self, step: int, why: str = "") -> None:
         self._close()
-        event = "ended" if step == self._view.total_steps else "stopped"
-        add_event(self._view.output_dir, event, step=step)
+        event = "ended" if why or step == self._view.total_steps else "stopped"
+        more = {"why": why} if why else {}
+        if why:
+            report(f"ended after step {step}: {why}")
+        add_event(self._view.output_dir, event, step=step, **more)
         self._registry.emit("llmsuite_run_end", run=self._view, step=step)
 
     def _close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import read_json_object
 from llmsuite.base.progress import report
-from llmsuite.base.redaction import redacted_data
+from llmsuite.base.redaction import redacted, redacted_data
 from llmsuite.base.safe_files import is_file
 from llmsuite.checkpoint.adapter_base import check_base
 from llmsuite.checkpoint.directory import find_latest, list_steps, name_latest, remove_unfinished
@@ -29,16 +29,18 @@ from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import BaseOptimizer
 from llmsuite.parallel.learning_rate import COURSE, LearningRate, Schedule
 from llmsuite.recipe.load import LoadedRecipe
-from llmsuite.recipe.plans import DataPlan, ModelPlan
+from llmsuite.recipe.plans import DataPlan, ModelPlan, evaluation_data
 
 # Keys that may differ between a run and its continuation: they do not change the trained weights.
 _FREE_ON_RESUME = (
     "checkpoint", "launch", "parallel", "loggers", "output_dir", "device", "engine", "source",
     "train.on_nonfinite", "train.on_spike", "train.spike_factor", "train.max_bad_steps",
-    "train.log_steps", "train.eval_steps", "train.micro_batch_size", "train.micro_batch_tokens",
+    "train.log_steps", "train.eval_steps", "train.early_stopping", "train.micro_batch_size", "train.micro_batch_tokens",
     "data.group_by_length", "data.num_workers", "rollout.openai", "rollout.batch_size",
     "reward.workers", "environment.workers", "lora.init_passes", "generation",
 )  # fmt: skip
+_WEIGHTS = "the initial weights"
+"""Name of the digest of the initial model among those of the inputs."""
 LENGTH_KEYS = ("max_steps", "num_epochs", *COURSE)
 """Keys of `train` that may change when a run is resumed."""
 
@@ -121,7 +123,7 @@ class RunRecord:
 class RunIdentity:
     """Identity of a run: the digest that its checkpoints have to match, and its initial state."""
 
-    def __init__(self, record: RunRecord, files: Sequence[str] | None, model_digest: str, cadence: Cadence):
+    def __init__(self, record: RunRecord, files: Mapping[str, str] | None, model_digest: str, cadence: Cadence):
         """
         Args:
             record: recipe of the run.
@@ -143,6 +145,7 @@ class RunIdentity:
             recipe_sha256=self.digest(own),
             begun_with=own,
             schedule=dataclasses.asdict(self.schedule),
+            inputs={**(files or {}), _WEIGHTS: model_digest},
         )
         """State of a run at step 0."""
 
@@ -163,13 +166,19 @@ class RunIdentity:
         train = record.started_train() or self._train  # for checkpoints of versions that did not record it
         begun_with = state.begun_with or length_keys(train)
         if state.recipe_sha256 != self.digest(begun_with):
-            raise record.different_run_error(path, record.differing_keys() or ["the content of its data or weights"])
+            raise record.different_run_error(path, record.differing_keys() or self._changed_inputs(state.inputs))
         steps = total_steps(
             train.get("max_steps"), train.get("num_epochs"), self._cadence.num_samples, train["global_batch_size"]
         )
         then = Schedule(**state.schedule) if state.schedule else Schedule.of(train, steps)
         check_length(then, self.schedule, state.step, path, record.is_restated)
         return dataclasses.replace(state, begun_with=begun_with, schedule=self.initial_state.schedule)
+
+    def _changed_inputs(self, before: Mapping[str, str]) -> list[str]:
+        """Return the inputs of a checkpoint whose content has changed, for a message."""
+        now = self.initial_state.inputs
+        changed = [name for name in now if now[name] != before.get(name)]
+        return [f"the content of {name}" for name in changed if before] or ["the content of its data or weights"]
 
 
 def resume_from(
@@ -263,14 +272,19 @@ def training_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def file_digests(data_plan: DataPlan, stage: Stage[Any]) -> list[str]:
-    """Compute the digests of the content of all data files, as the stage reads them."""
-    return [stage.reader.digest(path) for path in (data_plan.train_path, data_plan.eval_path) if path is not None]
+def file_digests(data_plan: DataPlan, stage: Stage[Any]) -> dict[str, str]:
+    """Compute the digests of the content of all data files, as the stage reads them, by key and name for messages."""
+    files = {f"data.train {data_plan.given('train')}": data_plan.train_path, **stage.reader.mixed_files()}
+    evaluations = evaluation_data(data_plan.section)
+    for name, path in data_plan.eval_paths.items():
+        key = f"data.eval.{name}" if name else "data.eval"
+        files[f"{key} {evaluations[name]}"] = path
+    return {redacted(name): stage.reader.digest(path) for name, path in files.items()}
 
 
-def run_digest(keys: Mapping[str, Any], model: str, files: Sequence[str]) -> str:
+def run_digest(keys: Mapping[str, Any], model: str, files: Mapping[str, str]) -> str:
     """Compute the digest of `training_keys`, initial model and content of the data: equal digests mean the same run."""
-    return hashlib.sha256(json.dumps([keys, model, files], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([keys, model, list(files.values())], sort_keys=True).encode()).hexdigest()
 
 
 # Resuming with another number of steps, or another learning rate schedule, is allowed if the finished steps would have

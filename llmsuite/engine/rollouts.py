@@ -19,7 +19,7 @@ from llmsuite.data.loader import SampleOrder
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.engine.build import BuiltModel
 from llmsuite.engine.critic import Critic, NoCritic
-from llmsuite.engine.data import TrainingData
+from llmsuite.engine.data import EvaluationSet, TrainingData
 from llmsuite.engine.full_weights import full_weights
 from llmsuite.engine.passes import MicroBatchLoader, Passes, run_prepasses
 from llmsuite.engine.rollout_mismatch import find_rollout_mismatch
@@ -92,15 +92,15 @@ class RolloutEngine:
             self._engine.release()
         self._version = None  # on all ranks, so that all of them gather the weights next time
 
-    def evaluate(self, data: TrainingData, step: int) -> dict[str, float]:
-        """Return metrics of completions of the evaluation samples, after `step` steps. A collective call; ranks that
-        load no data get no metrics. Raises AgreedError on all ranks where it fails."""
+    def evaluate(self, data: TrainingData, evaluation: EvaluationSet, step: int) -> dict[str, float]:
+        """Return metrics of completions of the samples of an evaluation, after `step` steps. A collective call; ranks
+        that load no data get no metrics. Raises AgreedError on all ranks where it fails."""
         rollouts = self.current(step)
         metrics = dict[str, float]()
         failure = None
         if isinstance(data.stage, RolloutStage) and rollouts is not None:
             try:
-                metrics = dict(data.stage.evaluate_rollouts(data.eval, rollouts))
+                metrics = dict(data.stage.evaluate_rollouts(evaluation.samples, rollouts))
             except AgreedError as error:
                 failure = error
         if collective.mesh().has_middle_stages:  # middle stages only get the outcome

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-import hashlib
-from collections.abc import Callable, Sequence, Sized
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -12,15 +12,35 @@ import numpy as np
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import sha256_of
+from llmsuite.contract.schema.recipe import HELD_OUT
+from llmsuite.data.control_tokens import doubled_bos
 from llmsuite.data.disk_rows import is_large
+from llmsuite.data.faults import Faults
 from llmsuite.data.keys import ColumnRules
 from llmsuite.data.mixture import Mixture, find_mixture_file
 from llmsuite.data.packing import pack_samples
 from llmsuite.data.read import Rows, read_rows
+from llmsuite.data.row_choice import held_out_rows, rows_of_files, sampled_rows
 from llmsuite.engine.drop_counts import DropCounts
-from llmsuite.engine.row_samples import SampleMaker, in_memory_samples, lazy_samples
+from llmsuite.engine.row_samples import OpenRows, RowsInMemory, RowsOnDisk, SampleMaker
 
 S = TypeVar("S")
+_HELD_OUT_ROWS = " (held out)"
+"""Description of held-out rows, after the name of their file."""
+
+
+def held_out_name(names: Collection[str]) -> str:
+    """Return the name of the evaluation set of held-out rows, next to sets of these names."""
+    return HELD_OUT if names else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class FilePart(Generic[S]):
+    """Samples of chosen rows of a file."""
+
+    path: Path
+    samples: Sequence[S]
+    counts: DropCounts
 
 
 class SampleReader(abc.ABC, Generic[S]):
@@ -31,8 +51,9 @@ class SampleReader(abc.ABC, Generic[S]):
         """Drop counts of each file that was read."""
 
     @abc.abstractmethod
-    def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[S], Sequence[S]]:
-        """Read the samples for training and for evaluation."""
+    def read_all(self, train: Path, evaluations: Mapping[str, Path]) -> tuple[Sequence[S], Mapping[str, Sequence[S]]]:
+        """Read the samples for training, and those of each evaluation set by name. The only set of a recipe that names
+        none, and rows that the reader holds out, have the name "", or `HELD_OUT` next to others."""
 
     @abc.abstractmethod
     def read(self, path: Path) -> Sequence[S]:
@@ -40,8 +61,11 @@ class SampleReader(abc.ABC, Generic[S]):
 
     @abc.abstractmethod
     def digest(self, path: Path) -> str:
-        """Compute the digest of the content of a data file, and of those that are mixed into it: a run resumes only
-        with the same data."""
+        """Compute the digest of the content of a data file: a run resumes only with the same data."""
+
+    def mixed_files(self) -> Mapping[str, Path]:
+        """Return the files that are mixed into the training data, by key and name for messages."""
+        return {}
 
 
 class RowReader(SampleReader[S]):
@@ -60,36 +84,119 @@ class RowReader(SampleReader[S]):
         its row: [samples, numbers]. By default the row lengths."""
         return self.stage.row_lengths(samples)
 
-    def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[S], Sequence[S]]:
-        """Read the samples for training and for evaluation, from `data.train`, `data.mix` and `data.eval`."""
-        mix = self.stage.context.data.mix
-        parts = [self.read(path) for path in (train, *self._mixed_files())]
-        samples = parts[0] if len(parts) == 1 else Mixture(parts, [1.0, *mix.values()])
-        evaluated = self.read(evaluation) if evaluation else []
-        return samples, evaluated
+    def read_all(self, train: Path, evaluations: Mapping[str, Path]) -> tuple[Sequence[S], Mapping[str, Sequence[S]]]:
+        """Read the samples for training and for evaluation, from `data.train`, `data.mix`, `data.holdout` and
+        `data.eval`."""
+        self._report_doubled_bos()
+        parts, held_out = self.read_parts(train)
+        files = [part.samples for part in parts]
+        samples = files[0]
+        if len(files) > 1:
+            samples = Mixture(files, [1.0, *self.stage.context.data.mix.values()])
+        found = {name: self.read(path) for name, path in evaluations.items()}
+        if held_out:
+            found = {held_out_name(evaluations): _joined([part.samples for part in held_out]), **found}
+        return samples, found
+
+    def read_parts(self, train: Path) -> tuple[list[FilePart[S]], list[FilePart[S]]]:
+        """Read the samples for training of each file, and those that are held out of each file with such rows."""
+        files = [train, *self.mixed_files().values()]
+        data = self.stage.context.data
+        if data.sample is None and data.holdout is None:
+            return [FilePart(path, self.read(path), self.counts[path]) for path in files], []
+        opened = [self._open(path) for path in files]
+        of_training, of_evaluation = self.choose_rows([rows.num_rows for rows in opened])
+        parts = list[FilePart[S]]()
+        held_out = list[FilePart[S]]()
+        for path, rows, for_training, for_evaluation in zip(files, opened, of_training, of_evaluation):
+            if not len(for_training):
+                raise UserError(
+                    f"data.holdout: holds out all {rows.num_rows} rows of {path}; lower it, or remove the file"
+                )
+            parts.append(self._part(path, rows, for_training, " (for training)", rows.faults))
+            self.counts.setdefault(path, parts[-1].counts)
+            if len(for_evaluation):
+                faults = Faults(data.on_bad_row)  # those of the file count with the rows for training
+                held_out.append(self._part(path, rows, for_evaluation, _HELD_OUT_ROWS, faults))
+        if data.holdout is not None and not any(len(part.samples) for part in held_out):
+            raise UserError(
+                f"data.holdout: none of the {sum(map(len, of_evaluation))} held-out rows is usable; raise it"
+            )
+        return parts, [part for part in held_out if len(part.samples)]
+
+    def choose_rows(self, sizes: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """Choose rows as `data.sample` and `data.holdout` say.
+
+        Args:
+            sizes: number of rows of `data.train`, and of each file of `data.mix`.
+
+        Returns:
+            For each file, the numbers of its rows for training, and of those that are held out.
+        """
+        context = self.stage.context
+        data = context.data
+        of_train = np.arange(sizes[0])
+        if data.sample is not None:
+            of_train = sampled_rows(sizes[0], data.sample, context.seed)
+        # rows of all files, numbered one file after the other, as datasets.concatenate_datasets does
+        rows = np.concatenate([of_train, np.arange(sizes[0], sum(sizes))])
+        if data.holdout is None:
+            return rows_of_files(rows, sizes), [rows[:0] for _ in sizes]
+        train, held_out = held_out_rows(len(rows), data.holdout, context.seed)
+        return rows_of_files(rows[train], sizes), rows_of_files(rows[held_out], sizes)
+
+    def _report_doubled_bos(self) -> None:
+        """Report a chat template that writes two BOS tokens, for a stage that has a template."""
+        context = self.stage.context
+        if not self.stage.row_kind:
+            return
+        try:
+            warning = doubled_bos(context.tokenizer, context.template())
+        except UserError:  # without a template, or with a broken one: an error where it is used
+            return
+        if warning is not None:
+            context.report(warning)
 
     def read(self, path: Path) -> Sequence[S]:
         """Read the samples of a file; they may be made lazily.
 
         Raises UserError with the file and line of every fault, or when no row is usable.
         """
+        rows = self._open(path)
+        part = self._part(path, rows, None, "", rows.faults)
+        self.counts[path] = part.counts
+        return part.samples
+
+    def _open(self, path: Path) -> OpenRows:
+        if self.stage.row_by_row and is_large(path):
+            return RowsOnDisk(self, path)
+        return RowsInMemory(self, path)
+
+    def _part(self, path: Path, rows: OpenRows, numbers: np.ndarray | None, name: str, faults: Faults) -> FilePart[S]:
+        """Make the samples of chosen rows of a file; parameters as of `OpenRows.samples`. Held-out rows may all be
+        unusable, others not."""
         stage = self.stage
         report = stage.context.report
-        is_lazy = stage.row_by_row and is_large(path)
-        samples, counts, warning = lazy_samples(self, path) if is_lazy else in_memory_samples(self, path)
-        self.counts[path] = counts
+        samples, counts, warning = rows.samples(numbers, name, faults)
         if warning is not None:
             report(warning)
         if counts.cut:
             longest = stage.context.data.max_length
-            report(f"{path}: {counts.cut} rows are cut to data.max_length {longest}")
+            report(f"{path}{name}: {counts.cut} rows are cut to data.max_length {longest}")
+        if counts.forgetful:
+            report(
+                f"{path}{name}: in {counts.forgetful} rows the chat template leaves out thoughts of earlier turns, "
+                "which are not trained on; `llmsuite data explain` lists the turns"
+            )
+        if name == _HELD_OUT_ROWS and counts.lost == counts.total:
+            return FilePart(path, [], counts)
         counts.check(report)
         if not isinstance(samples, Sized) or not len(samples):
             found = "no sample, and counted no row as dropped"
             if not isinstance(samples, Sized):
                 found = f"a {type(samples).__name__}, which is no sequence"
             raise UserError(f"{path}: `make_samples` of stage {type(stage).__name__} returned {found}")
-        return self.arrange(samples, path)
+        return FilePart(path, self.arrange(samples, path), counts)
 
     def read_rows(self, path: Path) -> Rows:
         """Read the rows of a file with the settings of the section `data` of the recipe."""
@@ -101,19 +208,28 @@ class RowReader(SampleReader[S]):
             data.format,
             context.data_formats,
             data.on_bad_row,
-            ColumnRules(data.columns, data.ignore_columns, fill=data.fill),
+            ColumnRules(
+                data.columns, data.ignore_columns, data.text_template, context.capabilities, data.system, data.fill
+            ),
             limit=data.max_samples,
             readers=context.readers,
         )
 
     def digest(self, path: Path) -> str:
-        """Compute the digest of the content of a data file and of those in `data.mix`."""
-        files = [sha256_of(found) for found in (path, *self._mixed_files())]
-        return files[0] if len(files) == 1 else hashlib.sha256("".join(files).encode()).hexdigest()
+        """Compute the digest of the content of a data file."""
+        return sha256_of(path)
 
-    def _mixed_files(self) -> list[Path]:
+    def mixed_files(self) -> Mapping[str, Path]:
+        """Return the files of `data.mix`."""
         context = self.stage.context
-        return [find_mixture_file(name, "data.mix", context.report) for name in context.data.mix]
+        return {f"data.mix {name}": find_mixture_file(name, "data.mix", context.report) for name in context.data.mix}
+
+
+def _joined(parts: Sequence[Sequence[S]]) -> Sequence[S]:
+    """Return the samples of all parts, each once."""
+    if len(parts) == 1:
+        return parts[0]
+    return Mixture(parts, [1.0, *[None] * (len(parts) - 1)])
 
 
 class PackingReader(RowReader[S]):

@@ -33,14 +33,14 @@ from llmsuite.data.control_tokens import ControlTokens, warning
 from llmsuite.data.disk_rows import ROW_SPAN, DiskRows, file_state, jsonl_files, scan_rows
 from llmsuite.data.faults import Faults
 from llmsuite.data.keys import ColumnRules
-from llmsuite.data.lazy_sequences import LazySequence, LengthFunction
+from llmsuite.data.lazy_sequences import LazySequence, LengthFunction, Subset
 from llmsuite.data.read import Rows, data_files
 from llmsuite.data.row_converter import RowConverter
 from llmsuite.data.rows import turns_of
 from llmsuite.engine.drop_counts import DropCounts
 
 S = TypeVar("S")
-_FORMAT = "1"
+_FORMAT = "2"
 """Format version in the names of entries: raise it with any change of their files."""
 _WINDOW_BYTES = 4 << 20
 _WINDOW_ROWS = 4096
@@ -74,11 +74,11 @@ class ReaderOfRows(Protocol):
 class LazySamples(LazySequence[S]):
     """Samples of a file that are made when they are accessed."""
 
-    def __init__(self, rows: DiskRows, make: Callable[[Any], S], lengths: np.ndarray | None):
+    def __init__(self, rows: DiskRows, make: Callable[[Any, int], S], lengths: np.ndarray | None):
         """
         Args:
-            rows: rows that have a sample.
-            make: converts a row to its sample.
+            rows: the row of each sample.
+            make: converts a row to one of its samples, by number.
             lengths: `RowReader.cached_numbers` of all samples.
         """
         self._rows = rows
@@ -89,74 +89,132 @@ class LazySamples(LazySequence[S]):
         return len(self._rows)
 
     def make(self, number: int) -> S:
-        return self._make(self._rows[number])
+        return self._make(self._rows[number], self._rows.part(number))
 
     def lengths(self, measure: LengthFunction) -> np.ndarray | None:
         return self._lengths
 
 
 LoadedSamples = tuple[Sequence[Any], DropCounts, "str | None"]
-"""Samples of a file or directory, their drop counts, and a warning about control tokens in the rows."""
+"""Samples of chosen rows of a file or directory, their drop counts, and a warning about control tokens in the rows."""
 
 
-def in_memory_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
-    """Load the samples of rows that are all in memory. Raises UserError when a row is faulty, or there is none."""
-    stage = reader.stage
-    rows = reader.read_rows(path)
-    control = ControlTokens(stage.context.tokenizer, stage.context.template)
-    found = []
-    for where, row in zip(rows.places, rows):
-        token = control.find_in_turns(turns_of(row))
-        if token:
-            found.append((where, token))
-    counts = DropCounts(path, len(rows), places=rows.places, faults=rows.faults, unread=rows.faults.total)
-    return stage.make_samples(rows, counts), counts, warning(found, len(found))
+class OpenRows(Protocol):
+    """The rows of a file or directory, of which samples can be made."""
+
+    num_rows: int
+    """Number of rows that could be read."""
+    faults: Faults
+    """Faults of the other rows."""
+
+    def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
+        """Make samples of rows.
+
+        Args:
+            numbers: numbers of the rows, in the order of the samples; None for all rows.
+            part: description of these rows for messages, such as " (held out)".
+            faults: the faults that count for these rows, to which those of conversations are added.
+
+        Raises:
+            UserError: a row is faulty.
+        """
 
 
-def lazy_samples(reader: ReaderOfRows, path: Path) -> LoadedSamples:
-    """Load lazy samples of rows that stay on disk; the sample of a row depends on that row alone.
+class RowsInMemory:
+    """Rows that are all in memory."""
 
-    The first call makes a pass over all rows, in one process; other processes that need the same samples wait.
+    def __init__(self, reader: ReaderOfRows, path: Path):
+        """Raises UserError when a row is faulty, or there is none."""
+        self._stage = reader.stage
+        self._path = path
+        self._rows = reader.read_rows(path)
+        self.num_rows = len(self._rows)
+        self.faults = self._rows.faults
 
-    Raises:
-        UserError: a row is faulty, none is usable, or the cache cannot be written to.
+    def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
+        stage = self._stage
+        rows: Sequence[Any] = self._rows
+        places: Sequence[str] = self._rows.places
+        if numbers is not None:
+            rows = [rows[number] for number in numbers]
+            places = [places[number] for number in numbers]
+        control = ControlTokens(stage.context.tokenizer, stage.context.template)
+        found = []
+        for where, row in zip(places, rows):
+            token = control.find_in_turns(turns_of(row))
+            if token:
+                found.append((where, token))
+        counts = DropCounts(self._path, len(rows), places=places, faults=faults, unread=faults.total, part=part)
+        return stage.make_samples(rows, counts), counts, warning(found, len(found))
+
+
+class RowsOnDisk:
+    """Rows that stay on disk, for samples that are made when they are accessed; the sample of a row depends on that row
+    alone.
+
+    Opening them makes a pass over all rows unless the cache has its result, in one process; other processes that need
+    the same samples wait.
     """
-    stage = reader.stage
-    row_stage = copy.copy(stage)
-    row_stage.context = dataclasses.replace(stage.context, caches_tokens=False, report=lambda text: None)
-    data = stage.context.data
-    formats = stage.context.data_formats
-    readers = stage.context.readers
-    columns = ColumnRules(data.columns, data.ignore_columns, fill=data.fill)
-    conversion = RowConverter(stage.row_kind, data.format, formats, columns, readers)
-    entry = cache_root() / "rows" / _name(reader, path)
-    faults = Faults(data.on_bad_row)
-    cache_pass = _CachePass(row_stage, path, conversion, faults, data.max_samples, reader.cached_numbers)
-    with locked(entry.with_suffix(".lock")):
-        note = _note(entry)
-        if note is None:
-            with committed_directory(entry) as directory:
-                cache_pass.run(directory)
+
+    def __init__(self, reader: ReaderOfRows, path: Path):
+        """Raises UserError when a row is faulty, none is usable, or the cache cannot be written to."""
+        stage = reader.stage
+        row_stage = copy.copy(stage)
+        row_stage.context = dataclasses.replace(stage.context, caches_tokens=False, report=lambda text: None)
+        data = stage.context.data
+        formats = stage.context.data_formats
+        readers = stage.context.readers
+        columns = ColumnRules(
+            data.columns, data.ignore_columns, data.text_template, stage.context.capabilities, data.system, data.fill
+        )
+        conversion = RowConverter(stage.row_kind, data.format, formats, columns, readers)
+        entry = cache_root() / "rows" / _name(reader, path)
+        faults = Faults(data.on_bad_row)
+        cache_pass = _CachePass(row_stage, path, conversion, faults, data.max_samples, reader.cached_numbers)
+        with locked(entry.with_suffix(".lock")):
             note = _note(entry)
-            assert note is not None, entry
-    places = np.memmap(entry / "places", ROW_SPAN, "r")
-    lengths: np.ndarray | None = None
-    if note["has_lengths"]:
-        lengths = np.memmap(entry / "lengths", "<i8", "r").reshape(len(places), -1)
-    found_format = RowConverter(stage.row_kind, note["format"], stage.context.data_formats, columns)
-    rows = DiskRows([Path(file) for file, _ in note["files"]], places)
-    make = functools.partial(_sample, row_stage, found_format, path)
-    counts = DropCounts(path, **note["counts"], faults=Faults.from_json(note["faults"], path))
-    return LazySamples(rows, make, lengths), counts, note["warning"]
+            if note is None:
+                with committed_directory(entry) as directory:
+                    cache_pass.run(directory)
+                note = _note(entry)
+                assert note is not None, entry
+        places = np.memmap(entry / "places", ROW_SPAN, "r")
+        lengths: np.ndarray | None = None
+        if note["has_lengths"]:
+            lengths = np.memmap(entry / "lengths", "<i8", "r").reshape(len(places), -1)
+        found_format = RowConverter(stage.row_kind, note["format"], formats, columns)
+        rows = DiskRows([Path(file) for file, _ in note["files"]], places)
+        make = functools.partial(_sample, row_stage, found_format, path)
+        self._path = path
+        self._samples = LazySamples(rows, make, lengths)
+        self._counts = DropCounts(path, **note["counts"], faults=Faults.from_json(note["faults"], path))
+        self._warning: str | None = note["warning"]
+        self._numbers = np.memmap(entry / "numbers", "<i8", "r")
+        """Number of the row of each sample."""
+        self.num_rows = self._counts.read
+        self.faults = self._counts.faults
+
+    def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
+        if numbers is None:
+            return self._samples, self._counts, self._warning
+        # the samples of a row follow each other; a row may have none, and one with ranked answers several
+        first = np.searchsorted(self._numbers, numbers, side="left")
+        last = np.searchsorted(self._numbers, numbers, side="right")
+        picked = np.concatenate([np.arange(0), *(np.arange(i, j) for i, j in zip(first, last))])
+        num_dropped = int(np.sum(first == last))
+        counts = DropCounts(self._path, len(numbers), faults=faults, unread=faults.total, part=part)
+        if num_dropped:  # the cache has the reasons of the whole file only
+            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self._counts.dropped.items()))
+            counts.dropped[f"of the whole file's {reasons}"] = num_dropped
+        return Subset(self._samples, picked), counts, self._warning
 
 
-def _sample(stage: SampleMaker[Any], conversion: RowConverter, path: Path, raw: Any) -> Any:
-    """Make the sample of a row that had one in the pass over all rows."""
+def _sample(stage: SampleMaker[Any], conversion: RowConverter, path: Path, raw: Any, part: int) -> Any:
+    """Make sample `part` of a row that had it in the pass over all rows."""
     faults = Faults()
     row = conversion.convert(str(path), raw, None, faults)
     faults.check()
-    (sample,) = stage.make_samples([row], DropCounts(path, 1))
-    return sample
+    return stage.make_samples([row], DropCounts(path, 1))[part]
 
 
 class _CachePass:
@@ -199,12 +257,21 @@ class _CachePass:
         states = [file_state(file) for file in files]
         total = 0
         bar = track_bytes(sum(size for size, *_ in states), f"reading {self._path}")
-        with bar as add, open(directory / "places", "wb") as places, open(directory / "lengths", "wb") as lengths:
+        with (
+            bar as add,
+            open(directory / "places", "wb") as places,
+            open(directory / "numbers", "wb") as numbers_of_rows,
+            open(directory / "lengths", "wb") as lengths,
+        ):
             for rows, names, where in self._windows(add):
                 if faults.total and not faults.skips:
                     continue  # the run ends with the faults of all rows, so no more samples are made
                 kept, numbers = self._window(rows, names)
-                places.write(np.array(where, ROW_SPAN)[kept].tobytes())
+                spans = np.array([(*place, 0) for place in where], ROW_SPAN)[kept]
+                spans["part"] = _parts(kept)
+                places.write(spans.tobytes())
+                first = self._counts.read - len(rows)
+                numbers_of_rows.write((np.array(kept, "<i8") + first).tobytes())
                 total += len(kept)
                 if numbers is None:
                     self._has_lengths = False
@@ -221,7 +288,7 @@ class _CachePass:
             "files": [[str(file), state] for file, state in zip(files, states)],
             "format": "auto" if format is None else format.name,
             "has_lengths": self._has_lengths,
-            "counts": {name: getattr(self._counts, name) for name in ("read", "unread", "dropped", "cut")},
+            "counts": self._counts.to_json(),
             "faults": faults.to_json(self._path),
             "warning": warning(self._with_control, self._num_with_control),
         }
@@ -256,11 +323,12 @@ class _CachePass:
             yield rows, names, places
 
     def _window(self, rows: list[Any], names: list[str]) -> tuple[list[int], np.ndarray | None]:
-        """Return the numbers of the rows of a window that have a sample, and the numbers to cache of these
-        samples."""
+        """Return the number of the row of each sample of a window, and the numbers to cache of these samples."""
         counts = DropCounts(self._path, len(rows), places=names, faults=self._counts.faults)
         samples = self._stage.make_samples(rows, counts)
-        kept = [number for number in range(len(rows)) if number not in counts.dropped_rows]
+        kept = counts.sample_rows
+        if kept is None:
+            kept = [number for number in range(len(rows)) if number not in counts.dropped_rows]
         if len(kept) != len(samples):
             name = f"{type(self._stage).__module__}.{type(self._stage).__name__}"
             raise UserError(
@@ -268,14 +336,20 @@ class _CachePass:
                 f"{len(counts.dropped_rows)} that it drops; with `row_by_row`, `make_samples` has to call "
                 "`counts.drop(reason, number)` for each"
             )
-        for reason, count in counts.dropped.items():
-            self._counts.dropped[reason] = self._counts.dropped.get(reason, 0) + count
-        self._counts.cut += counts.cut
+        self._counts.add_samples(counts)
         for name, row in zip(names, rows):
             if token := self._control.find_in_turns(turns_of(row)):
                 self._with_control = self._with_control or [(name, token)]
                 self._num_with_control += 1
         return kept, self._measure(samples)
+
+
+def _parts(numbers: Sequence[int]) -> list[int]:
+    """Return the number of each sample among those of its row; the samples of a row follow each other."""
+    parts: list[int] = []
+    for i, number in enumerate(numbers):
+        parts.append(parts[-1] + 1 if i and numbers[i - 1] == number else 0)
+    return parts
 
 
 def _note(entry: Path) -> dict[str, Any] | None:
@@ -308,7 +382,10 @@ def _name(reader: ReaderOfRows, path: Path) -> str:
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
 
 
-_USED_LATER = ("packing", "shuffle", "drop_last", "group_by_length", "collator", "num_workers")
+_USED_LATER = (
+    *("packing", "shuffle", "drop_last", "group_by_length", "collator", "num_workers"),
+    *("sample", "holdout"),
+)
 """Keys of the section `data` that do not change the sample of a row."""
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
@@ -87,6 +87,8 @@ class StageContext:
     """Services for rewards that call other models."""
     padding_free: bool = False
     """True where the sequences of a batch are best packed into one row, without padding."""
+    capabilities: Set[Capability] = frozenset()
+    """`RunSpec.capabilities` of the stage."""
     caches_tokens: bool = False
     """True where `encode` uses the token cache."""
 

@@ -43,6 +43,10 @@ class StopRequest:
             self._watcher.enter_context(_watching(self._note))
         for number in stop_signals():
             self._previous[number] = signal.signal(number, self._handle)
+            if self._ends:
+                # system calls go on after a signal: Paddle's TCPStore, through which ranks find each other, fails with
+                # EINTR (Paddle 3.3.1). In other processes a second signal has to reach Python before they return.
+                signal.siginterrupt(number, False)
         return self
 
     def __exit__(self, *exc: object) -> None:

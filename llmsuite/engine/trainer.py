@@ -27,9 +27,10 @@ from llmsuite.engine.build import build_model
 from llmsuite.engine.cadence import Cadence
 from llmsuite.engine.checkpointer import CheckpointContents, Checkpointer
 from llmsuite.engine.critic import build_critic
-from llmsuite.engine.data import load_tokenizer, make_stage, padding_free, read_data, tokenizer_to_save
+from llmsuite.engine.data import EvaluationSet, load_tokenizer, make_stage, padding_free, read_data, tokenizer_to_save
 from llmsuite.engine.data_loader import StepDataLoader
 from llmsuite.engine.eager_engine import EagerEngine
+from llmsuite.engine.early_stopping import EarlyStopping
 from llmsuite.engine.evaluate import evaluate
 from llmsuite.engine.fetching import fetch_missing, fetched_checkpoint
 from llmsuite.engine.generation import GenerationEvaluation
@@ -42,6 +43,7 @@ from llmsuite.engine.output import NullOutput, Output
 from llmsuite.engine.passes import MicroBatchLoader, Passes
 from llmsuite.engine.program_engine import ProgramEngine
 from llmsuite.engine.reference_weights import load_reference_weights
+from llmsuite.engine.request_file import RequestFile
 from llmsuite.engine.resume import (
     RunIdentity,
     RunRecord,
@@ -65,6 +67,7 @@ from llmsuite.observe.metrics import RateWindow, epoch_position, evaluation_at
 from llmsuite.parallel import collective
 from llmsuite.parallel.ledger_entries import REQUESTS
 from llmsuite.recipe.critic import critic_plans
+from llmsuite.recipe.plans import TrainPlan
 from llmsuite.recipe.resolve import RunPlan
 
 
@@ -88,6 +91,15 @@ def run(plan: RunPlan, registry: Registry, resume: bool) -> int:
         if resume:
             trainer.resume()
         return trainer.train()
+
+
+def _early_stopping(train_plan: TrainPlan) -> EarlyStopping:
+    section = train_plan.section.early_stopping
+    if section.patience is None:
+        return EarlyStopping(None, False, None, 0.0)
+    checkpoint = train_plan.checkpoint
+    is_highest = checkpoint.best_metric is not None and checkpoint.best_is == "highest"
+    return EarlyStopping(train_plan.best_metric, is_highest, section.patience, section.min_delta)
 
 
 class Trainer:
@@ -119,7 +131,8 @@ class Trainer:
         self.data = data = read_data(stage, plan.model, plan.data, plan.parallel, plan.train, mesh)
         self.cadence = Cadence.from_plan(plan.train, data.order.epoch_length)
         self._num_workers = plan.data.section.num_workers
-        self._eval_batches = data.eval_micro_batches(mesh, train.micro_batch_size)
+        self._eval_batches = [found.micro_batches(mesh, train.micro_batch_size) for found in data.evaluations]
+        self.early_stopping = _early_stopping(plan.train)
 
         # model
         if plan.model.shard_plan.is_auto_parallel:
@@ -153,6 +166,7 @@ class Trainer:
         # checkpointer
         self.checkpointer = self._make_checkpointer(precision)
         self.output: NullOutput = NullOutput()
+        self._stop_file = RequestFile(plan.output_dir / "stop-now")
 
         names = plan.recipe.loggers if collective.rank() == 0 else ()
         self._loggers = Loggers({name: registry.loggers[name].factory(plan.output_dir) for name in names})
@@ -182,6 +196,7 @@ class Trainer:
         self.samples = state.samples
         self.checkpointer.resume(state.step)
         self.engine.load_state_dict(state)
+        self.early_stopping.load_state(state.early_stopping)
         if isinstance(self.data.stage, StatefulStage):
             self.data.stage.load_state(state.stage)
         if self.rollouts is not None:
@@ -190,11 +205,12 @@ class Trainer:
     # the loop
 
     def train(self) -> int:
-        """Train to the last step, or until a signal. Returns the exit code."""
+        """Train to the last step, until early stopping, or until a signal. Returns the exit code."""
         total_steps = self.cadence.total_steps
         lacks_evaluation, lacks_end = self._unfinished()
-        if self.step == total_steps and not lacks_evaluation and not lacks_end:
-            report(f"nothing to do: step {self.step} of {total_steps} is done")
+        if self._is_over and not lacks_evaluation and not lacks_end:
+            why = f", {self.early_stopping.reason}" if self.step < total_steps else ""
+            report(f"nothing to do: step {self.step} of {total_steps} is done{why}")
             return 0
         with StopRequest(lambda: self.output.interrupted()) as stop:
             if collective.rank() == 0:
@@ -203,7 +219,7 @@ class Trainer:
             try:
                 if lacks_evaluation:  # the run was killed between its last checkpoint and the evaluation
                     self.evaluate()
-                if self.step < total_steps:
+                if not self._is_over:
                     self._run_steps(stop)
                 self.checkpointer.finish()
             except BaseException as error:
@@ -214,15 +230,22 @@ class Trainer:
                     self.checkpointer.abort(error)
                 self.output.failed(error)
                 raise
-        self.output.ended(self.step)
-        return 0 if self.step == total_steps else INTERRUPTED
+        is_early = self.step < total_steps and self.early_stopping.is_over
+        self.output.ended(self.step, self.early_stopping.reason if is_early else "")
+        return 0 if self._is_over else INTERRUPTED
+
+    @property
+    def _is_over(self) -> bool:
+        """True where no step is left, or early stopping ends the run."""
+        return self.step == self.cadence.total_steps or self.early_stopping.is_over
 
     def _unfinished(self) -> tuple[bool, bool]:
         """Return two flags of a resumed run: it lacks the evaluation after the step of its checkpoint, and it lacks the
-        "ended" event. A collective call: rank 0 reads the files."""
+        "ended" event. A collective call: rank 0 reads the files, whose evaluation counts for early stopping."""
         if self.step == 0:
             return False, False
         lacks = [False, False]
+        recorded: dict[str, float | None] = {}
         if collective.rank() == 0:
             directory = self.plan.output_dir
             is_due = self._evaluates()
@@ -232,6 +255,8 @@ class Trainer:
             lacks = [is_due and not recorded, not is_ended]
             self.checkpointer.restore_best(self.step, recorded)
         lacks_evaluation, lacks_end = collective.broadcast_from_rank0([float(value) for value in lacks])
+        if self._evaluates() and not lacks_evaluation:
+            self.early_stopping.evaluated(self.step, recorded)
         return lacks_evaluation > 0, lacks_end > 0
 
     def _run_steps(self, stop: StopRequest) -> None:
@@ -240,13 +265,13 @@ class Trainer:
         self.init_adapters()
         self.window = RateWindow(collective.num_ranks())
         with contextlib.closing(self._sample_source()) as source:
-            while self.step < cadence.total_steps:
+            while not self._is_over:
                 self.step += 1
                 started = time.perf_counter()
                 waited = calls.waited()
                 samples = self._next_samples(source)
                 # a request in between the updates of a rollout waits for the last of them
-                stop_requested = samples.can_checkpoint and stop.requested()
+                stop_requested = samples.can_checkpoint and (stop.requested() or self._stop_file.requested())
                 save_requested = samples.can_checkpoint and self.checkpointer.requested()
                 requests = dict(zip(REQUESTS, (stop_requested, save_requested)))
                 is_logged = cadence.logs(self.step)
@@ -273,6 +298,8 @@ class Trainer:
                     break
                 if self._evaluates():
                     self.evaluate()
+                if self.early_stopping.is_over:
+                    self.save(overlaps=False)
                 self.window.exclude(time.perf_counter() - paused)
             self.checkpointer.finish()  # inside the context, where another signal still stops the run immediately
 
@@ -335,23 +362,26 @@ class Trainer:
         self.window.reset()
 
     def evaluate(self) -> None:
-        """Evaluate on `data.eval`, and keep the checkpoint if it is the best so far."""
-        micro_batches, num_counted = self._eval_batches
-        if self.rollouts is None:
-            metrics = evaluate(MicroBatchLoader(micro_batches, self.data.collate), self.engine.passes, num_counted)
-        else:
-            metrics = self._evaluate_rollouts(self.rollouts)
+        """Evaluate on each set of the evaluation data, and keep the checkpoint if it is the best so far."""
+        metrics = dict[str, float]()
+        for found, (micro_batches, num_counted) in zip(self.data.evaluations, self._eval_batches):
+            if self.rollouts is None:
+                of_set = evaluate(MicroBatchLoader(micro_batches, self.data.collate), self.engine.passes, num_counted)
+            else:
+                of_set = self._evaluate_rollouts(self.rollouts, found)
+            metrics |= {found.metric(name): value for name, value in of_set.items()}
         if self.generation is not None:
             generation_metrics, answers = self.generation.evaluate()
             metrics = {**metrics, **generation_metrics}
             self.output.generated(self.step, answers)
-        self.output.evaluated(self.step, metrics)
+        self.output.evaluated(self.step, metrics, [found.name for found in self.data.evaluations])
+        self.early_stopping.evaluated(self.step, {f"eval/{name}": value for name, value in metrics.items()})
         self.checkpointer.evaluated(self.snapshot_state(), metrics)
 
-    def _evaluate_rollouts(self, rollouts: RolloutEngine) -> dict[str, float]:
+    def _evaluate_rollouts(self, rollouts: RolloutEngine, evaluation: EvaluationSet) -> dict[str, float]:
         """Return metrics of completions. Where scoring fails, the steps so far are saved."""
         try:
-            return rollouts.evaluate(self.data, self.step)
+            return rollouts.evaluate(self.data, evaluation, self.step)
         except AgreedError:
             self._save_at_failure()
             raise
@@ -364,7 +394,7 @@ class Trainer:
 
     def _evaluates(self) -> bool:
         """Return True if there is an evaluation after this step."""
-        return self.cadence.evaluates(self.step) and len(self.data.eval) > 0
+        return self.cadence.evaluates(self.step) and len(self.data.evaluations) > 0
 
     def save(self, overlaps: bool) -> None:
         """Write a checkpoint of this step, in the background if training `overlaps` with it and the recipe allows
@@ -383,6 +413,7 @@ class Trainer:
             rounded=rounded(self.built),
             stage=stage_state,
             rollouts=rollout_state,
+            early_stopping=self.early_stopping.state(),
             **self.engine.state_dict(),
         )
 
@@ -394,6 +425,7 @@ class Trainer:
         with fetched_checkpoint(path, self.local_storage) as readable:
             kept = load_all(readable, self.plan.model, self.registry, self.built, self.engine.optimizer)
         self.engine.roll_back(kept)
+        self.early_stopping.rewind(kept.step)
         self.output.rolled_back(self.step, kept.step)
         self.step = kept.step
         self.window.reset()
@@ -453,7 +485,12 @@ class Trainer:
             self.critic.full_state,
         )
         return Checkpointer(
-            plan.output_dir, plan.train.checkpoint, contents, plan.parallel.num_machines, self.local_storage
+            plan.output_dir,
+            plan.train.checkpoint,
+            contents,
+            plan.parallel.num_machines,
+            self.local_storage,
+            plan.train.best_metric,
         )
 
     def _open_output(self) -> Output:

@@ -133,7 +133,7 @@ def preference_accuracy(
     texts: list[tuple[int, ...]] = []
     starts: list[int] = []
     for number, row in enumerate(rows, 1):
-        split = [template.split(conversation) for conversation in conversations_of(row)]
+        split = template.splits(conversations_of(row))
         for prompt, ids in encode_answers(split, tokenizer):
             if len(prompt) + len(ids) > max_length or not prompt or not ids:
                 raise UserError(

@@ -28,6 +28,7 @@ from paddle.static import InputSpec
 from llmsuite import __version__
 from llmsuite.base.errors import UserError
 from llmsuite.base.files import committed_directory, sha256_of, write_json
+from llmsuite.base.interrupts import held_interrupts
 from llmsuite.base.safe_files import copy_regular, exists, is_file
 from llmsuite.base.typing import Tensor
 from llmsuite.checkpoint.finite_model import with_finite_check
@@ -262,7 +263,7 @@ def _write_kernels(directory: Path, backend: DeviceBackend) -> None:
 
 def _save(program: nn.Layer, path: Path, spec: list[Any]) -> None:
     program.eval()
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), held_interrupts():
         warnings.simplefilter("ignore")
         paddle.jit.save(program, str(path.with_suffix("")), input_spec=spec)
 

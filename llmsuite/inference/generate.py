@@ -69,11 +69,12 @@ class Generator:
         number: int = 0,
         guide: Guide | None = None,
         adapter: str | None = None,
+        shown: Sequence[str] = (),
     ) -> DecodingSequence:
-        """A new sequence of this model; arguments as for `DecodingSequence`. Raises UserError when it does not fit the
-        context."""
+        """A new sequence of this model; `shown` as for `TextStream`, the others as for `DecodingSequence`. Raises
+        UserError when it does not fit the context."""
         check_context_length(prompt, sampling.max_new_tokens, self.decoder)
-        text = TextStream(self.tokenizer, sampling.stop)
+        text = TextStream(self.tokenizer, sampling.stop, shown)
         return DecodingSequence(prompt, sampling, self.stop_ids, text, number, guide, adapter)
 
     @functools.cached_property

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import paddle
 
+from llmsuite.base.interrupts import held_interrupts
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.devices.tensors import tensor_of
@@ -179,7 +180,8 @@ def record_program(model: Any, step: Any, rows: TokenRows, shapes: Sequence[Sequ
         for positions in rows.passes:
             recorder.begin(names[:, positions])
             given = tensor_of(rows.ids[:, positions]), tensor_of(rows.padding)
-            (logits, *cache), values = program(*given, cache)
+            with held_interrupts():  # the first call builds the program
+                (logits, *cache), values = program(*given, cache)
             for name, input_index, output_index in traced.entries:
                 recorder.add(name, None if input_index is None else values[input_index], values[output_index])
             recorder.logits(names[:, positions][:, -1:], logits.astype("float32").numpy()[:, None])

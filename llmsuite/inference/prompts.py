@@ -13,7 +13,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.redaction import json_type_name
 from llmsuite.data.chat_template import ChatTemplate, load_template
 from llmsuite.data.columns import rename_columns
-from llmsuite.data.control_tokens import ControlTokens
+from llmsuite.data.control_tokens import ControlTokens, doubled_bos
 from llmsuite.data.keys import ColumnRules, without_ignored
 from llmsuite.data.prompt_formats import answer_columns
 from llmsuite.data.read import raw_rows
@@ -164,6 +164,11 @@ class Prompter:
     def template_source(self) -> str | None:
         """The chat template, in Jinja; None for plain text."""
         return self._template.source if self._template is not None else None
+
+    @property
+    def warning(self) -> str | None:
+        """A warning about the chat template, see `doubled_bos`; None without one."""
+        return None if self._template is None else doubled_bos(self._tokenizer, self._template)
 
     def text(self, text: str) -> Prompt:
         """The prompt of a user's turn, or without a template of the text itself, with the tokenizer's special tokens in

@@ -16,12 +16,13 @@ _LAST_CODE = "\udfff"
 class TextStream:
     """The text of one answer."""
 
-    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = ()):
+    def __init__(self, tokenizer: TextTokenizer, stop: Sequence[str] = (), shown: Sequence[str] = ()):
         """
         Args:
             tokenizer: of the model.
             stop: texts that end the answer, also across several tokens. They may have special tokens, which are not
                 part of the text: the token ends the answer, and so does a text that looks like it.
+            shown: special tokens that are part of the text, unless `stop` has them.
         """
         self._tokenizer = tokenizer
         used: set[str] = set()
@@ -29,7 +30,9 @@ class TextStream:
             used.update(token for token in tokenizer.special_texts if token in text)
         named = sorted(used, key=len, reverse=True)[: ord(_LAST_CODE) - ord(_FIRST_CODE) + 1]
         codes = {token: chr(ord(_FIRST_CODE) + number) for number, token in enumerate(named)}
-        self._codes = {tokenizer.token_id(token): code for token, code in codes.items()}
+        kept = {token: token for token in shown if token in tokenizer.special_texts}
+        self._codes = {tokenizer.token_id(token): code for token, code in {**kept, **codes}.items()}
+        """Text of each special token that is not left out: its own, or its placeholder."""
         coded = (_coded(text, codes) for text in stop)
         self._stop = tuple(dict.fromkeys((*stop, *coded)))
         self._ids: list[int] = []
@@ -67,7 +70,7 @@ class TextStream:
         return released
 
     def _push_special(self, token: int) -> str:
-        """Add a token that occurs in a stop text; it makes all text before it certain."""
+        """Add a token that is shown or occurs in a stop text; it makes all text before it certain."""
         released = self._release(self._rest())
         self._ids.append(token)
         return released if self.stopped else released + self._release(self._codes[token])

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from llmsuite.contract.schema.recipe import HELD_OUT
 from llmsuite.observe.runs import Record, Run
 
 _RECENT = 10
@@ -147,22 +148,35 @@ def _loss(run: Run) -> Card | None:
     values = run.series("loss")[1]
     if not values:
         return None
-    at, evaluated = run.series("eval/loss")
-    note = ""
-    if at:
-        note = f"{evaluated[-1]:.4g} in the evaluation of step {at[-1]}"
-    return Card("Loss", f"{values[-1]:.4g}", note)
+    return Card("Loss", f"{values[-1]:.4g}", _evaluated(run, "loss", ".4g"))
+
+
+def _evaluated(run: Run, name: str, form: str) -> str:
+    """The last values of a metric in evaluations, one for each set of data; empty without one."""
+    found = []
+    last = 0
+    for of_set in ("", *_eval_sets(run)):
+        at, values = run.series(f"eval/{of_set}/{name}" if of_set else f"eval/{name}")
+        if at:
+            found.append(f"{values[-1]:{form}}{' on ' + of_set if of_set else ''}")
+            last = at[-1]
+    return f"{', '.join(found)} in the evaluation of step {last}" if found else ""
+
+
+def _eval_sets(run: Run) -> list[str]:
+    """The names of the evaluation sets of a run; empty for a single one without a name."""
+    data = run.recipe.get("data") or {}
+    evaluation = data.get("eval")
+    if not isinstance(evaluation, dict):
+        return []
+    return [*([HELD_OUT] if data.get("holdout") is not None else []), *evaluation]
 
 
 def _reward(run: Run) -> Card | None:
     for name, label in (("reward", "Reward"), ("rewards/accuracy", "Preference accuracy")):
         if values := run.series(name)[1]:
-            at, evaluated = run.series(f"eval/{name}")
             form = ".1%" if name == "rewards/accuracy" else ".4g"
-            note = ""
-            if at:
-                note = f"{evaluated[-1]:{form}} in the evaluation of step {at[-1]}"
-            return Card(label, f"{values[-1]:{form}}", note)
+            return Card(label, f"{values[-1]:{form}}", _evaluated(run, name, form))
     return None
 
 
@@ -218,7 +232,10 @@ def _data(run: Run) -> Card | None:
     if len(files) > 1:
         shown += f" and {len(files) - 1} more"
     evaluation = data.get("eval")
-    return Card("Data", shown, f"evaluated on {evaluation}" if evaluation else "")
+    sources = [evaluation] if isinstance(evaluation, str) else list((evaluation or {}).values())
+    if data.get("holdout") is not None:
+        sources.insert(0, f"held-out rows ({data['holdout']})")
+    return Card("Data", shown, f"evaluated on {', '.join(map(str, sources))}" if sources else "")
 
 
 def _mesh(run: Run) -> Card | None:
@@ -258,7 +275,7 @@ _EVENT_TEXT: dict[str, Callable[[Record], str]] = {
     "started": lambda e: f"Started, {e['of']:,} steps to go" if e.get("of") else "Started",
     "resumed": lambda e: f"Resumed after step {e.get('step')}",
     "saved": lambda e: f"Saved a checkpoint after step {e.get('step')}",
-    "ended": lambda e: f"Ended after step {e.get('step')}, as planned",
+    "ended": lambda e: f"Ended after step {e.get('step')}{': ' + str(e['why']) if e.get('why') else ', as planned'}",
     "stopped": lambda e: f"Stopped after step {e['step']}, with a checkpoint" if "step" in e else "Stopped on request",
     "skipped": lambda e: f"Skipped the bad step {e.get('step')}{_numbers(e)}",
     "rolled back": lambda e: f"Rolled back from step {e.get('step')} to the checkpoint of step {e.get('to')}",

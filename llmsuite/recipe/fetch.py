@@ -90,8 +90,8 @@ def _pin_recorded(path: Path, loaded: LoadedRecipe, names: list[HubReference]) -
     """Pin names to the commits in the recipe that the run has recorded at `path`, where the names are the same."""
     recorded = read_json_object_if_there(path)
     for named in names:
-        section_name, _, field = named.key.partition(".")
-        found = named.recorded(recorded.get(section_name, {}).get(field))
+        section_name = named.key.partition(".")[0]
+        found = named.recorded(recorded.get(section_name, {}).get(named.field))
         if found is None:
             continue
         then = hub_name(found)

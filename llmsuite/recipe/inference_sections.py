@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
+from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, template_problems
 from llmsuite.contract.schema.columns import column_problems, kwargs_problems
 from llmsuite.contract.schema.numbers import PositiveInt
 from llmsuite.contract.schema.section import Section
@@ -22,8 +23,10 @@ class PromptSection(Section):
     columns: dict[str, str] = dataclasses.field(default_factory=dict)
     """Source of "prompt" or "messages": the name of a column, or a template with columns in braces, such as
     "{question} {context}". Default: the columns of the data."""
-    chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
-    """Chat template. "tokenizer": the template of the tokenizer. The others are built in."""
+    chat_template: str = OF_TOKENIZER
+    """Chat template. "tokenizer": the template of the tokenizer. Else the name of one that comes along, such as "qwen3"
+    (`llmsuite list templates`), or one of your own: the path of a .jinja file, which is looked up in the working
+    directory, then next to the recipe, or the text itself."""
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = dataclasses.field(default_factory=dict)
     """Variables of the chat template, such as {"enable_thinking": false}. A row may set them in a column of the same
     name. A variable that the template does not read is refused."""
@@ -36,6 +39,7 @@ class PromptSection(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from column_problems(self.columns)
+        yield from template_problems(self.chat_template)
         yield from kwargs_problems(self.chat_template_kwargs)
         if self.columns and set(self.columns) not in ({"prompt"}, {"messages"}):
             yield "columns", f"has {', '.join(self.columns)}; this stage has one field: prompt or messages"

@@ -14,6 +14,7 @@ import shlex
 import typing
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -29,6 +30,7 @@ from llmsuite.contract.schema.recipe import ModelSection, Recipe, device_numbers
 from llmsuite.contract.schema.section import Section, keys_in_vain, violated_rules
 from llmsuite.recipe.document import other_suite_hint, read_document
 from llmsuite.recipe.inference_sections import SECTIONS
+from llmsuite.recipe.own_template import read_own_template
 from llmsuite.recipe.problems import first_problems
 from llmsuite.recipe.source import Key, parse_json
 
@@ -103,6 +105,7 @@ def load(
         loaded.recipe = recipe
         problems += [loaded.problem(key, message) for key, message in violated_rules(recipe)]
         problems += _keys_in_vain(loaded)
+        problems += [loaded.problem(key, message) for key, message in read_own_template(recipe, str(path))]
     if problems:
         raise RecipeError(first_problems(problems))
     return loaded
@@ -256,7 +259,8 @@ def _override_value(text: str, annotation: Any, word: str, key: Key) -> tuple[An
     quoted = len(text) >= 2 and text[0] == text[-1] == '"'
     listed = text.startswith("[") and recipe_keys.accepts_list(annotation)
     counted = _NUMBER.fullmatch(text) and recipe_keys.accepts_number(annotation)
-    is_json = quoted or listed or counted or text == "null"
+    mapped = text.startswith("{") and recipe_keys.accepts_object(annotation)
+    is_json = quoted or listed or counted or mapped or text == "null"
     if annotation is not None and recipe_keys.accepts_text(annotation) and not is_json:
         return text, None
     try:
@@ -300,6 +304,7 @@ def _bind(
         return typed.validate_json(json.dumps(tree)), []
     except ValidationError as error:
         problems = []
+        found: set[tuple[Key, str]] = set()
         types = _types(cls)
         hints_left = _MAX_HINTS
         for item in error.errors(include_url=False):
@@ -313,7 +318,8 @@ def _bind(
             if item["type"] not in _UNKNOWN_KEY:
                 key = _without_alternatives(item["loc"], types)
             message = _explain(item, key, cls, types, tree, registry)
-            if message is not None:
+            if message is not None and (key, message) not in found:  # alternatives of a union have the same one
+                found.add((key, message))
                 problems.append(Problem(loaded.origin(key), ".".join(key), message))
         return None, problems
 
@@ -335,9 +341,17 @@ def _without_alternatives(loc: tuple[int | str, ...], types: dict[Key, Any]) -> 
     it."""
     key = tuple(map(str, loc))
     leaf = next((n for n in range(len(key), 0, -1) if key[:n] in types), len(key))
-    if _of_kind(types.get(key[:leaf]), dict):
-        return key[: leaf + 1]
-    return key[:leaf] + tuple(str(part) for part in loc[leaf:] if isinstance(part, int))
+    annotation = types.get(key[:leaf])
+    rest = loc[leaf:]
+    if sum(found is not type(None) for found in typing.get_args(annotation)) > 1 and _is_union(annotation):
+        rest = rest[1:]
+    if _of_kind(annotation, dict):
+        return key[:leaf] + tuple(map(str, rest[:1]))
+    return key[:leaf] + tuple(str(part) for part in rest if isinstance(part, int))
+
+
+def _is_union(annotation: Any) -> bool:
+    return typing.get_origin(annotation) in (typing.Union, UnionType)
 
 
 def _of_kind(annotation: Any, kind: type) -> list[Any]:

@@ -58,7 +58,9 @@ def held_out_notes(data_plan: DataPlan) -> list[str]:
         others = [file for file in files if file not in held_out]
         if held_out and others:
             names = " and ".join(file.name for file in held_out)
-            advice = _advice(key, Path(given), held_out, others, data_plan.given("eval"))
+            advice = _advice(
+                key, Path(given), held_out, others, bool(data_plan.eval_files) or data_plan.given("holdout") is not None
+            )
             notes.append(f"{key}: all files of {given} are read, so the run also trains on {names}; {advice}")
     return notes
 
@@ -89,11 +91,11 @@ def _preference(file: Path) -> int | None:
     return min((_HELD_OUT.index(word) for word in (*words[:1], *words[-1:]) if word in _HELD_OUT), default=None)
 
 
-def _advice(key: str, directory: Path, held: Sequence[Path], others: Sequence[Path], evaluation: str | None) -> str:
+def _advice(key: str, directory: Path, held: Sequence[Path], others: Sequence[Path], evaluates: bool) -> str:
     if len(others) > 1:
         return "move files that are not training data to another directory"
     train = f"name {directory / others[0].name} there"
-    if evaluation or key != "data.train":
+    if evaluates or key != "data.train":
         return train
     return f"{train}, and {directory / held[0].name} in data.eval"
 

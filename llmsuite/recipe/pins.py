@@ -37,10 +37,19 @@ class HubReference:
     """The name in the recipe."""
     want: Want
     kind: Kind
+    entry: str | None = None
+    """Key of the name in an object whose values are names, such as that of an evaluation set."""
+
+    @property
+    def field(self) -> str:
+        """Name of the key in its section."""
+        return self.key.split(".")[1]
 
     def recorded(self, value: Any) -> str | None:
         """Return the name at the same position in another value of this key; None if there is none."""
-        now = value_at(self.section, self.key.partition(".")[2])
+        now = value_at(self.section, self.field)
+        if self.entry is not None:
+            return value.get(self.entry) if isinstance(value, dict) else None
         if isinstance(value, dict) and isinstance(now, dict) and len(value) == len(now):
             return str(list(value)[list(now).index(self.name)])
         if isinstance(value, str) and isinstance(now, str):
@@ -64,10 +73,12 @@ def rename(loaded: LoadedRecipe, named: HubReference, name: str) -> None:
     Raises:
         RecipeError: the new name is already in the same mix.
     """
-    field = named.key.partition(".")[2]
+    field = named.field
     value = value_at(named.section, field)
     if isinstance(value, str):
         setattr(named.section, field, name)
+    elif named.entry is not None:
+        setattr(named.section, field, {**value, named.entry: name})
     elif name != named.name:
         if name in value:
             message = f"{named.name} is {name}, which is already in the mix; name it once, with one weight"
@@ -87,14 +98,23 @@ def hub_names(recipe: Recipe) -> list[HubReference]:
 def _hub_names(recipe: Recipe) -> Iterator[HubReference]:
     for section_name, key, want, kind in _KEYS:
         value = value_at(recipe, section_name, key)
-        names = [value] if isinstance(value, str) else value or ()
-        for name in names:
+        for dotted, name, entry in _names_at(f"{section_name}.{key}", value):
             try:
                 is_one = hub_name(pinned(name, kind)) is not None
             except UserError as error:
-                raise UserError(f"{section_name}.{key}: {error}") from error
+                raise UserError(f"{dotted}: {error}") from error
             if is_one:
-                yield HubReference(value_at(recipe, section_name), f"{section_name}.{key}", name, want, kind)
+                yield HubReference(value_at(recipe, section_name), dotted, name, want, kind, entry)
+
+
+def _names_at(key: str, value: Any) -> Iterator[tuple[str, str, str | None]]:
+    """Yield (dotted key, name, `HubReference.entry`) of the names in the value of a key."""
+    if isinstance(value, str):
+        yield key, value, None
+    elif key == "data.eval":
+        yield from ((f"{key}.{entry}", name, entry) for entry, name in (value or {}).items())
+    else:
+        yield from ((key, name, None) for name in value or ())
 
 
 def mixed_data(recipe: Recipe) -> Iterator[tuple[str, str]]:

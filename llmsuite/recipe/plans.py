@@ -22,6 +22,7 @@ from llmsuite.contract.schema.lora import LoraSection
 from llmsuite.contract.schema.parallel import ParallelSection
 from llmsuite.contract.schema.prefix import PrefixSection
 from llmsuite.contract.schema.recipe import (
+    HELD_OUT,
     CheckpointSection,
     DataSection,
     ModelSection,
@@ -37,6 +38,9 @@ from llmsuite.data.remote import fetch, is_remote
 from llmsuite.models.head import head_of
 from llmsuite.models.shard_plan import UNSHARDED, ShardPlan
 from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
+
+DEFAULT_METRIC = "eval/loss"
+"""Metric of early stopping in a recipe that names none."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,7 +102,8 @@ class DataPlan:
     """Key of the section that names `train_file`."""
     train_file: Path | Url
     """Training data, or the prompts of a stage that does not train; a URL until it is `fetched`."""
-    eval_file: Path | Url | None
+    eval_files: Mapping[str, Path | Url]
+    """Evaluation data by the name of its set; the name of the only set may be ""."""
     mixed: tuple[tuple[str, str], ...]
     """More training data: (key of the recipe, name)."""
     seed: int
@@ -111,10 +116,19 @@ class DataPlan:
         return self.train_file
 
     @property
-    def eval_path(self) -> Path | None:
-        """`eval_file` as a local path; the data has to be `fetched`."""
-        assert not isinstance(self.eval_file, Url), f"{self.eval_file} is not fetched"
-        return self.eval_file
+    def eval_paths(self) -> dict[str, Path]:
+        """`eval_files` as local paths; the data has to be `fetched`."""
+        paths = dict[str, Path]()
+        for name, file in self.eval_files.items():
+            assert isinstance(file, Path), f"{file} is not fetched"
+            paths[name] = file
+        return paths
+
+    @property
+    def eval_names(self) -> tuple[str, ...]:
+        """Names of the evaluation sets of a run, as far as they have samples: those of `data.eval`, and that of the
+        rows of `data.holdout`. The name of the only set is ""."""
+        return evaluation_names(self.section)
 
     def given(self, key: str) -> Any:
         """Return a key of section `data`; None where recipes of the stage have no such key."""
@@ -123,8 +137,12 @@ class DataPlan:
     def files(self) -> Iterator[tuple[str, str, Path | Url]]:
         """Yield (key, name, file, directory or URL) of all data."""
         yield f"data.{self.key}", self.given(self.key), self.train_file
-        if self.eval_file is not None:
-            yield "data.eval", self.given("eval"), self.eval_file
+        given = self.given("eval")
+        for name, file in self.eval_files.items():
+            if name:
+                yield f"data.eval.{name}", given[name], file
+            else:
+                yield "data.eval", given, file
         for key, name in self.mixed:
             yield key, name, data_file(name)
 
@@ -135,15 +153,30 @@ class DataPlan:
             if is_remote(train):
                 return dataclasses.replace(self, train_file=fetch(train, report))
             return self
-        evaluation = self.section.eval
         for _, name in self.mixed:
             if is_remote(name):
                 fetch(name, report)
         train_file = fetch(train, report) if is_remote(train) else self.train_file
-        eval_file = self.eval_file
-        if evaluation and is_remote(evaluation):
-            eval_file = fetch(evaluation, report)
-        return dataclasses.replace(self, train_file=train_file, eval_file=eval_file)
+        eval_files = dict(self.eval_files)
+        for name, given in evaluation_data(self.section).items():
+            if is_remote(given):
+                eval_files[name] = fetch(given, report)
+        return dataclasses.replace(self, train_file=train_file, eval_files=eval_files)
+
+
+def evaluation_data(data: DataSection) -> dict[str, str]:
+    """Return the data sets of `data.eval` by name; the name of a single one is ""."""
+    if isinstance(data.eval, dict):
+        return data.eval
+    return {"": data.eval} if data.eval else {}
+
+
+def evaluation_names(data: DataSection) -> tuple[str, ...]:
+    """Return the names of the evaluation sets of a recipe, see `DataPlan.eval_names`."""
+    names = tuple(evaluation_data(data))
+    if data.holdout is None:
+        return names or ("",)  # a stage may hold out a part of data.train by a key of its own
+    return (HELD_OUT, *names) if names else ("",)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,6 +254,14 @@ class TrainPlan:
         if self.section.mtp_loss_weight:
             return dataclasses.replace(profile, sums=(*profile.sums, "mtp_loss"))
         return profile
+
+    @property
+    def best_metric(self) -> str | None:
+        """Metric that selects the best checkpoint, which is kept: that of the checkpoints, or of early stopping."""
+        stopping = self.section.early_stopping
+        if self.checkpoint.best_metric is not None or stopping.patience is None:
+            return self.checkpoint.best_metric
+        return stopping.metric or DEFAULT_METRIC
 
     @property
     def rows_per_sample(self) -> int:

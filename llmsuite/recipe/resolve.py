@@ -13,6 +13,7 @@ from typing import Any, Literal
 from llmsuite.base.errors import Problem, RecipeError, UserError
 from llmsuite.base.hub.names import hub_name
 from llmsuite.base.python_files import python_function, static_fault
+from llmsuite.base.redaction import Url
 from llmsuite.base.safe_files import exists, is_dir, is_file, listed
 from llmsuite.contract.registry import BUILTIN, Registry
 from llmsuite.contract.schema.degrees import Degrees, accumulate_steps, degrees_of
@@ -30,7 +31,7 @@ from llmsuite.recipe.code import code_problems, rewards_and_environments
 from llmsuite.recipe.document import read_document
 from llmsuite.recipe.load import LoadedRecipe, load
 from llmsuite.recipe.pins import apply_pins, mixed_data
-from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan, data_file
+from llmsuite.recipe.plans import DataPlan, ModelPlan, ParallelPlan, TrainPlan, data_file, evaluation_data
 from llmsuite.recipe.problems import sorted_problems
 from llmsuite.recipe.rules import INFERENCE_RULES, RULES, RuleContext
 from llmsuite.recipe.shape import base_of_adapter, local_weights, missing_model, model_config, tokenizer_of, weights_of
@@ -210,16 +211,15 @@ def resolve(loaded: LoadedRecipe, registry: Registry) -> RunPlan:
 def _data_plan(recipe: Recipe, stage: StageSpec | JobSpec) -> DataPlan:
     data = recipe.data
     key: Literal["train", "prompts"] = "prompts"
-    eval_file = None
+    eval_files = dict[str, Path | Url]()
     if stage.trains:
         key = "train"
-        if data.eval:
-            eval_file = data_file(data.eval)
+        eval_files = {name: data_file(given) for name, given in evaluation_data(data).items()}
     return DataPlan(
         section=data,
         key=key,
         train_file=data_file(value_at(data, key)),
-        eval_file=eval_file,
+        eval_files=eval_files,
         mixed=tuple(mixed_data(recipe)),
         seed=recipe.seed,
     )

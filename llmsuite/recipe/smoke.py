@@ -14,6 +14,7 @@ from llmsuite.contract.specs import ModelFamily, RunSpec
 from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.protocols import shape_fields, window_of
 from llmsuite.recipe.load import REMOVE, LoadedRecipe
+from llmsuite.recipe.plans import evaluation_names
 from llmsuite.recipe.shape import model_config, weights_of
 
 SMOKE_STEPS = 8
@@ -51,10 +52,10 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     if sharding != "none" and (small.dp > 1 or recipe.parallel.sharding_parallel_degree > 1):
         degree = small.sharding
     micro = min(recipe.train.micro_batch_size, 4)
-    return {
+    layer = {
         **_model(shape),
         "data.max_length": 256,
-        **dict.fromkeys(("data.mix", "data.max_samples"), REMOVE),
+        **dict.fromkeys(("data.mix", "data.max_samples", "data.sample", "data.holdout"), REMOVE),
         "parallel": {
             "tensor_parallel_degree": tp,
             "pipeline_parallel_degree": pp,
@@ -71,11 +72,17 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
         **_warmup(recipe),
         **_small_sizes(recipe),
         "train.eval_steps": REMOVE,
+        "train.early_stopping": REMOVE,
         "checkpoint.save_steps": 4,
         **_launch(recipe, tp * pp * data),
         **_of_stage(loaded, stage),
         **_reading(loaded, stage),
     }
+    if isinstance(recipe.data.eval, dict) and isinstance(layer.get("data.eval"), str):
+        # the names stay, as checkpoint.best_metric may have one
+        names = [name for name in evaluation_names(recipe.data) if name]
+        layer["data.eval"] = dict.fromkeys(names, layer["data.eval"])
+    return layer
 
 
 def _small_sizes(recipe: Recipe) -> dict[str, Any]:
@@ -139,9 +146,10 @@ def _reading(loaded: LoadedRecipe, stage: RunSpec) -> dict[str, Any]:
     columns = stage.smoke.get("data.ignore_columns")
     ignored = {"data.ignore_columns": list(dict.fromkeys([*data.ignore_columns, *columns]))} if columns else {}
     if not overrides_data(loaded, stage):
-        return {"data.columns": REMOVE, **({"data.format": "auto"} if first == "train" else {}), **ignored}
+        own = dict.fromkeys(("data.columns", "data.text_template"), REMOVE)
+        return {**own, **({"data.format": "auto"} if first == "train" else {}), **ignored}
     # rewards and environments read columns
-    reads_columns = data.columns or data.format != "auto" or "reward" in stage.smoke
+    reads_columns = data.columns or data.text_template or data.format != "auto" or "reward" in stage.smoke
     if first == "train" and reads_columns:
         return {"data.eval": data.train, **ignored}
     return ignored

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from llmsuite.data.rows import ToolCall
-from llmsuite.inference.thoughts import ThoughtReader
+from llmsuite.inference.thoughts import AnswerReader
 from llmsuite.serving import protocol
 from llmsuite.serving.fair_queue import Client
 from llmsuite.serving.jobs import Job, TextDelta
@@ -35,7 +35,7 @@ class EventStream:
         self._num_sent = [0] * len(job.sequences)
         """Tokens of each answer whose log-probabilities have been sent."""
         self._tool_calls = ToolCallReader(service, body, len(job.sequences))
-        self._thoughts: list[ThoughtReader | None] = [None] * len(job.sequences)
+        self._thoughts: list[AnswerReader | None] = [None] * len(job.sequences)
         if isinstance(body, ChatRequest):
             self._thoughts = [service.thought_reader(body, sequence) for sequence in job.sequences]
 

@@ -86,7 +86,9 @@
 
   function answer(turn, round, isLast) {
     const said = element("div", {className: "said"}), acts = element("div", {className: "acts"});
-    const made = element("article", {className: "assistant"}, said, acts);
+    const thoughts = element("details", {className: "thoughts", hidden: !turn.thoughts},
+      element("summary", {textContent: "Thoughts"}), element("div", {textContent: turn.thoughts ?? ""}));
+    const made = element("article", {className: "assistant"}, thoughts, said, acts);
     const who = names.length > 1 && turn.model || "", whose = who ? `the answer of ${who}` : "the answer";
     made.setAttribute("aria-label", who || "The model");
     if (who) made.prepend(element("h2", {textContent: who}));
@@ -215,15 +217,20 @@
     let first = 0, last = 0, tokens = 0, reason = "", frame = 0;
     const paint = () => {
       frame = 0;
-      render(places.get(turn).made.querySelector(".said"), turn.content, false);
+      const {made} = places.get(turn), thoughts = made.querySelector(".thoughts");
+      thoughts.hidden = !turn.thoughts;
+      thoughts.lastChild.textContent = turn.thoughts ?? "";
+      render(made.querySelector(".said"), turn.content, false);
       follow();
     };
     try {
       for await (const chunk of chunks(request(own.turns, turn), running.get(turn).signal)) {
         if (chunk.usage) tokens = chunk.usage.completion_tokens;
         for (const choice of chunk.choices) {
-          if (choice.delta.content) {
-            turn.content += choice.delta.content;
+          const {content, reasoning_content: thought} = choice.delta;
+          if (thought) turn.thoughts = (turn.thoughts ?? "") + thought;
+          if (content) turn.content += content;
+          if (content || thought) {
             last = performance.now();
             first ||= last;
             if (!chunk.usage) tokens += 1;  // until the server counts them

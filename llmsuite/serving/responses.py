@@ -6,6 +6,7 @@ Responses are not stored: each request has the full conversation.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import secrets
 import time
@@ -17,15 +18,16 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from llmsuite.base.errors import UserError
-from llmsuite.data.rows import ROLES, ToolCall
+from llmsuite.data.rows import REASONING, ROLES, ToolCall
 from llmsuite.data.turns import DEVELOPER, join_text_parts, parse_tool_calls
 from llmsuite.inference.batch import DecodingSequence, TokenLogprob
 from llmsuite.inference.sampling import MAX_TEMPERATURE
 from llmsuite.inference.text import TextStream
+from llmsuite.inference.thoughts import AnswerReader
 from llmsuite.serving.events import ToolCallReader
 from llmsuite.serving.fair_queue import client_of
 from llmsuite.serving.faults import faults
-from llmsuite.serving.jobs import Job
+from llmsuite.serving.jobs import Job, TextDelta
 from llmsuite.serving.protocol import FAIL_FAST, MAX_TOOLS, ChatRequest, TopLogprobs, call_id, chat_logprobs
 from llmsuite.serving.service import Service
 
@@ -187,13 +189,18 @@ class ResponseRequest(_Strict):
         if not self.input:
             raise HTTPException(400, "input: has to be a text or a list of items, at least one")
         messages: list[dict[str, Any]] = [*system]
+        thoughts = dict[str, Any]()  # of the turn that begins with the next item
         for number, item in enumerate(self.input):
             where = f"input[{number}]"
             kind = item.get("type", "message")
+            if thoughts and not _is_answer(item):
+                raise HTTPException(400, f"{where}: an answer or a call of the assistant follows its reasoning")
             if kind == "message":
                 if item.get("role") not in _ROLES:
                     raise HTTPException(400, f"{where}: needs role, one of {', '.join(_ROLES)}")
-                messages.append({"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")})
+                content = _text(item.get("content"), f"{where}.content")
+                messages.append({"role": item.get("role"), "content": content, **thoughts})
+                thoughts = {}
             elif kind == "function_call":
                 call = {key: item.get(key) for key in ("name", "arguments")}
                 try:
@@ -201,20 +208,42 @@ class ResponseRequest(_Strict):
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from None
                 last = None
-                if messages and messages[-1]["role"] == "assistant":
+                if messages and messages[-1]["role"] == "assistant" and not thoughts:
                     last = messages[-1]
                 if last is None:
-                    last = {"role": "assistant", "content": None}
+                    last = {"role": "assistant", "content": None, **thoughts}
+                    thoughts = {}
                     messages.append(last)
                 entry = {"id": item.get("call_id"), "type": "function", "function": call}
                 last.setdefault("tool_calls", []).append(entry)
             elif kind == "function_call_output":
                 output = {"tool_call_id": item.get("call_id"), "content": _text(item.get("output"), f"{where}.output")}
                 messages.append({"role": "tool", **output})
+            elif kind == "reasoning":
+                thoughts = {REASONING[0]: _reasoning_text(item.get("content"), f"{where}.content")}
             else:
-                known = "message, function_call and function_call_output"
+                known = "message, function_call, function_call_output and reasoning"
                 raise HTTPException(400, f"{where}: type {str(kind)[:100]!r} is not supported here; {known} are")
+        if thoughts:
+            raise HTTPException(400, "input: ends with reasoning; an answer or a call of the assistant follows it")
         return messages
+
+
+def _is_answer(item: dict[str, Any]) -> bool:
+    """Return True for an item that the assistant has written after its thoughts."""
+    kind = item.get("type", "message")
+    return kind == "function_call" or (kind == "message" and item.get("role") == "assistant")
+
+
+def _reasoning_text(content: Any, where: str) -> str:
+    """The thoughts of an item. Raises HTTPException where there are none to read, such as encrypted ones."""
+    texts = []
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, dict) and part.get("type") == "reasoning_text" and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+    if not texts or len(texts) < len(content):
+        raise HTTPException(400, f'{where}: a list of {{"type": "reasoning_text", "text": …}} is needed')
+    return "".join(texts)
 
 
 def _without_type(value: dict[str, Any]) -> dict[str, Any]:
@@ -298,6 +327,7 @@ class _Response:
             **service.version_info(),
         }
         self._message_id = f"msg_{secrets.token_hex(12)}"
+        self.thoughts_id = f"rs_{secrets.token_hex(12)}"
         self._count = 0
         self._given = body.model_dump(by_alias=True, exclude={"input"})
 
@@ -305,13 +335,17 @@ class _Response:
         """The HTTP response with the complete answer."""
         (sequence,) = self._job.sequences
         assert sequence.text is not None
-        content, calls = self._service.parse_tool_calls(self._chat, sequence.text.text)
+        thoughts, content, calls = self._service.split_answer(self._chat, sequence)
         output = []
+        if thoughts:
+            output.append(self.reasoning(thoughts, sequence))
         if content or not calls:
-            output.append(self.message(content, sequence, self.logprobs_of_text(bool(calls))))
-        return JSONResponse(self.body([*output, *map(_call, calls)], sequence))
+            output.append(self.message(content, sequence, self.logprobs_of_text(bool(calls), bool(thoughts))))
+        return JSONResponse(self.body([*output, *map(_call, calls)], sequence, thoughts))
 
-    def body(self, output: Sequence[dict[str, Any]], sequence: DecodingSequence | None) -> dict[str, Any]:
+    def body(
+        self, output: Sequence[dict[str, Any]], sequence: DecodingSequence | None, thoughts: str = ""
+    ) -> dict[str, Any]:
         """The response as JSON, with its output; `sequence`: None while it is in progress."""
         usage = None
         is_cut = sequence is not None and sequence.finish_reason == "length"
@@ -324,7 +358,7 @@ class _Response:
                     "cached_tokens": sequence.num_cached_tokens,
                     "cache_write_tokens": sequence.num_stored_tokens,
                 },
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": self._num_thought_tokens(sequence, thoughts)},
             }
         given = self._given
         return {
@@ -344,20 +378,52 @@ class _Response:
             "usage": usage,
         }
 
-    def logprobs_of_text(self, has_calls: bool) -> list[dict[str, Any]]:
-        """Log-probabilities of the answer's tokens, without its calls if it has any; empty where they are not
-        requested."""
+    def logprobs_of_text(self, has_calls: bool, has_thoughts: bool = False) -> list[dict[str, Any]]:
+        """Log-probabilities of the answer's tokens, without its thoughts and its calls if it has any; empty where they
+        are not requested."""
         (sequence,) = self._job.sequences
-        if not has_calls or not sequence.logprobs:
+        if not (has_calls or has_thoughts) or not sequence.logprobs:
             return self._logprobs(sequence.logprobs)
         assert sequence.text is not None
-        left = self._served_model.prompter.tool_call_format.text_length(sequence.text.text)
+        begin = self._num_thought_tokens(sequence, "yes") if has_thoughts else 0
+        end = len(sequence.logprobs)
+        if has_calls:
+            left = self._served_model.prompter.tool_call_format.text_length(sequence.text.text)
+            end = self._num_tokens(sequence, left)
+        return self._logprobs(sequence.logprobs[begin:end])
+
+    def _num_thought_tokens(self, sequence: DecodingSequence, thoughts: str) -> int:
+        """Number of tokens before the content of an answer, which are its thoughts with their marks."""
+        if not thoughts:
+            return 0
+        reader = self._service.thought_reader(self._chat, sequence)
+        assert reader is not None
+        text = self._text_stream()
+        for count, token in enumerate(sequence.ids):
+            _, content = reader.push(text.push(token), False)
+            if content:
+                return count
+        return len(sequence.ids)
+
+    def _num_tokens(self, sequence: DecodingSequence, length: int) -> int:
+        """Number of tokens of an answer whose text has `length` characters."""
+        text = self._text_stream()
         count = 0
-        text = TextStream(self._served_model.generator.tokenizer)
-        while left > 0:
-            left -= len(text.push(sequence.ids[count]))
+        while length > 0:
+            length -= len(text.push(sequence.ids[count]))
             count += 1
-        return self._logprobs(sequence.logprobs[:count])
+        return count
+
+    def _text_stream(self) -> TextStream:
+        return TextStream(self._served_model.generator.tokenizer, shown=self._service.shown_tokens(self._chat))
+
+    def reasoning(self, thoughts: str | None, sequence: DecodingSequence | None) -> dict[str, Any]:
+        """The item with the thoughts of the model; `thoughts` and `sequence`: None at its start."""
+        content = []
+        if thoughts is not None:
+            content = [{"type": "reasoning_text", "text": thoughts}]
+        status = _status(sequence)
+        return {"id": self.thoughts_id, "type": "reasoning", "summary": [], "content": content, "status": status}
 
     def _logprobs(self, kept: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         return chat_logprobs(kept, self._served_model.generator.tokenizer)["content"]
@@ -380,50 +446,99 @@ class _Response:
         metrics = self._service.metrics
         output = list[dict[str, Any]]()
         (sequence,) = self._job.sequences
+        thoughts = _StreamedThoughts(self, self._service.thought_reader(self._chat, sequence))
         indices = {"output_index": 0, "content_index": 0, "item_id": self._message_id}
         try:
-            yield self._event("response.created", response=self.body([], None))
-            yield self._event("response.in_progress", response=self.body([], None))
+            yield self.event("response.created", response=self.body([], None))
+            yield self.event("response.in_progress", response=self.body([], None))
             is_open = False
             calls = list[ToolCall]()
             num_sent = 0
             async for delta in self._job.deltas():
+                delta, made = thoughts.read(delta, sequence)
+                for event in made:
+                    yield event
                 more, calls = reader.read(delta)
                 if (more or (delta.has_ended and not calls)) and not is_open:
                     is_open = True
                     metrics.first_token.observe(time.monotonic() - started)
-                    yield self._event("response.output_item.added", output_index=0, item=self.message(None, None))
-                    yield self._event("response.content_part.added", **indices, part=_part("", ()))
+                    output += thoughts.output
+                    indices["output_index"] = len(output)
+                    item = self.message(None, None)
+                    yield self.event("response.output_item.added", output_index=len(output), item=item)
+                    yield self.event("response.content_part.added", **indices, part=_part("", ()))
                 if more:
                     text += more
+                    num_sent = max(num_sent, thoughts.num_tokens)
                     new = [] if calls else self._logprobs(sequence.logprobs[num_sent : delta.num_logprobs])
                     num_sent += len(new)
-                    yield self._event("response.output_text.delta", **indices, delta=more, logprobs=new)
+                    yield self.event("response.output_text.delta", **indices, delta=more, logprobs=new)
             if is_open:
-                logprobs = self.logprobs_of_text(bool(calls))
-                yield self._event("response.output_text.done", **indices, text=text, logprobs=logprobs)
-                yield self._event("response.content_part.done", **indices, part=_part(text, logprobs))
+                logprobs = self.logprobs_of_text(bool(calls), bool(thoughts.text))
+                yield self.event("response.output_text.done", **indices, text=text, logprobs=logprobs)
+                yield self.event("response.content_part.done", **indices, part=_part(text, logprobs))
                 output.append(self.message(text, sequence, logprobs))
-                yield self._event("response.output_item.done", output_index=0, item=output[0])
+                yield self.event("response.output_item.done", output_index=len(output) - 1, item=output[-1])
+            else:
+                output += thoughts.output
             for call in map(_call, calls):
                 at = {"output_index": len(output), "item_id": call["id"]}
                 output.append(call)
                 started_call = {**call, "arguments": "", "status": "in_progress"}
-                yield self._event("response.output_item.added", output_index=at["output_index"], item=started_call)
-                yield self._event("response.function_call_arguments.delta", **at, delta=call["arguments"])
+                yield self.event("response.output_item.added", output_index=at["output_index"], item=started_call)
+                yield self.event("response.function_call_arguments.delta", **at, delta=call["arguments"])
                 named = {"name": call["name"], "arguments": call["arguments"]}
-                yield self._event("response.function_call_arguments.done", **at, **named)
-                yield self._event("response.output_item.done", output_index=at["output_index"], item=call)
-            body = self.body(output, sequence)
+                yield self.event("response.function_call_arguments.done", **at, **named)
+                yield self.event("response.output_item.done", output_index=at["output_index"], item=call)
+            body = self.body(output, sequence, thoughts.text)
             metrics.duration.observe(time.monotonic() - started)
-            yield self._event(f"response.{body['status']}", response=body)
+            yield self.event(f"response.{body['status']}", response=body)
         except HTTPException as error:  # the status has been sent
-            yield self._event("error", code="server_error", message=error.detail, param=None)
+            yield self.event("error", code="server_error", message=error.detail, param=None)
 
-    def _event(self, kind: str, **more: Any) -> str:
+    def event(self, kind: str, **more: Any) -> str:
+        """A server-sent event."""
         data = {"type": kind, "sequence_number": self._count, **more}
         self._count += 1
         return f"event: {kind}\ndata: {json.dumps(data, ensure_ascii=False)}\n\n"
+
+
+class _StreamedThoughts:
+    """The thoughts of a response, while it is decoded."""
+
+    def __init__(self, response: _Response, reader: AnswerReader | None):
+        """`reader`: None for an answer without thoughts."""
+        self._response = response
+        self._reader = reader
+        self._at = {"output_index": 0, "content_index": 0, "item_id": response.thoughts_id}
+        self.text = ""
+        """Thoughts by now."""
+        self.num_tokens = 0
+        """Tokens of the answer up to the end of the thoughts by now."""
+        self.output: list[dict[str, Any]] = []
+        """The item with the thoughts once they have ended; empty without thoughts."""
+
+    def read(self, delta: TextDelta, sequence: DecodingSequence) -> tuple[TextDelta, list[str]]:
+        """Return the content of a delta, and the events of its thoughts."""
+        if self._reader is None:
+            return delta, []
+        thoughts, content = self._reader.push(delta.text, delta.has_ended)
+        events = []
+        if thoughts:
+            if not self.text:
+                item = self._response.reasoning(None, None)
+                events.append(self._response.event("response.output_item.added", output_index=0, item=item))
+            self.text += thoughts
+            self.num_tokens = delta.num_logprobs
+            events.append(self._response.event("response.reasoning_text.delta", **self._at, delta=thoughts))
+        if self.text and not self.output and (content or delta.has_ended):
+            item = self._response.reasoning(self.text, sequence)
+            if content:
+                item["status"] = "completed"
+            self.output.append(item)
+            events.append(self._response.event("response.reasoning_text.done", **self._at, text=self.text))
+            events.append(self._response.event("response.output_item.done", output_index=0, item=item))
+        return dataclasses.replace(delta, text=content), events
 
 
 def _status(sequence: DecodingSequence | None) -> str:

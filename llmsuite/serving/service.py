@@ -22,7 +22,15 @@ from llmsuite.inference.guided import Guide
 from llmsuite.inference.prefix_cache import PrefixCache
 from llmsuite.inference.prompts import Prompter, read_messages, tool_names
 from llmsuite.inference.sampling import Sampling
-from llmsuite.inference.thoughts import ThoughtReader, has_thoughts, opens_thoughts
+from llmsuite.inference.thoughts import (
+    CHANNEL_TOKENS,
+    AnswerReader,
+    ChannelReader,
+    ThoughtReader,
+    has_channels,
+    has_thoughts,
+    opens_thoughts,
+)
 from llmsuite.serving import protocol
 from llmsuite.serving.bodies import MAX_INLINE_BYTES, ModelOf, validate_body
 from llmsuite.serving.fair_queue import Client, client_of
@@ -166,9 +174,10 @@ class Service:
         self._check_biases(body)
         guide = self._guide(body)
         served_model = self.served_model(body.model)
-        adapter = []
+        adapter = None
         if body.model in self.adapters:
-            adapter = [body.model]
+            adapter = body.model
+        shown = self.shown_tokens(body)
         sequences = []
         if requested is not None and requested > self.limits.max_new_tokens:
             raise UserError(f"{option}: is {requested}; this server gives at most {self.limits.max_new_tokens}")
@@ -181,7 +190,7 @@ class Service:
             sampling = body.sampling(most, num_logprobs, self.defaults)
             for number in range(count):
                 own_guide = guide.copy() if guide is not None else None
-                sequence = served_model.generator.make_sequence(prompt, sampling, number, own_guide, *adapter)
+                sequence = served_model.generator.make_sequence(prompt, sampling, number, own_guide, adapter, shown)
                 sequences.append(sequence)
         return sequences, len(prompts)
 
@@ -249,14 +258,26 @@ class Service:
         if wrong := [token for token in body.logit_bias or () if int(token) >= size]:
             raise UserError(f"logit_bias: has token {wrong[0]}; the model's vocabulary ends at {size - 1}")
 
-    def thought_reader(self, body: ChatRequest, sequence: DecodingSequence) -> ThoughtReader | None:
+    def shown_tokens(self, body: ChatRequest | CompletionRequest) -> tuple[str, ...]:
+        """The special tokens that the text of an answer has, so that `thought_reader` finds the channels of its
+        messages; empty for a model without channels."""
+        if isinstance(body, CompletionRequest) or _has_prescribed_form(body):
+            return ()
+        source = self.served_model(body.model).prompter.template_source
+        return CHANNEL_TOKENS if has_channels(source) else ()
+
+    def thought_reader(self, body: ChatRequest, sequence: DecodingSequence) -> AnswerReader | None:
         """A reader that separates the thoughts of an answer from its content; None where the model writes none.
 
         An answer whose form is prescribed, by a schema or as a call, has no thoughts.
         """
         served_model = self.served_model(body.model)
-        schema = None if body.response_format is None else body.response_format.schema_of_answer
-        if schema is not None or body.has_to_call or not has_thoughts(served_model.prompter.template_source):
+        source = served_model.prompter.template_source
+        if _has_prescribed_form(body):
+            return None
+        if has_channels(source):
+            return ChannelReader()
+        if not has_thoughts(source):
             return None
         end = served_model.generator.tokenizer.decode(sequence.prompt[-_PROMPT_END_TOKENS:], False)
         return ThoughtReader(opens_thoughts(end))
@@ -399,3 +420,9 @@ def _mean_logprob(sequence: DecodingSequence) -> float:
     if not sequence.logprobs:
         return -math.inf
     return sum(token.logprob for token in sequence.logprobs) / len(sequence.logprobs)
+
+
+def _has_prescribed_form(body: ChatRequest) -> bool:
+    """Return True where a schema or a call is the only possible answer."""
+    schema = None if body.response_format is None else body.response_format.schema_of_answer
+    return schema is not None or body.has_to_call

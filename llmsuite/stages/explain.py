@@ -15,8 +15,10 @@ from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.columns import rename_columns
+from llmsuite.data.plain_text import plain_texts
 from llmsuite.data.read import raw_row
-from llmsuite.data.rows import Conversation, Preference, Unpaired, conversations_of
+from llmsuite.data.render_checks import is_plain
+from llmsuite.data.rows import Conversation, Message, Preference, Ranking, Unpaired, conversations_of
 from llmsuite.engine.collator import collate_of
 from llmsuite.engine.data import load_tokenizer, make_stage
 from llmsuite.engine.row_reader import RowReader
@@ -40,6 +42,8 @@ class Explained:
     """True where the tokens of the generation prompt are those before the answer in training."""
     given: tuple[str, ...] = ()
     """Parts that the chat template is given besides the roles and contents of the turns."""
+    has_default_system: bool = False
+    """True where the system turn is that of `data.system`."""
     changed: str | None = None
     """The difference between the rendered conversation and its decoded tokens; None where they are equal."""
 
@@ -76,8 +80,18 @@ def explain(stage: Stage[Any], path: Path, number: int) -> tuple[str, str | None
     counts = DropCounts(path, 1, places=[place])
     samples = stage.make_samples([row], counts)
     if not samples:
-        return place, "; ".join(counts.dropped), []
+        return place, "; ".join([*counts.dropped, *counts.left_out]), []
+    if isinstance(row, Ranking):
+        return place, None, list(_explained_pairs(stage, row))
     return place, None, list(_explained(stage, samples[0], row))
+
+
+def _explained_pairs(stage: Stage[Any], row: Ranking) -> Iterator[Explained]:
+    """The sequences of the pairs of a row with ranked answers, numbered from 1. Pairs that are left out are skipped."""
+    for number, pair in enumerate(row.pairs(stage.context.data.ranked_pairs), 1):
+        for sample in stage.make_samples([pair], DropCounts(Path(), 1)):
+            for found in _explained(stage, sample, pair):
+                yield dataclasses.replace(found, name=f"{found.name} of pair {number}")
 
 
 def made_of(stage: Stage[Any], path: Path, place: str) -> list[tuple[str, str, Any]]:
@@ -87,6 +101,21 @@ def made_of(stage: Stage[Any], path: Path, place: str) -> list[tuple[str, str, A
         return []
     row = rename_columns(raw_row(path, place), columns)
     return [(field, source, row[field]) for field, source in columns.items()]
+
+
+def use_of(stage: Stage[Any], path: Path, number: int) -> str | None:
+    """The use of a row of `data.train` with `data.sample` or `data.holdout`; None where every row is trained on."""
+    reader = stage.reader
+    data = stage.context.data
+    if not isinstance(reader, RowReader) or (data.sample is None and data.holdout is None):
+        return None
+    files = [path, *reader.mixed_files().values()]
+    train, held_out = reader.choose_rows([len(reader.read_rows(file)) for file in files])
+    if number - 1 in held_out[0]:
+        return f"is held out for evaluation by data.holdout {data.holdout}"
+    if number - 1 in train[0]:
+        return "is trained on"
+    return f"is not used: it is not among the rows of data.sample {data.sample}"
 
 
 def _check_number(number: int, count: int, what: str) -> None:
@@ -108,6 +137,9 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         for sequence in sequences:
             yield Explained("", sequence, ["text"] * len(sequence.ids), None, True)
         return
+    if is_plain(row):
+        yield _plain(tokenizer, conversations[0][1], sequences[0])
+        return
     template = stage.context.template()
     for (name, conversation), sequence in zip(conversations, sequences):
         roles = _roles(template, tokenizer, conversation, sequence)
@@ -116,7 +148,23 @@ def _explained(stage: Stage[Any], sample: Any, row: Any) -> Iterator[Explained]:
         before_answer = sequence.ids[: supervised[0]].tolist() if len(supervised) else []
         changed = _changed(_full_text(template, conversation), tokenizer)
         matches = prompt == before_answer
-        yield Explained(name, sequence, roles, len(prompt), matches, _given(template, conversation), changed)
+        given = _given(template, conversation)
+        system = stage.context.data.system
+        is_default = system is not None and Message("system", system) in conversation.messages
+        yield Explained(name, sequence, roles, len(prompt), matches, given, is_default, changed)
+
+
+def _plain(tokenizer: Any, conversation: Conversation, sequence: SupervisedSequence) -> Explained:
+    """A row of plain text; its tokens are of the prompt or of the answer."""
+    prompt, text = plain_texts(conversation)
+    begin = int(np.argmax(sequence.weights > 0))
+    changed = _changed(text, tokenizer)
+    if not prompt:
+        return Explained("", sequence, ["text"] * len(sequence.ids), None, True, (), False, changed)
+    roles = ["prompt"] * begin + ["answer"] * (len(sequence.ids) - begin)
+    given = tokenizer.with_special_tokens(tokenizer.encode(prompt))
+    matches = given == sequence.ids[:begin].tolist()
+    return Explained("", sequence, roles, len(given), matches, (), False, changed)
 
 
 def _conversations(row: Any) -> list[tuple[str, Conversation]]:
@@ -139,6 +187,8 @@ def _given(template: ChatTemplate, conversation: Conversation) -> tuple[str, ...
     if conversation.tools:
         names = [tool["function"]["name"] for tool in json.loads(conversation.tools)]
         found.append(f"tools {', '.join(names)}")
+    dropped = template.dropped_thoughts(conversation)
+    found += [f"thoughts of messages[{i}], which it leaves out" for i in dropped]
     found += [f"{name} = {json.dumps(value)}" for name, value in template.kwargs_of(conversation).items()]
     return tuple(found)
 

@@ -26,7 +26,7 @@ from llmsuite.data.faults import Faults
 from llmsuite.data.keys import ALL, ColumnRules
 from llmsuite.data.read import data_files, first_rows
 from llmsuite.data.remote import is_remote, saved_rows
-from llmsuite.data.render_checks import check_rendered
+from llmsuite.data.render_checks import check_rendered, is_plain
 from llmsuite.data.row_converter import RowConverter
 from llmsuite.data.row_kinds import is_accepted, other_kinds
 from llmsuite.data.rows import Message, Prompt
@@ -136,6 +136,7 @@ class _RowChecker:
         self._registry = registry
         stage = train_plan.stage
         self._row_kind = stage.row_kind if isinstance(stage, StageSpec) else ""
+        self._capabilities = stage.capabilities
         self._data = data_plan.section.__dict__
         self._columns: Mapping[str, str] = self._data["columns"]
         self._skips = self._data.get("on_bad_row") == "skip"
@@ -172,7 +173,7 @@ class _RowChecker:
         if isinstance(rewards, RewardSection):
             num_rows = _ROWS_FOR_REWARDS
         rows = self._converted(given, path, num_rows)
-        template = self._template()
+        template = None if rows and is_plain(rows[0][1]) else self._template()
         if rows and template is not None and not self._skips:
             where, row = rows[0]
             _at(where, lambda: check_rendered(template, row))
@@ -329,7 +330,14 @@ class _RowChecker:
     def _conversion(self) -> RowConverter:
         formats = self._registry.data_formats
         readers = self._registry.stages_by_row_kind()
-        columns = ColumnRules(self._columns, self._data["ignore_columns"], fill=self._data["fill"])
+        columns = ColumnRules(
+            self._columns,
+            self._data["ignore_columns"],
+            self._data.get("text_template"),
+            self._capabilities,
+            self._data.get("system"),
+            self._data.get("fill") or {},
+        )
         return RowConverter(self._row_kind, self._data["format"], formats, columns, readers)
 
 

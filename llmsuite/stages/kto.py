@@ -83,7 +83,7 @@ class KtoStage(Stage[LabelledAnswer]):
                 counts.drop("with an empty answer", number)
                 continue
             try:
-                texts += [template.split(conversation) for conversation in conversations_of(row)]
+                texts += template.splits(conversations_of(row))
                 kept.append((number, row))
             except UserError as error:
                 counts.bad(number, str(error))

@@ -198,7 +198,9 @@ def add_mtp_loss(terms: LossTerms, mtp_loss: Tensor, mtp_weight: float) -> LossT
     return LossTerms(terms.total + mtp_weight * mtp_loss, terms.weight, sums)
 
 
-def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0, has_shares: bool = True) -> LossTerms:
+def weighted_loss(
+    model: Any, batch: Batch, mtp_weight: float = 0.0, has_shares: bool = True, is_dft: bool = False
+) -> LossTerms:
     """Sum over the tokens of weight times negative log-probability. Logits are computed only at positions with a
     target; in a program at all positions, as its shapes are static.
 
@@ -207,6 +209,9 @@ def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0, has_shares:
     With `has_shares` the metric `tokens/likely` is the share of tokens with a probability above 1/2. Greedy decoding
     certainly picks these, so it is a lower bound of `tokens/accuracy`, the share that greedy decoding picks, which only
     evaluations compute.
+
+    With `is_dft` the loss of a token is `dft` of its negative log-probability, and the metric `nll` is the mean of the
+    latter. The MTP loss stays as it is.
     """
     mtp_loss = is_picked = None
     if mtp_weight:
@@ -227,5 +232,18 @@ def weighted_loss(model: Any, batch: Batch, mtp_weight: float = 0.0, has_shares:
         if is_picked is not None:
             shares["tokens/accuracy"] = is_picked
     sums = {name: ((share * weights).sum(), weight) for name, share in shares.items()}
-    terms = LossTerms((nll * weights).sum(), weight, sums)
+    losses = nll
+    if is_dft:
+        losses = dft(nll)
+        sums["nll"] = (nll.detach() * weights).sum(), weight
+    terms = LossTerms((losses * weights).sum(), weight, sums)
     return terms if mtp_loss is None else add_mtp_loss(terms, mtp_loss, mtp_weight)
+
+
+def dft(nll: Tensor) -> Tensor:
+    """p (-log p), with no gradient through the factor p: Wu et al. 2025, dynamic fine-tuning, arXiv 2508.05629, eq. 9.
+
+    Args:
+        nll: negative log-probabilities -log p of tokens, of any shape.
+    """
+    return nll * (-nll.detach()).exp()

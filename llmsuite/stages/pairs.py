@@ -10,7 +10,7 @@ import numpy as np
 
 from llmsuite.base.errors import UserError
 from llmsuite.data.render_checks import same_answers
-from llmsuite.data.rows import Preference, conversations_of
+from llmsuite.data.rows import Preference, Ranking, conversations_of
 from llmsuite.engine.row_reader import PackingReader
 from llmsuite.engine.stage import DropCounts, Stage, StageContext
 from llmsuite.stages.answers import Answer, ensure_eos
@@ -23,6 +23,8 @@ class Pair:
     prompt: list[int]
     chosen: list[int]
     rejected: list[int]
+    margin: float | None = None
+    """Of `Preference`."""
 
     @property
     def answers(self) -> tuple[Answer, Answer]:
@@ -52,46 +54,64 @@ class PairStage(Stage["Pair | Pairs"]):
         super().__init__(section, context)
         self._max_length = context.data.max_length
         self._is_packed = context.data.packing == "best_fit"
+        self._ranked_pairs = context.data.ranked_pairs
         self._template = context.template()
         if self._is_packed:
             self.reader = PackingReader(self, self._max_length, join)
 
-    def make_samples(self, rows: Sequence[Preference], counts: DropCounts) -> list[Pair]:
+    def make_samples(self, rows: Sequence[Preference | Ranking], counts: DropCounts) -> list[Pair]:
         """Pairs whose answers differ and fit. Nothing is truncated: the model would not learn to end a truncated
-        answer."""
+        answer.
+
+        A row with ranked answers has several pairs; those that cannot be used are left out of it, and it is dropped
+        where none is left.
+        """
+        candidates = [(number, pair) for number, row in enumerate(rows) for pair in self._pairs_of(row)]
         texts: list[tuple[str, str]] = []
-        kept: list[int] = []
-        template = self._template.prerender_splits(both for row in rows for both in conversations_of(row))
-        for number, row in enumerate(rows):
-            if same_answers(row):
-                counts.drop("with chosen equal to rejected", number)
-            elif row.chosen.is_empty or row.rejected.is_empty:
-                counts.drop("with an empty answer", number)
+        kept: list[tuple[int, Preference]] = []
+        reasons = _Reasons(rows, counts)
+        template = self._template.prerender_splits(both for _, pair in candidates for both in conversations_of(pair))
+        for number, pair in candidates:
+            if same_answers(pair):
+                reasons.add(number, "with chosen equal to rejected")
+            elif pair.chosen.is_empty or pair.rejected.is_empty:
+                reasons.add(number, "with an empty answer")
             else:
                 try:
-                    texts += [template.split(conversation) for conversation in conversations_of(row)]
-                    kept.append(number)
+                    texts += template.splits(conversations_of(pair))
+                    kept.append((number, pair))
                 except UserError as error:
-                    counts.bad(number, str(error))
+                    reasons.add_fault(number, str(error))
         encoded = self.context.encode_answers(texts)
-        eos = self.context.tokenizer.eos_id
         pairs = []
-        for number, (prompt, chosen), (_, rejected) in zip(kept, encoded[::2], encoded[1::2]):
-            pair = Pair(prompt, ensure_eos(chosen, eos), ensure_eos(rejected, eos))
-            if pair.chosen == pair.rejected:  # different texts, but the tokenizer maps them to the same ids
-                counts.drop("with chosen equal to rejected", number)
-            elif not pair.prompt:
-                counts.drop("with a prompt of no tokens (nothing would predict the answer)", number)
-            elif pair.chosen.count(eos) > 1 or pair.rejected.count(eos) > 1:
-                counts.drop("with the end-of-sequence token inside an answer", number)
-            elif len(pair.prompt) >= self._max_length:
-                counts.drop(f"with a prompt of {self._max_length} tokens or more (all masked)", number)
-            elif max(map(len, pair.answers)) > self._max_length:
-                reason = f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)"
-                counts.drop(reason, number)
-            else:
-                pairs.append(pair)
+        for (number, row), (prompt, chosen), (_, rejected) in zip(kept, encoded[::2], encoded[1::2]):
+            pair_ids = self._pair(row, prompt, chosen, rejected)
+            if isinstance(pair_ids, str):
+                reasons.add(number, pair_ids)
+            elif number not in reasons.faulty:
+                pairs.append(pair_ids)
+                reasons.add_sample(number)
+        reasons.finish()
         return pairs
+
+    def _pairs_of(self, row: Preference | Ranking) -> list[Preference]:
+        return row.pairs(self._ranked_pairs) if isinstance(row, Ranking) else [row]
+
+    def _pair(self, row: Preference, prompt: list[int], chosen: list[int], rejected: list[int]) -> Pair | str:
+        """The pair of a row as token ids, or the reason why it cannot be used."""
+        eos = self.context.tokenizer.eos_id
+        pair = Pair(prompt, ensure_eos(chosen, eos), ensure_eos(rejected, eos), row.margin)
+        if pair.chosen == pair.rejected:  # different texts, but the tokenizer maps them to the same ids
+            return "with chosen equal to rejected"
+        if not pair.prompt:
+            return "with a prompt of no tokens (nothing would predict the answer)"
+        if pair.chosen.count(eos) > 1 or pair.rejected.count(eos) > 1:
+            return "with the end-of-sequence token inside an answer"
+        if len(pair.prompt) >= self._max_length:
+            return f"with a prompt of {self._max_length} tokens or more (all masked)"
+        if max(map(len, pair.answers)) > self._max_length:
+            return f"longer than data.max_length {self._max_length} (the end of an answer would be cut off)"
+        return pair
 
     @property
     def _slots(self) -> int:
@@ -117,3 +137,44 @@ def chosen_then_rejected(samples: Sequence[Pair | Pairs]) -> list[list[Answer]]:
         for sample in samples:
             rows.append([pair.answers[side] for pair in sample.pairs])
     return rows
+
+
+class _Reasons:
+    """Counts of the rows and pairs that are not used."""
+
+    def __init__(self, rows: Sequence[Preference | Ranking], counts: DropCounts):
+        self._rows = rows
+        self._counts = counts
+        self.faulty: set[int] = set()
+        """Numbers of the rows that the template refuses."""
+        self._sample_rows: list[int] = []
+        """For each sample, the number of its row."""
+
+    def add(self, number: int, reason: str) -> None:
+        """Count a pair of row `number` that cannot be used."""
+        if isinstance(self._rows[number], Ranking):
+            self._counts.leave_out(reason)
+        else:
+            self._counts.drop(reason, number)
+
+    def add_fault(self, number: int, reason: str) -> None:
+        """Count a row as faulty, once. Raises UserError unless faulty rows are skipped."""
+        if number not in self.faulty:
+            self.faulty.add(number)
+            self._counts.bad(number, reason)
+
+    def add_sample(self, number: int) -> None:
+        """Count a pair of row `number` that is used."""
+        self._sample_rows.append(number)
+
+    def finish(self) -> None:
+        """Count the rows with ranked answers of which nothing is used."""
+        ranked = {number for number, row in enumerate(self._rows) if isinstance(row, Ranking)}
+        if not ranked:
+            return
+        self._counts.sample_rows = self._sample_rows
+        used = ranked.intersection(self._sample_rows)
+        for number in sorted(ranked - used - self.faulty):
+            self._counts.drop("with ranked answers that make no pair", number)
+        self._counts.num_ranked += len(used)
+        self._counts.num_pairs += sum(number in ranked for number in self._sample_rows)

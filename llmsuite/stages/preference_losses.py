@@ -71,7 +71,7 @@ def _log_odds(logp: Tensor) -> Tensor:
     return logp - paddle.log(-paddle.expm1(logp))
 
 
-def bradley_terry(chosen: Tensor, rejected: Tensor, margin: float = 0.0) -> Tensor:
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor | float = 0.0) -> Tensor:
     """-log s(c - r - margin), of scores [P]: Bradley and Terry 1952; Ouyang et al. 2022, arXiv 2203.02155, eq. 1; with
     a margin, Touvron et al. 2023, Llama 2, arXiv 2307.09288, eq. 2."""
     return -F.log_sigmoid(chosen - rejected - margin)

@@ -13,8 +13,7 @@ Shapes: B sequences, L length, D hidden.
 from __future__ import annotations
 
 import functools
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +51,9 @@ class CorpusReader(SampleReader[np.ndarray]):
         self._key = text_key(self._columns, section.key)
         self._is_masked = section.document_mask
 
-    def read_all(self, train: Path, evaluation: Path | None) -> tuple[Sequence[np.ndarray], Sequence[np.ndarray]]:
+    def read_all(
+        self, train: Path, evaluations: Mapping[str, Path]
+    ) -> tuple[Sequence[np.ndarray], Mapping[str, Sequence[np.ndarray]]]:
         """Windows of the files for training and for evaluation; `pretrain.split` may hold back a part for
         evaluation."""
         corpora: list[tuple[Path, float | None]] = [(train, 1.0)]
@@ -62,16 +63,18 @@ class CorpusReader(SampleReader[np.ndarray]):
         for path, _ in corpora:
             corpus = self._corpus(path)
             tokens = corpus.tokens
-            if self._split is not None and evaluation is None:
+            if self._split is not None and not evaluations:
                 begin, end = (corpus.first_token(n) for n in split_bounds(corpus.num_documents, self._split))
                 held_back.append(self._windows(tokens[begin:end], f"the evaluation part of {path}"))
                 tokens = tokens[:begin]
             parts.append(self._windows(tokens, str(path)))
         weights = [weight for _, weight in corpora]
         samples: Sequence[np.ndarray] = parts[0] if len(parts) == 1 else Mixture(parts, weights)
-        if evaluation is not None:
-            held_back = [self._windows(self._corpus(evaluation).tokens, str(evaluation))]
-        return samples, self._evaluated(held_back)
+        found = {
+            name: self._evaluated([self._windows(self._corpus(path).tokens, str(path))])
+            for name, path in evaluations.items()
+        }
+        return samples, found or {"": self._evaluated(held_back)}
 
     def read(self, path: Path) -> TokenWindows:
         """Windows of one file."""
@@ -83,9 +86,12 @@ class CorpusReader(SampleReader[np.ndarray]):
         return np.diff([corpus.first_token(number) for number in range(corpus.num_documents + 1)])
 
     def digest(self, path: Path) -> str:
-        """Digest of the tokens of a file and of the corpora in `pretrain.mix`."""
-        digests = [self._corpus(found).digest() for found in (path, *map(self._mixed_file, self._mix))]
-        return hashlib.sha256("".join(digests).encode()).hexdigest()
+        """Digest of the tokens of a file."""
+        return self._corpus(path).digest()
+
+    def mixed_files(self) -> dict[str, Path]:
+        """Files of `pretrain.mix`."""
+        return {f"pretrain.mix {name}": self._mixed_file(name) for name in self._mix}
 
     @functools.cache  # noqa: B019  (one reader a run)
     def _corpus(self, path: Path) -> IndexedCorpus:

@@ -1,7 +1,7 @@
 """Reward model: a score for each answer, higher for the better of two (Ouyang et al. 2022, arXiv 2203.02155).
 
 rows -> token ids of prompt, chosen and rejected answer -> one forward pass over both answers -> score of the last token
-of each, its end of sequence -> loss of the difference
+of each, its end of sequence -> loss of the difference, less the margin of the pair
 
 Shapes: P pairs, A = 2 P answers (chosen first), L length, D hidden.
 """
@@ -42,10 +42,13 @@ class RmStage(PairStage):
         one_row = self.context.padding_free
         answers = list(itertools.chain(*rows))
         rows = [answers] if one_row else rows
+        given = [pair.margin for sample in samples for pair in sample.pairs]
+        margins = [self._margin if margin is None else margin for margin in given]
         packed = pack_inputs(rows, self.context.tokenizer.pad_id, self.context.length_multiple, one_row)
         return packed.batch | {
             "positions": np.array([positions[-1] for positions in packed.positions]),
             "owners": np.arange(len(answers)),
+            "margins": np.array(margins, "float32"),
             "pair_weights": np.ones(len(answers) // 2, "float32"),
             "weight": len(answers) / 2,
             "num_tokens": sum(map(len, answers)),
@@ -54,13 +57,15 @@ class RmStage(PairStage):
 
     @property
     def batch_layout(self) -> BatchLayout:
-        return BatchLayout(pairs=["pair_weights"], has_pairs=True, has_documents=self._is_packed, slots=self._slots)
+        return BatchLayout(
+            pairs=["margins", "pair_weights"], has_pairs=True, has_documents=self._is_packed, slots=self._slots
+        )
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
         """Sum over the pairs, each with weight 1."""
         last = hidden_of_answers(model, batch)  # [A, D]
         chosen, rejected = split_pairs(model.scores(last), batch)
-        losses = bradley_terry(chosen, rejected, self._margin)
+        losses = bradley_terry(chosen, rejected, tensor(batch, "margins"))
         if self._centering:
             losses = losses + self._centering * (chosen + rejected).square()
         observed = {

@@ -99,7 +99,8 @@ class RmSection(Section):
     """Reward model: a score for each answer, such that chosen answers score higher than rejected ones."""
 
     margin: NonNegativeFloat = 0.0
-    """Margin by which a chosen answer should score higher (Touvron et al. 2023, arXiv 2307.09288, eq. 2)."""
+    """Margin by which a chosen answer should score higher (Touvron et al. 2023, arXiv 2307.09288, eq. 2), in
+    rows without a column `margin`."""
     center_rewards: NonNegativeFloat = 0.0
     """Weight of a centering term: the square of the sum of both scores, which keeps them around 0 (Eisenstein et al.
     2023, arXiv 2312.09244)."""
@@ -148,9 +149,13 @@ class SftSection(Section):
 
     truncate: bool = False
     """Truncate conversations to data.max_length tokens instead of dropping them. Either is counted and reported."""
+    loss: Literal["nll", "dft"] = "nll"
+    """Loss of a token. nll: its negative log-probability; dft: that times its probability, without a gradient through
+    the latter (dynamic fine-tuning, Wu et al. 2025, arXiv 2508.05629)."""
 
     def profile(self) -> StageProfile:
-        return StageProfile(sums=("tokens/likely",), evaluates=loss_metrics("tokens/accuracy"))
+        sums = ("tokens/likely", "nll") if self.loss == "dft" else ("tokens/likely",)
+        return StageProfile(sums=sums, evaluates=loss_metrics("tokens/accuracy"))
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -263,6 +268,9 @@ class PretrainSection(Section):
     def unused_elsewhere(self) -> Iterator[tuple[str, str]]:
         yield "data.format", "has no effect in stage pretrain, which reads documents; remove it"
         yield "data.mix", "has no effect in stage pretrain, which uses pretrain.mix; set that instead"
+        yield "data.holdout", "has no effect in stage pretrain, which uses pretrain.split; set that instead"
+        yield "data.sample", "has no effect in stage pretrain, whose samples are no rows; remove it"
+        yield "data.system", "has no effect in stage pretrain, which renders no conversations; remove it"
         yield "data.ignore_columns", "has no effect in stage pretrain, which reads one column; remove it"
         yield "data.fill", "has no effect in stage pretrain, which reads documents; remove it"
         yield "data.chat_template_kwargs", "has no effect in stage pretrain, which renders no conversations; remove it"

@@ -1,10 +1,13 @@
-"""Supervised fine-tuning on the assistant's turns of conversations, each conditioned on all earlier turns.
+"""Supervised fine-tuning on the assistant's turns of conversations, each conditioned on all earlier turns, or on plain
+text.
 
 rows -> text before and after each supervised turn -> token ids with a loss mask on those turns -> next-token loss
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -12,6 +15,8 @@ from typing import Any
 import numpy as np
 
 from llmsuite.base.errors import UserError
+from llmsuite.data.chat_template import ChatTemplate
+from llmsuite.data.plain_text import plain_texts
 from llmsuite.data.render_checks import has_answers
 from llmsuite.data.rows import Conversation
 from llmsuite.engine.row_reader import PackingReader
@@ -23,6 +28,23 @@ from llmsuite.stages.sections import SftSection
 
 class Unusable(Exception):
     """The reason for which a conversation cannot be trained on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Rendered:
+    """A conversation as texts."""
+
+    number: int
+    """Number of its row, from 0."""
+    row: Conversation
+    turns: list[tuple[str, str]]
+    """The text before each supervised turn, and that text with the turn; none for a row without answers."""
+    weights: list[float]
+    """Weight of each of these turns."""
+    thoughts: list[tuple[str, str] | None]
+    """`ChatTemplate.thought_texts` of the turns, where thoughts are not supervised."""
+    is_forgetful: bool = False
+    """True where the template leaves out the thoughts of some turn."""
 
 
 class SftStage(GeneratingStage[WeightedTokens]):
@@ -37,51 +59,108 @@ class SftStage(GeneratingStage[WeightedTokens]):
         self._truncate = section.truncate
         self._max_length = context.data.max_length
         self._is_packed = context.data.packing == "best_fit"
-        self._template = context.template()
         self._supervises_thoughts = context.data.supervise_thoughts
+        self._is_dft = section.loss == "dft"
         self._mtp_weight = context.train.mtp_loss_weight
         self._has_prompt_lengths = context.reft.rank is not None
         if self._is_packed:
             self.reader = PackingReader(self, self._max_length, language_model.join)
 
+    @functools.cached_property
+    def _template(self) -> ChatTemplate:
+        """The chat template, which rows of plain text do not need."""
+        return self.context.template()
+
     def make_samples(self, rows: Sequence[Conversation], counts: DropCounts) -> list[WeightedTokens]:
         """The conversations that fit. A row that the chat template cannot render is counted as a bad one, which raises
         UserError with its line unless bad rows are to be skipped."""
-        turns: list[list[tuple[str, str]]] = []
-        thoughts: list[list[tuple[str, str] | None]] = []
-        rendered: list[tuple[int, Conversation]] = []
-        template = self._template.prerender_turns(filter(has_answers, rows))
+        rendered: list[_Rendered] = []
+        template = self._prerendered(rows)
         for number, row in enumerate(rows):
             try:
-                texts = template.supervised_turns(row) if has_answers(row) else []
-                thoughts.append([] if self._supervises_thoughts else template.thought_texts(row, texts))
-                turns.append(texts)
-                rendered.append((number, row))
+                rendered.append(self._rendered(template, number, row))
+                counts.forgetful += rendered[-1].is_forgetful
             except UserError as error:
                 counts.bad(number, str(error))
-        encoded = iter(self.context.encode_answers([texts for row in turns for texts in row]))
-        unsupervised = iter(self.context.encode([text for row in thoughts for texts in row for text in texts or ()]))
+        encoded = iter(self.context.encode_answers([texts for each in rendered for texts in each.turns]))
+        thoughts = [text for each in rendered for texts in each.thoughts for text in texts or ()]
+        unsupervised = iter(self.context.encode(thoughts))
         samples = []
-        for (number, row), texts, spans in zip(rendered, turns, thoughts):
-            parts = [next(encoded) for _ in texts]
-            borders = [(next(unsupervised), next(unsupervised)) for span in spans if span is not None]
+        for each in rendered:
+            parts = [next(encoded) for _ in each.turns]
+            borders = [(next(unsupervised), next(unsupervised)) for span in each.thoughts if span is not None]
             try:
-                if not has_answers(row):
-                    raise Unusable("with no supervised turn of the assistant, or an empty one")
-                sample = _mask_thoughts(self._join(parts), borders)
+                sample = self._sample(each, parts, borders)
                 if len(sample.ids) > self._max_length:
                     sample = self._cut(sample)
                     counts.cut += 1
                 samples.append(sample)
             except Unusable as reason:
-                counts.drop(str(reason), number)
+                counts.drop(str(reason), each.number)
         return samples
 
-    def _join(self, encoded: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:
-        """One sequence, from the token ids before each supervised turn and those of the turn."""
+    def _prerendered(self, rows: Sequence[Conversation]) -> ChatTemplate | None:
+        """The chat template with all that `_rendered` needs; None where no row needs a template, as the tokenizer may
+        have none."""
+        turns = [row for row in rows if not row.is_plain]
+        if not turns:
+            return None
+        return self._template.prerender_turns(filter(has_answers, turns))
+
+    def _rendered(self, template: ChatTemplate | None, number: int, row: Conversation) -> _Rendered:
+        """The texts of row `number`. Raises UserError when the template refuses it."""
+        if not has_answers(row):
+            return _Rendered(number, row, [], [], [])
+        if row.is_plain:
+            return _Rendered(number, row, [plain_texts(row)], [1.0], [])
+        assert template is not None
+        turns = template.supervised_turns(row)
+        weights = [1.0] * len(turns)
+        if row.weights:
+            weights = [row.weight(i) for i in template.numbers_of(row, turns)]
+        thoughts = [] if self._supervises_thoughts else template.thought_texts(row, turns)
+        return _Rendered(number, row, turns, weights, thoughts, bool(template.dropped_thoughts(row)))
+
+    def _sample(
+        self,
+        rendered: _Rendered,
+        parts: Sequence[tuple[list[int], list[int]]],
+        borders: Sequence[tuple[list[int], list[int]]],
+    ) -> WeightedTokens:
+        """The sample of a conversation. Raises Unusable.
+
+        Args:
+            rendered: its texts.
+            parts: the token ids before each supervised turn and those of the turn.
+            borders: of `_mask_thoughts`.
+        """
+        if not parts:
+            raise Unusable("with no supervised turn of the assistant, or an empty one")
+        if rendered.row.is_plain:
+            return self._plain(*parts[0])
+        return _mask_thoughts(self._join(parts, rendered.weights), borders)
+
+    def _plain(self, prompt: list[int], answer: list[int]) -> WeightedTokens:
+        """One sequence of plain text, with the special tokens that the tokenizer puts in front of a text, as in a
+        prompt of generation, and the end-of-sequence token after it. A first token is not supervised."""
+        eos = self.context.tokenizer.eos_id
+        if prompt and eos in answer[:-1]:  # a whole text may have documents of its own
+            raise Unusable("with the end-of-sequence token inside an answer")
+        ids = self.context.tokenizer.with_special_tokens([*prompt, *answer])
+        begin = len(ids) - len(answer)
+        if answer[-1:] != [eos]:
+            ids.append(eos)
+        weights = np.zeros(len(ids), dtype="float32")
+        weights[max(begin, 1) :] = 1
+        if not weights.any():
+            raise Unusable("with a single token (no token would predict it)")
+        return WeightedTokens(np.array(ids, dtype="int32"), weights)
+
+    def _join(self, encoded: Sequence[tuple[list[int], list[int]]], turn_weights: Sequence[float]) -> WeightedTokens:
+        """One sequence, from the token ids before each supervised turn and those of the turn, and its weights."""
         ids: list[int] = []
-        weights: list[int] = []
-        for i, (before, answer) in enumerate(encoded):
+        weights: list[float] = []
+        for i, ((before, answer), weight) in enumerate(zip(encoded, turn_weights)):
             if not before:
                 raise Unusable("with nothing before the first answer (no token would predict it)")
             # the conversation up to an answer has to be a prefix of the next one, else a token spans the border, and
@@ -89,7 +168,7 @@ class SftStage(GeneratingStage[WeightedTokens]):
             if before[: len(ids)] != ids:
                 raise Unusable("with an answer that is tokenized differently when the conversation continues")
             answer = self._end(answer, is_last=i == len(encoded) - 1)
-            weights += [0] * (len(before) - len(ids)) + [1] * len(answer)
+            weights += [0] * (len(before) - len(ids)) + [weight] * len(answer)
             ids = before + answer
         return WeightedTokens(np.array(ids, dtype="int32"), np.array(weights, dtype="float32"))
 
@@ -145,8 +224,8 @@ class SftStage(GeneratingStage[WeightedTokens]):
         return BatchLayout(tokens=["weights"], has_documents=self._is_packed)
 
     def loss(self, model: Any, batch: Batch) -> LossTerms:
-        """Sum over the supervised tokens, each with weight 1."""
-        return language_model.weighted_loss(model, batch, self._mtp_weight)
+        """Sum over the supervised tokens, each with the weight of its turn."""
+        return language_model.weighted_loss(model, batch, self._mtp_weight, is_dft=self._is_dft)
 
 
 def _mask_thoughts(sample: WeightedTokens, borders: Sequence[tuple[list[int], list[int]]]) -> WeightedTokens:

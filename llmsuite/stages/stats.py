@@ -14,8 +14,10 @@ from llmsuite.data.lazy_sequences import lengths_of
 from llmsuite.data.loader import BatchSampler, SampleOrder
 from llmsuite.data.packing import best_fit
 from llmsuite.engine.collator import Collate, collate_of
+from llmsuite.engine.row_reader import RowReader
 from llmsuite.engine.stage import DropCounts, Stage
 from llmsuite.engine.supervision import supervised_sequences
+from llmsuite.recipe.plans import DataPlan
 from llmsuite.stages.pretrain import CorpusReader
 
 
@@ -23,7 +25,8 @@ from llmsuite.stages.pretrain import CorpusReader
 class FileStats:
     """Statistics of one file."""
 
-    path: Path
+    path: str
+    """Path of the file, with the part of its rows where it is split."""
     counts: DropCounts | None
     """Rows read and dropped; None for text without skipped documents."""
     what: str
@@ -55,13 +58,35 @@ def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> Fil
     """
     reader = stage.reader
     samples = reader.read(path)
+    counts = reader.counts.get(path)
     if isinstance(reader, CorpusReader):
         lengths = reader.document_lengths(path)
         supervised = len(samples) * stage.context.data.max_length
-        counts = reader.counts.get(path)
         return FileStats(
-            path, counts, "documents", lengths, len(samples), int(lengths.sum()), supervised, 0, None, None
+            str(path), counts, "documents", lengths, len(samples), int(lengths.sum()), supervised, 0, None, None
         )
+    return _row_stats(stage, str(path), samples, counts, padding_free)
+
+
+def data_stats(stage: Stage[Any], data_plan: DataPlan, padding_free: bool = False) -> list[FileStats]:
+    """Statistics of the data of a run: of `data.train` and of the evaluation data; parameters as of `file_stats`. Rows
+    that are held out, and those that are left for training, are counted apart."""
+    reader = stage.reader
+    data = data_plan.section
+    found = []
+    if isinstance(reader, RowReader) and (data.holdout is not None or data.sample is not None):
+        parts, held_out = reader.read_parts(data_plan.train_path)
+        for part in (parts[0], *held_out):
+            name = f"{part.path}{part.counts.part}"
+            found.append(_row_stats(stage, name, part.samples, part.counts, padding_free))
+    else:
+        found.append(file_stats(stage, data_plan.train_path, padding_free))
+    return found + [file_stats(stage, path, padding_free) for path in data_plan.eval_paths.values()]
+
+
+def _row_stats(
+    stage: Stage[Any], path: str, samples: Sequence[Any], counts: DropCounts | None, padding_free: bool
+) -> FileStats:
     collate = collate_of(stage)
     sizes = []
     tokens = []
@@ -81,7 +106,7 @@ def file_stats(stage: Stage[Any], path: Path, padding_free: bool = False) -> Fil
         packed = _packing(stage, samples)
     return FileStats(
         path=path,
-        counts=reader.counts.get(path),
+        counts=counts,
         what="sequences",
         lengths=np.array(tokens),
         num_samples=len(samples),
@@ -168,7 +193,7 @@ def plot_lengths(found: Sequence[FileStats], max_length: int, path: Path) -> Non
     for axes, stats in zip(figure.subplots(len(found), squeeze=False)[:, 0], found):
         axes.hist(stats.lengths, bins=_edges(stats.lengths, 50))
         axes.axvline(max_length, color="black", linestyle="--", label=f"data.max_length {max_length}")
-        axes.set(title=str(stats.path), xlabel="tokens", ylabel=stats.what)
+        axes.set(title=stats.path, xlabel="tokens", ylabel=stats.what)
         axes.legend()
     try:
         figure.savefig(path, dpi=120)

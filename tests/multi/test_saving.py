@@ -56,6 +56,24 @@ def test_touching_save_now_saves_at_the_next_step(runner: Runner, ranks: int) ->
     assert sorted(p.name for p in (run / "checkpoints").glob("step-*")) == sorted({f"step-{step}", f"step-{last}"})
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_touching_stop_now_stops_after_the_step(runner: Runner, ranks: int) -> None:
+    name = f"stopped-{ranks}"
+    steps = "--train.max_steps=20000", "--checkpoint.save_steps=1000", *SMALL
+    process = runner.start_fork(*runner.smoke(name, *MESHES[ranks], *steps))
+    run = runner.directory / name
+    runner.wait_for_step(name, 2, process)
+    (run / "stop-now").touch()
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    assert not (run / "stop-now").exists()
+    last = runner.metrics(name)[-1]["step"]
+    assert 2 < last < 20000
+    assert (run / "checkpoints/latest").read_text() == f"step-{last}\n"
+    event = json.loads((run / "events.jsonl").read_text().splitlines()[-1])
+    assert (event["event"], event["step"]) == ("stopped", last)
+
+
 def test_the_best_checkpoint_is_kept_on_every_mesh(runner: Runner) -> None:
     words = ("--train.eval_steps=1", "--checkpoint.best_metric=eval/rewards/accuracy")
     words = (*words, "--checkpoint.best_is=highest", "--train.learning_rate=0.01")

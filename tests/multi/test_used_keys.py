@@ -28,7 +28,12 @@ INERT = {
     "train.max_bad_steps", "train.min_lr_ratio", "train.on_spike", "train.weight_decay",
 }  # fmt: skip
 """Keys that are read also where they have no effect, as their defaults change nothing."""
-BY_CAPABILITY = {"data.packing": "packing", "data.supervise_thoughts": "thoughts"}
+BY_CAPABILITY = {
+    "data.packing": "packing",
+    "data.ranked_pairs": "ranked",
+    "data.supervise_thoughts": "thoughts",
+    "data.text_template": "plain_text",
+}
 """Key -> the capability without which a rule refuses it."""
 OF_EXPERTS = {"train.expert_balance_loss", "train.expert_bias_rate"}
 """Keys that a rule refuses for families without experts."""

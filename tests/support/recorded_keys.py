@@ -53,6 +53,11 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--train.lr_schedule=wsd", "--train.spike_factor=9", "--train.optimizer=sgd"),
     ),
     "best checkpoint": ("llama/sft.json", ("--checkpoint.best_metric=eval/loss",)),
+    "early stopping": (
+        "llama/sft.json",
+        ("--train.early_stopping.patience=9", "--train.eval_steps=2"),
+    ),
+    "held-out rows": ("llama/sft.json", ("--data.eval=null", "--data.holdout=0.2", "--data.sample=64")),
     "experts": ("qwen_moe/sft.json", ()),
 }  # fmt: skip
 """Case -> (recipe, overrides): each stage, and the settings on which the use of other keys depends."""

@@ -29,9 +29,10 @@ def make_stage(
     packing: Any = "none",
     on_bad_row: Any = "error",
     supervise_thoughts: bool = True,
+    tokenizer: TextTokenizer | None = None,
 ) -> SftStage:
     """`template` is a choice of the recipe, or a source."""
-    tokenizer = TextTokenizer(DATA / "tokenizer")
+    tokenizer = tokenizer or TextTokenizer(DATA / "tokenizer")
 
     def load() -> ChatTemplate:
         if "{" in template:

@@ -162,6 +162,14 @@ def accepts_list(annotation: Any) -> bool:
     return origin is list
 
 
+def accepts_object(annotation: Any) -> bool:
+    """Return True if an object is a value of this type."""
+    origin = typing.get_origin(annotation)
+    if origin in (Union, types.UnionType, Annotated):
+        return any(accepts_object(a) for a in typing.get_args(annotation))
+    return origin is dict
+
+
 ALIASES = {
     "train.learning_rate": ("lr",),
     "train.min_lr_ratio": ("min_lr", "min_learning_rate", "lr_end"),

@@ -7,13 +7,15 @@ A recipe is plain data. Keys that name Python files are rejected unless the user
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt
+from annotated_types import Ge, Gt, Lt
 
+from llmsuite.contract.schema.chat_templates import OF_TOKENIZER, template_problems
 from llmsuite.contract.schema.columns import column_problems, fill_problems, kwargs_problems
 from llmsuite.contract.schema.engine import EngineSection
 from llmsuite.contract.schema.environment import EnvironmentSection
@@ -35,6 +37,10 @@ from llmsuite.contract.schema.reft import ReftSection
 from llmsuite.contract.schema.reward import RewardSection
 from llmsuite.contract.schema.rollout import RolloutSection
 from llmsuite.contract.schema.section import Section, keys_except
+from llmsuite.contract.schema.text_template import text_template_problems
+
+HELD_OUT = "holdout"
+"""Name of the evaluation set of `data.holdout` next to the named sets of `data.eval`."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -73,8 +79,19 @@ class DataSection(Section):
     for pretraining also a .txt file or the prefix of an indexed corpus, but no .json file or directory. A relative path
     is looked up in the working directory, then among the files bundled with llmsuite. Also a URL or a data set on a
     hub: `hf:ORG/NAME?split=train`, `hf:ORG/NAME/FILE`, `ms:ORG/NAME`."""
-    eval: str | None = None
-    """Evaluation data, in the same forms as train. null: no evaluation."""
+    eval: str | dict[str, str] | None = None
+    """Evaluation data, in the same forms as train; its metrics are `eval/loss` and others. Or several named sets, such
+    as {"math": FILE, "chat": FILE}, whose metrics are `eval/math/loss`, `eval/chat/loss` and so on. null: no
+    evaluation, unless holdout is set."""
+    holdout: Annotated[float, Gt(0), Lt(1)] | PositiveInt | None = None
+    """Hold rows out of the training data for evaluation, a share of the rows between 0 and 1 or their number: the rows
+    of `datasets.Dataset.train_test_split(test_size=HOLDOUT, seed=SEED)` with the recipe's `seed`. With mix, the rows of
+    all files are taken one file after the other, as by `datasets.concatenate_datasets`. Next to named sets of eval the
+    metrics are `eval/holdout/loss` and so on."""
+    sample: PositiveInt | None = None
+    """Use only this many random rows of train: the first of `numpy.random.RandomState(SEED).permutation(ROWS)` with the
+    recipe's `seed`, as `#COUNT` in ms-swift. Rows are held out of these. The files of mix and eval are used in full.
+    null: all rows."""
     format: str = "auto"
     """Name of a registered data format (`llmsuite list formats` shows them), or "auto" to detect it from the first
     row."""
@@ -85,6 +102,13 @@ class DataSection(Section):
     """Columns of rows, and keys of turns, to leave out. Other columns that the format does not read, and other keys of
     turns that are unknown and that the chat template does not read, are refused by name. "*": leave all of these
     out. Pictures, videos and sounds are left out only by their names."""
+    text_template: str | None = None
+    """With stages sft and lora: text that the fields of a row are put into, in place of a chat template: "alpaca" (its
+    own words, with and without an input), "completion" ("{prompt}{completion}"), or a text with fields in braces. From
+    the last field on, the text is supervised. null: rows have a data format."""
+    ranked_pairs: Literal["all", "best"] = "all"
+    """With stages dpo and rm: pairs that are made of a row with ranked answers. all: each two with different scores;
+    best: the best answer with each that has a lower score."""
     mix: dict[str, MixWeight] = dataclasses.field(default_factory=dict)
     """More training data, each with its number of samples per sample of train, or with null to use each of its samples
     once. The stage pretrain uses pretrain.mix instead."""
@@ -99,11 +123,17 @@ class DataSection(Section):
     max_length: PositiveInt = 2048
     """Maximum sequence length in tokens. Longer rows are dropped and counted, unless the stage has a key to truncate
     them."""
-    chat_template: Literal["tokenizer", "chatml", "llama3", "plain"] = "tokenizer"
-    """Chat template. "tokenizer": the template of the tokenizer. The others are built in."""
+    chat_template: str = OF_TOKENIZER
+    """Chat template. "tokenizer": the template of the tokenizer. Else the name of one that comes along, such as "qwen3"
+    (`llmsuite list templates`), or one of your own: the path of a .jinja file, which is looked up in the working
+    directory, then next to the recipe, or the text itself. The run records the text, and saves checkpoints with
+    it."""
     chat_template_kwargs: dict[str, bool | int | float | str | list[str]] = dataclasses.field(default_factory=dict)
     """Variables of the chat template, such as {"enable_thinking": false}. A row may set them in a column of the same
     name. A variable that the template does not read is refused."""
+    system: str | None = None
+    """Text of the system turn of rows without one, in training, rollouts and evaluations. Rows with a system turn keep
+    theirs. null: no turn is added."""
     supervise_thoughts: bool = True
     """With stage sft: true: train on the thoughts of the supervised turns, where the chat template renders them. false:
     the thoughts are input only; what the template writes around them, such as `</think>`, is supervised."""
@@ -129,8 +159,50 @@ class DataSection(Section):
 
     def problems(self) -> Iterator[tuple[str, str]]:
         yield from column_problems(self.columns)
+        yield from template_problems(self.chat_template)
         yield from kwargs_problems(self.chat_template_kwargs)
         yield from fill_problems(self.fill)
+        yield from text_template_problems(self.text_template)
+        yield from self._evaluation_problems()
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.text_template is not None:
+            yield "format", "has no effect with data.text_template, which says what a row has; remove it"
+        if self.text_template is not None or self.format == "text":
+            for key in ("chat_template", "chat_template_kwargs", "supervise_thoughts", "system"):
+                yield key, "has no effect on rows of text, which have no turns; remove it"
+
+    def _evaluation_problems(self) -> Iterator[tuple[str, str]]:
+        if isinstance(self.eval, str) and self.holdout is not None:
+            message = "and eval are both given; remove one of them, or name the data of eval"
+            yield "holdout", f'{message}: {{"NAME": {json.dumps(self.eval)}}}'
+        if not isinstance(self.eval, dict):
+            return
+        if not self.eval:
+            yield "eval", "names no evaluation set; name one, or set it to null"
+        for name in self.eval:
+            if not re.fullmatch(r"[A-Za-z0-9_.-]{1,64}", name):
+                yield "eval", f"has the name {name!r}; names have up to 64 letters, digits, '_', '.' and '-'"
+            elif name == HELD_OUT and self.holdout is not None:
+                yield "eval", f"has the name {name!r}, which is that of the rows of data.holdout; choose another"
+
+
+@dataclasses.dataclass(kw_only=True)
+class EarlyStoppingSection(Section):
+    """Early stopping: end the run when evaluations no longer improve. The best checkpoint is kept."""
+
+    patience: PositiveInt | None = None
+    """Stop after this many evaluations in a row without an improvement. null: no early stopping."""
+    metric: str | None = None
+    """Evaluation metric that has to improve. Default: checkpoint.best_metric, or eval/loss where that is null. It is
+    best where it is lowest, or as checkpoint.best_is says."""
+    min_delta: NonNegativeFloat = 0.0
+    """An evaluation is an improvement if it is better than that of the last improvement by more than this."""
+
+    def unused(self) -> Iterator[tuple[str, str]]:
+        if self.patience is None:
+            for key in keys_except(self, "patience"):
+                yield key, "has no effect while patience is null; set that too, or remove it"
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -203,6 +275,7 @@ class TrainSection(Section):
     eval_steps: PositiveInt | Literal["epoch"] | None = None
     """Interval of evaluations in steps, or "epoch" for the end of each epoch; the last step is always evaluated.
     Default: the last step only."""
+    early_stopping: EarlyStoppingSection = dataclasses.field(default_factory=EarlyStoppingSection)
     log_steps: PositiveInt = 1
     """Interval in steps at which metrics are printed and recorded."""
 
@@ -271,7 +344,8 @@ class QatSection(Section):
 @dataclasses.dataclass(kw_only=True)
 class CheckpointSection(Section):
     """Checkpoints: when to save them and which to keep. The last step is always saved, and so is the current step when
-    a file `save-now` appears in output_dir."""
+    a file `save-now` appears in output_dir. A file `stop-now` stops the run after the current step, with a
+    checkpoint."""
 
     save_steps: PositiveInt | Literal["epoch"] | None = None
     """Interval of checkpoints in steps, or "epoch" for the end of each epoch."""

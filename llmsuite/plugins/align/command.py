@@ -38,6 +38,7 @@ _ONE_STEP = {
     "train.spike_factor": REMOVE,
     "train.on_spike": REMOVE,
     "train.eval_steps": REMOVE,
+    "train.early_stopping": REMOVE,
     "data.eval": REMOVE,
     "checkpoint": REMOVE,
     "loggers": REMOVE,

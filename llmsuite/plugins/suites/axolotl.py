@@ -13,8 +13,8 @@ from llmsuite.plugins.suites import axolotl_arguments, model, trainer
 from llmsuite.plugins.suites.conversion.kinds import LIST, MAPPING, ONE, ONE_OR_MAPPING, WORDS, Kind, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 
-_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "tokenizer_default": "tokenizer"}
-_ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>"}
+_TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "qwen_25": "qwen2.5", "tokenizer_default": "tokenizer"}
+_ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "qwen2.5": "<|im_end|>"}
 _SEPARATING_KERNELS = (
     "flash_attention",
     "flash_attention_2",
@@ -99,6 +99,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     if is_on(adapter):
         recipe["lora"] = _lora(run, str(adapter), four, eight)
     recipe["checkpoint"] = _checkpoint(run, "eval" in recipe["data"], defaults)
+    trainer.early_stopping(run, "early_stopping_patience", recipe)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
 
@@ -137,7 +138,9 @@ def _data(run: Run) -> dict[str, Any]:
     held_out = [_rows(run, "test_datasets", entry, template) for entry in run.take("test_datasets", _DATA_SETS) or []]
     if len(held_out) > 1:
         run.refuse(
-            "test_datasets", f"{len(held_out)} data sets", "data.eval is one data set; join their rows in a file"
+            "test_datasets",
+            f"{len(held_out)} data sets",
+            "sets of data.eval have metrics of their own; join their rows",
         )
     if held_out:
         found["eval"] = held_out[0][0]

@@ -17,6 +17,12 @@ _TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "smollm": "chatml",
 """Templates equal to a built-in one, without a default system turn."""
 _OWN_TEMPLATES = {"qwen": r"qwen-?2\.5", "smollm2": "smollm2"}
 """Templates equal, with their system turn, to those of the tokenizers of some models: pattern of model names."""
+_NEAREST = {
+    "qwen": "qwen2.5", "qwen3": "qwen3", "mistral": "mistral", "mistral_small": "mistral-v7", "gemma": "gemma",
+    "gemma2": "gemma", "gemma3": "gemma", "deepseek3": "deepseek-v3", "deepseekr1": "deepseek-r1",
+    "glm4_moe": "glm4.5", "gpt_oss": "gpt-oss", "phi": "phi3", "phi4": "phi4",
+}  # fmt: skip
+"""Templates for the same models that differ, such as in spaces, tools or a default system turn."""
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}
 
 
@@ -63,7 +69,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     }
     recipe["launch"] = trainer.launch(run)
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, _DEFAULTS)
-    has_eval = trainer.evaluates(run, recipe["train"]) and "eval" in recipe["data"]
+    has_eval = trainer.evaluates(run, recipe["train"]) and ("eval" in recipe["data"] or "holdout" in recipe["data"])
     if not has_eval:
         recipe["data"].pop("eval", None)
         recipe["train"].pop("eval_steps", None)
@@ -76,6 +82,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     elif kind != "full":
         run.refuse("finetuning_type", kind, "supported are full fine-tuning (full) and adapters (lora)")
     recipe["checkpoint"] = trainer.checkpoint(run, has_eval, _DEFAULTS)
+    trainer.early_stopping(run, "early_stopping_steps", recipe)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
 
@@ -154,17 +161,38 @@ def _data(run: Run) -> dict[str, Any]:
     elif run.flag("packing"):
         run.refuse("packing", True, "without neat_packing tokens attend to other rows of a pack; data.packing "
                                     "separates rows, like neat_packing")  # fmt: skip
-    found: dict[str, Any] = {**llamafactory_data.rows(run), "max_length": length}
+    found: dict[str, Any] = {**llamafactory_data.rows(run), **_held_out(run), "max_length": length}
     if is_on(run.given("neat_packing")) and run.section == "sft":
         found["packing"] = "best_fit"
         run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with LLaMA-Factory")
+    system = run.take("default_system")
     if run.section != "pretrain":
         found |= _template(run)
+        if system is not None:
+            found["system"] = str(system)
     else:
         run.take("template")
+        if system is not None:
+            run.left_out("default_system", system, "texts for pretraining have no turns")
     if run.flag("disable_shuffling"):
         found["shuffle"] = False
     return found | trainer.loading(run)
+
+
+def _held_out(run: Run) -> dict[str, Any]:
+    """Return `data.holdout`: its rows are those of `datasets.train_test_split` with the seed of the run, too."""
+    size = run.number("val_size", 0)
+    if not size > 1e-6:
+        return {}
+    if run.given("eval_dataset") is not None:
+        raise UserError(f"{run.name}: has val_size and eval_dataset, which LLaMA-Factory refuses; remove one of them")
+    if run.section == "pretrain":
+        run.refuse("val_size", size, "it holds rows out and joins the others into samples; nearest key: pretrain.split")
+    elif is_on(run.given("streaming")):
+        run.refuse("val_size", size, "with streaming it holds the first rows of a buffer out; write them into a file")
+    elif size > 1:
+        return {"holdout": int(size)}
+    return {"holdout": float(size)}
 
 
 def _template(run: Run) -> dict[str, Any]:
@@ -185,6 +213,8 @@ def _template(run: Run) -> dict[str, Any]:
     why = "is a template of LLaMA-Factory"
     if name in _OWN_TEMPLATES:
         why = "adds a default system turn"
+    if name in _NEAREST:
+        why = f"{why} (nearest: data.chat_template {_NEAREST[name]})"
     run.refuse("template", name, f"{why}; to use the template of {weights}, leave it out: data.chat_template")
     return {}
 

@@ -209,17 +209,28 @@ def evaluate(run: Run, recipe: dict[str, Any]) -> None:
 
 def data(run: Run, hub: str) -> dict[str, Any]:
     """Return section data."""
-    sources = [_source(run, "dataset", word, hub) for word in run.words("dataset")]
+    words = run.words("dataset")
+    count = _sampled(run, words)
+    sources = [
+        _source(run, "dataset", word, hub, is_sampled=count is not None and at == 0) for at, word in enumerate(words)
+    ]
     held_out = [_source(run, "val_dataset", word, hub) for word in run.words("val_dataset")]
     if not sources:
         raise UserError(f"{run.name}: has no dataset")
     found: dict[str, Any] = {"train": sources[0]}
+    if count is not None:
+        found["sample"] = count
+        run.note("data.sample: the same random rows; more than there are is refused, ms-swift repeats them")
     if len(sources) > 1:
         found["mix"] = dict.fromkeys(sources[1:])
     if held_out:
         found["eval"] = held_out[0]
         if len(held_out) > 1:
-            run.refuse("val_dataset", ", ".join(held_out), "data.eval is one data set; join their rows in a file")
+            run.refuse(
+                "val_dataset",
+                ", ".join(held_out),
+                "sets of data.eval have metrics of their own; join their rows in a file",
+            )
     if any(source.split("?")[0].endswith(f":{_SELF_COGNITION}") for source in (*sources, *held_out)):
         found["fill"] = _names(run)
         run.take("model_name", WORDS), run.take("model_author", WORDS)
@@ -235,6 +246,11 @@ def data(run: Run, hub: str) -> dict[str, Any]:
         run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with ms-swift")
     if _is_off(run, "dataset_shuffle") and _is_off(run, "train_dataloader_shuffle"):
         found["shuffle"] = False
+    system = run.take("system")
+    if system is not None and Path(str(system)).suffix == ".txt":
+        run.refuse("system", system, "is a file; write its text into data.system")
+    elif system is not None:
+        found["system"] = str(system)
     _template(run)
     return found | trainer.loading(run)
 
@@ -252,15 +268,29 @@ def _names(run: Run) -> dict[str, str]:
     return found
 
 
+def _sampled(run: Run, words: list[str]) -> int | None:
+    """Return COUNT of the first data set, NAME#COUNT, where `data.sample` has the same rows; None otherwise. Its seed
+    is `data_seed`, and the rows of other data sets depend on those before."""
+    count = words[0].partition("#")[2] if words else ""
+    seeds = [run.given(key) for key in ("seed", "data_seed")]
+    has_one_seed = len({42 if seed is None else seed for seed in seeds}) == 1
+    is_random = run.given("dataset_shuffle") is None or is_on(run.given("dataset_shuffle"))
+    if count.isdecimal() and int(count) and has_one_seed and is_random and not is_on(run.given("streaming")):
+        return int(count)
+    return None
+
+
 def _is_off(run: Run, key: str) -> bool:
     return key in run.left and not is_on(run.take(key))
 
 
-def _source(run: Run, key: str, word: str, hub: str) -> str:
-    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`."""
+def _source(run: Run, key: str, word: str, hub: str, is_sampled: bool = False) -> str:
+    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`. Its COUNT is refused unless it
+    `is_sampled` by `data.sample`."""
     name, _, count = word.partition("#")
-    if count:
-        run.refuse(key, word, "selects rows at random; write them into a file, or leave out #COUNT")
+    if count and not is_sampled:
+        run.refuse(key, word, "data.sample selects rows of the first data set only, by the recipe's seed; write them "
+                              "into a file, or leave out #COUNT")  # fmt: skip
     prefix = next((given for given in ("HF::", "MS::") if name.startswith(given)), "")
     name = name.removeprefix(prefix)
     hub = {"HF::": "hf:", "MS::": "ms:"}.get(prefix, hub or "hf:")

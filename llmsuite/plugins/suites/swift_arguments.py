@@ -14,8 +14,7 @@ _OPTIMIZER = Refusal("train.optimizer has adamw")
 _ADAPTERS = Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model")
 
 REFUSED: Mapping[str, Refusal] = {
-    "system": Refusal("is put in front of rows without a system turn; write it into the rows"),
-    "split_dataset_ratio": Refusal("it splits rows at random; write the split into files: data.train, data.eval"),
+    "split_dataset_ratio": Refusal("it splits by seeds of its own; write the split into files; nearest: data.holdout"),
     "interleave_prob": Refusal("rows of all files have the same weight; nearest key: data.mix"),
     "custom_dataset_info": Refusal("rows are read by their format: data.format"),
     "cached_dataset": Refusal("rows are read as text: data.train"),
@@ -54,7 +53,7 @@ REFUSED: Mapping[str, Refusal] = {
     "optimizer": _OPTIMIZER,
     "use_galore": _OPTIMIZER,
     "lisa_activated_layers": _FROZEN,
-    "enable_dft_loss": Refusal("all supervised tokens have the same weight"),
+    "enable_dft_loss": Refusal("its mean may be another one; nearest key: sft.loss"),
     "enable_channel_loss": Refusal("all supervised tokens have the same weight"),
     "router_aux_loss_coef": Refusal(
         "is a load-balancing loss over the micro-batch; nearest key: train.expert_balance_loss"
@@ -69,7 +68,7 @@ REFUSED: Mapping[str, Refusal] = {
         "sequences are split over these ranks, which is not supported", lambda value: value not in (None, 1)
     ),
     "deepspeed_autotp_size": Refusal("nearest key: parallel.tensor_parallel_degree"),
-    "early_stop_interval": Refusal("there is no early stopping; nearest key: checkpoint.best_metric"),
+    "early_stop_interval": Refusal("counts checkpoints; nearest key: train.early_stopping.patience"),
     "predict_with_generate": Refusal("answers are compared by other metrics; nearest key: generation.max_new_tokens"),
     "eval_use_evalscope": Refusal("evaluation on benchmarks is a command of its own: llmsuite eval"),
     "max_epochs": Refusal("nearest key: train.num_epochs"),
@@ -176,6 +175,7 @@ TRANSLATIONS: Mapping[str, str] = {
     "val_dataset": "data.eval",
     "model_name": "data.fill",
     "model_author": "data.fill",
+    "system": "data.system",
     "max_length": "data.max_length",
     "packing": "data.packing",
     "*_shuffle": "data.shuffle",

@@ -272,6 +272,17 @@ def checkpoint(run: Run, has_eval: bool, defaults: Defaults) -> dict[str, Any]:
     return found
 
 
+def early_stopping(run: Run, key: str, recipe: dict[str, Any]) -> None:
+    """Set early stopping as the callback of transformers, which needs evaluations and the best checkpoint."""
+    patience = run.integer(key, None)
+    if patience is None:
+        return
+    if "best_metric" not in recipe["checkpoint"] or "eval_steps" not in recipe["train"]:
+        run.refuse(key, patience, "needs load_best_model_at_end, and evaluations before the last step")
+    else:
+        recipe["train"]["early_stopping"] = {"patience": patience}
+
+
 def loading(run: Run) -> dict[str, Any]:
     """Return the keys of section `data` that the Trainer has arguments for."""
     found: dict[str, Any] = {}

@@ -134,9 +134,9 @@ def _own_section(run: Run) -> dict[str, Any]:
             why = "all tokens are supervised, also in conversations; set it to true to supervise assistant turns"
             run.refuse("assistant_only_loss", "not given", why)
         loss = run.take("loss_type")
-        if loss not in (None, "nll", "chunked_nll"):
-            run.refuse("loss_type", loss, "all supervised tokens have the same weight")
-        return {"truncate": True}
+        if loss not in (None, "nll", "chunked_nll", "dft"):
+            run.refuse("loss_type", loss, "of TRL's losses, sft.loss has nll, chunked_nll, dft")
+        return {"truncate": True, **({"loss": "dft"} if loss == "dft" else {})}
     if run.section == "rm":
         run.note("data.max_length: pairs that are longer are dropped and counted")
         weight = run.number("center_rewards_coefficient", 0)

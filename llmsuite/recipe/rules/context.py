@@ -93,7 +93,8 @@ class RuleContext:
         """True where the recipe has evaluation data."""
         # a stage with a key `split` takes its evaluation data from data.train
         splits = isinstance(self.section, HasSplit) and self.section.split
-        return bool(self.recipe.data.eval or splits)
+        data = self.recipe.data
+        return bool(data.eval or data.holdout is not None or splits)
 
     @property
     def ranks_per_replica(self) -> int:

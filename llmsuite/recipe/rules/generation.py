@@ -17,7 +17,7 @@ def _other_stage(context: RuleContext) -> Iterator[Violation]:
     if "generation" not in context.stage.capabilities:
         yield key, f"is {longest}; stage {recipe.stage} has no answers to compare with: use sft, or set it to null"
     elif not context.evaluates:
-        yield key, f"is {longest}, but there is no evaluation data; set data.eval, or set it to null"
+        yield key, f"is {longest}, but there is no evaluation data; set data.eval or data.holdout, or set it to null"
     elif longest >= recipe.data.max_length:
         yield (
             key,

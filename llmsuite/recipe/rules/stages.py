@@ -17,7 +17,7 @@ from llmsuite.recipe.rules.context import RuleContext
 
 def _no_evaluation(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.checkpoint.best_metric and not context.evaluates:
-        yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval, or remove it"
+        yield "checkpoint.best_metric", "is a metric of the evaluation; set data.eval or data.holdout, or remove it"
 
 
 def _nothing_to_evaluate(context: RuleContext) -> Iterator[Violation]:
@@ -25,13 +25,29 @@ def _nothing_to_evaluate(context: RuleContext) -> Iterator[Violation]:
         return  # set to null: this turns the evaluation off
     steps = context.recipe.train.eval_steps
     if steps is not None and not context.evaluates:
-        yield "train.eval_steps", f"is {steps}, but there is no evaluation data; set data.eval, or remove it"
+        yield (
+            "train.eval_steps",
+            f"is {steps}, but there is no evaluation data; set data.eval or data.holdout, or remove it",
+        )
 
 
 def _nothing_to_pack(context: RuleContext) -> Iterator[Violation]:
     if context.recipe.data.packing != "none" and "packing" not in context.stage.capabilities:
         message = f"is {context.recipe.data.packing}; stage {context.recipe.stage} does not pack samples"
         yield "data.packing", f"{message}; remove it"
+
+
+def _no_plain_text(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.data.text_template is not None and "plain_text" not in context.stage.capabilities:
+        message = f"is set; stage {context.recipe.stage} does not train on rows of plain text"
+        yield "data.text_template", f"{message}; remove it"
+
+
+def _no_ranked_answers(context: RuleContext) -> Iterator[Violation]:
+    if context.recipe.data.ranked_pairs != "all" and "ranked" not in context.stage.capabilities:
+        stage = context.recipe.stage
+        message = f"is {context.recipe.data.ranked_pairs}; stage {stage} does not train on ranked answers"
+        yield "data.ranked_pairs", f"{message}; remove it"
 
 
 def _no_thoughts(context: RuleContext) -> Iterator[Violation]:
@@ -334,6 +350,18 @@ STAGE_RULES = (
         _nothing_to_evaluate,
     ),
     Rule("`packing` with a stage that does not pack", "it would have no effect", (), _nothing_to_pack),
+    Rule(
+        "`data.text_template` with a stage that does not train on plain text",
+        "it would have no effect",
+        (),
+        _no_plain_text,
+    ),
+    Rule(
+        "`data.ranked_pairs` with a stage that makes no pairs of ranked answers",
+        "it would have no effect",
+        (),
+        _no_ranked_answers,
+    ),
     Rule(
         "`data.supervise_thoughts: false` with a stage that trains on all of an answer",
         "it would have no effect",

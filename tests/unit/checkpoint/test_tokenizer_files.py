@@ -82,6 +82,7 @@ def test_a_template_alone_is_used_with_the_tokenizer_of_the_base(tmp_path: Path)
     (tmp_path / "chat_template.jinja").write_text("own")
     found = tokenizer_of_adapter(tmp_path, TOKENIZER)
     assert tokenizer_template(found) == "own"
+    assert "chat_template" not in json.loads((found / "tokenizer_config.json").read_text()), "no other one is left"
     assert TextTokenizer(found).encode("hello") == TextTokenizer(TOKENIZER).encode("hello")
     assert tokenizer_of_adapter(tmp_path, TOKENIZER) == found, "it is made once"
     (found / "tokenizer.json").write_text("{}")

@@ -87,7 +87,7 @@ BROKEN: dict[str, tuple[bytes, str]] = {
         said({"role": "assistant", "content": 7}),
         "'messages[1].content' is an integer, not text",
     ),
-    "weight of another type": (said({**ANSWER, "weight": "1"}), "'messages[1].weight' is '1'; 0 or 1 is needed"),
+    "weight of another type": (said({**ANSWER, "weight": "1"}), "'messages[1].weight' is '1'; 0 or a number"),
     "a user to learn": (messages({**USER, "weight": 1}, ANSWER), "is of 'user'; only the assistant's turns"),
     "call without name": (said({**ANSWER, "tool_calls": [{}]}), "has a call without a name"),
     "broken arguments": (

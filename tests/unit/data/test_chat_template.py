@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import re
-import typing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
-from llmsuite.contract.schema.recipe import DataSection
 from llmsuite.data import chat_template
 from llmsuite.data.chat_template import BUILTIN, ChatTemplate, load_template
 from llmsuite.data.rows import Conversation, Message, Prompt, with_answer
@@ -67,12 +65,6 @@ def test_split_cuts_the_full_conversation(name: str, texts: list[str], answer: s
     before, whole = built_in(name).split(with_answer(prompt, Message("assistant", answer)))
     assert before == built_in(name).render(prompt, add_generation_prompt=True)
     assert whole == built_in(name).render([*prompt, Message("assistant", answer)])
-
-
-def test_the_schema_names_the_builtin_templates() -> None:
-    choices = typing.get_args(typing.get_type_hints(DataSection)["chat_template"])
-    assert set(choices) == {*BUILTIN, "tokenizer"}
-    assert len(choices) == len(BUILTIN) + 1
 
 
 REACHING = [
@@ -297,7 +289,7 @@ def test_nothing_is_escaped_as_html_and_no_text_is_run() -> None:
     "source",
     [
         # drops the generation prompt, or an earlier turn, once an answer follows
-        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}",
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}",
         "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
         "{{ messages[-1].content }}",
     ],
@@ -344,7 +336,7 @@ def test_template_files_are_found_in_their_order(tmp_path: Path, config: Any, se
 def test_a_tokenizer_without_template(tmp_path: Path, config: Any) -> None:
     with pytest.raises(
         UserError,
-        match=r"has no chat template; set data\.chat_template to one of: chatml, llama3, .* it is --chat_template",
+        match=r"has no chat template; set data\.chat_template to one of: chatml, .*, llama3, .* it is --chat_template",
     ):
         load_template("tokenizer", directory(tmp_path, config), TOKENS)
 
@@ -355,7 +347,9 @@ def test_a_tokenizer_config_that_is_no_object(tmp_path: Path) -> None:
 
 
 def test_an_unknown_template_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"'chatmll': is none of tokenizer, chatml, llama3, .*chat_template\.jinja in "):
+    with pytest.raises(
+        UserError, match=r"there is no 'chatmll'; did you mean 'chatml'\? it is one of tokenizer, chatml, "
+    ):
         load_template("chatmll", directory(tmp_path, None), TOKENS)
 
 
@@ -381,3 +375,34 @@ def test_a_separate_template_for_tools_is_used(tmp_path: Path) -> None:
     for name, given_tools in (("tool_use", tools), ("default", "")):
         alone = template(sources[name]).render(ASK, tools=given_tools)
         assert found.render(ASK, tools=given_tools) == alone
+
+
+def test_a_variable_is_one_that_the_template_reads() -> None:
+    read = template("{% if not day is defined %}{% set day = 'Monday' %}{% endif %}{{ day }}{{ messages[0].mood }}")
+    assert read.render(ASK, kwargs='{"day": "Friday"}') == "Friday"
+    quoted = template(
+        "{# enable_thinking #}{{ 'enable_thinking' }}{% set other = 1 %}{{ other }}{{ messages[0].mood }}"
+    )
+    for name in ("enable_thinking", "other", "mood", "raise_exception"):
+        with pytest.raises(UserError, match=f"has no variable '{name}'"):
+            quoted.render(ASK, kwargs=json.dumps({name: 1}))
+    with pytest.raises(UserError, match="has no variable 'bos'"):
+        built_in("llama3").render(ASK, kwargs='{"bos": 1}')
+
+
+OPENING = (  # as DeepSeek-R1's: the prompt opens the thoughts, which are kept where there are some
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>\n{% endif %}"
+)
+
+
+def test_answers_are_cut_before_thoughts_that_the_prompt_opens() -> None:
+    opening = template(OPENING)
+    plain = with_answer(ASK[1:], Message("assistant", "Hello."))
+    assert opening.split(plain) == ("<user>Hi?</s><assistant>", "<user>Hi?</s><assistant>Hello.</s>")
+    thinking = with_answer(ASK[1:], Message("assistant", "<think>\nhm</think>Hello."))
+    before, whole = opening.split(thinking)
+    assert (before, whole[len(before) :]) == ("<user>Hi?</s><assistant><think>\n", "hm</think>Hello.</s>")
+    both = opening.splits([thinking, plain])
+    assert [before for before, _ in both] == ["<user>Hi?</s><assistant>"] * 2, "both answers have one prompt"
+    assert both[0][1] == whole

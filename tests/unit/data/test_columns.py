@@ -168,18 +168,18 @@ def test_several_files_have_weights(tmp_path: Path, opened: Callable[..., Stage[
         for name, count in (("a", 4), ("b", 3))
     )
     stage = opened(mix={str(second): 1.5})
-    samples, evaluation = stage.reader.read_all(first, second)
+    samples, evaluation = stage.reader.read_all(first, {"": second})
     assert isinstance(samples, Mixture)
-    assert (len(samples), len(evaluation)) == (4 + 6, 3)  # 6 of the second for 4 of the first: each of its 3 twice
+    assert (len(samples), len(evaluation[""])) == (4 + 6, 3)  # 6 of the second for 4 of the first: each of its 3 twice
     texts = [stage.context.tokenizer.decode(sample.ids.tolist()) for sample in samples]
     assert sum("a" in text.split("?")[0] for text in texts) >= 4
     assert len(set(texts)) == 7
-    assert len(opened(mix={str(second): 1.5}, max_samples=2).reader.read_all(first, second)[0]) == 2 + 3
-    together = opened(mix={str(second): None}).reader.read_all(first, second)[0]
+    assert len(opened(mix={str(second): 1.5}, max_samples=2).reader.read_all(first, {})[0]) == 2 + 3
+    together = opened(mix={str(second): None}).reader.read_all(first, {})[0]
     assert len(together) == 4 + 3  # the rows of both, each once
     assert len({tuple(sample.ids.tolist()) for sample in together}) == 7
     with pytest.raises(UserError, match=r"data\.mix: nowhere\.csv is not a file"):
-        opened(mix={"nowhere.csv": 1.0}).reader.read_all(first, None)
+        opened(mix={"nowhere.csv": 1.0}).reader.read_all(first, {})
 
 
 def test_a_run_resumes_only_with_the_same_columns_and_files(

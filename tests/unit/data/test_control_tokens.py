@@ -9,11 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
-from llmsuite.data.control_tokens import ControlTokens
+from llmsuite.data.chat_template import BUILTIN, ChatTemplate
+from llmsuite.data.control_tokens import ControlTokens, doubled_bos
 from llmsuite.data.rows import Conversation, Message, Preference, Prompt, Unpaired, turns_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.prompts import Prompter
 from tests.support.paths import DATA
+from tests.support.sft_case import make_stage
 
 TOKENIZER = TextTokenizer(DATA / "tokenizer")
 CONTROL = {TOKENIZER.token_id(token) for token in TOKENIZER.control_tokens}
@@ -68,3 +70,29 @@ def test_control_tokens_are_found_in_all_turns_of_a_row() -> None:
     assert turns_of(Preference(turns, good, bad)) == [*said, ("assistant", "c"), ("assistant", "d")]
     assert turns_of(Unpaired(turns, good, True)) == [*said, ("assistant", "c")]
     assert turns_of({"text": "a"}) == []
+
+
+TWICE = (
+    "{{ bos_token }}<|im_start|>{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+def test_a_template_that_writes_two_bos_tokens_is_reported() -> None:
+    assert TOKENIZER.special_tokens["bos_token"] == "<|im_start|>"
+    warning = doubled_bos(TOKENIZER, ChatTemplate(TWICE, TOKENIZER.special_tokens, "twice"))
+    assert warning is not None
+    assert "the chat template of twice begins a conversation with two tokens <|im_start|>" in warning
+    assert Prompter(TOKENIZER, TWICE).warning == warning.replace("twice", "data.chat_template")
+    assert Prompter(TOKENIZER, "tokenizer").warning is None
+    assert Prompter(TOKENIZER, None).warning is None
+    for name, source in BUILTIN.items():
+        assert doubled_bos(TOKENIZER, ChatTemplate(source, TOKENIZER.special_tokens, name)) is None
+
+
+def test_training_reports_it_once() -> None:
+    reports: list[str] = []
+    stage = make_stage(template=TWICE, report=reports.append)
+    path = DATA / "sft" / "train.jsonl"
+    assert stage.reader.read_all(path, {"": path})[0]
+    assert [text for text in reports if "two tokens" in text] == [reports[0]]

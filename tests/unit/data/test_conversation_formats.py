@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -32,6 +33,7 @@ NAMED = Conversation(
     (False, True),
 )
 SECOND = Conversation(TWO.messages, (False, False, False, True))
+WEIGHTED = dataclasses.replace(TWO, weights=(0.0, 0.5, 0.0, 1.0))
 
 ADD = {"name": "add", "parameters": {"type": "object"}}
 TOOLS = json.dumps([{"type": "function", "function": ADD}])
@@ -106,6 +108,22 @@ ACCEPTED: list[tuple[Convert, dict[str, Any], Conversation]] = [
     (trl_completion, {"prompt": [turn("user", PARTS)], "completion": "Hello."}, ONE),
     (openai, {"messages": [OPENAI_TWO[0], turn("assistant", "Hello.", weight=0), *OPENAI_TWO[2:]]}, SECOND),
     (openai, {"messages": [turn("user", "Hi?", weight=0), turn("assistant", "Hello.", weight=1)]}, ONE),
+    (openai, {"messages": [OPENAI_TWO[0], turn("assistant", "Hello.", weight=0.5), *OPENAI_TWO[2:]]}, WEIGHTED),
+    (
+        openai,
+        {"messages": [OPENAI_TWO[0], turn("assistant", "Hello.", weight=0.5, loss=True), *OPENAI_TWO[2:]]},
+        WEIGHTED,
+    ),
+    (
+        sharegpt,
+        {"conversations": [SHAREGPT_TWO[0], {**SHAREGPT_TWO[1], "weight": 0.5}, *SHAREGPT_TWO[2:]]},
+        WEIGHTED,
+    ),
+    (
+        trl_completion,
+        {"prompt": "Hi?", "completion": [turn("assistant", "Hello.", weight=2)]},
+        dataclasses.replace(ONE, weights=(0.0, 2.0)),
+    ),
     (openai, {"messages": OPENAI_TOOLS, "tools": [{"type": "function", "function": ADD}]}, CALLED),
 ]
 
@@ -158,7 +176,11 @@ REFUSED: list[tuple[Convert, dict[str, Any], str]] = [
     (openai, {"messages": [turn("user", [{"type": "text"}])]}, "'messages[0].content[0]' has no key 'text'"),
     (trl_completion, {"prompt": [turn("user", [PICTURE])], "completion": "a"}, "'prompt[0].content[0]' is a part"),
     (openai, {"messages": [turn("user", "a", weight=1)]}, "'messages[0]' is to be supervised, but is of 'user'"),
-    (openai, {"messages": [turn("assistant", "a", weight=0.5)]}, "'messages[0].weight' is 0.5; 0 or 1 is needed"),
+    (openai, {"messages": [turn("assistant", "a", weight=-1)]}, "'messages[0].weight' is -1; 0 or a number from 1e-06"),
+    (openai, {"messages": [turn("assistant", "a", weight=1e7)]}, "'messages[0].weight' is 10000000.0; 0 or a number"),
+    (openai, {"messages": [turn("assistant", "a", weight=float("nan"))]}, "'messages[0].weight' is nan; 0 or a number"),
+    (openai, {"messages": [turn("assistant", "a", loss=0.5)]}, "'messages[0].loss' is 0.5; 0 or 1 is needed"),
+    (openai, {"messages": [turn("user", "a", weight=0.5)]}, "'messages[0]' is to be supervised, but is of 'user'"),
     (openai, {"messages": [turn("assistant", "a", weight=0, loss=True)]}, "a 'weight' and a 'loss' that disagree"),
     (openai, {"messages": [turn("user", "a", tool_calls=[OPENAI_CALL])]}, "but 'user' calls no tools"),
     (openai, calls([{"function": {"name": ""}}]), "'messages[0].tool_calls' has a call without a name"),
@@ -181,7 +203,8 @@ def test_faulty_rows_are_refused(convert: Convert, row: dict[str, Any], message:
         (ALPACA, "alpaca"),
         ({"conversations": SHAREGPT_TWO}, "sharegpt"),
         ({"messages": OPENAI_TWO}, "openai"),
-        ({"text": "a"}, None),
+        ({"text": "a"}, "text"),
+        ({"text": "a", "title": "b"}, None),
         ({"instruction": "a"}, None),
     ],
 )

@@ -26,11 +26,30 @@ FORMATS = {
     for data_format in (*conversation_formats.BUILTIN, *preference_formats.BUILTIN, *prompt_formats.BUILTIN)
 }
 TABLE = [name for name, data_format in FORMATS.items() if data_format.kind != "prompt"]
+WITH_TURNS = [name for name in TABLE if name != "text"]
+"""Formats that have the columns of `ROW_KEYS`."""
 NAMES = st.text(min_size=1, max_size=6) | st.sampled_from(
-    ["id", "source", "chosen", "rejected", "label", "kto_tag", "history", "sort", "answer", "input", "weight", "text"]
+    [
+        "id",
+        "source",
+        "chosen",
+        "rejected",
+        "label",
+        "kto_tag",
+        "history",
+        "sort",
+        "answer",
+        "input",
+        "weight",
+        "text",
+        "margin",
+    ]
 )
 VALUES = st.none() | st.booleans() | st.integers(-9, 9) | st.text(max_size=4) | st.just([]) | st.just({}) | st.just([1])
 PLAIN = ChatTemplate("{% for m in messages %}{{ m.role }} {{ m.content }};{% endfor %}", {}, "a test")
+
+
+ABLE = frozenset({"plain_text", "ranked"})
 
 
 class Recorded(Mapping[str, Any]):
@@ -51,9 +70,13 @@ class Recorded(Mapping[str, Any]):
         return len(self._row)
 
 
-def convert(name: str, row: Any, ignored: list[str] | None = None) -> tuple[Any, Faults]:
+def convert(
+    name: str, row: Any, ignored: list[str] | None = None, capabilities: frozenset[str] = ABLE
+) -> tuple[Any, Faults]:
     data_format = FORMATS[name]
-    converter = RowConverter(data_format.kind, name, FORMATS, ColumnRules(ignored=ignored or ()))
+    converter = RowConverter(
+        data_format.kind, name, FORMATS, ColumnRules(ignored=ignored or (), capabilities=capabilities)
+    )
     faults = Faults()
     return converter.convert("rows.jsonl:7", row, None, faults), faults
 
@@ -64,7 +87,7 @@ def refusal(faults: Faults) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", WITH_TURNS)
 def test_a_format_declares_exactly_the_columns_that_it_reads(name: str) -> None:
     columns = FORMATS[name].columns
     assert columns is not None
@@ -173,7 +196,7 @@ def test_a_key_of_a_turn_is_read_or_refused_by_name(key: str, value: Any) -> Non
     assert ChatTemplate(PLAIN.source, {}, "a test", ignores_unknown=True).unread_key(row.messages) is None
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "text"])
 def test_every_format_carries_the_variables_of_the_template(name: str) -> None:
     for given_kwargs in ({"enable_thinking": False, "x": None}, '{"enable_thinking": false}'):
         row, _ = convert(name, {**ROWS[name], "chat_template_kwargs": given_kwargs})
@@ -237,3 +260,26 @@ def test_rows_are_filled_before_their_columns_are_read() -> None:
     converter = RowConverter("conversation", "auto", FORMATS, rules)
     found = converter.convert("rows:1", {"q": "Who?", "a": "{{NAME}}."}, None, Faults())
     assert [message.content for message in found.messages] == ["Who?", "Ada."]
+
+
+def test_a_margin_is_read_by_the_stages_that_have_one() -> None:
+    able = frozenset({"margins", "ranked"})
+    pair = ROWS["trl_preference"]
+    for value, margin in ((0.5, 0.5), (-2, -2.0), ("1.5", 1.5), (None, None), ("", None)):
+        row, _ = convert("trl_preference", {**pair, "margin": value}, capabilities=able)
+        assert row.margin == margin
+    for value in (True, "much", float("nan"), 1e7, [1], 10**400):
+        _, faults = convert("trl_preference", {**pair, "margin": value}, capabilities=able)
+        assert "'margin' is " in refusal(faults)
+        assert "a number from -1e+06 to 1e+06 is needed" in refusal(faults)
+    _, faults = convert("trl_preference", {**pair, "margin": 1})
+    assert "has the columns 'margin', which trl_preference does not read" in refusal(faults)
+    row, _ = convert("trl_preference", {**pair, "margin": 1}, [ALL])
+    assert row.margin is None
+    _, faults = convert("ranked", {**ROWS["ranked"], "margin": 1}, capabilities=able)
+    assert "'margin' belongs to a pair of answers" in refusal(faults)
+
+
+def test_ranked_answers_are_refused_where_nothing_makes_pairs() -> None:
+    _, faults = convert("ranked", ROWS["ranked"], capabilities=frozenset())
+    assert "has ranked answers, which are not read here" in refusal(faults)

@@ -6,16 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from llmsuite.data.preference_formats import (
     BUILTIN,
     alpaca_preference,
     hh_rlhf,
     paddlenlp_preference,
+    ranked,
     sharegpt_preference,
     trl_preference,
 )
-from llmsuite.data.rows import Message, Preference
+from llmsuite.data.rows import Message, Preference, Ranking
 from llmsuite.data.turns import parse_sharegpt_message
 from tests.support.fields import fields
 
@@ -154,6 +157,48 @@ def test_accepted_rows_are_converted(
     assert fields(convert(row)) == fields(expected)
 
 
+RANKED = {"prompt": "Hi?", "responses": ["Bad.", "Good.", "Fair."], "scores": [1, 3, 2.5]}
+
+
+def said(row: Ranking, which: Any = "all") -> list[tuple[str, str]]:
+    """The chosen and the rejected answer of each pair."""
+    return [(found.chosen.content, found.rejected.content) for found in row.pairs(which)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        RANKED,
+        {**RANKED, "scores": None, "ranks": [3, 1, 2]},
+        {**RANKED, "prompt": turns(ASK), "responses": [turns(BAD), turns(GOOD)[0], "Fair."]},
+    ],
+)
+def test_ranked_answers_make_pairs(row: dict[str, Any]) -> None:
+    found = ranked(row)
+    assert said(found) == [("Good.", "Fair."), ("Good.", "Bad."), ("Fair.", "Bad.")]
+    assert said(found, "best") == [("Good.", "Fair."), ("Good.", "Bad.")]
+    assert {each.prompt for each in found.pairs("all")} == {(ASK,)}
+
+
+def test_answers_with_equal_scores_are_not_compared() -> None:
+    assert said(ranked({**RANKED, "scores": [2, 2, 1]})) == [("Bad.", "Fair."), ("Good.", "Fair.")]
+    assert said(ranked({**RANKED, "scores": [2, 2, 1]}), "best") == [("Bad.", "Fair.")]
+    assert said(ranked({**RANKED, "scores": [1, 1, 1]})) == []
+
+
+@given(scores=st.lists(st.integers(-3, 3) | st.floats(-3, 3), min_size=2, max_size=7))
+def test_each_pair_prefers_the_larger_score(scores: list[float]) -> None:
+    names = [str(i) for i in range(len(scores))]
+    row = ranked({"prompt": "Hi?", "responses": names, "scores": scores})
+    expected = {(a, b) for a in names for b in names if scores[int(a)] > scores[int(b)]}
+    assert sorted(said(row)) == sorted(expected)
+    best = said(row, "best")
+    assert len({a for a, _ in best}) <= 1
+    assert sorted(b for _, b in best) == sorted(b for b in names if scores[int(b)] < max(scores))
+    by_rank = ranked({"prompt": "Hi?", "responses": names, "ranks": [-score for score in scores]})
+    assert by_rank == row
+
+
 REFUSED: list[tuple[Callable[[Any], Preference], dict[str, Any], str]] = [
     (paddlenlp_preference, {**PADDLENLP, "src": ["a", "b"]}, "'src' has 2 turns and 'tgt' 0"),
     (paddlenlp_preference, {**PADDLENLP, "src": []}, "'src' has 0 turns and 'tgt' 0"),
@@ -239,6 +284,20 @@ REFUSED: list[tuple[Callable[[Any], Preference], dict[str, Any], str]] = [
         "'chosen' has 2 turns after the prompt",
     ),
     (trl_preference, {"chosen": turns(ASK, GOOD, GOOD), "rejected": turns(ASK, BAD)}, "'chosen' has 2 turns"),
+    (ranked, {**RANKED, "responses": ["a"]}, "'responses' is no list of two answers or more"),
+    (ranked, {**RANKED, "responses": "ab"}, "'responses' is no list of two answers or more"),
+    (ranked, {**RANKED, "responses": ["a"] * 129}, "'responses' has 129 answers; at most 128 are read"),
+    (ranked, {**RANKED, "responses": ["a", "b", 1]}, "'responses[2][0]' is not an object"),
+    (ranked, {**RANKED, "responses": ["a", "b", turns(ASK)]}, "'responses[2]' is not one turn of the assistant"),
+    (ranked, {**RANKED, "responses": ["a", "b", turns(GOOD, BAD)]}, "'responses[2]' is not one turn of the assistant"),
+    (ranked, {**RANKED, "ranks": [1, 2, 3]}, "has scores and ranks of scores, ranks; one of them is needed"),
+    (ranked, {**RANKED, "scores": None}, "has neither of scores, ranks; one of them is needed"),
+    (ranked, {**RANKED, "scores": [1, 2]}, "'scores' is no list of a number for each of the 3 'responses'"),
+    (ranked, {**RANKED, "scores": [1, 2, "3"]}, "'scores' is no list of a number for each of the 3"),
+    (ranked, {**RANKED, "scores": [1, 2, True]}, "'scores' is no list of a number for each of the 3"),
+    (ranked, {**RANKED, "scores": [1, 2, float("nan")]}, "'scores' is no list of a number for each of the 3"),
+    (ranked, {**RANKED, "scores": [1, 2, 10**400]}, "'scores' is no list of a number for each of the 3"),
+    (ranked, {**RANKED, "prompt": turns(ASK, GOOD)}, "the prompt does not end with a turn of the user"),
 ]
 
 

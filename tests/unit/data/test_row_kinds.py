@@ -80,9 +80,9 @@ def test_formats_of_plugins_are_considered(tmp_path: Path, registry: Registry) -
     def lines(**matches: Any) -> dict[str, DataFormat]:
         return {"lines": DataFormat(name="lines", help="text", kind="text", convert=dict, **matches)}
 
-    row = {"text": "a"}
-    said = "keys ['text'] fit no format with conversation rows"
-    of_text = refusal(tmp_path, registry, "conversation", row, more=lines(matches=lambda row: "text" in row))
+    row = {"line": "a"}
+    said = "keys ['line'] fit no format with conversation rows"
+    of_text = refusal(tmp_path, registry, "conversation", row, more=lines(matches=lambda row: "line" in row))
     assert of_text.startswith(f"{said}, but one with text rows (lines). Known: ")
     for matches in (lambda row: True, lambda row: row["kind"] == "text"):
         assert refusal(tmp_path, registry, "conversation", row, more=lines(matches=matches)).startswith(

@@ -48,7 +48,7 @@ def test_every_format_has_an_example() -> None:
     assert ROWS.keys() == FORMATS.keys()
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", sorted(ROWS.keys() - {"text"}))  # text has no turns
 def test_every_format_keeps_tools_and_system(name: str) -> None:
     row = {**ROWS[name], "tools": TOOLS, "system": "Be brief."}
     assert FORMATS[name].matches(row)

@@ -18,6 +18,7 @@ from llmsuite.contract.schema.engine import ENGINE_RULES
 from llmsuite.contract.schema.parallel import PARALLEL_RULES
 from llmsuite.contract.schema.rule import Rule
 from llmsuite.data.documents import read_documents
+from llmsuite.data.keys import ColumnRules
 from llmsuite.data.read import read_rows
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.rules import RULES
@@ -158,13 +159,14 @@ def test_the_parity_table_covers_the_lattice_and_keeps_its_promise() -> None:
 def test_every_format_has_an_example_that_is_read(tmp_path: Path, registry: Registry) -> None:
     text = (ROOT / "docs" / "reference" / "formats.md").read_text("utf-8")
     examples = dict(re.findall(r"```jsonl (\w+)\n(.*?)```", text, re.DOTALL))
-    assert examples.keys() == {*registry.data_formats, "text"}
+    assert examples.keys() == {*registry.data_formats}
     for name, rows in examples.items():
         path = tmp_path / f"{name}.jsonl"
         path.write_text(rows)
         if name == "text":
             assert [document for document, _ in read_documents(path, "lines", "text")] == ["A document."]
-            continue
-        found = read_rows(path, registry.data_formats[name].kind, "auto", registry.data_formats)
-        assert found == read_rows(path, registry.data_formats[name].kind, name, registry.data_formats)
+        kind = registry.data_formats[name].kind
+        rules = ColumnRules(capabilities=frozenset({"plain_text", "ranked"}))
+        found = read_rows(path, kind, "auto", registry.data_formats, columns=rules)
+        assert found == read_rows(path, kind, name, registry.data_formats, columns=rules)
         assert len(found) == len(rows.splitlines())

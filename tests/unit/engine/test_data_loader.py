@@ -33,7 +33,7 @@ def data(stage: Any) -> TrainingData:
     sampler = BatchSampler(order, SIZE, micro_batch_size=2, num_ranks=1)
     collate = None if stage is None else stage.collate
     micro_batches = MicroBatches(size=2, max_tokens=None, by_length=False, num_data_ranks=1, length_multiple=1)
-    return TrainingData(stage, stage, range(1000), (), (), order, sampler, micro_batches, collate)
+    return TrainingData(stage, stage, range(1000), (), order, sampler, micro_batches, collate)
 
 
 def steps_of(loader: StepDataLoader, numbers: Sequence[int]) -> list[list[list[int]]]:

@@ -98,6 +98,28 @@ def test_the_samples_are_those_of_rows_in_memory(name: str, packing: str, monkey
     assert packing == "best_fit" or len(found[0][0]) + dropped == len(path.read_text().splitlines())
 
 
+@pytest.mark.parametrize("packing", ["none", "best_fit"])
+def test_pairs_of_ranked_answers_are_those_of_rows_in_memory(
+    packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows = []
+    for i in range(30):
+        rows.append({"prompt": f"What is {i}?", "responses": ["a", f"b{i}", "c" * i], "scores": [1, i % 3, i % 5]})
+    path.write_text("\n".join(map(json.dumps, rows)))
+    found = []
+    for most in (32 << 20, 0):
+        monkeypatch.setattr("llmsuite.data.disk_rows.MAX_IN_MEMORY_BYTES", most)
+        monkeypatch.setattr("llmsuite.engine.row_samples._WINDOW_ROWS", 7)
+        said: list[str] = []
+        able = dataclasses.replace(context(report=said.append, packing=packing), capabilities=frozenset({"ranked"}))
+        samples = DpoStage(DpoSection(), able).reader.read(path)
+        found.append((plain(samples), said))
+    assert found[0] == found[1]
+    assert packing == "best_fit" or len(found[0][0]) > 40
+    assert any("rows with ranked answers make" in line for line in found[0][1])
+
+
 def test_prompts_are_those_of_rows_in_memory(registry: Registry, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for most in (32 << 20, 0):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from llmsuite.data.chat_template import BUILTIN, tokenizer_template
+from llmsuite.data.chat_template import BUILTIN, chosen_template, tokenizer_template
 from llmsuite.engine.data import tokenizer_to_save
 from tests.support.paths import DATA
 
@@ -25,3 +25,11 @@ def test_only_the_template_trained_with_is_saved(tmp_path: Path, has_file: bool)
     assert before.pop("chat_template")
     assert after == before
     assert tokenizer_to_save(own, "tokenizer", tmp_path / "run") == own
+
+
+@pytest.mark.parametrize("choice", ["qwen3", "{{ messages[0].content }}"])
+def test_a_named_template_and_ones_own_are_saved(tmp_path: Path, choice: str) -> None:
+    saved = tokenizer_to_save(DATA / "tokenizer", choice, tmp_path / "run")
+    assert saved is not None
+    assert tokenizer_template(saved) == chosen_template(choice)
+    assert "chat_template" not in json.loads((saved / "tokenizer_config.json").read_text())

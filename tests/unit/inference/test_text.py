@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.inference.text import TextStream
+from tests.support.chat_rows import write_tokenizer
 from tests.support.paths import DATA
 
 TOKENIZER = TextTokenizer(DATA / "tokenizer")
@@ -73,3 +76,21 @@ def test_a_half_character_in_front_of_a_special_token() -> None:
     without.finish()
     assert with_stop.text == without.text
     assert with_stop.text.endswith("a")
+
+
+def test_special_tokens_may_be_shown(tmp_path: Path) -> None:
+    tokenizer = TextTokenizer(write_tokenizer(tmp_path))
+    text = "<|channel|>analysis<|message|>h\u00e9 hm<|end|>ok"
+    for shown, stop, expected in (
+        (("<|channel|>", "<|message|>", "<|end|>", "<|none|>"), (), text),
+        (("<|message|>",), (), "analysis<|message|>h\u00e9 hmok"),
+        ((), (), "analysish\u00e9 hmok"),
+        (("<|channel|>", "<|message|>", "<|end|>"), ("<|end|>",), "<|channel|>analysis<|message|>h\u00e9 hm"),
+    ):
+        stream = TextStream(tokenizer, stop, shown)
+        pieces = []
+        for token in tokenizer.encode(text):
+            pieces.append(stream.push(token))
+            if stream.stopped:
+                break
+        assert "".join([*pieces, stream.finish()]) == stream.text == expected

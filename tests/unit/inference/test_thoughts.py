@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from llmsuite.inference.thoughts import ThoughtReader, has_thoughts, opens_thoughts
+from llmsuite.inference.thoughts import (
+    CHANNEL_TOKENS,
+    ChannelReader,
+    ThoughtReader,
+    has_channels,
+    has_thoughts,
+    opens_thoughts,
+)
 
 PIECES = st.sampled_from(["<think>", "</think>", "<", "</th", "ink>", "a", "b c", "\n", " "])
 TEXTS = st.lists(PIECES, max_size=9).map("".join)
@@ -61,3 +69,38 @@ def test_prompts_that_open_thoughts() -> None:
     assert has_thoughts("{{ '</think>' }}")
     assert not has_thoughts("{{ message.content }}")
     assert not has_thoughts(None)
+
+
+CHANNELS = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>analysis<|message|>well<|end|>"
+    "<|start|>assistant<|channel|>commentary<|message|>I look.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Four."
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (CHANNELS, ("hm\nwell", "I look.Four.")),
+        ("<|channel|>final<|message|>Four.", ("", "Four.")),
+        ("<|channel|>analysis<|message|>hm", ("hm", "")),
+        ("<|channel|>final<|message|>a <| b < c <|en", ("", "a <| b < c <|en")),
+        ("Four.", ("", "Four.")),
+        ("<|channel|>final", ("", "final")),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assis", ("hm", "")),
+        ("", ("", "")),
+    ],
+)
+def test_messages_in_channels(text: str, expected: tuple[str, str]) -> None:
+    assert ChannelReader().push(text, True) == expected
+    for pieces in (list(text), re.findall("|".join(map(re.escape, CHANNEL_TOKENS)) + "|.", text)):
+        reader = ChannelReader()
+        found = [reader.push(piece, False) for piece in pieces]
+        found.append(reader.push("", True))
+        assert ("".join(a for a, _ in found), "".join(b for _, b in found)) == expected
+
+
+def test_templates_with_channels() -> None:
+    assert has_channels("<|start|>assistant<|channel|>final<|message|>")
+    assert not has_channels("<think></think>")
+    assert not has_channels(None)

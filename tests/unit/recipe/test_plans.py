@@ -40,7 +40,7 @@ def test_the_parts_share_the_sections_of_the_recipe(registry: Registry) -> None:
 def test_only_prompts_are_read_for_inference(registry: Registry) -> None:
     plan = plan_of(registry, "infer")
     assert [key for key, _, _ in plan.data.files()] == ["data.prompts"]
-    assert plan.data.eval_path is None
+    assert plan.data.eval_paths == {}
     assert plan.parallel.accumulate_steps is None
 
 

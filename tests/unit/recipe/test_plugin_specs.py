@@ -32,7 +32,7 @@ def stage(kind: str) -> StageSpec:
 
 
 RANKED = DataFormat(
-    name="ranked", help="answers", kind="ranking", matches=lambda row: "answers" in row, convert=lambda row: row
+    name="ranking_rows", help="answers", kind="ranking", matches=lambda row: "answers" in row, convert=lambda row: row
 )
 
 
@@ -52,7 +52,7 @@ def test_a_stage_with_rows_of_its_own(write_recipe: Write) -> None:
     ((key, said),) = problems(path, stage("rankings"), RANKED)
     assert key == "stage"
     assert said.startswith("ranking trains on rankings rows, but no data format has such rows; known kinds: conver")
-    chosen = write_recipe({"stage": "ranking", "data.format": "ranked"})
+    chosen = write_recipe({"stage": "ranking", "data.format": "ranking_rows"})
     plan_run(chosen, [], registry_with(own=plugin_from_specs([stage(""), RANKED])))  # it is asked when it reads
 
 

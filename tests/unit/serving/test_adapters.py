@@ -15,7 +15,7 @@ from starlette.testclient import TestClient
 from llmsuite.base.errors import UserError
 from llmsuite.checkpoint.convert.adapter import add_adapter
 from llmsuite.cli.model import open_generator
-from llmsuite.cli.serve import _adapters, _prompter
+from llmsuite.cli.serve import _adapters, _check_templates, _prompter
 from llmsuite.contract.registry import Registry
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.devices.cpu import CpuBackend
@@ -173,3 +173,9 @@ def test_a_base_without_a_template_serves_an_adapter_that_has_one(tmp_path: Path
     assert _prompter(generator, args, False).template_source is None
     with pytest.raises(UserError, match="has no chat template"):
         _prompter(generator, args, True)
+    bare_prompter = _prompter(generator, args, False)
+    _check_templates(args, [bare_prompter])
+    args.chat_template_kwargs = '{"day": 1}'
+    _check_templates(args, [bare_prompter, Prompter(tokenizer, "chatml")])
+    with pytest.raises(UserError, match="--chat_template_kwargs: neither the model nor an adapter has a chat template"):
+        _check_templates(args, [bare_prompter, bare_prompter])

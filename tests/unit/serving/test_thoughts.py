@@ -100,3 +100,69 @@ def test_an_unknown_key_of_a_turn_is_refused_by_name() -> None:
         turn: Any = {"role": "user", "content": "1+1?", "mood": "good", "annotations": []}
         with pytest.raises(openai.BadRequestError, match=r"does not read the key 'mood' of messages\[0\]"):
             client.chat.completions.create(model="toy", messages=[turn])
+
+
+IN_CHANNELS = "<|channel|>analysis<|message|>One and one.<|end|><|start|>assistant<|channel|>final<|message|>Two."
+
+
+def test_thoughts_are_those_of_a_channel(tmp_path: Path) -> None:
+    directory = tmp_path / "channels"
+    shutil.copytree(DATA / "tokenizer", directory)
+    (directory / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+    )
+    prompter = Prompter(TextTokenizer(directory), "tokenizer")
+    with says(IN_CHANNELS, prompter=prompter) as client:
+        message: Any = client.chat.completions.create(**ASK).choices[0].message
+        assert (message.reasoning_content, message.content) == ("One and one.", "Two.")
+        assert streamed(client)[:2] == ("One and one.", "Two.")
+
+
+def test_responses_have_the_thoughts_as_an_item(prompter: Prompter) -> None:
+    with says(THOUGHT, prompter=prompter) as client:
+        found: Any = client.responses.create(model="toy", input="1+1?", include=["message.output_text.logprobs"])
+        assert [item.type for item in found.output] == ["reasoning", "message"]
+        assert [part.text for part in found.output[0].content] == ["One and one."]
+        assert found.output_text == "Two."
+        logprobs = found.output[1].content[0].logprobs
+        assert "".join(entry.token for entry in logprobs).strip() == "Two."
+        assert 0 < found.usage.output_tokens_details.reasoning_tokens < found.usage.output_tokens
+        events = list(client.responses.create(model="toy", input="1+1?", stream=True))
+        kinds = [event.type for event in events]
+        assert kinds[2] == "response.output_item.added"
+        assert kinds.index("response.reasoning_text.done") < kinds.index("response.output_text.delta")
+        thoughts = "".join(e.delta for e in events if e.type == "response.reasoning_text.delta")
+        content = "".join(e.delta for e in events if e.type == "response.output_text.delta")
+        assert (thoughts, content) == ("One and one.", "Two.")
+        places = [e.output_index for e in events if e.type == "response.output_item.added"]
+        assert places == [0, 1]
+        last: Any = events[-1]
+        assert [item.type for item in last.response.output] == ["reasoning", "message"]
+        assert [item.status for item in last.response.output] == ["completed", "completed"]
+        # a client sends both back
+        again: Any = [item.model_dump(exclude_none=True) for item in found.output]
+        talk: Any = [{"role": "user", "content": "1+1?"}, *again, {"role": "user", "content": "Sure?"}]
+        for item in again:
+            for part in item["content"]:
+                part.pop("logprobs", None)
+                part.pop("annotations", None)
+        assert client.responses.create(model="toy", input=talk).output_text == "Two."
+        for wrong, message in (
+            ([again[0], talk[0]], r"input\[1\]: an answer or a call of the assistant follows its reasoning"),
+            ([talk[0], again[0]], "input: ends with reasoning"),
+            ([{"type": "reasoning", "summary": [], "encrypted_content": "x"}], r"input\[0\]\.content: a list of"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                client.responses.create(model="toy", input=wrong)
+
+
+def test_a_response_of_calls_after_thoughts(prompter: Prompter) -> None:
+    flat: Any = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    with says(f"<think>\nI add.\n</think>\n\n{CALLS}", prompter=prompter) as client:
+        found: Any = client.responses.create(model="toy", input="1+1?", tools=flat)
+        assert [item.type for item in found.output] == ["reasoning", "function_call", "function_call"]
+        events = list(client.responses.create(model="toy", input="1+1?", tools=flat, stream=True))
+        last: Any = events[-1]
+        assert [item.type for item in last.response.output] == ["reasoning", "function_call", "function_call"]
+        assert [e.output_index for e in events if e.type == "response.output_item.added"] == [0, 1, 2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
 from llmsuite.data.chat_template import ChatTemplate
-from llmsuite.data.rows import Message, Preference
+from llmsuite.data.rows import Message, Preference, Ranking
 from llmsuite.stages.dpo import DpoStage
 from llmsuite.stages.pairs import Pair, Pairs
 from tests.support import dpo_case
@@ -72,6 +73,30 @@ def test_prompt_and_answers_are_what_the_template_writes(stage: DpoStage) -> Non
     )
     assert text(stage, pair.chosen) == "4<|im_end|>"
     assert text(stage, pair.rejected) == "It is 4, of course.<|im_end|>"
+
+
+def ranking(*answers: str, scores: tuple[float, ...] = (3, 2, 1)) -> Ranking:
+    return Ranking(row().prompt, tuple(Message("assistant", answer) for answer in answers), scores)
+
+
+def test_ranked_answers_are_pairs_that_are_counted(stage: DpoStage) -> None:
+    rows = [row(), ranking("a", "b", "c"), ranking("a", "b", " a "), ranking("a", "b", "c", scores=(1, 1, 1))]
+    pairs, counts = dpo_case.pairs(stage, rows)
+    answers = [(text(stage, pair.chosen).strip()[0], text(stage, pair.rejected).strip()[0]) for pair in pairs]
+    assert answers == [("2", "3"), ("a", "b"), ("a", "c"), ("b", "c"), ("a", "b"), ("b", "a")]
+    assert counts.dropped == {"with ranked answers that make no pair": 1}
+    assert counts.sample_rows == [0, 1, 1, 1, 2, 2]
+    assert counts.of_ranked() == (
+        "2 rows with ranked answers make 5 pairs; pairs that are left out: 1 with chosen equal to rejected"
+    )
+
+
+def test_the_best_answer_alone_may_be_chosen(stage: DpoStage) -> None:
+    data = dataclasses.replace(stage.context.data, ranked_pairs="best")
+    made = DpoStage(stage.section, dataclasses.replace(stage.context, data=data))
+    pairs, counts = dpo_case.pairs(made, [ranking("a", "b", "c")])
+    assert [(text(stage, pair.chosen)[0], text(stage, pair.rejected)[0]) for pair in pairs] == [("a", "b"), ("a", "c")]
+    assert counts.num_pairs == 2
 
 
 def test_every_embedded_row(stage: DpoStage) -> None:

@@ -118,6 +118,39 @@ def test_both_answers_of_a_pair(run: Any, recipe: Any, tmp_path: Path) -> None:
     assert supervised == "Hello.<|im_end|>No.<|im_end|>"
 
 
+def test_prompt_and_answer_of_a_text(run: Any, recipe: Any) -> None:
+    given = recipe("sft", [{"q": "1+1?", "a": 2}], **{"data.text_template": "Q: {q} A: {a}"})
+    code, out, err = run("data", "explain", given)
+    assert (code, err) == (0, "")
+    assert "the same that precede the answer here" in out
+    rows = table(out)
+    assert "".join(row["token"] for row in rows if row["label"] != "-") == "2<|im_end|>"
+    assert "".join(row["token"] for row in rows if row["role"] == "prompt") == "Q: 1+1? A: "
+    code, out, err = run("data", "explain", recipe("sft", [{"text": "A text."}]))
+    assert (code, err) == (0, "")
+    assert {row["role"] for row in table(out)} == {"text"}
+    assert [row["weight"] for row in table(out)][:2] == ["0", "1"]
+
+
+def test_weights_of_turns_are_shown(run: Any, recipe: Any) -> None:
+    talk = {"messages": [*TALK["messages"][:2], {**TALK["messages"][2], "weight": 0.25}, *TALK["messages"][3:]]}
+    _, out, _ = run("data", "explain", recipe("sft", [talk]))
+    assert "".join(row["token"] for row in table(out) if row["weight"] == "0.25") == "Hello.<|im_end|>"
+    assert "".join(row["token"] for row in table(out) if row["weight"] == "1") == "Bye.<|im_end|>"
+
+
+def test_all_pairs_of_ranked_answers(run: Any, recipe: Any, tmp_path: Path) -> None:
+    row = {"prompt": "Hi?", "responses": ["x", "y", "z"], "ranks": [3, 1, 1]}
+    _, out, _ = run("data", "explain", recipe("rm", [row]))
+    heads = [line for line in out.splitlines() if line.startswith(str(tmp_path))]
+    names = ["(chosen of pair 1)", "(rejected of pair 1)", "(chosen of pair 2)", "(rejected of pair 2)"]
+    assert [head.split(":1 ")[1].split(":")[0] for head in heads] == names
+    code, out, _ = run("data", "stats", recipe("dpo", [row, {**row, "ranks": [1, 1, 1]}]))
+    assert code == 0
+    assert "1 with ranked answers that make no pair" in out
+    assert "1 rows with ranked answers make 2 pairs" in out
+
+
 def test_documents_of_a_corpus(run: Any, recipe: Any, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("one two\n\nthree\n\n" * 30)
     path = recipe("pretrain", [], **{"data.train": str(tmp_path / "text.txt"), "data.max_length": 16})

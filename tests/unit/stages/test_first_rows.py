@@ -268,3 +268,34 @@ def test_a_run_reports_the_same_before_it_starts(
     assert main(["--no-plugins", "validate", recipe, "--smoke"]) == 0, "its data is embedded"
     assert main(["--no-plugins", "validate", recipe, '--data.columns={"instruction":"aks","output":"b"}']) == 2
     assert "has no column 'aks'" in capsys.readouterr().err
+
+
+def test_plain_text_needs_no_chat_template(refused: Refused, tmp_path: Path) -> None:
+    shutil.copytree(bundled("data") / "tokenizer", tmp_path / "tokenizer")
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        file = tmp_path / "tokenizer" / name
+        if name.endswith(".jinja"):
+            file.unlink(missing_ok=True)
+        else:
+            keys = json.loads(file.read_text())
+            keys.pop("chat_template", None)
+            file.write_text(json.dumps(keys))
+    tokenizer = f"--model.tokenizer={tmp_path / 'tokenizer'}"
+    alpaca = {"instruction": "Hi?", "output": "Hello."}
+    assert refused("sft", "--data.train=" + write("a.jsonl", {"text": "Hello."}), tokenizer) == []
+    assert refused("sft", "--data.train=" + write("b.jsonl", alpaca), "--data.text_template=alpaca", tokenizer) == []
+    ((key, message),) = refused("sft", "--data.train=b.jsonl", tokenizer)
+    assert key == "data.train"
+    assert "has no chat template" in message
+    ((_, message),) = refused("sft", "--data.train=b.jsonl", "--data.text_template={question}{output}", tokenizer)
+    assert "b.jsonl:1: has no field 'question', which data.text_template takes" in message
+    ((key, message),) = refused("dpo", "--data.train=" + write("c.jsonl", PAIR | {"margin": 1}))
+    assert "has the columns 'margin', which trl_preference does not read" in message
+    assert refused("rm", "--data.train=c.jsonl") == []
+
+
+def test_ranked_answers_are_rendered(refused: Refused) -> None:
+    row = {"prompt": "a", "responses": ["b", "c", "d"], "scores": [1, 2, 2]}
+    assert refused("dpo", "--data.train=" + write("a.jsonl", row)) == []
+    ((_, message),) = refused("dpo", "--data.train=" + write("b.jsonl", {**row, "scores": [1]}))
+    assert "'scores' is no list of a number for each of the 3 'responses'" in message

@@ -188,15 +188,15 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def test_split_is_by_documents(corpus: Path) -> None:
-    train, held_back = stage(split="80,15,5").reader.read_all(corpus, None)
+    train, held_back = stage(split="80,15,5").reader.read_all(corpus, {})
     assert set(np.concatenate(list(train))) == set(range(80))
-    assert set(np.concatenate(list(held_back))) == set(range(80, 95))
+    assert set(np.concatenate(list(held_back[""]))) == set(range(80, 95))
     assert len(train) == 799 // 8
-    _, few = stage(split="80,15,5", max_eval_samples=3).reader.read_all(corpus, None)
-    assert len(few) == 3
-    whole, given = stage(split="80,15,5").reader.read_all(corpus, corpus)  # data.eval comes first
-    assert len(whole) == len(given) == 999 // 8
-    assert stage().reader.read_all(corpus, None)[1] == []
+    _, few = stage(split="80,15,5", max_eval_samples=3).reader.read_all(corpus, {})
+    assert len(few[""]) == 3
+    whole, given = stage(split="80,15,5").reader.read_all(corpus, {"": corpus})  # data.eval comes first
+    assert len(whole) == len(given[""]) == 999 // 8
+    assert stage().reader.read_all(corpus, {})[1] == {"": []}
 
 
 def test_a_mixture_of_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,13 +204,13 @@ def test_a_mixture_of_files(corpus: Path, tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "a.txt").write_text("Something else.\n\n" * 30)
     reported: list[str] = []
     mixed = stage(mix={str(tmp_path / "a.txt"): 0.25}, split="9,1", report=reported.append)
-    train, held_back = mixed.reader.read_all(corpus, None)
+    train, held_back = mixed.reader.read_all(corpus, {})
     assert len(train) == 112 + 28  # of 900 tokens in windows of 8, and a quarter of that
     assert [text.startswith("the evaluation part") for text in reported] == [True, False, True, False]
-    assert len(held_back) > 12  # those of the corpus and some of the text
-    assert mixed.reader.digest(corpus) != stage().reader.digest(corpus)
+    assert len(held_back[""]) > 12  # those of the corpus and some of the text
+    assert mixed.reader.mixed_files() == {f"pretrain.mix {tmp_path / 'a.txt'}": tmp_path / "a.txt"}
     with pytest.raises(UserError, match=r"pretrain\.mix: nowhere is not a file"):
-        stage(mix={"nowhere": 1.0}).reader.read_all(corpus, None)
+        stage(mix={"nowhere": 1.0}).reader.read_all(corpus, {})
 
 
 def test_faulty_rows_of_text(tmp_path: Path, write_recipe: Callable[..., Path], capsys: Any) -> None:
@@ -231,7 +231,7 @@ def test_too_little_text(corpus: Path) -> None:
         stage(max_length=1000).reader.read(corpus)
     assert len(stage(max_length=999).reader.read(corpus)) == 1
     with pytest.raises(UserError, match=r"the evaluation part of .* has 0 tokens"):
-        stage(split="999,1").reader.read_all(corpus, None)
+        stage(split="999,1").reader.read_all(corpus, {})
 
 
 @pytest.mark.parametrize("wrong", [512, -1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,10 @@ def _made(name: str) -> tuple[Stage[Any], list[Any]]:
         return stage, samples
     dpo = dpo_case.stage(**DPO.get(name, {}))
     pairs, _ = dpo_case.pairs(dpo, dpo_case.rows(5))
-    return (RmStage(RmSection(**RM[name]), dpo.context) if name in RM else dpo), pairs
+    if name not in RM:
+        return dpo, pairs
+    pairs = [dataclasses.replace(pair, margin=own) for pair, own in zip(pairs, (None, 0.0, 1.5, -2.0, None))]
+    return RmStage(RmSection(**RM[name]), dpo.context), pairs
 
 
 def _gradients(model: Any) -> dict[str, np.ndarray]:

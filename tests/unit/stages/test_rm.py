@@ -95,6 +95,7 @@ def test_a_model_does_what_its_head_can() -> None:
 def test_the_last_token_of_each_answer_is_scored(multiple: int) -> None:
     stage = RmStage(RmSection(margin=0.5, center_rewards=0.1), dpo_case.stage(length_multiple=multiple).context)
     pairs, _ = dpo_case.pairs(dpo_case.stage(), dpo_case.rows(3))
+    pairs = [pairs[0], *(dataclasses.replace(pair, margin=own) for pair, own in zip(pairs[1:], (2.0, -1.0)))]
     model = dpo_case.model(head="score")
     batch = stage.collate(pairs)
     assert batch["input_ids"].shape[1] % multiple == 0
@@ -113,7 +114,8 @@ def test_the_last_token_of_each_answer_is_scored(multiple: int) -> None:
     with paddle.no_grad():
         chosen, rejected = np.split(np.array([score(answer.prompt + answer.ids) for answer in answers]), 2)
         terms = stage.loss(model, batch)
-    expected = np.log1p(np.exp(-(chosen - rejected - 0.5))) + 0.1 * (chosen + rejected) ** 2
+    margins = np.array([0.5, 2.0, -1.0])  # the first pair has none of its own
+    expected = np.log1p(np.exp(-(chosen - rejected - margins))) + 0.1 * (chosen + rejected) ** 2
     assert terms.weight == 3
     assert float(terms.total) == pytest.approx(expected.sum(), rel=1e-5)
     assert float(terms.sums["rewards/accuracy"][0]) == (chosen > rejected).sum()

@@ -20,11 +20,13 @@ from llmsuite.data.chat_template import load_template
 from llmsuite.data.control_tokens import ControlTokens
 from llmsuite.data.conversation_formats import openai
 from llmsuite.data.keys import ColumnRules
+from llmsuite.data.plain_text import plain_conversation
 from llmsuite.data.read import read_rows
 from llmsuite.data.rows import Conversation, Message, ToolCall, turns_of
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine.supervision import supervised_sequences
 from llmsuite.stages.language_model import WeightedTokens, collate, join, weighted_loss
+from llmsuite.stages.sections import SftSection
 from llmsuite.stages.sft import SftStage
 from tests.support import dpo_case
 from tests.support.paths import DATA
@@ -72,6 +74,64 @@ def test_a_turn_that_is_not_to_be_supervised_is_only_read(stage: SftStage) -> No
     assert supervised == "Bye.<|im_end|>"
     ((first,), _) = samples(stage, talk("Hi?", "Hello.", "And?", "Bye.", supervised=(True, False)))
     assert parts(stage, first)[1:] == ["Hello.<|im_end|>"]  # what comes later would teach nothing
+
+
+def test_the_tokens_of_a_turn_have_its_weight(stage: SftStage) -> None:
+    row = talk("Hi?", "Hello.", "And?", "Bye.", "Then?", "No.")
+    ((plain,), _) = samples(stage, row)
+    ((weighted,), _) = samples(stage, dataclasses.replace(row, weights=(0, 0.25, 0, 1, 0, 3)))
+    np.testing.assert_array_equal(weighted.ids, plain.ids)
+    borders = np.flatnonzero(np.diff(plain.weights, prepend=0))  # begin and end of each answer but the end of the last
+    expected = np.zeros(len(plain.ids))
+    for begin, end, weight in zip(borders[::2], [*borders[1::2], None], (0.25, 1, 3)):
+        expected[begin:end] = weight
+    np.testing.assert_array_equal(weighted.weights, expected)
+
+
+WITH_BLOCKS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A: {% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}Q: {{ m.content }} {% endif %}{% endfor %}"
+)
+
+
+def test_marked_parts_have_the_weight_of_their_turn() -> None:
+    made = make_stage(template=WITH_BLOCKS)
+    row = dataclasses.replace(talk("Hi?", "Hello.", "And?", "Bye."), weights=(0, 0.5, 0, 2))
+    ((sample,), _) = samples(made, row)
+    assert text(made, sample.ids[sample.weights == 0.5]) == "Hello.<|im_end|>"
+    assert text(made, sample.ids[sample.weights == 2]) == "Bye.<|im_end|>"
+
+
+def test_plain_text_is_supervised_up_to_its_end() -> None:
+    made = make_stage(template="none, and none is needed")
+    ((whole, prompted), _) = samples(made, plain_conversation("", "Hi there."), plain_conversation("Hi", " there."))
+    assert text(made, whole.ids) == text(made, prompted.ids) == "Hi there.<|im_end|>"
+    assert whole.weights.tolist() == [0, *[1] * (len(whole.ids) - 1)]
+    prompt = made.context.tokenizer.with_special_tokens(made.context.tokenizer.encode("Hi"))
+    assert prompted.ids[: len(prompt)].tolist() == prompt
+    assert prompted.weights.tolist() == [*[0] * len(prompt), *[1] * (len(prompted.ids) - len(prompt))]
+
+
+def test_a_text_gets_the_token_that_the_tokenizer_puts_in_front(tmp_path: Path) -> None:
+    made = make_stage()
+    shutil.copytree(DATA / "tokenizer", tmp_path / "tokenizer")
+    file = tmp_path / "tokenizer" / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "add_bos_token": True}))
+    tokenizer = TextTokenizer(tmp_path / "tokenizer")
+    made.context = dataclasses.replace(made.context, tokenizer=tokenizer)
+    ((whole, prompted), _) = samples(made, plain_conversation("", "Hi."), plain_conversation("Hi", "."))
+    assert whole.ids.tolist() == prompted.ids.tolist() == [START, *tokenizer.encode("Hi."), EOS]
+    assert whole.weights.tolist() == [0, *[1] * (len(whole.ids) - 1)], "the first token of the text has one before it"
+    assert text(made, prompted.ids[prompted.weights > 0]) == ".<|im_end|>"
+
+
+def test_plain_text_that_trains_nothing_is_dropped(stage: SftStage) -> None:
+    end = "<|im_end|>"
+    _, dropped = samples(stage, plain_conversation("c", f"a{end}b"), plain_conversation("a", " "))
+    assert sorted(dropped.values()) == [1, 1]
+    ((ended, whole), _) = samples(stage, plain_conversation("a", f"b{end}"), plain_conversation("", f"a{end}b"))
+    assert text(stage, ended.ids) == f"ab{end}"
+    assert text(stage, whole.ids) == f"a{end}b{end}", "a whole text may have ends inside"
 
 
 def test_an_eval_prompt_has_the_tokens_before_the_last_answer(stage: SftStage) -> None:
@@ -278,6 +338,30 @@ def test_the_loss_is_the_weighted_sum_over_the_tokens(stage: SftStage) -> None:
     assert terms.sums.keys() == {"tokens/likely"}, "training does not pass over the logits once more"
     assert float(terms.sums["tokens/likely"][0]) == likely
     assert terms.sums["tokens/likely"][1] == weight
+
+
+def test_dynamic_fine_tuning_weighs_each_token_by_its_probability(stage: SftStage) -> None:
+    row = dataclasses.replace(talk("Hi?", "Hello.", "And?", "Bye."), weights=(0, 0.5, 0, 1))
+    (sample,), _ = samples(stage, row)
+    batch = stage.collate([sample])
+    model = dpo_case.model()
+    hidden = model.hidden_states(paddle.to_tensor(batch["input_ids"]))[0].flatten(0, 1)
+    logits = model.logits(hidden.index_select(paddle.to_tensor(batch["positions"]), 0)).numpy().astype("float64")
+    logps = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    logps = logps[np.arange(len(logps)), batch["targets"]]
+    made = SftStage(SftSection(loss="dft"), stage.context)
+    terms = made.loss(model, batch)
+    assert float(terms.total) == pytest.approx(-(np.exp(logps) * logps * batch["weights"]).sum(), rel=1e-4)
+    assert terms.weight == pytest.approx(batch["weights"].sum())
+    assert float(terms.sums["nll"][0]) == pytest.approx(-(logps * batch["weights"]).sum(), rel=1e-4)
+    # no gradient through the probability: that of the loss is the gradient of -p log p with p held fixed
+    terms.total.backward()
+    found = model.lm_head.weight.grad.numpy()
+    model.clear_gradients()
+    fixed = {**batch, "weights": (np.exp(logps) * batch["weights"]).astype("float32")}
+    weighted_loss(model, fixed).total.backward()
+    np.testing.assert_allclose(found, model.lm_head.weight.grad.numpy(), rtol=2e-3, atol=1e-7)
+    model.clear_gradients()
 
 
 def test_an_evaluation_counts_what_greedy_decoding_picks() -> None:

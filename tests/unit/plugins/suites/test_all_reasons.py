@@ -20,8 +20,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("from-axolotl", AXOLOTL, ["val_set_size", "datasets", "sample_packing", "warmup_steps", "optimizer"]),
     (
         "from-llamafactory",
-        {**llamafactory.DPO, "pref_ftx": 0.1, "val_size": 0.1, "pref_loss": "orpo", "learning_rat": 1},
-        ["pref_ftx", "val_size", "pref_loss", "learning_rat"],
+        {**llamafactory.DPO, "pref_ftx": 0.1, "mask_history": True, "pref_loss": "orpo", "learning_rat": 1},
+        ["pref_ftx", "mask_history", "pref_loss", "learning_rat"],
     ),
     ("from-trl", {**trl.BARE, "eos_token": "<end>"}, ["eos_token", "assistant_only_loss"]),
 ]

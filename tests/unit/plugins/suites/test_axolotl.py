@@ -58,6 +58,7 @@ def test_data(converted: Converted) -> None:
     several = data(datasets=[ROWS, {**ROWS, "path": "two.jsonl"}])
     assert (several["train"], several["mix"]) == ("hf:org/rows?split=train", {"two.jsonl": None})
     assert data(chat_template="chatml", eot_tokens=["<|im_end|>"])["chat_template"] == "chatml"
+    assert data(chat_template="qwen_25", eot_tokens=["<|im_end|>"])["chat_template"] == "qwen2.5"
     assert data(sample_packing=True, attn_implementation="flash_attention_2")["packing"] == "best_fit"
     held = {"test_datasets": [{**ROWS, "split": "test"}]}
     assert "eval" not in data(**held)
@@ -105,7 +106,7 @@ def test_adapters(converted: Converted) -> None:
         ),
         ({**BARE, "datasets": ["a"]}, "expected a mapping {key: value}"),
         ({**BARE, "datasets": None}, "has no datasets"),
-        ({**BARE, "test_datasets": [ROWS, ROWS]}, "data.eval is one"),
+        ({**BARE, "test_datasets": [ROWS, ROWS]}, "sets of data.eval have"),
         ({**BARE, "test_datasets": [ROWS], "evals_per_epoch": 4}, "evals_per_epoch = 4"),
         ({**BARE, "val_set_size": 0.05}, r"val_set_size = 0\.05"),
         ({**BARE, "sample_packing": True}, "without flash attention tokens attend"),

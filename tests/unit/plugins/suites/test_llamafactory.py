@@ -100,12 +100,34 @@ def test_evaluation(converted: Converted) -> None:
     assert "eval" not in converted(ACTION, {**SFT, "eval_dataset": "held"}).recipe["data"]  # eval_strategy is no
 
 
+def test_rows_are_held_out_as_there(converted: Converted) -> None:
+    for size, expected in ((0.1, 0.1), (100, 100), (100.0, 100)):
+        given = {**SFT, "val_size": size, "eval_strategy": "steps", "eval_steps": 5, "load_best_model_at_end": True}
+        recipe = converted(ACTION, {**given, "early_stopping_steps": 3}).recipe
+        assert recipe["data"]["holdout"] == expected
+        assert type(recipe["data"]["holdout"]) is type(expected)
+        assert (recipe["train"]["eval_steps"], recipe["train"]["early_stopping"]) == (5, {"patience": 3})
+        assert recipe["checkpoint"]["best_metric"] == "eval/loss"
+    assert "holdout" not in converted(ACTION, {**SFT, "val_size": 0.0}).recipe["data"]
+    assert converted(ACTION, {**SFT, "val_size": 0.1}).recipe["data"]["holdout"] == 0.1, "they are not trained on"
+    with pytest.raises(UserError, match="has val_size and eval_dataset"):
+        converted(ACTION, {**SFT, "val_size": 0.1, "eval_dataset": "held"})
+
+
+def test_the_default_system_turn(converted: Converted) -> None:
+    assert converted(ACTION, {**SFT, "default_system": "Be brief."}).recipe["data"]["system"] == "Be brief."
+
+
 NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; did you mean learning_rate"),
     ({**SFT, "template": "qwen"}, "template = qwen: adds a default system turn"),
-    ({**SFT, "template": "qwen3"}, "template = qwen3: is a template of LLaMA-Factory"),
+    (
+        {**SFT, "template": "qwen3"},
+        r"template = qwen3: is a template of LLaMA-Factory \(nearest: data\.chat_template qwen3\)",
+    ),
     ({**SFT, "packing": True}, "tokens attend to other rows of a pack"),
-    ({**SFT, "val_size": 0.1}, "val_size = 0.1: it splits rows at random"),
+    ({**SFT, "val_size": 0.1, "streaming": True}, "val_size = 0.1: with streaming it holds the first rows"),
+    ({**SFT, "early_stopping_steps": 3}, "early_stopping_steps = 3: needs load_best_model_at_end, and evaluations"),
     ({**SFT, "mask_history": True}, "mask_history = True"),
     ({**SFT, "use_dft_loss": True}, "use_dft_loss = True"),
     ({**SFT, "neftune_noise_alpha": 5}, "neftune_noise_alpha = 5"),

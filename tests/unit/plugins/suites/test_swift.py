@@ -95,6 +95,14 @@ def test_evaluation(converted: Converted) -> None:
     assert ("eval_steps", 7, "there are no rows to evaluate on") in found.left_out
 
 
+def test_a_sample_and_a_system_turn(converted: Converted) -> None:
+    given = {**BARE, "dataset": ["org/rows#500", "more.jsonl"], "system": "Be brief."}
+    data = converted(ACTION, given).recipe["data"]
+    assert (data["sample"], data["system"], data["mix"]) == (500, "Be brief.", {"more.jsonl": None})
+    assert data["train"].endswith(":org/rows?split=train")
+    assert converted(ACTION, {**given, "seed": 7, "data_seed": 7}).recipe["data"]["sample"] == 500
+
+
 def test_adapters_and_losses(converted: Converted) -> None:
     def lora(**values: Any) -> Any:
         return converted(ACTION, {**BARE, "lora_dropout": 0, **values}).recipe["lora"]
@@ -116,15 +124,17 @@ def test_adapters_and_losses(converted: Converted) -> None:
     [
         ({**BARE, "tuner_type": "full"}, "tuner_type = full: without deepspeed it trains parameters in 16 bits"),
         ({**BARE, "tuner_type": "adalora"}, "tuner_type = adalora"),
-        ({**BARE, "dataset": "org/rows#500"}, "dataset = org/rows#500: selects rows at random"),
+        ({**BARE, "dataset": "org/rows#500", "data_seed": 7}, "dataset = org/rows#500: data.sample selects rows"),
         ({**BARE, "dataset": "swift/self-cognition"}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
         ({**NAMED, "dataset": "swift/self-cognition:qwen3"}, "adds texts to questions and answers"),
         ({**BARE, "dataset": None}, "has no dataset"),
-        ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "data.eval is one"),
+        ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
         ({**BARE, "columns": '{"a": "query"}'}, "columns = "),
-        ({**BARE, "system": "Be brief."}, "system = Be brief."),
+        ({**BARE, "system": "brief.txt"}, "system = brief.txt: is a file"),
+        ({**BARE, "dataset": ["a.jsonl", "b.jsonl#5"]}, "dataset = b.jsonl#5: data.sample selects rows of the first"),
+        ({**BARE, "dataset": "a.jsonl#5", "dataset_shuffle": False}, "dataset = a.jsonl#5: data.sample"),
         ({**BARE, "split_dataset_ratio": 0.01}, r"split_dataset_ratio = 0\.01"),
         ({**BARE, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
         ({**BARE, "template": "default"}, "template = default"),

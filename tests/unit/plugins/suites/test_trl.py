@@ -97,6 +97,11 @@ def test_data(converted: Converted, tmp_path: Path) -> None:
     assert data(packing=True)["packing"] == "best_fit"
 
 
+def test_dynamic_fine_tuning(converted: Converted) -> None:
+    recipe = converted(ACTION, {**SFT, "loss_type": "dft"}, stage="sft").recipe
+    assert recipe["sft"] == {"truncate": True, "loss": "dft"}
+
+
 def test_strategy(converted: Converted) -> None:
     recipe = converted(ACTION, {**SFT, "accelerate_config": "zero3", "num_processes": 4}, stage="sft").recipe
     assert (recipe["parallel"], recipe["launch"]) == ({"sharding": "stage3"}, {"num_devices": 4})
@@ -114,7 +119,7 @@ def test_strategy(converted: Converted) -> None:
             "sft",
             "completion_only_loss = True: prompt and completion",
         ),
-        ({**SFT, "loss_type": "dft"}, "sft", "loss_type = dft"),
+        ({**SFT, "loss_type": "other"}, "sft", "loss_type = other: of TRL's losses, sft.loss has"),
         ({**SFT, "packing": True, "packing_strategy": "wrapped"}, "sft", "packing_strategy = wrapped"),
         ({**SFT, "truncation_mode": "keep_end"}, "sft", "truncation_mode = keep_end"),
         ({**SFT, "max_length": None}, "sft", "max_length = null"),

@@ -1,0 +1,68 @@
+"""Rows that are held out or sampled are those that other libraries choose."""
+
+from __future__ import annotations
+
+import datasets
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from llmsuite.base.errors import UserError
+from llmsuite.data.row_choice import held_out_rows, rows_of_files, sampled_rows
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "holdout"),
+    [(10, 0.1), (11, 0.1), (100, 0.25), (7, 3), (101, 1), (2, 1), (1000, 0.0009), (10, 0.3), (29, 0.7)],
+)
+@pytest.mark.parametrize("seed", [0, 42, 2**31])
+def test_held_out_rows_are_those_of_train_test_split(num_rows: int, holdout: float, seed: int) -> None:
+    split = datasets.Dataset.from_dict({"n": range(num_rows)}).train_test_split(test_size=holdout, seed=seed)
+    train, held_out = held_out_rows(num_rows, holdout, seed)
+    assert train.tolist() == split["train"]["n"][:]
+    assert held_out.tolist() == split["test"]["n"][:]
+
+
+def test_rows_of_several_files_are_those_of_concatenated_data_sets() -> None:
+    sizes = [5, 1, 9]
+    files = [datasets.Dataset.from_dict({"file": [at] * size, "n": range(size)}) for at, size in enumerate(sizes)]
+    split = datasets.concatenate_datasets(files).train_test_split(test_size=0.3, seed=7)
+    for numbers, name in zip(held_out_rows(sum(sizes), 0.3, 7), ("train", "test")):
+        expected = [[row["n"] for row in split[name] if row["file"] == at] for at in range(len(sizes))]
+        assert [found.tolist() for found in rows_of_files(numbers, sizes)] == expected
+
+
+def test_the_permutations_stay() -> None:
+    """A resumed run holds out the same rows with another version of NumPy."""
+    assert held_out_rows(10, 4, 42)[1].tolist() == [5, 6, 0, 7]
+    assert sampled_rows(10, 4, 42).tolist() == [8, 1, 5, 0]
+
+
+@given(st.integers(1, 200), st.integers(0, 2**32 - 1), st.data())
+def test_each_row_is_in_one_part(num_rows: int, seed: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, num_rows))
+    sampled = sampled_rows(num_rows, count, seed)
+    assert len(set(sampled.tolist())) == count
+    if count < num_rows:
+        train, held_out = held_out_rows(num_rows, count, seed)
+        assert len(held_out) == count
+        assert sorted([*train.tolist(), *held_out.tolist()]) == list(range(num_rows))
+
+
+@given(st.lists(st.integers(0, 20), min_size=1, max_size=5), st.randoms())
+def test_each_row_goes_to_its_file(sizes: list[int], random: object) -> None:
+    numbers = np.random.RandomState(1).permutation(sum(sizes))
+    parts = rows_of_files(numbers, sizes)
+    begins = np.cumsum([0, *sizes])
+    assert sorted(n + begins[at] for at, part in enumerate(parts) for n in part.tolist()) == list(range(sum(sizes)))
+    assert all(0 <= n < size for part, size in zip(parts, sizes) for n in part.tolist())
+
+
+def test_too_many_rows_are_refused() -> None:
+    with pytest.raises(UserError, match=r"data\.holdout: is 3, which leaves none of the 3 rows for training; lower it"):
+        held_out_rows(3, 3, 1)
+    with pytest.raises(UserError, match=r"data\.holdout: is 0\.9, which leaves none of the 1 rows"):
+        held_out_rows(1, 0.9, 1)
+    with pytest.raises(UserError, match=r"data\.sample: is 4, and data\.train has 3 rows; lower it"):
+        sampled_rows(3, 4, 1)
