@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmsuite.contract.specs import DataFormat
+from llmsuite.data.keys import ROW_KEYS
 from llmsuite.data.plain_text import is_text_row, text
 from llmsuite.data.preference_formats import alpaca_turns, has_keys
 from llmsuite.data.rows import Conversation, Message
@@ -61,6 +62,12 @@ def alpaca(row: Row) -> Conversation:
     """
     messages = [*alpaca_turns(row), Message("assistant", get_text(row, "output"))]
     return _conversation(row, messages, [float(message.role == "assistant") for message in messages], "history")
+
+
+def query_response(row: Row) -> Conversation:
+    """`{"query", "response"}`, of ms-swift's data sets. Optional: "history", as in `alpaca`."""
+    others = {key: row[key] for key in (*ROW_KEYS, "history") if key in row}
+    return alpaca({**others, "instruction": get_text(row, "query"), "output": get_text(row, "response")})
 
 
 def sharegpt(row: Row) -> Conversation:
@@ -171,6 +178,14 @@ BUILTIN = [
         matches=has_keys("instruction", "output"),
         convert=alpaca,
         columns=frozenset({"instruction", "input", "output", "history"}),
+    ),
+    DataFormat(
+        name="query_response",
+        help="query, response; history, system",
+        kind="conversation",
+        matches=has_keys("query", "response"),
+        convert=query_response,
+        columns=frozenset({"query", "response", "history"}),
     ),
     DataFormat(
         name="trl_completion",

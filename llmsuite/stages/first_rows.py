@@ -336,7 +336,7 @@ class _RowChecker:
             self._data.get("text_template"),
             self._capabilities,
             self._data.get("system"),
-            self._data["fill"],
+            self._data.get("fill") or {},
         )
         return RowConverter(self._row_kind, self._data["format"], formats, columns, readers)
 

@@ -14,6 +14,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "openai": {"messages": [ASK, HELLO]},
     "sharegpt": {"conversations": [HUMAN, GPT]},
     "alpaca": {"instruction": "Hi?", "output": "Hello."},
+    "query_response": {"query": "Hi?", "response": "Hello."},
     "trl_completion": {"prompt": "Hi?", "completion": "Hello."},
     "paddlenlp": {"src": "Hi?", "tgt": "Hello."},
     "text": {"text": "Hi?"},

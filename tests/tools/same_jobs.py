@@ -8,7 +8,7 @@ commits, the directory has each file as it is at its own commit. Suites without 
 list.
 
 `--reasons` counts the reasons of refusals: how many files have one, and how many have no other. `--write` writes what
-becomes of each file into the lists, and the table into the documentation.
+becomes of each file into the lists, and the numbers into the table of the documentation.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.conftest import registry_with
 from tests.support.paths import ROOT
 from tests.support.suite_files import LISTS, VALID, Outcome, digest, listed, load, outcome, table, without_training
 
-PAGE = ROOT / "docs/guide/from-other-suites.md"
+PAGES = (ROOT / "docs/guide/from-other-suites.md", ROOT / "docs/zh/guide/from-other-suites.md")
 _REPOSITORIES = {
     "llamafactory": "hiyouga/LLaMA-Factory",
     "trl": "huggingface/trl",
@@ -147,12 +147,14 @@ def _print_reasons(found: Mapping[str, Mapping[str, Outcome]]) -> None:
 def _write(lists: Mapping[str, Mapping[str, Any]]) -> None:
     for path in LISTS:
         path.write_text(json.dumps(lists[path.stem], indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    rows = {row.split(" | ")[0]: row for row in table(lists)[2:]}
-    first = lines.index(table(lists)[0])
-    for at in range(first + 2, first + 2 + len(rows)):
-        lines[at] = rows[lines[at].split(" | ")[0]]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    counts = {row.split(" | ")[0]: row.split(" | ")[2:] for row in table(lists)[2:]}
+    for page in PAGES:
+        lines = page.read_text(encoding="utf-8").splitlines()
+        for at, line in enumerate(lines):
+            cells = line.split(" | ")
+            if len(cells) == 5 and cells[0] in counts:
+                lines[at] = " | ".join([*cells[:2], *counts[cells[0]]])
+        page.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.safe_files import exists
 from llmsuite.plugins.suites import grpo, model, swift_arguments, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
-from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, is_on
+from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 
 _COMMANDS = ("sft", "pt", "rlhf")
@@ -29,6 +29,8 @@ _GRPO = grpo.GrpoDefaults(
     beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
 )
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
+_SELF_COGNITION = "swift/self-cognition"
+"""Data set with places for the names of a model and its author."""
 _KNOWN_TEMPLATES = r"qwen-?(1\.5|2|2\.5)[-_](?!vl|audio|omni)|qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
 """Models whose tokenizers have the templates of ms-swift, with the same system turn."""
 _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
@@ -229,6 +231,9 @@ def data(run: Run, hub: str) -> dict[str, Any]:
                 ", ".join(held_out),
                 "sets of data.eval have metrics of their own; join their rows in a file",
             )
+    if any(source.split("?")[0].endswith(f":{_SELF_COGNITION}") for source in (*sources, *held_out)):
+        found["fill"] = _names(run)
+        run.take("model_name", WORDS), run.take("model_author", WORDS)
     columns = run.take("columns", ONE_OR_MAPPING)
     if columns:
         run.refuse("columns", columns, "renames columns of each data set before detecting its format; nearest key: "
@@ -248,6 +253,19 @@ def data(run: Run, hub: str) -> dict[str, Any]:
         found["system"] = str(system)
     _template(run)
     return found | trainer.loading(run)
+
+
+def _names(run: Run) -> dict[str, str]:
+    """Return `data.fill` for `model_name` and `model_author`; without one that may have several values, by language:
+    the words of a command line are one text here."""
+    found = {}
+    for key, place in (("model_name", "{{NAME}}"), ("model_author", "{{AUTHOR}}")):
+        value = run.given(key)
+        if isinstance(value, list) and len(value) == 1:
+            value = value[0]
+        if isinstance(value, str) and value and not re.search(r"\s", value):
+            found[place] = value
+    return found
 
 
 def _sampled(run: Run, words: list[str]) -> int | None:
@@ -279,8 +297,12 @@ def _source(run: Run, key: str, word: str, hub: str, is_sampled: bool = False) -
     if name.startswith((".", "/", "~")) or Path(name).suffix in (".jsonl", ".json", ".csv") or exists(name):
         return name
     name, _, subset = name.partition(":")
-    if name == "swift/self-cognition":
-        run.refuse(key, word, "is a template for model_name and model_author; write its rows into a file")
+    if name == _SELF_COGNITION:
+        if subset:
+            run.refuse(key, word, "adds texts to questions and answers; write its rows into a file")
+        if not {"{{NAME}}", "{{AUTHOR}}"} <= set(_names(run)):
+            why = "needs one model_name and one model_author, of one word; otherwise write its rows into a file"
+            run.refuse(key, word, why)
     run.note(f"data.train: {name} is read by its columns; if ms-swift has special rules for it, rows may differ")
     options = f"&config={subset}" if subset else ""
     return f"{hub}{name}?split=train{options}"

@@ -173,6 +173,8 @@ TRANSLATIONS: Mapping[str, str] = {
     "NNODES": "launch.nnodes",
     "dataset": "data.train, data.mix",
     "val_dataset": "data.eval",
+    "model_name": "data.fill",
+    "model_author": "data.fill",
     "system": "data.system",
     "max_length": "data.max_length",
     "packing": "data.packing",

@@ -14,6 +14,7 @@ from tests.support.swift import BARE, FULL, RLHF
 from tests.unit.plugins.suites.conftest import Converted
 
 ACTION = "from-swift"
+NAMED = {**BARE, "dataset": "swift/self-cognition", "model_name": "robot", "model_author": ["swift"]}
 SCRIPT = """\
 # 2 * 20GiB, it's small
 nproc_per_node=2
@@ -73,6 +74,15 @@ def test_data(converted: Converted) -> None:
     assert "shuffle" not in data(dataset_shuffle=False)
 
 
+def test_names_are_filled_in(converted: Converted) -> None:
+    found = converted(ACTION, {**NAMED, "dataset": ["one.jsonl", "HF::swift/self-cognition"]}).recipe["data"]
+    assert found["mix"] == {"hf:swift/self-cognition?split=train": None}
+    assert found["fill"] == {"{{NAME}}": "robot", "{{AUTHOR}}": "swift"}
+    other = converted(ACTION, {**NAMED, "dataset": "rows.jsonl"})
+    assert "fill" not in other.recipe["data"]
+    assert "model_name" in [key for key, _, _ in other.left_out]
+
+
 def test_evaluation(converted: Converted) -> None:
     """It follows the checkpoints."""
     held = {**BARE, "val_dataset": "held.jsonl"}
@@ -116,7 +126,10 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "tuner_type": "full"}, "tuner_type = full: without deepspeed it trains parameters in 16 bits"),
         ({**BARE, "tuner_type": "adalora"}, "tuner_type = adalora"),
         ({**BARE, "dataset": "org/rows#500", "data_seed": 7}, "dataset = org/rows#500: data.sample selects rows"),
-        ({**BARE, "dataset": "swift/self-cognition"}, "is a template for model_name"),
+        ({**BARE, "dataset": "swift/self-cognition"}, "needs one model_name and one model_author"),
+        ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
+        ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
+        ({**NAMED, "dataset": "swift/self-cognition:qwen3"}, "adds texts to questions and answers"),
         ({**BARE, "dataset": None}, "has no dataset"),
         ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
         ({**BARE, "columns": '{"a": "query"}'}, "columns = "),
