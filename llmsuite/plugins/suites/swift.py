@@ -31,6 +31,8 @@ _GRPO = grpo.GrpoDefaults(
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
 _SELF_COGNITION = "swift/self-cognition"
 """Data set with places for the names of a model and its author."""
+_COGNITIONS = 108
+"""Its number of rows."""
 _KNOWN_TEMPLATES = r"qwen-?(1\.5|2|2\.5)[-_](?!vl|audio|omni)|qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
 """Models whose tokenizers have the templates of ms-swift, with the same system turn."""
 _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
@@ -298,6 +300,8 @@ def _source(run: Run, key: str, word: str, hub: str, is_sampled: bool = False) -
         return name
     name, _, subset = name.partition(":")
     if name == _SELF_COGNITION:
+        if count.isdecimal() and int(count) > _COGNITIONS:
+            run.refuse(key, word, f"is more than its {_COGNITIONS} rows, which ms-swift repeats; leave out #{count}")
         if subset:
             run.refuse(key, word, "adds texts to questions and answers; write its rows into a file")
         if not {"{{NAME}}", "{{AUTHOR}}"} <= set(_names(run)):

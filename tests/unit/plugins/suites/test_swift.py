@@ -129,6 +129,7 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**BARE, "dataset": "swift/self-cognition"}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
+        ({**NAMED, "dataset": "swift/self-cognition#1000"}, "is more than its 108 rows, which ms-swift repeats"),
         ({**NAMED, "dataset": "swift/self-cognition:qwen3"}, "adds texts to questions and answers"),
         ({**BARE, "dataset": None}, "has no dataset"),
         ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
