@@ -22,10 +22,11 @@ EARLIER = {
 section `launch`."""
 INERT = {
     "data.holdout", "dpo.gamma", "dpo.label_smoothing", "engine.program", "engine.recompute_every",
-    "grpo.correction_cap", "grpo.correction_level", "grpo.dual_clip", "grpo.epsilon", "grpo.kl", "infer.length_penalty", "lora.base_dtype",
-    "lora.dropout", "online_dpo.gamma", "parallel.fuse_projections", "parallel.sequence_parallel", "ppo.correction_cap",
-    "ppo.correction_level", "prefix.projection", "qat.activation_bits", "train.decay_type",
-    "train.max_bad_steps", "train.min_lr_ratio", "train.on_spike", "train.weight_decay",
+    "grpo.correction_cap", "grpo.correction_level", "grpo.dual_clip", "grpo.epsilon", "grpo.kl",
+    "infer.length_penalty", "lora.base_dtype", "lora.dropout", "online_dpo.gamma", "parallel.fuse_projections",
+    "parallel.sequence_parallel", "ppo.correction_cap", "ppo.correction_level", "prefix.projection",
+    "qat.activation_bits", "train.decay_type", "train.max_bad_steps", "train.min_lr_ratio", "train.on_spike",
+    "train.weight_decay",
 }  # fmt: skip
 """Keys that are read also where they have no effect, as their defaults change nothing."""
 BY_CAPABILITY = {
