@@ -21,7 +21,8 @@ EARLIER = {
 """Keys that are read before a run: `resolve` makes the plans of them, or a rule refuses them. So are all keys of
 section `launch`."""
 INERT = {
-    "data.holdout", "dpo.gamma", "dpo.label_smoothing", "engine.program", "engine.recompute_every", "grpo.correction_cap",
+    "data.holdout",
+    "dpo.gamma", "dpo.label_smoothing", "engine.program", "engine.recompute_every", "grpo.correction_cap",
     "grpo.correction_level", "grpo.dual_clip", "grpo.epsilon", "grpo.kl", "infer.length_penalty", "lora.base_dtype",
     "lora.dropout", "online_dpo.gamma", "parallel.fuse_projections", "parallel.sequence_parallel", "ppo.correction_cap",
     "ppo.correction_level", "prefix.projection", "qat.activation_bits", "train.decay_type",
