@@ -57,7 +57,7 @@ def test_is_under_sixty_lines() -> None:
 def test_is_listed_once_installed(runner: Runner, site: Path) -> None:
     plugins = {"PYTHONPATH": str(site), "LLMSUITE_PLUGINS": "next_token"}
     listed = runner.run("plugins", "list", **plugins)
-    assert "next_token  llmsuite-next-token 0.1.0  ok  stage next_token, data format text" in listed
+    assert "next_token  llmsuite-next-token 0.1.0  ok  stage next_token, data format line" in listed
     assert "next_token" in runner.run("list", "stages", **plugins)
     assert "next_token" not in runner.run("list", "stages", PYTHONPATH=str(site))  # not on the allow-list
 

@@ -25,5 +25,5 @@ def llmsuite_register_stages():
 
 @llmsuite.hookimpl
 def llmsuite_register_data_formats():
-    text = DataFormat(name="text", help="text", kind="text", matches=lambda r: "text" in r, convert=lambda r: r["text"])
+    text = DataFormat(name="line", help="text", kind="text", matches=lambda r: "text" in r, convert=lambda r: r["text"])
     return [text]
