@@ -80,4 +80,4 @@ def test_resuming_is_going_on(runner: Runner) -> None:
     output = runner.run(
         "run", RECIPE, "--smoke", f"--output_dir={runner.directory / again}", *words, "--resume", expect=2
     )
-    assert "differs in the content of data.train" in output
+    assert "differs in the content of pretrain.mix" in output
