@@ -15,6 +15,7 @@ _ADAPTERS = Refusal("nearest key: model.weights, after `llmsuite merge` of adapt
 
 REFUSED: Mapping[str, Refusal] = {
     "interleave_prob": Refusal("rows of all files have the same weight; nearest key: data.mix"),
+    "device_groups": Refusal("names the ranks of a training on Ray; give them by --num_devices"),
     "custom_dataset_info": Refusal("rows are read by their format: data.format"),
     "cached_dataset": Refusal("rows are read as text: data.train"),
     "cached_val_dataset": Refusal("rows are read as text: data.eval"),
@@ -141,7 +142,6 @@ IGNORED: Mapping[str, str] = {
     "safe_serialization": "checkpoints are safetensors",
     "max_shard_size": "checkpoints are safetensors",
     "use_ray": "ranks are started by llmsuite run",
-    "device_groups": "ranks are started by llmsuite run",
     "galore_*": "belongs to use_galore",
     "lisa_*": "belongs to lisa_activated_layers",
     "swanlab_*": "nearest key: loggers",

@@ -167,6 +167,7 @@ def test_adapters_and_losses(converted: Converted) -> None:
         ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
         ({**NAMED, "dataset": "swift/self-cognition:qwen3"}, "adds texts to questions and answers"),
+        ({**BARE, "device_groups": {"nproc_per_node": 4}}, "names the ranks of a training on Ray"),
         ({**BARE, "dataset": None}, "has no dataset"),
         ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
         ({**BARE, "columns": '{"a": "query"}'}, "columns = "),
