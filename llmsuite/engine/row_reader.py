@@ -19,7 +19,7 @@ from llmsuite.data.faults import Faults
 from llmsuite.data.mixture import Mixture, find_mixture_file
 from llmsuite.data.packing import pack_samples
 from llmsuite.data.read import Rows, read_rows
-from llmsuite.data.row_choice import held_out_rows, rows_of_files, sampled_rows
+from llmsuite.data.row_choice import held_out_rows, ms_swift_rows, rows_of_files, sampled_rows
 from llmsuite.engine.drop_counts import DropCounts
 from llmsuite.engine.row_samples import OpenRows, RowsInMemory, RowsOnDisk, SampleMaker, column_rules
 
@@ -124,7 +124,7 @@ class RowReader(SampleReader[S]):
         return parts, [part for part in held_out if len(part.samples)]
 
     def choose_rows(self, sizes: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Choose rows as `data.sample` and `data.holdout` say.
+        """Choose rows as `data.sample`, `data.holdout` and `data.choice` say.
 
         Args:
             sizes: number of rows of `data.train`, and of each file of `data.mix`.
@@ -134,11 +134,18 @@ class RowReader(SampleReader[S]):
         """
         context = self.stage.context
         data = context.data
-        of_train = np.arange(sizes[0])
-        if data.sample is not None:
-            of_train = sampled_rows(sizes[0], data.sample, context.seed)
+        names = ["data.train", *data.mix]
+        counts = data.sample_sizes()
+        if data.choice == "ms-swift":
+            return ms_swift_rows(sizes, counts, data.holdout, context.seed, names)
         # rows of all files, numbered one file after the other, as datasets.concatenate_datasets does
-        rows = np.concatenate([of_train, np.arange(sizes[0], sum(sizes))])
+        files = []
+        first = 0
+        for size, count, name in zip(sizes, counts, names):
+            chosen = np.arange(size) if count is None else sampled_rows(size, count, context.seed, name)
+            files.append(first + chosen)
+            first += size
+        rows = np.concatenate(files)
         if data.holdout is None:
             return rows_of_files(rows, sizes), [rows[:0] for _ in sizes]
         train, held_out = held_out_rows(len(rows), data.holdout, context.seed)

@@ -395,7 +395,7 @@ def _name(reader: ReaderOfRows, path: Path) -> str:
 
 _USED_LATER = (
     *("packing", "shuffle", "drop_last", "group_by_length", "collator", "num_workers"),
-    *("sample", "holdout"),
+    *("sample", "holdout", "choice"),
 )
 """Keys of the section `data` that do not change the sample of a row."""
 

@@ -55,7 +55,7 @@ def smoke_layer(loaded: LoadedRecipe, registry: Registry) -> dict[str, Any]:
     layer = {
         **_model(shape),
         "data.max_length": 256,
-        **dict.fromkeys(("data.mix", "data.max_samples", "data.sample", "data.holdout"), REMOVE),
+        **dict.fromkeys(("data.mix", "data.max_samples", "data.sample", "data.holdout", "data.choice"), REMOVE),
         "parallel": {
             "tensor_parallel_degree": tp,
             "pipeline_parallel_degree": pp,

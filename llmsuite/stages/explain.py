@@ -113,9 +113,10 @@ def use_of(stage: Stage[Any], path: Path, number: int) -> str | None:
     train, held_out = reader.choose_rows([len(reader.read_rows(file)) for file in files])
     if number - 1 in held_out[0]:
         return f"is held out for evaluation by data.holdout {data.holdout}"
-    if number - 1 in train[0]:
-        return "is trained on"
-    return f"is not used: it is not among the rows of data.sample {data.sample}"
+    times = int((train[0] == number - 1).sum())
+    if times:
+        return f"is trained on {times} times in an epoch" if times > 1 else "is trained on"
+    return f"is not used: it is not among the rows of data.sample {data.sample_sizes()[0]}"
 
 
 def _check_number(number: int, count: int, what: str) -> None:

@@ -88,10 +88,14 @@ class DataSection(Section):
     of `datasets.Dataset.train_test_split(test_size=HOLDOUT, seed=SEED)` with the recipe's `seed`. With mix, the rows of
     all files are taken one file after the other, as by `datasets.concatenate_datasets`. Next to named sets of eval the
     metrics are `eval/holdout/loss` and so on."""
-    sample: PositiveInt | None = None
+    sample: PositiveInt | dict[str, PositiveInt] | None = None
     """Use only this many random rows of train: the first of `numpy.random.RandomState(SEED).permutation(ROWS)` with the
-    recipe's `seed`, as `#COUNT` in ms-swift. Rows are held out of these. The files of mix and eval are used in full.
-    null: all rows."""
+    recipe's `seed`. Rows are held out of these. Or the number for several files of train and mix, such as
+    {FILE: 500}. Other files, and those of eval, are used in full. null: all rows."""
+    choice: Literal["datasets", "ms-swift"] = "datasets"
+    """Rule by which sample and holdout choose rows. datasets: as these keys say. ms-swift: as `#COUNT` and
+    `split_dataset_ratio` of ms-swift with `data_seed` set to the recipe's `seed`: holdout is a share of each file, and
+    a sample of more rows than there are repeats rows."""
     format: str = "auto"
     """Name of a registered data format (`llmsuite list formats` shows them), or "auto" to detect it from the first
     row."""
@@ -164,13 +168,33 @@ class DataSection(Section):
         yield from text_template_problems(self.text_template)
         yield from fill_problems(self.fill)
         yield from self._evaluation_problems()
+        yield from self._choice_problems()
+
+    def sample_sizes(self) -> list[int | None]:
+        """Return the number of rows to sample from train, and from each file of mix; None for all rows."""
+        if isinstance(self.sample, dict):
+            return [self.sample.get(name) for name in (self.train, *self.mix)]
+        return [self.sample, *[None] * len(self.mix)]
 
     def unused(self) -> Iterator[tuple[str, str]]:
+        if self.sample is None and self.holdout is None:
+            yield "choice", "has no effect without data.sample and data.holdout, which choose rows; remove it"
         if self.text_template is not None:
             yield "format", "has no effect with data.text_template, which says what a row has; remove it"
         if self.text_template is not None or self.format == "text":
             for key in ("chat_template", "chat_template_kwargs", "supervise_thoughts", "system"):
                 yield key, "has no effect on rows of text, which have no turns; remove it"
+
+    def _choice_problems(self) -> Iterator[tuple[str, str]]:
+        if isinstance(self.sample, dict):
+            files = [self.train, *self.mix]
+            if not self.sample:
+                yield "sample", "names no file; name one, or set it to null"
+            for name in self.sample:
+                if name not in files:
+                    yield "sample", f"names {name}, which is no file of data.train or data.mix: {', '.join(files)}"
+        if self.choice == "ms-swift" and isinstance(self.holdout, int):
+            yield "holdout", "is a number of rows; with data.choice ms-swift it is a share of each file, such as 0.01"
 
     def _evaluation_problems(self) -> Iterator[tuple[str, str]]:
         if isinstance(self.eval, str) and self.holdout is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from llmsuite.plugins.suites import grpo, model, swift_arguments, trainer
 from llmsuite.plugins.suites.conversion.arguments import read_command
 from llmsuite.plugins.suites.conversion.kinds import ONE_OR_MAPPING, WORDS, is_on
 from llmsuite.plugins.suites.suite import Run, Suite
+from llmsuite.plugins.suites.swift_data_sets import OWN_RULES
 
 _COMMANDS = ("sft", "pt", "rlhf")
 _LISTS = (
@@ -29,10 +30,8 @@ _GRPO = grpo.GrpoDefaults(
     beta=0.04, temperature=0.9, loss="grpo", rewards={"accuracy": "swift_accuracy", "format": "swift_format"}
 )
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
-_SELF_COGNITION = "swift/self-cognition"
+_SELF_COGNITION = "self-cognition"
 """Data set with places for the names of a model and its author."""
-_COGNITIONS = 108
-"""Its number of rows."""
 _KNOWN_TEMPLATES = r"qwen-?(1\.5|2|2\.5)[-_](?!vl|audio|omni)|qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
 """Models whose tokenizers have the templates of ms-swift, with the same system turn."""
 _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
@@ -139,7 +138,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         recipe["lora"] = _lora(run)
     elif not is_full:
         run.refuse(name, kind, "supported are full fine-tuning (full) and adapters (lora)")
-    recipe["checkpoint"] = trainer.checkpoint(run, "eval" in recipe["data"], defaults)
+    recipe["checkpoint"] = trainer.checkpoint(run, has_evaluation(recipe), defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
 
@@ -193,9 +192,14 @@ def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
             run.left["gradient_accumulation_steps"] = max(1, math.ceil(_MIN_BATCH / size / total))
 
 
+def has_evaluation(recipe: Mapping[str, Any]) -> bool:
+    """Return True if there are rows to evaluate on."""
+    return "eval" in recipe["data"] or "holdout" in recipe["data"]
+
+
 def evaluate(run: Run, recipe: dict[str, Any]) -> None:
     """Set the evaluation keys; by default evaluations are at the steps of checkpoints."""
-    if "eval" not in recipe["data"]:
+    if not has_evaluation(recipe):
         for key in ("eval_strategy", "eval_steps"):
             value = run.take(key)
             if value is not None:
@@ -206,25 +210,22 @@ def evaluate(run: Run, recipe: dict[str, Any]) -> None:
     if strategy == "steps":
         run.left.setdefault("eval_steps", run.given("save_steps") or 500)
     if not trainer.evaluates(run, recipe["train"]):
-        recipe["data"].pop("eval")
+        recipe["data"].pop("eval", None)
 
 
 def data(run: Run, hub: str) -> dict[str, Any]:
     """Return section data."""
     words = run.words("dataset")
-    count = _sampled(run, words)
-    sources = [
-        _source(run, "dataset", word, hub, is_sampled=count is not None and at == 0) for at, word in enumerate(words)
-    ]
+    sources = [_source(run, "dataset", word, hub) for word in words]
     held_out = [_source(run, "val_dataset", word, hub) for word in run.words("val_dataset")]
     if not sources:
         raise UserError(f"{run.name}: has no dataset")
+    if len(set(sources)) < len(sources):
+        run.refuse("dataset", ", ".join(words), "names a data set twice; data.mix has each file once")
     found: dict[str, Any] = {"train": sources[0]}
-    if count is not None:
-        found["sample"] = count
-        run.note("data.sample: the same random rows; more than there are is refused, ms-swift repeats them")
     if len(sources) > 1:
         found["mix"] = dict.fromkeys(sources[1:])
+    found |= _chosen(run, words, sources)
     if held_out:
         found["eval"] = held_out[0]
         if len(held_out) > 1:
@@ -233,7 +234,7 @@ def data(run: Run, hub: str) -> dict[str, Any]:
                 ", ".join(held_out),
                 "sets of data.eval have metrics of their own; join their rows in a file",
             )
-    if any(source.split("?")[0].endswith(f":{_SELF_COGNITION}") for source in (*sources, *held_out)):
+    if any(_is_cognition(source.partition("?")[0]) for source in (*sources, *held_out)):
         found["fill"] = _names(run)
         run.take("model_name", WORDS), run.take("model_author", WORDS)
     columns = run.take("columns", ONE_OR_MAPPING)
@@ -270,38 +271,94 @@ def _names(run: Run) -> dict[str, str]:
     return found
 
 
-def _sampled(run: Run, words: list[str]) -> int | None:
-    """Return COUNT of the first data set, NAME#COUNT, where `data.sample` has the same rows; None otherwise. Its seed
-    is `data_seed`, and the rows of other data sets depend on those before."""
-    count = words[0].partition("#")[2] if words else ""
-    seeds = [run.given(key) for key in ("seed", "data_seed")]
-    has_one_seed = len({42 if seed is None else seed for seed in seeds}) == 1
-    is_random = run.given("dataset_shuffle") is None or is_on(run.given("dataset_shuffle"))
-    if count.isdecimal() and int(count) and has_one_seed and is_random and not is_on(run.given("streaming")):
-        return int(count)
+def _chosen(run: Run, words: Sequence[str], sources: Sequence[str]) -> dict[str, Any]:
+    """Return the keys that choose rows, for COUNT of data sets, NAME#COUNT, and for `split_dataset_ratio`."""
+    found: dict[str, Any] = {}
+    counts = {}
+    for word, source in zip(words, sources):
+        _, mark, count = word.partition("#")
+        why = _other_choice(run)
+        if not mark:
+            continue
+        if not count.isdecimal() or not int(count):
+            run.refuse("dataset", word, "is not followed by a number of rows: NAME#COUNT")
+        elif why:
+            run.refuse("dataset", word, f"{why}; write the rows into a file, or leave out #{count}")
+        else:
+            counts[source] = int(count)
+    if counts:
+        found["sample"] = counts[sources[0]] if list(counts) == [sources[0]] else counts
+    ratio = _held_out_ratio(run)
+    if ratio is not None:
+        found["holdout"] = ratio
+    if found:
+        found["choice"] = "ms-swift"
+        run.note("data.choice: the same rows as ms-swift, which leaves out faulty ones, and pairs of equal answers, "
+                 "before it chooses")  # fmt: skip
+    return found
+
+
+def _held_out_ratio(run: Run) -> float | None:
+    """Return `split_dataset_ratio`; None where ms-swift has no such rows, or they cannot be had here."""
+    key = "split_dataset_ratio"
+    ratio = float(run.number(key, 0.0))
+    if not ratio:
+        return None
+    strategy = run.given("eval_strategy")
+    if strategy is None:
+        strategy = run.given("save_strategy")
+    if run.given("val_dataset"):
+        run.left_out(key, ratio, "ms-swift sets it to 0 because there is a val_dataset")
+    elif is_on(run.given("streaming")):
+        run.left_out(key, ratio, "ms-swift sets it to 0 because of streaming")
+    elif strategy in ("no", False):
+        run.left_out(key, ratio, "ms-swift sets it to 0 because there are no evaluations")
+    elif not 0 < ratio < 1:
+        run.refuse(key, ratio, "leaves no row for training; data.holdout is a share between 0 and 1")
+    elif why := _other_choice(run):
+        run.refuse(key, ratio, f"{why}; nearest key: data.holdout")
+    else:
+        return ratio
     return None
+
+
+def _other_choice(run: Run) -> str | None:
+    """Return the reason why data.choice "ms-swift" chooses other rows; None where it chooses the same."""
+    seeds = [run.given(key) for key in ("seed", "data_seed")]
+    if len({42 if seed is None else seed for seed in seeds}) > 1:
+        return "chooses rows by data_seed, and data.choice by the one seed of the recipe, which is another"
+    if run.given("dataset_shuffle") is not None and not is_on(run.given("dataset_shuffle")):
+        return "chooses the first or last rows without dataset_shuffle, and data.choice random ones"
+    if is_on(run.given("streaming")):
+        return "chooses the first rows with streaming, and data.choice random ones"
+    return None
+
+
+def _is_cognition(name: str) -> bool:
+    """Return True for a name of the data set with places for names, which ms-swift knows without its organisation."""
+    return name.rpartition("/")[2] == _SELF_COGNITION
 
 
 def _is_off(run: Run, key: str) -> bool:
     return key in run.left and not is_on(run.take(key))
 
 
-def _source(run: Run, key: str, word: str, hub: str, is_sampled: bool = False) -> str:
-    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`. Its COUNT is refused unless it
-    `is_sampled` by `data.sample`."""
+def _source(run: Run, key: str, word: str, hub: str) -> str:
+    """Return a data set, NAME:SUBSET#COUNT or a file, as a value of `data.train`."""
     name, _, count = word.partition("#")
-    if count and not is_sampled:
-        run.refuse(key, word, "data.sample selects rows of the first data set only, by the recipe's seed; write them "
-                              "into a file, or leave out #COUNT")  # fmt: skip
+    if count and key == "val_dataset":
+        run.refuse(key, word, f"takes the first rows; write them into a file, or leave out #{count}")
     prefix = next((given for given in ("HF::", "MS::") if name.startswith(given)), "")
     name = name.removeprefix(prefix)
     hub = {"HF::": "hf:", "MS::": "ms:"}.get(prefix, hub or "hf:")
     if name.startswith((".", "/", "~")) or Path(name).suffix in (".jsonl", ".json", ".csv") or exists(name):
         return name
     name, _, subset = name.partition(":")
-    if name == _SELF_COGNITION:
-        if count.isdecimal() and int(count) > _COGNITIONS:
-            run.refuse(key, word, f"is more than its {_COGNITIONS} rows, which ms-swift repeats; leave out #{count}")
+    if name.rpartition("/")[2] in OWN_RULES:
+        run.refuse(key, word, f"ms-swift reads {name} by rules of its own; write its rows into a file")
+    if "/" in subset or subset == "all":
+        run.refuse(key, word, "is of several subsets; name each: NAME:SUBSET")
+    if _is_cognition(name):
         if subset:
             run.refuse(key, word, "adds texts to questions and answers; write its rows into a file")
         if not {"{{NAME}}", "{{AUTHOR}}"} <= set(_names(run)):

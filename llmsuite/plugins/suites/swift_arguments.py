@@ -14,8 +14,8 @@ _OPTIMIZER = Refusal("train.optimizer has adamw")
 _ADAPTERS = Refusal("nearest key: model.weights, after `llmsuite merge` of adapter and model")
 
 REFUSED: Mapping[str, Refusal] = {
-    "split_dataset_ratio": Refusal("it splits by seeds of its own; write the split into files; nearest: data.holdout"),
     "interleave_prob": Refusal("rows of all files have the same weight; nearest key: data.mix"),
+    "device_groups": Refusal("names the ranks of a training on Ray; give them by --num_devices"),
     "custom_dataset_info": Refusal("rows are read by their format: data.format"),
     "cached_dataset": Refusal("rows are read as text: data.train"),
     "cached_val_dataset": Refusal("rows are read as text: data.eval"),
@@ -142,7 +142,6 @@ IGNORED: Mapping[str, str] = {
     "safe_serialization": "checkpoints are safetensors",
     "max_shard_size": "checkpoints are safetensors",
     "use_ray": "ranks are started by llmsuite run",
-    "device_groups": "ranks are started by llmsuite run",
     "galore_*": "belongs to use_galore",
     "lisa_*": "belongs to lisa_activated_layers",
     "swanlab_*": "nearest key: loggers",
@@ -171,7 +170,8 @@ TRANSLATIONS: Mapping[str, str] = {
     "USE_HF": "model.weights, data.train",
     "NPROC_PER_NODE": "launch.num_devices",
     "NNODES": "launch.nnodes",
-    "dataset": "data.train, data.mix",
+    "dataset": "data.train, data.mix, data.sample",
+    "split_dataset_ratio": "data.holdout, data.choice",
     "val_dataset": "data.eval",
     "model_name": "data.fill",
     "model_author": "data.fill",

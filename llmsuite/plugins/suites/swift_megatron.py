@@ -76,7 +76,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         run.refuse("loss_type", "ipo", "sums the log-probabilities of an answer; dpo.loss ipo_mean averages them")
     if own:
         recipe[run.section] = own
-    recipe["checkpoint"] = trainer.checkpoint(run, "eval" in recipe["data"], defaults)
+    recipe["checkpoint"] = trainer.checkpoint(run, swift.has_evaluation(recipe), defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
 

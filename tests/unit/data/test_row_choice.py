@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import datasets
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from llmsuite.base.errors import UserError
-from llmsuite.data.row_choice import held_out_rows, rows_of_files, sampled_rows
+from llmsuite.data.row_choice import held_out_rows, ms_swift_rows, rows_of_files, sampled_rows
+from tests.support.swift import load_datasets
 
 
 @pytest.mark.parametrize(
@@ -57,6 +60,45 @@ def test_each_row_goes_to_its_file(sizes: list[int], random: object) -> None:
     begins = np.cumsum([0, *sizes])
     assert sorted(n + begins[at] for at, part in enumerate(parts) for n in part.tolist()) == list(range(sum(sizes)))
     assert all(0 <= n < size for part, size in zip(parts, sizes) for n in part.tolist())
+
+
+NAMES = ("a", "b", "c", "d")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(2, 60), st.none() | st.integers(2, 200)), min_size=1, max_size=4),
+    st.none() | st.floats(0.0001, 0.49),
+    st.integers(0, 2**32 - 1),
+)
+def test_rows_of_ms_swift(files: Sequence[tuple[int, int | None]], ratio: float | None, seed: int) -> None:
+    sizes = [size for size, _ in files]
+    counts = [count for _, count in files]
+    found = ms_swift_rows(sizes, counts, ratio, seed, NAMES)
+    expected = load_datasets(sizes, counts, ratio, seed)
+    for ours, theirs in zip(found, expected):
+        assert [rows.tolist() for rows in ours] == theirs
+
+
+def test_the_streams_of_ms_swift_stay() -> None:
+    """Computed once with ms-swift's `load_dataset`, at commit 3602360a; NumPy has changed none of it since."""
+    training, held_out = ms_swift_rows([10, 6], [4, 9], 0.2, 42, NAMES)
+    assert [rows.tolist() for rows in training] == [[4, 3, 2], [1, 4, 2, 5, 0, 5, 4, 1]]
+    assert [rows.tolist() for rows in held_out] == [[8], [3]]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "counts", "ratio", "message"),
+    [
+        ([5, 1], [None, None], 0.1, "holds out all 1 rows of b; lower it, or remove the file"),
+        ([5], [1], 0.1, "holds out all 1 rows of a; lower it"),
+    ],
+)
+def test_a_row_is_left_for_training(
+    sizes: Sequence[int], counts: Sequence[int | None], ratio: float, message: str
+) -> None:
+    with pytest.raises(UserError, match=rf"data\.holdout: {message}"):
+        ms_swift_rows(sizes, counts, ratio, 42, NAMES)
 
 
 def test_too_many_rows_are_refused() -> None:

@@ -24,6 +24,7 @@ from llmsuite.recipe.plans import evaluation_names
 from llmsuite.recipe.resolve import RunPlan
 from llmsuite.stages.explain import open_stage
 from tests.support.paths import DATA
+from tests.support.swift import load_datasets
 
 FOLDERS = {"sft": "sft", "dpo": "preference", "rm": "preference", "kto": "unpaired"}
 IGNORED = {"data.ignore_columns": ["*"]}
@@ -152,6 +153,40 @@ def test_a_sample_is_that_of_ms_swift(tmp_path: Path, opened: Opened, place: str
         opened(sample=41).reader.read_all(path, {})
 
 
+def test_samples_of_several_files(tmp_path: Path, opened: Opened, place: str) -> None:
+    rows = rows_of("sft")[:30]
+    first, second = written(tmp_path, "a", rows[:12]), written(tmp_path, "b", rows[12:])
+    whole = plain(opened().reader.read(written(tmp_path, "whole", rows)))
+    mix = {str(second): None}
+    numbers = 12 + np.random.RandomState(3).permutation(18)[:5]
+    found = opened(seed=3, train=str(first), mix=mix, sample={str(second): 5}).reader.read_all(first, {})[0]
+    assert plain(found) == [whole[n] for n in (*range(12), *numbers)]
+    both = {str(first): 4, str(second): 5}
+    found = opened(seed=3, train=str(first), mix=mix, sample=both).reader.read_all(first, {})[0]
+    assert plain(found) == [whole[n] for n in (*np.random.RandomState(3).permutation(12)[:4], *numbers)]
+    with pytest.raises(UserError, match=r"data\.sample: is 19, and .*b\.jsonl has 18 rows"):
+        opened(train=str(first), mix=mix, sample={str(second): 19}).reader.read_all(first, {})
+
+
+@pytest.mark.parametrize("holdout", [None, 0.1])
+def test_rows_of_ms_swift(tmp_path: Path, opened: Opened, place: str, holdout: float | None) -> None:
+    rows = rows_of("sft")[:40]
+    parts = {"a": rows[:17], "b": rows[17:20], "c": rows[20:]}
+    files = [written(tmp_path, name, part) for name, part in parts.items()]
+    keys = {"train": str(files[0]), "mix": {str(path): None for path in files[1:]}}
+    sample = {str(files[0]): 9, str(files[1]): 8}
+    stage = opened(seed=5, choice="ms-swift", sample=sample, holdout=holdout, **keys)
+    samples, held_out = stage.reader.read_all(files[0], {})
+    training, evaluation = load_datasets([17, 3, 20], [9, 8, None], holdout, 5)
+    whole = plain(opened().reader.read(written(tmp_path, "whole", rows)))
+    begins = (0, 17, 20)
+    assert plain(samples) == [whole[begin + n] for begin, part in zip(begins, training) for n in part]
+    assert len(samples) > 9 + 3 + 15, "rows of b are repeated"
+    expected = [whole[begin + n] for begin, part in zip(begins, evaluation) for n in part]
+    assert plain(held_out.get("", [])) == expected
+    assert bool(expected) == (holdout is not None)
+
+
 def test_named_sets_are_read_by_name(tmp_path: Path, opened: Opened) -> None:
     rows = rows_of("sft")[:20]
     math = written(tmp_path, "math", rows[:3])
@@ -195,6 +230,10 @@ def test_held_out_rows_have_to_be_usable(tmp_path: Path, opened: Opened, place: 
         ({"holdout": 1.5}, "data.holdout", "expected number > 0 and < 1 or integer > 0 or null"),
         ({"holdout": 0}, "data.holdout", "expected number > 0 and < 1"),
         ({"sample": 0}, "data.sample", "expected integer > 0"),
+        ({"sample": {"x.jsonl": 3}}, "data.sample", "names x.jsonl, which is no file of data.train or data.mix: "),
+        ({"sample": {}}, "data.sample", "names no file"),
+        ({"choice": "ms-swift"}, "data.choice", "has no effect without data.sample and data.holdout"),
+        ({"choice": "ms-swift", "holdout": 3}, "data.holdout", "is a share of each file, such as 0.01"),
     ],
 )
 def test_keys_that_contradict_are_refused(
@@ -246,6 +285,9 @@ def test_data_stats_and_explain_show_the_use_of_rows(
     ):
         assert main(["data", "explain", recipe, f"--row={number + 1}"]) == 0
         assert f"{path}:{number + 1}: {expected}\n" in capsys.readouterr().out
+    words = ["--row=1", "--data.choice=ms-swift", "--data.holdout=null", "--data.sample=30"]
+    assert main(["data", "explain", recipe, *words]) == 0
+    assert f"{path}:1: is trained on 3 times in an epoch\n" in capsys.readouterr().out
 
 
 def text_of(stage: Stage[Any], sample: Any) -> str:

@@ -100,7 +100,37 @@ def test_a_sample_and_a_system_turn(converted: Converted) -> None:
     data = converted(ACTION, given).recipe["data"]
     assert (data["sample"], data["system"], data["mix"]) == (500, "Be brief.", {"more.jsonl": None})
     assert data["train"].endswith(":org/rows?split=train")
+    assert data["choice"] == "ms-swift"
+    assert "holdout" not in data
     assert converted(ACTION, {**given, "seed": 7, "data_seed": 7}).recipe["data"]["sample"] == 500
+    several = converted(ACTION, {**given, "dataset": "org/rows:en#500 more.jsonl#7 rest.jsonl"}).recipe["data"]
+    assert several["sample"] == {"ms:org/rows?split=train&config=en": 500, "more.jsonl": 7}
+    second = converted(ACTION, {**given, "dataset": ["a.jsonl", "more.jsonl#7"]}).recipe["data"]
+    assert second["sample"] == {"more.jsonl": 7}
+    repeated = converted(ACTION, {**NAMED, "dataset": "swift/self-cognition#1000"}).recipe["data"]
+    assert repeated["sample"] == 1000
+    assert "choice" not in converted(ACTION, BARE).recipe["data"]
+
+
+def test_rows_are_held_out(converted: Converted) -> None:
+    split = {**BARE, "split_dataset_ratio": 0.01}
+    found = converted(ACTION, {**split, "save_steps": 30, "load_best_model_at_end": True})
+    assert (found.recipe["data"]["holdout"], found.recipe["data"]["choice"]) == (0.01, "ms-swift")
+    assert "eval" not in found.recipe["data"]
+    assert found.recipe["train"]["eval_steps"] == 30
+    assert found.recipe["checkpoint"]["best_metric"] == "eval/loss"
+    for others in (
+        {"val_dataset": "held.jsonl"},
+        {"streaming": True, "max_steps": 9},
+        {"eval_strategy": "no"},
+        {"save_strategy": "no"},
+    ):
+        left = converted(ACTION, {**split, **others})
+        assert {"holdout", "choice"}.isdisjoint(left.recipe["data"])
+        assert [(key, value) for key, value, _ in left.left_out if key == "split_dataset_ratio"] == [
+            ("split_dataset_ratio", 0.01)
+        ]
+    assert {"holdout", "choice"}.isdisjoint(converted(ACTION, {**BARE, "split_dataset_ratio": 0}).recipe["data"])
 
 
 def test_adapters_and_losses(converted: Converted) -> None:
@@ -125,19 +155,29 @@ def test_adapters_and_losses(converted: Converted) -> None:
     [
         ({**BARE, "tuner_type": "full"}, "tuner_type = full: without deepspeed it trains parameters in 16 bits"),
         ({**BARE, "tuner_type": "adalora"}, "tuner_type = adalora"),
-        ({**BARE, "dataset": "org/rows#500", "data_seed": 7}, "dataset = org/rows#500: data.sample selects rows"),
+        ({**BARE, "dataset": "org/rows#500", "data_seed": 7}, "dataset = org/rows#500: chooses rows by data_seed"),
+        ({**BARE, "dataset": ["a.jsonl", "b.jsonl#5"], "seed": 7}, "dataset = b.jsonl#5: chooses rows by data_seed"),
+        ({**BARE, "dataset": "a.jsonl#5", "streaming": True}, "dataset = a.jsonl#5: chooses the first rows with"),
+        ({**BARE, "dataset": "a.jsonl#x"}, "dataset = a.jsonl#x: is not followed by a number"),
+        ({**BARE, "dataset": ["a.jsonl#5", "a.jsonl#7"]}, "names a data set twice"),
+        ({**BARE, "val_dataset": "a.jsonl#5"}, "val_dataset = a.jsonl#5: takes the first rows"),
+        ({**BARE, "dataset": "AI-ModelScope/alpaca-gpt4-data-zh#5"}, "alpaca-gpt4-data-zh by rules of its own"),
+        ({**BARE, "dataset": "org/rows:one/two"}, "is of several subsets; name each"),
         ({**BARE, "dataset": "swift/self-cognition"}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": ["小黄", "Xiao Huang"]}, "needs one model_name and one model_author"),
         ({**NAMED, "model_name": "小黄 Xiao Huang"}, "needs one model_name and one model_author"),
-        ({**NAMED, "dataset": "swift/self-cognition#1000"}, "is more than its 108 rows, which ms-swift repeats"),
         ({**NAMED, "dataset": "swift/self-cognition:qwen3"}, "adds texts to questions and answers"),
+        ({**BARE, "device_groups": {"nproc_per_node": 4}}, "names the ranks of a training on Ray"),
         ({**BARE, "dataset": None}, "has no dataset"),
         ({**BARE, "val_dataset": ["a.jsonl", "b.jsonl"]}, "sets of data.eval have"),
         ({**BARE, "columns": '{"a": "query"}'}, "columns = "),
         ({**BARE, "system": "brief.txt"}, "system = brief.txt: is a file"),
-        ({**BARE, "dataset": ["a.jsonl", "b.jsonl#5"]}, "dataset = b.jsonl#5: data.sample selects rows of the first"),
-        ({**BARE, "dataset": "a.jsonl#5", "dataset_shuffle": False}, "dataset = a.jsonl#5: data.sample"),
-        ({**BARE, "split_dataset_ratio": 0.01}, r"split_dataset_ratio = 0\.01"),
+        ({**BARE, "dataset": "a.jsonl#5", "dataset_shuffle": False}, "dataset = a.jsonl#5: chooses the first or last"),
+        ({**BARE, "split_dataset_ratio": 1}, r"split_dataset_ratio = 1\.0: leaves no row for training"),
+        (
+            {**BARE, "split_dataset_ratio": 0.1, "data_seed": 7},
+            r"split_dataset_ratio = 0\.1: chooses rows by data_seed",
+        ),
         ({**BARE, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
         ({**BARE, "template": "default"}, "template = default"),
         ({**BARE, "truncation_strategy": "left"}, "truncation_strategy = left"),
