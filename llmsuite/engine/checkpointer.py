@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from llmsuite.base.errors import UserError
 from llmsuite.base.progress import report
@@ -53,6 +53,7 @@ class Checkpointer:
         num_machines: int = 1,
         local_storage: LocalStorage | None = None,
         best_metric: str | None = None,
+        best_is: Literal["lowest", "highest"] = "lowest",
     ):
         """
         Args:
@@ -62,6 +63,7 @@ class Checkpointer:
             num_machines: number of machines of the run; each copies its share of the values to its host memory.
             local_storage: this machine, where machines share no output_dir.
             best_metric: metric that selects the best checkpoint where the section names none.
+            best_is: direction of that metric.
         """
         self.root = output_dir / "checkpoints"
         self._request = RequestFile(output_dir / "save-now")
@@ -73,7 +75,7 @@ class Checkpointer:
         self._keep_last = section.keep_last
         self._async = section.async_save
         self._metric = section.best_metric or best_metric
-        self._highest = section.best_metric is not None and section.best_is == "highest"
+        self._highest = (best_is if section.best_metric is None else section.best_is) == "highest"
         self._best: Best | None = None
         self._last_saved = 0
         self._writer = Writer(self._async)

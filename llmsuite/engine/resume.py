@@ -68,7 +68,7 @@ class RunRecord:
         """
         found = list_steps(self.output_dir / "checkpoints")
         differing = self.differing_keys() if found else []
-        if differing:
+        if differing or (found and self._keys_of_later_versions()):
             raise self.different_run_error(self.output_dir, differing)
         complete = [(step, path) for step, path in found if is_file(path / "state.json")]
         total = self.recipe["train"]["max_steps"]
@@ -95,7 +95,12 @@ class RunRecord:
         now = training_keys(self.recipe)
         then = training_keys(started)
         may_differ = {f"train.{key}" for key in LENGTH_KEYS}
-        return sorted(key for key in (now.keys() | then.keys()) - may_differ if now.get(key) != then.get(key))
+        differing = sorted(key for key in (now.keys() | then.keys()) - may_differ if now.get(key) != then.get(key))
+        # equal mappings may have another order, which decides the order of the samples
+        for key in ("data.mix", "pretrain.mix"):
+            if key not in differing and list(now.get(key) or ()) != list(then.get(key) or ()):
+                differing.append(f"the order of {key}")
+        return differing
 
     def started_train(self) -> dict[str, Any] | None:
         """Return section `train` of the recipe that the run was last started with; None without a record of it."""
@@ -103,16 +108,33 @@ class RunRecord:
         return None if started is None else started["train"]
 
     def different_run_error(self, path: Path, differing: Sequence[str]) -> UserError:
-        """Return the error for checkpoints at `path` of a run that differs."""
+        """Return the error for checkpoints at `path` of a run that differs, or of an earlier version: its recipe lacks
+        keys that decide what is learnt."""
         anew = "give it as model.weights of a run with another --output_dir"
         if self.recipe["lora"]["rank"] is not None:
             anew = "`llmsuite merge` it and give that as model.weights of a run with another --output_dir"
         elif self.recipe["reft"]["rank"] is not None or self.recipe["prefix"]["tokens"] is not None:
             anew = "choose another --output_dir"  # they cannot be merged into a matrix
+        if lacking := self._keys_of_later_versions():
+            others = [key for key in differing if key not in lacking]
+            also = f", and differs in {', '.join(others)}" if others else ""
+            return UserError(
+                f"{path}: was written by an earlier version of llmsuite, whose recipe lacks {', '.join(lacking)}"
+                f"{also}; it cannot be resumed; {anew}"
+            )
         return UserError(
             f"{path}: was written by a run that differs in {', '.join(differing)}; resume it with "
             f"{self.output_dir / 'recipe.json'} and the same files, or {anew}"
         )
+
+    def _keys_of_later_versions(self) -> list[str]:
+        """Return the keys that the recorded recipe lacks in sections that it has."""
+        started = self._started()
+        if started is None:
+            return []
+        then = training_keys(started)
+        lacking = [key for key in training_keys(self.recipe) if key not in then]
+        return sorted(key for key in lacking if isinstance(started.get(key.split(".")[0]), dict))
 
     def _started(self) -> Any:
         """Read the recipe that the run in output_dir was last started with; None without such a file."""
@@ -276,7 +298,7 @@ def file_digests(data_plan: DataPlan, stage: Stage[Any]) -> dict[str, str]:
     """Compute the digests of the content of all data files, as the stage reads them, by key and name for messages."""
     files = {f"data.train {data_plan.given('train')}": data_plan.train_path, **stage.reader.mixed_files()}
     evaluations = evaluation_data(data_plan.section)
-    for name, path in data_plan.eval_paths.items():
+    for name, path in sorted(data_plan.eval_paths.items()):  # their order does not change what is learnt
         key = f"data.eval.{name}" if name else "data.eval"
         files[f"{key} {evaluations[name]}"] = path
     return {redacted(name): stage.reader.digest(path) for name, path in files.items()}

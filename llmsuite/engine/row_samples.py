@@ -28,6 +28,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.base.files import committed_directory, read_json_file, write_json
 from llmsuite.base.progress import track_bytes
 from llmsuite.base.safe_files import is_file
+from llmsuite.contract.schema import columns, text_template
 from llmsuite.contract.schema.section import as_plain
 from llmsuite.data.control_tokens import ControlTokens, warning
 from llmsuite.data.disk_rows import ROW_SPAN, DiskRows, file_state, jsonl_files, scan_rows
@@ -414,6 +415,7 @@ def _code(reader: ReaderOfRows) -> list[Path]:
     convert = (f.convert for f in stage.context.data_formats.values() if f.kind == stage.row_kind)
     names = {getattr(defined, "__module__", "") for defined in (*type(stage).__mro__, *type(reader).__mro__, *convert)}
     files = set(Path(data_package.__path__[0]).glob("*.py"))
+    files |= {Path(inspect.getfile(module)) for module in (columns, text_template)}
     for module in (sys.modules[name] for name in names if name in sys.modules):
         if getattr(module, "__file__", None):
             files.add(Path(inspect.getfile(module)))

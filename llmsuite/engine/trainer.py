@@ -97,8 +97,7 @@ def _early_stopping(train_plan: TrainPlan) -> EarlyStopping:
     section = train_plan.section.early_stopping
     if section.patience is None:
         return EarlyStopping(None, False, None, 0.0)
-    checkpoint = train_plan.checkpoint
-    is_highest = checkpoint.best_metric is not None and checkpoint.best_is == "highest"
+    is_highest = train_plan.best_is == "highest"
     return EarlyStopping(train_plan.best_metric, is_highest, section.patience, section.min_delta)
 
 
@@ -491,6 +490,7 @@ class Trainer:
             plan.parallel.num_machines,
             self.local_storage,
             plan.train.best_metric,
+            plan.train.best_is,
         )
 
     def _open_output(self) -> Output:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -41,6 +42,19 @@ from llmsuite.parallel.program.lengths import LENGTH_MULTIPLE
 
 DEFAULT_METRIC = "eval/loss"
 """Metric of early stopping in a recipe that names none."""
+
+_LOWEST = re.compile(r"(.*_)?(loss|nll|perplexity)")
+_HIGHEST = re.compile(r"accuracy|likely|margin|reward|bleu\d|rouge[\dl]|exact_match|pass@\d+")
+
+
+def known_direction(metric: str) -> Literal["lowest", "highest"] | None:
+    """Return the direction in which an evaluation metric such as "eval/tokens/accuracy" is better; None where its name
+    does not tell."""
+    *groups, name = metric.split("/")
+    if _HIGHEST.fullmatch(name):
+        return "highest"
+    is_reward = groups[-1:] == ["rewards"]  # of a function with any name
+    return "lowest" if _LOWEST.fullmatch(name) and not is_reward else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +276,14 @@ class TrainPlan:
         if self.checkpoint.best_metric is not None or stopping.patience is None:
             return self.checkpoint.best_metric
         return stopping.metric or DEFAULT_METRIC
+
+    @property
+    def best_is(self) -> Literal["lowest", "highest"]:
+        """Direction of `best_metric`; a rule of recipes refuses early stopping by a metric without a known one."""
+        if self.checkpoint.best_metric is not None:
+            return self.checkpoint.best_is
+        metric = self.best_metric
+        return (known_direction(metric) if metric is not None else None) or "lowest"
 
     @property
     def rows_per_sample(self) -> int:

@@ -218,8 +218,9 @@ class EarlyStoppingSection(Section):
     patience: PositiveInt | None = None
     """Stop after this many evaluations in a row without an improvement. null: no early stopping."""
     metric: str | None = None
-    """Evaluation metric that has to improve. Default: checkpoint.best_metric, or eval/loss where that is null. It is
-    best where it is lowest, or as checkpoint.best_is says."""
+    """Evaluation metric that has to improve. Default: checkpoint.best_metric, or eval/loss where that is null. Losses
+    are best where they are lowest; accuracies, margins, rewards and scores of answers where they are highest. With
+    checkpoint.best_metric, checkpoint.best_is decides."""
     min_delta: NonNegativeFloat = 0.0
     """An evaluation is an improvement if it is better than that of the last improvement by more than this."""
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from llmsuite.base.suggestions import suggestion
 from llmsuite.contract.schema.rule import Rule, Violation
-from llmsuite.recipe.plans import DEFAULT_METRIC, evaluation_names
+from llmsuite.recipe.plans import DEFAULT_METRIC, evaluation_names, known_direction
 from llmsuite.recipe.rules.context import RuleContext
 
 GENERATION_METRICS = ("bleu4", "rouge1", "rouge2", "rougel", "exact_match")
@@ -67,6 +67,19 @@ def _no_stopping(context: RuleContext) -> Iterator[Violation]:
         yield "train.early_stopping.metric", f"{message}; give the same, or remove one of them"
 
 
+def _no_direction(context: RuleContext) -> Iterator[Violation]:
+    metric = context.recipe.train.early_stopping.metric
+    if metric is None or context.recipe.checkpoint.best_metric is not None or known_direction(metric) is not None:
+        return
+    if any(_no_such_metric(context)):
+        return
+    yield (
+        "train.early_stopping.metric",
+        f"is {metric!r}, whose name does not tell if the lowest or the highest value is best; set "
+        f"checkpoint.best_metric to {metric!r}, and checkpoint.best_is",
+    )
+
+
 METRIC_RULES = (
     Rule(
         "`early_stopping` without evaluations before the last step, or by another metric than `best_metric`",
@@ -79,6 +92,16 @@ METRIC_RULES = (
         "the run would fail at its first evaluation",
         ("--checkpoint.best_metric=eval/lss",),
         _no_such_metric,
+    ),
+    Rule(
+        "an `early_stopping.metric` of unknown direction without `best_metric`",
+        "the run could stop while it improves, and keep its worst checkpoint",
+        (
+            "--train.eval_steps=1",
+            "--train.early_stopping.patience=2",
+            "--train.early_stopping.metric=eval/logps/chosen",
+        ),
+        _no_direction,
     ),
 )
 """Rules about metrics."""

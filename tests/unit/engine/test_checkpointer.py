@@ -119,7 +119,7 @@ def test_a_task_in_the_foreground_is_done_on_return() -> None:
 class Run:
     """A run that does nothing but save: its parameters are its step."""
 
-    def __init__(self, directory: Path, **section: Any):
+    def __init__(self, directory: Path, stopping: tuple[Any, ...] = (), **section: Any):
         self.directory = directory
         self.saved = []
         self.tensors = {name: paddle.to_tensor(value) for name, value in tiny_llama.values().items()}
@@ -128,7 +128,8 @@ class Run:
         def saved(step: int, path: Path) -> None:
             self.saved.append((step, path.name))
 
-        self.checkpointer = Checkpointer(directory, settings, CheckpointContents(FAMILY, CONFIG, None, self._state))
+        contents = CheckpointContents(FAMILY, CONFIG, None, self._state)
+        self.checkpointer = Checkpointer(directory, settings, contents, 1, None, *stopping)
         self.checkpointer.on_saved = saved
 
     def _state(self) -> Any:
@@ -254,6 +255,17 @@ def test_the_best_evaluation_stays(tmp_path: Path, which: str, kept: int) -> Non
     earlier.evaluated(3, loss=0.3)
     earlier.checkpointer.finish()
     assert load_best(run.checkpointer.root) == Best(3, "eval/loss", 0.3)
+
+
+@pytest.mark.parametrize(("which", "kept"), [("lowest", 1), ("highest", 3)])
+def test_the_best_by_the_metric_of_early_stopping_stays(tmp_path: Path, which: str, kept: int) -> None:
+    run = Run(tmp_path, ("eval/accuracy", which))
+    for step, value in {1: 0.5, 2: 0.6, 3: 0.8, 4: 0.7}.items():
+        run.evaluated(step, accuracy=value)
+    run.checkpointer.finish()
+    best = load_best(run.checkpointer.root)
+    assert best is not None
+    assert best.step == kept
 
 
 @pytest.mark.parametrize(("value", "best"), [(0.3, Best(4, "eval/loss", 0.3)), (0.6, Best(2, "eval/loss", 0.5))])

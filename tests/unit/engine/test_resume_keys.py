@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +15,7 @@ from llmsuite.checkpoint.train_state import FORMAT, TrainState
 from llmsuite.contract.registry import Registry
 from llmsuite.contract.schema.section import as_plain
 from llmsuite.engine.output import recipe_text
-from llmsuite.engine.resume import RunRecord, training_keys
+from llmsuite.engine.resume import RunRecord, file_digests, run_digest, training_keys
 from llmsuite.parallel.learning_rate import Schedule
 from llmsuite.recipe.resolve import plan_run
 from tests.support.paths import ROOT
@@ -81,3 +83,57 @@ def test_another_length_is_checked_before_any_data_is_read(tmp_path: Path, regis
             check("--train.max_steps=3")
         with pytest.raises(UserError, match=r"differs in train.learning_rate;"):
             check("--train.max_steps=8", "--train.lr_schedule=cosine", "--train.learning_rate=1")
+
+
+def recorded(directory: Path, registry: Registry, *words: str) -> RunRecord:
+    """Return the record of a run with a checkpoint; writes the recipe that it was started with if there is none."""
+    given = [f"--output_dir={directory}", *words]
+    plan = plan_run(ROOT / "recipes/llama/sft.json", given, registry, smoke=True)
+    path = directory / "recipe.json"
+    if not path.exists():
+        path.write_text(recipe_text(as_plain(plan.recipe)))
+        (directory / "checkpoints" / "step-2").mkdir(parents=True)
+    return RunRecord.from_recipe(plan.loaded, plan.output_dir)
+
+
+def test_a_run_of_an_earlier_version_is_named_as_such(tmp_path: Path, registry: Registry) -> None:
+    record = recorded(tmp_path, registry)
+    record.check()
+    path = tmp_path / "recipe.json"
+    recipe = json.loads(path.read_text())
+    del recipe["data"]["fill"], recipe["data"]["text_template"]  # the latter is null
+    path.write_text(json.dumps(recipe))
+    earlier = r"was written by an earlier version of llmsuite, whose recipe lacks data\.fill, data\.text_template"
+    with pytest.raises(UserError, match=rf"{earlier}; it cannot be resumed; give it as model.weights"):
+        record.check()
+    with pytest.raises(UserError, match=rf"{earlier}, and differs in train\.learning_rate; it"):
+        recorded(tmp_path, registry, "--train.learning_rate=1").check()
+    recipe["data"]["fill"] = {}
+    path.write_text(json.dumps(recipe))
+    with pytest.raises(UserError, match=r"whose recipe lacks data\.text_template; it"):
+        record.check()
+
+
+def test_another_order_of_a_mixture_is_named(tmp_path: Path, registry: Registry) -> None:
+    first, second = '"data/sft/eval.jsonl":0.5', '"data/sft/train.jsonl":null'
+    recorded(tmp_path, registry, f"--data.mix={{{first},{second}}}").check()
+    with pytest.raises(UserError, match=r"differs in the order of data\.mix;"):
+        recorded(tmp_path, registry, f"--data.mix={{{second},{first}}}").check()
+
+
+def test_the_order_of_evaluation_sets_does_not_matter(registry: Registry) -> None:
+    class Reader:
+        def mixed_files(self) -> dict[str, Path]:
+            return {}
+
+        def digest(self, path: Path) -> str:
+            return str(path)
+
+    def digest(*names: str) -> str:
+        sets = ",".join(f'"{name}":"data/{name}/eval.jsonl"' for name in names)
+        words = [f"--data.eval={{{sets}}}"]
+        plan = plan_run(ROOT / "recipes/llama/sft.json", words, registry, smoke=True)
+        stage: Any = types.SimpleNamespace(reader=Reader())
+        return run_digest(training_keys(as_plain(plan.recipe)), "model", file_digests(plan.data, stage))
+
+    assert digest("sft", "preference") == digest("preference", "sft")

@@ -24,7 +24,7 @@ from llmsuite.data.mixture import Mixture
 from llmsuite.data.tokenizer import TextTokenizer
 from llmsuite.engine.collator import collate_of
 from llmsuite.engine.data import make_stage
-from llmsuite.engine.row_samples import LazySamples
+from llmsuite.engine.row_samples import LazySamples, _code
 from llmsuite.engine.stage import Stage, StageContext
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.stages.dpo import DpoStage
@@ -401,3 +401,8 @@ def test_memory_does_not_grow_with_the_file(name: str, folder: str, tmp_path: Pa
     )
     assert in_memory_samples == lazy_samples
     assert held > 3 * stored
+
+
+def test_a_cache_entry_depends_on_the_code_of_columns_and_text_templates() -> None:
+    names = {file.name for file in _code(STAGES["sft"][1]().reader)}
+    assert {"columns.py", "text_template.py", "row_converter.py", "sft.py"} <= names

@@ -8,6 +8,7 @@ from llmsuite.base.errors import RecipeError
 from llmsuite.base.resources import bundled
 from llmsuite.contract.registry import Registry
 from llmsuite.engine.generation import METRIC_NAMES
+from llmsuite.recipe.plans import known_direction
 from llmsuite.recipe.resolve import plan_run
 from llmsuite.recipe.rules.metrics import GENERATION_METRICS
 
@@ -63,3 +64,39 @@ def test_metrics_of_answers_and_further_tokens_need_their_keys(registry: Registr
             check(registry, "sft", f"eval/{name}")
     with pytest.raises(RecipeError, match=r"checkpoint\.best_metric"):
         check(registry, "pretrain", "eval/mtp_loss")
+
+
+DIRECTIONS = {
+    "lowest": "eval/loss eval/math/loss eval/mtp_loss eval/nll eval/perplexity",
+    "highest": "eval/tokens/accuracy eval/math/tokens/accuracy eval/tokens/likely eval/rewards/accuracy "
+    "eval/rewards/margin eval/reward eval/pass@4 eval/bleu4 eval/rouge1 eval/rougel eval/exact_match",
+}
+
+
+@pytest.mark.parametrize("best_is", DIRECTIONS)
+def test_early_stopping_goes_in_the_direction_of_its_metric(registry: Registry, best_is: str) -> None:
+    for metric in DIRECTIONS[best_is].split():
+        assert known_direction(metric) == best_is
+    for metric in ("eval/logps/chosen", "eval/entropy", "eval/rewards/loss", "eval/reward/std"):
+        assert known_direction(metric) is None
+
+
+STOPPING = ("--train.eval_steps=1", "--train.early_stopping.patience=2")
+
+
+def test_a_direction_is_that_of_the_recipe_where_it_has_one(registry: Registry) -> None:
+    def best(stage: str, metric: str, *words: str) -> tuple[str | None, str]:
+        given = [*STOPPING, f"--train.early_stopping.metric={metric}", *words]
+        plan = plan_run(bundled("recipes") / "llama" / f"{stage}.json", given, registry, smoke=False).train
+        return plan.best_metric, plan.best_is
+
+    accuracy = "eval/rewards/accuracy"
+    assert best("dpo", accuracy) == (accuracy, "highest")
+    assert best("dpo", "eval/loss") == ("eval/loss", "lowest")
+    assert best("grpo", "eval/reward") == ("eval/reward", "highest")
+    assert best("dpo", accuracy, f"--checkpoint.best_metric={accuracy}") == (accuracy, "lowest")
+    chosen = "eval/logps/chosen"
+    both = (f"--checkpoint.best_metric={chosen}", "--checkpoint.best_is=highest")
+    assert best("dpo", chosen, *both) == (chosen, "highest")
+    with pytest.raises(RecipeError, match=rf"metric: is '{chosen}', whose name does not tell.*set checkpoint.best_met"):
+        best("dpo", chosen)
