@@ -7,6 +7,7 @@ read by the chat template, make a faulty row unless `data.ignore_columns` has th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
@@ -66,16 +67,32 @@ def is_nothing(value: Any) -> bool:
 
 def filled(value: Any, texts: Mapping[str, str]) -> Any:
     """Return a row, or a value in it, in whose texts each key of `texts` is replaced by its value, at all places at
-    once; where several fit, the longest is. Names of columns and keys stay."""
+    once; where several fit, the longest is. Names of columns and keys stay.
+
+    Raises:
+        ValueError: the value is nested too deeply.
+    """
     if not texts:
         return value
+    try:
+        return _filled(value, texts, _pattern(tuple(texts)))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+@functools.lru_cache(maxsize=16)
+def _pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of any of the texts, the longest first."""
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
+
+
+def _filled(value: Any, texts: Mapping[str, str], pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
-        pattern = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
-        return re.sub(pattern, lambda found: texts[found[0]], value)
+        return pattern.sub(lambda found: texts[found[0]], value)
     if isinstance(value, Mapping):
-        return {key: filled(inner, texts) for key, inner in value.items()}
+        return {key: _filled(inner, texts, pattern) for key, inner in value.items()}
     if isinstance(value, list):
-        return [filled(inner, texts) for inner in value]
+        return [_filled(inner, texts, pattern) for inner in value]
     return value
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import traceback_tail
+from llmsuite.contract.schema.columns import columns_of
 from llmsuite.contract.specs import DataFormat
 from llmsuite.data.columns import MissingColumnError, rename_columns
 from llmsuite.data.faults import Faults
@@ -111,12 +112,10 @@ class RowConverter:
                     "list these in data.ignore_columns"
                 )
         is_of_recipe = False
-        if fault is None:
-            raw = filled(raw, self._rules.fill)
         given = raw
         if fault is None:
             try:
-                raw = without_ignored(rename_columns(given, self._columns), self._rules.ignored)
+                raw = self._fields(given)
                 self.format = self.format or self._recognise(raw, given, where)
                 row = self._completed(self._converted(self.format, raw, where), raw)
                 self._has_read = True
@@ -133,6 +132,15 @@ class RowConverter:
                     fault += f"; {self.format.name} needs: {self.format.help}{self._advice_on_first(given)}"
         faults.add(where, fault, once=is_of_recipe)
         return None
+
+    def _fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields of a row of the file, with the texts of `data.fill`, without those that are ignored."""
+        if not self._columns:
+            return filled(without_ignored(row, self._rules.ignored), self._rules.fill)
+        # a template of data.columns may have the texts to fill in, so only the values of the row are filled
+        read = {name for source in self._columns.values() for name in columns_of(source)}
+        values = {key: filled(value, self._rules.fill) if key in read else value for key, value in row.items()}
+        return without_ignored(rename_columns(values, self._columns), self._rules.ignored)
 
     def _unread_fault(self, data_format: DataFormat, row: Mapping[str, Any]) -> str | None:
         """The fault of a row with columns that its format does not read; None without one."""

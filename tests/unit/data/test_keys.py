@@ -283,3 +283,32 @@ def test_rows_are_filled_before_their_columns_are_read() -> None:
     converter = RowConverter("conversation", "auto", FORMATS, rules)
     found = converter.convert("rows:1", {"q": "Who?", "a": "{{NAME}}."}, None, Faults())
     assert [message.content for message in found.messages] == ["Who?", "Ada."]
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = ["{{NAME}}"]
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("sources", [{}, {"instruction": "instruction", "output": "output", "input": "deep"}])
+def test_a_row_that_is_too_deep_to_fill_is_faulty(sources: dict[str, str]) -> None:
+    row = {"instruction": "Who?", "output": "{{NAME}}.", "deep": nested(900)}
+    converter = RowConverter("conversation", "auto", FORMATS, ColumnRules(sources, fill={"{{NAME}}": "Ada"}))
+    faults = Faults()
+    assert converter.convert("rows:1", row, None, faults) is None
+    assert "rows:1: is nested too deeply" in refusal(faults)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ColumnRules(ignored=["deep"], fill={"{{NAME}}": "Ada"}),
+        ColumnRules({"instruction": "instruction", "output": "output"}, fill={"{{NAME}}": "Ada"}),
+    ],
+)
+def test_columns_that_are_left_out_are_not_filled(rules: ColumnRules) -> None:
+    row = {"instruction": "Who?", "output": "{{NAME}}.", "deep": nested(900)}
+    found = RowConverter("conversation", "auto", FORMATS, rules).convert("rows:1", row, None, Faults())
+    assert [message.content for message in found.messages] == ["Who?", "Ada."]
