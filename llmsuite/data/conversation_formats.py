@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from llmsuite.contract.specs import DataFormat
-from llmsuite.data.keys import ROW_KEYS
+from llmsuite.data.keys import LOSS_KEYS, ROW_KEYS
 from llmsuite.data.plain_text import is_text_row, text
 from llmsuite.data.preference_formats import alpaca_turns, has_keys
 from llmsuite.data.rows import Conversation, Message
@@ -107,6 +107,13 @@ def trl_completion(row: Row) -> Conversation:
     completion = parse_messages(row["completion"], "completion", "assistant")
     if len(completion) != 1 or completion[0].role != "assistant":
         raise ValueError("'completion' is not one turn of the assistant; with more of them use 'messages'")
+    turns = row["prompt"] if isinstance(row["prompt"], list) else []
+    for i, message in enumerate(prompt[: len(turns)]):
+        given = any(turns[i].get(key) is not None for key in LOSS_KEYS)
+        if given and _weight(turns[i], f"prompt[{i}]", message.role):
+            raise ValueError(
+                f"'prompt[{i}]' is to be supervised, and only the completion is; with more turns use 'messages'"
+            )
     weight = 1.0
     if isinstance(row["completion"], list):
         weight = _weight(row["completion"][0], "completion[0]", "assistant")

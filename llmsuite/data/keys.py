@@ -7,10 +7,12 @@ read by the chat template, make a faulty row unless `data.ignore_columns` has th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
+from llmsuite.contract.schema.columns import columns_of
 from llmsuite.data.rows import REASONING
 
 TEMPLATE_KWARGS = "chat_template_kwargs"
@@ -27,6 +29,8 @@ TURN_KEYS = frozenset({"role", "content", "name", "tool_calls", "tool_call_id", 
 """Keys of a turn that always reach the chat template, or are used here."""
 PART_KEYS = frozenset({"type", "text", "annotations", "logprobs", "cache_control"})
 """Keys of a part of a turn's content. All but the first two concern a server, and not what the model reads."""
+_TURN_COLUMNS = ("messages", "conversations", "prompt", "completion", "chosen", "rejected", "responses")
+"""Columns with turns in the formats that come with llmsuite."""
 ALL = "*"
 """Entry of `data.ignore_columns` that stands for every column and key that nothing reads."""
 
@@ -66,16 +70,41 @@ def is_nothing(value: Any) -> bool:
 
 def filled(value: Any, texts: Mapping[str, str]) -> Any:
     """Return a row, or a value in it, in whose texts each key of `texts` is replaced by its value, at all places at
-    once; where several fit, the longest is. Names of columns and keys stay."""
+    once; where several fit, the longest is. Names of columns and keys stay.
+
+    Raises:
+        ValueError: the value is nested too deeply.
+    """
     if not texts:
         return value
+    try:
+        return _filled(value, texts, _pattern(tuple(texts)))
+    except RecursionError:
+        raise ValueError("is nested too deeply") from None
+
+
+def filled_columns(row: Mapping[str, Any], columns: Mapping[str, str], texts: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return a row whose columns that `data.columns` reads are filled, see `filled`; all others stay.
+
+    A template of `data.columns` may have the texts itself, so this is done before it takes the values.
+    """
+    read = {name for source in columns.values() for name in columns_of(source)}
+    return {key: filled(value, texts) if key in read else value for key, value in row.items()}
+
+
+@functools.lru_cache(maxsize=16)
+def _pattern(texts: tuple[str, ...]) -> re.Pattern[str]:
+    """Return a pattern of any of the texts, the longest first."""
+    return re.compile("|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True)))
+
+
+def _filled(value: Any, texts: Mapping[str, str], pattern: re.Pattern[str]) -> Any:
     if isinstance(value, str):
-        pattern = "|".join(re.escape(text) for text in sorted(texts, key=len, reverse=True))
-        return re.sub(pattern, lambda found: texts[found[0]], value)
+        return pattern.sub(lambda found: texts[found[0]], value)
     if isinstance(value, Mapping):
-        return {key: filled(inner, texts) for key, inner in value.items()}
+        return {key: _filled(inner, texts, pattern) for key, inner in value.items()}
     if isinstance(value, list):
-        return [filled(inner, texts) for inner in value]
+        return [_filled(inner, texts, pattern) for inner in value]
     return value
 
 
@@ -122,3 +151,20 @@ def unread_columns(
         return []
     known = read | ROW_KEYS | also
     return [key for key, value in row.items() if key not in known and not is_nothing(value)]
+
+
+def unread_loss_keys(row: Mapping[str, Any]) -> list[str]:
+    """Return the places of the keys of `LOSS_KEYS` in turns of a row, such as "chosen[0].weight"."""
+    found: list[str] = []
+    for column in _TURN_COLUMNS:
+        _add_loss_keys(row.get(column), column, found)
+    return found
+
+
+def _add_loss_keys(value: Any, where: str, found: list[str], depth: int = 2) -> None:
+    """Add the places in a turn, in a list of turns, or in a list of such lists."""
+    if isinstance(value, Mapping) and ("role" in value or "from" in value):
+        found += [f"{where}.{key}" for key in LOSS_KEYS if not is_nothing(value.get(key))]
+    elif isinstance(value, list) and depth:
+        for i, inner in enumerate(value):
+            _add_loss_keys(inner, f"{where}[{i}]", found, depth - 1)

@@ -70,8 +70,12 @@ def text_template_format(given: str) -> DataFormat:
             if all(not is_nothing(row.get(name)) for name in fields_of[variant] if name not in needed):
                 source = variant
                 break
-        last = [found for found in PARTS.finditer(source) if found[1] is not None][-1].start()
-        return plain_conversation(_filled(source[:last], row), _filled(source[last:], row))
+        last = [found for found in PARTS.finditer(source) if found[1] is not None][-1]
+        prompt = _filled(source[: last.start()], row)
+        # without a last field there is nothing to learn, whatever the template writes after it
+        if not _value(row[last[1]], last[1]).strip():
+            return plain_conversation(prompt, "")
+        return plain_conversation(prompt, _filled(source[last.start() :], row))
 
     return DataFormat(
         name=_FORMAT,

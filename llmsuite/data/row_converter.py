@@ -19,8 +19,10 @@ from llmsuite.data.keys import (
     MEDIA,
     ColumnRules,
     filled,
+    filled_columns,
     is_nothing,
     unread_columns,
+    unread_loss_keys,
     without_ignored,
 )
 from llmsuite.data.plain_text import text_template_format
@@ -111,12 +113,10 @@ class RowConverter:
                     "list these in data.ignore_columns"
                 )
         is_of_recipe = False
-        if fault is None:
-            raw = filled(raw, self._rules.fill)
         given = raw
         if fault is None:
             try:
-                raw = without_ignored(rename_columns(given, self._columns), self._rules.ignored)
+                raw = self._fields(given)
                 self.format = self.format or self._recognise(raw, given, where)
                 row = self._completed(self._converted(self.format, raw, where), raw)
                 self._has_read = True
@@ -134,10 +134,26 @@ class RowConverter:
         faults.add(where, fault, once=is_of_recipe)
         return None
 
+    def _fields(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the fields of a row of the file, with the texts of `data.fill`, without those that are ignored."""
+        if not self._columns:
+            return filled(without_ignored(row, self._rules.ignored), self._rules.fill)
+        values = filled_columns(row, self._columns, self._rules.fill)
+        return without_ignored(rename_columns(values, self._columns), self._rules.ignored)
+
     def _unread_fault(self, data_format: DataFormat, row: Mapping[str, Any]) -> str | None:
-        """The fault of a row with columns that its format does not read; None without one."""
+        """The fault of a row with columns or weights that its format does not read; None without one."""
         if self._rules.ignores_all:
             return None
+        # only conversations have weights; another kind's turns are converted by the same code
+        places = [] if self._kind == "conversation" else unread_loss_keys(row)
+        if places:
+            key = places[0].rpartition(".")[2]
+            option = shell_quoted(ignore_option([*self._rules.ignored, key]))
+            return (
+                f"has {places[0]!r}, and {self._kind} rows have no weights of turns: remove the key {key!r} from the "
+                f"rows, or leave it out with {option}"
+            )
         reads_margins = self._kind == "preference" and "margins" in self._rules.capabilities
         also = frozenset({MARGIN}) if reads_margins else frozenset()
         unread = unread_columns(row, data_format.columns, also)

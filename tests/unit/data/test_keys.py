@@ -283,3 +283,77 @@ def test_rows_are_filled_before_their_columns_are_read() -> None:
     converter = RowConverter("conversation", "auto", FORMATS, rules)
     found = converter.convert("rows:1", {"q": "Who?", "a": "{{NAME}}."}, None, Faults())
     assert [message.content for message in found.messages] == ["Who?", "Ada."]
+
+
+def nested(depth: int) -> list[Any]:
+    value: list[Any] = ["{{NAME}}"]
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("sources", [{}, {"instruction": "instruction", "output": "output", "input": "deep"}])
+def test_a_row_that_is_too_deep_to_fill_is_faulty(sources: dict[str, str]) -> None:
+    row = {"instruction": "Who?", "output": "{{NAME}}.", "deep": nested(900)}
+    converter = RowConverter("conversation", "auto", FORMATS, ColumnRules(sources, fill={"{{NAME}}": "Ada"}))
+    faults = Faults()
+    assert converter.convert("rows:1", row, None, faults) is None
+    assert "rows:1: is nested too deeply" in refusal(faults)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        ColumnRules(ignored=["deep"], fill={"{{NAME}}": "Ada"}),
+        ColumnRules({"instruction": "instruction", "output": "output"}, fill={"{{NAME}}": "Ada"}),
+    ],
+)
+def test_columns_that_are_left_out_are_not_filled(rules: ColumnRules) -> None:
+    row = {"instruction": "Who?", "output": "{{NAME}}.", "deep": nested(900)}
+    found = RowConverter("conversation", "auto", FORMATS, rules).convert("rows:1", row, None, Faults())
+    assert [message.content for message in found.messages] == ["Who?", "Ada."]
+
+
+QUESTION = [{"role": "user", "content": "Hi?"}]
+YES = {"role": "assistant", "content": "Yes."}
+NO = {"role": "assistant", "content": "No."}
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "place"),
+    [
+        ("trl_preference", {"prompt": QUESTION, "chosen": [{**YES, "weight": 0.5}], "rejected": [NO]}, "chosen[0]"),
+        ("trl_preference", {"prompt": [{**QUESTION[0], "weight": 0}], "chosen": [YES], "rejected": [NO]}, "prompt[0]"),
+        (
+            "sharegpt_preference",
+            {
+                "conversations": [{"from": "human", "value": "Hi?"}],
+                "chosen": {"from": "gpt", "value": "Yes."},
+                "rejected": {"from": "gpt", "value": "No.", "weight": 2},
+            },
+            "rejected",
+        ),
+        ("ranked", {"prompt": "a", "responses": ["b", {**YES, "weight": 1}], "scores": [1, 2]}, "responses[1]"),
+        ("trl_unpaired", {"prompt": "a", "completion": [{**YES, "weight": 2}], "label": True}, "completion[0]"),
+        ("openai_unpaired", {"messages": [*QUESTION, {**YES, "weight": 2}], "label": True}, "messages[1]"),
+        ("prompt", {"prompt": [{**QUESTION[0], "weight": 0}]}, "prompt[0]"),
+        ("openai_prompt", {"messages": [*QUESTION, {**YES, "weight": 0.5}]}, "messages[1]"),
+    ],
+)
+def test_weights_are_refused_by_name_where_no_loss_reads_them(name: str, row: dict[str, Any], place: str) -> None:
+    found, faults = convert(name, row)
+    assert found is None
+    message = refusal(faults)
+    assert f"rows.jsonl:7: has '{place}.weight', and {FORMATS[name].kind} rows have no weights of turns" in message
+    assert "--data.ignore_columns='[\"weight\"]'" in message
+    for ignored in (["weight"], [ALL]):
+        assert convert(name, row, ignored)[0] is not None
+
+
+def test_a_weight_of_a_prompt_is_refused() -> None:
+    row = {"prompt": [*QUESTION, {**NO, "weight": 0.5}, *QUESTION], "completion": [YES]}
+    found, faults = convert("trl_completion", row)
+    assert found is None
+    assert "'prompt[1]' is to be supervised, and only the completion is" in refusal(faults)
+    row["prompt"][1]["weight"] = 0
+    assert convert("trl_completion", row)[0] is not None

@@ -88,6 +88,8 @@ def test_other_stages_refuse_plain_text() -> None:
         ("Q: {q}\nA: {a}\n", {"q": "1+1?", "a": 2}, ("Q: 1+1?\nA: ", "2\n")),
         ("{{q}}{q}{{{a}}}", {"q": "{a}", "a": "{0.__class__}"}, ("{q}{a}{", "{0.__class__}}")),
         ("{q}{q} {a}", {"q": "x", "a": None}, ("xx ", "")),
+        ("Q: {q}\nA: {a}\n###", {"q": "x", "a": ""}, ("Q: x\nA: ", "")),
+        ("Q: {q}\nA: {a}\n###", {"q": "x", "a": " \n"}, ("Q: x\nA: ", "")),
     ],
 )
 def test_fields_are_put_into_a_template(template: str, row: Any, texts: tuple[str, str]) -> None:
@@ -125,7 +127,8 @@ def test_a_template_is_literal(values: tuple[str, str], words: str) -> None:
     data_format = text_template_format(f"{escaped}{{q}}{escaped}{{a}}{escaped}")
     found = data_format.convert({"q": values[0], "a": values[1]})
     prompt = f"{words}{values[0]}{words}"
-    assert plain_texts(found) == (prompt, f"{prompt}{values[1]}{words}")
+    answer = f"{values[1]}{words}" if values[1].strip() else ""
+    assert plain_texts(found) == (prompt, f"{prompt}{answer}")
 
 
 @pytest.mark.parametrize(

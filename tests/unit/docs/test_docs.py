@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -121,6 +122,14 @@ def test_options_on_the_pages_exist(registry: Registry) -> None:
             own = fields if "--plugin" in line else set()
             words = [w for w in re.findall(r"(?<=[ '])--[\w.-]+", line) if w.rpartition(".")[2] not in own]
             assert [word for word in words if word not in known[line.split()[1]]] == [], (page.name, line)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_quotes_of_commands_on_the_pages_are_closed(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for block in re.findall(r"^```\w*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        if block.startswith("llmsuite "):
+            shlex.split(block, comments=True)  # raises ValueError for an open quote
 
 
 def test_make_targets_on_the_pages_exist() -> None:
