@@ -185,8 +185,8 @@ def read_devices(run: Run) -> None:
 
 
 def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
-    """Set the default of gradient accumulation: at least 16 samples."""
-    if run.given("gradient_accumulation_steps") is None:
+    """Set the default of gradient accumulation: at least 16 samples, or for grpo one batch."""
+    if run.given("gradient_accumulation_steps") is None and run.section != "grpo":
         total = launch["num_devices"] * launch.get("nnodes", 1)
         size = run.given("per_device_train_batch_size") or 1
         if isinstance(size, int) and size > 0:

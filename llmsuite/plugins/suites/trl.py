@@ -82,13 +82,25 @@ def _recipe(run: Run) -> dict[str, Any]:
         recipe[run.section] = own
     if adapters:
         recipe["lora"] = _lora(run)
-    if run.has_experts and run.section in ("sft", "dpo", "kto"):
-        balance = run.number("router_aux_loss_coef", _BALANCE)
-        if balance:
-            run.refuse("router_aux_loss_coef", balance, "is a load-balancing loss over the micro-batch; set it to 0")
+    _check_balance(run)
     recipe["checkpoint"] = trainer.checkpoint(run, has_eval, defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _check_balance(run: Run) -> None:
+    """Refuse the load-balancing loss of models with experts, which all commands but reward have by default."""
+    given = run.given("router_aux_loss_coef")
+    if run.section == "rm":
+        if given is not None:
+            run.refuse("router_aux_loss_coef", run.take("router_aux_loss_coef"), "is no argument of trl reward")
+        return
+    balance = run.number("router_aux_loss_coef", _BALANCE)
+    if not run.has_experts:
+        if given is not None:
+            run.left_out("router_aux_loss_coef", given, "the model has no experts")
+    elif balance:
+        run.refuse("router_aux_loss_coef", balance, "is a load-balancing loss over the micro-batch; set it to 0")
 
 
 def _accelerate(run: Run) -> dict[str, Any]:

@@ -63,7 +63,6 @@ IGNORED: Mapping[str, str] = {
     "ref_model_*": "belongs to sync_ref_model",
     "max_prompt_length": "there is no separate limit for prompts: prompt and answer share data.max_length",
     "max_completion_length": "there is no separate limit for prompts: prompt and answer share data.max_length",
-    "router_aux_loss_coef": "the model has no experts",
     "lora_task_type": "the stage decides the head",
     "lora_*": "belongs to use_peft",
     "use_rslora": "belongs to use_peft",

@@ -105,3 +105,21 @@ def test_trl_names_its_command(converted: Converted) -> None:
         converted("from-trl", TRL, stage="sft")
     with pytest.raises(UserError, match=r"reward_funcs = my\.reward: of its rewards"):
         converted("from-trl", {**TRL, "reward_funcs": ["my.reward"]}, stage="grpo")
+
+
+def test_one_batch_is_a_step_of_swift_by_default(converted: Converted) -> None:
+    """Other stages of ms-swift accumulate 16 samples."""
+    values = {**SWIFT, "gradient_accumulation_steps": None, "per_device_train_batch_size": 4, "num_generations": 4}
+    assert converted("from-swift", values).recipe["train"]["global_batch_size"] == 1
+
+
+def test_experts_of_trl_are_balanced_by_default(converted: Converted) -> None:
+    experts = {**TRL, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}
+    for given in (None, 0.001):
+        with pytest.raises(UserError, match=r"router_aux_loss_coef = 0\.001: is a load-balancing loss"):
+            converted("from-trl", {**experts, "router_aux_loss_coef": given}, stage="grpo")
+    converted("from-trl", {**experts, "router_aux_loss_coef": 0}, stage="grpo")
+    without = converted("from-trl", {**TRL, "router_aux_loss_coef": 0.001}, stage="grpo")
+    assert ("router_aux_loss_coef", 0.001, "the model has no experts") in without.left_out
+    with pytest.raises(UserError, match="is no argument of trl reward"):
+        converted("from-trl", {**trl.BARE, "router_aux_loss_coef": 0.001}, stage="rm")
