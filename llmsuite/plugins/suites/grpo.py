@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from llmsuite.plugins.suites.conversion.kinds import WORDS
+from llmsuite.plugins.suites.conversion.kinds import WORDS, number
 from llmsuite.plugins.suites.conversion.refuse import Refusal
 from llmsuite.plugins.suites.suite import Run
 
 _LOSSES = ("grpo", "dapo", "dr_grpo", "cispo", "sapo")
+_TIME_LIMIT = 60.0
+"""Seconds for one accuracy reward, whose own limits, after which it is 0, are below."""
 _OTHER_SAMPLING = "completions are sampled from the full distribution, so that its probabilities are those of the loss"
 
 
@@ -26,19 +29,29 @@ class GrpoDefaults:
     """Names of the suite's reward functions -> names of the rewards here that are the same functions."""
 
 
-def sections(run: Run, train: dict[str, Any], has_adapters: bool, defaults: GrpoDefaults) -> dict[str, Any]:
-    """Return sections `rollout`, `reward` and `grpo`; change batch sizes of section `train` from completions to
-    prompts."""
+def sections(run: Run, recipe: dict[str, Any], has_adapters: bool, defaults: GrpoDefaults) -> dict[str, Any]:
+    """Return sections `rollout`, `reward`, `grpo` and `eval_rollout`; change batch sizes of section `train` from
+    completions to prompts. Both suites leave out prompts at the end of an epoch that do not fill a step."""
     size = run.integer("num_generations", 8)
     length = run.integer("max_completion_length", 512)
     temperature = float(run.number("temperature", defaults.temperature))
-    _count_prompts(run, train, size)
+    _count_prompts(run, recipe["train"], size)
+    recipe["data"]["drop_last"] = True
     rollout = {"num_generations": size, "max_completion_length": length, "temperature": temperature}
-    return {
-        "rollout": rollout,
-        "reward": {"functions": _rewards(run, defaults)},
-        "grpo": _own_section(run, has_adapters, defaults),
-    }
+    rewards = _rewards(run, defaults)
+    own = _own_section(run, has_adapters, defaults)
+    if set(rewards) == {"trl_accuracy"} and own.get("scale_rewards") == "batch":
+        why = "TRL leaves out completions whose solution cannot be parsed, whose reward is 0 here"
+        run.refuse("scale_rewards", "batch", why)
+    found: dict[str, Any] = {"rollout": rollout, "reward": {"functions": rewards}, "grpo": own}
+    if {"trl_accuracy", "swift_accuracy"} & set(rewards):
+        found["reward"]["time_limit"] = _TIME_LIMIT
+    evaluated = run.integer("num_generations_eval", None)
+    if "eval" in recipe["data"]:
+        found["eval_rollout"] = {"num_generations": evaluated or size, "temperature": temperature}
+    elif evaluated is not None:
+        run.left_out("num_generations_eval", evaluated, "there are no rows to evaluate on")
+    return found
 
 
 def _count_prompts(run: Run, train: dict[str, Any], size: int) -> None:
@@ -49,7 +62,7 @@ def _count_prompts(run: Run, train: dict[str, Any], size: int) -> None:
     steps = run.integer("steps_per_generation", None)
     generated = run.integer("generation_batch_size", None)
     if steps not in (None, per_step) or generated not in (None, completions):
-        key = "steps_per_generation" if steps is not None else "generation_batch_size"
+        key = "steps_per_generation" if steps not in (None, per_step) else "generation_batch_size"
         run.refuse(key, run.given(key), "a rollout is for one step, so that its groups are not split: grpo.updates")
     again = run.integer("num_iterations", 1)
     if again != 1:
@@ -84,16 +97,30 @@ def _rewards(run: Run, defaults: GrpoDefaults) -> dict[str, float]:
     if weights is not None and len(weights) != len(names):
         run.refuse("reward_weights", weights, f"has {len(weights)} numbers for {len(names)} rewards")
         weights = None
-    numbers = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
-    return {defaults.rewards.get(name, name): weight for name, weight in zip(names, numbers)}
+    numbers = [1.0] * len(names)
+    if weights is not None:
+        numbers = [_weight(weight, run.location("reward_weights")) for weight in weights]
+    found: dict[str, float] = {}
+    for name, weight in zip(names, numbers):  # a reward may be named twice
+        reward = defaults.rewards.get(name, name)
+        found[reward] = found.get(reward, 0.0) + weight
+    return found
+
+
+def _weight(value: Any, where: str) -> float:
+    """Return a weight, which is a text on a command line. Raises UserError for another value."""
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
+    return float(number(value, where))
 
 
 def _own_section(run: Run, has_adapters: bool, defaults: GrpoDefaults) -> dict[str, Any]:
     given = run.take("loss_type", WORDS) or defaults.loss
-    loss = str(given[0] if isinstance(given, list) else given)
+    loss = ", ".join(map(str, given)) if isinstance(given, list) else str(given)
     if loss not in _LOSSES:
         run.refuse("loss_type", loss, f"grpo.loss has {', '.join(_LOSSES)}")
-    own: dict[str, Any] = {"loss": loss}
+    own: dict[str, Any] = {"loss": loss if loss in _LOSSES else defaults.loss, "patience": None}
     low = float(run.number("epsilon", 0.2))
     high = run.number("epsilon_high", None)
     if loss == "cispo":  # which bounds the ratio by this number itself
@@ -109,6 +136,8 @@ def _own_section(run: Run, has_adapters: bool, defaults: GrpoDefaults) -> dict[s
     delta = run.number("delta", None)
     if delta is not None and loss in ("cispo", "sapo"):
         run.left_out("delta", delta, f"belongs to the other losses than {loss}")
+    elif delta is not None and delta <= 1 + (low if high is None else high):
+        run.refuse("delta", delta, "has to be above 1 + epsilon_high: grpo.dual_clip bounds ratios beyond the clip")
     elif delta is not None:
         own["dual_clip"] = float(delta)
     level = run.take("importance_sampling_level") or "token"
@@ -116,8 +145,9 @@ def _own_section(run: Run, has_adapters: bool, defaults: GrpoDefaults) -> dict[s
         run.refuse("importance_sampling_level", level, "grpo.importance_sampling_level has token and sequence")
     elif level != "token":
         own["importance_sampling_level"] = level
-    scale = {True: "group", False: "none"}.get(run.given("scale_rewards"), run.given("scale_rewards") or "group")
-    run.take("scale_rewards")
+    run.take("scale_rewards")  # checks its kind; its "none" is a value
+    given_scale = run.given("scale_rewards")
+    scale = {True: "group", False: "none"}.get(given_scale, given_scale or "group")
     if scale not in ("group", "batch", "none"):
         run.refuse("scale_rewards", scale, "grpo.scale_rewards has group, batch and none")
     elif scale != "group":
@@ -161,7 +191,6 @@ IGNORED: Mapping[str, str] = {
     "log_entropy": "metrics go to the terminal and to metrics.jsonl",
     "wandb_log_unique_prompts": "metrics go to the terminal and to metrics.jsonl",
     "num_completions_to_print": "metrics go to the terminal and to metrics.jsonl",
-    "num_generations_eval": "evaluations have as many completions as rollouts",
     "ref_model_*": "belongs to sync_ref_model",
     **dict.fromkeys(("top_k", "top_p", "min_p"), "completions are sampled from the full distribution"),
     **dict.fromkeys(("repetition_penalty", "top_entropy_quantile"), "has its default value"),
@@ -172,6 +201,7 @@ TRANSLATIONS: Mapping[str, str] = {
     "num_generations": "rollout.num_generations",
     "max_completion_length": "rollout.max_completion_length",
     "temperature": "rollout.temperature",
+    "num_generations_eval": "eval_rollout.num_generations",
     "steps_per_generation": "grpo.updates, which is 1",
     "generation_batch_size": "grpo.updates, which is 1",
     "num_iterations": "grpo.updates, which is 1",

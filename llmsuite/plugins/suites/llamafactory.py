@@ -15,8 +15,9 @@ _DEFAULTS = trainer.Defaults(recompute=True)
 _STAGES = {"pt": "pretrain", "sft": "sft", "dpo": "dpo", "kto": "kto"}
 _TEMPLATES = {"chatml": "chatml", "qwen3_nothink": "chatml", "smollm": "chatml", "llama3": "llama3"}
 """Templates equal to a built-in one, without a default system turn."""
-_OWN_TEMPLATES = {"qwen": r"qwen-?2\.5", "smollm2": "smollm2"}
-"""Templates equal, with their system turn, to those of the tokenizers of some models: pattern of model names."""
+_OWN_TEMPLATES = {"qwen": r"qwen-?2\.5-[\d.]+b-instruct/?$", "smollm2": r"smollm2-[\d.]+[bm]-instruct/?$"}
+"""Templates equal, with their system turn, to those of the tokenizers of some models: pattern of model names. Those of
+base models, such as Qwen2.5-7B, have another system turn or no template."""
 _NEAREST = {
     "qwen": "qwen2.5", "qwen3": "qwen3", "mistral": "mistral", "mistral_small": "mistral-v7", "gemma": "gemma",
     "gemma2": "gemma", "gemma3": "gemma", "deepseek3": "deepseek-v3", "deepseekr1": "deepseek-r1",
@@ -67,6 +68,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         "parallel": parallel,
         "engine": _engine(run, kind),
     }
+    model.revision(run, recipe["model"])
     recipe["launch"] = trainer.launch(run)
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, _DEFAULTS)
     has_eval = trainer.evaluates(run, recipe["train"]) and ("eval" in recipe["data"] or "holdout" in recipe["data"])
@@ -165,12 +167,11 @@ def _data(run: Run) -> dict[str, Any]:
     if is_on(run.given("neat_packing")) and run.section == "sft":
         found["packing"] = "best_fit"
         run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with LLaMA-Factory")
-    system = run.take("default_system")
     if run.section != "pretrain":
-        found |= _template(run)
-        if system is not None:
-            found["system"] = str(system)
+        template = _template(run)
+        found |= template | model.system(run, "default_system", "chat_template" not in template)
     else:
+        system = run.take("default_system")
         run.take("template")
         if system is not None:
             run.left_out("default_system", system, "texts for pretraining have no turns")
@@ -190,6 +191,8 @@ def _held_out(run: Run) -> dict[str, Any]:
         run.refuse("val_size", size, "it holds rows out and joins the others into samples; nearest key: pretrain.split")
     elif is_on(run.given("streaming")):
         run.refuse("val_size", size, "with streaming it holds the first rows of a buffer out; write them into a file")
+    elif size == 1:
+        run.refuse("val_size", size, "is one row, or all rows as 1.0; give a number of rows or a fraction below 1")
     elif size > 1:
         return {"holdout": int(size)}
     return {"holdout": float(size)}

@@ -30,6 +30,41 @@ def model(run: Run, tokenizer: str | None = None, hub: str = "") -> dict[str, An
     return found
 
 
+def revision(run: Run, found: dict[str, Any], hub: str = "") -> None:
+    """Add `model_revision` to the name of the weights in section model; the branch that a hub has by default is left
+    out."""
+    given = run.take("model_revision")
+    if given is None:
+        return
+    usual = "master" if hub == "ms:" else "main"
+    weights = found["weights"]
+    if given == usual:
+        run.left_out("model_revision", given, "is the default")
+    elif exists(weights) or weights.startswith((".", "/", "~")):
+        run.left_out("model_revision", given, "the weights are a directory")
+    else:
+        found["weights"] = f"{weights}@{given}"
+
+
+def system(run: Run, key: str, has_default: bool) -> dict[str, Any]:
+    """Return `data.system`; refuse an empty text, which suites take for no system turn.
+
+    Args:
+        run: the conversion.
+        key: argument with the text.
+        has_default: True unless it is known that the chat template adds no system turn of its own.
+    """
+    given = run.given(key)
+    text = run.take(key)
+    if text is not None:
+        return {"system": str(text)}
+    if given == "" and has_default:
+        run.refuse(key, '""', "turns the system turn of the template off; nearest key: data.chat_template")
+    elif given == "":
+        run.left_out(key, given, "the template has no system turn of its own")
+    return {}
+
+
 def target_modules(run: Run, key: str, every: tuple[str, ...], default: str | None = None) -> dict[str, Any]:
     """Return `lora.target_modules`.
 

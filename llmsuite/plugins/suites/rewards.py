@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import logging
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -16,13 +17,17 @@ from llmsuite.contract.schema.section import Section
 
 _SWIFT_FORMAT = r"^<think>.*?</think>\s*<answer>.*?</answer>(?![\s\S])"
 _TRL_FORMAT = r"^<think>(?!.*<think>)(.*?)</think>.*$"
+_VERIFYING = 5
+"""Seconds for comparing, and in ms-swift for parsing a text."""
+_TRL_PARSING = 10
+"""Seconds for parsing a text in TRL."""
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 @dataclasses.dataclass(kw_only=True)
 class SolutionSection(Section):
     """1 for a completion that math-verify finds equal to the solution of its row, else 0, also where the solution
-    cannot be parsed."""
+    cannot be parsed or this takes too long."""
 
     needs_columns: ClassVar[tuple[str, ...]] = ("column",)
     column: str = "solution"
@@ -38,9 +43,15 @@ def _verifier(name: str) -> tuple[Any, Any]:
             f"reward.functions: {name} needs the package math-verify ({error}); install it with: "
             f"{install_command('math')}"
         ) from error
-    # it warns at every call that its own time limit is off; rewards have one
+    # it warns where its own time limits are off
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return found
+
+
+def _seconds(limit: int) -> int | None:
+    """Return a time limit of math-verify, after which a reward is 0; None outside of the main thread, where it has
+    none."""
+    return limit if threading.current_thread() is threading.main_thread() else None
 
 
 def _solution_of(completion: Any, name: str, column: str) -> str:
@@ -63,14 +74,14 @@ def swift_accuracy(section: SolutionSection) -> Any:
     def score_one(completion: Any) -> float:
         solution = _solution_of(completion, "swift_accuracy", section.column)
         found = _ANSWER.search(solution)
-        gold = _parsed(verifier, found[1].strip() if found else solution)
+        gold = _parsed(verifier, found[1].strip() if found else solution, _VERIFYING)
         if not gold:
             return 0.0
         tagged = _ANSWER.search(completion.text)
         if tagged:
-            answer = _parsed(verifier, tagged[1].strip())
+            answer = _parsed(verifier, tagged[1].strip(), _VERIFYING)
         else:
-            answer = _parsed(verifier, completion.text, extraction_config=[strict])
+            answer = _parsed(verifier, completion.text, _VERIFYING, extraction_config=[strict])
         return _is_equal(verifier, gold, answer)
 
     return lambda completions: [score_one(completion) for completion in completions]
@@ -86,22 +97,25 @@ def trl_accuracy(section: SolutionSection) -> Any:
     )
 
     def score_one(completion: Any) -> float:
-        gold = verifier.parse(_solution_of(completion, "trl_accuracy", section.column), parsing_timeout=None)
+        solution = _solution_of(completion, "trl_accuracy", section.column)
+        gold = verifier.parse(solution, parsing_timeout=_seconds(_TRL_PARSING))
         if not gold:  # TRL leaves it out of the sum of rewards, which is to add 0
             return 0.0
-        return _is_equal(verifier, gold, _parsed(verifier, completion.text, extraction_config=[strict]))
+        answer = _parsed(verifier, completion.text, _TRL_PARSING, extraction_config=[strict])
+        return _is_equal(verifier, gold, answer)
 
     return lambda completions: [score_one(completion) for completion in completions]
 
 
-def _parsed(verifier: Any, text: str, **options: Any) -> list[Any]:
-    found: list[Any] = verifier.parse(text, extraction_mode="first_match", parsing_timeout=None, **options)
+def _parsed(verifier: Any, text: str, limit: int, **options: Any) -> list[Any]:
+    seconds = _seconds(limit)
+    found: list[Any] = verifier.parse(text, extraction_mode="first_match", parsing_timeout=seconds, **options)
     return found
 
 
 def _is_equal(verifier: Any, gold: Any, answer: Any) -> float:
     try:
-        return float(verifier.verify(gold, answer, timeout_seconds=None))
+        return float(verifier.verify(gold, answer, timeout_seconds=_seconds(_VERIFYING)))
     except Exception:  # of sympy, on an expression that the model wrote
         return 0.0
 

@@ -32,8 +32,11 @@ _GRPO = grpo.GrpoDefaults(
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
 _SELF_COGNITION = "self-cognition"
 """Data set with places for the names of a model and its author."""
-_KNOWN_TEMPLATES = r"qwen-?(1\.5|2|2\.5)[-_](?!vl|audio|omni)|qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
-"""Models whose tokenizers have the templates of ms-swift, with the same system turn."""
+_WITH_SYSTEM = r"qwen-?2-(57b-a14b|[\d.]+b)(-instruct)?/?$|qwen-?2\.5-(coder-)?[\d.]+b-instruct/?$"
+"""Models whose tokenizers have the templates of ms-swift, with the same default system turn. Qwen2.5 without -Instruct,
+-Math and -1M, and Qwen1.5 have other texts in it."""
+_WITHOUT_SYSTEM = r"qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
+"""Models whose tokenizers have the templates of ms-swift, without a default system turn."""
 _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
 """Precision by `torch_dtype`; float32 also trains in mixed precision."""
 _MIN_BATCH = 16
@@ -104,7 +107,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     name = "tuner_type"
     if run.given("train_type") and not run.given("tuner_type"):
         name = "train_type"
-    kind = str(run.take("tuner_type") or run.take("train_type") or "lora")
+    kind = kind_of_tuner(run, "lora")
     run.take("command"), run.take("rlhf_type")
     is_full = kind == "full"
     hub = hub_of(run)
@@ -127,6 +130,7 @@ def _recipe(run: Run) -> dict[str, Any]:
         "engine": trainer.engine(run, defaults),
         "launch": trainer.launch(run),
     }
+    model.revision(run, recipe["model"], hub)
     _accumulate(run, recipe["launch"])
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     evaluate(run, recipe)
@@ -143,9 +147,19 @@ def _recipe(run: Run) -> dict[str, Any]:
     return {key: value for key, value in recipe.items() if value != {}}
 
 
+def kind_of_tuner(run: Run, default: str) -> str:
+    """Return `tuner_type`, which is called `train_type` in older versions."""
+    given = run.take("tuner_type")
+    older = run.take("train_type")
+    if given is not None and older is not None:
+        run.left_out("train_type", older, "tuner_type takes precedence")
+    return str(given or older or default)
+
+
 def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str, Any]:
     """Return the sections of GRPO; prompts and completions share `data.max_length`."""
-    found = grpo.sections(run, recipe["train"], has_adapters, _GRPO)
+    _take_completion_length(run)
+    found = grpo.sections(run, recipe, has_adapters, _GRPO)
     if run.given("max_length") is not None:
         recipe["data"]["max_length"] += found["rollout"]["max_completion_length"]
         run.note("data.max_length: max_length and max_completion_length, of prompts and completions")
@@ -158,9 +172,24 @@ def _rollouts(run: Run, recipe: dict[str, Any], has_adapters: bool) -> dict[str,
         value = run.take(key)
         if value not in (None, usual):
             run.refuse(key, value, f"supported is {usual}")
+    prefix = run.take("response_prefix")
+    if is_on(prefix):
+        run.refuse("response_prefix", prefix, "begins each completion; nearest key: data.chat_template")
     if is_on(run.take("kl_in_reward")):
         run.refuse("kl_in_reward", True, "the divergence is in the loss; nearest key: grpo.kl_in")
     return found
+
+
+def _take_completion_length(run: Run) -> None:
+    """Set `max_completion_length` to the first of its three names that is given."""
+    names = ("response_length", "max_new_tokens", "max_completion_length")
+    first, *others = [name for name in names if is_on(run.given(name))] or ["max_completion_length"]
+    if first == "max_completion_length":
+        return
+    length = run.integer(first, None)
+    for name in others:
+        run.left_out(name, run.take(name), f"{first} takes precedence")
+    run.left["max_completion_length"] = length
 
 
 def hub_of(run: Run) -> str:
@@ -184,8 +213,8 @@ def read_devices(run: Run) -> None:
 
 
 def _accumulate(run: Run, launch: Mapping[str, Any]) -> None:
-    """Set the default of gradient accumulation: at least 16 samples."""
-    if run.given("gradient_accumulation_steps") is None:
+    """Set the default of gradient accumulation: at least 16 samples, or for grpo one batch."""
+    if run.given("gradient_accumulation_steps") is None and run.section != "grpo":
         total = launch["num_devices"] * launch.get("nnodes", 1)
         size = run.given("per_device_train_batch_size") or 1
         if isinstance(size, int) and size > 0:
@@ -234,9 +263,12 @@ def data(run: Run, hub: str) -> dict[str, Any]:
                 ", ".join(held_out),
                 "sets of data.eval have metrics of their own; join their rows in a file",
             )
-    if any(_is_cognition(source.partition("?")[0]) for source in (*sources, *held_out)):
+    cognitions = [_is_cognition(source.partition("?")[0]) for source in (*sources, *held_out)]
+    if any(cognitions):
         found["fill"] = _names(run)
         run.take("model_name", WORDS), run.take("model_author", WORDS)
+        if not all(cognitions):
+            run.note("data.fill: replaces these texts in the rows of all files; ms-swift, in those of self-cognition")
     columns = run.take("columns", ONE_OR_MAPPING)
     if columns:
         run.refuse("columns", columns, "renames columns of each data set before detecting its format; nearest key: "
@@ -247,15 +279,23 @@ def data(run: Run, hub: str) -> dict[str, Any]:
         if run.section != "sft":
             run.refuse("packing", True, "a pack is one row there; a pack of pairs is two rows here")
         run.note("data.packing: packs are filled best-fit, so there may be fewer packs than with ms-swift")
-    if _is_off(run, "dataset_shuffle") and _is_off(run, "train_dataloader_shuffle"):
+    # the sampler of prompts does not read train_dataloader_shuffle
+    if _is_off(run, "dataset_shuffle") and (run.section == "grpo" or _is_off(run, "train_dataloader_shuffle")):
         found["shuffle"] = False
-    system = run.take("system")
-    if system is not None and Path(str(system)).suffix == ".txt":
-        run.refuse("system", system, "is a file; write its text into data.system")
-    elif system is not None:
-        found["system"] = str(system)
+    found |= _system(run)
     _template(run)
     return found | trainer.loading(run)
+
+
+def _system(run: Run) -> dict[str, Any]:
+    """Return `data.system`, where the two characters \\n are a line break."""
+    given = run.given("system")
+    if isinstance(given, str) and given.endswith(".txt"):
+        run.refuse("system", run.take("system"), "is a file; write its text into data.system")
+        return {}
+    weights = str(run.given(run.suite.model_key))
+    found = model.system(run, "system", re.search(_WITHOUT_SYSTEM, weights, re.IGNORECASE) is None)
+    return {key: text.replace("\\n", "\n") for key, text in found.items()}
 
 
 def _names(run: Run) -> dict[str, str]:
@@ -324,8 +364,8 @@ def _held_out_ratio(run: Run) -> float | None:
 
 def _other_choice(run: Run) -> str | None:
     """Return the reason why data.choice "ms-swift" chooses other rows; None where it chooses the same."""
-    seeds = [run.given(key) for key in ("seed", "data_seed")]
-    if len({42 if seed is None else seed for seed in seeds}) > 1:
+    seed, data_seed = [42 if run.given(key) is None else run.given(key) for key in ("seed", "data_seed")]
+    if seed != data_seed:
         return "chooses rows by data_seed, and data.choice by the one seed of the recipe, which is another"
     if run.given("dataset_shuffle") is not None and not is_on(run.given("dataset_shuffle")):
         return "chooses the first or last rows without dataset_shuffle, and data.choice random ones"
@@ -354,6 +394,8 @@ def _source(run: Run, key: str, word: str, hub: str) -> str:
     if name.startswith((".", "/", "~")) or Path(name).suffix in (".jsonl", ".json", ".csv") or exists(name):
         return name
     name, _, subset = name.partition(":")
+    if name == _SELF_COGNITION:
+        name = "modelscope/self-cognition" if hub == "hf:" else "swift/self-cognition"
     if name.rpartition("/")[2] in OWN_RULES:
         run.refuse(key, word, f"ms-swift reads {name} by rules of its own; write its rows into a file")
     if "/" in subset or subset == "all":
@@ -388,8 +430,10 @@ def _template(run: Run) -> None:
     """Refuse templates, and models whose tokenizer is not known to have the template of ms-swift."""
     weights = str(run.given(run.suite.model_key))
     given = run.take("template")
-    if given is not None or not re.search(_KNOWN_TEMPLATES, weights, re.IGNORECASE):
+    if given is not None or not re.search(f"{_WITH_SYSTEM}|{_WITHOUT_SYSTEM}", weights, re.IGNORECASE):
         why = "is a template of ms-swift, which may differ from the tokenizer's in system turns or thoughts"
+        if re.search(r"qwen-?2\.5", weights, re.IGNORECASE):
+            why = f"{why}; nearest key: data.chat_template qwen2.5"
         run.refuse("template", given or "not given", f"for {weights} it {why}")
     run.note("data.chat_template: that of the tokenizer, which equals ms-swift's; tokens after the end of an answer "
              "are not supervised")  # fmt: skip

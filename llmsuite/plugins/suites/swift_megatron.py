@@ -41,8 +41,7 @@ def _stage(values: Mapping[str, Any], name: str, requested: str | None) -> str:
 
 
 def _recipe(run: Run) -> dict[str, Any]:
-    kind = str(run.take("tuner_type") or run.take("train_type") or "full")
-    run.take("train_type")
+    kind = swift.kind_of_tuner(run, "full")
     run.take("command"), run.take("rlhf_type")
     if kind == "lora":
         why = "its Megatron model has adapters on fused matrices: queries, keys and values; gate and up"
@@ -52,7 +51,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     hub = swift.hub_of(run)
     defaults = trainer.Defaults(
         learning_rate=1e-5, micro_batch_size=1, lr_schedule="cosine", weight_decay=0.1, adam_beta2=0.95,
-        precision=swift.precision(run),
+        precision=swift.precision(run), ends_smaller=False,
     )  # fmt: skip
     swift.read_devices(run)
     parallel = _parallel(run)
@@ -66,10 +65,16 @@ def _recipe(run: Run) -> dict[str, Any]:
         "engine": _engine(run, defaults),
         "launch": trainer.launch(run),
     }
+    model.revision(run, recipe["model"], hub)
     _accumulate(run, recipe["launch"], parallel)
     _schedule(run)
     recipe["train"] = trainer.train(run, recipe["launch"], parallel, defaults)
     _end_schedule(run, recipe["train"])
+    if recipe["train"].get("num_epochs") == 1:
+        recipe["data"]["drop_last"] = True
+    else:
+        run.note("data: at the end of an epoch ms-swift leaves out samples that do not fill a forward pass of all data "
+                 "ranks, and at the end of the run those that do not fill a step")  # fmt: skip
     swift.evaluate(run, recipe)
     own = swift.own_section(run)
     if own.get("loss") == "ipo_mean":
@@ -109,6 +114,9 @@ def _accumulate(run: Run, launch: Mapping[str, Any], parallel: Mapping[str, Any]
     Raises:
         UserError: it is not a multiple of the samples of a forward pass over all data ranks.
     """
+    given = run.take("gradient_accumulation_steps")
+    if given is not None:
+        run.refuse("gradient_accumulation_steps", given, "is no argument of megatron; set global_batch_size")
     size = run.integer("global_batch_size", _GLOBAL_BATCH)
     total = launch["num_devices"] * launch.get("nnodes", 1)
     ranks = total // (parallel.get("tensor_parallel_degree", 1) * parallel.get("pipeline_parallel_degree", 1))
@@ -144,8 +152,6 @@ def _schedule(run: Run) -> None:
         run.refuse("lr_decay_iters", decay, "the learning rate decays until the last step")
     if run.given("optim") == "adam":
         run.left["optimizer"] = "adamw"  # its weight decay is decoupled
-    run.note("data: at the end of an epoch ms-swift leaves out samples that do not fill a forward pass of all data "
-             "ranks")  # fmt: skip
 
 
 def _end_schedule(run: Run, train: dict[str, Any]) -> None:

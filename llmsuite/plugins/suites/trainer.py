@@ -37,6 +37,8 @@ class Defaults:
     recompute: bool = False
     precision: str = "fp32"
     accumulate: int = 1
+    ends_smaller: bool = True
+    """True if the last batch of an epoch is smaller."""
 
 
 def parallel(run: Run) -> dict[str, Any]:
@@ -142,6 +144,10 @@ def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], default
     accumulate = run.integer("gradient_accumulation_steps", defaults.accumulate)
     train: dict[str, Any] = _length(run, defaults)
     train |= {"global_batch_size": micro * accumulate * ranks, "micro_batch_size": micro}
+    drops = run.section == "grpo" or is_on(run.given("dataloader_drop_last"))
+    if "num_epochs" in train and defaults.ends_smaller and not drops:
+        run.note(f"train.num_epochs: the last batch of an epoch takes samples of the next; with {run.suite.name} it is "
+                 "smaller")  # fmt: skip
     rate = train["learning_rate"] = float(run.number("learning_rate", defaults.learning_rate))
     if rate <= 0:
         raise wrong(rate, "a number above 0", run.location("learning_rate"))
@@ -263,7 +269,12 @@ def checkpoint(run: Run, has_eval: bool, defaults: Defaults) -> dict[str, Any]:
             run.note("checkpoint.keep_last: 2, the minimum, because a crash may interrupt the newest")
     best = run.flag("load_best_model_at_end")
     metric = run.take("metric_for_best_model")
-    if best and has_eval:
+    if best and has_eval and run.section == "grpo":
+        found |= {"best_metric": "eval/reward", "best_is": "highest"}
+        if metric not in ("reward", "eval_reward"):
+            run.note(f"checkpoint.best_metric: eval/reward instead of {metric or 'loss'}: another checkpoint may be "
+                     "the best")  # fmt: skip
+    elif best and has_eval:
         found["best_metric"] = "eval/loss"
         if metric not in (None, "loss", "eval_loss"):
             run.note(f"checkpoint.best_metric: eval/loss instead of {metric}: another checkpoint may be the best")

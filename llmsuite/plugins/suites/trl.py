@@ -58,6 +58,9 @@ def _recipe(run: Run) -> dict[str, Any]:
         "parallel": parallel,
         "engine": trainer.engine(run, defaults),
     }
+    keeps_dropout = "disable_dropout" in run.left and not is_on(run.given("disable_dropout"))
+    if keeps_dropout and run.section != "grpo":  # where it is the default
+        run.refuse("disable_dropout", run.take("disable_dropout"), "models are trained without dropout")
     kind = run.take("dtype")
     if not adapters and kind not in (None, "float32"):
         run.refuse("dtype", kind, "parameters in 16 bits have float32 master weights here, as with dtype float32")
@@ -67,7 +70,9 @@ def _recipe(run: Run) -> dict[str, Any]:
     if not has_eval:
         recipe["data"].pop("eval", None)
     if run.section == "grpo":
-        recipe |= grpo.sections(run, recipe["train"], adapters, _GRPO)
+        if "max_completion_length" in run.left and run.given("max_completion_length") is None:
+            run.refuse("max_completion_length", "null", "rollout.max_completion_length is a number")
+        recipe |= grpo.sections(run, recipe, adapters, _GRPO)
         most = run.integer("vllm_max_model_length", None)
         if most is None:
             most = _LENGTH + recipe["rollout"]["max_completion_length"]
@@ -82,13 +87,25 @@ def _recipe(run: Run) -> dict[str, Any]:
         recipe[run.section] = own
     if adapters:
         recipe["lora"] = _lora(run)
-    if run.has_experts and run.section in ("sft", "dpo", "kto"):
-        balance = run.number("router_aux_loss_coef", _BALANCE)
-        if balance:
-            run.refuse("router_aux_loss_coef", balance, "is a load-balancing loss over the micro-batch; set it to 0")
+    _check_balance(run)
     recipe["checkpoint"] = trainer.checkpoint(run, has_eval, defaults)
     recipe |= trainer.ends(run)
     return {key: value for key, value in recipe.items() if value != {}}
+
+
+def _check_balance(run: Run) -> None:
+    """Refuse the load-balancing loss of models with experts, which all commands but reward have by default."""
+    given = run.given("router_aux_loss_coef")
+    if run.section == "rm":
+        if given is not None:
+            run.refuse("router_aux_loss_coef", run.take("router_aux_loss_coef"), "is no argument of trl reward")
+        return
+    balance = run.number("router_aux_loss_coef", _BALANCE)
+    if not run.has_experts:
+        if given is not None:
+            run.left_out("router_aux_loss_coef", given, "the model has no experts")
+    elif balance:
+        run.refuse("router_aux_loss_coef", balance, "is a load-balancing loss over the micro-batch; set it to 0")
 
 
 def _accelerate(run: Run) -> dict[str, Any]:
@@ -116,10 +133,22 @@ def _data(run: Run) -> dict[str, Any]:
         if strategy != "bfd":
             run.refuse("packing_strategy", strategy, "data.packing has best_fit, which does not split rows")
         found["packing"] = "best_fit"
-    order = run.take("train_sampling_strategy") or ("sequential" if run.section == "kto" else "random")
-    if order == "sequential":
+    if not _is_shuffled(run):
         found["shuffle"] = False
     return found | trainer.loading(run)
+
+
+def _is_shuffled(run: Run) -> bool:
+    """Return True if the order of the rows is random. The sampler of GRPO reads `shuffle_dataset` alone."""
+    if run.section == "grpo":
+        if run.given("train_sampling_strategy") is not None:
+            order = run.take("train_sampling_strategy")
+            run.left_out("train_sampling_strategy", order, "prompts are ordered by shuffle_dataset")
+        return "shuffle_dataset" not in run.left or is_on(run.take("shuffle_dataset"))
+    if is_on(run.given("shuffle_dataset")):
+        run.refuse("shuffle_dataset", run.take("shuffle_dataset"), "nearest key: data.shuffle, in every epoch")
+    order = run.take("train_sampling_strategy") or ("sequential" if run.section == "kto" else "random")
+    return order != "sequential"
 
 
 def _own_section(run: Run) -> dict[str, Any]:

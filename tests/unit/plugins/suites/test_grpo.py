@@ -23,8 +23,11 @@ def test_swift_by_its_defaults(converted: Converted) -> None:
     found = converted("from-swift", SWIFT).recipe
     assert found["stage"] == "grpo"
     assert found["rollout"] == {"num_generations": 8, "max_completion_length": 512, "temperature": 0.9}
-    assert found["reward"] == {"functions": {"swift_accuracy": 1.0, "swift_format": 1.0}}
-    assert found["grpo"] == {"loss": "grpo", "epsilon": 0.2, "beta": 0.04, "reference": "adapter_off"}
+    assert found["reward"] == {"functions": {"swift_accuracy": 1.0, "swift_format": 1.0}, "time_limit": 60.0}
+    assert found["grpo"] == {
+        "loss": "grpo", "patience": None, "epsilon": 0.2, "beta": 0.04, "reference": "adapter_off",
+    }  # fmt: skip
+    assert found["data"]["drop_last"] is True
     assert (found["train"]["global_batch_size"], found["train"]["micro_batch_size"]) == (2, 1)  # prompts
     assert found["data"]["max_length"] == 2048 + 512
     assert found["lora"]["rank"] == 8
@@ -33,8 +36,9 @@ def test_swift_by_its_defaults(converted: Converted) -> None:
 def test_trl_by_its_defaults(converted: Converted) -> None:
     found = converted("from-trl", TRL, stage="grpo").recipe
     assert found["rollout"] == {"num_generations": 8, "max_completion_length": 512, "temperature": 1.0}
-    assert found["reward"] == {"functions": {"trl_accuracy": 1.0}}
-    assert found["grpo"] == {"loss": "dapo", "epsilon": 0.2}
+    assert found["reward"] == {"functions": {"trl_accuracy": 1.0}, "time_limit": 60.0}
+    assert found["grpo"] == {"loss": "dapo", "patience": None, "epsilon": 0.2}
+    assert found["data"]["drop_last"] is True
     assert (found["train"]["global_batch_size"], found["train"]["learning_rate"]) == (1, 1e-6)
     assert converted("from-trl", TRL, name="grpo_math.yaml").recipe["stage"] == "grpo"
 
@@ -52,7 +56,9 @@ def test_batches_of_prompts(converted: Converted) -> None:
 def test_losses(converted: Converted) -> None:
     def own(**values: Any) -> Any:
         full = {"tuner_type": "full", "deepspeed": "zero2"}
-        return converted("from-swift", {**SWIFT, **full, "beta": 0, **values}).recipe["grpo"]
+        section = converted("from-swift", {**SWIFT, **full, "beta": 0, **values}).recipe["grpo"]
+        assert section.pop("patience") is None  # a run does not stop without a signal
+        return section
 
     assert own(epsilon=0.1, epsilon_high=0.3, delta=5) == {
         "loss": "grpo", "epsilon": 0.1, "epsilon_high": 0.3, "dual_clip": 5.0,
@@ -64,7 +70,10 @@ def test_losses(converted: Converted) -> None:
     }  # fmt: skip
     assert own(beta=0.01)["reference"] == "copy"
     weighted = converted("from-swift", {**SWIFT, "reward_weights": "0.5 2"}).recipe["reward"]
-    assert weighted == {"functions": {"swift_accuracy": 0.5, "swift_format": 2.0}}
+    assert weighted["functions"] == {"swift_accuracy": 0.5, "swift_format": 2.0}
+    twice = {"reward_funcs": "accuracy format accuracy", "reward_weights": [0.5, 2, 1]}
+    summed = converted("from-swift", {**SWIFT, **twice}).recipe["reward"]
+    assert summed["functions"] == {"swift_accuracy": 1.5, "swift_format": 2.0}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +85,13 @@ def test_losses(converted: Converted) -> None:
         ({"num_generations": 5}, "num_generations = 5: a step has 16 completions"),
         ({"steps_per_generation": 4}, "steps_per_generation = 4: a rollout is for one step"),
         ({"generation_batch_size": 64}, "generation_batch_size = 64: a rollout is for one step"),
+        ({"steps_per_generation": 2, "generation_batch_size": 64}, "generation_batch_size = 64: a rollout is for"),
+        ({"delta": 1.2}, "delta = 1.2: has to be above 1 + epsilon_high"),
+        ({"loss_type": "grpo bnpo"}, "loss_type = grpo, bnpo: grpo.loss has"),
+        ({"loss_type": ["grpo", "dapo"]}, "loss_type = grpo, dapo: grpo.loss has"),
+        ({"reward_weights": ["a", 1]}, "reward_weights is 'a'; expected a number"),
+        ({"scale_rewards": ["group"]}, "scale_rewards is ['group']; expected a single text"),
+        ({"response_prefix": "<think>"}, "response_prefix = <think>: begins each completion"),
         ({"lora_dropout": None}, "lora_dropout = 0.05: completions are sampled without dropout"),
         ({"num_iterations": 2}, "num_iterations = 2"),
         ({"loss_type": "bnpo"}, "loss_type = bnpo: grpo.loss has"),
@@ -105,3 +121,77 @@ def test_trl_names_its_command(converted: Converted) -> None:
         converted("from-trl", TRL, stage="sft")
     with pytest.raises(UserError, match=r"reward_funcs = my\.reward: of its rewards"):
         converted("from-trl", {**TRL, "reward_funcs": ["my.reward"]}, stage="grpo")
+
+
+def test_one_batch_is_a_step_of_swift_by_default(converted: Converted) -> None:
+    """Other stages of ms-swift accumulate 16 samples."""
+    values = {**SWIFT, "gradient_accumulation_steps": None, "per_device_train_batch_size": 4, "num_generations": 4}
+    assert converted("from-swift", values).recipe["train"]["global_batch_size"] == 1
+
+
+def test_experts_of_trl_are_balanced_by_default(converted: Converted) -> None:
+    experts = {**TRL, "model_name_or_path": "Qwen/Qwen3-30B-A3B"}
+    for given in (None, 0.001):
+        with pytest.raises(UserError, match=r"router_aux_loss_coef = 0\.001: is a load-balancing loss"):
+            converted("from-trl", {**experts, "router_aux_loss_coef": given}, stage="grpo")
+    converted("from-trl", {**experts, "router_aux_loss_coef": 0}, stage="grpo")
+    without = converted("from-trl", {**TRL, "router_aux_loss_coef": 0.001}, stage="grpo")
+    assert ("router_aux_loss_coef", 0.001, "the model has no experts") in without.left_out
+    with pytest.raises(UserError, match="is no argument of trl reward"):
+        converted("from-trl", {**trl.BARE, "router_aux_loss_coef": 0.001}, stage="rm")
+
+
+def test_names_of_the_length_of_completions_in_swift(converted: Converted) -> None:
+    def length(**values: Any) -> Any:
+        return converted("from-swift", {**SWIFT, **values}).recipe["rollout"]["max_completion_length"]
+
+    assert length(max_new_tokens=128) == 128
+    assert length(response_length=64, max_new_tokens=128) == 64
+    both = converted("from-swift", {**SWIFT, "max_new_tokens": 128, "max_completion_length": 256})
+    assert ("max_completion_length", 256, "max_new_tokens takes precedence") in both.left_out
+    assert both.recipe["data"]["max_length"] == 2048 + 128
+    with pytest.raises(UserError, match="max_completion_length = null: rollout"):
+        converted("from-trl", {**TRL, "max_completion_length": None}, stage="grpo")
+
+
+def test_order_of_prompts(converted: Converted) -> None:
+    """Only one argument of each suite determines it."""
+
+    def data(action: str, **values: Any) -> Any:
+        base = SWIFT if action == "from-swift" else TRL
+        return converted(action, {**base, **values}, stage="grpo").recipe["data"]
+
+    assert data("from-swift", dataset_shuffle=False)["shuffle"] is False
+    assert "shuffle" not in data("from-swift", train_dataloader_shuffle=False)
+    assert data("from-trl", shuffle_dataset=False)["shuffle"] is False
+    assert "shuffle" not in data("from-trl", shuffle_dataset=True)
+    assert "shuffle" not in data("from-trl", train_sampling_strategy="sequential", disable_dropout=False)
+    with pytest.raises(UserError) as refused:
+        converted("from-trl", {**trl.SFT, "shuffle_dataset": True, "disable_dropout": False}, stage="sft")
+    assert "shuffle_dataset = True: nearest key" in str(refused.value)
+    assert "disable_dropout = False: models are trained without" in str(refused.value)
+
+
+def test_evaluations(converted: Converted) -> None:
+    """They sample as training does, and the best checkpoint has the highest reward."""
+    held = {**TRL, "eval_strategy": "steps", "load_best_model_at_end": True}
+    found = converted("from-trl", held, stage="grpo")
+    assert found.recipe["eval_rollout"] == {"num_generations": 8, "temperature": 1.0}
+    best = found.recipe["checkpoint"]
+    assert (best["best_metric"], best["best_is"]) == ("eval/reward", "highest")
+    assert any(note.startswith("checkpoint.best_metric: eval/reward instead of loss") for note in found.notes)
+    named = converted("from-trl", {**held, "metric_for_best_model": "reward", "num_generations_eval": 2}, stage="grpo")
+    assert named.recipe["eval_rollout"]["num_generations"] == 2
+    assert not any(note.startswith("checkpoint.best_metric") for note in named.notes)
+    without = converted("from-trl", {**TRL, "num_generations_eval": 2}, stage="grpo")
+    assert "eval_rollout" not in without.recipe
+    assert ("num_generations_eval", 2, "there are no rows to evaluate on") in without.left_out
+
+
+def test_a_batch_with_solutions_that_cannot_be_parsed(converted: Converted) -> None:
+    """TRL leaves them out of the standard deviation of a batch, unless there is another reward."""
+    batch = {**TRL, "scale_rewards": "batch"}
+    with pytest.raises(UserError, match="scale_rewards = batch: TRL leaves out completions"):
+        converted("from-trl", batch, stage="grpo")
+    two = {**batch, "reward_funcs": ["accuracy_reward", "think_format_reward"]}
+    assert converted("from-trl", two, stage="grpo").recipe["grpo"]["scale_rewards"] == "batch"

@@ -117,11 +117,24 @@ def test_rows_are_held_out_as_there(converted: Converted) -> None:
 
 def test_the_default_system_turn(converted: Converted) -> None:
     assert converted(ACTION, {**SFT, "default_system": "Be brief."}).recipe["data"]["system"] == "Be brief."
+    empty = converted(ACTION, {**SFT, "default_system": ""})
+    assert "system" not in empty.recipe["data"]
+    assert ("default_system", "", "the template has no system turn of its own") in empty.left_out
+
+
+def test_revisions(converted: Converted) -> None:
+    assert converted(ACTION, {**SFT, "model_revision": "v1"}).recipe["model"]["weights"] == "Qwen/Qwen3-8B@v1"
+    usual = converted(ACTION, {**SFT, "model_revision": "main"})
+    assert usual.recipe["model"]["weights"] == "Qwen/Qwen3-8B"
+    assert ("model_revision", "main", "is the default") in usual.left_out
 
 
 NOT_THE_SAME: list[tuple[dict[str, Any], str]] = [
     ({**SFT, "learning_rat": 5}, "learning_rat = 5: is not known; did you mean learning_rate"),
     ({**SFT, "template": "qwen"}, "template = qwen: adds a default system turn"),
+    ({**SFT, "template": "qwen", "model_name_or_path": "Qwen/Qwen2.5-7B"}, "template = qwen: adds a default system"),
+    ({**SFT, "template": None, "default_system": ""}, 'default_system = "": turns the system turn of the template off'),
+    ({**SFT, "val_size": 1}, "val_size = 1: is one row, or all rows as 1.0"),
     (
         {**SFT, "template": "qwen3"},
         r"template = qwen3: is a template of LLaMA-Factory \(nearest: data\.chat_template qwen3\)",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -43,6 +45,31 @@ def score(make: Callable[..., Any], text: str, solution: Any = None, section: An
 )
 def test_accuracy(make: Callable[..., Any], text: str, solution: str, expected: float) -> None:
     assert score(make, text, solution, SolutionSection()) == expected
+
+
+@pytest.mark.parametrize(("make", "parsing"), [(swift_accuracy, 5), (trl_accuracy, 10)])
+def test_time_limits_of_math_verify(make: Callable[..., Any], parsing: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are those of the suites, after which the reward is 0; it has none in other threads."""
+    limits: list[int | None] = []
+
+    def parse(text: str, parsing_timeout: int | None, **options: Any) -> list[str]:
+        limits.append(parsing_timeout)
+        return [text]
+
+    def verify(gold: Any, answer: Any, timeout_seconds: int | None) -> bool:
+        limits.append(timeout_seconds)
+        return False
+
+    options = types.SimpleNamespace(NormalizationConfig=dict)
+    verifier = types.SimpleNamespace(parse=parse, verify=verify, LatexExtractionConfig=dict)
+    monkeypatch.setitem(sys.modules, "math_verify", verifier)
+    monkeypatch.setitem(sys.modules, "latex2sympy2_extended", options)
+    assert score(make, HALF, "1", SolutionSection()) == 0.0
+    assert limits == [parsing, parsing, 5]
+    thread = threading.Thread(target=score, args=(make, HALF, "1", SolutionSection()))
+    thread.start()
+    thread.join()
+    assert limits[3:] == [None, None, None]
 
 
 def test_a_row_without_a_solution_has_no_reward() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from llmsuite.base.errors import UserError
 from llmsuite.cli.main import main
-from llmsuite.plugins.suites.swift import read_shell
+from llmsuite.plugins.suites.swift import _WITH_SYSTEM, read_shell
 from tests.support.swift import BARE, FULL, RLHF
 from tests.unit.plugins.suites.conftest import Converted
 
@@ -178,6 +179,15 @@ def test_adapters_and_losses(converted: Converted) -> None:
             {**BARE, "split_dataset_ratio": 0.1, "data_seed": 7},
             r"split_dataset_ratio = 0\.1: chooses rows by data_seed",
         ),
+        ({**NAMED, "dataset": "self-cognition", "model_name": None}, "needs one model_name and one model_author"),
+        ({**NAMED, "dataset": "HF::modelscope/self-cognition", "model_name": None}, "needs one model_name"),
+        ({**NAMED, "dataset": "HF::modelscope/self-cognition:qwen3"}, "adds texts to questions and answers"),
+        ({**BARE, "system": ""}, 'system = "": turns the system turn of the template off'),
+        ({**BARE, "model": "Qwen/Qwen2.5-7B"}, "template = not given: for Qwen/Qwen2.5-7B it is"),
+        ({**BARE, "model": "Qwen/Qwen2.5-Coder-7B"}, "template = not given: .*data.chat_template qwen2.5"),
+        ({**BARE, "model": "Qwen/Qwen2.5-Math-7B-Instruct"}, "template = not given: for Qwen/Qwen2.5-Math"),
+        ({**BARE, "model": "Qwen/Qwen2.5-7B-Instruct-1M"}, "template = not given: for Qwen/Qwen2.5-7B-Instruct-1M"),
+        ({**BARE, "model": "Qwen/Qwen1.5-7B-Chat"}, "template = not given: for Qwen/Qwen1.5-7B-Chat"),
         ({**BARE, "model": "Qwen/Qwen3-8B"}, "template = not given: for Qwen/Qwen3-8B it is a template"),
         ({**BARE, "template": "default"}, "template = default"),
         ({**BARE, "truncation_strategy": "left"}, "truncation_strategy = left"),
@@ -242,3 +252,62 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
 def test_a_dtype_that_is_left_out_is_the_usual_one(converted: Converted) -> None:
     found = converted(ACTION, {**BARE, "torch_dtype": "float8"}, leave_out=["torch_dtype"])
     assert found.recipe["engine"] == {"precision": "bf16", "recompute": "full"}
+
+
+def test_names_of_self_cognition(converted: Converted) -> None:
+    """Whatever its address is, names are filled in; a short name is that on the hub."""
+
+    def data(**values: Any) -> Any:
+        return converted(ACTION, {**NAMED, **values}).recipe["data"]
+
+    for name, address in (
+        ("self-cognition#50", "ms:swift/self-cognition"),
+        ("HF::self-cognition", "hf:modelscope/self-cognition"),
+        ("HF::modelscope/self-cognition", "hf:modelscope/self-cognition"),
+        ("org/self-cognition", "ms:org/self-cognition"),
+    ):
+        found = data(dataset=name)
+        assert (found["train"], found["fill"]["{{NAME}}"]) == (f"{address}?split=train", "robot")
+    assert data(dataset="self-cognition", use_hf=True)["train"] == "hf:modelscope/self-cognition?split=train"
+    mixed = converted(ACTION, {**NAMED, "dataset": ["one.jsonl", "self-cognition"]})
+    assert any(note.startswith("data.fill: replaces these texts in the rows of all files") for note in mixed.notes)
+
+
+def test_system_turns(converted: Converted) -> None:
+    def system(**values: Any) -> Any:
+        return converted(ACTION, {**BARE, **values})
+
+    assert system(system="Be brief\\nand kind.").recipe["data"]["system"] == "Be brief\nand kind."
+    none = system(system="", model="LLM-Research/Meta-Llama-3-8B-Instruct")
+    assert "system" not in none.recipe["data"]
+    assert ("system", "", "the template has no system turn of its own") in none.left_out
+
+
+def test_known_templates() -> None:
+    for model in ("Qwen/Qwen2-7B", "Qwen/Qwen2.5-Coder-7B-Instruct", "models/Qwen2.5-7B-Instruct/"):
+        assert re.search(_WITH_SYSTEM, model, re.IGNORECASE)
+    for model in ("Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2-Math-7B", "Qwen/Qwen2.5-7B-Instruct-AWQ"):
+        assert not re.search(_WITH_SYSTEM, model, re.IGNORECASE)
+
+
+def test_revisions(converted: Converted) -> None:
+    """A branch that a hub has by default is none."""
+    named = converted(ACTION, {**BARE, "model_revision": "v1"})
+    assert named.recipe["model"]["weights"] == "ms:Qwen/Qwen2.5-7B-Instruct@v1"
+    assert named.recipe["model"]["preset"] == "qwen2.5-7b"
+    usual = converted(ACTION, {**BARE, "model_revision": "master"})
+    assert ("model_revision", "master", "is the default") in usual.left_out
+    local = converted(ACTION, {**BARE, "model": "./Qwen2.5-7B-Instruct", "model_revision": "v1"})
+    assert ("model_revision", "v1", "the weights are a directory") in local.left_out
+
+
+def test_both_names_of_the_tuner(converted: Converted) -> None:
+    found = converted(ACTION, {**FULL, "train_type": "lora"})
+    assert found.recipe["stage"] == "sft"
+    assert ("train_type", "lora", "tuner_type takes precedence") in found.left_out
+
+
+def test_the_last_batch_of_an_epoch_is_in_the_report(converted: Converted) -> None:
+    assert any(note.startswith("train.num_epochs: the last batch") for note in converted(ACTION, BARE).notes)
+    dropped = converted(ACTION, {**BARE, "dataloader_drop_last": True})
+    assert not any(note.startswith("train.num_epochs") for note in dropped.notes)

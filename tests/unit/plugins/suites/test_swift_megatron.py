@@ -68,6 +68,15 @@ def test_the_longer_of_two_lengths_that_counts(converted: Converted) -> None:
     assert ("lr_warmup_iters", 2, "lr_warmup_fraction takes precedence") in both.left_out
 
 
+def test_samples_that_do_not_fill_a_step(converted: Converted) -> None:
+    """Megatron rounds the number of steps down, over all epochs."""
+    one = converted(ACTION, {**MEGATRON, "num_train_epochs": 1})
+    assert one.recipe["data"]["drop_last"] is True
+    several = converted(ACTION, MEGATRON)
+    assert "drop_last" not in several.recipe["data"]
+    assert any("at the end of the run those that do not fill a step" in note for note in several.notes)
+
+
 def test_context_parallelism_changes_no_batch(converted: Converted) -> None:
     """Global batches are given, whatever the number of data ranks."""
     found = converted(ACTION, {**MEGATRON, "NPROC_PER_NODE": 4, "context_parallel_size": 2})
@@ -89,6 +98,7 @@ def test_preferences(converted: Converted) -> None:
         ({**MEGATRON, "tuner_type": "lora_llm"}, "tuner_type = lora_llm: supported is full"),
         ({**MEGATRON, "num_train_epochs": None}, "neither num_train_epochs nor train_iters"),
         ({**MEGATRON, "global_batch_size": 10, "micro_batch_size": 4}, "global_batch_size is 10; expected a multiple"),
+        ({**MEGATRON, "gradient_accumulation_steps": 2}, "gradient_accumulation_steps = 2: is no argument of megatron"),
         ({**MEGATRON, "optimizer": "muon"}, "optimizer = muon"),
         ({**MEGATRON, "exp_avg_dtype": "bf16"}, "exp_avg_dtype = bf16: optimizer states"),
         ({**MEGATRON, "calculate_per_token_loss": False}, "calculate_per_token_loss = False"),
