@@ -33,8 +33,10 @@ _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean"}
 _SELF_COGNITION = "self-cognition"
 """Data set with places for the names of a model and its author."""
 _WITH_SYSTEM = r"qwen-?2-(57b-a14b|[\d.]+b)(-instruct)?/?$|qwen-?2\.5-(coder-)?[\d.]+b-instruct/?$"
-"""Models whose tokenizers have the templates of ms-swift, with the same default system turn. Qwen2.5 without -Instruct,
--Math and -1M, and Qwen1.5 have other texts in it."""
+"""Models whose tokenizers have the templates of ms-swift, with the same default system turn. Others, such as
+Qwen1.5, Qwen2.5-Math and Qwen2.5-1M, have another text in it."""
+_QWEN_2_5_BASE = r"qwen-?2\.5-(coder-)?[\d.]+b/?$"
+"""Models for which ms-swift has the template of Qwen2.5-Instruct, and whose tokenizers have another system turn."""
 _WITHOUT_SYSTEM = r"qwen-?3-.*instruct-2507|llama-?3-(8|70)b"
 """Models whose tokenizers have the templates of ms-swift, without a default system turn."""
 _TO_16_BITS = {None: "bf16", "bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "float32": "fp16"}
@@ -282,8 +284,7 @@ def data(run: Run, hub: str) -> dict[str, Any]:
     # the sampler of prompts does not read train_dataloader_shuffle
     if _is_off(run, "dataset_shuffle") and (run.section == "grpo" or _is_off(run, "train_dataloader_shuffle")):
         found["shuffle"] = False
-    found |= _system(run)
-    _template(run)
+    found |= _system(run) | _template(run)
     return found | trainer.loading(run)
 
 
@@ -426,10 +427,15 @@ def _length(run: Run) -> int:
     return int(run.family.config_cls(**run.family.presets[run.preset]).max_position_embeddings)
 
 
-def _template(run: Run) -> None:
-    """Refuse templates, and models whose tokenizer is not known to have the template of ms-swift."""
+def _template(run: Run) -> dict[str, Any]:
+    """Return `data.chat_template`; refuse templates, and models whose template of ms-swift is not known to be that of
+    the tokenizer or a built-in one."""
     weights = str(run.given(run.suite.model_key))
     given = run.take("template")
+    if given is None and re.search(_QWEN_2_5_BASE, weights, re.IGNORECASE):
+        run.note("data.chat_template: qwen2.5, ms-swift's for this model; that of its tokenizer has another system "
+                 "turn. Tokens after the end of an answer are not supervised")  # fmt: skip
+        return {"chat_template": "qwen2.5"}
     if given is not None or not re.search(f"{_WITH_SYSTEM}|{_WITHOUT_SYSTEM}", weights, re.IGNORECASE):
         why = "is a template of ms-swift, which may differ from the tokenizer's in system turns or thoughts"
         if re.search(r"qwen-?2\.5", weights, re.IGNORECASE):
@@ -437,6 +443,7 @@ def _template(run: Run) -> None:
         run.refuse("template", given or "not given", f"for {weights} it {why}")
     run.note("data.chat_template: that of the tokenizer, which equals ms-swift's; tokens after the end of an answer "
              "are not supervised")  # fmt: skip
+    return {}
 
 
 def own_section(run: Run) -> dict[str, Any]:
