@@ -255,7 +255,7 @@ class Trainer:
             self.checkpointer.restore_best(self.step, recorded)
         lacks_evaluation, lacks_end = collective.broadcast_from_rank0([float(value) for value in lacks])
         if self._evaluates() and not lacks_evaluation:
-            self.early_stopping.evaluated(self.step, recorded)
+            self.early_stopping.evaluated(self.step, recorded, is_recorded=True)
         return lacks_evaluation > 0, lacks_end > 0
 
     def _run_steps(self, stop: StopRequest) -> None:
