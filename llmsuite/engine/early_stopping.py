@@ -64,12 +64,13 @@ class EarlyStopping:
         best = "it was never a number" if now.best is None else f"its best is {now.best:.6g} at step {now.best_step}"
         return f"early stopping: {self._metric} has not improved in {now.waited} evaluations; {best}"
 
-    def evaluated(self, step: int, metrics: Mapping[str, float | None]) -> None:
+    def evaluated(self, step: int, metrics: Mapping[str, float | None], is_recorded: bool = False) -> None:
         """Count the evaluation after a step, unless it has counted. A collective call.
 
         Args:
             step: optimizer steps that are done.
             metrics: of the evaluation, on rank 0, with the names that they have on disk.
+            is_recorded: the metrics are those of an earlier process, and count for nothing if they lack the metric.
 
         Raises:
             UserError: the evaluation lacks the metric.
@@ -80,6 +81,8 @@ class EarlyStopping:
         is_known, number = collective.broadcast_from_rank0(
             [self._metric in metrics, math.nan if value is None else value]
         )
+        if not is_known and is_recorded:
+            return  # early stopping or this metric was set since
         if not is_known:
             known = ", ".join(sorted(metrics))
             raise UserError(f"train.early_stopping.metric: is {self._metric!r}; the evaluation has {known}")

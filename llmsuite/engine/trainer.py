@@ -255,7 +255,7 @@ class Trainer:
             self.checkpointer.restore_best(self.step, recorded)
         lacks_evaluation, lacks_end = collective.broadcast_from_rank0([float(value) for value in lacks])
         if self._evaluates() and not lacks_evaluation:
-            self.early_stopping.evaluated(self.step, recorded)
+            self.early_stopping.evaluated(self.step, recorded, is_recorded=True)
         return lacks_evaluation > 0, lacks_end > 0
 
     def _run_steps(self, stop: StopRequest) -> None:
@@ -263,6 +263,8 @@ class Trainer:
         self.built.part.train()
         self.init_adapters()
         self.window = RateWindow(collective.num_ranks())
+        if self._stop_file.requested():  # it was meant for an earlier process
+            report("removed a file stop-now from before the first step")
         with contextlib.closing(self._sample_source()) as source:
             while not self._is_over:
                 self.step += 1
@@ -270,7 +272,7 @@ class Trainer:
                 waited = calls.waited()
                 samples = self._next_samples(source)
                 # a request in between the updates of a rollout waits for the last of them
-                stop_requested = samples.can_checkpoint and (stop.requested() or self._stop_file.requested())
+                stop_requested = samples.can_checkpoint and any([stop.requested(), self._stop_file.requested()])
                 save_requested = samples.can_checkpoint and self.checkpointer.requested()
                 requests = dict(zip(REQUESTS, (stop_requested, save_requested)))
                 is_logged = cadence.logs(self.step)
@@ -301,6 +303,7 @@ class Trainer:
                     self.save(overlaps=False)
                 self.window.exclude(time.perf_counter() - paused)
             self.checkpointer.finish()  # inside the context, where another signal still stops the run immediately
+        self._stop_file.requested()  # one of the last step must not stop a later run
 
     # called by the loop
 

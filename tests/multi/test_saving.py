@@ -74,6 +74,17 @@ def test_touching_stop_now_stops_after_the_step(runner: Runner, ranks: int) -> N
     assert (event["event"], event["step"]) == ("stopped", last)
 
 
+def test_a_stop_now_of_before_does_not_stop_a_run(runner: Runner) -> None:
+    words = (*SMALL, *MESHES[1], "--train.lr_schedule=constant", "--train.warmup_ratio=0", "--train.min_lr_ratio=0")
+    runner.run(*runner.smoke("stale", *words, "--train.max_steps=2"))
+    request = runner.directory / "stale" / "stop-now"
+    request.touch()
+    output = runner.run(*runner.smoke("stale", *words, "--train.max_steps=4"), "--resume")
+    assert "removed a file stop-now from before the first step" in output
+    assert not request.exists()
+    assert runner.metrics("stale")[-1]["step"] == 4
+
+
 def test_the_best_checkpoint_is_kept_on_every_mesh(runner: Runner) -> None:
     words = ("--train.eval_steps=1", "--checkpoint.best_metric=eval/rewards/accuracy")
     words = (*words, "--checkpoint.best_is=highest", "--train.learning_rate=0.01")

@@ -103,3 +103,13 @@ def test_the_reason_names_the_best_step() -> None:
 def test_an_unknown_metric_is_named() -> None:
     with pytest.raises(UserError, match=r"metric: is 'eval/loss'; the evaluation has eval/bleu, eval/los"):
         stopping().evaluated(1, {"eval/los": 1.0, "eval/bleu": 1.0})
+
+
+def test_a_recorded_evaluation_without_the_metric_counts_for_nothing() -> None:
+    """The run was begun without this metric, such as one of generated answers."""
+    found = stopping()
+    found.evaluated(2, {"eval/los": 1.0}, is_recorded=True)
+    assert found.last_step == 0
+    found.evaluated(2, {NAME: 1.0}, is_recorded=True)
+    assert found.last_step == 2
+    assert stop_step(found, [1, 1], 3) == 4
