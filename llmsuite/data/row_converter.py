@@ -261,19 +261,38 @@ class RowConverter:
             f"{where}: keys {sorted(row)} fit no format with {self._kind} rows{others}. {self._way_out(given, fitting)}"
         )
 
+    def text_advice(self, row: Mapping[str, Any]) -> str:
+        """Advice to train on a row's column "text" alone; "" where that is not possible."""
+        is_chosen = bool(self._columns) or self._name != "auto"
+        if is_chosen or self._kind != "conversation" or "plain_text" not in self._rules.capabilities:
+            return ""
+        if "text" not in self._formats or not isinstance(row.get("text"), str):
+            return ""
+        unread = [] if self._rules.ignores_all else unread_columns(row, self._formats["text"].columns)
+        ignored = [*self._rules.ignored, *unread] if len(unread) <= _MAX_UNREAD else [*self._rules.ignored, ALL]
+        rules = dataclasses.replace(self._rules, ignored=ignored)
+        try:
+            if RowConverter(self._kind, "text", self._formats, rules).convert("", row, None, Faults("skip")) is None:
+                return ""
+        except UserError:
+            return ""
+        option = f" {shell_quoted(ignore_option(ignored))}" if unread else ""
+        return f"To train on 'text' as plain text, add --data.format=text{option}. Otherwise: "
+
     def _way_out(self, row: Mapping[str, Any], fitting: Sequence[DataFormat]) -> str:
         """Advice about a row that fits no format: the columns that it probably has, else the fields of the formats."""
+        text = self.text_advice(row)
         columns = self.suggest_columns(row)
         if columns is not None and self._columns:
             return f"Did you mean {shell_quoted(columns_option(columns))}"
         if columns is not None:
             what = advice(row, columns, self._kind)
-            return f"{what[0].upper()}{what[1:]}"
+            return f"{text}{what}" if text else f"{what[0].upper()}{what[1:]}"
         known = "; ".join(f"{f.name} ({f.help})" for f in fitting)
         hint = ""
         if fitting and len(row) >= len(fields_of(self._kind)):
             hint = f". If the columns have other names, {advice(row, None, self._kind)}"
-        return f"Known: {known or 'none'}{hint}"
+        return f"{text}{'known' if text else 'Known'}: {known or 'none'}{hint}"
 
 
 def _text_fault(row: Mapping[str, Any]) -> str | None:

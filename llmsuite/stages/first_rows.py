@@ -322,6 +322,8 @@ class _RowChecker:
         if not is_remote(given) and (data_fault(path) is not None or path.suffix in _CORPUS):
             return ""
         row = self.first(given, path)
+        if row is not None and not self._reads_text and not self._reads_prompts and self._conversion().text_advice(row):
+            return ""  # the message has two remedies, of which the user has to choose one
         fields = {} if row is None or self.is_read(row) else self.proposed(row)
         if self._reads_text and fields and not self._columns:
             return key_option("pretrain.key", *fields.values())

@@ -70,6 +70,25 @@ def test_a_row_with_other_texts_is_no_row_of_text() -> None:
         convert({"text": "long", "summary": "short", "rating": 3})
 
 
+@pytest.mark.parametrize(
+    ("ignored", "option"),
+    [
+        ([], '--data.format=text --data.ignore_columns=\'["source", "id"]\'. Otherwise: '),
+        (["*"], "--data.format=text. Otherwise: "),
+    ],
+)
+def test_a_text_with_other_texts_may_be_trained_on_alone(ignored: list[str], option: str) -> None:
+    row = {"text": "A document.", "source": "web", "id": 1}
+    with pytest.raises(UserError) as caught:
+        convert(row, ignored=ignored)
+    assert f". To train on 'text' as plain text, add {option}" in str(caught.value)
+    found = convert(row, name="text", ignored=ignored or ["source", "id"])
+    assert plain_texts(found) == ("", "A document.")
+    with pytest.raises(UserError) as caught:
+        convert(row, ignored=ignored, capabilities=frozenset())
+    assert "as plain text" not in str(caught.value)
+
+
 def test_other_stages_refuse_plain_text() -> None:
     with pytest.raises(UserError, match="is plain text, and conversations are read here"):
         convert({"text": "a"}, capabilities=frozenset())

@@ -84,6 +84,14 @@ def test_columns_that_fit_no_format_are_reported_with_a_remedy(registry: Registr
     assert "did you mean 'Question'?" in typo["message"]
 
 
+def test_a_text_with_a_source_is_not_taken_for_an_answer(registry: Registry, tmp_path: Path) -> None:
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text('{"text": "A document.", "source": "web", "id": 1}\n')
+    (problem,) = Recipes(registry).check(form(data__train=str(rows)))["problems"]
+    assert "To train on 'text' as plain text, add --data.format=text" in problem["message"]
+    assert not problem.get("remedy")
+
+
 @pytest.mark.parametrize(
     "reports",
     [None, [], {}, {"recipe": 1}, {"recipe": "a", "changes": []}, {"recipe": "a", "changes": {"a": 1}},
