@@ -39,8 +39,10 @@ class DropCounts:
     places: Sequence[str] = ()
     """File and line of each row that could be read."""
     faults: Faults = dataclasses.field(default_factory=Faults)
-    dropped_rows: set[int] = dataclasses.field(default_factory=set)
-    """Numbers of the rows without a sample, as far as `drop` and `bad` received them."""
+    dropped_rows: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Numbers of the rows without a sample, as far as `drop` and `bad` received them, and the reasons."""
+    bad_rows: set[int] = dataclasses.field(default_factory=set)
+    """Numbers of those that are faulty."""
     part: str = ""
     """Description of the rows for messages, where they are a part of the file, such as " (held out)"."""
 
@@ -48,7 +50,7 @@ class DropCounts:
         """Count a row without supervised tokens: row `number`, counted from 0."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         if number is not None:
-            self.dropped_rows.add(number)
+            self.dropped_rows[number] = reason
 
     def leave_out(self, reason: str) -> None:
         """Count a pair of ranked answers that is not used."""
@@ -56,7 +58,8 @@ class DropCounts:
 
     def bad(self, number: int, reason: str) -> None:
         """Record that row `number`, counted from 0, is faulty. Raises UserError unless faulty rows are skipped."""
-        self.dropped_rows.add(number)
+        self.dropped_rows[number] = reason
+        self.bad_rows.add(number)
         place = self.places[number] if self.places else f"{self.path}: row {number + 1}"
         self.faults.add(place, reason)
         self.faults.check()

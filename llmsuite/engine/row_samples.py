@@ -16,6 +16,7 @@ import importlib.metadata
 import inspect
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -41,7 +42,7 @@ from llmsuite.data.rows import turns_of
 from llmsuite.engine.drop_counts import DropCounts
 
 S = TypeVar("S")
-_FORMAT = "2"
+_FORMAT = "3"
 """Format version in the names of entries: raise it with any change of their files."""
 _WINDOW_BYTES = 4 << 20
 _WINDOW_ROWS = 4096
@@ -203,8 +204,12 @@ class RowsOnDisk:
         self._warning: str | None = note["warning"]
         self._numbers = np.memmap(entry / "numbers", "<i8", "r")
         """Number of the row of each sample."""
+        self._outcomes = np.memmap(entry / "outcomes", "<i4", "r")
+        """For each row the position of the reason why it has no sample among `_reasons`, or -1."""
+        self._reasons: list[tuple[bool, str]] = [(is_fault, reason) for is_fault, reason in note["reasons"]]
+        self._is_reported = False
         self.num_rows = self._counts.read
-        self.faults = self._counts.faults
+        self.faults = Faults.from_json(note["unread_faults"], path)
 
     def samples(self, numbers: np.ndarray | None, part: str, faults: Faults) -> LoadedSamples:
         if numbers is None:
@@ -213,12 +218,34 @@ class RowsOnDisk:
         first = np.searchsorted(self._numbers, numbers, side="left")
         last = np.searchsorted(self._numbers, numbers, side="right")
         picked = np.concatenate([np.arange(0), *(np.arange(i, j) for i, j in zip(first, last))])
-        num_dropped = int(np.sum(first == last))
         counts = DropCounts(self._path, len(numbers), faults=faults, unread=faults.total, part=part)
-        if num_dropped:  # the cache has the reasons of the whole file only
-            reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self._counts.dropped.items()))
-            counts.dropped[f"of the whole file's {reasons}"] = num_dropped
-        return Subset(self._samples, picked), counts, self._warning
+        for number in numbers[first == last]:
+            at = self._outcomes[number]
+            is_fault, reason = self._reasons[at] if at >= 0 else (False, "without a reason")
+            if is_fault:
+                counts.faults.add(f"{self._path}: row {number + 1}", reason)
+            else:
+                counts.drop(reason)
+        return Subset(self._samples, picked), counts, self._whole_file()
+
+    def _whole_file(self) -> str | None:
+        """Return what the cache has of the whole file only, for a message; None if there is nothing, or it was returned
+        for another part."""
+        if self._is_reported:
+            return None
+        self._is_reported = True
+        counts = self._counts
+        found = [] if self._warning is None else [self._warning]
+        if counts.cut:
+            found.append(f"{self._path}: {counts.cut} rows of the whole file are cut to data.max_length")
+        if counts.forgetful:
+            found.append(
+                f"{self._path}: in {counts.forgetful} rows of the whole file the chat template leaves out thoughts of "
+                "earlier turns, which are not trained on"
+            )
+        if (ranked := counts.of_ranked()) is not None:
+            found.append(f"{self._path}: of the whole file, {ranked}")
+        return "\n".join(found) or None
 
 
 def _sample(stage: SampleMaker[Any], conversion: RowConverter, path: Path, raw: Any, part: int) -> Any:
@@ -261,6 +288,10 @@ class _CachePass:
         """Place and token of the first row with a control token."""
         self._num_with_control = 0
         self._has_lengths = True
+        self._reasons: dict[tuple[bool, str], int] = {}
+        """Reasons why rows have no sample, each with its position: True for a fault, and the text."""
+        self._bad = Counter[str]()
+        """Number of rows that could be read and are faulty, by reason."""
 
     def run(self, directory: Path) -> None:
         """Fill an entry of the cache. Raises UserError as `lazy_samples` does."""
@@ -274,11 +305,13 @@ class _CachePass:
             open(directory / "places", "wb") as places,
             open(directory / "numbers", "wb") as numbers_of_rows,
             open(directory / "lengths", "wb") as lengths,
+            open(directory / "outcomes", "wb") as outcomes,
         ):
             for rows, names, where in self._windows(add):
                 if faults.total and not faults.skips:
                     continue  # the run ends with the faults of all rows, so no more samples are made
-                kept, numbers = self._window(rows, names)
+                kept, numbers, outcomes_of_rows = self._window(rows, names)
+                outcomes.write(outcomes_of_rows.tobytes())
                 spans = np.array([(*place, 0) for place in where], ROW_SPAN)[kept]
                 spans["part"] = _parts(kept)
                 places.write(spans.tobytes())
@@ -302,6 +335,12 @@ class _CachePass:
             "has_lengths": self._has_lengths,
             "counts": self._counts.to_json(),
             "faults": faults.to_json(self._path),
+            "unread_faults": {
+                kind: (count - self._bad[kind], first)
+                for kind, (count, first) in faults.to_json(self._path).items()
+                if count > self._bad[kind]
+            },
+            "reasons": list(self._reasons),
             "warning": warning(self._with_control, self._num_with_control),
         }
         write_json(directory / "note.json", note)
@@ -334,8 +373,9 @@ class _CachePass:
         if rows:
             yield rows, names, places
 
-    def _window(self, rows: list[Any], names: list[str]) -> tuple[list[int], np.ndarray | None]:
-        """Return the number of the row of each sample of a window, and the numbers to cache of these samples."""
+    def _window(self, rows: list[Any], names: list[str]) -> tuple[list[int], np.ndarray | None, np.ndarray]:
+        """Return the number of the row of each sample of a window, the numbers to cache of these samples, and for each
+        row the position of the reason why it has none, or -1."""
         counts = DropCounts(self._path, len(rows), places=names, faults=self._counts.faults)
         samples = self._stage.make_samples(rows, counts)
         kept = counts.sample_rows
@@ -353,7 +393,19 @@ class _CachePass:
             if token := self._control.find_in_turns(turns_of(row)):
                 self._with_control = self._with_control or [(name, token)]
                 self._num_with_control += 1
-        return kept, self._measure(samples)
+        return kept, self._measure(samples), self._outcomes(counts)
+
+    def _outcomes(self, counts: DropCounts) -> np.ndarray:
+        outcomes = np.full(counts.read, -1, "<i4")
+        for number, reason in counts.dropped_rows.items():
+            is_fault = number in counts.bad_rows
+            if is_fault:
+                counted = Faults("skip")  # which leaves out the details of the row
+                counted.add("", reason)
+                (reason,) = counted.counts
+                self._bad[reason] += 1
+            outcomes[number] = self._reasons.setdefault((is_fault, reason), len(self._reasons))
+        return outcomes
 
 
 def _parts(numbers: Sequence[int]) -> list[int]:

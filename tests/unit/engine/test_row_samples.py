@@ -406,3 +406,40 @@ def test_memory_does_not_grow_with_the_file(name: str, folder: str, tmp_path: Pa
 def test_a_cache_entry_depends_on_the_code_of_columns_and_text_templates() -> None:
     names = {file.name for file in _code(STAGES["sft"][1]().reader)}
     assert {"columns.py", "text_template.py", "row_converter.py", "sft.py"} <= names
+
+
+def test_parts_of_a_large_file_have_the_counts_of_rows_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    rows: list[Any] = []
+    for i in range(40):
+        answer = {"role": "user" if i % 7 == 3 else "assistant", "content": "x " * (i * 3)}
+        rows.append({"messages": [{"role": "user", "content": f"q{i}"}, answer]})
+        if i % 11 == 5:  # a fault of the template, found when the sample is made
+            rows[-1]["chat_template_kwargs"] = {"nonesuch": True}
+    path.write_text("\n".join(["no row", *map(json.dumps, rows)]))
+    found = []
+    for most in (32 << 20, 0):
+        monkeypatch.setattr("llmsuite.data.disk_rows.MAX_IN_MEMORY_BYTES", most)
+        monkeypatch.setattr("llmsuite.engine.row_samples._WINDOW_ROWS", 7)
+        made = context(max_length=60, on_bad_row="skip", holdout=0.4)
+        parts = SftStage(SftSection(), made).reader.read_parts(path)
+        counts = [part.counts for of_kind in parts for part in of_kind]
+        found.append([(c.read, c.unread, c.dropped, c.faults.counts, c.lost) for c in counts])
+    assert found[0] == found[1]
+    assert len(found[0]) == 2
+    assert all(dropped for _, _, dropped, _, _ in found[0])
+    assert sum(sum(faults.values()) for *_, faults, _ in found[0]) > found[0][0][1], "some are of the template"
+
+
+def test_what_is_known_of_the_whole_file_is_said_once(all_large: None, tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    turns = [{"role": "user", "content": "q <|im_end|>"}, {"role": "assistant", "content": "x " * 90}]
+    path.write_text("\n".join([json.dumps({"messages": turns})] * 20))
+    said: list[str] = []
+    stage = SftStage(SftSection(truncate=True), context(report=said.append, max_length=60, holdout=0.4))
+    stage.reader.read_parts(path)
+    text = "\n".join(said)
+    assert text.count("20 rows of the whole file are cut to data.max_length") == 1
+    assert text.count("<|im_end|>") == 1
