@@ -194,7 +194,9 @@ class ResponseRequest(_Strict):
             where = f"input[{number}]"
             kind = item.get("type", "message")
             if thoughts and not _is_answer(item):
-                raise HTTPException(400, f"{where}: an answer or a call of the assistant follows its reasoning")
+                fault = f"{where}: an answer or a call of the assistant follows its reasoning"
+                _add_thoughts(messages, thoughts, fault)
+                thoughts = {}
             if kind == "message":
                 if item.get("role") not in _ROLES:
                     raise HTTPException(400, f"{where}: needs role, one of {', '.join(_ROLES)}")
@@ -225,8 +227,18 @@ class ResponseRequest(_Strict):
                 known = "message, function_call, function_call_output and reasoning"
                 raise HTTPException(400, f"{where}: type {str(kind)[:100]!r} is not supported here; {known} are")
         if thoughts:
-            raise HTTPException(400, "input: ends with reasoning; an answer or a call of the assistant follows it")
+            fault = "input: ends with reasoning; an answer or a call of the assistant follows it"
+            _add_thoughts(messages, thoughts, fault)
         return messages
+
+
+def _add_thoughts(messages: Sequence[dict[str, Any]], thoughts: dict[str, Any], fault: str) -> None:
+    """Add thoughts that follow an answer, as a stream of channels has them, to its turn. Raises HTTPException with
+    `fault` if there is no answer before them."""
+    if not messages or messages[-1]["role"] != "assistant":
+        raise HTTPException(400, fault)
+    key = REASONING[0]
+    messages[-1][key] = "\n".join(filter(None, (messages[-1].get(key), thoughts[key])))
 
 
 def _is_answer(item: dict[str, Any]) -> bool:
@@ -327,7 +339,6 @@ class _Response:
             **service.version_info(),
         }
         self._message_id = f"msg_{secrets.token_hex(12)}"
-        self.thoughts_id = f"rs_{secrets.token_hex(12)}"
         self._count = 0
         self._given = body.model_dump(by_alias=True, exclude={"input"})
 
@@ -338,13 +349,13 @@ class _Response:
         thoughts, content, calls = self._service.split_answer(self._chat, sequence)
         output = []
         if thoughts:
-            output.append(self.reasoning(thoughts, sequence))
+            output.append(self.reasoning(_thoughts_id(), thoughts, sequence))
         if content or not calls:
             output.append(self.message(content, sequence, self.logprobs_of_text(bool(calls), bool(thoughts))))
-        return JSONResponse(self.body([*output, *map(_call, calls)], sequence, thoughts))
+        return JSONResponse(self.body([*output, *map(_call, calls)], sequence, bool(thoughts)))
 
     def body(
-        self, output: Sequence[dict[str, Any]], sequence: DecodingSequence | None, thoughts: str = ""
+        self, output: Sequence[dict[str, Any]], sequence: DecodingSequence | None, has_thoughts: bool = False
     ) -> dict[str, Any]:
         """The response as JSON, with its output; `sequence`: None while it is in progress."""
         usage = None
@@ -358,7 +369,9 @@ class _Response:
                     "cached_tokens": sequence.num_cached_tokens,
                     "cache_write_tokens": sequence.num_stored_tokens,
                 },
-                "output_tokens_details": {"reasoning_tokens": self._num_thought_tokens(sequence, thoughts)},
+                "output_tokens_details": {
+                    "reasoning_tokens": sum(self._thought_tokens(sequence)) if has_thoughts else 0
+                },
             }
         given = self._given
         return {
@@ -385,25 +398,28 @@ class _Response:
         if not (has_calls or has_thoughts) or not sequence.logprobs:
             return self._logprobs(sequence.logprobs)
         assert sequence.text is not None
-        begin = self._num_thought_tokens(sequence, "yes") if has_thoughts else 0
         end = len(sequence.logprobs)
         if has_calls:
             left = self._served_model.prompter.tool_call_format.text_length(sequence.text.text)
             end = self._num_tokens(sequence, left)
-        return self._logprobs(sequence.logprobs[begin:end])
+        kept = sequence.logprobs[:end]
+        if has_thoughts:
+            kept = [each for each, is_thought in zip(kept, self._thought_tokens(sequence)) if not is_thought]
+        return self._logprobs(kept)
 
-    def _num_thought_tokens(self, sequence: DecodingSequence, thoughts: str) -> int:
-        """Number of tokens before the content of an answer, which are its thoughts with their marks."""
-        if not thoughts:
-            return 0
+    def _thought_tokens(self, sequence: DecodingSequence) -> list[bool]:
+        """True for each token of the thoughts of an answer: those before its content, with their marks, and later ones
+        that give thoughts alone."""
         reader = self._service.thought_reader(self._chat, sequence)
         assert reader is not None
         text = self._text_stream()
-        for count, token in enumerate(sequence.ids):
-            _, content = reader.push(text.push(token), False)
-            if content:
-                return count
-        return len(sequence.ids)
+        flags = []
+        has_content = False
+        for token in sequence.ids:
+            thoughts, content = reader.push(text.push(token), False)
+            has_content |= bool(content)
+            flags.append(not content and (bool(thoughts) or not has_content))
+        return flags
 
     def _num_tokens(self, sequence: DecodingSequence, length: int) -> int:
         """Number of tokens of an answer whose text has `length` characters."""
@@ -417,13 +433,13 @@ class _Response:
     def _text_stream(self) -> TextStream:
         return TextStream(self._served_model.generator.tokenizer, shown=self._service.shown_tokens(self._chat))
 
-    def reasoning(self, thoughts: str | None, sequence: DecodingSequence | None) -> dict[str, Any]:
-        """The item with the thoughts of the model; `thoughts` and `sequence`: None at its start."""
+    def reasoning(self, identifier: str, thoughts: str | None, sequence: DecodingSequence | None) -> dict[str, Any]:
+        """An item with thoughts of the model; `thoughts` and `sequence`: None at its start."""
         content = []
         if thoughts is not None:
             content = [{"type": "reasoning_text", "text": thoughts}]
         status = _status(sequence)
-        return {"id": self.thoughts_id, "type": "reasoning", "summary": [], "content": content, "status": status}
+        return {"id": identifier, "type": "reasoning", "summary": [], "content": content, "status": status}
 
     def _logprobs(self, kept: Sequence[TokenLogprob]) -> list[dict[str, Any]]:
         return chat_logprobs(kept, self._served_model.generator.tokenizer)["content"]
@@ -446,8 +462,8 @@ class _Response:
         metrics = self._service.metrics
         output = list[dict[str, Any]]()
         (sequence,) = self._job.sequences
-        thoughts = _StreamedThoughts(self, self._service.thought_reader(self._chat, sequence))
-        indices = {"output_index": 0, "content_index": 0, "item_id": self._message_id}
+        thoughts = _StreamedThoughts(self, self._service.thought_reader(self._chat, sequence), output)
+        indices: dict[str, Any] = {"output_index": 0, "content_index": 0, "item_id": self._message_id}
         try:
             yield self.event("response.created", response=self.body([], None))
             yield self.event("response.in_progress", response=self.body([], None))
@@ -462,10 +478,10 @@ class _Response:
                 if (more or (delta.has_ended and not calls)) and not is_open:
                     is_open = True
                     metrics.first_token.observe(time.monotonic() - started)
-                    output += thoughts.output
                     indices["output_index"] = len(output)
                     item = self.message(None, None)
-                    yield self.event("response.output_item.added", output_index=len(output), item=item)
+                    output.append(item)
+                    yield self.event("response.output_item.added", output_index=len(output) - 1, item=item)
                     yield self.event("response.content_part.added", **indices, part=_part("", ()))
                 if more:
                     text += more
@@ -474,13 +490,12 @@ class _Response:
                     num_sent += len(new)
                     yield self.event("response.output_text.delta", **indices, delta=more, logprobs=new)
             if is_open:
-                logprobs = self.logprobs_of_text(bool(calls), bool(thoughts.text))
+                logprobs = self.logprobs_of_text(bool(calls), thoughts.has_any)
                 yield self.event("response.output_text.done", **indices, text=text, logprobs=logprobs)
                 yield self.event("response.content_part.done", **indices, part=_part(text, logprobs))
-                output.append(self.message(text, sequence, logprobs))
-                yield self.event("response.output_item.done", output_index=len(output) - 1, item=output[-1])
-            else:
-                output += thoughts.output
+                item = self.message(text, sequence, logprobs)
+                output[indices["output_index"]] = item
+                yield self.event("response.output_item.done", output_index=indices["output_index"], item=item)
             for call in map(_call, calls):
                 at = {"output_index": len(output), "item_id": call["id"]}
                 output.append(call)
@@ -490,7 +505,7 @@ class _Response:
                 named = {"name": call["name"], "arguments": call["arguments"]}
                 yield self.event("response.function_call_arguments.done", **at, **named)
                 yield self.event("response.output_item.done", output_index=at["output_index"], item=call)
-            body = self.body(output, sequence, thoughts.text)
+            body = self.body(output, sequence, thoughts.has_any)
             metrics.duration.observe(time.monotonic() - started)
             yield self.event(f"response.{body['status']}", response=body)
         except HTTPException as error:  # the status has been sent
@@ -504,19 +519,25 @@ class _Response:
 
 
 class _StreamedThoughts:
-    """The thoughts of a response, while it is decoded."""
+    """The thoughts of a response, while it is decoded. Thoughts that follow content are an item of their own."""
 
-    def __init__(self, response: _Response, reader: AnswerReader | None):
-        """`reader`: None for an answer without thoughts."""
+    def __init__(self, response: _Response, reader: AnswerReader | None, output: list[dict[str, Any]]):
+        """
+        Args:
+            response: the response.
+            reader: None for an answer without thoughts.
+            output: the items of the response by now, to which the thoughts are added.
+        """
         self._response = response
         self._reader = reader
-        self._at = {"output_index": 0, "content_index": 0, "item_id": response.thoughts_id}
-        self.text = ""
-        """Thoughts by now."""
+        self._output = output
+        self._at: dict[str, Any] = {}
+        """Place and id of the open item; empty if none is open."""
+        self._text = ""
+        """Thoughts of the open item."""
+        self.has_any = False
         self.num_tokens = 0
         """Tokens of the answer up to the end of the thoughts by now."""
-        self.output: list[dict[str, Any]] = []
-        """The item with the thoughts once they have ended; empty without thoughts."""
 
     def read(self, delta: TextDelta, sequence: DecodingSequence) -> tuple[TextDelta, list[str]]:
         """Return the content of a delta, and the events of its thoughts."""
@@ -524,21 +545,43 @@ class _StreamedThoughts:
             return delta, []
         thoughts, content = self._reader.push(delta.text, delta.has_ended)
         events = []
+        if self.has_any and not self._at:
+            thoughts = thoughts.removeprefix("\n")  # the reader's separator of two thoughts
         if thoughts:
-            if not self.text:
-                item = self._response.reasoning(None, None)
-                events.append(self._response.event("response.output_item.added", output_index=0, item=item))
-            self.text += thoughts
+            if not self._at:
+                events.append(self._open())
+            self._text += thoughts
             self.num_tokens = delta.num_logprobs
             events.append(self._response.event("response.reasoning_text.delta", **self._at, delta=thoughts))
-        if self.text and not self.output and (content or delta.has_ended):
-            item = self._response.reasoning(self.text, sequence)
-            if content:
-                item["status"] = "completed"
-            self.output.append(item)
-            events.append(self._response.event("response.reasoning_text.done", **self._at, text=self.text))
-            events.append(self._response.event("response.output_item.done", output_index=0, item=item))
+        if self._at and (content or delta.has_ended):
+            events += self._close(sequence, bool(content))
         return dataclasses.replace(delta, text=content), events
+
+    def _open(self) -> str:
+        """Begin an item, and return its event."""
+        self.has_any = True
+        self._text = ""
+        self._at = {"output_index": len(self._output), "content_index": 0, "item_id": _thoughts_id()}
+        item = self._response.reasoning(self._at["item_id"], None, None)
+        self._output.append(item)
+        return self._response.event("response.output_item.added", output_index=self._at["output_index"], item=item)
+
+    def _close(self, sequence: DecodingSequence, is_complete: bool) -> list[str]:
+        """End the open item, and return its events."""
+        at = self._at
+        self._at = {}
+        item = self._response.reasoning(at["item_id"], self._text, sequence)
+        if is_complete:
+            item["status"] = "completed"
+        self._output[at["output_index"]] = item
+        return [
+            self._response.event("response.reasoning_text.done", **at, text=self._text),
+            self._response.event("response.output_item.done", output_index=at["output_index"], item=item),
+        ]
+
+
+def _thoughts_id() -> str:
+    return f"rs_{secrets.token_hex(12)}"
 
 
 def _status(sequence: DecodingSequence | None) -> str:

@@ -15,6 +15,7 @@ from llmsuite.base.errors import UserError
 from llmsuite.contract.registry import Registry
 from llmsuite.data.chat_template import ChatTemplate
 from llmsuite.data.columns import rename_columns
+from llmsuite.data.keys import filled_columns
 from llmsuite.data.plain_text import plain_texts
 from llmsuite.data.read import raw_row
 from llmsuite.data.render_checks import is_plain
@@ -95,11 +96,12 @@ def _explained_pairs(stage: Stage[Any], row: Ranking) -> Iterator[Explained]:
 
 
 def made_of(stage: Stage[Any], path: Path, place: str) -> list[tuple[str, str, Any]]:
-    """The fields that `data.columns` makes from a row: name, column or template, and value of each."""
-    columns = stage.context.data.columns
+    """The fields that `data.columns` makes from a row: name, column or template, and value of each, filled in."""
+    data = stage.context.data
+    columns = data.columns
     if not columns or not stage.row_kind:
         return []
-    row = rename_columns(raw_row(path, place), columns)
+    row = rename_columns(filled_columns(raw_row(path, place), columns, data.fill), columns)
     return [(field, source, row[field]) for field, source in columns.items()]
 
 

@@ -105,14 +105,19 @@ def test_an_unknown_key_of_a_turn_is_refused_by_name() -> None:
 IN_CHANNELS = "<|channel|>analysis<|message|>One and one.<|end|><|start|>assistant<|channel|>final<|message|>Two."
 
 
-def test_thoughts_are_those_of_a_channel(tmp_path: Path) -> None:
-    directory = tmp_path / "channels"
+def channels_prompter(directory: Path) -> Prompter:
     shutil.copytree(DATA / "tokenizer", directory)
     (directory / "chat_template.jinja").write_text(
-        "{% for m in messages %}<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}"
+        "{% for m in messages %}{% if m.reasoning_content %}<|start|>{{ m.role }}<|channel|>analysis<|message|>"
+        "{{ m.reasoning_content }}<|end|>{% endif %}"
+        "<|start|>{{ m.role }}<|channel|>final<|message|>{{ m.content }}<|end|>{% endfor %}"
         "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
     )
-    prompter = Prompter(TextTokenizer(directory), "tokenizer")
+    return Prompter(TextTokenizer(directory), "tokenizer")
+
+
+def test_thoughts_are_those_of_a_channel(tmp_path: Path) -> None:
+    prompter = channels_prompter(tmp_path / "channels")
     with says(IN_CHANNELS, prompter=prompter) as client:
         message: Any = client.chat.completions.create(**ASK).choices[0].message
         assert (message.reasoning_content, message.content) == ("One and one.", "Two.")
@@ -166,3 +171,38 @@ def test_a_response_of_calls_after_thoughts(prompter: Prompter) -> None:
         last: Any = events[-1]
         assert [item.type for item in last.response.output] == ["reasoning", "function_call", "function_call"]
         assert [e.output_index for e in events if e.type == "response.output_item.added"] == [0, 1, 2]
+
+
+THINKS_AGAIN = (
+    "<|channel|>analysis<|message|>One and one.<|end|><|start|>assistant<|channel|>commentary<|message|>I add.<|end|>"
+    "<|start|>assistant<|channel|>analysis<|message|>Two it is.<|end|>"
+    "<|start|>assistant<|channel|>final<|message|>Two.<|end|>"
+)
+
+
+def test_later_thoughts_are_an_item_of_their_own(tmp_path: Path) -> None:
+    keys: Any = {"model": "toy", "include": ["message.output_text.logprobs"]}
+    with says(THINKS_AGAIN, prompter=channels_prompter(tmp_path / "channels")) as client:
+        complete: Any = client.responses.create(input="1+1?", **keys)
+        assert [item.type for item in complete.output] == ["reasoning", "message"]
+        assert complete.output[0].content[0].text == "One and one.\nTwo it is."
+        shown = "".join(entry.token for entry in complete.output[1].content[0].logprobs)
+        assert "it is" not in shown
+        events: list[Any] = list(client.responses.create(input="1+1?", stream=True, **keys))
+        last = events[-1].response
+        assert [item.type for item in last.output] == ["reasoning", "message", "reasoning"]
+        assert [last.output[i].content[0].text for i in (0, 2)] == ["One and one.", "Two it is."]
+        assert last.output_text == complete.output_text
+        assert last.usage.output_tokens_details == complete.usage.output_tokens_details
+        assert len({item.id for item in last.output}) == 3
+        for kind in ("response.output_item.added", "response.output_item.done"):
+            assert sorted(e.output_index for e in events if e.type == kind) == [0, 1, 2]
+        done = [(e.output_index, e.text) for e in events if e.type == "response.reasoning_text.done"]
+        assert done == [(0, "One and one."), (2, "Two it is.")]
+        # a client sends all items back
+        again: Any = [item.model_dump(exclude_none=True) for item in last.output]
+        for part in again[1]["content"]:
+            part.pop("logprobs", None)
+            part.pop("annotations", None)
+        talk: Any = [{"role": "user", "content": "1+1?"}, *again, {"role": "user", "content": "Sure?"}]
+        assert client.responses.create(model="toy", input=talk).output_text == complete.output_text

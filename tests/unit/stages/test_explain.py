@@ -334,3 +334,11 @@ def test_what_the_template_is_given(run: Any, recipe: Any) -> None:
     code, _, err = run("data", "explain", recipe("sft", [row]))
     assert code == 2
     assert "rows.jsonl:1: has the columns 'id', which openai does not read: remove them from the rows" in err
+
+
+def test_the_fields_of_a_row_are_shown_with_filled_texts(run: Any, recipe: Any) -> None:
+    keys = {"data.columns": {"instruction": "q", "output": "{a}!"}, "data.fill": {"{{NAME}}": "Ada"}}
+    code, out, err = run("data", "explain", recipe("sft", [{"q": "{{NAME}}?", "a": "I am {{NAME}}"}], **keys))
+    assert (code, err) == (0, "")
+    assert "rows.jsonl:1: instruction is made of 'q': 'Ada?'\n" in out
+    assert "rows.jsonl:1: output is made of '{a}!': 'I am Ada!'\n" in out
