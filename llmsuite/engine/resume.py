@@ -109,7 +109,7 @@ class RunRecord:
 
     def different_run_error(self, path: Path, differing: Sequence[str]) -> UserError:
         """Return the error for checkpoints at `path` of a run that differs, or of an earlier version: its recipe lacks
-        keys that decide what is learnt."""
+        keys that decide what is trained."""
         anew = "give it as model.weights of a run with another --output_dir"
         if self.recipe["lora"]["rank"] is not None:
             anew = "`llmsuite merge` it and give that as model.weights of a run with another --output_dir"
@@ -298,7 +298,7 @@ def file_digests(data_plan: DataPlan, stage: Stage[Any]) -> dict[str, str]:
     """Compute the digests of the content of all data files, as the stage reads them, by key and name for messages."""
     files = {f"data.train {data_plan.given('train')}": data_plan.train_path, **stage.reader.mixed_files()}
     evaluations = evaluation_data(data_plan.section)
-    for name, path in sorted(data_plan.eval_paths.items()):  # their order does not change what is learnt
+    for name, path in sorted(data_plan.eval_paths.items()):  # their order does not change what is trained
         key = f"data.eval.{name}" if name else "data.eval"
         files[f"{key} {evaluations[name]}"] = path
     return {redacted(name): stage.reader.digest(path) for name, path in files.items()}
