@@ -76,10 +76,10 @@ ALONE: tuple[Removal, ...] = (
     ),
     *_of(
         "models/quantised.py",
-        ("return dequantise(codes, absmax, self.format).astype(dtype)",
-         "return dequantise(codes, absmax, self.format)", "qlora"),
-        ("return dequantise(codes[number], absmax[number], self.format).astype(dtype)",
-         "return dequantise(codes[number], absmax[number], self.format)", "qlora_of_experts"),
+        ("local = dequantise(_local(codes), self._scales(), self.format).astype(dtype)",
+         "local = dequantise(_local(codes), self._scales(), self.format)", "qlora"),
+        ("return dequantise(_local(self.codes)[number], self._scales(number), self.format).astype(dtype)",
+         "return dequantise(_local(self.codes)[number], self._scales(number), self.format)", "qlora_of_experts"),
     ),
     *_of(
         "models/qat.py",
