@@ -20,7 +20,7 @@ from tests.support.paths import DATA
 STEPS = 4
 SAME = ("--data.num_workers=2", f"--train.max_steps={STEPS}", "--train.global_batch_size=8",
         "--train.micro_batch_size=2", "--train.num_epochs=null", "--checkpoint.save_steps=2",
-        "--checkpoint.keep_last=3")  # fmt: skip
+        "--checkpoint.keep_last=3", '--data.ignore_columns=["*"]')  # fmt: skip
 _CASES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "sft": ("recipes/llama/sft.json", "sft", ()),
     "sft, packed": ("recipes/llama/sft.json", "sft", ("--data.packing=best_fit", "--data.max_length=160")),

@@ -15,7 +15,6 @@ from tests.standin import alone as in_one
 from tests.standin import ranks as in_two
 from tests.standin.removals import Removal
 from tests.standin.table import ALONE, OF_RANKS
-from tests.support.paths import ROOT
 
 Found = dict[str, str | None]
 
@@ -48,12 +47,6 @@ def of_ranks(runner: Runner) -> list[Found]:
     code, printed = runner.launch(in_two.NUM_RANKS, "tests.standin.ranks", str(file), *map(str, _OF_RANKS.values()))
     assert code == 0, printed
     return [json.loads(file.with_suffix(f".{rank}").read_text()) for rank in range(in_two.NUM_RANKS)]
-
-
-@pytest.mark.parametrize("removal", [*ALONE, *OF_RANKS], ids=str)
-def test_its_text_is_there_once(removal: Removal) -> None:
-    """So that code which has moved is noticed where few of them are taken away."""
-    assert (ROOT / "llmsuite" / removal.file).read_text("utf-8").count(removal.text) == 1
 
 
 def test_checks_pass_with_all_of_them(alone: Found, of_ranks: list[Found]) -> None:
