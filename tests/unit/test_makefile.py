@@ -75,4 +75,6 @@ def test_the_page_of_faults_names_what_is_run() -> None:
     rule = (ROOT / "Makefile").read_text(encoding="utf-8").partition("\nfaults:")[2].partition("\n\n")[0]
     run = re.findall(r"-m tests\.tools\.(.+)$", rule, re.MULTILINE)
     page = (ROOT / "docs" / "notes" / "faults.md").read_text(encoding="utf-8")
-    assert re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE) == run
+    tools, found = page.split("\nLast found, ")
+    assert re.findall(r"^\| `(.+?)` \|", tools, re.MULTILINE) == run
+    assert {*re.findall(r"^\| `(.+?)`", found, re.MULTILINE)} <= {*run}
