@@ -311,7 +311,7 @@ STRATEGY_RULES = (
         "`pipeline_schedule: interleaved` on xpu, and that or `program: step` with a pipeline on plugin devices that "
         "do not declare support",
         "the ranks of a pipeline would deadlock; 1F1B, FThenB and compiled layers give the same numbers",
-        ("--parallel.pipeline_schedule=interleaved",),
+        ("--device=xpu", "--parallel.pipeline_schedule=interleaved"),
         _would_hang,
     ),
 )
