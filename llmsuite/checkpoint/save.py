@@ -50,7 +50,6 @@ from llmsuite.checkpoint.tensor_writer import ManifestPart, WriteOptions, write_
 from llmsuite.checkpoint.tensors import TensorSpec
 from llmsuite.checkpoint.train_state import FORMAT, TrainState
 from llmsuite.contract.specs import ModelFamily
-from llmsuite.devices.tensors import array_of
 
 STALL_TIMEOUT_SECONDS = 600.0
 """Longest wait of rank 0 for the other ranks while no file in the directory grows."""
@@ -171,7 +170,7 @@ def _staged(tensor: GatheredTensor, rank: int) -> GatheredTensor:
     gathered = tensor.gather()  # a collective: also on ranks that do not write the tensor
     if tensor.writer != rank:
         return dataclasses.replace(tensor, gather=None)
-    value = array_of(gathered)
+    value = gathered.numpy()
     # a view of Paddle's memory would change with the next step
     staged = _HostTensor(value if value.flags.owndata else value.copy())
     return dataclasses.replace(tensor, gather=lambda: staged)
@@ -290,7 +289,7 @@ def _reader(tensors: Sequence[GatheredTensor]) -> Callable[[str], np.ndarray]:
         gather = by_name[name].gather
         if gather is None:  # other ranks hold and write it
             return np.empty(0)
-        value = array_of(gather())
+        value = gather().numpy()
         if by_name[name].dtype == "bfloat16":  # Paddle returns bfloat16 as uint16
             import ml_dtypes
 

@@ -135,7 +135,7 @@ def test_a_copy_from_a_gpu_waits_for_the_stream_of_computations(monkeypatch: pyt
     assert log == [(str(paddle.CPUPlace()), False), "waited"]
 
 
-ROOMS = ("adapters", "checkpoint", "engine", "models", "observe", "parallel", "rl", "stages")
+ROOMS = ("adapters", "engine", "models", "observe", "parallel", "rl", "stages")
 PACKAGE = ROOT / "llmsuite"
 COPIES = re.compile(r"\.numpy\(\)|\.item\(\)")
 
