@@ -193,8 +193,9 @@ class QuantisedReads:
                     of_each.append(self._format.parts(values))
                 for name in of_each[0]:
                     self._parts[name] = np.stack([parts[name] for parts in of_each])
-        found = self._parts.pop(part)
-        return found[(slice(None), *index[1:])] if is_stack else found[tuple(index)]
+        if is_stack:  # these matrices of the stack are all that was read
+            index = [slice(None), *index[1:]]
+        return self._parts.pop(part)[tuple(index)]
 
 
 def read_from(source: ModelDirectory | SavedAdapters | TensorSource | PrefixTensors) -> ReadSlice:
