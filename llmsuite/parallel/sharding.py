@@ -112,6 +112,27 @@ class ParameterShard:
         return local_value(self.parameter)
 
     @property
+    def range(self) -> slice:
+        """The range of the flattened local value that this rank owns."""
+        return self._range
+
+    @property
+    def first_index(self) -> tuple[int, int]:
+        """The dim of the full parameter that ranks have slices of, and where this rank's slice begins; 0 and 0 where
+        the local value is the full parameter."""
+        mesh = self._mesh
+        number = mesh.coordinate["tp"] if self._tp_dim is not None else 0
+        if self.is_expert_parallel:  # as `partition.local_slice`
+            number += mesh.coordinate["ep"] * (mesh.degrees.tp if self._tp_dim is not None else 1)
+        dim = self._tp_dim or 0
+        return dim, number * self.local_shape[dim]
+
+    @property
+    def is_cut(self) -> bool:
+        """True where other ranks have other elements of the parameter."""
+        return self.partition.num_shards > 1 or self._tp_dim is not None or self.is_expert_parallel
+
+    @property
     def is_empty(self) -> bool:
         """True where this rank owns no element of the parameter, because the parameter is small."""
         return self._range.start == self._range.stop

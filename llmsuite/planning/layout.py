@@ -17,6 +17,7 @@ from llmsuite.adapters.reft_shapes import intervened_layers, with_interventions
 from llmsuite.base.errors import UserError
 from llmsuite.contract.schema.degrees import Degrees
 from llmsuite.models.block_quant import CODES
+from llmsuite.models.dynamic_map import BLOCK
 from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
 from llmsuite.models.protocols import HasShapes
@@ -28,8 +29,10 @@ from llmsuite.parallel.partition import (
     Partition,
     ShardRange,
     gradient_buckets,
+    has_block_moments,
     has_master,
     local_slice,
+    num_blocks,
     shard_range,
     sharding_stage_of,
 )
@@ -54,6 +57,8 @@ class LocalParameter(Partition):
     """Bytes of an element."""
     num_values: int
     """Number of model parameters in it: more than elements where a byte has two codes, none for their scales."""
+    full_shape: tuple[int, ...]
+    """Shape of the full parameter."""
     is_codes: bool
     """True for the codes of a quantised matrix."""
     is_expert: bool
@@ -90,8 +95,18 @@ class LocalParameter(Partition):
 
     def moment_bytes(self, optimizer: str) -> int:
         """Bytes of the optimizer's moments; the powers of AdamW's decay rates are single numbers on the host."""
-        if self.has_gradient:
-            return num_moments(optimizer) * 4 * self.num_owned
+        if not self.has_gradient:
+            return 0
+        if has_block_moments(optimizer, self.full_shape):
+            blocks = min(num_blocks(self.full_shape), -(-self.num_owned // BLOCK) + 1)
+            return num_moments(optimizer) * (self.num_owned + 4 * blocks)
+        return num_moments(optimizer) * 4 * self.num_owned
+
+    def exchanged_blocks(self, optimizer: str) -> int:
+        """Number of the blocks of 8-bit moments whose largest magnitudes ranks exchange, see `block_moments`."""
+        is_cut = self.num_shards > 1 or self.local_shape != self.full_shape
+        if self.is_trained and is_cut and has_block_moments(optimizer, self.full_shape):
+            return num_blocks(self.full_shape)
         return 0
 
 
@@ -320,6 +335,7 @@ class Layout:
                         layer=self.model.layers[of],
                         local_shape=local,
                         size=size,
+                        full_shape=tuple(shape),
                         num_bytes=num_bytes,
                         num_values=size * math.prod(self.shapes[of]) // math.prod(shape) if codes or of == name else 0,
                         is_codes=codes,
@@ -342,6 +358,13 @@ class Layout:
 def element_bytes(parallel_plan: ParallelPlan) -> int:
     """Bytes of an element of parameters and activations."""
     return _BYTES[parallel_plan.parameter_dtype]
+
+
+def state_bytes(optimizer: str, shape: Sequence[int]) -> int:
+    """Bytes of the moments of a full parameter in a checkpoint."""
+    if has_block_moments(optimizer, shape):
+        return num_moments(optimizer) * (math.prod(shape) + 4 * num_blocks(shape))
+    return num_moments(optimizer) * 4 * math.prod(shape)
 
 
 def num_moments(optimizer: str) -> int:
