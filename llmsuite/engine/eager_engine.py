@@ -50,7 +50,7 @@ class EagerEngine(TrainEngine):
         """
         host = backend if engine.offload_optimizer else None
         ops = backend.optimizer_ops(engine.precision)
-        optimizer = Optimizer(built.shards, train, total_steps, host, ops, built.shapes)
+        optimizer = Optimizer(built.shards, train, total_steps, host, ops, built.shapes, built.is_transposed)
         return cls(passes, optimizer, rules)
 
     def with_rules(self, rules: StepRules) -> EagerEngine:

@@ -27,9 +27,10 @@ from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import BaseOptimizer, StateTensor
+from llmsuite.parallel.block_layout import num_blocks
 from llmsuite.parallel.materialize import read_local_values
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import CODE_OF_ZERO, has_block_moments, local_slice, num_blocks
+from llmsuite.parallel.partition import CODE_OF_ZERO, has_block_moments, local_slice
 from llmsuite.parallel.pipeline_split import owner_stage
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.vocabulary import pad_values, read_padded, without_padding
@@ -114,8 +115,8 @@ def _optimizer_state(
     slot_owners = {}
     scalar_writers = {}
     for name, shape in shapes.items():
-        is_of_blocks = has_block_moments(optimizer.kind, shape)
-        for slot in optimizer.slots_of(shape):
+        is_of_blocks = has_block_moments(optimizer.kind, name, shape)
+        for slot in optimizer.slots_of(name, shape):
             full_name = f"{name}/{slot}"
             is_scalar = StateTensor.slot_is_scalar(slot)
             gather = _gather(held[full_name]) if owners[name] == mesh.coordinate["pp"] else None
@@ -192,7 +193,9 @@ def restore(
     if not list(optimizer.state()):
         return
     files = TensorFiles(path, "optimizer")
-    slots = {f"{name}/{slot}" for name, shape in _trained(built.shapes).items() for slot in optimizer.slots_of(shape)}
+    slots = {
+        f"{name}/{slot}" for name, shape in _trained(built.shapes).items() for slot in optimizer.slots_of(name, shape)
+    }
     if differing := sorted(slots.symmetric_difference(files.names)):
         raise UserError(f"{path}: its optimizer has other tensors than this one: {', '.join(differing)}")
     _restore_slots(files, shard_plan, built, optimizer, mesh)
@@ -226,7 +229,7 @@ def restore_from_stem(
     """Load parameters and optimizer slots of a model from its own set of files in a checkpoint, named by `stem`."""
     shard_plan = model_plan.shard_plan
     files = TensorFiles(path, stem)
-    slots = {f"{name}/{slot}" for name, shape in built.shapes.items() for slot in optimizer.slots_of(shape)}
+    slots = {f"{name}/{slot}" for name, shape in built.shapes.items() for slot in optimizer.slots_of(name, shape)}
     if differing := sorted({*built.shapes, *slots}.symmetric_difference(files.names)):
         raise UserError(f"{path}: its {stem} has other tensors than this one: {', '.join(differing)}")
     values = pad_values(lambda name, shape, index: files.read(name, index), built.shapes)

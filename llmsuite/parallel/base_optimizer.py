@@ -107,9 +107,14 @@ class BaseOptimizer(abc.ABC):
         """`train.optimizer`."""
         return self._train.optimizer
 
-    def slots_of(self, shape: Sequence[int]) -> list[str]:
+    @property
+    def decays_last(self) -> bool:
+        """True where parameters decay after the update, as those of bitsandbytes do, instead of before it."""
+        return self._train.optimizer == "adamw_8bit"
+
+    def slots_of(self, name: str, shape: Sequence[int]) -> list[str]:
         """The slots of a parameter of this full shape in a checkpoint, the same on every rank."""
-        return [*optimizer_slots(self._train.optimizer, shape), *([MASTER] if self._has_masters else [])]
+        return [*optimizer_slots(self._train.optimizer, name, shape), *([MASTER] if self._has_masters else [])]
 
     def full_shape(self, shard: ParameterShard) -> Sequence[int]:
         """Shape of a full parameter without padding."""
@@ -120,7 +125,7 @@ class BaseOptimizer(abc.ABC):
         of a parameter."""
         values = self._slot_values()
         for shard in self.shards:
-            for slot in self.slots_of(self.full_shape(shard)):
+            for slot in self.slots_of(shard.name, self.full_shape(shard)):
                 if slot == MASTER:
                     value = shard.main_param.detach()
                 elif (shard.name, slot) in values:
@@ -175,7 +180,7 @@ class BaseOptimizer(abc.ABC):
                 beta1=train.adam_beta1,
                 beta2=train.adam_beta2,
                 epsilon=train.adam_epsilon,
-                weight_decay=train.weight_decay,
+                weight_decay=0.0 if self.decays_last else train.weight_decay,
                 apply_decay_param_fun=decayed.__contains__,
                 grad_clip=clip,
             )

@@ -1,19 +1,22 @@
 """AdamW whose moments are stored in 8 bits, a block at a time (Dettmers et al. 2022, arXiv 2110.02861).
 
-The first moment is stored by the signed dynamic map, the second by the unsigned one, as bitsandbytes' AdamW8bit does. A
-block is 256 consecutive elements of the flattened full parameter [inputs, outputs], whatever part of it a rank holds:
-so the largest magnitude of a block is a maximum over ranks, and codes, scales and updates are those of one process.
+The first moment is stored by the signed dynamic map, the second by the unsigned one, as bitsandbytes' AdamW8bit does.
+Blocks belong to the full parameter, see `block_layout`, whatever part of it a rank holds: so the largest magnitude of a
+block is a maximum over ranks, and codes, scales and updates are those of one process.
 
 An update has two passes over the gradients. The first one updates the parameters, by the exact new moments, and finds
 the largest magnitudes of their blocks. Between them these are exchanged, in one call for all parameters. The second one
 computes the moments again, and stores them. So no moment is in memory in float32 for more than a chunk.
+
+Numbers are float32, and operations come in the order of bitsandbytes' kernel for CUDA: weight decay after the update.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import paddle
@@ -21,79 +24,92 @@ import paddle
 from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.tensors import tensor_of
-from llmsuite.models.dynamic_map import BLOCK, dynamic_map, thresholds
+from llmsuite.models.dynamic_map import BLOCK, dynamic_map
 from llmsuite.parallel import collective
-from llmsuite.parallel.partition import CODE_OF_ZERO, num_blocks
+from llmsuite.parallel.block_layout import BlockLayout, Box
+from llmsuite.parallel.partition import CODE_OF_ZERO
 from llmsuite.parallel.sharding import ParameterShard
 
 _CHUNK = 1 << 22
-"""Elements whose moments are in float32 at a time."""
+"""Elements whose moments are in float32 at a time, unless a line of a box has more."""
 _LOWEST = -128
 """A code of the dynamic map is stored as an int8, less 128."""
 MOMENTS = ("moment1", "moment2")
 _POWERS = ("beta1_pow_acc", "beta2_pow_acc")
 
 
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    """Some lines of a box. Its values are flat, in the order of blocks."""
+
+    box: Box
+    lines: slice
+    numbers: Tensor
+    """Numbers of the values' blocks among those of the rank, [N], ascending."""
+
+    def values(self, flat: Tensor) -> Tensor:
+        """Its values [N] of a flat tensor of the shard."""
+        box = self.box
+        matrix = flat[box.start : box.start + box.rows * box.columns].reshape([box.rows, box.columns])
+        if box.is_transposed:
+            return matrix[:, self.lines].t().flatten()
+        return matrix[self.lines].flatten()
+
+    def as_matrix(self, values: Tensor) -> Tensor:
+        """Its values [N] as a part of the box, [rows, columns]."""
+        lines = values.reshape([-1, self.box.line_size])
+        return lines.t() if self.box.is_transposed else lines
+
+
 class Blocks:
     """The blocks of a full parameter that the elements of this rank's shard belong to."""
 
-    def __init__(self, shard: ParameterShard, shape: Sequence[int]):
+    def __init__(self, layout: BlockLayout):
         """
         Args:
-            shard: of the parameter.
-            shape: of the full parameter without padding.
+            layout: of the shard.
         """
-        dim, first = shard.first_index
-        self._is_cut = shard.is_cut
-        inner = math.prod(shape[dim + 1 :])
-        self._width = shard.local_shape[dim] * inner
-        self._stride = shape[dim] * inner
-        self._begin = first * inner
-        self._range = shard.range
-        self.size = self._range.stop - self._range.start
-        self.num_blocks = num_blocks(shape)
-        """Blocks of the full parameter."""
-        ends = [self._ids_of(*part) for part in self._parts()]
-        self.ids = tensor_of(np.unique(np.concatenate(ends)) if ends else np.zeros(0, "int64"))
+        self.layout = layout
+        self.ids = tensor_of(self._own_ids())
         """Numbers of the blocks that this rank has elements of, ascending."""
 
-    @property
-    def is_cut(self) -> bool:
-        """True where other ranks have other elements of the parameter."""
-        return self._is_cut
-
-    def _parts(self) -> Iterator[tuple[int, int]]:
-        """Ranges of the flat full parameter that this rank's elements are."""
-        first = self._range.start
-        while first < self._range.stop:
-            row = first // self._width
-            last = min(self._range.stop, (row + 1) * self._width)
-            begin = self._begin + row * (self._stride - self._width)
-            yield begin + first, begin + last
-            first = last
-
-    def _ids_of(self, first: int, last: int) -> np.ndarray:
+    def _own_ids(self) -> np.ndarray:
+        if not self.layout.is_cut:
+            return np.arange(self.layout.num_blocks)
+        found = [np.zeros(0, "int64")]
+        for box in self.layout.boxes:
+            starts = box.first + box.pitch * np.arange(box.num_lines)
+            first = starts // BLOCK
+            last = (starts + box.line_size - 1) // BLOCK
+            ids = first[:, None] + np.arange((last - first).max() + 1)
+            found.append(ids[ids <= last[:, None]])
         # padding of a vocabulary, which is always zero, may reach beyond the last block
-        return np.minimum(np.arange(first // BLOCK, (last - 1) // BLOCK + 1), self.num_blocks - 1)
+        return np.unique(np.concatenate(found).clip(max=self.layout.num_blocks - 1))
 
-    def numbers(self, start: int, stop: int) -> Tensor:
-        """For a range of this rank's elements the number of their blocks among `ids`, [N]."""
-        own = paddle.arange(self._range.start + start, self._range.start + stop)
-        found = (own + self._begin + own // self._width * (self._stride - self._width)) // BLOCK
-        return paddle.searchsorted(self.ids, found.clip(max=self.num_blocks - 1))
+    def chunks(self) -> Iterator[list[_Chunk]]:
+        """The elements of this rank: chunks by box, in the order of the shard."""
+        for box in self.layout.boxes:
+            step = max(1, _CHUNK // box.line_size)
+            yield [self._chunk(box, first, min(first + step, box.num_lines)) for first in range(0, box.num_lines, step)]
+
+    def _chunk(self, box: Box, first: int, last: int) -> _Chunk:
+        starts = box.first + box.pitch * paddle.arange(first, last)
+        found = (starts.unsqueeze(1) + paddle.arange(box.line_size)).flatten() // BLOCK
+        numbers = paddle.searchsorted(self.ids, found.clip(max=self.layout.num_blocks - 1))
+        return _Chunk(box, slice(first, last), numbers)
 
     def spread(self, values: Tensor) -> Tensor:
         """Values of this rank's blocks, as values of all blocks, with zeros for the others."""
-        full = paddle.zeros([self.num_blocks], values.dtype)
-        return paddle.scatter(full, self.ids, values) if self.size else full
+        full = paddle.zeros([self.layout.num_blocks], values.dtype)
+        return paddle.scatter(full, self.ids, values) if self.layout.num_owned else full
 
     def own(self, values: Tensor) -> Tensor:
         """Values of this rank's blocks among those of all blocks."""
-        return paddle.gather(values, self.ids) if self.size else paddle.zeros([0], values.dtype)
+        return paddle.gather(values, self.ids) if self.layout.num_owned else paddle.zeros([0], values.dtype)
 
     def gather(self, values: Tensor) -> Tensor:
         """Values of all blocks, from those of this rank's blocks. Every rank of the pipeline stage calls it."""
-        return exchange_largest(self.spread(values)) if self._is_cut else self.spread(values)
+        return exchange_largest(self.spread(values)) if self.layout.is_cut else self.spread(values)
 
 
 def exchange_largest(values: Tensor) -> Tensor:
@@ -102,6 +118,15 @@ def exchange_largest(values: Tensor) -> Tensor:
     for group in (mesh.data_group, mesh.tensor_group):
         collective.max_in_group(values, group)
     return values
+
+
+def _joined(boxes: Sequence[Sequence[tuple[_Chunk, Tensor]]], shape: Sequence[int]) -> Tensor:
+    """A tensor of this shape from the values of its chunks, by box."""
+    found = []
+    for chunks in boxes:
+        axis = 1 if chunks[0][0].box.is_transposed else 0
+        found.append(paddle.concat([chunk.as_matrix(values) for chunk, values in chunks], axis).flatten())
+    return paddle.concat(found).reshape(shape)
 
 
 @dataclasses.dataclass
@@ -120,24 +145,35 @@ class BlockState:
 class BlockAdamW:
     """AdamW of the parameters whose moments are stored in blocks."""
 
-    def __init__(self, shards: Sequence[ParameterShard], shapes: Mapping[str, Sequence[int]], train: TrainSection):
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        shapes: Mapping[str, Sequence[int]],
+        is_transposed: Callable[[str], bool],
+        train: TrainSection,
+    ):
         """
         Args:
             shards: of these parameters.
             shapes: of the full parameters without padding, by name.
+            is_transposed: returns True for the name of a parameter that PyTorch stores transposed.
             train: section of the recipe.
         """
         self._shards = list(shards)
-        self._betas = (train.adam_beta1, train.adam_beta2)
+        self._betas = (float(np.float32(train.adam_beta1)), float(np.float32(train.adam_beta2)))
         self._epsilon = train.adam_epsilon
         self._decay = train.weight_decay
-        self.states = {shard.name: self._first_state(shard, shapes[shard.name]) for shard in self._shards}
+        self.states: dict[str, BlockState] = {}
+        for shard in self._shards:
+            local = tuple(shard.local_shape)
+            transposed = is_transposed(shard.name)
+            layout = BlockLayout(tuple(shapes[shard.name]), transposed, local, shard.offsets, shard.range)
+            self.states[shard.name] = self._first_state(shard, Blocks(layout))
 
-    def _first_state(self, shard: ParameterShard, shape: Sequence[int]) -> BlockState:
-        blocks = Blocks(shard, shape)
+    def _first_state(self, shard: ParameterShard, blocks: Blocks) -> BlockState:
         codes = {slot: paddle.full(shard.main_param.shape, CODE_OF_ZERO[slot], "int8") for slot in MOMENTS}
         absmax = {slot: paddle.zeros(blocks.ids.shape, "float32") for slot in MOMENTS}
-        return BlockState(blocks, codes, absmax, [float(np.float32(beta)) for beta in self._betas])
+        return BlockState(blocks, codes, absmax, list(self._betas))
 
     @paddle.no_grad()
     def update(self, gradients: Mapping[ParameterShard, Tensor], factor: float, rate: float) -> None:
@@ -160,7 +196,7 @@ class BlockAdamW:
             if shard in gradients:
                 state = self.states[shard.name]
                 self._store(state, gradients[shard], factor, largest[shard.name])
-                state.powers = [float(np.float32(power) * np.float32(b)) for power, b in zip(state.powers, self._betas)]
+                state.powers = [float(np.float32(power * beta)) for power, beta in zip(state.powers, self._betas)]
 
     def slots(self, state: BlockState) -> dict[str, Tensor]:
         """The state of a parameter by the names of its slots in a checkpoint."""
@@ -180,7 +216,7 @@ class BlockAdamW:
 
     def _exchange(self, largest: dict[str, list[Tensor]]) -> None:
         """Replace the magnitudes of this rank's blocks by the largest ones of all ranks."""
-        cut = [(name, self.states[name].blocks) for name in largest if self.states[name].blocks.is_cut]
+        cut = [(name, self.states[name].blocks) for name in largest if self.states[name].blocks.layout.is_cut]
         if not cut:
             return
         spread = [blocks.spread(values) for name, blocks in cut for values in largest[name]]
@@ -195,57 +231,99 @@ class BlockAdamW:
         """Update a parameter; return the largest magnitudes of its new moments in this rank's blocks."""
         power1, power2 = state.powers
         rate *= shard.main_param.optimize_attr["learning_rate"]
-        decay = 1 - rate * self._decay if len(shard.local_shape) > 1 else 1.0
+        decay = decay_factor(shard, rate, self._decay)
         root = math.sqrt(1 - power2)
         step = rate * root / (1 - power1)
-        values = shard.main_param.detach().flatten()
+        flat = shard.main_param.detach().flatten()
         largest = [paddle.zeros(state.blocks.ids.shape, "float32") for _ in MOMENTS]
-        for start, stop, numbers, moments in self._moments(state, gradient, factor):
-            moment1, moment2 = moments
-            changed = values[start:stop] * decay - moment1 * step / (moment2.sqrt() + self._epsilon * root)
-            values[start:stop] = changed
-            first = int(numbers[0])
-            for found, moment in zip(largest, moments):
-                in_chunk = paddle.geometric.segment_max(moment.abs(), numbers - first)
-                last = first + in_chunk.shape[0]
-                found[first:last] = paddle.maximum(found[first:last], in_chunk)
-        shard.main_param.copy_(values.reshape(shard.main_param.shape), True)
+        changed = []
+        for chunks in state.blocks.chunks():
+            of_box = []
+            for chunk in chunks:
+                moments = self._moments(state, chunk, gradient, factor)
+                moment1, moment2 = moments
+                values = chunk.values(flat) - moment1 / (moment2.sqrt() + self._epsilon * root) * step
+                of_box.append((chunk, values if decay is None else values * decay))
+                for found, moment in zip(largest, moments):
+                    _raise_to(found, moment.abs(), chunk.numbers)
+            changed.append(of_box)
+        shard.main_param.copy_(_joined(changed, shard.main_param.shape), True)
         return largest
 
     def _store(self, state: BlockState, gradient: Tensor, factor: float, largest: Sequence[Tensor]) -> None:
         """Store the new moments, which are computed again."""
-        flat = {slot: state.codes[slot].flatten() for slot in MOMENTS}
-        for start, stop, numbers, moments in self._moments(state, gradient, factor):
-            for slot, moment, absmax in zip(MOMENTS, moments, largest):
-                flat[slot][start:stop] = _codes(moment, paddle.gather(absmax, numbers), slot == "moment1")
+        codes: dict[str, list[list[tuple[_Chunk, Tensor]]]] = {slot: [] for slot in MOMENTS}
+        for chunks in state.blocks.chunks():
+            for of_slot in codes.values():
+                of_slot.append([])
+            for chunk in chunks:
+                moments = self._moments(state, chunk, gradient, factor)
+                for slot, moment, absmax in zip(MOMENTS, moments, largest):
+                    new = _codes(moment, paddle.gather(absmax, chunk.numbers), slot == "moment1")
+                    codes[slot][-1].append((chunk, new))
         for slot, absmax in zip(MOMENTS, largest):
-            state.codes[slot] = flat[slot].reshape(state.codes[slot].shape)
+            state.codes[slot] = _joined(codes[slot], state.codes[slot].shape)
             state.absmax[slot] = absmax
 
-    def _moments(
-        self, state: BlockState, gradient: Tensor, factor: float
-    ) -> Iterator[tuple[int, int, Tensor, list[Tensor]]]:
-        """Chunk by chunk: its range, the numbers of its elements' blocks, and the new moments."""
-        gradient = gradient.flatten()
-        codes = {slot: state.codes[slot].flatten() for slot in MOMENTS}
-        for start in range(0, state.blocks.size, _CHUNK):
-            stop = min(start + _CHUNK, state.blocks.size)
-            numbers = state.blocks.numbers(start, stop)
-            new = gradient[start:stop].astype("float32") * factor
-            found = []
-            for slot, beta, added in zip(MOMENTS, self._betas, (new, new * new)):
-                index = codes[slot][start:stop].astype("int32") - _LOWEST
-                old = paddle.gather(tensor_of(dynamic_map(slot == "moment1")), index)
-                old = old * paddle.gather(state.absmax[slot], numbers)
-                found.append(old * beta + added * (1 - beta))
-            yield start, stop, numbers, found
+    def _moments(self, state: BlockState, chunk: _Chunk, gradient: Tensor, factor: float) -> list[Tensor]:
+        """The new moments of a chunk."""
+        new = chunk.values(gradient.flatten()).astype("float32") * factor
+        found = []
+        for slot, beta in zip(MOMENTS, self._betas):
+            index = chunk.values(state.codes[slot].flatten()).astype("int32") - _LOWEST
+            old = paddle.gather(tensor_of(dynamic_map(slot == "moment1")), index)
+            old = old * paddle.gather(state.absmax[slot], chunk.numbers)
+            # 1 - beta in float32, as in the kernel: in the first steps it is also the correction's denominator
+            added = new * float(np.float32(1) - np.float32(beta))
+            found.append(old * beta + (added if slot == "moment1" else added * new))
+        return found
+
+
+def decay_factor(shard: ParameterShard, rate: float, weight_decay: float) -> float | None:
+    """The factor of a parameter for weight decay; None for vectors, which do not decay, and without decay.
+
+    Args:
+        shard: of the parameter.
+        rate: its learning rate.
+        weight_decay: `train.weight_decay`.
+    """
+    if not weight_decay or len(shard.local_shape) < 2:
+        return None
+    return 1 - rate * weight_decay
+
+
+def _raise_to(largest: Tensor, magnitudes: Tensor, numbers: Tensor) -> None:
+    """Replace the magnitudes of blocks by larger ones of some elements, in place.
+
+    Args:
+        largest: by block.
+        magnitudes: of elements, [N].
+        numbers: of their blocks, [N], ascending.
+    """
+    first = int(numbers[0])
+    found = paddle.geometric.segment_max(magnitudes, numbers - first)  # zeros for blocks between without elements
+    last = first + found.shape[0]
+    largest[first:last] = paddle.maximum(largest[first:last], found)
 
 
 def _codes(moment: Tensor, absmax: Tensor, signed: bool) -> Tensor:
     """Codes of a moment, less 128, in int8. One of the first moment keeps its sign, as in bitsandbytes."""
     scaled = moment / paddle.where(absmax > 0, absmax, paddle.ones_like(absmax))
-    codes = paddle.searchsorted(tensor_of(thresholds(signed)), scaled, out_int32=True)
+    codes = paddle.searchsorted(tensor_of(_kernel_thresholds(signed)), scaled, out_int32=True)
     if signed:
         zero = CODE_OF_ZERO["moment1"] - _LOWEST
         codes = codes - ((codes == zero) & (moment < 0)).astype("int32")
     return (codes + _LOWEST).astype("int8")
+
+
+@functools.cache
+def _kernel_thresholds(signed: bool) -> np.ndarray:
+    """The code of a value is the number of these, [255], that it is above.
+
+    They are the middles between values of the map. The search of the kernel for CUDA ends at an even code, and keeps it
+    for a value in the middle of it and a neighbour: so the middle of an odd code and the next belongs to the next.
+    """
+    values = dynamic_map(signed)
+    middles = (values[:-1] + values[1:]) * np.float32(0.5)
+    middles[1::2] = np.nextafter(middles[1::2], np.float32(-np.inf))
+    return middles

@@ -17,7 +17,7 @@ from llmsuite.devices.optimizer_ops import OptimizerOps
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import MASTER, PADDLE_CLASSES, BaseOptimizer, OptimizerClasses, StateTensor
-from llmsuite.parallel.block_moments import BlockAdamW
+from llmsuite.parallel.block_moments import BlockAdamW, decay_factor
 from llmsuite.parallel.partition import has_block_moments
 from llmsuite.parallel.sharding import ParameterShard
 
@@ -68,6 +68,7 @@ class Optimizer(BaseOptimizer):
         host: DeviceBackend | None = None,
         ops: OptimizerOps = DEFAULT_OPS,
         shapes: Mapping[str, Sequence[int]] | None = None,
+        is_transposed: Callable[[str], bool] = lambda name: False,
     ):
         """
         Args:
@@ -77,6 +78,7 @@ class Optimizer(BaseOptimizer):
             host: device that moves moments and masters to host memory between updates; None to leave them in place.
             ops: the device's operations on gradients.
             shapes: of the full parameters, by name; None where no vocabulary is padded.
+            is_transposed: returns True for the name of a parameter that PyTorch stores transposed.
         """
         super().__init__(shards, train, total_steps, shapes)
         self._host = host
@@ -84,10 +86,10 @@ class Optimizer(BaseOptimizer):
         self._finished: list[tuple[ParameterShard, Tensor]] = []
         self._factor = 1.0
         """Factor that the finished gradients have not been multiplied by yet."""
-        of_blocks = [s for s in self.shards if has_block_moments(train.optimizer, self.full_shape(s))]
+        of_blocks = [s for s in self.shards if has_block_moments(train.optimizer, s.name, self.full_shape(s))]
         of_shards = {shard.name: self.full_shape(shard) for shard in of_blocks}
         assert host is None or not of_blocks, "refused before the run"
-        self._blocks = BlockAdamW(of_blocks, of_shards, train)
+        self._blocks = BlockAdamW(of_blocks, of_shards, is_transposed, train)
         """Updates the parameters whose moments are stored in blocks; Paddle's optimizer has the others."""
         owned = [s.main_param for s in self.shards if not s.is_empty and s.name not in self._blocks.states]
         classes = PADDLE_CLASSES
@@ -194,11 +196,17 @@ class Optimizer(BaseOptimizer):
             self._paddle.update([(shard.main_param, gradient) for shard, gradient in pairs], self._factor)
             for shard, _ in pairs:
                 shard.drop_gradient()
-            return
-        for shard, gradient in pairs:
-            shard.set_gradient(gradient)
-        if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
-            self._paddle.step()
+        else:
+            for shard, gradient in pairs:
+                shard.set_gradient(gradient)
+            if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
+                self._paddle.step()
+        if self.decays_last:
+            for shard, _ in pairs:
+                rate = self._paddle.get_lr() * shard.main_param.optimize_attr["learning_rate"]
+                factor = decay_factor(shard, rate, self._train.weight_decay)
+                if factor is not None:
+                    shard.main_param.detach().scale_(factor)
 
     def to_host(self, shard: ParameterShard) -> None:
         """Move the state that only the update needs of a parameter to host memory, where the recipe offloads it."""

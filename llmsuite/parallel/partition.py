@@ -10,10 +10,10 @@ import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
-from llmsuite.adapters.parameters import shard_dim
+from llmsuite.adapters.parameters import is_prefix, shard_dim
 from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.contract.schema.recipe import TrainSection
-from llmsuite.models.dynamic_map import BLOCK
+from llmsuite.models.head import EMBEDDINGS
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import DATA, DP, MODEL, SHARDING, TIED, Mesh
 
@@ -28,7 +28,7 @@ full parameter; see `block_moments`."""
 CODE_OF_ZERO: Mapping[str, int] = {"moment1": -1, "moment2": -128}
 """The code of 0 in these moments; they begin with it, and so does padding."""
 _LEAST_ELEMENTS = 4096
-"""A parameter with fewer elements has moments in float32, as in bitsandbytes."""
+"""Elements of the smallest parameter whose moments are stored in blocks; of a stack, those of a matrix."""
 FIRST_VALUES: Mapping[str, Callable[[TrainSection], float]] = {
     "beta1_pow_acc": lambda train: train.adam_beta1,
     "beta2_pow_acc": lambda train: train.adam_beta2,
@@ -37,19 +37,19 @@ FIRST_VALUES: Mapping[str, Callable[[TrainSection], float]] = {
 with zeros."""
 
 
-def has_block_moments(optimizer: str, shape: Sequence[int]) -> bool:
-    """True where an optimizer stores the moments of a parameter of this full shape in blocks of 8 bits."""
-    return optimizer == "adamw_8bit" and math.prod(shape) >= _LEAST_ELEMENTS
+def has_block_moments(optimizer: str, name: str, shape: Sequence[int]) -> bool:
+    """True where an optimizer stores the moments of a parameter of this full shape in blocks of 8 bits.
+
+    Small ones have moments in float32, as in bitsandbytes; so have embeddings, as transformers asks bitsandbytes for.
+    """
+    if optimizer != "adamw_8bit" or math.prod(shape[-2:]) < _LEAST_ELEMENTS:
+        return False
+    return name not in EMBEDDINGS and not is_prefix(name)
 
 
-def num_blocks(shape: Sequence[int]) -> int:
-    """Number of blocks of the moments of a parameter of this full shape."""
-    return -(-math.prod(shape) // BLOCK)
-
-
-def optimizer_slots(optimizer: str, shape: Sequence[int]) -> tuple[str, ...]:
+def optimizer_slots(optimizer: str, name: str, shape: Sequence[int]) -> tuple[str, ...]:
     """The slots of a parameter of this full shape."""
-    return BLOCK_SLOTS if has_block_moments(optimizer, shape) else OPTIMIZER_SLOTS[optimizer]
+    return BLOCK_SLOTS if has_block_moments(optimizer, name, shape) else OPTIMIZER_SLOTS[optimizer]
 
 
 def local_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:

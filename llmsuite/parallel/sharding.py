@@ -117,20 +117,16 @@ class ParameterShard:
         return self._range
 
     @property
-    def first_index(self) -> tuple[int, int]:
-        """The dim of the full parameter that ranks have slices of, and where this rank's slice begins; 0 and 0 where
-        the local value is the full parameter."""
+    def offsets(self) -> tuple[int, ...]:
+        """Index of the first element of the local value in the full parameter, for each dim."""
         mesh = self._mesh
+        found = [0] * len(self.local_shape)
         number = mesh.coordinate["tp"] if self._tp_dim is not None else 0
         if self.is_expert_parallel:  # as `partition.local_slice`
             number += mesh.coordinate["ep"] * (mesh.degrees.tp if self._tp_dim is not None else 1)
         dim = self._tp_dim or 0
-        return dim, number * self.local_shape[dim]
-
-    @property
-    def is_cut(self) -> bool:
-        """True where other ranks have other elements of the parameter."""
-        return self.partition.num_shards > 1 or self._tp_dim is not None or self.is_expert_parallel
+        found[dim] = number * self.local_shape[dim]
+        return tuple(found)
 
     @property
     def is_empty(self) -> bool:

@@ -33,9 +33,9 @@ def storage(layout: Layout, train_plan: TrainPlan) -> Storage:
     width = element_bytes(layout.parallel_plan)
     if width < 4:
         width += 4  # the masters
-    trained = [shape for name, shape in layout.shapes.items() if name in layout.trained]
-    moments = sum(state_bytes(train_plan.section.optimizer, shape) for shape in trained)
-    checkpoint = sum(map(math.prod, trained)) * width + moments
+    trained = {name: shape for name, shape in layout.shapes.items() if name in layout.trained}
+    moments = sum(state_bytes(train_plan.section.optimizer, name, shape) for name, shape in trained.items())
+    checkpoint = sum(map(math.prod, trained.values())) * width + moments
     largest = max((math.prod(shape) for shape in layout.shapes.values()), default=0)
     mesh = Mesh(degrees, 0)
     slices = [local_slice(name, shape, layout.shard_plan, mesh) for name, shape in layout.shapes.items()]
