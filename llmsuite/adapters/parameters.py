@@ -4,6 +4,7 @@ Paddle."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from llmsuite.adapters.methods import METHODS
 from llmsuite.adapters.prefix_shapes import INNER, INNER_BIAS, OUTER, PREFIX_KEY, PREFIX_VALUE, TABLE
@@ -17,7 +18,9 @@ _OF_HEADS: Mapping[str, AdapterParameter] = {
     **{kind: AdapterParameter(by_outputs=1 if kind.endswith("weight") else 0) for kind in OUTER},
 }
 """Parameters of prefixes, which are sharded by heads: as the matrix of keys."""
-_REPLICATED = frozenset((ROTATION, SOURCE, BIAS, TABLE, INNER, INNER_BIAS))
+_NETWORK = frozenset((TABLE, INNER, INNER_BIAS))
+"""Parameters of the prefix network."""
+_REPLICATED = frozenset((ROTATION, SOURCE, BIAS)) | _NETWORK
 """Parameters of interventions and of the prefix network."""
 
 
@@ -31,6 +34,22 @@ def is_factor(parameter: str) -> bool:
     """True if a parameter belongs to an adapter, an intervention or a prefix."""
     kind = parameter.rpartition(".")[2]
     return kind in _OF_HEADS or kind in _REPLICATED or parameter_of(parameter) is not None
+
+
+def is_prefix(parameter: str) -> bool:
+    """True if a parameter belongs to a prefix."""
+    kind = parameter.rpartition(".")[2]
+    return kind in _OF_HEADS or kind in _NETWORK
+
+
+def is_transposed(parameter: str, names: Any) -> bool:
+    """True if PyTorch stores a matrix of a model transposed: a linear weight, or a factor of an adapter.
+
+    Args:
+        parameter: its name.
+        names: of the family.
+    """
+    return parameter_of(parameter) is not None or bool(names.is_linear(parameter))
 
 
 def is_fixed(parameter: str) -> bool:

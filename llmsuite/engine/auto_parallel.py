@@ -55,8 +55,8 @@ def build_auto_parallel(
     report_size(model_plan, parallel_plan, backend, shapes, {shard.name: shard.shape for shard in trained})
     saved = {shard.name: shapes[shard.name] for shard in trained}
     return BuiltModel(
-        AutoParallelModel(model, mesh), list(trained), saved, list(shards), shapes, [0, 1], digest.hexdigest(),
-        None, None, [], None, None, None,
+        AutoParallelModel(model, mesh), list(trained), saved, list(shards), shapes,
+        model_plan.family.names().is_linear, [0, 1], digest.hexdigest(), None, None, [], None, None, None,
     )  # fmt: skip
 
 

@@ -4,8 +4,9 @@ initial weights."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import paddle
@@ -13,7 +14,7 @@ import paddle
 from llmsuite.adapters.add import adapted_modules, add_adapters
 from llmsuite.adapters.layers.prefix import PrefixNetwork, add_prefixes
 from llmsuite.adapters.layers.reft import add_interventions
-from llmsuite.adapters.parameters import is_factor, is_fixed, is_trained
+from llmsuite.adapters.parameters import is_factor, is_fixed, is_trained, is_transposed
 from llmsuite.adapters.reft_shapes import intervened_layers
 from llmsuite.base.errors import UserError
 from llmsuite.base.progress import report
@@ -65,6 +66,8 @@ class BuiltModel:
     """Shards of all parameters of this rank, frozen ones too."""
     every_shape: dict[str, list[int]]
     """Shape of every parameter of the full model, its adapters included."""
+    is_transposed: Callable[[str], bool]
+    """Returns True for the name of a parameter that PyTorch stores transposed."""
     bounds: list[int]
     """Layer bounds of the pipeline stages, see `part_bounds`."""
     digest: str
@@ -152,9 +155,11 @@ def build_model(
     carried = None
     if weights.source is not None and weights.source.carried:
         carried = weights.source
+    transposed = functools.partial(is_transposed, names=model_plan.family.names())
     return BuiltModel(
-        part, own, saved, shards, shapes, bounds, weights.digest, adapters, balance, rounded, scales, carried, pipeline
-    )
+        part, own, saved, shards, shapes, transposed, bounds, weights.digest, adapters, balance, rounded, scales,
+        carried, pipeline,
+    )  # fmt: skip
 
 
 def _build_chunks(

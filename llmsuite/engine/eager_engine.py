@@ -49,7 +49,8 @@ class EagerEngine(TrainEngine):
             total_steps: steps of the run.
         """
         host = backend if engine.offload_optimizer else None
-        optimizer = Optimizer(built.shards, train, total_steps, host, backend.optimizer_ops(engine.precision))
+        ops = backend.optimizer_ops(engine.precision)
+        optimizer = Optimizer(built.shards, train, total_steps, host, ops, built.shapes, built.is_transposed)
         return cls(passes, optimizer, rules)
 
     def with_rules(self, rules: StepRules) -> EagerEngine:

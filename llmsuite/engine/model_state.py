@@ -27,9 +27,10 @@ from llmsuite.models.mtp import num_mtp_layers
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import BaseOptimizer, StateTensor
+from llmsuite.parallel.block_layout import num_blocks
 from llmsuite.parallel.materialize import read_local_values
 from llmsuite.parallel.mesh import Mesh
-from llmsuite.parallel.partition import local_slice
+from llmsuite.parallel.partition import CODE_OF_ZERO, has_block_moments, local_slice
 from llmsuite.parallel.pipeline_split import owner_stage
 from llmsuite.parallel.sharding import ParameterShard
 from llmsuite.parallel.vocabulary import pad_values, read_padded, without_padding
@@ -114,13 +115,20 @@ def _optimizer_state(
     slot_owners = {}
     scalar_writers = {}
     for name, shape in shapes.items():
-        for slot in optimizer.slots:
+        is_of_blocks = has_block_moments(optimizer.kind, name, shape)
+        for slot in optimizer.slots_of(name, shape):
             full_name = f"{name}/{slot}"
             is_scalar = StateTensor.slot_is_scalar(slot)
             gather = _gather(held[full_name]) if owners[name] == mesh.coordinate["pp"] else None
-            if gather is not None and not is_scalar:
+            slot_shape = shape
+            if is_scalar:
+                slot_shape = [1]
+            elif StateTensor.slot_is_of_blocks(slot):
+                slot_shape = [num_blocks(shape)]
+            elif gather is not None:
                 gather = _unpadded(gather, shape)
-            slots.append(GatheredTensor(full_name, [1] if is_scalar else shape, "float32", gather))
+            dtype = "int8" if is_of_blocks and slot in CODE_OF_ZERO else "float32"
+            slots.append(GatheredTensor(full_name, slot_shape, dtype, gather))
             slot_owners[full_name] = owners[name]
             if is_scalar:  # stale on ranks without a shard of the parameter: the first rank of a stage has one
                 scalar_writers[full_name] = int(mesh.grid[owners[name]].flat[0])
@@ -155,6 +163,9 @@ def _gather(entry: StateTensor) -> Callable[[], Any]:
     if entry.is_scalar:
         # Paddle keeps beta_pow accumulators on the host, whatever the device
         return lambda: entry.shard.gather_number(tensor_of(array_of(entry.value)))
+    if entry.gather_blocks is not None:
+        gather_blocks = entry.gather_blocks
+        return lambda: gather_blocks(entry.value)
     return lambda: entry.shard.gather_shard(entry.on_device())
 
 
@@ -182,7 +193,9 @@ def restore(
     if not list(optimizer.state()):
         return
     files = TensorFiles(path, "optimizer")
-    slots = {f"{name}/{slot}" for name in _trained(built.shapes) for slot in optimizer.slots}
+    slots = {
+        f"{name}/{slot}" for name, shape in _trained(built.shapes).items() for slot in optimizer.slots_of(name, shape)
+    }
     if differing := sorted(slots.symmetric_difference(files.names)):
         raise UserError(f"{path}: its optimizer has other tensors than this one: {', '.join(differing)}")
     _restore_slots(files, shard_plan, built, optimizer, mesh)
@@ -216,7 +229,7 @@ def restore_from_stem(
     """Load parameters and optimizer slots of a model from its own set of files in a checkpoint, named by `stem`."""
     shard_plan = model_plan.shard_plan
     files = TensorFiles(path, stem)
-    slots = {f"{name}/{slot}" for name in built.shapes for slot in optimizer.slots}
+    slots = {f"{name}/{slot}" for name, shape in built.shapes.items() for slot in optimizer.slots_of(name, shape)}
     if differing := sorted({*built.shapes, *slots}.symmetric_difference(files.names)):
         raise UserError(f"{path}: its {stem} has other tensors than this one: {', '.join(differing)}")
     values = pad_values(lambda name, shape, index: files.read(name, index), built.shapes)
@@ -230,12 +243,12 @@ def _restore_slots(
     files: TensorFiles, shard_plan: ShardPlan, built: BuiltModel, optimizer: BaseOptimizer, mesh: Mesh
 ) -> None:
     def read(entry: StateTensor) -> np.ndarray:
-        if entry.is_scalar:
+        if entry.is_scalar or entry.gather_blocks is not None:
             return files.read(entry.name)
         shard = entry.shard
+        shape = built.shapes[shard.name]
         index = local_slice(shard.name, shard.shape, shard_plan, mesh)
-        return shard.own_shard(
-            read_padded(lambda inside: files.read(entry.name, inside), built.shapes[shard.name], index)
-        )
+        padding = CODE_OF_ZERO[entry.slot] if files.spec(entry.name).dtype == "int8" else 0
+        return shard.own_shard(read_padded(lambda inside: files.read(entry.name, inside), shape, index, padding))
 
     optimizer.load_state(read)

@@ -15,6 +15,8 @@ SCORE = "score.weight"
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
 """Embedding and output projection, which share one matrix in a tied model."""
+EMBEDDINGS = (EMBEDDING, "model.embed_positions.weight")
+"""The embeddings of tokens and, in some families, of positions."""
 NO_KEYS = ("head", "kept", "mtp")
 """Fields of a config that are not keys of recipes."""
 _SCORING = "ForSequenceClassification"

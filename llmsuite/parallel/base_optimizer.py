@@ -14,7 +14,7 @@ from llmsuite.base.typing import Tensor
 from llmsuite.contract.schema.recipe import TrainSection
 from llmsuite.devices.base import DeviceBackend
 from llmsuite.parallel.learning_rate import LearningRate
-from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS
+from llmsuite.parallel.partition import FIRST_VALUES, OPTIMIZER_SLOTS, optimizer_slots
 from llmsuite.parallel.sharding import ParameterShard
 
 MASTER = "master"
@@ -51,6 +51,9 @@ class StateTensor:
         """The value on the device, for collectives."""
         return self.host.to_device(self.value) if self.host else self.value
 
+    gather_blocks: Callable[[Tensor], Tensor] | None = None
+    """Returns the values of all blocks of the parameter, from those that this rank has; None for other slots."""
+
     @property
     def is_scalar(self) -> bool:
         """True where there is one number for the full parameter, the same on every rank."""
@@ -60,6 +63,11 @@ class StateTensor:
     def slot_is_scalar(slot: str) -> bool:
         return slot.endswith("pow_acc")
 
+    @staticmethod
+    def slot_is_of_blocks(slot: str) -> bool:
+        """True where there is one number for each block of the full parameter."""
+        return slot.endswith("_absmax")
+
 
 class BaseOptimizer(abc.ABC):
     """AdamW or SGD over this rank's shards, with a state that can be saved and resumed.
@@ -68,32 +76,56 @@ class BaseOptimizer(abc.ABC):
     `program.optimizer.ProgramOptimizer` inside of compiled programs.
     """
 
-    def __init__(self, shards: Sequence[ParameterShard], train: TrainSection, total_steps: int):
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        train: TrainSection,
+        total_steps: int,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+    ):
         """
         Args:
             shards: of every trained parameter of this rank.
             train: section of the recipe.
             total_steps: steps of the run, at whose end the learning rate ends.
+            shapes: of the full parameters, by name; None where no vocabulary is padded.
         """
         self.shards = list(shards)
+        self._shapes = shapes or {}
         self.learning_rate: Callable[[int], float] = LearningRate(train, total_steps).at
         """Function from a step, counted from 1, to its learning rate."""
         self.max_norm = train.max_grad_norm
         """Gradients with a larger global norm are multiplied by `max_norm / norm`; None for no clipping."""
         self.own_slots = [*OPTIMIZER_SLOTS[train.optimizer]]
         """The slots that Paddle's optimizer keeps of a parameter."""
-        has_master = any(shard.has_master for shard in self.shards)
-        self.slots = [*self.own_slots, *([MASTER] if has_master else [])]
-        """The slots of a parameter in a checkpoint, the same on every rank."""
+        self._has_masters = any(shard.has_master for shard in self.shards)
         self._train = train
         self._first_numbers = {slot: FIRST_VALUES[slot](train) for slot in self.own_slots if slot in FIRST_VALUES}
+
+    @property
+    def kind(self) -> str:
+        """`train.optimizer`."""
+        return self._train.optimizer
+
+    @property
+    def decays_last(self) -> bool:
+        """True where parameters decay after the update, as those of bitsandbytes do, instead of before it."""
+        return self._train.optimizer == "adamw_8bit"
+
+    def slots_of(self, name: str, shape: Sequence[int]) -> list[str]:
+        """The slots of a parameter of this full shape in a checkpoint, the same on every rank."""
+        return [*optimizer_slots(self._train.optimizer, name, shape), *([MASTER] if self._has_masters else [])]
+
+    def full_shape(self, shard: ParameterShard) -> Sequence[int]:
+        """Shape of a full parameter without padding."""
+        return self._shapes.get(shard.name, shard.shape)
 
     def state(self) -> Iterator[StateTensor]:
         """Every tensor of the state, the same names in the same order on every rank, also where a rank owns no element
         of a parameter."""
         values = self._slot_values()
         for shard in self.shards:
-            for slot in self.slots:
+            for slot in self.slots_of(shard.name, self.full_shape(shard)):
                 if slot == MASTER:
                     value = shard.main_param.detach()
                 elif (shard.name, slot) in values:
@@ -140,7 +172,7 @@ class BaseOptimizer(abc.ABC):
             classes: to choose from.
         """
         train = self._train
-        if train.optimizer == "adamw":
+        if train.optimizer != "sgd":
             decayed = {shard.name for shard in self.shards if len(shard.local_shape) > 1}
             return classes.adamw(
                 learning_rate=rate,
@@ -148,7 +180,7 @@ class BaseOptimizer(abc.ABC):
                 beta1=train.adam_beta1,
                 beta2=train.adam_beta2,
                 epsilon=train.adam_epsilon,
-                weight_decay=train.weight_decay,
+                weight_decay=0.0 if self.decays_last else train.weight_decay,
                 apply_decay_param_fun=decayed.__contains__,
                 grad_clip=clip,
             )

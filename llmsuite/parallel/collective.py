@@ -253,6 +253,12 @@ def sum_in_group(tensor: Tensor, group: Any) -> None:
             dist.all_reduce(tensor, group=group)
 
 
+def max_in_group(tensor: Tensor, group: Any) -> None:
+    """The element-wise maximum of a tensor over a group, in place. A group of None has one member."""
+    if group is not None:
+        _reduce(tensor, group, dist.ReduceOp.MAX)
+
+
 class _AsyncCollective:
     """A collective that runs while this rank computes. Waiting for it is recorded as a call of its own: the rank does
     no work meanwhile, and may hang there."""

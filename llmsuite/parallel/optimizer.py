@@ -17,6 +17,8 @@ from llmsuite.devices.optimizer_ops import OptimizerOps
 from llmsuite.devices.tensors import tensor_of
 from llmsuite.parallel import collective
 from llmsuite.parallel.base_optimizer import MASTER, PADDLE_CLASSES, BaseOptimizer, OptimizerClasses, StateTensor
+from llmsuite.parallel.block_moments import BlockAdamW, decay_factor
+from llmsuite.parallel.partition import has_block_moments
 from llmsuite.parallel.sharding import ParameterShard
 
 DEFAULT_OPS = OptimizerOps()
@@ -65,6 +67,8 @@ class Optimizer(BaseOptimizer):
         total_steps: int,
         host: DeviceBackend | None = None,
         ops: OptimizerOps = DEFAULT_OPS,
+        shapes: Mapping[str, Sequence[int]] | None = None,
+        is_transposed: Callable[[str], bool] = lambda name: False,
     ):
         """
         Args:
@@ -73,14 +77,21 @@ class Optimizer(BaseOptimizer):
             total_steps: steps of the run, at whose end the learning rate ends.
             host: device that moves moments and masters to host memory between updates; None to leave them in place.
             ops: the device's operations on gradients.
+            shapes: of the full parameters, by name; None where no vocabulary is padded.
+            is_transposed: returns True for the name of a parameter that PyTorch stores transposed.
         """
-        super().__init__(shards, train, total_steps)
+        super().__init__(shards, train, total_steps, shapes)
         self._host = host
         self._ops = ops
         self._finished: list[tuple[ParameterShard, Tensor]] = []
         self._factor = 1.0
         """Factor that the finished gradients have not been multiplied by yet."""
-        owned = [shard.main_param for shard in self.shards if not shard.is_empty]
+        of_blocks = [s for s in self.shards if has_block_moments(train.optimizer, s.name, self.full_shape(s))]
+        of_shards = {shard.name: self.full_shape(shard) for shard in of_blocks}
+        assert host is None or not of_blocks, "refused before the run"
+        self._blocks = BlockAdamW(of_blocks, of_shards, is_transposed, train)
+        """Updates the parameters whose moments are stored in blocks; Paddle's optimizer has the others."""
+        owned = [s.main_param for s in self.shards if not s.is_empty and s.name not in self._blocks.states]
         classes = PADDLE_CLASSES
         if ops.adamw is not None:
             classes = OptimizerClasses(functools.partial(_KernelAdamW, ops.adamw))
@@ -158,6 +169,7 @@ class Optimizer(BaseOptimizer):
             self._scale()
         finished = dict(self._finished)
         self._finished = []
+        self._update_blocks(finished, step)
         # state on the host is moved one parameter at a time; otherwise all are updated together
         groups = [[shard] for shard in self.shards] if self._host else [self.shards]
         for group in groups:
@@ -171,16 +183,30 @@ class Optimizer(BaseOptimizer):
                 shard.write_back()
                 self.to_host(shard)
 
+    def _update_blocks(self, finished: dict[ParameterShard, Tensor], step: int) -> None:
+        """Update the parameters whose moments are stored in blocks, and take them out of the finished ones."""
+        own = [shard for shard in finished if shard.name in self._blocks.states]
+        gradients = {shard: finished.pop(shard) for shard in own}
+        self._blocks.update(gradients, self._factor, self.learning_rate(step))
+        for shard in own:
+            shard.drop_gradient()
+
     def _update(self, pairs: Sequence[tuple[ParameterShard, Tensor]]) -> None:
         if isinstance(self._paddle, _KernelAdamW):
             self._paddle.update([(shard.main_param, gradient) for shard, gradient in pairs], self._factor)
             for shard, _ in pairs:
                 shard.drop_gradient()
-            return
-        for shard, gradient in pairs:
-            shard.set_gradient(gradient)
-        if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
-            self._paddle.step()
+        else:
+            for shard, gradient in pairs:
+                shard.set_gradient(gradient)
+            if self._paddle._parameter_list:  # none where a pipeline stage has no adapter
+                self._paddle.step()
+        if self.decays_last:
+            for shard, _ in pairs:
+                rate = self._paddle.get_lr() * shard.main_param.optimize_attr["learning_rate"]
+                factor = decay_factor(shard, rate, self._train.weight_decay)
+                if factor is not None:
+                    shard.main_param.detach().scale_(factor)
 
     def to_host(self, shard: ParameterShard) -> None:
         """Move the state that only the update needs of a parameter to host memory, where the recipe offloads it."""
@@ -210,10 +236,16 @@ class Optimizer(BaseOptimizer):
                 value = stored.get(_paddle_name(shard.name, slot))
                 if value is not None:
                     values[shard.name, slot] = value
+        for name, state in self._blocks.states.items():
+            for slot, value in self._blocks.slots(state).items():
+                values[name, slot] = value
         return values
 
     def _state_tensor(self, shard: ParameterShard, slot: str, value: Tensor) -> StateTensor:
-        return StateTensor(shard, slot, value, self._host)
+        gather = None
+        if StateTensor.slot_is_of_blocks(slot):
+            gather = self._blocks.states[shard.name].blocks.gather
+        return StateTensor(shard, slot, value, self._host, gather)
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Load a state: `read` returns this rank's shard of each tensor."""
@@ -225,6 +257,8 @@ class Optimizer(BaseOptimizer):
             if entry.slot == MASTER:
                 entry.shard.load_master(value)
                 self.to_host(entry.shard)
+            elif entry.shard.name in self._blocks.states:
+                self._blocks.load(self._blocks.states[entry.shard.name], entry.slot, value)
             else:
                 slots[_paddle_name(entry.shard.name, entry.slot)] = value
         self._paddle.set_state_dict(slots)

@@ -6,25 +6,50 @@ Plain arithmetic over the mesh, without Paddle: the engine splits by it, and `ll
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
-from llmsuite.adapters.parameters import shard_dim
+from llmsuite.adapters.parameters import is_prefix, shard_dim
 from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks
 from llmsuite.contract.schema.recipe import TrainSection
+from llmsuite.models.head import EMBEDDINGS
 from llmsuite.models.shard_plan import ShardPlan
 from llmsuite.parallel.mesh import DATA, DP, MODEL, SHARDING, TIED, Mesh
 
 SHARDING_STAGES = {"none": 0, "stage1": 1, "stage2": 2, "stage3": 3}
 """Sharding stage, by the value of `parallel.sharding`."""
-OPTIMIZER_SLOTS = {"adamw": ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2"), "sgd": ()}
+_ADAMW = ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment2")
+OPTIMIZER_SLOTS = {"adamw": _ADAMW, "adamw_8bit": _ADAMW, "sgd": ()}
 """State that Paddle's optimizers keep of each parameter, in float32."""
+BLOCK_SLOTS = ("beta1_pow_acc", "beta2_pow_acc", "moment1", "moment1_absmax", "moment2", "moment2_absmax")
+"""State of a parameter whose moments are stored in blocks: int8 codes, and the largest magnitude of each block of the
+full parameter; see `block_moments`."""
+CODE_OF_ZERO: Mapping[str, int] = {"moment1": -1, "moment2": -128}
+"""The code of 0 in these moments; they begin with it, and so does padding."""
+_LEAST_ELEMENTS = 4096
+"""Elements of the smallest parameter whose moments are stored in blocks; of a stack, those of a matrix."""
 FIRST_VALUES: Mapping[str, Callable[[TrainSection], float]] = {
     "beta1_pow_acc": lambda train: train.adam_beta1,
     "beta2_pow_acc": lambda train: train.adam_beta2,
 }
 """Initial values of the slots with one number for the full parameter, the same on every rank. The other slots start
 with zeros."""
+
+
+def has_block_moments(optimizer: str, name: str, shape: Sequence[int]) -> bool:
+    """True where an optimizer stores the moments of a parameter of this full shape in blocks of 8 bits.
+
+    Small ones have moments in float32, as in bitsandbytes; so have embeddings, as transformers asks bitsandbytes for.
+    """
+    if optimizer != "adamw_8bit" or math.prod(shape[-2:]) < _LEAST_ELEMENTS:
+        return False
+    return name not in EMBEDDINGS and not is_prefix(name)
+
+
+def optimizer_slots(optimizer: str, name: str, shape: Sequence[int]) -> tuple[str, ...]:
+    """The slots of a parameter of this full shape."""
+    return BLOCK_SLOTS if has_block_moments(optimizer, name, shape) else OPTIMIZER_SLOTS[optimizer]
 
 
 def local_slice(name: str, shape: Sequence[int], plan: ShardPlan, mesh: Mesh) -> list[slice]:

@@ -112,6 +112,23 @@ class ParameterShard:
         return local_value(self.parameter)
 
     @property
+    def range(self) -> slice:
+        """The range of the flattened local value that this rank owns."""
+        return self._range
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Index of the first element of the local value in the full parameter, for each dim."""
+        mesh = self._mesh
+        found = [0] * len(self.local_shape)
+        number = mesh.coordinate["tp"] if self._tp_dim is not None else 0
+        if self.is_expert_parallel:  # as `partition.local_slice`
+            number += mesh.coordinate["ep"] * (mesh.degrees.tp if self._tp_dim is not None else 1)
+        dim = self._tp_dim or 0
+        found[dim] = number * self.local_shape[dim]
+        return tuple(found)
+
+    @property
     def is_empty(self) -> bool:
         """True where this rank owns no element of the parameter, because the parameter is small."""
         return self._range.start == self._range.stop

@@ -58,17 +58,18 @@ def pad_values(read: ReadSlice, shapes: Mapping[str, Sequence[int]]) -> ReadSlic
 
 
 def read_padded(
-    read: Callable[[Sequence[slice]], np.ndarray], shape: Sequence[int], index: Sequence[slice]
+    read: Callable[[Sequence[slice]], np.ndarray], shape: Sequence[int], index: Sequence[slice], padding: int = 0
 ) -> np.ndarray:
-    """A slice that may reach beyond a tensor of this shape, with zeros there; `read` gets a slice inside the tensor."""
+    """A slice that may reach beyond a tensor of this shape, with `padding` there; `read` gets a slice inside of it."""
     inside = [slice(min(part.start, size), min(part.stop, size)) for part, size in zip(index, shape)]
     if inside == list(index):
         return read(index)
     sizes = [part.stop - part.start for part in index]
     if any(part.start == part.stop for part in inside):
-        return np.zeros(sizes, "float32")
+        return np.full(sizes, padding, "float32")
     values = read(inside)
-    return np.pad(values, [(0, size - found) for size, found in zip(sizes, values.shape)])
+    missing = [(0, size - found) for size, found in zip(sizes, values.shape)]
+    return np.pad(values, missing, constant_values=padding)
 
 
 def without_padding(tensor: Tensor, shape: Sequence[int]) -> Tensor:

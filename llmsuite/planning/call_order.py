@@ -281,6 +281,10 @@ class _Rank:
             if any(self._layout.shard_plan.is_expert(parameter.name) for parameter in self._parameters):
                 yield from self._call(DATA, "all_reduce", (), "loads of experts")
             yield from self._call(RUN, "all_reduce", (3,), "loads of experts")
+        blocks = sum(parameter.exchanged_blocks(self._train.optimizer) for parameter in trained)
+        if blocks:
+            for group in (DATA, TENSOR):
+                yield from self._call(group, "all_reduce", (2 * blocks,), "scales of 8-bit moments")
         for parameter in trained:
             if parameter.gathers_update:
                 why = f"updated values of {parameter.name}"

@@ -306,6 +306,11 @@ class Traffic:
         if known and self._mesh.loads_data:
             self._add(self._mesh.loaders, "all_reduce", (2 * known,), "sums of the pre-passes", width=8)
         self._add(RUN, "all_reduce", (1,), "norm of the gradients", width=8)
+        optimizer = self._train_plan.section.optimizer
+        blocks = sum(held.exchanged_blocks(optimizer) for held in self._parameters)
+        for group, count in ((DATA, degrees.num_data_ranks), (TENSOR, degrees.tp)):
+            if blocks and count > 1:
+                self._add(group, "all_reduce", (2 * blocks,), "scales of 8-bit moments", width=4)
         if self._layout.rounded and self._layout.model_plan.qat.activation_bits is not None:
             self._add(RUN, "all_reduce", (len(self._layout.rounded),), "largest inputs of quantised layers", width=8)
         moe_layers = [layer.mlp for layer in self._shape_spec.layers if isinstance(layer.mlp, MoE)]

@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from llmsuite.adapters.parameters import is_trained, shard_dim, with_adapters
+from llmsuite.adapters.parameters import is_trained, is_transposed, shard_dim, with_adapters
 from llmsuite.adapters.prefix_shapes import is_shared_by_all_ranks, with_prefixes
 from llmsuite.adapters.reft_shapes import intervened_layers, with_interventions
 from llmsuite.base.errors import UserError
@@ -21,6 +21,7 @@ from llmsuite.models.head import is_tied
 from llmsuite.models.mtp import is_embedding_shared, num_layers, num_mtp_layers
 from llmsuite.models.protocols import HasShapes
 from llmsuite.models.targets import adaptable_modules, frozen_matrices, linear_modules, pick_modules, quantised_modules
+from llmsuite.parallel.block_layout import BlockLayout, num_blocks
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import (
     OPTIMIZER_SLOTS,
@@ -28,6 +29,7 @@ from llmsuite.parallel.partition import (
     Partition,
     ShardRange,
     gradient_buckets,
+    has_block_moments,
     has_master,
     local_slice,
     shard_range,
@@ -54,6 +56,10 @@ class LocalParameter(Partition):
     """Bytes of an element."""
     num_values: int
     """Number of model parameters in it: more than elements where a byte has two codes, none for their scales."""
+    full_shape: tuple[int, ...]
+    """Shape of the full parameter."""
+    is_transposed: bool
+    """True where PyTorch stores its matrices transposed."""
     is_codes: bool
     """True for the codes of a quantised matrix."""
     is_expert: bool
@@ -90,9 +96,24 @@ class LocalParameter(Partition):
 
     def moment_bytes(self, optimizer: str) -> int:
         """Bytes of the optimizer's moments; the powers of AdamW's decay rates are single numbers on the host."""
-        if self.has_gradient:
-            return num_moments(optimizer) * 4 * self.num_owned
+        if not self.has_gradient:
+            return 0
+        if has_block_moments(optimizer, self.name, self.full_shape):
+            return num_moments(optimizer) * (self.num_owned + 4 * self._block_layout.max_own_blocks)
+        return num_moments(optimizer) * 4 * self.num_owned
+
+    def exchanged_blocks(self, optimizer: str) -> int:
+        """Number of the blocks of 8-bit moments whose largest magnitudes ranks exchange, see `block_moments`."""
+        if self.is_trained and has_block_moments(optimizer, self.name, self.full_shape):
+            layout = self._block_layout
+            return layout.num_blocks if layout.is_cut else 0
         return 0
+
+    @property
+    def _block_layout(self) -> BlockLayout:
+        """Layout of the blocks on the first rank, which never has fewer elements than others."""
+        offsets = (0,) * len(self.full_shape)
+        return BlockLayout(self.full_shape, self.is_transposed, self.local_shape, offsets, slice(0, self.num_owned))
 
 
 class ModelParameters:
@@ -150,6 +171,9 @@ class ModelParameters:
                 parts = lora.base_format.shapes(self.shapes[name])
                 self.stored[name] = {f"{name}.{part}": shape for part, shape in parts.items()}
         self.trained = {n for n in shapes if not model_plan.is_frozen or is_trained(n)}
+        names = model_plan.family.names()
+        self.transposed = {name for name in self.trained if is_transposed(name, names)}
+        """Names of the trained parameters that PyTorch stores transposed."""
         self.bf16_frozen: Collection[str] = frozenset()
         """Names of the frozen parameters that are bfloat16 where others are float32."""
         if model_plan.keeps_frozen_bf16(parallel_plan):
@@ -320,6 +344,8 @@ class Layout:
                         layer=self.model.layers[of],
                         local_shape=local,
                         size=size,
+                        full_shape=tuple(shape),
+                        is_transposed=name in self.model.transposed,
                         num_bytes=num_bytes,
                         num_values=size * math.prod(self.shapes[of]) // math.prod(shape) if codes or of == name else 0,
                         is_codes=codes,
@@ -342,6 +368,13 @@ class Layout:
 def element_bytes(parallel_plan: ParallelPlan) -> int:
     """Bytes of an element of parameters and activations."""
     return _BYTES[parallel_plan.parameter_dtype]
+
+
+def state_bytes(optimizer: str, name: str, shape: Sequence[int]) -> int:
+    """Bytes of the moments of a full parameter in a checkpoint."""
+    if has_block_moments(optimizer, name, shape):
+        return num_moments(optimizer) * (math.prod(shape) + 4 * num_blocks(shape))
+    return num_moments(optimizer) * 4 * math.prod(shape)
 
 
 def num_moments(optimizer: str) -> int:

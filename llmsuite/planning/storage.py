@@ -7,7 +7,7 @@ import math
 
 from llmsuite.parallel.mesh import Mesh
 from llmsuite.parallel.partition import local_slice
-from llmsuite.planning.layout import Layout, element_bytes, num_moments
+from llmsuite.planning.layout import Layout, element_bytes, state_bytes
 from llmsuite.recipe.plans import TrainPlan
 
 
@@ -16,7 +16,7 @@ class Storage:
     """Bytes on disk and in host memory."""
 
     checkpoint: float
-    """Size of one checkpoint: parameters in their dtype, moments and masters in float32."""
+    """Size of one checkpoint: parameters in their dtype, masters in float32, and moments."""
     on_disk: float
     """Size of all checkpoints that are kept, and the one being written."""
     loading: float
@@ -31,11 +31,11 @@ def storage(layout: Layout, train_plan: TrainPlan) -> Storage:
     degrees = layout.parallel_plan.degrees
     section = train_plan.checkpoint
     width = element_bytes(layout.parallel_plan)
-    state = 4 * num_moments(train_plan.section.optimizer)
     if width < 4:
-        state += 4
-    sizes = {name: math.prod(shape) for name, shape in layout.shapes.items() if name in layout.trained}
-    checkpoint = sum(sizes.values()) * (width + state)
+        width += 4  # the masters
+    trained = {name: shape for name, shape in layout.shapes.items() if name in layout.trained}
+    moments = sum(state_bytes(train_plan.section.optimizer, name, shape) for name, shape in trained.items())
+    checkpoint = sum(map(math.prod, trained.values())) * width + moments
     largest = max((math.prod(shape) for shape in layout.shapes.values()), default=0)
     mesh = Mesh(degrees, 0)
     slices = [local_slice(name, shape, layout.shard_plan, mesh) for name, shape in layout.shapes.items()]

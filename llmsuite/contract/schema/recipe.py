@@ -245,8 +245,10 @@ class TrainSection(Section):
     micro_batch_tokens: PositiveInt | None = None
     """Fill each training micro-batch with samples up to this many tokens, padding included, instead of a fixed number
     of samples; micro_batch_size then applies to evaluation only."""
-    optimizer: Literal["adamw", "sgd"] = "adamw"
-    """Optimizer. sgd is for comparing runs: it shows errors in the scale of gradients, which adamw hides."""
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """Optimizer. adamw_8bit: AdamW whose moments are stored in 8 bits, in blocks of 256 (Dettmers et al. 2022, arXiv
+    2110.02861), as bitsandbytes does; those of embeddings, and of parameters with fewer than 4,096 elements, in
+    float32. sgd is for comparing runs: it shows errors in the scale of gradients, which adamw hides."""
     learning_rate: PositiveFloat
     """Peak learning rate."""
     lr_schedule: Literal["constant", "linear", "cosine", "wsd"] = "cosine"

@@ -170,7 +170,7 @@ class ProgramOptimizer(BaseOptimizer):
     def _state_tensor(self, shard: ParameterShard, slot: str, value: Tensor) -> StateTensor:
         if slot == MASTER:  # the parameter of the programs: replicated, or this rank's slice
             return StateTensor(shard, slot, value)
-        return ShardedState(shard, slot, value, None, self._zero_group, self._cuts)
+        return ShardedState(shard, slot, value, zero_group=self._zero_group, dims=self._cuts)
 
     def load_state(self, read: Callable[[StateTensor], np.ndarray]) -> None:
         """Load a state: `read` returns each tensor before it is sharded over the ZeRO group."""

@@ -11,7 +11,7 @@ from llmsuite.plugins.suites import model, paddleformers_arguments, trainer
 from llmsuite.plugins.suites.conversion.kinds import is_on
 from llmsuite.plugins.suites.suite import Run, Suite
 
-_DEFAULTS = trainer.Defaults(num_epochs=1, precision="bf16")
+_DEFAULTS = trainer.Defaults(num_epochs=1, precision="bf16", has_bitsandbytes=False)
 _STAGES = {"sft": "sft", "dpo": "dpo", "pt": "pretrain"}
 _TEMPLATES = {"qwen3_nothink": "chatml", "llama3": "llama3"}
 _LOSSES = {"sigmoid": "sigmoid", "hinge": "hinge", "ipo": "ipo_mean", "simpo": "simpo"}

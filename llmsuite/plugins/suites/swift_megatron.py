@@ -51,7 +51,7 @@ def _recipe(run: Run) -> dict[str, Any]:
     hub = swift.hub_of(run)
     defaults = trainer.Defaults(
         learning_rate=1e-5, micro_batch_size=1, lr_schedule="cosine", weight_decay=0.1, adam_beta2=0.95,
-        precision=swift.precision(run), ends_smaller=False,
+        precision=swift.precision(run), ends_smaller=False, has_bitsandbytes=False,
     )  # fmt: skip
     swift.read_devices(run)
     parallel = _parallel(run)

@@ -18,6 +18,8 @@ from llmsuite.plugins.suites.conversion.refuse import Refusal
 from llmsuite.plugins.suites.suite import Run
 
 _OPTIMIZERS = ("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_torch_xla")
+_IN_8_BITS = ("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit")
+"""AdamW of bitsandbytes with states in 8 bits; a paged one differs in where its states are."""
 _STAGES = {"zero1": "stage1", "zero2": "stage2", "zero3": "stage3", "full_shard": "stage3", "shard_grad_op": "stage2"}
 _LOGGERS = ("tensorboard", "wandb", "swanlab", "mlflow")
 
@@ -39,6 +41,8 @@ class Defaults:
     accumulate: int = 1
     ends_smaller: bool = True
     """True if the last batch of an epoch is smaller."""
+    has_bitsandbytes: bool = True
+    """True if `optim` may name an optimizer of bitsandbytes."""
 
 
 def parallel(run: Run) -> dict[str, Any]:
@@ -138,6 +142,7 @@ def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], default
     total = launch["num_devices"] * launch.get("nnodes", 1)
     cut = parallel.get("tensor_parallel_degree", 1) * parallel.get("pipeline_parallel_degree", 1)
     ranks = run.data_ranks = max(1, total // cut)
+    is_split = bool(parallel) or _is_wrapped(run)
     if ranks == 1 and "sharding" in parallel:
         run.note(f"parallel.sharding: {parallel.pop('sharding')} is left out, because there is one data rank")
     micro = run.integer("per_device_train_batch_size", defaults.micro_batch_size)
@@ -160,13 +165,46 @@ def train(run: Run, launch: Mapping[str, Any], parallel: dict[str, Any], default
     norm = run.number("max_grad_norm", 1.0)
     if norm != 1:
         train["max_grad_norm"] = float(norm) if norm > 0 else None
-    optimizer = run.take("optim")
-    if optimizer is not None and optimizer not in _OPTIMIZERS:
-        run.refuse("optim", optimizer, "train.optimizer has adamw")
+    train |= _optimizer(run, is_split, "weight_decay" in train, defaults)
     every = run.take("logging_steps")
     if isinstance(every, int) and every > 1:
         train["log_steps"] = every
     return train
+
+
+def _is_wrapped(run: Run) -> bool:
+    """Return True if DeepSpeed, FSDP or Megatron has the optimizer, or a profile of accelerate that may name them."""
+    wrappers = ("deepspeed", "fsdp", "tensor_model_parallel_size")
+    profile = run.given("accelerate_config")
+    return any(is_on(run.given(key)) for key in wrappers) or profile not in (None, "single_gpu", "multi_gpu")
+
+
+def _optimizer(run: Run, is_split: bool, decays: bool, defaults: Defaults) -> dict[str, Any]:
+    """Return `train.optimizer`, unless it is the default.
+
+    Args:
+        run: the conversion.
+        is_split: whether ranks may have parts of the optimizer's parameters.
+        decays: whether there is weight decay.
+        defaults: of the suite.
+    """
+    optimizer = run.take("optim")
+    if optimizer is None or optimizer in _OPTIMIZERS:
+        return {}
+    if optimizer in _IN_8_BITS and defaults.has_bitsandbytes:
+        if not is_split:
+            return {"optimizer": "adamw_8bit"}
+        why = (
+            "DeepSpeed, FSDP and Megatron quantise its states by parts of parameters; train.optimizer: adamw_8bit does "
+        )
+        run.refuse("optim", optimizer, f"{why}so by full parameters")
+    elif optimizer == "paged_adamw_32bit" and defaults.has_bitsandbytes:
+        # bitsandbytes decays parameters after the update, AdamW before it
+        if decays:
+            run.refuse("optim", optimizer, "its weight decay follows the update; train.optimizer: adamw decays before")
+    else:
+        run.refuse("optim", optimizer, "train.optimizer has adamw")
+    return {}
 
 
 def _length(run: Run, defaults: Defaults) -> dict[str, Any]:

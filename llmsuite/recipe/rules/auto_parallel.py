@@ -51,6 +51,7 @@ def _unsupported_features(context: RuleContext) -> Iterator[Violation]:
         ("engine.loss_chunk_tokens", engine.loss_chunk_tokens, engine.loss_chunk_tokens is not None, "null"),
         ("engine.precision", engine.precision, engine.precision != "fp32", "fp32"),
         ("engine.offload_optimizer", "true", engine.offload_optimizer, "false"),
+        ("train.optimizer", "adamw_8bit", train.optimizer == "adamw_8bit", "adamw"),
         ("lora.rank", recipe.lora.rank, recipe.lora.rank is not None, "null"),
         ("reft.rank", recipe.reft.rank, recipe.reft.rank is not None, "null"),
         ("prefix.tokens", recipe.prefix.tokens, recipe.prefix.tokens is not None, "null"),
@@ -84,9 +85,9 @@ AUTO_PARALLEL_RULES = (
         _degrees_of_engine,
     ),
     Rule(
-        "`program: layers`, `recompute`, `loss_chunk_tokens`, 16 bits, `offload_optimizer`, `lora`, `reft`, `prefix`, "
-        "`qat`, `mtp_loss_weight`, `sequence_parallel`, `fuse_projections`, `gradient_bucket_bytes`, generation or "
-        "rollouts with an auto-parallel family",
+        "`program: layers`, `recompute`, `loss_chunk_tokens`, 16 bits, `offload_optimizer`, `adamw_8bit`, "
+        "`lora`, `reft`, `prefix`, `qat`, `mtp_loss_weight`, `sequence_parallel`, `fuse_projections`, "
+        "`gradient_bucket_bytes`, generation or rollouts with an auto-parallel family",
         "they need layers that the engine knows; it does not know those of such a model",
         (),
         _unsupported_features,

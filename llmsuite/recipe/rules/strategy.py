@@ -171,6 +171,12 @@ def _too_long(context: RuleContext) -> Iterator[Violation]:
         yield "data.max_length", f"is {longest}; the model has at most {positions} positions (max_position_embeddings)"
 
 
+def _blocks_on_the_host(context: RuleContext) -> Iterator[Violation]:
+    recipe = context.recipe
+    if recipe.engine.offload_optimizer and recipe.train.optimizer == "adamw_8bit":
+        yield "engine.offload_optimizer", "is true, which adamw_8bit does not support; set it to false, or choose adamw"
+
+
 def _no_such_precision(context: RuleContext) -> Iterator[Violation]:
     precision = context.recipe.engine.precision
     if context.precisions is not None and precision not in context.precisions:
@@ -229,6 +235,12 @@ STRATEGY_RULES = (
         "a matrix would be sharded unevenly",
         ("--parallel.tensor_parallel_degree=16", "--launch.num_devices=64"),
         _uneven_shards,
+    ),
+    Rule(
+        "`offload_optimizer` with `optimizer: adamw_8bit`",
+        "ranks exchange the scales of all moments in one call, so they are on the device together",
+        ("--train.optimizer=adamw_8bit", "--engine.offload_optimizer=true"),
+        _blocks_on_the_host,
     ),
     Rule(
         "a pipeline, stage 3, recompute or `to_static` with a family without a shard plan",

@@ -150,6 +150,11 @@ def test_on_a_pipeline(registry: Registry, recipe: str, stages: int, schedule: s
         ),
         (
             "llama/sft",
+            ["--train.optimizer=adamw_8bit"],
+            "train.optimizer: is adamw_8bit, which engine.program step does not support; set it to adamw, or",
+        ),
+        (
+            "llama/sft",
             ["--engine.offload_optimizer=true"],
             "engine.offload_optimizer: is true, but a compiled step updates all parameters .* set it to false, or",
         ),

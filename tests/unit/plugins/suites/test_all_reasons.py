@@ -14,7 +14,7 @@ from tests.unit.plugins.suites.conftest import Converted
 
 AXOLOTL: dict[str, Any] = {
     **axolotl.BARE, "datasets": [{"path": "a", "type": "alpaca"}], "val_set_size": 0.05,
-    "optimizer": "adamw_8bit", "sample_packing": True, "warmup_steps": None,
+    "optimizer": "lion_8bit", "sample_packing": True, "warmup_steps": None,
 }  # fmt: skip
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("from-axolotl", AXOLOTL, ["val_set_size", "datasets", "sample_packing", "warmup_steps", "optimizer"]),
@@ -82,7 +82,7 @@ def test_wrong_names_to_leave_out_are_reported_with_the_reasons(converted: Conve
 
 def test_arguments_that_axolotl_renames(converted: Converted) -> None:
     """The Trainer's words are its own only where they are written."""
-    values = {**axolotl.BARE, "optimizer": "adamw_8bit", "num_epochs": 0.5, "lr_scheduler": "rex"}
+    values = {**axolotl.BARE, "optimizer": "lion_8bit", "num_epochs": 0.5, "lr_scheduler": "rex"}
     with pytest.raises(UserError) as refused:
         converted("from-axolotl", values)
     assert keys_of(refused.value) == ["num_epochs", "lr_scheduler", "optimizer"]
@@ -129,7 +129,7 @@ def test_reasons_have_the_keys_of_the_file(
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "lora.yml"
     lines = ["base_model: Qwen/Qwen2.5-0.5B", "val_set_size: 0.1", "datasets: [{path: a, type: alpaca}]",
-             "optimizer: adamw_8bit", "warmup_steps: 1"]  # fmt: skip
+             "optimizer: lion_8bit", "warmup_steps: 1"]  # fmt: skip
     path.write_text("\n".join(lines))
     assert main(["recipe", "from-axolotl", str(path), "--leave_out", "val_set_size,optimiser"]) == 2
     err = capsys.readouterr().err

@@ -82,12 +82,32 @@ def test_adapters(converted: Converted) -> None:
     assert lora(load_in_4bit=True)["base_double_quant"] is True  # as in its own default
 
 
+@pytest.mark.parametrize("optimizer", ["adamw_bnb_8bit", "adamw_8bit", "paged_adamw_8bit"])
+def test_adamw_of_bitsandbytes_with_states_in_8_bits(optimizer: str, converted: Converted) -> None:
+    found = converted("from-axolotl", {**BARE, "optimizer": optimizer, "weight_decay": 0.1})
+    assert found.recipe["train"]["optimizer"] == "adamw_8bit"
+
+
+def test_paged_adamw_without_decay_is_adamw(converted: Converted) -> None:
+    found = converted("from-axolotl", {**BARE, "optimizer": "paged_adamw_32bit"})
+    assert "optimizer" not in found.recipe["train"]
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
         (FULL, "bf16 = auto: trains parameters in 16 bits without deepspeed"),
         ({**BARE, "load_in_8bit": True}, "load_in_8bit = True"),
-        ({**BARE, "optimizer": "adamw_bnb_8bit"}, "optimizer = adamw_bnb_8bit"),
+        ({**BARE, "optimizer": "adamw_torch_8bit"}, "optimizer = adamw_torch_8bit: train.optimizer has adamw"),
+        (
+            {**BARE, "optimizer": "adamw_bnb_8bit", "fsdp": ["full_shard"]},
+            "optimizer = adamw_bnb_8bit: DeepSpeed, FSDP",
+        ),
+        (
+            {**BARE, "optimizer": "adamw_bnb_8bit", "deepspeed": "deepspeed_configs/zero2.json"},
+            "optimizer = adamw_bnb_8bit: DeepSpeed, FSDP",
+        ),
+        ({**BARE, "optimizer": "paged_adamw_32bit", "weight_decay": 0.1}, "optimizer = paged_adamw_32bit: its weight"),
         ({**BARE, "warmup_steps": None}, "warmup_steps = not given"),
         (
             {**BARE, "datasets": [{"path": "a", "type": "alpaca"}]},
